@@ -1,0 +1,41 @@
+# make demo | test | lint: each sets up everything it needs in .venv first, once; later calls start at once and
+# work offline. PYTHON=/path/to/python picks the interpreter, VENV=folder the environment.
+
+VENV ?= .venv
+STAMP := $(VENV)/.installed
+BIN := $(VENV)/bin
+SOURCES := megatron_lancet tools tests benchmarks pretrain_gpt_moe.py setup.py
+
+.PHONY: demo test lint format constraints clean help
+
+help:
+	@echo "make demo    train a small GPT-MoE on real text, with expert parallelism, and show the result"
+	@echo "make test    run the test suite"
+	@echo "make lint    ruff and mypy"
+
+demo: $(STAMP)
+	@$(BIN)/python tools/demo.py
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	@$(BIN)/ruff check $(SOURCES)
+	@$(BIN)/ruff format --check $(SOURCES)
+	@$(BIN)/mypy
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix-only $(SOURCES)
+	@$(BIN)/ruff format $(SOURCES)
+
+# Installed anew only when what is to be installed changes. The environment is complete or has no stamp.
+$(STAMP): setup.py constraints.txt tools/setup_venv.sh
+	@PYTHON="$(PYTHON)" sh tools/setup_venv.sh "$(VENV)"
+	@touch $@
+
+constraints: $(STAMP)
+	@{ head -1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable; } > constraints.new
+	@mv constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

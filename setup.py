@@ -1,0 +1,40 @@
+"""Package metadata. Tool settings live in pyproject.toml; exact versions in constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = next(
+    line.split('"')[1]
+    for line in (HERE / "megatron_lancet" / "__init__.py").read_text().splitlines()
+    if line.startswith("__version__")
+)
+
+setup(
+    name="megatron-lancet",
+    version=VERSION,
+    description="Megatron training of Mixture-of-Experts models with the all-to-all hidden behind compute",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.12",
+    packages=find_packages(include=["megatron_lancet", "megatron_lancet.*"]),
+    install_requires=[
+        "torch>=2.11",
+        "megatron-core>=0.19,<0.20",
+        "numpy",
+        "packaging",
+        "psutil",  # megatron-core's checkpoint writer imports it without declaring it
+        "sentencepiece",
+        "tqdm",
+        "matplotlib",
+    ],
+    extras_require={
+        "te": ["transformer-engine[pytorch]"],
+        "deepspeed": ["deepspeed"],
+        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+    },
+    entry_points={"console_scripts": ["pretrain-gpt-moe = megatron_lancet.training.pretrain:main"]},
+)

@@ -1,0 +1,31 @@
+#!/bin/sh
+# Make a virtual environment with the pinned packages: setup_venv.sh FOLDER. PYTHON names an interpreter to use.
+set -eu
+venv=$1
+root=$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)
+
+is_new_enough() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
+}
+
+found=
+for candidate in ${PYTHON:-python3.12 python3 python3.13 python3.14}; do
+    if is_new_enough "$candidate"; then
+        found=$candidate
+        break
+    fi
+done
+if [ -z "$found" ]; then
+    echo "error: no Python >= 3.12 with venv found (tried: ${PYTHON:-python3.12 python3 python3.13 python3.14});" \
+        "install it, for example: apt install python3.12-venv, pyenv install 3.12, or uv python install 3.12;" \
+        "or name it: make PYTHON=/path/to/python3.12" >&2
+    exit 1
+fi
+
+echo "setting up $venv with $("$found" --version); torch and its libraries are some gigabytes, once"
+# An environment that works is brought up to date, one that does not (moved, interrupted) is made anew.
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$found" -m venv --clear "$venv"
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
+# setuptools first: the editable install below then needs no build environment of its own.
+pip install --constraint "$root/constraints.txt" setuptools
+pip install --constraint "$root/constraints.txt" --no-build-isolation --editable "$root[test]"
