@@ -1,0 +1,35 @@
+"""What a user asks of Megatron-Lancet, beside Megatron's own arguments."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy
+
+
+class PlanChoice(StrEnum):
+    """Where the plan comes from."""
+
+    OFF = "off"
+    """No plan: stock Megatron modules."""
+    AUTO = "auto"
+    """Chosen by us."""
+
+
+@dataclass(frozen=True)
+class LancetConfig:
+    """The ``--lancet-*`` arguments.
+
+    Attributes:
+        plan: where the plan comes from. Default auto.
+        num_chunks: chunks per micro-batch, at least 1; None leaves it to the plan. Default None.
+        chunk_dim: dimension along which micro-batches are cut. Default batch.
+        dw_policy: what happens to weight gradients. Default fill.
+        report_dir: folder for report.json; None writes no file. Default None.
+    """
+
+    plan: PlanChoice = PlanChoice.AUTO
+    num_chunks: int | None = None
+    chunk_dim: ChunkDim = ChunkDim.BATCH
+    dw_policy: DwPolicy = DwPolicy.FILL
+    report_dir: Path | None = None

@@ -1,0 +1,37 @@
+"""The one error that a user of a command is meant to see."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+USAGE_EXIT_CODE = 2
+"""Exit status of a command that refused its input, as argparse uses it."""
+
+_SIBLING_GRACE_S = 3.0
+"""How long a silent rank outlives the speaking one: torchrun kills all ranks when the first ends."""
+
+
+class UsageError(Exception):
+    """Wrong input from the user. The message says what was expected, what was found and what to do."""
+
+
+def exit_with_usage_error(message: str) -> NoReturn:
+    """Print ``error: message`` once per node and end the process with status 2.
+
+    Under torchrun every rank finds the same fault: local rank 0 speaks, the others only exit.
+    """
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_SIBLING_GRACE_S)
+    raise SystemExit(USAGE_EXIT_CODE)
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Run a command's ``main``; a :class:`UsageError` becomes one line on stderr and exit status 2."""
+    try:
+        main()
+    except UsageError as error:
+        exit_with_usage_error(str(error))

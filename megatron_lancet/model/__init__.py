@@ -1,0 +1,1 @@
+"""A chunk's way through the model, in data order: chunking, route, dispatch, experts, combine, next layer."""

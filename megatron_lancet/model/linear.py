@@ -1,0 +1,119 @@
+"""Linear layers whose backward computes the input gradient at once and defers the weight gradient.
+
+Legend of shapes: T tokens (S * B, or rows of an expert), I inputs, O outputs of the layer.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+
+from megatron_lancet.model.adopt import adopt
+from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
+
+
+class _LinearWithDeferredWeightGrad(torch.autograd.Function):
+    """``input @ weight.T + bias`` like Megatron's own, except that dW goes to the store."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        defer: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.defer = defer
+        ctx.has_bias = bias is not None
+        output = torch.matmul(input, weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        grad_input = grad_output.matmul(weight)
+        grad_TO, input_TI = prepare_input_tensors_for_wgrad_compute(grad_output, input)
+        ctx.defer(grad_TO, input_TI)
+        grad_bias = grad_TO.sum(dim=0) if ctx.has_bias else None
+        return grad_input, None, grad_bias, None
+
+
+class _DeferredWeightGrad:
+    """Mixin for a Megatron linear layer: computes its forward with the function above.
+
+    DDP's protocol for gradients that come later: it does not watch ``weight`` itself, because the weight carries
+    ``skip_backward_post_hook``, but hands this module the function that says "ready". Before DDP has done so (no
+    wrapper, or evaluation) the layer behaves like stock.
+    """
+
+    weight: torch.nn.Parameter
+    store: WeightGradStore
+    weight_name: str
+    deferred: DeferredWeight | None
+
+    def begin_deferring(self, name: str, store: WeightGradStore) -> None:
+        """Mark the weight for DDP, whose wrapper calls back below."""
+        self.weight_name = name
+        self.store = store
+        self.deferred = None
+        self.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, report_ready: Callable[[], None]) -> None:
+        """Called by DDP for each parameter of this module that is marked as deferred."""
+        deferred = self.deferred = DeferredWeight(self.weight, self.weight_name, report_ready)
+        # Autograd visits this node after the last use of the weight in a backward pass, though every use returned
+        # None: by then all dWs have been put. The node must be kept alive: the hook goes with it.
+        use = self.weight.expand_as(self.weight).grad_fn
+        assert use is not None
+        self._accumulate_grad = use.next_functions[0][0]
+        assert self._accumulate_grad is not None
+        self._accumulate_grad.register_hook(lambda *_: self.store.enumerated(deferred))
+
+    def _defer(self, grad_TO: torch.Tensor, input_TI: torch.Tensor) -> None:
+        deferred = self.deferred
+        assert deferred is not None
+
+        def compute() -> None:
+            deferred.add_to_main_grad(grad_TO.t().matmul(input_TI))
+
+        self.store.put(deferred, compute, num_bytes=grad_TO.nbytes + input_TI.nbytes)
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.deferred is None or not torch.is_grad_enabled() or weight is not self.weight:
+            return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
+        return _LinearWithDeferredWeightGrad.apply(input, weight, kwargs.get("bias"), self._defer)
+
+
+class DeferredColumnParallelLinear(_DeferredWeightGrad, ColumnParallelLinear):
+    """Megatron's column-parallel linear layer with deferred dW."""
+
+
+class DeferredRowParallelLinear(_DeferredWeightGrad, RowParallelLinear):
+    """Megatron's row-parallel linear layer with deferred dW."""
+
+
+def can_defer(module: torch.nn.Module) -> bool:
+    """Whether this is a linear layer whose dW can run by itself: trained, own weight, no collective inside."""
+    if type(module) not in (ColumnParallelLinear, RowParallelLinear):
+        return False
+    linear = cast(Any, module)
+    if linear.weight is None or not linear.weight.requires_grad or linear.gtp_remat_size > 1:
+        return False
+    # Tensor parallelism sends inside the layer's backward, except in experts, where the dispatcher does it.
+    return bool(linear.explicit_expert_comm) or linear.tp_group.size() == 1
+
+
+def defer_weight_grad(module: torch.nn.Module, name: str, store: WeightGradStore) -> None:
+    """Make a linear layer put its dW into ``store``. Call before DDP wraps the model.
+
+    Args:
+        name: of the op, for messages.
+    """
+    column = isinstance(module, ColumnParallelLinear)
+    linear: _DeferredWeightGrad = (
+        adopt(module, DeferredColumnParallelLinear) if column else adopt(module, DeferredRowParallelLinear)
+    )
+    linear.begin_deferring(name, store)

@@ -1,0 +1,101 @@
+"""Routing of chunks with the statistics of the whole micro-batch.
+
+Top-k routing looks at one token at a time, so chunks route like the whole. The balancing losses do not: they are
+products of sums over all tokens of the micro-batch. So each chunk's logits are kept until the last chunk arrives, and
+Megatron's own loss functions then see exactly the tensors that they see without chunks: once per micro-batch, tokens
+in the same order, logged once.
+
+Legend of shapes: S sequence length, B micro-batch size, b chunk size, T = S * B, t = S * b, E experts, H hidden.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import (
+    compute_routing_scores_for_aux_loss,
+    topk_routing_with_score_function,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megatron_lancet.model.chunking import Chunk
+
+_BATCH_DIM = 1
+
+
+class _ContiguousGrad(torch.autograd.Function):
+    """Identity whose backward hands on a contiguous gradient: Megatron's gating takes no other."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.contiguous()
+
+
+class ChunkedTopKRouter(TopKRouter):
+    """Megatron's top-k router, also for one chunk of a micro-batch at a time."""
+
+    _earlier_logits: list[torch.Tensor]
+
+    def begin_micro_batch(self) -> None:
+        """Forgets the chunks of the last micro-batch; they are gone already, unless its forward failed."""
+        self._earlier_logits = []
+
+    def forward(
+        self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, chunk: Chunk | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route the tokens of a chunk; without ``chunk``, Megatron's own routing of a whole micro-batch.
+
+        Args:
+            input: [S, b, H].
+
+        Returns:
+            Probabilities [t, E] and routing map [t, E] (bool). The balancing losses of the micro-batch hang on
+            the last chunk's probabilities.
+        """
+        if chunk is None or chunk.num_chunks == 1:
+            return super().forward(input, padding_mask)
+        assert padding_mask is None
+        self._maintain_float32_expert_bias()
+        logits_SbE = _ContiguousGrad.apply(self.gating(input))
+        if not chunk.is_last:
+            self._earlier_logits.append(logits_SbE)
+            probs, routing_map = self._route_tokens(logits_SbE)
+        else:
+            probs, routing_map = self._route_last_chunk(logits_SbE)
+        self._apply_expert_bias(routing_map)
+        return probs, routing_map
+
+    def _route_tokens(self, logits_SbE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return topk_routing_with_score_function(
+            logits_SbE.reshape(-1, self.config.num_moe_experts),
+            self.topk,
+            use_pre_softmax=self.config.moe_router_pre_softmax,
+            num_groups=self.config.moe_router_num_groups,
+            group_topk=self.config.moe_router_group_topk,
+            scaling_factor=self.config.moe_router_topk_scaling_factor,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+            fused=self.config.moe_router_fusion,
+            router_replay=self.router_replay,
+        )
+
+    def _route_last_chunk(self, logits_SbE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route the chunk that completes the micro-batch and attach the micro-batch's losses to it."""
+        all_SBE = torch.cat([*self._earlier_logits, logits_SbE], dim=_BATCH_DIM)
+        self._earlier_logits = []
+        seq_length, micro_batch_size, num_experts = all_SBE.shape
+        all_TE = self.apply_z_loss(all_SBE.view(-1, num_experts))
+        all_SBE = all_TE.view(seq_length, micro_batch_size, num_experts)
+        own_SbE = all_SBE[:, micro_batch_size - logits_SbE.size(_BATCH_DIM) :]
+        probs, routing_map = self._route_tokens(own_SbE)
+        if self.is_aux_loss_enabled():
+            map_TE, scores_TE = compute_routing_scores_for_aux_loss(
+                all_TE, self.topk, self.score_function, fused=self.config.moe_router_fusion
+            )
+            probs = self._apply_aux_loss(probs, scores_TE, map_TE)
+            probs = self._apply_seq_aux_loss(probs, scores_TE, map_TE, seq_length, micro_batch_size)
+            probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
+        return probs, routing_map

@@ -1,0 +1,1 @@
+"""What a run achieved: text and JSON."""

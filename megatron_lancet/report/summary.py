@@ -1,0 +1,93 @@
+"""What a run achieved, as a few lines of text and as report.json."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_lancet.runtime.comm_stats import CommTimes
+
+NUM_WARM_UP_STEPS = 3
+"""Left out of the medians: the first steps allocate, connect and learn their order of reductions."""
+REPORT_FILE = "report.json"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training step on one rank.
+
+    Attributes:
+        step_ms: wall clock time of forward, backward, gradient reduction and optimizer.
+        num_tokens: tokens of all ranks' micro-batches in the step.
+        comm: its communication.
+    """
+
+    step_ms: float
+    num_tokens: int
+    comm: CommTimes
+
+
+def rank_medians(records: Sequence[StepRecord]) -> dict[str, float]:
+    """Median of each figure over the steps after warm-up (over all steps if there are no others)."""
+    steady = records[NUM_WARM_UP_STEPS:] or records
+    rows = [{"step_ms": r.step_ms, "num_tokens": r.num_tokens, **asdict(r.comm)} for r in steady]
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def summarise(per_rank: Sequence[dict[str, float]], plan: str, num_steps: int) -> dict[str, Any]:
+    """The report: the slowest rank's step, means over ranks for the rest.
+
+    Args:
+        per_rank: :func:`rank_medians` of every rank.
+        plan: the plan's text, ``off`` for stock modules.
+        num_steps: training steps that were run, warm-up included.
+    """
+    step_ms = max(rank["step_ms"] for rank in per_rank)
+    means = {
+        name: statistics.fmean(rank[name] for rank in per_rank)
+        for name in per_rank[0]
+        if name not in ("step_ms", "num_tokens")
+    }
+    return {
+        "plan": plan,
+        "num_steps": num_steps,
+        "num_warm_up_steps": NUM_WARM_UP_STEPS if num_steps > NUM_WARM_UP_STEPS else 0,
+        "tokens_per_s": per_rank[0]["num_tokens"] / step_ms * 1e3,
+        "step_ms": step_ms,
+        **means,
+        "ranks": list(per_rank),
+    }
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """The report in a few lines."""
+    step_ms = report["step_ms"]
+    exposed_ms = report["exposed_ms"] + report["counts_exposed_ms"]
+    lines = [
+        f"Megatron-Lancet report: medians over steps {report['num_warm_up_steps'] + 1} to {report['num_steps']}",
+        f"  plan               {report['plan']}",
+        f"  throughput         {report['tokens_per_s']:.0f} tokens/s",
+        f"  step               {step_ms:.1f} ms",
+        f"  all-to-all         {report['all_to_all_ms']:.1f} ms in flight",
+        f"    exposed          {report['exposed_ms']:.1f} ms waited for payload, "
+        f"{report['counts_exposed_ms']:.1f} ms for counts: {100 * exposed_ms / step_ms:.1f} % of the step",
+    ]
+    num_dw = report["num_dw_hidden"] + report["num_dw_late"]
+    if num_dw:
+        lines.append(
+            f"  weight gradients   {report['num_dw_hidden']:.0f} of {num_dw:.0f} in all-to-all gaps, "
+            f"at most {report['peak_dw_bytes'] / 1e6:.1f} MB deferred"
+        )
+    return "\n".join(lines)
+
+
+def write_json(report: dict[str, Any], folder: Path) -> Path:
+    """Write ``report.json`` into ``folder``, made if missing; a reader never sees half a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / REPORT_FILE
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(json.dumps(report, indent=2) + "\n")
+    partial.replace(path)
+    return path

@@ -1,0 +1,157 @@
+"""Deferred weight gradients (dW): a bounded queue that is drained while all-to-alls are in flight.
+
+Two things are kept apart. *When a dW is computed* may depend on the clock: it is local work. *When a parameter is
+reported ready* starts a gradient reduction, a collective: it happens at a fixed place in the backward pass, the
+same on every rank (Lancet section 4.1 places dW; DDP's reductions beside it are ours to keep in order).
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_lancet.runtime.comm_stats import CommStats
+
+
+class DeferredWeight:
+    """A parameter whose gradient is not made by autograd but by the store.
+
+    Attributes:
+        name: for messages, for example ``L3.W.linear_fc1``.
+        num_pending: its dWs that are enumerated but have not run.
+        num_reported: how often it was reported ready; for tests and assertions.
+    """
+
+    def __init__(self, parameter: torch.nn.Parameter, name: str, report_ready: Callable[[], None]) -> None:
+        self.name = name
+        self.num_pending = 0
+        self.num_reported = 0
+        self._parameter = parameter
+        self._report_ready = report_ready
+
+    def add_to_main_grad(self, weight_grad: torch.Tensor) -> None:
+        """Adds one chunk's dW, shaped like the weight, to Megatron's gradient accumulator."""
+        self._parameter.main_grad.add_(weight_grad)  # type: ignore[attr-defined]
+
+    def report(self) -> None:
+        """Tells DDP that the gradient of this micro-batch is complete. DDP reads ``.grad`` then, and clears it."""
+        assert self.num_pending == 0, f"{self.name} was to be reported with {self.num_pending} dW pending"
+        parameter = self._parameter
+        # A gradient that autograd made as well (a use that was not deferred) is DDP's to add. Without one DDP
+        # still insists on a .grad: an expanded scalar takes no memory, and the flag keeps it from being added.
+        parameter.grad_added_to_main_grad = parameter.grad is None  # type: ignore[attr-defined]
+        if parameter.grad is None:
+            parameter.grad = parameter.new_empty(1).expand(parameter.shape)
+        self._report_ready()
+        self.num_reported += 1
+
+
+@dataclass(frozen=True)
+class _Task:
+    weight: DeferredWeight
+    compute: Callable[[], None]
+    num_bytes: int
+    due: int
+
+
+class WeightGradStore:
+    """Queue of deferred dWs and of the parameters that wait to be reported.
+
+    The backward pass is counted in all-to-alls that it has finished. A dW enumerated at count n has run, and its
+    parameter has been reported, by count n + window; all have by the end of the backward pass.
+    """
+
+    def __init__(self, window: int, stats: CommStats) -> None:
+        """
+        Args:
+            window: all-to-alls over which a dW may be carried, at least 1.
+        """
+        assert window >= 1
+        self._window = window
+        self._stats = stats
+        self._tasks: deque[_Task] = deque()
+        self._to_report: deque[tuple[DeferredWeight, int]] = deque()
+        self._num_passed = 0
+        self._held_bytes = 0
+        self._flush_is_queued = False
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def put(self, weight: DeferredWeight, compute: Callable[[], None], num_bytes: int) -> None:
+        """Takes a dW for later. Called from a backward function.
+
+        Args:
+            compute: runs the GEMM and adds the result to the gradient.
+            num_bytes: memory that stays alive until then.
+        """
+        self._flush_at_end_of_backward()
+        weight.num_pending += 1
+        self._tasks.append(_Task(weight, compute, num_bytes, self._num_passed + self._window))
+        self._held_bytes += num_bytes
+        self._stats.raise_to("peak_dw_bytes", self._held_bytes)
+
+    def enumerated(self, weight: DeferredWeight) -> None:
+        """Autograd is done with ``weight``: all its dWs of this backward pass have been put."""
+        self._flush_at_end_of_backward()
+        self._to_report.append((weight, self._num_passed + self._window))
+
+    def fill(self, in_flight: Callable[[], bool]) -> None:
+        """Runs dWs, oldest first, while there are any and ``in_flight()`` holds."""
+        while self._tasks and in_flight():
+            self._run_oldest()
+            self._stats.add("num_dw_hidden", 1)
+
+    def run_up_to_previous(self) -> None:
+        """Runs the dWs enumerated before the last all-to-all finished: a fill for where nobody can watch the wire."""
+        while self._tasks and self._tasks[0].due < self._num_passed + self._window:
+            self._run_oldest()
+            self._stats.add("num_dw_hidden", 1)
+
+    def pass_all_to_all(self) -> None:
+        """One more backward all-to-all has finished: run what is due, report what is due."""
+        self._num_passed += 1
+        while self._tasks and self._tasks[0].due <= self._num_passed:
+            self._run_late()
+        while self._to_report and self._to_report[0][1] <= self._num_passed:
+            self._report_next()
+
+    def flush(self) -> None:
+        """Runs and reports everything: the backward pass is over."""
+        self._flush_is_queued = False
+        while self._tasks:
+            self._run_late()
+        while self._to_report:
+            self._report_next()
+        self._num_passed = 0
+
+    def discard(self) -> None:
+        """Forgets what a failed backward pass left behind; its gradients are void anyway."""
+        for task in self._tasks:
+            task.weight.num_pending = 0
+        self._tasks.clear()
+        self._to_report.clear()
+        self._held_bytes = 0
+        self._num_passed = 0
+        self._flush_is_queued = False
+
+    def _flush_at_end_of_backward(self) -> None:
+        if not self._flush_is_queued:
+            self._flush_is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.flush)
+
+    def _report_next(self) -> None:
+        # Every dW put before its weight was enumerated is due no later than the report: none can be pending.
+        self._to_report.popleft()[0].report()
+
+    def _run_late(self) -> None:
+        self._run_oldest()
+        self._stats.add("num_dw_late", 1)
+
+    def _run_oldest(self) -> None:
+        task = self._tasks.popleft()
+        self._held_bytes -= task.num_bytes
+        with torch.no_grad():
+            task.compute()
+        task.weight.num_pending -= 1

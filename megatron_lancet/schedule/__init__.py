@@ -1,0 +1,1 @@
+"""What runs when, as data: ops, plans and the rules that make them. Imports neither torch nor megatron."""

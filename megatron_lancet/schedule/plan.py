@@ -1,0 +1,95 @@
+"""A plan: everything about the overlap that all ranks must agree on, as data."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+PLAN_VERSION = 1
+ALL_TO_ALLS_PER_LAYER = 2
+"""Dispatch and combine."""
+
+
+class ChunkDim(StrEnum):
+    """The tensor dimension along which a micro-batch is split into chunks."""
+
+    BATCH = "batch"
+
+
+class DwPolicy(StrEnum):
+    """What happens to the weight gradients (dW) of linear layers in the backward pass."""
+
+    NONE = "none"
+    """Computed at once, as in stock Megatron."""
+    FILL = "fill"
+    """Deferred, and run while a backward all-to-all is in flight."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How each micro-batch is cut and what hides its all-to-alls.
+
+    Attributes:
+        num_chunks: chunks of a micro-batch that are in flight together.
+        chunk_dim: dimension along which they are cut.
+        dw_policy: what fills the backward all-to-alls besides the other chunks.
+        dw_window: number of backward all-to-alls that may finish before a deferred dW must have run. It bounds
+            the memory that deferral pins, and fixes when a parameter is reported ready for reduction: the
+            same place on every rank, however long the messages took.
+    """
+
+    num_chunks: int
+    chunk_dim: ChunkDim = ChunkDim.BATCH
+    dw_policy: DwPolicy = DwPolicy.FILL
+    dw_window: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.num_chunks >= 1
+        assert self.dw_window >= 0
+
+    def __str__(self) -> str:
+        return f"chunks={self.num_chunks} dim={self.chunk_dim} dw={self.dw_policy} dw-window={self.dw_window}"
+
+    def to_json(self) -> str:
+        """The plan as JSON text with sorted keys: equal plans give equal text."""
+        return json.dumps({"version": PLAN_VERSION, **asdict(self)}, sort_keys=True)
+
+    def fingerprint(self) -> str:
+        """Short hash of the plan, for comparison between ranks."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def chunk_sizes(self, size: int) -> list[int]:
+        """Sizes of the chunks of a dimension of ``size``, as equal as possible, larger ones first."""
+        assert size >= self.num_chunks
+        base, rest = divmod(size, self.num_chunks)
+        return [base + (chunk < rest) for chunk in range(self.num_chunks)]
+
+    def turns(self) -> Iterator[int]:
+        """Whose turn it is, without end: the chunks go on one after the other, in order.
+
+        A chunk's turn lasts until one of its collectives is in flight. Every chunk takes the same number of
+        turns, so this is the order of the collectives on every rank, whatever the tokens do; and the last
+        chunk reaches every router last.
+        """
+        while True:
+            yield from range(self.num_chunks)
+
+
+def fixed_plan(
+    micro_batch_size: int, num_chunks: int | None, dw_policy: DwPolicy, chunk_dim: ChunkDim = ChunkDim.BATCH
+) -> Plan:
+    """A sensible plan without a cost model.
+
+    Two chunks hide most of the communication and cost little (docs/architecture.md has the measurements); a
+    micro-batch of one can't be cut along the batch, there only weight gradients fill the all-to-alls. A
+    dW may be carried over one layer's all-to-alls: over more it would pin memory without finding a longer gap.
+
+    Args:
+        micro_batch_size: samples in a micro-batch.
+        num_chunks: chunks asked for, None to choose.
+    """
+    if num_chunks is None:
+        num_chunks = min(2, micro_batch_size)
+    window = ALL_TO_ALLS_PER_LAYER * num_chunks if dw_policy is DwPolicy.FILL else 0
+    return Plan(num_chunks=num_chunks, chunk_dim=chunk_dim, dw_policy=dw_policy, dw_window=window)

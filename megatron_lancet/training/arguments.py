@@ -1,0 +1,187 @@
+"""From the command line to validated arguments: Megatron's parser, our flags, one clear line for each fault."""
+
+import argparse
+import difflib
+import functools
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.global_vars import set_global_variables
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.errors import UsageError
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy
+
+_SENTENCEPIECE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+
+
+def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the ``--lancet-*`` flags to Megatron's parser and makes its errors short."""
+    group = parser.add_argument_group("Megatron-Lancet", "hide the all-to-all of expert parallelism")
+    group.add_argument(
+        "--lancet-plan",
+        choices=[choice.value for choice in PlanChoice],
+        default=PlanChoice.AUTO.value,
+        help="auto (default): overlap, with a plan that fits the run. off: stock Megatron modules.",
+    )
+    group.add_argument(
+        "--lancet-num-chunks",
+        type=int,
+        metavar="K",
+        help="cut each micro-batch into K chunks; by default the plan chooses. 1 leaves it whole.",
+    )
+    group.add_argument(
+        "--lancet-chunk-dim",
+        default=ChunkDim.BATCH.value,
+        help="dimension along which micro-batches are cut: batch (default).",
+    )
+    group.add_argument(
+        "--lancet-dw-policy",
+        choices=[policy.value for policy in DwPolicy],
+        default=DwPolicy.FILL.value,
+        help="weight gradients: fill (default) runs them while a backward all-to-all is in flight, none at once.",
+    )
+    group.add_argument(
+        "--lancet-report", type=Path, metavar="DIR", help="also write the closing report to DIR/report.json."
+    )
+    parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
+    return parser
+
+
+def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Fail like argparse, but without the usage text of a thousand flags, and with a guess at what was meant."""
+    hints = []
+    for word in message.split():
+        if word.startswith("--") and word not in parser._option_string_actions:
+            close = difflib.get_close_matches(word, parser._option_string_actions, n=1)
+            hints += [f"{word}: did you mean {close[0]}?"] if close else []
+    raise UsageError(". ".join([message, *hints]) + ". --help lists all flags.")
+
+
+def parse() -> tuple[argparse.Namespace, LancetConfig]:
+    """Parse ``sys.argv`` with Megatron's parser; nothing is validated against each other yet.
+
+    Raises:
+        UsageError: an unknown flag or a value that a flag does not take.
+    """
+    args = parse_args(add_lancet_arguments)
+    if args.lancet_num_chunks is not None and args.lancet_num_chunks < 1:
+        raise UsageError(f"--lancet-num-chunks expects at least 1, got {args.lancet_num_chunks}.")
+    try:
+        chunk_dim = ChunkDim(args.lancet_chunk_dim)
+    except ValueError:
+        raise UsageError(
+            f"--lancet-chunk-dim {args.lancet_chunk_dim} is not supported: micro-batches can be cut along the "
+            f"{', '.join(ChunkDim)} dimension. Drop the flag, or pass --lancet-chunk-dim batch."
+        ) from None
+    return args, LancetConfig(
+        plan=PlanChoice(args.lancet_plan),
+        num_chunks=args.lancet_num_chunks,
+        chunk_dim=chunk_dim,
+        dw_policy=DwPolicy(args.lancet_dw_policy),
+        report_dir=args.lancet_report,
+    )
+
+
+def validate(args: argparse.Namespace) -> None:
+    """Run our checks, then Megatron's, and set Megatron's globals (tokenizer, timers, writers).
+
+    Raises:
+        UsageError: a setting that can't work, one message for the first found.
+    """
+    _check_layout(args)
+    _check_data(args)
+    _refuse_untested_data_modes(args)
+    try:
+        if args.use_checkpoint_args:
+            from megatron.training.checkpointing import load_args_from_checkpoint
+
+            load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+            load_args_from_checkpoint(args)
+        validate_args(args)
+        set_global_variables(args)
+    except (AssertionError, ValueError, FileNotFoundError, RuntimeError, ImportError) as error:
+        raise UsageError(f"Megatron refuses the arguments: {reason_of(error)}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of an exception, or the failed line where Megatron's assert has none."""
+    if str(error):
+        return str(error).splitlines()[0]
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {frame.line}"
+
+
+def _check_layout(args: argparse.Namespace) -> None:
+    model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if args.world_size % model_size != 0:
+        raise UsageError(
+            f"the number of ranks must be a multiple of tensor x pipeline x context parallel size = {model_size}; "
+            f"there are {args.world_size}. Start another number of ranks or change the parallel sizes."
+        )
+    expert_size = args.expert_model_parallel_size
+    if expert_size == 1:
+        return
+    if not args.num_experts:
+        raise UsageError(
+            f"--expert-model-parallel-size {expert_size} needs a Mixture-of-Experts model: pass --num-experts."
+        )
+    if args.num_experts % expert_size != 0:
+        raise UsageError(
+            f"--num-experts must be a multiple of --expert-model-parallel-size; got {args.num_experts} experts on "
+            f"{expert_size} expert-parallel ranks. Change one of them."
+        )
+    expert_tensor_size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    ranks_per_stage = args.world_size // args.pipeline_model_parallel_size
+    if ranks_per_stage % (expert_size * expert_tensor_size) != 0:
+        raise UsageError(
+            f"--expert-model-parallel-size {expert_size} x expert tensor parallel size {expert_tensor_size} must "
+            f"divide the ranks of a pipeline stage; there are {args.world_size} ranks, {ranks_per_stage} per stage."
+        )
+
+
+def _check_data(args: argparse.Namespace) -> None:
+    """Files first: a run should not wait for its process groups to learn that its data is not there."""
+    for path, flag in ((args.data_args_path, "--data-args-path"), (args.tokenizer_model, "--tokenizer-model")):
+        local = flag != "--tokenizer-model" or args.tokenizer_type in _SENTENCEPIECE_TOKENIZERS
+        if path is not None and local and not Path(path).is_file():
+            raise UsageError(f"{flag}: no such file: {path}")
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    blends = [blend, *(blend_per_split or ())]
+    prefixes = [prefix for one in blends if one is not None for prefix in one[0]]
+    for prefix in prefixes:
+        for suffix in (".idx", ".bin"):
+            if "://" not in prefix and not Path(prefix + suffix).is_file():
+                raise UsageError(
+                    f"data file not found: {prefix}{suffix}. Give the prefix without .bin/.idx of what "
+                    "tools/preprocess_data.py wrote (it ends in _document)."
+                )
+    if not prefixes and not args.mock_data:
+        raise UsageError("no data: pass --data-path PREFIX (see tools/preprocess_data.py) or --mock-data.")
+    if args.eval_interval is None:
+        raise UsageError("--eval-interval is missing: Megatron plans its validation samples by it.")
+
+
+def _refuse_untested_data_modes(args: argparse.Namespace) -> None:
+    modes = {
+        "--sft": args.sft,
+        "--fim-data": args.fim_data,
+        "--hybrid-context-parallel": args.hybrid_context_parallel,
+        "--dataloader-inter-document-masking": args.dataloader_inter_document_masking,
+        "--perform-rl-step": args.perform_rl_step,
+        "--hybrid-layer-pattern": args.hybrid_layer_pattern is not None,
+        "--yaml-cfg": args.yaml_cfg is not None,
+        "--per-dataset-sequences-path": args.per_dataset_sequences_path is not None,
+    }
+    for flag, given in modes.items():
+        if given:
+            raise UsageError(f"{flag} is not supported by pretrain_gpt_moe.py: it pretrains GPT on plain text.")
+
+
+def given_on_command_line(flag: str) -> bool:
+    """Whether the user typed ``flag`` (``--flag`` or ``--flag=value``)."""
+    return any(word == flag or word.startswith(flag + "=") for word in sys.argv[1:])

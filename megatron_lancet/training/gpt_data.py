@@ -1,0 +1,168 @@
+"""Batches and loss of GPT pretraining: what Megatron's training loop asks of an entry script.
+
+Legend of shapes: B micro-batch size, S sequence length of this rank.
+"""
+
+import argparse
+from functools import partial
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_timers, get_tokenizer
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+_BATCH_KEYS = (
+    "tokens",
+    "labels",
+    "loss_mask",
+    "position_ids",
+    "attention_mask",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "max_seqlen",
+    "local_cp_size",
+    "hybrid_cp_group",
+)
+_SPIKY_LOSS_FACTOR = 10
+"""A loss this many times its running average is reported by Megatron's rerun state machine."""
+
+
+def _dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+    )
+
+
+def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """Build the train, validation and test datasets that the arguments name.
+
+    Args:
+        num_samples: samples asked of the train, validation and test split.
+        vp_stage: virtual pipeline stage that the datasets are for.
+    """
+    args = get_args()
+
+    def built_on_this_rank() -> bool:
+        reads_batches = is_first_or_last_pipeline_stage(vp_stage)
+        return reads_batches and parallel_state.get_tensor_model_parallel_rank() == 0
+
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(dataset, num_samples, built_on_this_rank, _dataset_config(args)).build()
+
+
+# Megatron builds the datasets on every rank of such a provider, not only where the tensor rank is 0.
+build_datasets.is_distributed = True  # type: ignore[attr-defined]
+
+
+def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Tensor | None]:
+    """Fetch this rank's share of the next micro-batch: tensors [B, S], None for what its stage does not read."""
+    args = get_args()
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(_BATCH_KEYS)
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    batch: dict[str, Any] = {}
+    if tp_rank == 0:
+        sample = next(data_iterator)
+        batch = {key: sample.get(key) for key in _BATCH_KEYS}
+        batch = {key: v.cuda(non_blocking=True) if v is not None else None for key, v in batch.items()}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
+        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=batch["tokens"].shape[0] if tp_rank == 0 else _micro_batch_size(args),
+        seq_length=args.seq_length,
+        mtp_on_this_rank=args.mtp_num_layers is not None and last_stage,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+        is_pipeline_last_stage=last_stage,
+    )
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
+
+
+def _micro_batch_size(args: argparse.Namespace) -> int:
+    return args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size
+
+
+def _loss(
+    loss_mask: torch.Tensor, token_losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the masked token losses, number of tokens, and both as Megatron's log wants them.
+
+    Args:
+        loss_mask: [B, S], 1 where a token counts.
+        token_losses: [B, S], cross entropy in nats.
+    """
+    args = get_args()
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(token_losses.view(-1).float() * mask)
+    rerun = get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad:
+        for found, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            rerun.validate_result(
+                result=loss,
+                rejection_func=found,
+                message=f"found {name} in local forward loss calculation",
+                tolerance=0.0,
+                fatal=True,
+            )
+    if args.check_for_spiky_loss:
+        rerun.validate_result(
+            result=loss,
+            rejection_func=partial(rerun.is_unexpectedly_large, threshold=_SPIKY_LOSS_FACTOR, context="loss"),
+            message="Spiky loss",
+            tolerance=0.0,
+            fatal=False,
+        )
+    num_tokens = mask.sum().to(torch.int)
+    reported = torch.cat([loss.detach().view(1), num_tokens.view(1).to(loss.dtype)])
+    return loss, num_tokens, {"lm loss": reported}
+
+
+def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """One micro-batch through this stage: its output and the function that makes a loss of it."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = _next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(_loss, cast(torch.Tensor, batch["loss_mask"]))

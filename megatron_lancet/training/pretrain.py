@@ -1,0 +1,95 @@
+"""The main job: Megatron's pretraining loop over a GPT-MoE, overlapped by a plan."""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+
+from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.training.requirements import check_versions
+
+_MISSING_OPTIONAL = r".*([Aa]pex|[Tt]ransformer[ -][Ee]ngine|transformer-engine|absl).*"
+"""Megatron warns about each optional package on import, on every rank; all of them are optional here."""
+
+
+def main() -> None:
+    """Entry point of ``pretrain_gpt_moe.py`` and of the console script."""
+    run_command(_main)
+
+
+def _main() -> None:
+    check_versions()
+    warnings.filterwarnings("ignore", message=_MISSING_OPTIONAL, category=UserWarning)
+    # Only now: what follows imports megatron, in a version that we know.
+    from megatron_lancet.training.platform import platform
+
+    with platform() as found:
+        _say(f"Megatron-Lancet: {found.description}")
+        _pretrain(found.device)
+
+
+def _say(line: str) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(line, flush=True)
+
+
+def _pretrain(device: torch.device) -> None:
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+    from megatron_lancet.runtime.comm_stats import CommStats
+    from megatron_lancet.schedule.plan import DwPolicy
+    from megatron_lancet.training import arguments, upstream
+    from megatron_lancet.training.overlap_setup import overlapping
+    from megatron_lancet.training.plan_choice import choose_plan
+    from megatron_lancet.training.platform import apply_cpu_settings
+    from megatron_lancet.training.step_recorder import StepRecorder
+
+    upstream.check_seams()
+    args, config = arguments.parse()
+    if device.type == "cpu":
+        apply_cpu_settings(args)
+    arguments.validate(args)
+    plan, line = choose_plan(args, config)
+    _say(f"Megatron-Lancet plan: {line}")
+
+    stats = CommStats(device)
+    recorder = StepRecorder(args, device, stats)
+    try:
+        model_config = gpt_config_from_args(args)
+        run_config = pretrain_cfg_container_from_args(args, model_config)
+    except (AssertionError, ValueError) as error:
+        raise UsageError(f"Megatron refuses the arguments: {arguments.reason_of(error)}") from error
+
+    with ExitStack() as stack:
+        stack.enter_context(upstream.sequence_parallel_with_torch_norm())
+        stack.enter_context(upstream.resumable_distributed_optimizer())
+        stack.enter_context(upstream.observed_train_step(recorder.observe))
+        if plan is None:
+            stack.enter_context(upstream.measured_stock_communication(stats))
+        else:
+            model_config.pre_wrap_hooks.append(overlapping(plan, device, stats))
+            run_config.ddp.delay_wgrad_compute = plan.dw_policy is DwPolicy.FILL
+        _run(run_config, lambda: recorder.report(str(plan) if plan else "off", config.report_dir))
+
+
+def _run(run_config: object, report: Callable[[], None]) -> None:
+    """Megatron's training; then the report, also where Megatron ends the process at an exit condition."""
+    import torch.distributed as dist
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+
+    from megatron_lancet.training.gpt_data import build_datasets, forward_step
+
+    exit_request: SystemExit | None = None
+    try:
+        pretrain(run_config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+    except SystemExit as request:
+        exit_request = request
+    report()
+    dist.barrier()
+    dist.destroy_process_group()
+    if exit_request is not None:
+        sys.exit(exit_request.code)

@@ -1,0 +1,29 @@
+"""Versions this project was made for, checked before anything of theirs is imported."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+
+from megatron_lancet.errors import UsageError
+
+REQUIRED = {"megatron-core": SpecifierSet(">=0.19,<0.20"), "torch": SpecifierSet(">=2.11")}
+
+
+def check_versions() -> None:
+    """
+    Raises:
+        UsageError: a package is missing, or its version is one whose internals we don't know.
+    """
+    for package, supported in REQUIRED.items():
+        try:
+            installed = version(package)
+        except PackageNotFoundError:
+            raise UsageError(
+                f"{package} is not installed; expected {package}{supported}. Run: pip install '{package}{supported}'"
+            ) from None
+        # Local builds such as 2.11.0+cu128 and pre-releases of a supported version count as that version.
+        if not supported.contains(installed, prereleases=True):
+            raise UsageError(
+                f"expected {package}{supported}, found {package} {installed}. Its internals are used here and "
+                f"may differ. Run: pip install '{package}{supported}'"
+            )

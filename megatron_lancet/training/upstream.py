@@ -1,0 +1,189 @@
+"""Everything we assume of Megatron's training code, and every change we make to it, in one place.
+
+The changes are contexts: they hold while training runs and are undone afterwards. The assumptions are checked at
+start, so that another version of Megatron fails with a sentence and not in the middle of a step.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import torch_norm
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.training import training
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.model.norm import sequence_parallel_norm
+from megatron_lancet.patching import wrapped
+from megatron_lancet.runtime.comm_stats import CommStats
+
+_SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (GPTModel, "forward", ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask")),
+    (TransformerBlock, "forward", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
+    (TransformerLayer, "_forward_attention", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
+    (TransformerLayer, "_forward_mlp", ("hidden_states",)),
+    (MoELayer, "shared_experts_compute", ("hidden_states",)),
+    (TopKRouter, "forward", ("input", "padding_mask")),
+    (TopKRouter, "gating", ("input",)),
+    (TopKRouter, "apply_z_loss", ("logits",)),
+    (TopKRouter, "_apply_aux_loss", ("probs", "scores_for_aux_loss", "routing_map")),
+    (TopKRouter, "_apply_seq_aux_loss", ("probs", "scores_for_aux_loss", "routing_map", "seq_length", "bsz")),
+    (TopKRouter, "_apply_global_aux_loss", ("probs", "scores_for_aux_loss", "routing_map")),
+    (TopKRouter, "_apply_expert_bias", ("routing_map",)),
+    (TopKRouter, "_maintain_float32_expert_bias", ()),
+    (moe_utils, "permute", ("tokens", "routing_map", "probs", "num_out_tokens")),
+    (moe_utils, "unpermute", ("permuted_tokens", "sorted_indices", "restore_shape", "routing_map")),
+    (moe_utils, "sort_chunks_by_idxs", ("input", "split_sizes", "sorted_idxs", "probs")),
+    (moe_utils, "compute_routing_scores_for_aux_loss", ("logits", "topk", "score_function", "fused")),
+    (ColumnParallelLinear, "_forward_impl", ("input", "weight")),
+    (RowParallelLinear, "_forward_impl", ("input", "weight")),
+    (DistributedDataParallel, "_make_backward_post_hook", ("param",)),
+    (distrib_optimizer.DistributedOptimizer, "state_dict", ()),
+    (distrib_optimizer.DistributedOptimizer, "load_state_dict", ("state_dict",)),
+    (training, "train_step", ("forward_step_func", "data_iterator", "model")),
+    (training, "pretrain", ("cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func")),
+    (token_dispatcher, "gather_from_sequence_parallel_region", ("input_",)),
+)
+"""Functions that we call, override or wrap, with the parameters that we count on."""
+
+
+def check_seams() -> None:
+    """
+    Raises:
+        UsageError: Megatron lacks a function or a parameter that we use; names all of them.
+    """
+    missing = []
+    for owner, name, parameters in _SEAMS:
+        function = getattr(owner, name, None)
+        where = f"{owner.__name__}.{name}"
+        if function is None:
+            missing.append(where)
+            continue
+        # jit-fused functions are compiled wrappers: the signature is that of the function inside.
+        known = inspect.signature(inspect.unwrap(function)).parameters
+        missing += [f"{where}({parameter})" for parameter in parameters if parameter not in known]
+    ddp_source = inspect.getsource(DistributedDataParallel.__init__)
+    for protocol in ("skip_backward_post_hook", "register_wgrad_accumulation_and_reduce_hooks"):
+        if protocol not in ddp_source:
+            missing.append(f"DistributedDataParallel's {protocol}")
+    if missing:
+        raise UsageError(
+            "this megatron-core differs from the versions that we know: it lacks " + ", ".join(missing) + ". "
+            "Install megatron-core 0.19.2."
+        )
+
+
+def sequence_parallel_with_torch_norm() -> AbstractContextManager[None]:
+    """Lets the norm of the local spec run under sequence parallelism, where stock refuses it without apex."""
+
+    def wrap(stock_new: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock_new)
+        def new(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
+            if config.sequence_parallel:
+                return sequence_parallel_norm(config, hidden_size, eps)
+            return stock_new(cls, config, hidden_size, eps, **kwargs)
+
+        return new
+
+    return wrapped(torch_norm.WrappedTorchNorm, "__new__", wrap)
+
+
+@contextmanager
+def resumable_distributed_optimizer() -> Iterator[None]:
+    """Lets the distributed optimizer resume with torch's Adam, where stock asserts without apex or TE.
+
+    Stock reads the step count from optimizer state that does not exist yet, and after loading lets all parameters
+    share one step counter, which torch's Adam then advances once per parameter.
+    """
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        yield
+        return
+
+    def with_state(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+            _make_adam_state(self.optimizer)
+            return stock(self, *args, **kwargs)
+
+        return state_dict
+
+    def with_own_steps(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = stock(self, *args, **kwargs)
+            for state in self.optimizer.state.values():
+                state["step"] = state["step"].clone()
+            return result
+
+        return load_state_dict
+
+    optimizer = distrib_optimizer.DistributedOptimizer
+    with wrapped(optimizer, "state_dict", with_state), wrapped(optimizer, "load_state_dict", with_own_steps):
+        yield
+
+
+def _make_adam_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter the state that torch's Adam would make in its first step, unless there is any."""
+    if optimizer.state or not isinstance(optimizer, torch.optim.Adam):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+@contextmanager
+def measured_stock_communication(stats: CommStats) -> Iterator[None]:
+    """Times stock's blocking all-to-alls and count exchanges; their arguments and results pass through."""
+
+    def timed_all_to_all(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def all_to_all_single(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            stats.add("num_all_to_alls", 1)
+            with stats.waiting("exposed_ms", "all_to_all_ms"):
+                return stock(output, input, *args, **kwargs)
+
+        return all_to_all_single
+
+    def timed_counts(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def gather(input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if input_.requires_grad:  # rows, gathered over the tensor-parallel group
+                return stock(input_, *args, **kwargs)
+            with stats.waiting("counts_exposed_ms"):
+                return stock(input_, *args, **kwargs)
+
+        return gather
+
+    with (
+        wrapped(torch.distributed, "all_to_all_single", timed_all_to_all),
+        wrapped(token_dispatcher, "gather_from_sequence_parallel_region", timed_counts),
+    ):
+        yield
+
+
+def observed_train_step(observe: Callable[[Callable[[], Any]], Any]) -> AbstractContextManager[None]:
+    """Calls ``observe`` with each of Megatron's training steps; it runs the step and returns its result."""
+
+    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            return observe(lambda: stock(*args, **kwargs))
+
+        return train_step
+
+    return wrapped(training, "train_step", wrap)
