@@ -1,0 +1,65 @@
+"""Files that appear complete or not at all."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+_SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+"""Exit status that shells show for a process which SIGTERM ended."""
+
+
+@contextmanager
+def atomic_outputs(*targets: Path) -> Iterator[list[Path]]:
+    """Write several files of one result under temporary names, then move all of them into place.
+
+    Args:
+        targets: Final paths; their folders must exist (see ``arguments.require_output_folder``).
+
+    Yields:
+        One temporary path per target, in the same folder (a move is atomic only within one file
+        system). They do not exist yet; the body creates, fills and closes every one of them.
+
+    If the body raises anything, Ctrl-C and SIGTERM included, the temporaries are removed and older
+    targets stay as they were. Only SIGKILL or a power cut can leave a temporary (``.NAME.PID.tmp``).
+    """
+    temporaries = [target.with_name(f".{target.name}.{os.getpid()}.tmp") for target in targets]
+    with _sigterm_raises_exit():
+        try:
+            yield temporaries
+            with _interrupts_deferred():
+                for temporary, target in zip(temporaries, targets, strict=True):
+                    temporary.replace(target)
+        finally:
+            for temporary in temporaries:
+                temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _sigterm_raises_exit() -> Iterator[None]:
+    """Let SIGTERM, by default instant death, unwind the stack so that ``finally`` blocks run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets only the main thread set signal handlers.
+        return
+
+    def exit_on_signal(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(_SIGTERM_EXIT_CODE)
+
+    previous = signal.signal(signal.SIGTERM, exit_on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Hold Ctrl-C and SIGTERM back, so that they cannot separate a new ``.bin`` from its ``.idx``."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

@@ -1,0 +1,190 @@
+"""Batches of JSONL lines to token ids, with the tokenizer that Megatron itself would build.
+
+Importing this module imports Megatron (seconds), so the tools do it after their cheap checks.
+"""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_lancet.data.jsonl import LineBatch, parse_line
+from megatron_lancet.errors import UsageError
+
+with warnings.catch_warnings():
+    # Megatron warns that Transformer Engine and Apex are missing; no tokenizer needs them.
+    warnings.simplefilter("ignore", UserWarning)
+    from megatron.core.datasets.indexed_dataset import DType
+    from megatron.core.tokenizers.utils import build_tokenizer as megatron_builder
+
+SENTENCEPIECE_TYPES: tuple[str, ...] = tuple(megatron_builder.SP_TOKENIZERS)
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """The arguments that Megatron 0.19's ``build_tokenizer`` reads, under its names and with its defaults.
+
+    ``tests/unit/data/test_encode.py`` compares names and defaults with the installed Megatron.
+
+    Attributes:
+        tokenizer_type: One of :data:`SENTENCEPIECE_TYPES` or ``NullTokenizer``.
+        tokenizer_model: Path of the SentencePiece ``.model`` file.
+        vocab_size: Number of ids of ``NullTokenizer``, whose end-of-document id is the last of them.
+        pad_vocab_size: Off: padding is a matter of the model's embedding, not of the data.
+    """
+
+    tokenizer_type: str
+    tokenizer_model: str | None = None
+    vocab_size: int | None = None
+    metadata_path: str | None = None
+    chat_template: str | None = None
+    special_tokens: tuple[str, ...] | None = None
+    tokenizer_sentencepiece_legacy: bool = False
+    tokenizer_sentencepiece_ignore_extra_whitespaces: bool = True
+    null_tokenizer_eod_id: int | None = None
+    null_tokenizer_pad_id: int = -1
+    pad_vocab_size: bool = False
+
+
+@dataclass(frozen=True)
+class EncodeJob:
+    """What stays the same for all batches of one run.
+
+    Attributes:
+        input_path: File that the lines come from, for error messages.
+        keys: JSON keys; one dataset is written for each.
+        settings: The tokenizer.
+        append_eod: End every document with the tokenizer's end-of-document id.
+    """
+
+    input_path: Path
+    keys: tuple[str, ...]
+    settings: TokenizerSettings
+    append_eod: bool
+
+
+@dataclass(frozen=True)
+class EncodedDocuments:
+    """Documents of one key in one batch; texts without a token are left out.
+
+    Attributes:
+        tokens: [num_tokens], all documents one after the other, in the dataset's dtype.
+        lengths: Tokens of each document, end-of-document included; they sum to num_tokens.
+        num_empty: Texts left out.
+    """
+
+    tokens: np.ndarray
+    lengths: tuple[int, ...]
+    num_empty: int
+
+    def split(self) -> Iterator[np.ndarray]:
+        """One array [length] per document."""
+        end = 0
+        for length in self.lengths:
+            begin, end = end, end + length
+            yield self.tokens[begin:end]
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """Result of one :class:`LineBatch`.
+
+    Attributes:
+        num_input_bytes: Bytes of the input file that it covers.
+        documents: One entry per key of the job, in its order.
+    """
+
+    num_input_bytes: int
+    documents: tuple[EncodedDocuments, ...]
+
+
+# Cached per process: a worker gets the settings with every batch but must load the model once only.
+@lru_cache(maxsize=1)
+def build_tokenizer(settings: TokenizerSettings) -> Any:
+    """Megatron's tokenizer for ``settings`` (``.tokenize``, ``.eod``, ``.vocab_size``).
+
+    Raises:
+        UsageError: the model file is missing or no SentencePiece model; ``vocab_size`` is missing.
+    """
+    if settings.tokenizer_type == "NullTokenizer":
+        if settings.vocab_size is None:
+            raise UsageError("--tokenizer-type NullTokenizer needs --vocab-size")
+        return megatron_builder.build_tokenizer(settings)
+    if settings.tokenizer_type not in SENTENCEPIECE_TYPES:
+        supported = ", ".join((*SENTENCEPIECE_TYPES, "NullTokenizer"))
+        raise UsageError(f"expected --tokenizer-type to be one of {supported}; got {settings.tokenizer_type}")
+    model = settings.tokenizer_model
+    if model is None or not Path(model).is_file():
+        raise UsageError(
+            f"--tokenizer-type {settings.tokenizer_type} needs --tokenizer-model, a SentencePiece .model"
+            f" file; {'none was given' if model is None else f'{model} is no file'}"
+        )
+    try:
+        return megatron_builder.build_tokenizer(settings)
+    except RuntimeError as error:
+        raise UsageError(f"{model} is not a readable SentencePiece model ({error})") from error
+
+
+def token_dtype(tokenizer: Any) -> type[np.number]:
+    """Smallest type that Megatron's datasets offer for the ids of ``tokenizer``."""
+    return DType.optimal_dtype(tokenizer.vocab_size)
+
+
+def encode_batch(job: EncodeJob, batch: LineBatch) -> EncodedBatch:
+    """Parse and tokenize the lines of ``batch``.
+
+    Raises:
+        UsageError: the first line that cannot be used, with file and line number.
+    """
+    tokenizer = build_tokenizer(job.settings)
+    eod_ids = [_checked_eod(tokenizer)] if job.append_eod else []
+    ids_of_key: list[list[list[int]]] = [[] for _ in job.keys]
+    num_empty = [0] * len(job.keys)
+    for line_number, line in enumerate(batch.lines, start=batch.first_line_number):
+        location = f"{job.input_path}, line {line_number}"
+        for column, text in enumerate(parse_line(line, job.keys, location) or ()):
+            ids = _encode_text(tokenizer, text, location)
+            if ids:
+                ids_of_key[column].append(ids + eod_ids)
+            else:
+                num_empty[column] += 1
+    dtype = token_dtype(tokenizer)
+    documents = tuple(
+        EncodedDocuments(
+            tokens=np.fromiter(chain.from_iterable(ids_of_document), dtype),
+            lengths=tuple(map(len, ids_of_document)),
+            num_empty=empty,
+        )
+        for ids_of_document, empty in zip(ids_of_key, num_empty, strict=True)
+    )
+    return EncodedBatch(batch.num_bytes, documents)
+
+
+def _checked_eod(tokenizer: Any) -> int:
+    if not 0 <= tokenizer.eod < tokenizer.vocab_size:
+        raise UsageError(
+            f"--append-eod needs a tokenizer with an end-of-document id; this one has {tokenizer.eod} in a"
+            f" vocabulary of {tokenizer.vocab_size} (SentencePiece: train it with an eos_id)"
+        )
+    return tokenizer.eod
+
+
+def _encode_text(tokenizer: Any, text: str, location: str) -> list[int]:
+    """Ids of one text, all within the vocabulary; none for an empty text."""
+    if not text:
+        return []  # NullTokenizer would fail on it.
+    try:
+        ids = tokenizer.tokenize(text)
+    except ValueError as error:  # NullTokenizer on a text that is not integers
+        raise UsageError(f"{location}: the tokenizer refused the text ({error})") from error
+    if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
+        raise UsageError(
+            f"{location}: expected token ids from 0 to {tokenizer.vocab_size - 1}, found"
+            f" {min(ids)} to {max(ids)}; does --vocab-size fit the data?"
+        )
+    return ids

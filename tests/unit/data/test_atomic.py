@@ -1,0 +1,73 @@
+"""Outputs appear together or not at all, however the writing ends."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_lancet.data.atomic import atomic_outputs
+
+
+def test_all_targets_appear_after_the_body(tmp_path: Path) -> None:
+    targets = [tmp_path / "a.bin", tmp_path / "a.idx"]
+    targets[0].write_text("old")
+    with atomic_outputs(*targets) as temporaries:
+        for temporary in temporaries:
+            temporary.write_text(f"new {temporary.name}")
+            assert temporary.parent == tmp_path
+        assert targets[0].read_text() == "old"
+        assert not targets[1].exists()
+    assert [target.read_text()[:3] for target in targets] == ["new", "new"]
+    assert sorted(tmp_path.iterdir()) == targets
+
+
+@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt, SystemExit])
+def test_failed_body_leaves_the_old_files_alone(tmp_path: Path, failure: type[BaseException]) -> None:
+    targets = [tmp_path / "a.bin", tmp_path / "a.idx"]
+    targets[0].write_text("old")
+
+    def write_half() -> None:
+        with atomic_outputs(*targets) as temporaries:
+            temporaries[0].write_text("half")
+            raise failure
+
+    with pytest.raises(failure):
+        write_half()
+    assert targets[0].read_text() == "old"
+    assert list(tmp_path.iterdir()) == [targets[0]]
+
+
+def test_sigterm_unwinds_and_its_handler_is_restored(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def write_until_terminated() -> None:
+        with atomic_outputs(tmp_path / "a") as (temporary,):
+            temporary.write_text("half")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as exit_info:
+        write_until_terminated()
+    assert exit_info.value.code == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_interrupt_between_moves_waits_for_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+
+    def replace_and_interrupt(source: Path, target: Path) -> None:
+        replace(source, target)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(os, "replace", replace_and_interrupt)
+    targets = [tmp_path / "a.bin", tmp_path / "a.idx"]
+
+    def write_empty_files() -> None:
+        with atomic_outputs(*targets) as temporaries:
+            for temporary in temporaries:
+                temporary.touch()
+
+    with pytest.raises(KeyboardInterrupt):
+        write_empty_files()
+    assert sorted(tmp_path.iterdir()) == targets

@@ -1,0 +1,198 @@
+"""A folder of text or code to a JSONL corpus, for ``train_tokenizer.py`` and ``preprocess_data.py``."""
+
+import argparse
+import codecs
+import io
+import json
+import os
+import sysconfig
+import tokenize
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_lancet.data.arguments import positive_float, require_output_folder
+from megatron_lancet.data.atomic import atomic_outputs
+from megatron_lancet.errors import UsageError, run_command
+
+BYTES_PER_MEGABYTE = 1_000_000
+DEFAULT_EXTENSIONS = (".py", ".pyi", ".txt", ".md", ".rst")
+STDLIB_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where documents come from.
+
+    Attributes:
+        folder: Searched with all its folders, except hidden ones and ``__pycache__``.
+        skipped_folders: Further folder names to leave out, at any depth.
+        honours_coding_cookies: Decode ``.py`` files as Python would (PEP 263) instead of as UTF-8.
+    """
+
+    folder: Path
+    skipped_folders: frozenset[str] = frozenset()
+    honours_coding_cookies: bool = False
+
+
+@dataclass
+class Summary:
+    """Counts of one run; ``num_text_bytes`` is the size of the texts in UTF-8."""
+
+    num_documents: int = 0
+    num_text_bytes: int = 0
+    num_undecodable: int = 0
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--input",
+        type=Path,
+        metavar="DIR",
+        help="folder of text files; without it, the standard library sources of the running Python (its"
+        " tests left out)",
+    )
+    parser.add_argument("--output", type=Path, required=True, help="JSONL, in a folder that exists")
+    parser.add_argument(
+        "--extensions",
+        nargs="+",
+        default=DEFAULT_EXTENSIONS,
+        metavar="EXT",
+        help=f"endings of files to take (default: {' '.join(DEFAULT_EXTENSIONS)})",
+    )
+    parser.add_argument(
+        "--max-megabytes",
+        type=positive_float,
+        metavar="N",
+        help="stop before the texts exceed N million bytes of UTF-8",
+    )
+    parser.add_argument(
+        "--skip-undecodable",
+        action="store_true",
+        help="leave out and count files that are not UTF-8 instead of stopping at the first",
+    )
+    return parser.parse_args(argv)
+
+
+def select_source(folder: Path | None) -> Source:
+    """The folder given, or the standard library."""
+    if folder is None:
+        stdlib = Path(sysconfig.get_path("stdlib"))
+        return Source(stdlib, STDLIB_SKIPPED_FOLDERS, honours_coding_cookies=True)
+    if not folder.is_dir():
+        raise UsageError(f"--input {folder} is not a folder; expected a folder of text files")
+    return Source(folder)
+
+
+def find_files(source: Source, extensions: Sequence[str], excluded: Path) -> list[Path]:
+    """Regular files with one of the endings, sorted by path; ``excluded`` is the output file.
+
+    Raises:
+        UsageError: there are none.
+    """
+    endings = tuple("." + extension.lower().lstrip(".") for extension in extensions)
+    skipped = source.skipped_folders | {"__pycache__"}
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(source.folder):
+        # os.walk descends into what is left of the list: pruning must happen in place.
+        subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
+        found += [Path(folder, name) for name in names if name.lower().endswith(endings)]
+    files = [path for path in found if path.is_file() and path.resolve() != excluded.resolve()]
+    if not files:
+        raise UsageError(
+            f"no file ending in {' '.join(endings)} under {source.folder}; name the endings with --extensions"
+        )
+    return sorted(files, key=lambda path: path.relative_to(source.folder).as_posix())
+
+
+def read_text(path: Path, honours_coding_cookies: bool) -> str:
+    """Content of a file, line ends untouched, without a byte order mark.
+
+    Raises:
+        UsageError: it is not in UTF-8 (or its declared encoding), or not readable.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    encoding = "utf-8"
+    if honours_coding_cookies and path.suffix == ".py":
+        try:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        except SyntaxError as error:
+            raise UndecodableError(f"{path}: {error.msg}; skip such files with --skip-undecodable") from error
+    num_mark_bytes = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
+    try:
+        return data[num_mark_bytes:].decode("utf-8" if encoding == "utf-8-sig" else encoding)
+    except UnicodeDecodeError as error:
+        offset = num_mark_bytes + error.start
+        raise UndecodableError(
+            f"{path}: expected {error.encoding}, found byte 0x{data[offset]:02x} at byte offset {offset};"
+            " convert the file or leave such files out with --skip-undecodable"
+        ) from error
+
+
+class UndecodableError(UsageError):
+    """A file is not in the encoding it should have."""
+
+
+def iter_documents(
+    source: Source, files: Sequence[Path], skip_undecodable: bool, summary: Summary
+) -> Iterator[tuple[str, str]]:
+    """(path relative to the input, text) of every file with content; counts skipped ones in ``summary``."""
+    for path in files:
+        try:
+            text = read_text(path, source.honours_coding_cookies)
+        except UndecodableError:
+            if not skip_undecodable:
+                raise
+            summary.num_undecodable += 1
+            continue
+        if text:
+            # A file name may be any bytes, a JSON string may not.
+            name = os.fsencode(path.relative_to(source.folder).as_posix()).decode("utf-8", "replace")
+            yield name, text
+
+
+def write_corpus(
+    documents: Iterator[tuple[str, str]],
+    output: Path,
+    max_bytes: float,
+    summary: Summary,
+) -> None:
+    """Write the documents as JSONL until the texts would exceed ``max_bytes``; counts them in ``summary``."""
+    with output.open("w", encoding="utf-8", newline="\n") as file:
+        for name, text in documents:
+            num_bytes = len(text.encode("utf-8"))
+            if summary.num_text_bytes + num_bytes > max_bytes:
+                return
+            file.write(json.dumps({"text": text, "path": name}, ensure_ascii=False) + "\n")
+            summary.num_documents += 1
+            summary.num_text_bytes += num_bytes
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    arguments = parse_arguments(argv)
+    require_output_folder(arguments.output)
+    source = select_source(arguments.input)
+    files = find_files(source, arguments.extensions, excluded=arguments.output)
+    max_bytes = (arguments.max_megabytes or float("inf")) * BYTES_PER_MEGABYTE
+    summary = Summary()
+    with atomic_outputs(arguments.output) as (temporary,):
+        documents = iter_documents(source, files, arguments.skip_undecodable, summary)
+        write_corpus(documents, temporary, max_bytes, summary)
+        if summary.num_documents == 0:
+            raise UsageError(
+                f"no document to write: all {len(files)} files under {source.folder} are empty or"
+                " undecodable, or the first one exceeds --max-megabytes"
+            )
+    skipped = f", {summary.num_undecodable} undecodable files skipped" if summary.num_undecodable else ""
+    megabytes = summary.num_text_bytes / BYTES_PER_MEGABYTE
+    print(f"{arguments.output}: {summary.num_documents} documents, {megabytes:.2f} MB of text{skipped}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,200 @@
+"""Tokenize a JSONL corpus into Megatron's datasets: PREFIX_KEY_document.bin and .idx for every JSON key.
+
+One JSON object a line, UTF-8; blank lines are ignored and texts without a token are left out. The output
+does not depend on the number of workers. It appears complete or not at all: a failed run removes what it
+wrote and keeps an older dataset with the same prefix.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from megatron_lancet.data.arguments import positive_int, require_output_folder
+from megatron_lancet.data.atomic import atomic_outputs
+from megatron_lancet.data.jsonl import iter_line_batches, open_input
+from megatron_lancet.data.parallel import ordered_map, start_fork_server
+from megatron_lancet.errors import UsageError, run_command
+
+if TYPE_CHECKING:
+    from megatron_lancet.data.encode import EncodedBatch, EncodeJob
+
+BATCH_BYTES = 1 << 18
+"""Input per task: large against the cost of handing it over, small against a worker's memory."""
+
+NUM_PROGRESS_LINES = 10
+
+
+@dataclass
+class DatasetSummary:
+    """Counts of the dataset of one key."""
+
+    prefix: str
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_empty: int = 0
+
+    def __str__(self) -> str:
+        skipped = f" ({self.num_empty} empty texts left out)" if self.num_empty else ""
+        return f"{self.prefix}: {self.num_documents} documents{skipped}, {self.num_tokens} tokens"
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, with Megatron's names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--input", type=Path, required=True, metavar="FILE.jsonl")
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to tokenize (default: text)"
+    )
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="its folder must exist, it is not created"
+    )
+    parser.add_argument(
+        "--tokenizer-type",
+        required=True,
+        help="SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, or NullTokenizer for texts"
+        " that are token ids between single spaces",
+    )
+    parser.add_argument("--tokenizer-model", metavar="FILE.model", help="the SentencePiece model")
+    parser.add_argument(
+        "--vocab-size", type=positive_int, help="number of ids of NullTokenizer, end-of-document included"
+    )
+    parser.add_argument("--append-eod", action="store_true", help="end documents with the end-of-document id")
+    parser.add_argument("--workers", type=positive_int, default=1, help="processes (default: 1)")
+    parser.add_argument(
+        "--progress",
+        choices=("auto", "lines", "off"),
+        default="auto",
+        help="auto: a bar if stderr is a terminal; lines: ten plain lines on stderr (default: auto)",
+    )
+    return parser.parse_args(argv)
+
+
+def dataset_prefixes(output_prefix: str, keys: Sequence[str]) -> list[str]:
+    """One dataset prefix per key, as Megatron's ``--data-path`` takes it.
+
+    Raises:
+        UsageError: two keys, or a key and the folder, cannot give file names.
+    """
+    if len(set(keys)) != len(keys):
+        raise UsageError(f"--json-keys names a key twice: {' '.join(keys)}")
+    for key in keys:
+        if os.sep in key:
+            raise UsageError(f"the key {key!r} of --json-keys cannot be part of a file name; rename it")
+    prefixes = [f"{output_prefix}_{key}_document" for key in keys]
+    for prefix in prefixes:
+        for target in dataset_files(prefix):
+            require_output_folder(target)
+    return prefixes
+
+
+def dataset_files(prefix: str) -> tuple[Path, Path]:
+    """The two files of a dataset."""
+    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+
+
+def with_progress(batches: Iterable["EncodedBatch"], num_bytes: int, mode: str) -> Iterator["EncodedBatch"]:
+    """Pass the batches on and show on stderr how much of the input they cover.
+
+    Args:
+        batches: Results in order.
+        num_bytes: Size of the input file.
+        mode: ``auto``, ``lines`` or ``off``, as ``--progress``.
+    """
+    disable = None if mode == "auto" else True  # None: tqdm looks whether stderr is a terminal.
+    num_done_bytes = num_lines_shown = 0
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="tokenize", disable=disable) as bar:
+        for batch in batches:
+            yield batch
+            num_done_bytes += batch.num_input_bytes
+            bar.update(batch.num_input_bytes)
+            num_lines_due = NUM_PROGRESS_LINES * num_done_bytes // num_bytes
+            if mode == "lines" and num_lines_due > num_lines_shown:
+                num_lines_shown = num_lines_due
+                percent = 100 * num_done_bytes // num_bytes
+                print(f"tokenize: {percent} % of {num_bytes} bytes", file=sys.stderr, flush=True)
+
+
+def write_datasets(
+    batches: Iterable["EncodedBatch"],
+    prefixes: Sequence[str],
+    dtype: type,
+) -> list[DatasetSummary]:
+    """Write the documents of every batch, one dataset per prefix.
+
+    Raises:
+        UsageError: a dataset would have no document.
+    """
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    summaries = [DatasetSummary(prefix) for prefix in prefixes]
+    targets = [target for prefix in prefixes for target in dataset_files(prefix)]
+    with atomic_outputs(*targets) as temporaries, ExitStack() as open_files:
+        bin_paths, idx_paths = temporaries[0::2], temporaries[1::2]
+        builders = [IndexedDatasetBuilder(str(path), dtype=dtype) for path in bin_paths]
+        for builder in builders:
+            open_files.callback(builder.data_file.close)  # finalize() does, but a failed run stays before it
+        for batch in batches:
+            for builder, summary, documents in zip(builders, summaries, batch.documents, strict=True):
+                for tokens in documents.split():
+                    builder.add_document(tokens, [len(tokens)])
+                summary.num_documents += len(documents.lengths)
+                summary.num_tokens += len(documents.tokens)
+                summary.num_empty += documents.num_empty
+        for builder, summary, idx_path in zip(builders, summaries, idx_paths, strict=True):
+            if summary.num_documents == 0:
+                raise UsageError(f"nothing to write for {summary.prefix}: no text of the input gives a token")
+            builder.finalize(str(idx_path))
+    return summaries
+
+
+def make_job(arguments: argparse.Namespace) -> "EncodeJob":
+    """The job of every worker."""
+    from megatron_lancet.data.encode import EncodeJob, TokenizerSettings
+
+    settings = TokenizerSettings(
+        tokenizer_type=arguments.tokenizer_type,
+        tokenizer_model=arguments.tokenizer_model,
+        vocab_size=arguments.vocab_size,
+    )
+    return EncodeJob(arguments.input, tuple(arguments.json_keys), settings, arguments.append_eod)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    start_s = time.monotonic()
+    arguments = parse_arguments(argv)
+    prefixes = dataset_prefixes(arguments.output_prefix, arguments.json_keys)
+    with open_input(arguments.input) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+    # Megatron takes seconds to import: after the checks above, so that a typing error is told at once.
+    if arguments.workers > 1:
+        start_fork_server(preload_modules=["megatron_lancet.data.encode"])
+    from megatron_lancet.data import encode
+
+    job = make_job(arguments)
+    dtype = encode.token_dtype(encode.build_tokenizer(job.settings))
+    results = ordered_map(
+        partial(encode.encode_batch, job),
+        iter_line_batches(arguments.input, BATCH_BYTES),
+        arguments.workers,
+    )
+    with closing(results):
+        summaries = write_datasets(with_progress(results, num_bytes, arguments.progress), prefixes, dtype)
+    seconds = time.monotonic() - start_s
+    print(f"{'; '.join(map(str, summaries))}; {seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    run_command(main)
