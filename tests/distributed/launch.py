@@ -1,0 +1,107 @@
+"""Starts the ranks of a distributed test, and says where each of them stands when they don't finish."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+_STACK_DUMP_S = 3.0
+_TAIL_CHARS = 4000
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank ended: exit status (negative: signal) and everything it printed."""
+
+    returncode: int
+    output: str
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPO),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def start(
+    script: Path, args: Sequence[object], num_ranks: int, log_dir: Path, env: Mapping[str, str] | None = None
+) -> list[subprocess.Popen]:
+    """Start one process per rank, its output in ``log_dir/rank<N>.log``."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    command = [sys.executable, str(script), *map(str, args)]
+    ranks = []
+    for rank in range(num_ranks):
+        with (log_dir / f"rank{rank}.log").open("w") as log:
+            environment = {**rank_environment(rank, num_ranks, port), **(env or {})}
+            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=REPO))
+    return ranks
+
+
+def finish(ranks: Sequence[subprocess.Popen], log_dir: Path, timeout_s: float) -> list[RankResult]:
+    """Wait for all ranks. If one is still running after ``timeout_s``, fail with every rank's stack."""
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        for rank in ranks:
+            rank.wait(max(0.1, deadline_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(signal.SIGUSR1)  # the workers answer with their stacks
+        time.sleep(_STACK_DUMP_S)
+        tails = [f"--- rank {i}\n{_log(log_dir, i)[-_TAIL_CHARS:]}" for i in range(len(ranks))]
+        pytest.fail(f"ranks still running after {timeout_s} s:\n" + "\n".join(tails))
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+    return [RankResult(rank.returncode, _log(log_dir, i)) for i, rank in enumerate(ranks)]
+
+
+def run(
+    script: Path,
+    args: Sequence[object],
+    num_ranks: int,
+    log_dir: Path,
+    timeout_s: float = 150,
+    env: Mapping[str, str] | None = None,
+) -> list[RankResult]:
+    """Start the ranks and wait for them."""
+    return finish(start(script, args, num_ranks, log_dir, env), log_dir, timeout_s)
+
+
+def check(results: Sequence[RankResult]) -> None:
+    """Fail unless all ranks ended well."""
+    failed = [
+        f"--- rank {i}: exit {r.returncode}\n{r.output[-_TAIL_CHARS:]}" for i, r in enumerate(results) if r.returncode
+    ]
+    if failed:
+        pytest.fail("\n".join(failed))
+
+
+def _log(log_dir: Path, rank: int) -> str:
+    return (log_dir / f"rank{rank}.log").read_text(errors="replace")
