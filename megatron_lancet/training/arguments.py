@@ -96,6 +96,7 @@ def validate(args: argparse.Namespace) -> None:
     _check_layout(args)
     _check_data(args)
     _refuse_untested_data_modes(args)
+    _check_expert_bias(args)
     try:
         if args.use_checkpoint_args:
             from megatron.training.checkpointing import load_args_from_checkpoint
@@ -141,6 +142,16 @@ def _check_layout(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--expert-model-parallel-size {expert_size} x expert tensor parallel size {expert_tensor_size} must "
             f"divide the ranks of a pipeline stage; there are {args.world_size} ranks, {ranks_per_stage} per stage."
+        )
+
+
+def _check_expert_bias(args: argparse.Namespace) -> None:
+    expert_tensor_size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    alone = args.expert_model_parallel_size * expert_tensor_size == 1
+    if args.num_experts and alone and args.add_bias_linear and args.transformer_impl == "local":
+        raise UsageError(
+            "Megatron's local experts can't add their bias without expert parallelism (it writes into a view): pass "
+            "--disable-bias-linear, or --expert-model-parallel-size of at least 2."
         )
 
 

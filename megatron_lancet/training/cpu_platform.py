@@ -74,8 +74,17 @@ def _on_stream(stream: _Stream | None) -> Iterator[None]:
     yield
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """Stand-in for calls that only make sense on a GPU and return nothing."""
+def _nothing() -> Callable[..., None]:
+    """A stand-in for a call that only makes sense on a GPU and returns nothing.
+
+    A new function each time: dynamo maps torch's functions by identity, and must not find one under two names.
+    """
+    return lambda *_, **__: None
+
+
+def _zero() -> Callable[..., int]:
+    """A stand-in for a memory counter."""
+    return lambda *_, **__: 0
 
 
 def _names_cuda(device: Any) -> bool:
@@ -105,20 +114,20 @@ def _type_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return tensor_type
 
 
-def _same(value: Any, *_: Any, **__: Any) -> Any:
-    return value
+def _same() -> Callable[..., Any]:
+    """A stand-in for ``.cuda()``: everything is on the only device already."""
+    return lambda value, *_, **__: value
 
 
 def _cuda_stand_ins() -> dict[str, Any]:
     """Replacements for names in ``torch.cuda``."""
-    no_memory: Callable[..., int] = lambda *_, **__: 0  # noqa: E731
     properties = SimpleNamespace(name="cpu", total_memory=0, major=8, minor=0, multi_processor_count=1)
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: _CPU,
-        "set_device": _nothing,
+        "set_device": _nothing(),
         "get_device_capability": lambda *_: (8, 0),
         "get_device_properties": lambda *_: properties,
         "get_device_name": lambda *_: "cpu",
@@ -127,20 +136,20 @@ def _cuda_stand_ins() -> dict[str, Any]:
         "stream": _on_stream,
         "current_stream": lambda *_: _THE_STREAM,
         "default_stream": lambda *_: _THE_STREAM,
-        "set_stream": _nothing,
+        "set_stream": _nothing(),
         "is_current_stream_capturing": lambda: False,
-        "synchronize": _nothing,
-        "empty_cache": _nothing,
+        "synchronize": _nothing(),
+        "empty_cache": _nothing(),
         "manual_seed": torch.default_generator.manual_seed,
-        "manual_seed_all": _nothing,
+        "manual_seed_all": _nothing(),
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
-        "memory_allocated": no_memory,
-        "max_memory_allocated": no_memory,
-        "memory_reserved": no_memory,
-        "max_memory_reserved": no_memory,
-        "device_memory_used": no_memory,
-        "reset_peak_memory_stats": _nothing,
+        "memory_allocated": _zero(),
+        "max_memory_allocated": _zero(),
+        "memory_reserved": _zero(),
+        "max_memory_reserved": _zero(),
+        "device_memory_used": _zero(),
+        "reset_peak_memory_stats": _nothing(),
         "memory_stats": lambda *_: _NoMemoryStats(),
     }
 
@@ -167,7 +176,7 @@ def _megatron_stand_ins() -> list[tuple[Any, str, Any]]:
         (tensor_parallel_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
         (token_dispatcher, "maybe_move_tensor_to_cpu", split_sizes_as_ints),
         # The wheel ships the helpers compiled; compile_helpers would run make in site-packages.
-        (dataset_utils, "compile_helpers", _nothing),
+        (dataset_utils, "compile_helpers", _nothing()),
     ]
 
 
@@ -178,17 +187,20 @@ def cpu_platform() -> Iterator[None]:
     Raises:
         AttributeError: torch or Megatron lost a name that is replaced here.
     """
+    # Megatron decorates functions with torch.compile when it is imported, which looks torch's functions up.
+    import megatron.training  # noqa: F401
+
     with ExitStack() as stack:
         for name, value in _cuda_stand_ins().items():
             stack.enter_context(replaced(torch.cuda, name, value))
         stack.enter_context(replaced(torch.cuda.random, "get_rng_state", lambda *_, **__: torch.get_rng_state()))
         for name in ("range_push", "range_pop"):
-            stack.enter_context(replaced(torch.cuda.nvtx, name, _nothing))
+            stack.enter_context(replaced(torch.cuda.nvtx, name, _nothing()))
         for name in _FACTORIES:
             stack.enter_context(wrapped(torch, name, _on_cpu))
         stack.enter_context(wrapped(torch.Tensor, "type", _type_as_on_gpu))
-        stack.enter_context(replaced(torch.Tensor, "cuda", _same))
-        stack.enter_context(replaced(torch.nn.Module, "cuda", _same))
+        stack.enter_context(replaced(torch.Tensor, "cuda", _same()))
+        stack.enter_context(replaced(torch.nn.Module, "cuda", _same()))
         # DataLoader pins memory where an accelerator is available; there is none to pin for.
         stack.enter_context(replaced(torch.accelerator, "is_available", lambda: False))
         for owner, name, value in _megatron_stand_ins():

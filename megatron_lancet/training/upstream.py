@@ -103,8 +103,9 @@ def sequence_parallel_with_torch_norm() -> AbstractContextManager[None]:
 def resumable_distributed_optimizer() -> Iterator[None]:
     """Lets the distributed optimizer resume with torch's Adam, where stock asserts without apex or TE.
 
-    Stock reads the step count from optimizer state that does not exist yet, and after loading lets all parameters
-    share one step counter, which torch's Adam then advances once per parameter.
+    Stock reads the step count from optimizer state that does not exist yet; copies into fp32 parameters, which require
+    gradients, with autograd on; and overwrites torch's per-parameter step counters, one tensor that all share, by
+    those of before loading. The saved count survives in the parameter groups.
     """
     if distrib_optimizer.HAVE_APEX_OR_TE:
         yield
@@ -118,18 +119,20 @@ def resumable_distributed_optimizer() -> Iterator[None]:
 
         return state_dict
 
-    def with_own_steps(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def with_step_counts(stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)
         def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = stock(self, *args, **kwargs)
-            for state in self.optimizer.state.values():
-                state["step"] = state["step"].clone()
+            with torch.no_grad():
+                result = stock(self, *args, **kwargs)
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
             return result
 
         return load_state_dict
 
     optimizer = distrib_optimizer.DistributedOptimizer
-    with wrapped(optimizer, "state_dict", with_state), wrapped(optimizer, "load_state_dict", with_own_steps):
+    with wrapped(optimizer, "state_dict", with_state), wrapped(optimizer, "load_state_dict", with_step_counts):
         yield
 
 

@@ -15,6 +15,7 @@ import pytest
 REPO = Path(__file__).parents[2]
 _STACK_DUMP_S = 3.0
 _TAIL_CHARS = 4000
+_PORT_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,12 @@ def run(
     env: Mapping[str, str] | None = None,
 ) -> list[RankResult]:
     """Start the ranks and wait for them."""
-    return finish(start(script, args, num_ranks, log_dir, env), log_dir, timeout_s)
+    for _ in range(_PORT_ATTEMPTS):
+        results = finish(start(script, args, num_ranks, log_dir, env), log_dir, timeout_s)
+        # Between finding a free port and rank 0 listening on it, another test may have taken it.
+        if not any("EADDRINUSE" in result.output for result in results):
+            break
+    return results
 
 
 def check(results: Sequence[RankResult]) -> None:

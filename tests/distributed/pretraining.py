@@ -48,19 +48,26 @@ def pretrain(
     num_ranks: int = 2,
     train_iters: int = 20,
     timeout_s: float = 150,
+    **env: str,
 ) -> Run:
     """Run the loop to its end.
 
     Args:
         data: prefix of a token data set.
         extra: arguments beside the tiny model's and the short run's; later ones win.
+        env: further environment variables.
     """
     losses = folder / "losses.json"
-    arguments = [*TINY_MODEL, *SHORT_RUN, "--data-path", data, "--train-iters", train_iters, *extra]
-    results = launch.run(WORKER, arguments, num_ranks, folder, timeout_s, {"LANCET_TEST_LOSSES": str(losses)})
+    arguments = command_line(data, ["--train-iters", train_iters, *extra])
+    results = launch.run(WORKER, arguments, num_ranks, folder, timeout_s, {"LANCET_TEST_LOSSES": str(losses), **env})
     launch.check(results)
     outputs = [result.output for result in results]
     return Run(json.loads(losses.read_text()), parse_log("\n".join(outputs)), outputs)
+
+
+def command_line(data: Path, extra: Sequence[object]) -> list[object]:
+    """Arguments of a short run of the tiny model; later ones win."""
+    return [*TINY_MODEL, *SHORT_RUN, "--data-path", data, *extra]
 
 
 def parse_log(text: str) -> list[dict[str, float]]:

@@ -1,0 +1,349 @@
+"""Stock and overlapping model side by side on two ranks: every parameter's gradient, every report to DDP.
+
+Usage: gradients_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
+"""
+
+import copy
+import faulthandler
+import json
+import random
+import signal
+import sys
+from collections import Counter
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_lancet.patching import replaced, wrapped
+from megatron_lancet.training.cpu_platform import cpu_platform
+
+SEQ_LENGTH, MICRO_BATCH, VOCAB, NUM_MICRO_BATCHES = 16, 4, 64, 3
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no-balancing": {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
+    "seq-aux-loss": {"moe_router_load_balancing_type": "seq_aux_loss"},
+    "global-aux-loss": {"moe_router_load_balancing_type": "global_aux_loss"},
+    "two-aux-losses": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [1e-2, 3e-2],
+    },
+    "top-1": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "sigmoid-expert-bias": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": 2.5,
+    },
+    "group-limited": {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 2},
+    "fp32-router": {"moe_router_dtype": "fp32"},
+    "shared-expert": {"moe_shared_expert_intermediate_size": 48},
+    "shared-expert-gate": {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True},
+    "dense-first-layer": {"moe_layer_freq": [0, 1, 1]},
+    "one-expert-per-rank": {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "bias": {"add_bias_linear": True},
+    "llama-like": {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "num_query_groups": 2,
+        "position_embedding_type": "rope",
+    },
+    "per-token-loss": {"calculate_per_token_loss": True},
+    "core-attention-recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "tied-embeddings": {"share_embeddings": True},
+}
+"""Overrides of the transformer config; some are of the model (see ``build``)."""
+
+
+def transformer_config(overrides: dict[str, Any]):
+    from megatron.core.transformer import TransformerConfig
+
+    settings: dict[str, Any] = {
+        "num_layers": 3,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 64,
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-1,
+        "moe_z_loss_coeff": 1e-2,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": 2,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        **overrides,
+    }
+    if settings.get("bf16"):
+        settings["params_dtype"] = torch.bfloat16
+    return TransformerConfig(**settings)
+
+
+def build(overrides: dict[str, Any]):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import Float16Module
+
+    overrides = dict(overrides)
+    position = overrides.pop("position_embedding_type", "learned_absolute")
+    tied = overrides.pop("share_embeddings", False)
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    config = transformer_config(overrides)
+    model = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization),
+        vocab_size=VOCAB,
+        max_sequence_length=SEQ_LENGTH,
+        position_embedding_type=position,
+        share_embeddings_and_output_weights=tied,
+    )
+    return model, config, (Float16Module if config.bf16 else lambda _, plain: plain)
+
+
+def wrap_with_ddp(model, config, precision, deferred: bool):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    ddp_config = DistributedDataParallelConfig(
+        overlap_grad_reduce=True,
+        bucket_size=4000,
+        grad_reduce_in_fp32=True,
+        delay_wgrad_compute=deferred,
+    )
+    return DistributedDataParallel(config, ddp_config, precision(config, model))
+
+
+def micro_batches():
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    for _ in range(NUM_MICRO_BATCHES):
+        tokens = torch.randint(VOCAB, (MICRO_BATCH, SEQ_LENGTH + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def step(ddp) -> list[float]:
+    """One training step without an optimizer: losses of the micro-batches; gradients stay in main_grad."""
+    positions = torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1)
+    losses = []
+    ddp.zero_grad_buffer()
+    for i, (tokens, labels) in enumerate(micro_batches()):
+        last = i == NUM_MICRO_BATCHES - 1
+        with nullcontext() if last else ddp.no_sync():
+            loss = ddp(tokens, positions, None, labels=labels).float().mean()
+            (loss / NUM_MICRO_BATCHES).backward()
+        losses.append(loss.item())
+    ddp.finish_grad_sync()
+    return losses
+
+
+def logged_losses() -> dict[str, list[float]]:
+    """Auxiliary losses as Megatron's log will see them; cleared for the next step."""
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    tracker = get_moe_metrics_tracker()
+    values = {name: metric.values.tolist() for name, metric in tracker.metrics.items()}
+    tracker.clear()
+    return values
+
+
+def expert_bias_counts(model) -> list[list[float]]:
+    return [
+        module.local_tokens_per_expert.tolist()
+        for module in model.modules()
+        if getattr(module, "local_tokens_per_expert", None) is not None
+    ]
+
+
+def deviation(ours: torch.Tensor, stock: torch.Tensor) -> float:
+    """Norm of the difference over the norm of stock's gradient; 0 only for equal bits."""
+    if torch.equal(ours, stock):
+        return 0.0
+    return ((ours - stock).norm() / stock.norm().clamp_min(1e-12)).item()
+
+
+class Observer:
+    """Records the order of collectives and how often each parameter is reported ready."""
+
+    def __init__(self, stack: ExitStack, ddp) -> None:
+        from megatron_lancet.runtime.all_to_all import Comm
+
+        self.collectives: list[str] = []
+        self.reports: Counter[str] = Counter()
+        names = {p: n for n, p in ddp.module.named_parameters()}
+        for i, group in enumerate(ddp.bucket_groups + ddp.expert_parallel_bucket_groups):
+            stack.enter_context(replaced(group, "start_grad_sync", self._logged(group.start_grad_sync, f"reduce {i}")))
+            stack.enter_context(replaced(group, "register_grad_ready", self._counted(group, names)))
+        stack.enter_context(wrapped(Comm, "start", self._logged_start))
+
+    def _logged(self, function, text: str):
+        def call(*args, **kwargs):
+            self.collectives.append(text)
+            return function(*args, **kwargs)
+
+        return call
+
+    def _counted(self, group, names):
+        original = group.register_grad_ready
+
+        def call(param, *args):
+            if group.is_last_microbatch:
+                self.reports[names[param].removeprefix("module.")] += 1
+            return original(param, *args)
+
+        return call
+
+    def _logged_start(self, original):
+        def start(comm, op, *args):
+            self.collectives.append(str(op))
+            return original(comm, op, *args)
+
+        return start
+
+
+def overlapping_model(model, num_chunks: int, dw: str = "fill"):
+    from megatron_lancet.runtime.comm_stats import CommStats
+    from megatron_lancet.schedule.plan import DwPolicy, fixed_plan
+    from megatron_lancet.training.overlap_setup import overlapping
+
+    plan = fixed_plan(MICRO_BATCH, num_chunks, DwPolicy(dw))
+    overlapping(plan, torch.device("cpu"), CommStats(torch.device("cpu")))([model])
+
+
+def erratic_wire(stack: ExitStack) -> None:
+    """Makes transfers seem done, or not, at random and differently on each rank, for whoever polls them."""
+    from megatron_lancet.runtime import transport
+
+    dice = random.Random(dist.get_rank())
+    stack.enter_context(replaced(transport._WorksTransfer, "done", lambda _: dice.random() < 0.5))
+
+
+def naive_aux_loss(stack: ExitStack) -> None:
+    """Negative control: each chunk balances itself."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from megatron_lancet.model.router import ChunkedTopKRouter
+
+    def forward(self, input, padding_mask=None, chunk=None):
+        return TopKRouter.forward(self, input, padding_mask)
+
+    stack.enter_context(replaced(ChunkedTopKRouter, "forward", forward))
+
+
+def lost_weight_grad(stack: ExitStack) -> None:
+    """Negative control: now and then a dW does not run."""
+    from megatron_lancet.runtime.weight_grad_store import DeferredWeight
+
+    seen = []
+
+    def wrap(original):
+        def add(self, grad):
+            seen.append(self)
+            if len(seen) % 29:
+                original(self, grad)
+
+        return add
+
+    stack.enter_context(wrapped(DeferredWeight, "add_to_main_grad", wrap))
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+
+
+def worst(values) -> float:
+    return max(values, default=0.0)
+
+
+def relative(ours, stock) -> float:
+    return worst(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(ours, stock, strict=True))
+
+
+def compare(overrides, num_chunks, disturb=None, dw: str = "fill") -> dict[str, Any]:
+    """Two steps of stock and of ours on the same weights and data; how far they are apart.
+
+    In DDP's first step reductions start at its end, from the second on as soon as gradients become ready.
+    """
+    stock_model, config, precision = build(overrides)
+    our_model, _, _ = build(overrides)
+    our_model.load_state_dict(copy.deepcopy(stock_model.state_dict()))
+    stock = wrap_with_ddp(stock_model, config, precision, deferred=False)
+    expected = [(step(stock), gradients(stock_model)) for _ in range(2)]
+    expected_logged = logged_losses()
+
+    overlapping_model(our_model, num_chunks, dw)
+    ours = wrap_with_ddp(our_model, config, precision, deferred=dw == "fill")
+    with ExitStack() as stack:
+        if disturb is not None:
+            disturb(stack)
+        results = [(step(ours), gradients(our_model))]
+        observer = Observer(stack, ours)
+        results.append((step(ours), gradients(our_model)))
+    logged = logged_losses()
+    pairs = list(zip(results, expected, strict=True))
+    stored = [module.deferred for module in our_model.modules() if getattr(module, "deferred", None) is not None]
+    return {
+        "loss": worst(relative(a[0], b[0]) for a, b in pairs),
+        "gradients": {name: worst(deviation(a[1][name], b[1][name]) for a, b in pairs) for name in results[0][1]},
+        "zero_gradients": [name for name, gradient in results[0][1].items() if not gradient.any()],
+        "logged": worst(relative(logged[name], expected_logged[name]) for name in expected_logged),
+        "logged_names_equal": logged.keys() == expected_logged.keys(),
+        "expert_bias_counts_equal": expert_bias_counts(our_model) == expert_bias_counts(stock_model),
+        "state_keys_equal": list(our_model.state_dict()) == list(stock_model.state_dict()),
+        "collectives": observer.collectives,
+        "reports": dict(observer.reports),
+        "reports_of_deferred": [weight.num_reported for weight in stored],
+        "parameters": [name for name, _ in our_model.named_parameters()],
+    }
+
+
+def bf16_errors(num_chunks: int) -> dict[str, list[float]]:
+    """Per parameter: error of stock's bf16 gradient and of ours against fp32 on the same (rounded) weights."""
+    stock_model, config, precision = build({"bf16": True})
+    our_model, _, _ = build({"bf16": True})
+    true_model, true_config, plain = build({})
+    for model in (our_model, true_model):
+        model.load_state_dict(copy.deepcopy(stock_model.state_dict()))
+    overlapping_model(our_model, num_chunks)
+    for model, its_config, its_precision, deferred in (
+        (stock_model, config, precision, False),
+        (our_model, config, precision, True),
+        (true_model, true_config, plain, False),
+    ):
+        step(wrap_with_ddp(model, its_config, its_precision, deferred))
+    logged_losses()
+    truth = gradients(true_model)
+    return {
+        name: [deviation(gradients(model)[name], truth[name]) for model in (stock_model, our_model)] for name in truth
+    }
+
+
+def main() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
+    results: dict[str, Any] = {}
+    for name, overrides in VARIANTS.items():
+        for num_chunks in (1, 2, 4) if name == "plain" else (1, 3):
+            results[f"{name}/k={num_chunks}"] = compare(overrides, num_chunks)
+    results["bf16/k=1"] = compare({"bf16": True}, 1)
+    results["bf16-errors"] = bf16_errors(2)
+    results["dw-none/k=2"] = compare({}, 2, dw="none")
+    results["erratic-wire/k=2"] = compare({}, 2, erratic_wire)
+    results["naive-aux-loss/k=2"] = compare({}, 2, naive_aux_loss)
+    results["lost-weight-grad/k=2"] = compare({}, 2, lost_weight_grad)
+    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with cpu_platform():
+        main()
