@@ -21,8 +21,8 @@ SETTINGS = {
     "bf16": ["--bf16"],
 }
 # fp32: chunks change the order in which a weight's gradient and the losses are summed up; about 2e-7 was measured.
-# bf16: partial sums are rounded to 8 bits (so is the logged z-loss, in steps of 4e-3), and a routing decision near a tie may turn; 4e-4 in the loss and 8e-3 in the
-# norm were measured over these 20 steps.
+# bf16: partial sums are rounded to 8 bits (so is the logged z-loss, in steps of 4e-3), and a routing decision near a
+# tie may turn; 4e-4 in the loss and 8e-3 in the norm were measured over these 20 steps.
 TOLERANCE = {
     "fp32": dict.fromkeys(COMPARED, 1e-5),
     "bf16": {"lm loss": 2e-3, "grad norm": 3e-2, "load_balancing_loss": 2e-3, "z_loss": 8e-3},

@@ -76,8 +76,8 @@ def _expert_weights(checkpoint):
     """Weights of all experts, [layers * experts, ...] per parameter name, read from a distributed checkpoint."""
     import torch
     from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     reader = FileSystemReader(checkpoint)
     metadata = reader.read_metadata().state_dict_metadata

@@ -1,0 +1,70 @@
+"""Faults as a user meets them, under torchrun: one message, an exit status that is not 0, and no hang."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed import launch
+from tests.distributed.pretraining import EP2, command_line
+
+pytestmark = pytest.mark.distributed
+
+
+def torchrun(arguments, env=None) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(launch.free_port()), "pretrain_gpt_moe.py"]
+    environment = {**launch.rank_environment(0, 1, 0), **(env or {})}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name)
+    return subprocess.run(
+        [*command, *map(str, arguments)], env=environment, cwd=launch.REPO, capture_output=True, text=True, timeout=90
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--lancet-nun-chunks", "2"], "unrecognized arguments: --lancet-nun-chunks 2"),
+        (["--data-path", "/no/such_document"], "data file not found: /no/such_document.idx"),
+        (["--num-experts", "3"], "--num-experts must be a multiple of --expert-model-parallel-size; got 3 experts"),
+        (["--lancet-num-chunks", "5"], "--lancet-num-chunks 5 is more than the micro-batch has samples"),
+        (["--lancet-chunk-dim", "sequence"], "--lancet-chunk-dim sequence is not supported"),
+        (["--hidden-size", "63"], "Megatron refuses the arguments"),
+    ],
+    ids=["unknown flag", "missing data", "experts", "chunks", "chunk dim", "megatron's own check"],
+)
+def test_bad_input_is_one_message(token_data, extra, message):
+    done = torchrun(command_line(token_data, [*EP2, "--train-iters", "2", *extra]))
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count(f"error: {message}") == 1
+    assert 'Traceback (most recent call last):\n  File "/' not in done.stderr.split("torch/distributed/elastic")[0]
+    assert "initialized tensor model parallel" not in done.stdout
+
+
+def test_wrong_megatron_version(token_data, tmp_path):
+    """A megatron-core of another version comes first on the path, as far as its metadata goes."""
+    metadata = tmp_path / "megatron_core-0.16.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.16.1\n")
+    env = {"PYTHONPATH": f"{tmp_path}:{launch.REPO}"}
+    done = torchrun(command_line(token_data, [*EP2, "--train-iters", "2"]), env)
+    assert done.returncode != 0
+    assert done.stderr.count("error: expected megatron-core<0.20,>=0.19, found megatron-core 0.16.1") == 1
+
+
+def test_ranks_with_different_plans_are_refused(token_data, tmp_path):
+    """Each rank has its own command line here, as when a launcher passes the wrong one to a node."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import faulthandler, os, signal, sys\n"
+        "faulthandler.register(signal.SIGUSR1)\n"
+        "sys.argv += ['--lancet-num-chunks', '2' if os.environ['RANK'] == '0' else '4']\n"
+        "from megatron_lancet.training.pretrain import main\n"
+        "main()\n"
+    )
+    results = launch.run(worker, command_line(token_data, [*EP2, "--train-iters", "2"]), 2, tmp_path)
+    assert [result.returncode for result in results] == [2, 2]
+    assert "error: ranks disagree about the plan" in results[0].output
+    assert "chunks=2" in results[0].output
+    assert "chunks=4" in results[0].output

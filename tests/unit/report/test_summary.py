@@ -1,0 +1,47 @@
+import json
+
+import pytest
+
+from megatron_lancet.report.summary import StepRecord, as_text, rank_medians, summarise, write_json
+from megatron_lancet.runtime.comm_stats import CommTimes
+
+REQUIRED_KEYS = {"tokens_per_s", "step_ms", "all_to_all_ms", "exposed_ms", "counts_exposed_ms", "plan"}
+
+
+def record(step_ms: float, exposed_ms: float = 10.0) -> StepRecord:
+    return StepRecord(step_ms, 2048, CommTimes(all_to_all_ms=40.0, exposed_ms=exposed_ms, counts_exposed_ms=2.0))
+
+
+def test_warm_up_steps_are_left_out():
+    steps = [record(1000), record(900), record(800), record(100), record(110), record(120)]
+    assert rank_medians(steps)["step_ms"] == 110
+
+
+def test_a_run_shorter_than_the_warm_up_is_reported_whole():
+    assert rank_medians([record(300), record(100)])["step_ms"] == 200
+    assert summarise([rank_medians([record(300)])], "off", 1)["num_warm_up_steps"] == 0
+
+
+def test_the_slowest_rank_makes_the_step():
+    ranks = [rank_medians([record(100, exposed_ms=10)] * 5), rank_medians([record(200, exposed_ms=30)] * 5)]
+    report = summarise(ranks, "chunks=2", 5)
+    assert report.keys() >= REQUIRED_KEYS
+    assert report["step_ms"] == 200
+    assert report["tokens_per_s"] == pytest.approx(2048 / 0.2)
+    assert report["exposed_ms"] == 20
+    assert report["ranks"] == ranks
+
+
+def test_text_names_plan_and_exposed_share():
+    report = summarise([rank_medians([record(100)] * 5)], "chunks=2 dim=batch", 5)
+    text = as_text(report)
+    assert "chunks=2 dim=batch" in text
+    assert "medians over steps 4 to 5" in text
+    assert "10.0 ms waited for payload, 2.0 ms for counts: 12.0 % of the step" in text
+
+
+def test_json_is_written_whole(tmp_path):
+    report = summarise([rank_medians([record(100)] * 5)], "off", 5)
+    path = write_json(report, tmp_path / "new" / "folder")
+    assert json.loads(path.read_text()) == report
+    assert [p.name for p in path.parent.iterdir()] == ["report.json"]

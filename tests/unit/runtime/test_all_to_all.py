@@ -1,0 +1,130 @@
+"""Issue and wait: what travels, in which order, forward and mirrored."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from megatron_lancet.runtime.all_to_all import AllToAll, Comm, RowSplits
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.schedule.ops import Op, Phase
+
+
+class Loopback:
+    """A transport between this rank and a mirror of it: what is sent to the other comes back, doubled, at the wait."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.fails = False
+
+    def start(
+        self, received: torch.Tensor, sent: torch.Tensor, receive_rows: Sequence[int], send_rows: Sequence[int]
+    ) -> "LoopbackTransfer":
+        assert sum(receive_rows) == len(received)
+        assert sum(send_rows) == len(sent)
+        self.log.append("start")
+        return LoopbackTransfer(self, received, sent)
+
+    def exchange_counts(self, counts: torch.Tensor):
+        raise NotImplementedError
+
+
+class LoopbackTransfer:
+    def __init__(self, transport: Loopback, received: torch.Tensor, sent: torch.Tensor) -> None:
+        self.transport, self.received, self.sent = transport, received, sent
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        if self.transport.fails:
+            raise RuntimeError("Connection closed by peer")
+        self.transport.log.append("wait")
+        self.received.copy_(2 * self.sent)
+
+
+def make(log):
+    transport = Loopback(log)
+    stats = CommStats(torch.device("cpu"))
+    return Comm(transport, None, stats, own_rank=0), transport, stats
+
+
+SPLITS = RowSplits(sent=(1, 3), received=(1, 3))
+
+
+def exchange(comm, chunk=0):
+    return AllToAll(comm, Op(1, chunk, Phase.FORWARD, "dispatch"), SPLITS)
+
+
+def test_rows_and_gradients_travel():
+    comm, _, _ = make([])
+    x = torch.arange(8.0).view(4, 2).requires_grad_()
+    a = exchange(comm)
+    (y,) = a.wait(*a.issue(x))
+    assert y.equal(2 * x.detach())
+    y.backward(torch.full_like(y, 3.0))
+    assert x.grad.equal(torch.full((4, 2), 6.0))
+
+
+def test_several_tensors_are_one_op():
+    comm, _, stats = make([])
+    tokens, probs = torch.ones(4, 2, requires_grad=True), torch.ones(4, requires_grad=True)
+    a = exchange(comm)
+    got_tokens, got_probs = a.wait(*a.issue(tokens, probs))
+    (got_tokens.sum() + 5 * got_probs.sum()).backward()
+    assert tokens.grad.eq(2).all()
+    assert probs.grad.eq(10).all()
+    times = stats.take()
+    assert times.num_all_to_alls == 2  # forward and backward
+    assert times.payload_bytes == 2 * 3 * (2 + 1) * 4  # three rows leave this rank, there and back
+
+
+def test_backward_is_the_mirrored_pipeline():
+    """Two chunks: in the backward, too, one computes while the other's gradients are on the wire."""
+    log: list[str] = []
+    comm, _, _ = make(log)
+
+    class Compute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, name):
+            ctx.name = name
+            log.append(f"F {name}")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            log.append(f"B {ctx.name}")
+            return grad, None
+
+    inputs = [torch.ones(4, 2, requires_grad=True) for _ in range(2)]
+    exchanges = [exchange(comm, chunk) for chunk in range(2)]
+    on_the_wire = []
+    for chunk in range(2):
+        on_the_wire.append(exchanges[chunk].issue(Compute.apply(inputs[chunk], f"before c{chunk}")))
+    outputs = []
+    for chunk in range(2):
+        (y,) = exchanges[chunk].wait(*on_the_wire[chunk])
+        outputs.append(Compute.apply(y, f"after c{chunk}"))
+    assert log == ["F before c0", "start", "F before c1", "start", "wait", "F after c0", "wait", "F after c1"]
+    log.clear()
+    sum(y.sum() for y in outputs).backward()
+    assert log == ["B after c1", "start", "B after c0", "start", "wait", "B before c1", "wait", "B before c0"]
+
+
+def test_empty_messages():
+    comm, _, _ = make([])
+    x = torch.empty(0, 2, requires_grad=True)
+    a = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), RowSplits(sent=(0, 0), received=(0, 0)))
+    (y,) = a.wait(*a.issue(x))
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, 2)
+
+
+def test_a_lost_peer_is_reported_with_the_op():
+    comm, transport, _ = make([])
+    a = exchange(comm, chunk=1)
+    issued = a.issue(torch.ones(4, 2, requires_grad=True))
+    transport.fails = True
+    with pytest.raises(RuntimeError, match=r"L1\.c1\.F\.dispatch did not complete.*Connection closed by peer"):
+        a.wait(*issued)
+    assert comm.position == "waiting for L1.c1.F.dispatch"

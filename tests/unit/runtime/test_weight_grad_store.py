@@ -1,0 +1,156 @@
+"""When deferred weight gradients run, and when their parameters are reported ready."""
+
+import pytest
+import torch
+
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
+
+
+class Backward:
+    """A store whose end-of-backward flush is called by hand, and a log of what it did."""
+
+    def __init__(self, monkeypatch, window: int) -> None:
+        self.log: list[str] = []
+        self.stats = CommStats(torch.device("cpu"))
+        self.store = WeightGradStore(window, self.stats)
+        monkeypatch.setattr(self.store, "_flush_at_end_of_backward", lambda: None)
+
+    def weight(self, name: str) -> DeferredWeight:
+        parameter = torch.nn.Parameter(torch.zeros(2, 3))
+        parameter.main_grad = torch.zeros(2, 3)
+        return DeferredWeight(parameter, name, lambda: self.log.append(f"ready {name}"))
+
+    def put(self, weight: DeferredWeight, chunk: int, num_bytes: int = 8) -> None:
+        self.store.put(weight, lambda: self.log.append(f"dW {weight.name}.c{chunk}"), num_bytes)
+
+
+@pytest.fixture
+def backward(monkeypatch):
+    return Backward(monkeypatch, window=2)
+
+
+def test_oldest_runs_first_while_the_wire_is_busy(backward):
+    a, b = backward.weight("a"), backward.weight("b")
+    backward.put(a, 1)
+    backward.put(b, 1)
+    backward.put(a, 0)
+    busy = iter([True, True, False])
+    backward.store.fill(lambda: next(busy))
+    assert backward.log == ["dW a.c1", "dW b.c1"]
+    assert len(backward.store) == 1
+    assert backward.stats.take().num_dw_hidden == 2
+
+
+def test_nothing_is_reported_before_its_last_dw_ran(backward):
+    a = backward.weight("a")
+    backward.put(a, 1)
+    backward.put(a, 0)
+    backward.store.enumerated(a)
+    assert a.num_pending == 2
+    assert a.num_reported == 0
+    backward.store.pass_all_to_all()
+    assert backward.log == []
+    backward.store.pass_all_to_all()  # the window ends here
+    assert backward.log == ["dW a.c1", "dW a.c0", "ready a"]
+    assert a.num_reported == 1
+
+
+def test_the_report_comes_at_its_place_even_if_the_dws_ran_early(backward):
+    a = backward.weight("a")
+    backward.put(a, 0)
+    backward.store.enumerated(a)
+    backward.store.fill(lambda: True)
+    assert backward.log == ["dW a.c0"]
+    backward.store.pass_all_to_all()
+    assert backward.log == ["dW a.c0"]
+    backward.store.pass_all_to_all()
+    assert backward.log == ["dW a.c0", "ready a"]
+
+
+def test_flush_runs_and_reports_the_rest_in_order(backward):
+    a, b = backward.weight("a"), backward.weight("b")
+    for weight in (a, b):
+        backward.put(weight, 0)
+        backward.store.enumerated(weight)
+    backward.store.flush()
+    assert backward.log == ["dW a.c0", "dW b.c0", "ready a", "ready b"]
+    times = backward.stats.take()
+    assert (times.num_dw_hidden, times.num_dw_late) == (0, 2)
+
+
+def test_without_a_view_of_the_wire_older_dws_run(backward):
+    a, b = backward.weight("a"), backward.weight("b")
+    backward.put(a, 0)
+    backward.store.pass_all_to_all()
+    backward.put(b, 0)
+    backward.store.run_up_to_previous()
+    assert backward.log == ["dW a.c0"]
+
+
+def test_window_bounds_what_is_held(backward):
+    a = backward.weight("a")
+    for chunk in range(10):
+        backward.put(a, chunk, num_bytes=100)
+        backward.store.pass_all_to_all()
+        assert len(backward.store) <= 2
+    assert backward.stats.take().peak_dw_bytes == 200
+
+
+def test_a_failed_backward_leaves_nothing_behind(backward):
+    a = backward.weight("a")
+    backward.put(a, 0)
+    backward.store.discard()
+    backward.store.flush()
+    assert backward.log == []
+    assert a.num_pending == 0
+    backward.put(a, 1)
+    backward.store.enumerated(a)
+    backward.store.flush()
+    assert backward.log == ["dW a.c1", "ready a"]
+
+
+def test_autograd_flushes_at_the_end_of_backward():
+    """With the real engine: pending inside the backward, nothing pending after it."""
+    store = WeightGradStore(1, CommStats(torch.device("cpu")))
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    weight = DeferredWeight(parameter, "w", lambda: ready.append(len(store)))
+    ready: list[int] = []
+    pending_inside = []
+
+    class Deferring(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            store.put(weight, lambda: None, num_bytes=1)
+            store.enumerated(weight)
+            pending_inside.append(weight.num_pending)
+            return grad
+
+    Deferring.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    assert pending_inside == [1]
+    assert ready == [0]
+    assert len(store) == 0
+
+
+@pytest.mark.parametrize("autograd_made_one_too", [False, True])
+def test_ddp_finds_the_grad_that_it_insists_on(autograd_made_one_too):
+    parameter = torch.nn.Parameter(torch.zeros(4, 2))
+    parameter.main_grad = torch.zeros(4, 2)
+    seen = []
+
+    def ready():
+        seen.append((parameter.grad.shape, parameter.grad_added_to_main_grad))
+        parameter.grad = None
+
+    weight = DeferredWeight(parameter, "w", ready)
+    weight.add_to_main_grad(torch.ones(4, 2))
+    if autograd_made_one_too:
+        parameter.grad = torch.ones(4, 2)
+    weight.report()
+    # With the flag unset DDP adds .grad to main_grad itself.
+    assert seen == [(torch.Size([4, 2]), not autograd_made_one_too)]
+    assert parameter.main_grad.eq(1).all()

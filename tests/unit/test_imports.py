@@ -1,0 +1,67 @@
+"""Imports point one way, and each foreign package is touched where the design says."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "megatron_lancet"
+# What each part may import of its own project, beside itself. config, errors and patching are leaves for everybody.
+LEAVES = {"errors", "patching"}
+ALLOWED = {
+    "schedule": set(),
+    "config": {"schedule"},
+    "errors": set(),
+    "patching": set(),
+    "data": set(),
+    "runtime": {"schedule"},
+    "model": {"schedule", "runtime"},
+    "report": {"schedule", "runtime"},
+    "training": {"schedule", "runtime", "model", "report", "config"},
+}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports_of(path: Path) -> set[str]:
+    """Dotted names that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_one_way(path):
+    part = part_of(path)
+    if part == "__init__":
+        assert imports_of(path) == set()
+        return
+    used = {name.split(".")[1] for name in imports_of(path) if name.startswith("megatron_lancet.")}
+    assert used <= {part} | ALLOWED[part] | LEAVES
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_foreign_packages_stay_where_they_belong(path):
+    part, names = part_of(path), imports_of(path)
+    roots = {name.split(".")[0] for name in names}
+    if part in ("schedule", "config"):
+        assert roots.isdisjoint({"torch", "megatron", "numpy"})
+    if part in ("runtime", "report"):
+        assert "megatron" not in roots
+    if part != "training":
+        assert not any(name.startswith("megatron.training") for name in names)
+
+
+def test_every_part_has_its_rule():
+    assert {part_of(path) for path in modules()} - {"__init__"} == set(ALLOWED)

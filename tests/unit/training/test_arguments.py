@@ -1,0 +1,99 @@
+"""Faults of the command line that need no second argument to be seen: each one message."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.errors import UsageError
+from megatron_lancet.schedule.plan import DwPolicy
+from megatron_lancet.training import arguments
+
+
+@pytest.fixture
+def command_line(monkeypatch):
+    def set_to(*words: object):
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", *map(str, words)])
+
+    return set_to
+
+
+def test_megatrons_and_our_flags_are_parsed(command_line):
+    command_line("--num-layers", 4, "--lancet-num-chunks", 3, "--lancet-dw-policy", "none", "--lancet-report", "out")
+    args, config = arguments.parse()
+    assert args.num_layers == 4
+    assert config == LancetConfig(PlanChoice.AUTO, 3, dw_policy=DwPolicy.NONE, report_dir=Path("out"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lancet-num-chunk", 2], "unrecognized arguments: --lancet-num-chunk 2.*did you mean --lancet-num-chunks"),
+        (["--num-layer", 2], "did you mean --num-layers"),
+        (["--no-such-thing"], "unrecognized arguments: --no-such-thing"),
+        (["--num-layers", "two"], "invalid int value: 'two'"),
+        (["--lancet-num-chunks", 0], "expects at least 1, got 0"),
+        (["--lancet-plan", "fast"], "invalid choice: 'fast'"),
+        (["--lancet-dw-policy", "all"], "invalid choice: 'all'"),
+        (["--lancet-chunk-dim", "sequence"], "--lancet-chunk-dim sequence is not supported.*batch"),
+    ],
+)
+def test_faulty_words(command_line, words, message):
+    command_line(*words)
+    with pytest.raises(UsageError, match=message) as refusal:
+        arguments.parse()
+    assert len(str(refusal.value)) < 300  # not the usage text
+
+
+def parsed(command_line, *words: object, world_size: int = 2):
+    command_line("--mock-data", "--eval-interval", 10, *words)
+    args, _ = arguments.parse()
+    args.world_size = world_size
+    return args
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num-experts", 3, "--expert-model-parallel-size", 2], "got 3 experts on 2 expert-parallel ranks"),
+        (["--expert-model-parallel-size", 2], "pass --num-experts"),
+        (["--tensor-model-parallel-size", 3], "= 3; there are 2"),
+        (["--num-experts", 8, "--expert-model-parallel-size", 4], "must divide the ranks of a pipeline stage"),
+        (["--num-experts", 4], "--disable-bias-linear"),
+        (["--sft"], "--sft is not supported"),
+        (["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "/no/such.model"], "no such file"),
+        (["--micro-batch-size", 1], "Megatron refuses the arguments: either num-layers"),
+    ],
+)
+def test_settings_that_do_not_fit(command_line, words, message):
+    args = parsed(command_line, "--transformer-impl", "local", *words)
+    with pytest.raises(UsageError, match=message):
+        arguments.validate(args)
+
+
+def test_missing_data(command_line, tmp_path):
+    prefix = tmp_path / "text_document"
+    Path(f"{prefix}.idx").touch()
+    command_line("--eval-interval", 10, "--data-path", prefix)
+    with pytest.raises(UsageError, match=rf"data file not found: {prefix}\.bin"):
+        arguments.validate(arguments.parse()[0])
+    command_line("--eval-interval", 10)
+    with pytest.raises(UsageError, match="no data: pass --data-path"):
+        arguments.validate(arguments.parse()[0])
+
+
+def test_missing_eval_interval(command_line):
+    command_line("--mock-data")
+    with pytest.raises(UsageError, match="--eval-interval is missing"):
+        arguments.validate(arguments.parse()[0])
+
+
+def test_the_reason_of_a_wordless_assert():
+    def check(size):
+        assert size > 3
+
+    with pytest.raises(AssertionError) as failure:
+        check(2)
+    failure.value.args = ()
+    assert "assert size > 3" in arguments.reason_of(failure.value)
