@@ -5,6 +5,7 @@ Legend: P = number of ranks in the expert-parallel group, N / M = rows sent / re
 
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -98,12 +99,12 @@ class PerSenderTransport:
     don't wait behind payload in a connection.
     """
 
-    def __init__(self, ep_group: dist.ProcessGroup, stats: CommStats) -> None:
+    def __init__(self, ep_group: dist.ProcessGroup, stats: CommStats, timeout: timedelta) -> None:
         """Creates the process groups: collective over all ranks of the world, not only ``ep_group``'s."""
         self._rank = ep_group.rank()
         self._num_ranks = ep_group.size()
         self._stats = stats
-        groups = _gloo_groups_like(ep_group, copies=self._num_ranks + 1)
+        groups = _gloo_groups_like(ep_group, self._num_ranks + 1, timeout)
         self._counts_group, self._sender_groups = groups[0], groups[1:]
 
     def start(
@@ -132,7 +133,7 @@ class PerSenderTransport:
         return _GlooCounts(counts, self._counts_group, self._stats)
 
 
-def _gloo_groups_like(group: dist.ProcessGroup, copies: int) -> list[dist.ProcessGroup]:
+def _gloo_groups_like(group: dist.ProcessGroup, copies: int, timeout: timedelta) -> list[dist.ProcessGroup]:
     """``copies`` new gloo groups with the ranks of ``group``; all ranks of the world create all of them."""
     own_ranks = dist.get_process_group_ranks(group)
     rank_lists: list[list[int] | None] = [None] * dist.get_world_size()
@@ -140,7 +141,7 @@ def _gloo_groups_like(group: dist.ProcessGroup, copies: int) -> list[dist.Proces
     mine: list[dist.ProcessGroup] = []
     for ranks in sorted({tuple(ranks) for ranks in rank_lists if ranks is not None}):
         for _ in range(copies):
-            created = dist.new_group(list(ranks), backend="gloo")
+            created = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
             if list(ranks) == own_ranks:
                 mine.append(created)
     return mine
@@ -210,8 +211,14 @@ class StreamTransport:
         return _StreamCounts(counts, self._group, self._stream, self._stats)
 
 
-def make_transport(ep_group: dist.ProcessGroup, device: torch.device, stats: CommStats) -> Transport:
-    """The transport for the group's device. Collective over all ranks of the world."""
+def make_transport(
+    ep_group: dist.ProcessGroup, device: torch.device, stats: CommStats, timeout: timedelta
+) -> Transport:
+    """The transport for the device. Collective over all ranks of the world.
+
+    Args:
+        timeout: how long a rank waits for the others; NCCL keeps the group's own.
+    """
     if device.type == "cuda":
         return StreamTransport(ep_group, stats)
-    return PerSenderTransport(ep_group, stats)
+    return PerSenderTransport(ep_group, stats, timeout)

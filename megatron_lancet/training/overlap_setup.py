@@ -1,6 +1,6 @@
 """Puts a plan into the models that Megatron builds, on every rank the same one."""
 
-from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,22 +16,37 @@ from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 
 
-def overlapping(
-    plan: Plan, device: torch.device, stats: CommStats
-) -> Callable[[list[torch.nn.Module]], list[torch.nn.Module]]:
-    """A hook for Megatron's model builder: makes the model's stages run by ``plan`` before DDP wraps them."""
+class OverlapSetup:
+    """A hook for Megatron's model builder: makes the stages of a model run by a plan, before DDP wraps them."""
 
-    def before_wrap(stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        check_same_plan(plan)
+    def __init__(self, plan: Plan, device: torch.device, stats: CommStats, timeout: timedelta) -> None:
+        """
+        Args:
+            timeout: how long a rank waits for the others' messages.
+        """
+        self._plan = plan
+        self._device = device
+        self._stats = stats
+        self._timeout = timeout
+        self._comm: Comm | None = None
+
+    def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Called on all ranks with the unwrapped pipeline stages of this one."""
+        check_same_plan(self._plan)
         ep_group = parallel_state.get_expert_model_parallel_group()
-        store = WeightGradStore(plan.dw_window, stats) if plan.dw_policy is DwPolicy.FILL else None
-        comm = Comm(make_transport(ep_group, device, stats), store, stats, own_rank=ep_group.rank())
+        fills = self._plan.dw_policy is DwPolicy.FILL
+        store = WeightGradStore(self._plan.dw_window, self._stats) if fills else None
+        transport = make_transport(ep_group, self._device, self._stats, self._timeout)
+        self._comm = Comm(transport, store, self._stats, own_rank=ep_group.rank())
         for stage in stages:
             assert isinstance(stage, GPTModel)
-            overlap(stage, plan, comm)
+            overlap(stage, self._plan, self._comm)
         return stages
 
-    return before_wrap
+    @property
+    def position(self) -> str:
+        """Where this rank stands among the plan's collectives."""
+        return self._comm.position if self._comm is not None else "before the model was built"
 
 
 def check_same_plan(plan: Plan) -> None:

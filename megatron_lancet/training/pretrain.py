@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 
 import torch
 
@@ -42,7 +43,7 @@ def _pretrain(device: torch.device) -> None:
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.schedule.plan import DwPolicy
     from megatron_lancet.training import arguments, upstream
-    from megatron_lancet.training.overlap_setup import overlapping
+    from megatron_lancet.training.overlap_setup import OverlapSetup
     from megatron_lancet.training.plan_choice import choose_plan
     from megatron_lancet.training.platform import apply_cpu_settings
     from megatron_lancet.training.step_recorder import StepRecorder
@@ -63,6 +64,7 @@ def _pretrain(device: torch.device) -> None:
     except (AssertionError, ValueError) as error:
         raise UsageError(f"Megatron refuses the arguments: {arguments.reason_of(error)}") from error
 
+    setup = None
     with ExitStack() as stack:
         stack.enter_context(upstream.sequence_parallel_with_torch_norm())
         stack.enter_context(upstream.resumable_distributed_optimizer())
@@ -70,9 +72,15 @@ def _pretrain(device: torch.device) -> None:
         if plan is None:
             stack.enter_context(upstream.measured_stock_communication(stats))
         else:
-            model_config.pre_wrap_hooks.append(overlapping(plan, device, stats))
+            setup = OverlapSetup(plan, device, stats, timedelta(minutes=args.distributed_timeout_minutes))
+            model_config.pre_wrap_hooks.append(setup)
             run_config.ddp.delay_wgrad_compute = plan.dw_policy is DwPolicy.FILL
-        _run(run_config, lambda: recorder.report(str(plan) if plan else "off", config.report_dir))
+        try:
+            _run(run_config, lambda: recorder.report(str(plan) if plan else "off", config.report_dir))
+        except Exception as error:
+            if setup is not None:
+                error.add_note(f"rank {args.rank} stood at: {setup.position}")
+            raise
 
 
 def _run(run_config: object, report: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections import Counter
 from contextlib import ExitStack, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -209,10 +210,10 @@ class Observer:
 def overlapping_model(model, num_chunks: int, dw: str = "fill"):
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.schedule.plan import DwPolicy, fixed_plan
-    from megatron_lancet.training.overlap_setup import overlapping
+    from megatron_lancet.training.overlap_setup import OverlapSetup
 
     plan = fixed_plan(MICRO_BATCH, num_chunks, DwPolicy(dw))
-    overlapping(plan, torch.device("cpu"), CommStats(torch.device("cpu")))([model])
+    OverlapSetup(plan, torch.device("cpu"), CommStats(torch.device("cpu")), timedelta(minutes=2))([model])
 
 
 def erratic_wire(stack: ExitStack) -> None:

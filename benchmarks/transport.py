@@ -1,0 +1,90 @@
+"""gloo's own all-to-all against one group per sender, when ranks are out of step: why the CPU transport is as it is.
+
+Start it with two ranks, on the network that is to be measured:
+
+    torchrun --nproc-per-node 2 benchmarks/transport.py [--megabytes 4] [--skew-ms 0 2 5] [--output FILE.json]
+
+The two transports take turns within one run; the table has the median time of an exchange (slowest rank, from when the
+later rank sends) and the median of the paired ratios. Bytes are per direction.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.transport import PerSenderTransport
+
+ROW_FLOATS = 1024
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, default=4.0, help="sent to the other rank in an exchange")
+    parser.add_argument("--skew-ms", type=float, nargs="+", default=[0.0, 2.0, 5.0], help="by which rank 1 is late")
+    parser.add_argument("--repeats", type=int, default=20, help="paired exchanges per skew")
+    parser.add_argument("--output", type=Path, help="JSON with every sample")
+    return parser.parse_args()
+
+
+class Exchange:
+    """The same exchange over both transports; half of the rows stay on their rank."""
+
+    def __init__(self, megabytes: float) -> None:
+        rows = max(1, round(megabytes * 1e6 / (4 * ROW_FLOATS)))
+        self.splits = [rows, rows]
+        self.sent = torch.randn(2 * rows, ROW_FLOATS)
+        self.received = torch.empty_like(self.sent)
+        stats = CommStats(torch.device("cpu"))
+        self.per_sender = PerSenderTransport(dist.group.WORLD, stats, timedelta(minutes=5))
+
+    def time_ms(self, transport: str, skew_ms: float) -> float:
+        """One exchange, timed from when the later rank sends to when the slower one has everything."""
+        dist.barrier()
+        start_s = time.perf_counter()
+        if dist.get_rank() == 1:
+            time.sleep(skew_ms / 1e3)
+        if transport == "per-sender":
+            self.per_sender.start(self.received, self.sent, self.splits, self.splits).wait()
+        else:
+            dist.all_to_all_single(self.received, self.sent, self.splits, self.splits)
+        elapsed = torch.tensor((time.perf_counter() - start_s) * 1e3 - skew_ms)
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+        return elapsed.item()
+
+
+def main() -> None:
+    """Measure and print."""
+    args = parse_arguments()
+    dist.init_process_group("gloo")
+    if dist.get_world_size() != 2:
+        raise SystemExit(f"error: expected 2 ranks, found {dist.get_world_size()}: torchrun --nproc-per-node 2 ...")
+    exchange = Exchange(args.megabytes)
+    samples: dict[str, list[dict[str, float]]] = {}
+    for skew_ms in args.skew_ms:
+        for transport in ("gloo", "per-sender"):
+            exchange.time_ms(transport, skew_ms)  # connections and buffers
+        samples[str(skew_ms)] = [
+            {transport: exchange.time_ms(transport, skew_ms) for transport in ("gloo", "per-sender")}
+            for _ in range(args.repeats)
+        ]
+    if dist.get_rank() == 0:
+        print(f"{args.megabytes} MB per direction; {args.repeats} pairs\n skew ms   gloo ms   per sender ms   ratio")
+        for skew, pairs in samples.items():
+            gloo_ms, per_sender_ms = (statistics.median(p[name] for p in pairs) for name in ("gloo", "per-sender"))
+            ratio = statistics.median(p["gloo"] / p["per-sender"] for p in pairs)
+            print(f"{float(skew):8.1f} {gloo_ms:9.1f} {per_sender_ms:15.1f} {ratio:7.2f}")
+        if args.output is not None:
+            args.output.write_text(json.dumps({"megabytes": args.megabytes, "samples_ms": samples}, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The NCCL transport on one device: a group of one rank sends to itself, but streams, events and figures are real."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_lancet.runtime.all_to_all import AllToAll, Comm, RowSplits
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.transport import StreamTransport
+from megatron_lancet.schedule.ops import Op, Phase
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
+]
+
+
+@pytest.fixture
+def group(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_compute_waits_for_the_rows(group):
+    stats = CommStats(torch.device("cuda"))
+    comm = Comm(StreamTransport(group, stats), None, stats, own_rank=0)
+    x = torch.randn(4096, 1024, device="cuda", requires_grad=True)
+    exchange = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), RowSplits(sent=(4096,), received=(4096,)))
+    issued = exchange.issue(2 * x)
+    other = torch.randn(2048, 2048, device="cuda")
+    for _ in range(20):
+        other = other @ other / 2048
+    (y,) = exchange.wait(*issued)
+    y.backward(torch.full_like(y, 3.0))
+    assert y.equal(2 * x)
+    assert x.grad.eq(6).all()
+    times = stats.take()
+    assert times.num_all_to_alls == 2
+    assert times.all_to_all_ms > 0
+    assert times.exposed_ms >= 0
+
+
+def test_counts_reach_the_host(group):
+    stats = CommStats(torch.device("cuda"))
+    counts = torch.arange(8, device="cuda")
+    sent, received = StreamTransport(group, stats).exchange_counts(counts).wait()
+    assert sent.device.type == received.device.type == "cpu"
+    assert sent.equal(counts.cpu().view(1, 8))
+    assert received.equal(sent)
+    assert stats.take().counts_exposed_ms > 0
