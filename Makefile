@@ -4,7 +4,7 @@
 VENV ?= .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
-SOURCES := megatron_lancet tools tests benchmarks pretrain_gpt_moe.py setup.py
+SOURCES := megatron_lancet tools tests benchmarks docs pretrain_gpt_moe.py setup.py
 
 .PHONY: demo test lint format constraints clean help
 

@@ -1,4 +1,7 @@
-"""pretrain_gpt_moe.py with its exact losses written down: LANCET_TEST_LOSSES names the file (rank 0 writes it)."""
+"""pretrain_gpt_moe.py with its exact losses and its model's classes written down.
+
+LANCET_TEST_RESULT names the file; the last rank writes it, which knows the losses also with pipeline stages.
+"""
 
 import faulthandler
 import functools
@@ -11,11 +14,13 @@ from megatron_lancet.patching import wrapped
 from megatron_lancet.training.pretrain import main
 
 
-def recording(losses: list[dict[str, float]]):
+def recording(losses: list[dict[str, float]], classes: set[str]):
     def wrap(stock):
         @functools.wraps(stock)
         def train_step(*args, **kwargs):
             result = stock(*args, **kwargs)
+            model = args[2]
+            classes.update(type(module).__module__ for stage in model for module in stage.modules())
             loss_dict, grad_norm = result[0], result[5]
             losses.append({"grad norm": float(grad_norm), **{name: v.item() for name, v in loss_dict.items()}})
             kill_at = int(os.environ.get("LANCET_TEST_KILL_AFTER_STEP", "0"))
@@ -33,8 +38,9 @@ if __name__ == "__main__":
     from megatron.training import training
 
     losses: list[dict[str, float]] = []
-    with wrapped(training, "train_step", recording(losses)):
+    classes: set[str] = set()
+    with wrapped(training, "train_step", recording(losses, classes)):
         main()
-    # The last pipeline stage knows the losses.
-    if "LANCET_TEST_LOSSES" in os.environ and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        Path(os.environ["LANCET_TEST_LOSSES"]).write_text(json.dumps(losses))
+    if "LANCET_TEST_RESULT" in os.environ and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        result = {"losses": losses, "model_modules": sorted(classes)}
+        Path(os.environ["LANCET_TEST_RESULT"]).write_text(json.dumps(result))

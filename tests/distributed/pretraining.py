@@ -28,11 +28,13 @@ class Run:
 
     Attributes:
         losses: exact values per training step: ``lm loss``, ``grad norm``.
+        model_modules: Python modules that the classes of the model's parts come from.
         logged: Megatron's log lines as dicts of floats, as far as they are numbers, per iteration.
         outputs: everything each rank printed.
     """
 
     losses: list[dict[str, float]]
+    model_modules: list[str]
     logged: list[dict[str, float]]
     outputs: list[str]
 
@@ -57,12 +59,15 @@ def pretrain(
         extra: arguments beside the tiny model's and the short run's; later ones win.
         env: further environment variables.
     """
-    losses = folder / "losses.json"
+    result_file = folder / "result.json"
     arguments = command_line(data, ["--train-iters", train_iters, *extra])
-    results = launch.run(WORKER, arguments, num_ranks, folder, timeout_s, {"LANCET_TEST_LOSSES": str(losses), **env})
+    results = launch.run(
+        WORKER, arguments, num_ranks, folder, timeout_s, {"LANCET_TEST_RESULT": str(result_file), **env}
+    )
     launch.check(results)
     outputs = [result.output for result in results]
-    return Run(json.loads(losses.read_text()), parse_log("\n".join(outputs)), outputs)
+    result = json.loads(result_file.read_text())
+    return Run(result["losses"], result["model_modules"], parse_log("\n".join(outputs)), outputs)
 
 
 def command_line(data: Path, extra: Sequence[object]) -> list[object]:

@@ -60,6 +60,7 @@ def test_losses_equal_stock(stock, token_data, tmp_path, setting, num_chunks):
     expected = stock(setting)
     ours = pretrain(token_data, [*EP2, *SETTINGS[setting], "--lancet-num-chunks", num_chunks], tmp_path)
     assert f"chunks={num_chunks}" in ours.outputs[0]
+    assert "megatron_lancet.model.transformer_block" in ours.model_modules
     assert len(ours.losses) == len(expected.losses) == len(ours.logged) == 20
     for name in COMPARED:
         if num_chunks == 1:
@@ -73,3 +74,9 @@ def test_losses_equal_stock(stock, token_data, tmp_path, setting, num_chunks):
 def test_the_loss_falls(stock):
     losses = stock("fp32").series("lm loss")
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_off_is_stock(stock):
+    """No class of ours is in the model."""
+    roots = {module.split(".")[0] for module in stock("fp32").model_modules}
+    assert roots == {"megatron", "torch"}
