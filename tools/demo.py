@@ -1,0 +1,399 @@
+"""The whole way on one machine: corpus, tokenizer, training with expert parallelism, resume, validation, picture.
+
+It trains a small GPT-MoE on the sources of Python's standard library, on two CPU ranks or on the GPUs that are
+there, and leaves summary.json, report.json, loss_curve.png and train.log in the output folder. Prepared data is
+used again; training always starts afresh. Flags after -- go to pretrain_gpt_moe.py and win over the demo's.
+"""
+
+import argparse
+import json
+import logging
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from subprocess import PIPE, STDOUT, Popen
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron_lancet.data.arguments import positive_float, positive_int
+from megatron_lancet.data.atomic import atomic_outputs
+from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.report.loss_curve import LossCurve, write_png
+from megatron_lancet.report.summary import REPORT_FILE
+from megatron_lancet.report.train_log import Iteration, RunLog, results_text, tail
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+SAMPLES_PER_RANK = 8
+"""Micro-batch; two chunks of it are in flight together."""
+
+MODEL_FLAGS = (
+    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 128 "
+    "--max-position-embeddings 128 --position-embedding-type rope --disable-bias-linear "
+    "--num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
+)
+TRAINING_FLAGS = (
+    "--attention-dropout 0 --hidden-dropout 0 --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine "
+    "--lr-warmup-fraction 0.04 --clip-grad 1.0 --weight-decay 0.1 --adam-beta2 0.95 "
+    "--split 95,5,0 --eval-iters 30 --log-interval 1 --num-workers 0"
+)
+GPU_FLAGS = (
+    "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
+    "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion --attention-backend unfused"
+)
+"""Plain kernels, so that neither Transformer Engine nor apex is needed. A CPU run has no others."""
+
+NUM_CPU_RANKS = 2
+MAX_RANKS = 8
+LINE_EVERY_ITERATIONS = 25
+"""Between two lines of progress where there is no terminal for a bar."""
+
+SPEED_SPAN = 20
+"""Steps over which the speed shown during training is averaged."""
+
+STOP_GRACE_S = 45.0
+"""torchrun gives its ranks 30 s to end before it kills them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the training runs on.
+
+    Attributes:
+        num_ranks: processes: one per GPU, or two on the CPU.
+        expert_parallel_size: ranks that share the experts of a layer.
+        description: for the user.
+        flags: what Megatron needs on this hardware.
+    """
+
+    num_ranks: int
+    expert_parallel_size: int
+    description: str
+    flags: str = ""
+
+
+class Folder:
+    """Where everything of the demo lies."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.mark = root / ".megatron-lancet-demo"
+        self.data = root / "data"
+        self.corpus = self.data / "corpus.jsonl"
+        self.tokenizer = self.data / "tokenizer.model"
+        self.dataset = self.data / "stdlib_text_document"
+        self.prepared = self.data / "prepared.json"
+        self.checkpoints = root / "checkpoints"
+        self.cache = root / "cache"
+        self.prepare_log = root / "prepare.log"
+        self.train_log = root / "train.log"
+        self.report = root / REPORT_FILE
+        self.picture = root / "loss_curve.png"
+        self.summary = root / "summary.json"
+
+
+class Progress:
+    """A bar over all training steps, or a plain line now and then where no terminal shows a bar."""
+
+    def __init__(self, num_iterations: int, tokens_per_iteration: int) -> None:
+        self._tokens = tokens_per_iteration
+        self._recent_ms: deque[float] = deque(maxlen=SPEED_SPAN)
+        shape = dict(zip(("ncols", "nrows"), shutil.get_terminal_size(), strict=True))  # to tqdm, unknown is 0
+        form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+        self._bar = tqdm(total=num_iterations, desc="train", bar_format=form, disable=None, **shape)
+
+    def step(self, iteration: Iteration) -> None:
+        """Show a finished training step."""
+        self._recent_ms.append(iteration.step_ms)
+        tokens_per_s = self._tokens / fmean(self._recent_ms) * 1e3
+        figures = f"lm loss {iteration.lm_loss:.3f}, {tokens_per_s:.0f} tokens/s"
+        if not self._bar.disable:
+            self._bar.set_postfix_str(figures, refresh=False)
+            self._bar.update()
+        elif iteration.number % LINE_EVERY_ITERATIONS == 0 or iteration.number in (1, iteration.total):
+            say(f"      iteration {iteration.number:4d}/{iteration.total}: {figures}")
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()
+
+
+def say(line: str) -> None:
+    """Print a line, above the bar if there is one."""
+    tqdm.write(line, file=sys.stdout)
+    sys.stdout.flush()
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be typed here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def write_json(values: dict[str, Any], path: Path) -> None:
+    """Write ``path``, complete or not at all."""
+    with atomic_outputs(path) as (temporary,):
+        temporary.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--output", type=Path, default=REPOSITORY / "runs" / "demo", metavar="DIR", help="default: runs/demo")
+    add("--train-iters", type=positive_int, default=460, metavar="N", help="training steps (default: %(default)s)")
+    add("--vocab-size", type=positive_int, default=2048, metavar="N", help="of the tokenizer (default: %(default)s)")
+    add("--corpus-megabytes", type=positive_float, metavar="N", help="use the first N million bytes only")
+    add("megatron_flags", nargs="*", metavar="FLAG", help="after --: more flags for pretrain_gpt_moe.py")
+    arguments = parser.parse_args(argv)
+    if arguments.train_iters < 2:
+        parser.error("--train-iters must be at least 2: a step before the resume and one after it")
+    return arguments
+
+
+def choose_layout(num_gpus: int) -> Layout:
+    """Two CPU ranks without a GPU; the only GPU; else an even number of GPUs, at most eight."""
+    if num_gpus == 0:
+        return Layout(NUM_CPU_RANKS, 2, f"{NUM_CPU_RANKS} CPU ranks, expert parallel size 2")
+    if num_gpus == 1:
+        return Layout(1, 1, "1 GPU; without a second one there is no communication to overlap", GPU_FLAGS)
+    num_ranks = min(num_gpus, MAX_RANKS) // 2 * 2
+    return Layout(num_ranks, 2, f"{num_ranks} GPUs, expert parallel size 2", GPU_FLAGS)
+
+
+def last_value(flags: Sequence[str], name: str) -> str:
+    """The value of a flag among ``flags``; of the last one, if it is there several times."""
+    words = " ".join(flags).replace("=", " ").split()
+    return words[len(words) - words[::-1].index(name)]
+
+
+def training_flags(folder: Folder, layout: Layout, num_iterations: int, extra: Sequence[str]) -> list[str]:
+    """Flags that both parts of the training share: they are one run with one schedule."""
+    return [
+        *f"{MODEL_FLAGS} {TRAINING_FLAGS} {layout.flags}".split(),
+        *("--expert-model-parallel-size", str(layout.expert_parallel_size)),
+        *("--micro-batch-size", str(SAMPLES_PER_RANK), "--global-batch-size", str(SAMPLES_PER_RANK * layout.num_ranks)),
+        *("--train-iters", str(num_iterations), "--lr-decay-iters", str(num_iterations)),
+        # Never in between: Megatron evaluates and saves at the end by itself.
+        *("--eval-interval", str(num_iterations + 1), "--save-interval", str(num_iterations)),
+        *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder.tokenizer)),
+        *("--data-path", str(folder.dataset), "--data-cache-path", str(folder.cache)),
+        *("--save", str(folder.checkpoints), *extra),
+    ]
+
+
+def launch_command(layout: Layout, flags: Sequence[str]) -> list[str]:
+    """Start torchrun on this machine alone: it needs neither a network nor a name service."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    return [*launcher, "--nproc-per-node", str(layout.num_ranks), str(REPOSITORY / "pretrain_gpt_moe.py"), *flags]
+
+
+def open_folder(root: Path) -> Folder:
+    """Make the output folder, and remove from it what an earlier demo trained.
+
+    Raises:
+        UsageError: it can't be made, or holds other things than a demo's.
+    """
+    folder = Folder(root)
+    try:
+        if root.exists() and not folder.mark.exists() and any(root.iterdir()):
+            raise UsageError(f"{root} is not empty and not of this demo; pass another folder with --output")
+        folder.data.mkdir(parents=True, exist_ok=True)
+        folder.mark.touch()
+    except OSError as error:
+        raise UsageError(f"cannot use {root} as output folder: {error.strerror}; pass another with --output") from error
+    for trained in (folder.checkpoints, folder.cache):
+        shutil.rmtree(trained, ignore_errors=True)
+    for result in (folder.train_log, folder.report, folder.picture, folder.summary):
+        result.unlink(missing_ok=True)
+    return folder
+
+
+def load_prepared(folder: Folder, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """What an earlier demo prepared with the same settings, if it is complete."""
+    files = (folder.tokenizer, Path(f"{folder.dataset}.bin"), Path(f"{folder.dataset}.idx"))
+    try:
+        prepared = json.loads(folder.prepared.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return prepared if prepared["settings"] == settings and all(file.is_file() for file in files) else None
+
+
+def prepare(folder: Folder, vocab_size: int, corpus_megabytes: float | None) -> dict[str, Any]:
+    """Corpus, tokenizer and data set, unless they are there. prepared.json, written last, says so.
+
+    Returns:
+        ``settings`` of the data set, its ``num_tokens``, and its ``unigram_entropy`` in nats per token.
+    """
+    python = platform.python_version()
+    settings = {"vocab_size": vocab_size, "corpus_megabytes": corpus_megabytes, "python": python}
+    prepared = load_prepared(folder, settings)
+    if prepared is not None:
+        say(f"[1-3/7] corpus, tokenizer and data set: prepared before, in {shown(folder.data)}")
+        return prepared
+    folder.prepared.unlink(missing_ok=True)
+    folder.prepare_log.write_text("")
+    say(f"[1/7] corpus: the sources of Python {python}'s standard library")
+    limit = ("--max-megabytes", corpus_megabytes) if corpus_megabytes else ()
+    run_tool(folder, "prepare_corpus", "--output", folder.corpus, *limit)
+    say(f"[2/7] tokenizer: SentencePiece, {vocab_size} pieces")
+    model = ("--output-prefix", folder.tokenizer.with_suffix(""), "--vocab-size", vocab_size)
+    run_tool(folder, "train_tokenizer", "--input", folder.corpus, *model)
+    say("[3/7] data set: the corpus as tokens, in Megatron's format")
+    tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", folder.tokenizer)
+    options = ("--append-eod", "--progress", "off", "--workers", min(2, num_cores()))
+    prefix = ("--output-prefix", folder.data / "stdlib")
+    run_tool(folder, "preprocess_data", "--input", folder.corpus, *prefix, *tokenizer, *options)
+    num_tokens, entropy = measure_dataset(folder)
+    prepared = {"settings": settings, "num_tokens": num_tokens, "unigram_entropy": entropy}
+    write_json(prepared, folder.prepared)
+    return prepared
+
+
+def run_tool(folder: Folder, name: str, *arguments: object) -> None:
+    """Run one of the data tools, with its output in prepare.log; a UsageError if it fails."""
+    command = [sys.executable, str(REPOSITORY / "tools" / f"{name}.py"), *map(str, arguments)]
+    with folder.prepare_log.open("a") as log:
+        status = subprocess.run(command, stdout=log, stderr=STDOUT, check=False).returncode
+    if status != 0:
+        raise UsageError(f"tools/{name}.py ended with status {status}. The end of {tail(folder.prepare_log)}")
+
+
+def measure_dataset(folder: Folder) -> tuple[int, float]:
+    """Number of tokens and unigram entropy in nats per token, both of the whole data set."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
+    with warnings.catch_warnings():
+        # Megatron warns that Transformer Engine and Apex are missing; nothing here needs them.
+        warnings.simplefilter("ignore", UserWarning)
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+        from megatron_lancet.data.entropy import unigram_entropy_nats
+
+        dataset = IndexedDataset(str(folder.dataset))  # named: its arrays die with it
+        return int(dataset.sequence_lengths.sum()), unigram_entropy_nats(str(folder.dataset))
+
+
+@contextmanager
+def running(command: Sequence[str], environment: dict[str, str]) -> Iterator[Popen[str]]:
+    """A child process with its output to read; whatever ends the block, it and its ranks end too."""
+    # In a session of its own, Ctrl-C reaches the launcher only as the SIGTERM below, which it hands to its ranks.
+    process = Popen(
+        command, env=environment, stdout=PIPE, stderr=STDOUT, text=True, errors="replace", start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(STOP_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def train(command: Sequence[str], num_ranks: int, log: Path, on_line: Callable[[str], None]) -> None:
+    """Run one part of the training, each line of its output to ``log`` and ``on_line``; a UsageError if it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks))}
+    with log.open("a") as file, running(command, environment) as process:
+        file.write(f"$ {shlex.join(command)}\n")
+        assert process.stdout is not None
+        for line in process.stdout:
+            file.write(line)
+            file.flush()
+            on_line(line)
+        status = process.wait()
+    if status != 0:
+        raise UsageError(f"the training ended with status {status}. The end of {tail(log)}")
+
+
+def train_and_resume(
+    folder: Folder, layout: Layout, flags: Sequence[str], num_iterations: int, tokens_per_iteration: int
+) -> RunLog:
+    """Train to the middle, save, start again from the checkpoint, train to the end, validate.
+
+    Raises:
+        UsageError: the training failed, or its log is not that of one continued run.
+    """
+    run = RunLog()
+    middle = num_iterations // 2
+    progress = Progress(num_iterations, tokens_per_iteration)
+
+    def on_line(line: str) -> None:
+        iteration = run.feed(line)
+        if iteration is not None:
+            progress.step(iteration)
+            if iteration.number == num_iterations:
+                say("[6/7] checkpoint, then the validation loss")
+
+    first = ["--exit-interval", str(middle)]
+    second = ["--load", str(folder.checkpoints), "--exit-on-missing-checkpoint", "--lancet-report", str(folder.root)]
+    try:
+        say(f"[4/7] training, steps 1 to {middle}, then a checkpoint: {layout.description}")
+        train(launch_command(layout, [*flags, *first]), layout.num_ranks, folder.train_log, on_line)
+        say(f"[5/7] a new start from the checkpoint, steps {middle + 1} to {num_iterations}")
+        train(launch_command(layout, [*flags, *second]), layout.num_ranks, folder.train_log, on_line)
+    finally:
+        progress.close()
+    if not run.is_complete(num_iterations):
+        raise UsageError(
+            f"expected steps 1 to {num_iterations} once each and then a validation loss; the log has"
+            f" {len(run.iterations)} steps and {run.validation}. The end of {tail(folder.train_log)}"
+        )
+    return run
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    start_s = time.monotonic()
+    arguments = parse_arguments(argv)
+    folder = open_folder(arguments.output.resolve())
+    prepared = prepare(folder, arguments.vocab_size, arguments.corpus_megabytes)
+    entropy = prepared["unigram_entropy"]
+    say(f"      {prepared['num_tokens'] / 1e6:.2f} million tokens, unigram entropy {entropy:.3f} nats per token")
+    import torch  # takes a second: after the checks above
+
+    layout = choose_layout(torch.cuda.device_count())
+    flags = training_flags(folder, layout, arguments.train_iters, arguments.megatron_flags)
+    tokens_per_iteration = int(last_value(flags, "--global-batch-size")) * int(last_value(flags, "--seq-length"))
+    train_start_s = time.monotonic()
+    run = train_and_resume(folder, layout, flags, arguments.train_iters, tokens_per_iteration)
+    train_seconds = time.monotonic() - train_start_s
+    say("[7/7] loss curve and summary")
+    summary = {**run.results(json.loads(folder.report.read_text())), "unigram_entropy": entropy}
+    title = f"GPT-MoE on the sources of Python's standard library, {layout.description}"
+    curve = LossCurve(title, run, tokens_per_iteration, arguments.train_iters // 2, entropy)
+    write_png(curve, folder.picture)
+    summary |= {"train_seconds": round(train_seconds, 1), "seconds": round(time.monotonic() - start_s, 1)}
+    write_json(summary, folder.summary)
+    say(results_text(summary))
+    for what, path in {"loss curve": folder.picture, "summary": folder.summary, "log": folder.train_log}.items():
+        say(f"  {what:<18} {shown(path)}")
+
+
+if __name__ == "__main__":
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))  # instant death would leave the ranks behind
+    try:
+        run_command(main)
+    except KeyboardInterrupt:
+        print("interrupted: the training was stopped", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
