@@ -41,19 +41,19 @@ SAMPLES_PER_RANK = 8
 """Micro-batch; two chunks of it are in flight together."""
 
 MODEL_FLAGS = (
-    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 128 "
-    "--max-position-embeddings 128 --position-embedding-type rope --disable-bias-linear "
-    "--num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
-    "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
+    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 352 --num-attention-heads 4 --seq-length 128 "
+    "--max-position-embeddings 128 --position-embedding-type rope --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --init-method-std 0.04 --num-experts 8 --moe-router-topk 2 "
+    "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
 )
 TRAINING_FLAGS = (
-    "--attention-dropout 0 --hidden-dropout 0 --lr 3e-3 --min-lr 1e-4 --lr-decay-style cosine "
+    "--attention-dropout 0 --hidden-dropout 0 --lr 1.5e-3 --min-lr 1e-4 --lr-decay-style cosine "
     "--lr-warmup-fraction 0.04 --clip-grad 1.0 --weight-decay 0.1 --adam-beta2 0.95 "
     "--split 95,5,0 --eval-iters 30 --log-interval 1 --num-workers 0"
 )
 GPU_FLAGS = (
     "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
-    "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion --attention-backend unfused"
+    "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --attention-backend unfused"
 )
 """Plain kernels, so that neither Transformer Engine nor apex is needed. A CPU run has no others."""
 
@@ -159,7 +159,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--output", type=Path, default=REPOSITORY / "runs" / "demo", metavar="DIR", help="default: runs/demo")
-    add("--train-iters", type=positive_int, default=460, metavar="N", help="training steps (default: %(default)s)")
+    add("--train-iters", type=positive_int, default=500, metavar="N", help="training steps (default: %(default)s)")
     add("--vocab-size", type=positive_int, default=2048, metavar="N", help="of the tokenizer (default: %(default)s)")
     add("--corpus-megabytes", type=positive_float, metavar="N", help="use the first N million bytes only")
     add("megatron_flags", nargs="*", metavar="FLAG", help="after --: more flags for pretrain_gpt_moe.py")

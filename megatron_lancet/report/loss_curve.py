@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from megatron_lancet.report.train_log import RunLog
 
@@ -17,6 +18,9 @@ SMOOTHING_SPAN = 25
 
 _SIZE_INCHES = (8.0, 4.8)
 _DOTS_PER_INCH = 150
+_MARGINS = (0.005, 0.005, 0.975, 0.99)
+"""Left, bottom, width and height of what is drawn, as shares of the picture."""
+
 _BLUE, _ORANGE, _RED, _GREY = "#1f5fa8", "#d97706", "#b91c1c", "#4b5563"
 _HEADROOM_NATS = 0.35
 _TOKENS_PER_K = 1000
@@ -58,22 +62,24 @@ class LossCurve:
 
 
 def smoothed(losses: Sequence[float], span: int = SMOOTHING_SPAN) -> np.ndarray:
-    """Mean over the ``span`` steps around each, fewer at both ends, nan steps left out: [num_steps]."""
+    """Mean over the ``span`` steps around each, as far as there are some, nan steps left out: [num_steps]."""
     values = np.asarray(losses, dtype=float)
     known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(known)])
     steps = np.arange(len(values))
-    # As many before as after, so that a falling curve is not shown too high.
-    reach = np.minimum(span // 2, np.minimum(steps, len(values) - 1 - steps))
-    begins, ends = steps - reach, steps + reach + 1
+    before = np.minimum(span // 2, steps)
+    # Not more after than before: the curve falls so steeply at its start that it would begin too low.
+    after = np.minimum(before, len(values) - 1 - steps)
+    begins, ends = steps - before, steps + after + 1
     nums = counts[ends] - counts[begins]
     return np.where(nums > 0, (sums[ends] - sums[begins]) / np.maximum(nums, 1), np.nan)
 
 
 def draw(curve: LossCurve) -> Figure:
     """The picture: training loss, where the run was resumed, validation loss and unigram entropy."""
-    figure = Figure(figsize=_SIZE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+    layout = ConstrainedLayoutEngine(rect=_MARGINS)
+    figure = Figure(figsize=_SIZE_INCHES, dpi=_DOTS_PER_INCH, layout=layout)
     FigureCanvasAgg(figure)  # no window system, and no state of pyplot
     axes = figure.add_subplot()
     _draw_training(axes, curve)
