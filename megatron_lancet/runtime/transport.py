@@ -97,6 +97,9 @@ class PerSenderTransport:
     milliseconds apart, one direction waits for the other and the exchange takes twice as long. With connections
     of its own, each rank's sends start when they are ready. Counts have a group of their own too, so that they
     don't wait behind payload in a connection.
+
+    Destroy the process groups before the process ends: gloo's threads report back to Python, and one that does so
+    while the interpreter shuts down ends the process by abort.
     """
 
     def __init__(self, ep_group: dist.ProcessGroup, stats: CommStats, timeout: timedelta) -> None:

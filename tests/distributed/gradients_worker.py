@@ -342,6 +342,8 @@ def main() -> None:
     results["naive-aux-loss/k=2"] = compare({}, 2, naive_aux_loss)
     results["lost-weight-grad/k=2"] = compare({}, 2, lost_weight_grad)
     Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

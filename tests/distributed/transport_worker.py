@@ -56,6 +56,8 @@ def main() -> None:
         "times_plausible": times.all_to_all_ms > 0 and times.counts_exposed_ms > 0,
     }
     Path(f"{sys.argv[1]}.{rank}").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def landed_wrong(transfer, received: torch.Tensor, expected: torch.Tensor) -> bool:
