@@ -1,17 +1,21 @@
 """Cuts a micro-batch into chunks and puts the results together again.
 
-Legend of shapes: S sequence length, B micro-batch size, b chunk size, H hidden size.
+Legend of shapes: S sequence length, B micro-batch size, s / b those of a chunk, H hidden size.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
-from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.plan import ChunkDim, Plan
 
-_BATCH_DIM = 1
+_DIMS = {ChunkDim.SEQUENCE: 0, ChunkDim.BATCH: 1}
 """Of hidden states [S, B, H]."""
+
+KeysAndValues = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""Per layer number: keys [s', b, heads, k] and values [s', b, heads, v] of the positions seen so far."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +25,20 @@ class Chunk:
     Attributes:
         index: place among the chunks of the micro-batch.
         num_chunks: how many there are.
+        dim: dimension of hidden states [S, B, H] along which the micro-batch was cut.
+        start: first position of a sequence chunk; 0 for the others.
+        earlier: keys and values of a micro-batch's earlier positions, shared by its sequence chunks; None where
+            attention needs no others.
         attention_mask: [b or 1, 1, S, S] or None, True where attention is not allowed.
-        rotary_pos_emb: rotary embedding of the sequence, the same for all samples, or None.
+        rotary_pos_emb: rotary embedding of the chunk's positions, the same for all samples, or None.
         attention_bias: added to the attention scores, broadcast over samples, or None.
     """
 
     index: int
     num_chunks: int
+    dim: int = _DIMS[ChunkDim.BATCH]
+    start: int = 0
+    earlier: KeysAndValues | None = field(default=None, repr=False)
     attention_mask: torch.Tensor | None = None
     rotary_pos_emb: torch.Tensor | None = None
     attention_bias: torch.Tensor | None = None
@@ -39,21 +50,62 @@ class Chunk:
 
 
 def split_hidden(hidden_SBH: torch.Tensor, plan: Plan) -> Sequence[torch.Tensor]:
-    """Hidden states of each chunk, [S, b, H] contiguous."""
+    """Values of each chunk, [s, b, ...] contiguous, of a tensor [S, B, ...]."""
     if plan.num_chunks == 1:
         return [hidden_SBH]
-    sizes = plan.chunk_sizes(hidden_SBH.size(_BATCH_DIM))
+    dim = _DIMS[plan.chunk_dim]
     # One split node: its backward writes each chunk's gradient once, slices would add k padded tensors.
-    return [part.contiguous() for part in torch.split(hidden_SBH, sizes, dim=_BATCH_DIM)]
+    return [part.contiguous() for part in torch.split(hidden_SBH, plan.chunk_sizes(hidden_SBH.size(dim)), dim=dim)]
 
 
-def merge_hidden(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Inverse of :func:`split_hidden`: [S, B, H]."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=_BATCH_DIM)
+def merge_hidden(parts: Sequence[torch.Tensor], plan: Plan) -> torch.Tensor:
+    """Inverse of :func:`split_hidden`."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=_DIMS[plan.chunk_dim])
 
 
-def split_mask(mask: torch.Tensor | None, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
-    """Attention mask of each chunk; one that is the same for all samples ([1, 1, S, S]) is shared."""
+def split_rows(rows_TX: torch.Tensor, shape: torch.Size, plan: Plan) -> Sequence[torch.Tensor]:
+    """Rows of each chunk, [s * b, X], of the rows [S * B, X] of a tensor whose first dimensions are ``shape``."""
+    parts = split_hidden(rows_TX.view(*shape[:2], -1), plan)
+    return [part.view(-1, rows_TX.size(-1)) for part in parts]
+
+
+def make_chunks(
+    parts: Sequence[torch.Tensor],
+    plan: Plan,
+    attention_mask: torch.Tensor | None = None,
+    rotary_pos_emb: torch.Tensor | None = None,
+    attention_bias: torch.Tensor | None = None,
+) -> Sequence[Chunk]:
+    """What each chunk needs to know beside its hidden states.
+
+    Args:
+        parts: of :func:`split_hidden`.
+        attention_mask: [B or 1, 1, S, S] or None. Sequence chunks take it for the causal mask.
+        rotary_pos_emb: [S, 1, 1, R] or None.
+    """
+    sizes = [part.size(_DIMS[plan.chunk_dim]) for part in parts]
+    num, dim = len(parts), _DIMS[plan.chunk_dim]
+    if num == 1 or plan.chunk_dim is ChunkDim.BATCH:
+        masks = _split_mask(attention_mask, sizes)
+        return [Chunk(i, num, dim, 0, None, masks[i], rotary_pos_emb, attention_bias) for i in range(num)]
+    assert attention_bias is None, "refused when the plan was chosen"
+    earlier: KeysAndValues = {}
+    starts = accumulate(sizes[:-1], initial=0)
+    return [
+        Chunk(
+            index,
+            num,
+            dim,
+            start,
+            earlier,
+            rotary_pos_emb=None if rotary_pos_emb is None else rotary_pos_emb[start : start + size],
+        )
+        for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    ]
+
+
+def _split_mask(mask: torch.Tensor | None, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
+    """Attention mask of each batch chunk; one that is the same for all samples ([1, 1, S, S]) is shared."""
     if mask is None or mask.size(0) != sum(sizes) or len(sizes) == 1:
         return [mask] * len(sizes)
     return list(torch.split(mask, list(sizes), dim=0))

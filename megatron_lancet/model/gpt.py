@@ -8,18 +8,22 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_lancet.model.adopt import adopt
+from megatron_lancet.model.attention import attend_with_sdpa
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.linear import can_defer, defer_weight_grad
 from megatron_lancet.model.router import ChunkedTopKRouter
 from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
 from megatron_lancet.runtime.all_to_all import Comm
-from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.plan import ChunkDim, Plan
 
 
-def overlap(model: GPTModel, plan: Plan, comm: Comm) -> None:
+def overlap(model: GPTModel, plan: Plan, comm: Comm, sdpa: bool = False) -> None:
     """Give ``model`` the overlapping transformer block, in place; parameters and their names stay as they are.
 
     Call it after Megatron built the model and before DDP wraps it.
+
+    Args:
+        sdpa: use torch's fused attention kernel also where the plan doesn't need it.
 
     Raises:
         UsageError: the model has parts that the overlapping block does not know.
@@ -28,6 +32,10 @@ def overlap(model: GPTModel, plan: Plan, comm: Comm) -> None:
     block.plan = plan
     block.comm = comm
     block.dispatchers = [_prepare_layer(layer, comm) for layer in block.layers]
+    needs_sdpa = plan.num_chunks > 1 and plan.chunk_dim is ChunkDim.SEQUENCE and plan.range.has_attention
+    if sdpa or needs_sdpa:
+        for layer in block.layers:
+            attend_with_sdpa(layer.self_attention)
     if comm.store is not None:
         for linear, name in _deferrable_linears(model):
             defer_weight_grad(linear, name, comm.store)

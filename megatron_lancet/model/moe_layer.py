@@ -18,19 +18,41 @@ def moe_steps(moe: MoELayer, dispatcher: AllToAllDispatcher, hidden: torch.Tenso
     """Route, dispatch, experts, combine.
 
     Args:
-        hidden: [S, b, H], normed input of the layer.
+        hidden: [s, b, H], normed input of the layer.
 
     Returns:
-        [S, b, H].
+        [s, b, H].
+    """
+    probs, routing_map = moe.router(hidden, chunk=chunk)
+    return (yield from routed_steps(moe, dispatcher, hidden, probs, routing_map, chunk, comm))
+
+
+def routed_steps(
+    moe: MoELayer,
+    dispatcher: AllToAllDispatcher,
+    hidden: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    chunk: Chunk,
+    comm: Comm,
+) -> Steps:
+    """Dispatch, experts, combine.
+
+    Args:
+        hidden: [s, b, H], normed input of the layer.
+        probs: [t, E].
+        routing_map: [t, E] bool.
+
+    Returns:
+        [s, b, H].
     """
 
     def op(kind: str) -> Op:
         return Op(moe.layer_number, chunk.index, Phase.FORWARD, kind)
 
-    probs, routing_map = moe.router(hidden, chunk=chunk)
     comm.position = f"exchanging {op('counts')}"
     counts = dispatcher.start_counts(routing_map)
-    rows = dispatcher.permute(hidden, probs, routing_map, moe.config.moe_router_topk)
+    rows = dispatcher.permute(hidden, probs, routing_map, num_rows(moe, routing_map))
     routes = dispatcher.routes(counts)
 
     dispatch = AllToAll(comm, op("dispatch"), routes.splits)
@@ -51,3 +73,10 @@ def moe_steps(moe: MoELayer, dispatcher: AllToAllDispatcher, hidden: torch.Tenso
 
     output = dispatcher.unpermute(output, rows)
     return output if shared_output is None else output + shared_output
+
+
+def num_rows(moe: MoELayer, routing_map: torch.Tensor) -> int:
+    """Rows that a chunk sends: known without looking where no token is dropped and none is padded."""
+    if moe.config.moe_expert_capacity_factor is None:
+        return routing_map.size(0) * moe.config.moe_router_topk
+    return int(routing_map.sum())

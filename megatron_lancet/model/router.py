@@ -5,7 +5,8 @@ products of sums over all tokens of the micro-batch. So each chunk's logits are 
 Megatron's own loss functions then see exactly the tensors that they see without chunks: once per micro-batch, tokens
 in the same order, logged once.
 
-Legend of shapes: S sequence length, B micro-batch size, b chunk size, T = S * B, t = S * b, E experts, H hidden.
+Legend of shapes: S sequence length, B micro-batch size, s / b those of a chunk, T = S * B, t = s * b, E experts, H
+hidden.
 """
 
 from typing import Any
@@ -18,8 +19,6 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_lancet.model.chunking import Chunk
-
-_BATCH_DIM = 1
 
 
 class _ContiguousGrad(torch.autograd.Function):
@@ -49,7 +48,7 @@ class ChunkedTopKRouter(TopKRouter):
         """Route the tokens of a chunk; without ``chunk``, Megatron's own routing of a whole micro-batch.
 
         Args:
-            input: [S, b, H].
+            input: [s, b, H].
 
         Returns:
             Probabilities [t, E] and routing map [t, E] (bool). The balancing losses of the micro-batch hang on
@@ -59,18 +58,18 @@ class ChunkedTopKRouter(TopKRouter):
             return super().forward(input, padding_mask)
         assert padding_mask is None
         self._maintain_float32_expert_bias()
-        logits_SbE = _ContiguousGrad.apply(self.gating(input))
+        logits_sbE = _ContiguousGrad.apply(self.gating(input))
         if not chunk.is_last:
-            self._earlier_logits.append(logits_SbE)
-            probs, routing_map = self._route_tokens(logits_SbE)
+            self._earlier_logits.append(logits_sbE)
+            probs, routing_map = self._route_tokens(logits_sbE)
         else:
-            probs, routing_map = self._route_last_chunk(logits_SbE)
+            probs, routing_map = self._route_last_chunk(logits_sbE, chunk.dim)
         self._apply_expert_bias(routing_map)
         return probs, routing_map
 
-    def _route_tokens(self, logits_SbE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _route_tokens(self, logits_sbE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return topk_routing_with_score_function(
-            logits_SbE.reshape(-1, self.config.num_moe_experts),
+            logits_sbE.reshape(-1, self.config.num_moe_experts),
             self.topk,
             use_pre_softmax=self.config.moe_router_pre_softmax,
             num_groups=self.config.moe_router_num_groups,
@@ -82,15 +81,16 @@ class ChunkedTopKRouter(TopKRouter):
             router_replay=self.router_replay,
         )
 
-    def _route_last_chunk(self, logits_SbE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _route_last_chunk(self, logits_sbE: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Route the chunk that completes the micro-batch and attach the micro-batch's losses to it."""
-        all_SBE = torch.cat([*self._earlier_logits, logits_SbE], dim=_BATCH_DIM)
+        all_SBE = torch.cat([*self._earlier_logits, logits_sbE], dim=dim)
         self._earlier_logits = []
         seq_length, micro_batch_size, num_experts = all_SBE.shape
         all_TE = self.apply_z_loss(all_SBE.view(-1, num_experts))
         all_SBE = all_TE.view(seq_length, micro_batch_size, num_experts)
-        own_SbE = all_SBE[:, micro_batch_size - logits_SbE.size(_BATCH_DIM) :]
-        probs, routing_map = self._route_tokens(own_SbE)
+        own_size = logits_sbE.size(dim)
+        own_sbE = all_SBE.narrow(dim, all_SBE.size(dim) - own_size, own_size)
+        probs, routing_map = self._route_tokens(own_sbE)
         if self.is_aux_loss_enabled():
             map_TE, scores_TE = compute_routing_scores_for_aux_loss(
                 all_TE, self.topk, self.score_function, fused=self.config.moe_router_fusion

@@ -1,21 +1,24 @@
 """The transformer block that drives its chunks through the layers, one while another's rows are on the wire."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.chunking import Chunk, merge_hidden, split_hidden, split_mask
+from megatron_lancet.model.chunking import Chunk, make_chunks, merge_hidden, split_hidden, split_rows
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
-from megatron_lancet.model.moe_layer import Steps
+from megatron_lancet.model.moe_layer import Steps, moe_steps, routed_steps
 from megatron_lancet.model.router import ChunkedTopKRouter
-from megatron_lancet.model.transformer_layer import layer_steps
+from megatron_lancet.model.transformer_layer import layer_around_experts, layer_steps
 from megatron_lancet.runtime.all_to_all import Comm
-from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.plan import OverlapRange, Plan
 
 
 class OverlappingTransformerBlock(TransformerBlock):
@@ -60,16 +63,7 @@ class OverlappingTransformerBlock(TransformerBlock):
         hidden = hidden_states if self.pre_process else self.input_tensor
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
         self._begin_micro_batch()
-        parts = split_hidden(hidden, self.plan)
-        masks = split_mask(attention_mask, [part.size(1) for part in parts])
-        hidden = merge_hidden(
-            self._take_turns(
-                [
-                    self._chunk_steps(part, Chunk(index, len(parts), masks[index], rotary_pos_emb, attention_bias))
-                    for index, part in enumerate(parts)
-                ]
-            )
-        )
+        hidden = self._run_layers(hidden, attention_mask, rotary_pos_emb, attention_bias)
         if self.final_layernorm is not None:
             hidden = apply_module(self.final_layernorm)(hidden)
             hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
@@ -84,10 +78,53 @@ class OverlappingTransformerBlock(TransformerBlock):
             if isinstance(router, ChunkedTopKRouter):
                 router.begin_micro_batch()
 
-    def _chunk_steps(self, hidden: torch.Tensor, chunk: Chunk) -> Steps:
-        for layer, dispatcher in zip(self.layers, self.dispatchers, strict=True):
+    def _run_layers(self, hidden: torch.Tensor, *attention_inputs: torch.Tensor | None) -> torch.Tensor:
+        """All layers, in chunks where the plan's range has it; [S, B, H] to [S, B, H]."""
+        layers = list(zip(self.layers, self.dispatchers, strict=True))
+        if self.plan.range is OverlapRange.STACK:
+            return self._in_chunks(partial(self._layers_steps, layers), hidden, *attention_inputs)
+        for layer, dispatcher in layers:
+            if self.plan.range is OverlapRange.LAYER:
+                hidden = self._in_chunks(partial(self._layers_steps, [(layer, dispatcher)]), hidden, *attention_inputs)
+            else:
+                whole = Chunk(0, 1, 0, 0, None, *attention_inputs)
+                run_experts = None if dispatcher is None else partial(self._run_experts, layer.mlp, dispatcher)
+                hidden = layer_around_experts(layer, hidden, whole, run_experts)
+        return hidden
+
+    def _layers_steps(
+        self,
+        layers: Sequence[tuple[TransformerLayer, AllToAllDispatcher | None]],
+        hidden: torch.Tensor,
+        chunk: Chunk,
+    ) -> Steps:
+        for layer, dispatcher in layers:
             hidden = yield from layer_steps(layer, dispatcher, hidden, chunk, self.comm)
         return hidden
+
+    def _run_experts(self, moe: MoELayer, dispatcher: AllToAllDispatcher, normed: torch.Tensor) -> torch.Tensor:
+        """From the router or from dispatch on in chunks; [S, B, H] to [S, B, H]."""
+        if self.plan.range is OverlapRange.GATE:
+            return self._in_chunks(lambda part, chunk: moe_steps(moe, dispatcher, part, chunk, self.comm), normed)
+        probs, routing_map = (split_rows(rows, normed.shape, self.plan) for rows in moe.router(normed))
+
+        def steps(part: torch.Tensor, chunk: Chunk) -> Steps:
+            own = probs[chunk.index], routing_map[chunk.index]
+            return routed_steps(moe, dispatcher, part, *own, chunk, self.comm)
+
+        return self._in_chunks(steps, normed)
+
+    def _in_chunks(
+        self,
+        steps: Callable[[torch.Tensor, Chunk], Steps],
+        hidden: torch.Tensor,
+        *attention_inputs: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Cut, let the chunks take turns, put together."""
+        parts = split_hidden(hidden, self.plan)
+        chunks = make_chunks(parts, self.plan, *attention_inputs)
+        outputs = self._take_turns([steps(part, chunk) for part, chunk in zip(parts, chunks, strict=True)])
+        return merge_hidden(outputs, self.plan)
 
     def _take_turns(self, chunks: Sequence[Steps]) -> list[torch.Tensor]:
         """Resume the chunks in the plan's order until all have returned."""

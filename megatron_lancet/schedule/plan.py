@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 ALL_TO_ALLS_PER_LAYER = 2
 """Dispatch and combine."""
 
@@ -15,6 +15,27 @@ class ChunkDim(StrEnum):
     """The tensor dimension along which a micro-batch is split into chunks."""
 
     BATCH = "batch"
+    """Samples. Nothing of attention is shared between chunks."""
+    SEQUENCE = "sequence"
+    """Positions. A chunk attends to the keys and values of the chunks before it, so causal attention stays exact."""
+
+
+class OverlapRange(StrEnum):
+    """The part of the model that runs chunk by chunk (Lancet section 5: partition ranges)."""
+
+    EXPERTS = "experts"
+    """Dispatch to combine: the router has seen the whole micro-batch before."""
+    GATE = "gate"
+    """From the router to combine."""
+    LAYER = "layer"
+    """A layer with its attention; chunks wait for each other at its end."""
+    STACK = "stack"
+    """All layers of the pipeline stage, dense ones too."""
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether attention runs on chunks too."""
+        return self in (OverlapRange.LAYER, OverlapRange.STACK)
 
 
 class DwPolicy(StrEnum):
@@ -33,6 +54,7 @@ class Plan:
     Attributes:
         num_chunks: chunks of a micro-batch that are in flight together.
         chunk_dim: dimension along which they are cut.
+        range: which part of the model runs chunk by chunk.
         dw_policy: what fills the backward all-to-alls besides the other chunks.
         dw_window: number of backward all-to-alls that may finish before a deferred dW must have run. It bounds
             the memory that deferral pins, and fixes when a parameter is reported ready for reduction: the
@@ -41,6 +63,7 @@ class Plan:
 
     num_chunks: int
     chunk_dim: ChunkDim = ChunkDim.BATCH
+    range: OverlapRange = OverlapRange.STACK
     dw_policy: DwPolicy = DwPolicy.FILL
     dw_window: int = 0
 
@@ -49,7 +72,10 @@ class Plan:
         assert self.dw_window >= 0
 
     def __str__(self) -> str:
-        return f"chunks={self.num_chunks} dim={self.chunk_dim} dw={self.dw_policy} dw-window={self.dw_window}"
+        return (
+            f"chunks={self.num_chunks} dim={self.chunk_dim} range={self.range} "
+            f"dw={self.dw_policy} dw-window={self.dw_window}"
+        )
 
     def to_json(self) -> str:
         """The plan as JSON text with sorted keys: equal plans give equal text."""
@@ -77,19 +103,14 @@ class Plan:
 
 
 def fixed_plan(
-    micro_batch_size: int, num_chunks: int | None, dw_policy: DwPolicy, chunk_dim: ChunkDim = ChunkDim.BATCH
+    num_chunks: int,
+    dw_policy: DwPolicy = DwPolicy.FILL,
+    chunk_dim: ChunkDim = ChunkDim.BATCH,
+    overlap_range: OverlapRange = OverlapRange.STACK,
 ) -> Plan:
-    """A sensible plan without a cost model.
+    """A plan without a cost model: a dW may be carried over one layer's all-to-alls.
 
-    Two chunks hide most of the communication and cost little (docs/architecture.md has the measurements); a
-    micro-batch of one can't be cut along the batch, there only weight gradients fill the all-to-alls. A
-    dW may be carried over one layer's all-to-alls: over more it would pin memory without finding a longer gap.
-
-    Args:
-        micro_batch_size: samples in a micro-batch.
-        num_chunks: chunks asked for, None to choose.
+    Over more it would pin memory without finding a longer gap.
     """
-    if num_chunks is None:
-        num_chunks = min(2, micro_batch_size)
     window = ALL_TO_ALLS_PER_LAYER * num_chunks if dw_policy is DwPolicy.FILL else 0
-    return Plan(num_chunks=num_chunks, chunk_dim=chunk_dim, dw_policy=dw_policy, dw_window=window)
+    return Plan(num_chunks, chunk_dim, overlap_range, dw_policy, window)

@@ -12,9 +12,9 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.global_vars import set_global_variables
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 
 _SENTENCEPIECE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
@@ -36,8 +36,24 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     )
     group.add_argument(
         "--lancet-chunk-dim",
-        default=ChunkDim.BATCH.value,
-        help="dimension along which micro-batches are cut: batch (default).",
+        choices=["auto", *(dim.value for dim in ChunkDim)],
+        default="auto",
+        help="dimension along which micro-batches are cut: batch, sequence (chunks attend to the keys and values of "
+        "earlier ones: also a micro-batch of 1 can be cut), or auto (default): batch where it has enough samples.",
+    )
+    group.add_argument(
+        "--lancet-range",
+        choices=[choice.value for choice in OverlapRange],
+        default=OverlapRange.STACK.value,
+        help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), layer (with its "
+        "attention), stack (default: all layers without waiting at a layer's end).",
+    )
+    group.add_argument(
+        "--lancet-attention",
+        choices=[choice.value for choice in AttentionChoice],
+        default=AttentionChoice.AUTO.value,
+        help="core attention: stock (Megatron's), sdpa (torch's fused kernel), auto (default): stock unless sequence "
+        "chunks need sdpa.",
     )
     group.add_argument(
         "--lancet-dw-policy",
@@ -71,17 +87,12 @@ def parse() -> tuple[argparse.Namespace, LancetConfig]:
     args = parse_args(add_lancet_arguments)
     if args.lancet_num_chunks is not None and args.lancet_num_chunks < 1:
         raise UsageError(f"--lancet-num-chunks expects at least 1, got {args.lancet_num_chunks}.")
-    try:
-        chunk_dim = ChunkDim(args.lancet_chunk_dim)
-    except ValueError:
-        raise UsageError(
-            f"--lancet-chunk-dim {args.lancet_chunk_dim} is not supported: micro-batches can be cut along the "
-            f"{', '.join(ChunkDim)} dimension. Drop the flag, or pass --lancet-chunk-dim batch."
-        ) from None
     return args, LancetConfig(
         plan=PlanChoice(args.lancet_plan),
         num_chunks=args.lancet_num_chunks,
-        chunk_dim=chunk_dim,
+        chunk_dim=None if args.lancet_chunk_dim == "auto" else ChunkDim(args.lancet_chunk_dim),
+        range=OverlapRange(args.lancet_range),
+        attention=AttentionChoice(args.lancet_attention),
         dw_policy=DwPolicy(args.lancet_dw_policy),
         report_dir=args.lancet_report,
     )

@@ -19,11 +19,15 @@ from megatron_lancet.schedule.plan import DwPolicy, Plan
 class OverlapSetup:
     """A hook for Megatron's model builder: makes the stages of a model run by a plan, before DDP wraps them."""
 
-    def __init__(self, plan: Plan, device: torch.device, stats: CommStats, timeout: timedelta) -> None:
+    def __init__(
+        self, plan: Plan, device: torch.device, stats: CommStats, timeout: timedelta, sdpa: bool = False
+    ) -> None:
         """
         Args:
             timeout: how long a rank waits for the others' messages.
+            sdpa: use torch's fused attention kernel also where the plan doesn't need it.
         """
+        self._sdpa = sdpa
         self._plan = plan
         self._device = device
         self._stats = stats
@@ -40,7 +44,7 @@ class OverlapSetup:
         self._comm = Comm(transport, store, self._stats, own_rank=ep_group.rank())
         for stage in stages:
             assert isinstance(stage, GPTModel)
-            overlap(stage, self._plan, self._comm)
+            overlap(stage, self._plan, self._comm, self._sdpa)
         return stages
 
     @property

@@ -3,12 +3,11 @@
 import argparse
 from collections.abc import Iterator
 
-from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import Plan, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, fixed_plan
 
-_NEEDS_WHOLE_MICRO_BATCH = "it decides over the whole micro-batch; pass --lancet-num-chunks 1"
-_DRAWS_PER_CALL = "it draws random numbers per call, so chunks would change the run; pass --lancet-num-chunks 1"
+_DEFAULT_NUM_CHUNKS = 2
 _OWN_OVERLAP = "it is another way to hide the same communication; drop it"
 
 
@@ -30,19 +29,97 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
                 f"is none: --expert-model-parallel-size is {args.expert_model_parallel_size}. Drop the flag."
             )
         return None, "nothing to overlap without expert parallelism: stock Megatron modules"
-    num_samples = args.micro_batch_size
-    if config.num_chunks is not None and config.num_chunks > num_samples:
-        raise UsageError(
-            f"--lancet-num-chunks {config.num_chunks} is more than the micro-batch has samples: --micro-batch-size "
-            f"is {num_samples}. Use at most {num_samples} chunks or a larger micro-batch."
-        )
-    plan = fixed_plan(num_samples, config.num_chunks, config.dw_policy, config.chunk_dim)
+    notes = []
+    overlap_range = config.range
+    whole = ", ".join(_routing_over_whole_micro_batch(args))
+    if whole and overlap_range is not OverlapRange.EXPERTS:
+        overlap_range = OverlapRange.EXPERTS
+        notes.append(f"chunks start after the gate, because {whole} looks at the whole micro-batch")
+    plan = _cut(args, config, overlap_range)
     for flag, advice in _unsupported(args, plan):
         raise UsageError(f"{flag} does not work with the overlapping block yet: {advice}, or --lancet-plan off.")
-    note = ""
-    if plan.num_chunks > 1 and (args.hidden_dropout > 0 or args.attention_dropout > 0):
-        note = "; dropout draws its random numbers chunk by chunk, so losses differ from stock's by chance"
-    return plan, f"{plan}{note}"
+    if plan.num_chunks > 1 and plan.range.has_attention and (args.hidden_dropout > 0 or args.attention_dropout > 0):
+        notes.append("dropout draws its random numbers chunk by chunk, so losses differ from stock's by chance")
+    return plan, "; ".join([str(plan), *notes])
+
+
+def uses_sdpa(args: argparse.Namespace, config: LancetConfig) -> bool:
+    """Whether the user, or multi-latent attention, asks for the fused attention kernel.
+
+    Sequence chunks bring it by themselves.
+    """
+    return config.attention is AttentionChoice.SDPA or args.multi_latent_attention
+
+
+def _cut(args: argparse.Namespace, config: LancetConfig, overlap_range: OverlapRange) -> Plan:
+    """Along which dimension, into how many chunks.
+
+    Two chunks hide most of the communication and cost little (docs/architecture.md has the measurements).
+    """
+    num_chunks = config.num_chunks or _DEFAULT_NUM_CHUNKS
+    obstacles = list(_against_sequence_chunks(args, config, overlap_range))
+    dim = config.chunk_dim
+    if dim is None:
+        fits = num_chunks <= args.micro_batch_size
+        dim = ChunkDim.BATCH if fits or obstacles else ChunkDim.SEQUENCE
+        if not fits and obstacles and config.num_chunks is None:
+            num_chunks = args.micro_batch_size
+    if dim is ChunkDim.SEQUENCE and num_chunks > 1 and obstacles:
+        raise UsageError(
+            f"--lancet-chunk-dim sequence does not work with {obstacles[0]}. Drop one of the two, or pass "
+            "--lancet-range gate, or --lancet-plan off."
+        )
+    size, flag = (
+        (args.micro_batch_size, "--micro-batch-size") if dim is ChunkDim.BATCH else (args.seq_length, "--seq-length")
+    )
+    if num_chunks > size:
+        if config.num_chunks is None:
+            num_chunks = size
+        else:
+            why_not = f" (sequence chunks would do, but for {obstacles[0]})" if obstacles else ""
+            raise UsageError(
+                f"--lancet-num-chunks {num_chunks} is more than the micro-batch can be cut into along the {dim} "
+                f"dimension: {flag} is {size}{why_not}. Use at most {size} chunks"
+                + (", a larger micro-batch, or --lancet-chunk-dim auto." if dim is ChunkDim.BATCH else ".")
+            )
+    return fixed_plan(num_chunks, config.dw_policy, dim, overlap_range)
+
+
+def _against_sequence_chunks(
+    args: argparse.Namespace, config: LancetConfig, overlap_range: OverlapRange
+) -> Iterator[str]:
+    """What keeps the sequence from being cut exactly."""
+    if args.sequence_parallel:
+        yield "--sequence-parallel"
+    if args.context_parallel_size > 1:
+        yield "--context-parallel-size"
+    if not overlap_range.has_attention:
+        return
+    if args.reset_attention_mask:
+        yield "--reset-attention-mask"
+    if args.window_size is not None:
+        yield "--window-size"
+    if args.softmax_type != "vanilla":
+        yield f"--softmax-type {args.softmax_type}"
+    if config.attention is AttentionChoice.STOCK:
+        yield "--lancet-attention stock"
+
+
+def _routing_over_whole_micro_batch(args: argparse.Namespace) -> Iterator[str]:
+    """Routing whose decision about one token depends on the others, or draws random numbers per call."""
+    balancing = args.moe_router_load_balancing_type
+    kinds = balancing if isinstance(balancing, list) else [balancing]
+    for kind in ("sinkhorn", "quantile_balancing"):
+        if kind in kinds:
+            yield f"--moe-router-load-balancing-type {kind}"
+    for flag, given in {
+        "--moe-expert-capacity-factor": args.moe_expert_capacity_factor is not None,
+        "--moe-input-jitter-eps": args.moe_input_jitter_eps is not None,
+        "--moe-router-force-load-balancing": args.moe_router_force_load_balancing,
+        "--moe-router-force-biased": args.moe_router_force_biased is not None,
+    }.items():
+        if given:
+            yield flag
 
 
 def _unsupported(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -50,8 +127,6 @@ def _unsupported(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[str, st
     yield from _unsupported_parallelism(args)
     yield from _unsupported_layers(args)
     yield from _unsupported_memory_savers(args)
-    if plan.num_chunks > 1:
-        yield from _unsupported_in_chunks(args)
 
 
 def _unsupported_parallelism(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -95,8 +170,7 @@ def _unsupported_layers(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         "--mtp-num-layers": args.mtp_num_layers,
         "--moe-latent-size": args.moe_latent_size,
         "--moe-permute-fusion": args.moe_permute_fusion,
-        "--moe-expert-capacity-factor": args.moe_expert_capacity_factor is not None,
-        "--moe-pad-expert-input-to-capacity": args.moe_pad_expert_input_to_capacity,
+        "--moe-enable-routing-replay": args.moe_enable_routing_replay,
         "--moe-expert-rank-capacity-factor": args.moe_expert_rank_capacity_factor is not None,
         "--moe-router-padding-for-quantization": args.moe_router_padding_for_quantization,
         "--moe-routing-trace-path": getattr(args, "moe_routing_trace_path", None),
@@ -122,18 +196,3 @@ def _unsupported_memory_savers(args: argparse.Namespace) -> Iterator[tuple[str, 
     }.items():
         if given:
             yield flag, "drop it"
-
-
-def _unsupported_in_chunks(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    balancing = args.moe_router_load_balancing_type
-    for kind in ("sinkhorn", "quantile_balancing"):
-        if kind == balancing or kind in (balancing if isinstance(balancing, list) else ()):
-            yield f"--moe-router-load-balancing-type {kind}", _NEEDS_WHOLE_MICRO_BATCH
-    for flag, given in {
-        "--moe-input-jitter-eps": args.moe_input_jitter_eps is not None,
-        "--moe-router-force-load-balancing": args.moe_router_force_load_balancing,
-        "--moe-router-force-biased": args.moe_router_force_biased is not None,
-        "--moe-enable-routing-replay": args.moe_enable_routing_replay,
-    }.items():
-        if given:
-            yield flag, _DRAWS_PER_CALL

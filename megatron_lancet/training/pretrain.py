@@ -44,7 +44,7 @@ def _pretrain(device: torch.device) -> None:
     from megatron_lancet.schedule.plan import DwPolicy
     from megatron_lancet.training import arguments, upstream
     from megatron_lancet.training.overlap_setup import OverlapSetup
-    from megatron_lancet.training.plan_choice import choose_plan
+    from megatron_lancet.training.plan_choice import choose_plan, uses_sdpa
     from megatron_lancet.training.platform import apply_cpu_settings
     from megatron_lancet.training.step_recorder import StepRecorder
 
@@ -67,12 +67,14 @@ def _pretrain(device: torch.device) -> None:
     setup = None
     with ExitStack() as stack:
         stack.enter_context(upstream.sequence_parallel_with_torch_norm())
+        stack.enter_context(upstream.multi_latent_attention_without_te(args.multi_latent_attention))
         stack.enter_context(upstream.resumable_distributed_optimizer())
         stack.enter_context(upstream.observed_train_step(recorder.observe))
         if plan is None:
             stack.enter_context(upstream.measured_stock_communication(stats))
         else:
-            setup = OverlapSetup(plan, device, stats, timedelta(minutes=args.distributed_timeout_minutes))
+            timeout = timedelta(minutes=args.distributed_timeout_minutes)
+            setup = OverlapSetup(plan, device, stats, timeout, uses_sdpa(args, config))
             model_config.pre_wrap_hooks.append(setup)
             run_config.ddp.delay_wgrad_compute = plan.dw_policy is DwPolicy.FILL
         try:

@@ -7,15 +7,18 @@ start, so that another version of Megatron fails with a sentence and not in the 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import torch_norm
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -24,6 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import training
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.model.attention import SdpaAttention
 from megatron_lancet.model.norm import sequence_parallel_norm
 from megatron_lancet.patching import wrapped
 from megatron_lancet.runtime.comm_stats import CommStats
@@ -33,6 +37,13 @@ _SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (TransformerBlock, "forward", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
     (TransformerLayer, "_forward_attention", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
     (TransformerLayer, "_forward_mlp", ("hidden_states",)),
+    (
+        DotProductAttention,
+        "forward",
+        ("query", "key", "value", "attention_mask", "attention_bias", "packed_seq_params"),
+    ),
+    (RotaryEmbedding, "forward", ("max_seq_len", "offset")),
+    (LocalSpecProvider, "core_attention", ()),
     (MoELayer, "shared_experts_compute", ("hidden_states",)),
     (TopKRouter, "forward", ("input", "padding_mask")),
     (TopKRouter, "gating", ("input",)),
@@ -97,6 +108,13 @@ def sequence_parallel_with_torch_norm() -> AbstractContextManager[None]:
         return new
 
     return wrapped(torch_norm.WrappedTorchNorm, "__new__", wrap)
+
+
+def multi_latent_attention_without_te(needed: bool) -> AbstractContextManager[None]:
+    """Lets the local spec build multi-latent attention, whose heads stock's own core attention can't take."""
+    if not needed:
+        return nullcontext()
+    return wrapped(LocalSpecProvider, "core_attention", lambda stock: lambda self: SdpaAttention)
 
 
 @contextmanager

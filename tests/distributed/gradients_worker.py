@@ -59,8 +59,46 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Overrides of the transformer config; some are of the model (see ``build``)."""
 
 
+SEQUENCE = {"dim": "sequence"}
+CAPACITY = {"moe_expert_capacity_factor": 0.75}
+MLA = {
+    "multi_latent_attention": True,
+    "position_embedding_type": "rope",
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 12,
+}
+WHOLE_ROUTING: dict[str, dict[str, Any]] = {
+    "capacity-probs": CAPACITY,
+    "capacity-position": {**CAPACITY, "moe_token_drop_policy": "position"},
+    "capacity-padded": {**CAPACITY, "moe_pad_expert_input_to_capacity": True},
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0, "moe_router_topk": 1},
+    "jitter": {"moe_input_jitter_eps": 0.1},
+}
+"""Routers that look at the whole micro-batch, or draw random numbers once for it."""
+
+CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
+    *(("plain", {}, k, SEQUENCE) for k in (2, 3, 8)),
+    *((name, VARIANTS[name], 3, SEQUENCE) for name in VARIANTS if name != "plain"),
+    ("mla", MLA, 1, {}),
+    ("mla", MLA, 3, {}),
+    ("mla", MLA, 3, SEQUENCE),
+    ("mla-yarn", {**MLA, "rope_type": "yarn"}, 3, SEQUENCE),
+    *(("plain", {}, k, {"over": over}) for over in ("experts", "gate", "layer") for k in (1, 3)),
+    *(("dense-first-layer", VARIANTS["dense-first-layer"], 2, {"over": o, **SEQUENCE}) for o in ("gate", "layer")),
+    *((n, v, 3, {"over": "experts", **dim}) for n, v in WHOLE_ROUTING.items() for dim in ({}, SEQUENCE)),
+]
+"""Further axes and ranges: name, overrides, chunks, fields of the plan."""
+
+
+def cut_name(name: str, num_chunks: int, cut: dict[str, str]) -> str:
+    return "/".join([name, f"k={num_chunks}", *cut.values()])
+
+
 def transformer_config(overrides: dict[str, Any]):
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     settings: dict[str, Any] = {
         "num_layers": 3,
@@ -83,7 +121,8 @@ def transformer_config(overrides: dict[str, Any]):
     }
     if settings.get("bf16"):
         settings["params_dtype"] = torch.bfloat16
-    return TransformerConfig(**settings)
+    is_mla = settings.get("multi_latent_attention", False)
+    return (MLATransformerConfig if is_mla else TransformerConfig)(**settings)
 
 
 def build(overrides: dict[str, Any]):
@@ -92,15 +131,19 @@ def build(overrides: dict[str, Any]):
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
+    from megatron_lancet.training.upstream import multi_latent_attention_without_te
+
     overrides = dict(overrides)
     position = overrides.pop("position_embedding_type", "learned_absolute")
     tied = overrides.pop("share_embeddings", False)
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = transformer_config(overrides)
+    with multi_latent_attention_without_te(config.multi_latent_attention):
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     model = GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization),
+        spec,
         vocab_size=VOCAB,
         max_sequence_length=SEQ_LENGTH,
         position_embedding_type=position,
@@ -132,6 +175,7 @@ def step(ddp) -> list[float]:
     """One training step without an optimizer: losses of the micro-batches; gradients stay in main_grad."""
     positions = torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1)
     losses = []
+    torch.manual_seed(5)  # input jitter draws from it
     ddp.zero_grad_buffer()
     for i, (tokens, labels) in enumerate(micro_batches()):
         last = i == NUM_MICRO_BATCHES - 1
@@ -207,12 +251,12 @@ class Observer:
         return start
 
 
-def overlapping_model(model, num_chunks: int, dw: str = "fill"):
+def overlapping_model(model, num_chunks: int, dw: str = "fill", dim: str = "batch", over: str = "stack"):
     from megatron_lancet.runtime.comm_stats import CommStats
-    from megatron_lancet.schedule.plan import DwPolicy, fixed_plan
+    from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
-    plan = fixed_plan(MICRO_BATCH, num_chunks, DwPolicy(dw))
+    plan = fixed_plan(num_chunks, DwPolicy(dw), ChunkDim(dim), OverlapRange(over))
     OverlapSetup(plan, torch.device("cpu"), CommStats(torch.device("cpu")), timedelta(minutes=2))([model])
 
 
@@ -265,7 +309,7 @@ def relative(ours, stock) -> float:
     return worst(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(ours, stock, strict=True))
 
 
-def compare(overrides, num_chunks, disturb=None, dw: str = "fill") -> dict[str, Any]:
+def compare(overrides, num_chunks, disturb=None, dw: str = "fill", **cut: str) -> dict[str, Any]:
     """Two steps of stock and of ours on the same weights and data; how far they are apart.
 
     In DDP's first step reductions start at its end, from the second on as soon as gradients become ready.
@@ -277,7 +321,7 @@ def compare(overrides, num_chunks, disturb=None, dw: str = "fill") -> dict[str, 
     expected = [(step(stock), gradients(stock_model)) for _ in range(2)]
     expected_logged = logged_losses()
 
-    overlapping_model(our_model, num_chunks, dw)
+    overlapping_model(our_model, num_chunks, dw, **cut)
     ours = wrap_with_ddp(our_model, config, precision, deferred=dw == "fill")
     with ExitStack() as stack:
         if disturb is not None:
@@ -337,6 +381,8 @@ def main() -> None:
             results[f"{name}/k={num_chunks}"] = compare(overrides, num_chunks)
     results["bf16/k=1"] = compare({"bf16": True}, 1)
     results["bf16-errors"] = bf16_errors(2)
+    for name, overrides, num_chunks, cut in CUTS:
+        results[cut_name(name, num_chunks, cut)] = compare(overrides, num_chunks, **cut)
     results["dw-none/k=2"] = compare({}, 2, dw="none")
     results["erratic-wire/k=2"] = compare({}, 2, erratic_wire)
     results["naive-aux-loss/k=2"] = compare({}, 2, naive_aux_loss)

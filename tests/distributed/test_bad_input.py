@@ -28,8 +28,11 @@ def torchrun(arguments, env=None) -> subprocess.CompletedProcess:
         (["--lancet-nun-chunks", "2"], "unrecognized arguments: --lancet-nun-chunks 2"),
         (["--data-path", "/no/such_document"], "data file not found: /no/such_document.idx"),
         (["--num-experts", "3"], "--num-experts must be a multiple of --expert-model-parallel-size; got 3 experts"),
-        (["--lancet-num-chunks", "5"], "--lancet-num-chunks 5 is more than the micro-batch has samples"),
-        (["--lancet-chunk-dim", "sequence"], "--lancet-chunk-dim sequence is not supported"),
+        (["--lancet-num-chunks", "99"], "--lancet-num-chunks 99 is more than the micro-batch can be cut into"),
+        (
+            ["--lancet-chunk-dim", "sequence", "--reset-attention-mask"],
+            "--lancet-chunk-dim sequence does not work with --reset-attention-mask",
+        ),
         (["--hidden-size", "63"], "Megatron refuses the arguments"),
     ],
     ids=["unknown flag", "missing data", "experts", "chunks", "chunk dim", "megatron's own check"],

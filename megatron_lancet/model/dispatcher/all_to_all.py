@@ -2,8 +2,8 @@
 
 Same permutations and same message contents as Megatron's all-to-all dispatcher, cut where the wire begins.
 
-Legend of shapes: t tokens of the chunk, K experts per token, n = t * K rows sent, m rows received, E experts,
-P ranks of the expert-parallel group, e = E / P local experts, H hidden size.
+Legend of shapes: s positions, b samples, t = s * b tokens of the chunk, n rows sent (one per token and expert), m
+rows received, E experts, P ranks of the expert-parallel group, e = E / P local experts, H hidden size.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class PermutedChunk:
         probs: [n], the weight of each row in its token's output.
         row_ids: [n], the token of each row.
         routing_map: [t, E] bool.
-        hidden_shape: [S, b, H] of the chunk.
+        hidden_shape: [s, b, H] of the chunk.
     """
 
     tokens: torch.Tensor
@@ -67,16 +67,19 @@ class AllToAllDispatcher:
         """
         return self._comm.transport.exchange_counts(routing_map.sum(dim=0).long())
 
-    def permute(self, hidden: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, topk: int) -> PermutedChunk:
+    def permute(
+        self, hidden: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_rows: int
+    ) -> PermutedChunk:
         """Order a chunk's rows by expert; needs no counts.
 
         Args:
-            hidden: [S, b, H].
+            hidden: [s, b, H].
             probs: [t, E].
-            routing_map: [t, E] bool, K true values in every row.
+            routing_map: [t, E] bool.
+            num_rows: true values in ``routing_map``.
         """
         flat = hidden.reshape(-1, hidden.shape[-1])
-        tokens, row_probs, row_ids, _, _ = permute(flat, routing_map, probs=probs, num_out_tokens=flat.size(0) * topk)
+        tokens, row_probs, row_ids, _, _ = permute(flat, routing_map, probs=probs, num_out_tokens=num_rows)
         assert row_probs is not None
         return PermutedChunk(tokens, row_probs, row_ids, routing_map, hidden.shape)
 
@@ -107,7 +110,7 @@ class AllToAllDispatcher:
         return sort_chunks_by_idxs(output, sizes, self._peer_major)[0]
 
     def unpermute(self, rows: torch.Tensor, chunk: PermutedChunk) -> torch.Tensor:
-        """Sum the output rows [n, H] of each token: the chunk's output, [S, b, H]."""
+        """Sum the output rows [n, H] of each token: the chunk's output, [s, b, H]."""
         flat_shape = torch.Size((chunk.routing_map.size(0), chunk.hidden_shape[-1]))
         flat = unpermute(rows, chunk.row_ids, restore_shape=flat_shape, routing_map=chunk.routing_map)
         return flat.view(chunk.hidden_shape)

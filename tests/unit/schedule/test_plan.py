@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 
 
 def test_an_op_has_one_name():
@@ -16,11 +16,12 @@ def test_an_op_has_one_name():
 
 def test_text_and_json_of_a_plan():
     plan = Plan(num_chunks=2, dw_window=4)
-    assert str(plan) == "chunks=2 dim=batch dw=fill dw-window=4"
+    assert str(plan) == "chunks=2 dim=batch range=stack dw=fill dw-window=4"
     assert json.loads(plan.to_json()) == {
-        "version": 1,
+        "version": 2,
         "num_chunks": 2,
         "chunk_dim": "batch",
+        "range": "stack",
         "dw_policy": "fill",
         "dw_window": 4,
     }
@@ -30,11 +31,13 @@ def test_fingerprint_knows_every_field():
     plan = Plan(num_chunks=2, dw_window=4)
     others = [
         dataclasses.replace(plan, num_chunks=3),
+        dataclasses.replace(plan, chunk_dim=ChunkDim.SEQUENCE),
+        dataclasses.replace(plan, range=OverlapRange.GATE),
         dataclasses.replace(plan, dw_policy=DwPolicy.NONE),
         dataclasses.replace(plan, dw_window=5),
     ]
     assert plan.fingerprint() == Plan(num_chunks=2, dw_window=4).fingerprint()
-    assert len({other.fingerprint() for other in [plan, *others]}) == 4
+    assert len({other.fingerprint() for other in [plan, *others]}) == 6
 
 
 @pytest.mark.parametrize(
@@ -49,11 +52,7 @@ def test_chunks_take_turns_in_order():
     assert list(itertools.islice(Plan(num_chunks=3).turns(), 7)) == [0, 1, 2, 0, 1, 2, 0]
 
 
-@pytest.mark.parametrize(
-    ("micro_batch_size", "asked", "num_chunks"), [(8, None, 2), (2, None, 2), (1, None, 1), (8, 4, 4), (4, 1, 1)]
-)
-def test_fixed_plan_chooses_two_chunks_where_it_can(micro_batch_size, asked, num_chunks):
-    plan = fixed_plan(micro_batch_size, asked, DwPolicy.FILL)
-    # One layer's all-to-alls: dispatch and combine of each chunk.
-    assert plan == Plan(num_chunks, ChunkDim.BATCH, DwPolicy.FILL, dw_window=2 * num_chunks)
-    assert fixed_plan(micro_batch_size, asked, DwPolicy.NONE).dw_window == 0
+def test_a_fixed_plan_carries_a_dw_over_one_layer():
+    # Dispatch and combine of each chunk.
+    assert fixed_plan(3) == Plan(3, ChunkDim.BATCH, OverlapRange.STACK, DwPolicy.FILL, dw_window=6)
+    assert fixed_plan(3, DwPolicy.NONE).dw_window == 0

@@ -36,7 +36,8 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
         (["--lancet-num-chunks", 0], "expects at least 1, got 0"),
         (["--lancet-plan", "fast"], "invalid choice: 'fast'"),
         (["--lancet-dw-policy", "all"], "invalid choice: 'all'"),
-        (["--lancet-chunk-dim", "sequence"], "--lancet-chunk-dim sequence is not supported.*batch"),
+        (["--lancet-chunk-dim", "hidden"], "--lancet-chunk-dim: invalid choice: 'hidden'.*sequence"),
+        (["--lancet-range", "model"], "--lancet-range: invalid choice: 'model'.*stack"),
     ],
 )
 def test_faulty_words(command_line, words, message):

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import DwPolicy, Plan
-from megatron_lancet.training.plan_choice import choose_plan
+from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, fixed_plan
+from megatron_lancet.training.plan_choice import choose_plan, uses_sdpa
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def megatron_args(monkeypatch):
     def make(*changes: object, **attributes: object):
         command = (
             "--num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --transformer-impl local "
-            "--moe-token-dispatcher-type alltoall --hidden-dropout 0 --attention-dropout 0"
+            "--moe-token-dispatcher-type alltoall --hidden-dropout 0 --attention-dropout 0 --seq-length 32"
         )
         monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
         args = parse_args(ignore_unknown_args=True)
@@ -33,7 +33,7 @@ def megatron_args(monkeypatch):
 def test_auto_overlaps_with_two_chunks(megatron_args):
     plan, line = choose_plan(megatron_args(), LancetConfig())
     assert plan == Plan(num_chunks=2, dw_window=4)
-    assert line == "chunks=2 dim=batch dw=fill dw-window=4"
+    assert line == "chunks=2 dim=batch range=stack dw=fill dw-window=4"
 
 
 def test_off_is_off(megatron_args):
@@ -53,13 +53,63 @@ def test_nothing_to_overlap_is_said(megatron_args, changes):
 
 def test_more_chunks_than_samples(megatron_args):
     with pytest.raises(UsageError, match=r"--lancet-num-chunks 8 .*--micro-batch-size is 4\. Use at most 4"):
-        choose_plan(megatron_args(), LancetConfig(num_chunks=8))
+        choose_plan(megatron_args(), LancetConfig(num_chunks=8, chunk_dim=ChunkDim.BATCH))
+    with pytest.raises(UsageError, match=r"--lancet-num-chunks 33 .*--seq-length is 32\. Use at most 32"):
+        choose_plan(megatron_args(), LancetConfig(num_chunks=33))
 
 
-def test_a_micro_batch_of_one_is_not_cut(megatron_args):
-    plan, _ = choose_plan(megatron_args("--micro-batch-size", 1), LancetConfig())
-    assert plan is not None
-    assert (plan.num_chunks, plan.dw_policy) == (1, DwPolicy.FILL)
+@pytest.mark.parametrize(
+    ("samples", "asked", "num_chunks", "dim"),
+    [(8, None, 2, "batch"), (2, 2, 2, "batch"), (2, 3, 3, "sequence"), (1, None, 2, "sequence"), (1, 1, 1, "batch")],
+)
+def test_auto_cuts_the_batch_where_it_has_enough_samples(megatron_args, samples, asked, num_chunks, dim):
+    plan, _ = choose_plan(megatron_args("--micro-batch-size", samples), LancetConfig(num_chunks=asked))
+    assert plan == fixed_plan(num_chunks, chunk_dim=ChunkDim(dim))
+
+
+AGAINST_SEQUENCE = [
+    (["--tensor-model-parallel-size", 2, "--sequence-parallel"], {}, "--sequence-parallel"),
+    (["--reset-attention-mask"], {}, "--reset-attention-mask"),
+    (["--window-size", "4,0"], {}, "--window-size"),
+    (["--softmax-type", "learnable"], {}, "--softmax-type learnable"),
+    ([], {"attention": AttentionChoice.STOCK}, "--lancet-attention stock"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "wishes", "obstacle"), AGAINST_SEQUENCE, ids=[case[2] for case in AGAINST_SEQUENCE]
+)
+def test_sequence_chunks_are_refused_where_they_are_not_exact(megatron_args, changes, wishes, obstacle):
+    with pytest.raises(UsageError, match=f"--lancet-chunk-dim sequence does not work with {obstacle}"):
+        choose_plan(megatron_args(*changes), LancetConfig(chunk_dim=ChunkDim.SEQUENCE, **wishes))
+    with pytest.raises(UsageError, match=f"sequence chunks would do, but for {obstacle}"):
+        choose_plan(megatron_args(*changes), LancetConfig(num_chunks=8, **wishes))
+    alone = megatron_args(*changes, "--micro-batch-size", 1, tensor_model_parallel_size=1)
+    plan, _ = choose_plan(alone, LancetConfig(**wishes))
+    assert plan == fixed_plan(1), "a micro-batch of one stays whole then"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["--moe-router-load-balancing-type", "sinkhorn"],
+        ["--moe-expert-capacity-factor", 1.5],
+        ["--moe-expert-capacity-factor", 1.5, "--moe-pad-expert-input-to-capacity"],
+        ["--moe-input-jitter-eps", 0.1],
+    ],
+)
+def test_routing_over_the_whole_micro_batch_moves_the_range_and_is_said(megatron_args, changes):
+    plan, line = choose_plan(megatron_args(*changes), LancetConfig())
+    assert plan == fixed_plan(2, overlap_range=OverlapRange.EXPERTS)
+    assert f"chunks start after the gate, because {changes[0]}" in line
+    _, line = choose_plan(megatron_args(*changes), LancetConfig(range=OverlapRange.EXPERTS))
+    assert "because" not in line
+
+
+def test_who_gets_the_fused_attention(megatron_args):
+    assert not uses_sdpa(megatron_args(), LancetConfig())
+    assert uses_sdpa(megatron_args(), LancetConfig(attention=AttentionChoice.SDPA))
+    assert uses_sdpa(megatron_args("--multi-latent-attention"), LancetConfig())
 
 
 def test_dropout_is_allowed_and_explained(megatron_args):
@@ -77,12 +127,10 @@ REFUSED = [
     (["--overlap-moe-expert-parallel-comm"], "another way to hide"),
     (["--delay-wgrad-compute"], "another way to hide"),
     (["--moe-shared-expert-overlap"], "another way to hide"),
-    (["--moe-expert-capacity-factor", 1.5], "--moe-expert-capacity-factor"),
+    (["--moe-enable-routing-replay"], "--moe-enable-routing-replay"),
     (["--mtp-num-layers", 1], "--mtp-num-layers"),
     (["--recompute-granularity", "full"], "core_attn"),
     (["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe"], "--recompute-modules moe"),
-    (["--moe-router-load-balancing-type", "sinkhorn"], "--lancet-num-chunks 1"),
-    (["--moe-input-jitter-eps", 0.1], "--lancet-num-chunks 1"),
 ]
 
 
@@ -92,12 +140,6 @@ def test_what_is_not_supported_is_refused(megatron_args, changes, message):
         choose_plan(megatron_args(*changes), LancetConfig())
     assert "--lancet-plan off" in str(refusal.value)
     assert choose_plan(megatron_args(*changes), LancetConfig(plan=PlanChoice.OFF))[0] is None
-
-
-def test_whole_micro_batch_decisions_work_in_one_chunk(megatron_args):
-    args = megatron_args("--moe-router-load-balancing-type", "sinkhorn")
-    plan, _ = choose_plan(args, LancetConfig(num_chunks=1))
-    assert plan is not None
 
 
 def test_selective_recompute_of_core_attention_works(megatron_args):

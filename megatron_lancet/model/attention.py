@@ -1,0 +1,169 @@
+"""Self-attention of a chunk: torch's fused kernel, and sequence chunks that see the positions before them.
+
+Legend of shapes: s positions of the chunk, s' of it and the chunks before it, b chunk size, n heads, g key heads,
+k / v channels of a head.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.model.adopt import adopt
+from megatron_lancet.model.chunking import Chunk
+
+
+class SdpaAttention(DotProductAttention):
+    """Megatron's core attention on torch's fused kernel: no [s, s'] scores are kept, and chunks may have a prefix.
+
+    Attributes:
+        chunk: the sequence chunk that is passing through, None for whole sequences.
+    """
+
+    chunk: Chunk | None = None
+
+    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+        """Megatron's own arguments; ``k_channels`` and ``v_channels`` are multi-latent attention's, and follow from
+        the tensors here.
+        """
+        super().__init__(*args, **kwargs)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Causal attention, or with the mask where there is one.
+
+        Args:
+            query: [s, b, n, k].
+            key: [s, b, g, k].
+            value: [s, b, g, v].
+            attention_mask: [b or 1, 1, s, s], True where attention is not allowed, or None.
+
+        Returns:
+            [s, b, n * v].
+        """
+        assert attention_bias is None
+        assert packed_seq_params is None
+        if self.chunk is not None:
+            key, value = self._with_earlier(key, value, self.chunk)
+        num_queries, num_keys = query.size(0), key.size(0)
+        mask: Any = None if attention_mask is None else ~attention_mask
+        if num_queries < num_keys:
+            mask = causal_lower_right(num_queries, num_keys)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        with self._random_state():
+            context = scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=self.attention_dropout.p if self.training else 0.0,
+                is_causal=mask is None,
+                scale=self._scale(),
+                enable_gqa=query.size(1) != key.size(1),
+            )
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _with_earlier(self, key: torch.Tensor, value: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values up to the chunk's last position, kept for the chunks after it."""
+        assert chunk.earlier is not None
+        if chunk.index > 0:
+            earlier_key, earlier_value = chunk.earlier.pop(self.layer_number)
+            key, value = torch.cat((earlier_key, key)), torch.cat((earlier_value, value))
+        if not chunk.is_last:
+            chunk.earlier[self.layer_number] = key, value
+        return key, value
+
+    def _scale(self) -> float:
+        # Query-key layer scaling divides the scores by the layer's number and multiplies them again in fp32.
+        return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
+
+    @contextmanager
+    def _random_state(self) -> Iterator[None]:
+        """Dropout draws from the state that stock's dropout draws from."""
+        if self.training and self.attention_dropout.p > 0 and not self.config.sequence_parallel:
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                yield
+        else:
+            yield
+
+
+class _PositionedRotary(RotaryEmbedding):
+    """Rotary embedding of multi-latent attention, which asks for positions from 0: shifted to the chunk's."""
+
+    start = 0
+
+    def forward(self, max_seq_len: int, offset: int = 0, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().forward(max_seq_len, offset + self.start, *args, **kwargs)
+
+
+class _PositionedYarnRotary(YarnRotaryEmbedding):
+    """The same for YaRN."""
+
+    start = 0
+
+    def forward(self, max_seq_len: int, offset: int = 0, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(max_seq_len, offset + self.start, *args, **kwargs)
+
+
+def attend_with_sdpa(attention: torch.nn.Module) -> None:
+    """Make a self-attention that Megatron built use the fused kernel, and able to take sequence chunks.
+
+    Raises:
+        UsageError: it has parts that the kernel lacks.
+    """
+    assert isinstance(attention, Attention)
+    config = attention.config
+    for what, used in {
+        "--window-size": config.window_size is not None,
+        f"--softmax-type {config.softmax_type}": config.softmax_type != "vanilla",
+    }.items():
+        if used:
+            raise UsageError(
+                f"{what} does not work with sequence chunks or --lancet-attention sdpa: the fused kernel lacks it. "
+                "Drop it, or pass --lancet-chunk-dim batch --lancet-attention stock."
+            )
+    if not isinstance(attention.core_attention, SdpaAttention):
+        adopt(attention.core_attention, SdpaAttention)
+    # What this recomputes is never kept here: the fused kernel saves its inputs and its output.
+    attention.checkpoint_core_attention = False
+    if isinstance(attention, MultiLatentAttention):
+        rotary = attention.rotary_pos_emb
+        adopt(rotary, _PositionedYarnRotary if type(rotary) is YarnRotaryEmbedding else _PositionedRotary)
+
+
+@contextmanager
+def at_positions(attention: torch.nn.Module, chunk: Chunk) -> Iterator[None]:
+    """While it holds, ``attention`` works on the positions of ``chunk``."""
+    if chunk.earlier is None:
+        yield
+        return
+    core = attention.core_attention
+    assert isinstance(core, SdpaAttention)
+    rotary = getattr(attention, "rotary_pos_emb", None)
+    core.chunk = chunk
+    if isinstance(rotary, _PositionedRotary | _PositionedYarnRotary):
+        rotary.start = chunk.start
+    try:
+        yield
+    finally:
+        core.chunk = None
+        if isinstance(rotary, _PositionedRotary | _PositionedYarnRotary):
+            rotary.start = 0
