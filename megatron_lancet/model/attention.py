@@ -28,9 +28,11 @@ class SdpaAttention(DotProductAttention):
 
     Attributes:
         chunk: the sequence chunk that is passing through, None for whole sequences.
+        recomputed: whether a chunk passes a second time in the backward pass.
     """
 
     chunk: Chunk | None = None
+    recomputed: bool = False
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
         """Megatron's own arguments; ``k_channels`` and ``v_channels`` are multi-latent attention's, and follow from
@@ -82,14 +84,17 @@ class SdpaAttention(DotProductAttention):
         return context.permute(2, 0, 1, 3).flatten(2)
 
     def _with_earlier(self, key: torch.Tensor, value: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values up to the chunk's last position, kept for the chunks after it."""
+        """Keys and values up to the chunk's last position; its own are left for the chunks after it."""
         assert chunk.earlier is not None
-        if chunk.index > 0:
-            earlier_key, earlier_value = chunk.earlier.pop(self.layer_number)
-            key, value = torch.cat((earlier_key, key)), torch.cat((earlier_value, value))
-        if not chunk.is_last:
-            chunk.earlier[self.layer_number] = key, value
-        return key, value
+        seen = chunk.earlier[self.layer_number]
+        keys, values = zip(*seen[: chunk.index], (key, value), strict=True)
+        if len(seen) > chunk.index:  # a recompute: the later chunks have had theirs by now
+            del seen[chunk.index :]
+        elif not chunk.is_last or self.recomputed:
+            seen.append((key, value))
+        else:
+            del chunk.earlier[self.layer_number]
+        return torch.cat(keys), torch.cat(values)
 
     def _scale(self) -> float:
         # Query-key layer scaling divides the scores by the layer's number and multiplies them again in fp32.
@@ -123,8 +128,11 @@ class _PositionedYarnRotary(YarnRotaryEmbedding):
         return super().forward(max_seq_len, offset + self.start, *args, **kwargs)
 
 
-def attend_with_sdpa(attention: torch.nn.Module) -> None:
+def attend_with_sdpa(attention: torch.nn.Module, recomputed: bool) -> None:
     """Make a self-attention that Megatron built use the fused kernel, and able to take sequence chunks.
+
+    Args:
+        recomputed: whether it runs again in the backward pass.
 
     Raises:
         UsageError: it has parts that the kernel lacks.
@@ -142,6 +150,7 @@ def attend_with_sdpa(attention: torch.nn.Module) -> None:
             )
     if not isinstance(attention.core_attention, SdpaAttention):
         adopt(attention.core_attention, SdpaAttention)
+    attention.core_attention.recomputed = recomputed
     # What this recomputes is never kept here: the fused kernel saves its inputs and its output.
     attention.checkpoint_core_attention = False
     if isinstance(attention, MultiLatentAttention):

@@ -3,6 +3,7 @@
 Legend of shapes: S sequence length, B micro-batch size, s / b those of a chunk, H hidden size.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -14,8 +15,8 @@ from megatron_lancet.schedule.plan import ChunkDim, Plan
 _DIMS = {ChunkDim.SEQUENCE: 0, ChunkDim.BATCH: 1}
 """Of hidden states [S, B, H]."""
 
-KeysAndValues = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""Per layer number: keys [s', b, heads, k] and values [s', b, heads, v] of the positions seen so far."""
+KeysAndValues = dict[int, list[tuple[torch.Tensor, torch.Tensor]]]
+"""Per layer number: keys [s, b, heads, k] and values [s, b, heads, v] of each chunk so far."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def make_chunks(
         masks = _split_mask(attention_mask, sizes)
         return [Chunk(i, num, dim, 0, None, masks[i], rotary_pos_emb, attention_bias) for i in range(num)]
     assert attention_bias is None, "refused when the plan was chosen"
-    earlier: KeysAndValues = {}
+    earlier: KeysAndValues = defaultdict(list)
     starts = accumulate(sizes[:-1], initial=0)
     return [
         Chunk(

@@ -11,8 +11,11 @@ from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.attention import attend_with_sdpa
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.linear import can_defer, defer_weight_grad
+from megatron_lancet.model.moe_layer import OverlappingMoE
+from megatron_lancet.model.recompute import recompute_of_layer
 from megatron_lancet.model.router import ChunkedTopKRouter
 from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
+from megatron_lancet.model.transformer_layer import OverlappingLayer
 from megatron_lancet.runtime.all_to_all import Comm
 from megatron_lancet.schedule.plan import ChunkDim, Plan
 
@@ -31,22 +34,26 @@ def overlap(model: GPTModel, plan: Plan, comm: Comm, sdpa: bool = False) -> None
     block = adopt(model.decoder, OverlappingTransformerBlock)
     block.plan = plan
     block.comm = comm
-    block.dispatchers = [_prepare_layer(layer, comm) for layer in block.layers]
+    block.overlapping_layers = [_prepare_layer(layer, index, comm) for index, layer in enumerate(block.layers)]
     needs_sdpa = plan.num_chunks > 1 and plan.chunk_dim is ChunkDim.SEQUENCE and plan.range.has_attention
     if sdpa or needs_sdpa:
-        for layer in block.layers:
-            attend_with_sdpa(layer.self_attention)
+        for layer in block.overlapping_layers:
+            attend_with_sdpa(layer.stock.self_attention, layer.recompute.attention)
     if comm.store is not None:
         for linear, name in _deferrable_linears(model):
             defer_weight_grad(linear, name, comm.store)
 
 
-def _prepare_layer(layer: torch.nn.Module, comm: Comm) -> AllToAllDispatcher | None:
+def _prepare_layer(layer: torch.nn.Module, index_in_stage: int, comm: Comm) -> OverlappingLayer:
     assert isinstance(layer, TransformerLayer)
+    recompute = recompute_of_layer(layer.config, index_in_stage)
     if not isinstance(layer.mlp, MoELayer):
-        return None
+        layer.recompute_mlp = False  # ours now
+        return OverlappingLayer(layer, None, recompute)
+    layer.mlp.shared_experts_recompute = False
     adopt(layer.mlp.router, ChunkedTopKRouter).begin_micro_batch()
-    return AllToAllDispatcher(comm, layer.config.num_moe_experts, layer.mlp.ep_group.size())
+    dispatcher = AllToAllDispatcher(comm, layer.config.num_moe_experts, layer.mlp.ep_group.size())
+    return OverlappingLayer(layer, OverlappingMoE(layer.mlp, dispatcher, comm, recompute), recompute)
 
 
 def _deferrable_linears(model: GPTModel) -> Iterator[tuple[torch.nn.Module, str]]:

@@ -1,12 +1,14 @@
 """One chunk's way through a Mixture-of-Experts layer, top to bottom; stops wherever its rows are on the wire."""
 
 from collections.abc import Generator
+from dataclasses import dataclass
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
+from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher, Routes
+from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed
 from megatron_lancet.runtime.all_to_all import AllToAll, Comm
 from megatron_lancet.schedule.ops import Op, Phase
 
@@ -14,7 +16,24 @@ Steps = Generator[Op, None, torch.Tensor]
 """Yields each op that is in flight, so that others can run; returns hidden states."""
 
 
-def moe_steps(moe: MoELayer, dispatcher: AllToAllDispatcher, hidden: torch.Tensor, chunk: Chunk, comm: Comm) -> Steps:
+@dataclass(frozen=True)
+class OverlappingMoE:
+    """The experts of a layer that Megatron built, prepared for chunks.
+
+    Attributes:
+        stock: Megatron's module.
+        dispatcher: moves rows between tokens' ranks and experts' ranks.
+        comm: all-to-alls of the model.
+        recompute: which segments are recomputed in the backward pass.
+    """
+
+    stock: MoELayer
+    dispatcher: AllToAllDispatcher
+    comm: Comm
+    recompute: Recompute = NOTHING
+
+
+def moe_steps(moe: OverlappingMoE, hidden: torch.Tensor, chunk: Chunk) -> Steps:
     """Route, dispatch, experts, combine.
 
     Args:
@@ -23,18 +42,12 @@ def moe_steps(moe: MoELayer, dispatcher: AllToAllDispatcher, hidden: torch.Tenso
     Returns:
         [s, b, H].
     """
-    probs, routing_map = moe.router(hidden, chunk=chunk)
-    return (yield from routed_steps(moe, dispatcher, hidden, probs, routing_map, chunk, comm))
+    probs, routing_map = moe.stock.router(hidden, chunk=chunk)
+    return (yield from routed_steps(moe, hidden, probs, routing_map, chunk))
 
 
 def routed_steps(
-    moe: MoELayer,
-    dispatcher: AllToAllDispatcher,
-    hidden: torch.Tensor,
-    probs: torch.Tensor,
-    routing_map: torch.Tensor,
-    chunk: Chunk,
-    comm: Comm,
+    moe: OverlappingMoE, hidden: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, chunk: Chunk
 ) -> Steps:
     """Dispatch, experts, combine.
 
@@ -48,23 +61,21 @@ def routed_steps(
     """
 
     def op(kind: str) -> Op:
-        return Op(moe.layer_number, chunk.index, Phase.FORWARD, kind)
+        return Op(moe.stock.layer_number, chunk.index, Phase.FORWARD, kind)
 
+    dispatcher, comm = moe.dispatcher, moe.comm
     comm.position = f"exchanging {op('counts')}"
     counts = dispatcher.start_counts(routing_map)
-    rows = dispatcher.permute(hidden, probs, routing_map, num_rows(moe, routing_map))
+    rows = dispatcher.permute(hidden, probs, routing_map, num_rows(moe.stock, routing_map))
     routes = dispatcher.routes(counts)
 
     dispatch = AllToAll(comm, op("dispatch"), routes.splits)
     tokens, token_probs = dispatch.issue(rows.tokens, rows.probs)
-    shared_output = moe.shared_experts_compute(hidden)
+    shared_output = maybe_recomputed(moe.recompute.shared_experts, moe.stock.shared_experts_compute, hidden)
     yield dispatch.op
     tokens, token_probs = dispatch.wait(tokens, token_probs)
 
-    tokens, token_probs = dispatcher.sort_by_expert(tokens, token_probs, routes)
-    output, bias = moe.experts(tokens, routes.rows_per_expert, token_probs)
-    assert bias is None, "experts return their bias added to the output"
-    output = dispatcher.sort_by_peer(output, routes)
+    output = maybe_recomputed(moe.recompute.experts, _run_experts, moe, tokens, token_probs, routes)
 
     combine = AllToAll(comm, op("combine"), routes.splits.reversed())
     (output,) = combine.issue(output)
@@ -73,6 +84,14 @@ def routed_steps(
 
     output = dispatcher.unpermute(output, rows)
     return output if shared_output is None else output + shared_output
+
+
+def _run_experts(moe: OverlappingMoE, tokens: torch.Tensor, token_probs: torch.Tensor, routes: Routes) -> torch.Tensor:
+    """Received rows [m, H] through the local experts, in the order in which they came."""
+    tokens, token_probs = moe.dispatcher.sort_by_expert(tokens, token_probs, routes)
+    output, bias = moe.stock.experts(tokens, routes.rows_per_expert, token_probs)
+    assert bias is None, "experts return their bias added to the output"
+    return moe.dispatcher.sort_by_peer(output, routes)
 
 
 def num_rows(moe: MoELayer, routing_map: torch.Tensor) -> int:

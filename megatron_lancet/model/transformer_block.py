@@ -5,18 +5,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.chunking import Chunk, make_chunks, merge_hidden, split_hidden, split_rows
-from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
-from megatron_lancet.model.moe_layer import Steps, moe_steps, routed_steps
+from megatron_lancet.model.moe_layer import OverlappingMoE, Steps, moe_steps, routed_steps
 from megatron_lancet.model.router import ChunkedTopKRouter
-from megatron_lancet.model.transformer_layer import layer_around_experts, layer_steps
+from megatron_lancet.model.transformer_layer import OverlappingLayer, layer_around_experts, layer_steps
 from megatron_lancet.runtime.all_to_all import Comm
 from megatron_lancet.schedule.plan import OverlapRange, Plan
 
@@ -27,12 +24,12 @@ class OverlappingTransformerBlock(TransformerBlock):
     Attributes:
         plan: how.
         comm: all-to-alls of the model.
-        dispatchers: one per layer, None where the layer is dense.
+        overlapping_layers: its layers, prepared for chunks.
     """
 
     plan: Plan
     comm: Comm
-    dispatchers: Sequence[AllToAllDispatcher | None]
+    overlapping_layers: Sequence[OverlappingLayer]
 
     def forward(
         self,
@@ -80,37 +77,30 @@ class OverlappingTransformerBlock(TransformerBlock):
 
     def _run_layers(self, hidden: torch.Tensor, *attention_inputs: torch.Tensor | None) -> torch.Tensor:
         """All layers, in chunks where the plan's range has it; [S, B, H] to [S, B, H]."""
-        layers = list(zip(self.layers, self.dispatchers, strict=True))
         if self.plan.range is OverlapRange.STACK:
-            return self._in_chunks(partial(self._layers_steps, layers), hidden, *attention_inputs)
-        for layer, dispatcher in layers:
+            return self._in_chunks(partial(self._layers_steps, self.overlapping_layers), hidden, *attention_inputs)
+        for layer in self.overlapping_layers:
             if self.plan.range is OverlapRange.LAYER:
-                hidden = self._in_chunks(partial(self._layers_steps, [(layer, dispatcher)]), hidden, *attention_inputs)
+                hidden = self._in_chunks(partial(layer_steps, layer), hidden, *attention_inputs)
             else:
                 whole = Chunk(0, 1, 0, 0, None, *attention_inputs)
-                run_experts = None if dispatcher is None else partial(self._run_experts, layer.mlp, dispatcher)
-                hidden = layer_around_experts(layer, hidden, whole, run_experts)
+                hidden = layer_around_experts(layer, hidden, whole, self._run_experts)
         return hidden
 
-    def _layers_steps(
-        self,
-        layers: Sequence[tuple[TransformerLayer, AllToAllDispatcher | None]],
-        hidden: torch.Tensor,
-        chunk: Chunk,
-    ) -> Steps:
-        for layer, dispatcher in layers:
-            hidden = yield from layer_steps(layer, dispatcher, hidden, chunk, self.comm)
+    @staticmethod
+    def _layers_steps(layers: Sequence[OverlappingLayer], hidden: torch.Tensor, chunk: Chunk) -> Steps:
+        for layer in layers:
+            hidden = yield from layer_steps(layer, hidden, chunk)
         return hidden
 
-    def _run_experts(self, moe: MoELayer, dispatcher: AllToAllDispatcher, normed: torch.Tensor) -> torch.Tensor:
+    def _run_experts(self, moe: OverlappingMoE, normed: torch.Tensor) -> torch.Tensor:
         """From the router or from dispatch on in chunks; [S, B, H] to [S, B, H]."""
         if self.plan.range is OverlapRange.GATE:
-            return self._in_chunks(lambda part, chunk: moe_steps(moe, dispatcher, part, chunk, self.comm), normed)
-        probs, routing_map = (split_rows(rows, normed.shape, self.plan) for rows in moe.router(normed))
+            return self._in_chunks(partial(moe_steps, moe), normed)
+        probs, routing_map = (split_rows(rows, normed.shape, self.plan) for rows in moe.stock.router(normed))
 
         def steps(part: torch.Tensor, chunk: Chunk) -> Steps:
-            own = probs[chunk.index], routing_map[chunk.index]
-            return routed_steps(moe, dispatcher, part, *own, chunk, self.comm)
+            return routed_steps(moe, part, probs[chunk.index], routing_map[chunk.index], chunk)
 
         return self._in_chunks(steps, normed)
 

@@ -1,6 +1,7 @@
 """A transformer layer: attention, norm, experts (or a dense MLP), residual; on one chunk, or whole around chunks."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -9,55 +10,76 @@ from megatron.core.utils import make_viewless_tensor
 
 from megatron_lancet.model.attention import at_positions
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
-from megatron_lancet.model.moe_layer import Steps, moe_steps
-from megatron_lancet.runtime.all_to_all import Comm
+from megatron_lancet.model.moe_layer import OverlappingMoE, Steps, moe_steps
+from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed
 
 
-def layer_steps(
-    layer: TransformerLayer,
-    dispatcher: AllToAllDispatcher | None,
-    hidden: torch.Tensor,
-    chunk: Chunk,
-    comm: Comm,
-) -> Steps:
+@dataclass(frozen=True)
+class OverlappingLayer:
+    """A layer that Megatron built, prepared for chunks.
+
+    Attributes:
+        stock: the layer.
+        moe: its experts, None for a dense layer.
+        recompute: which of its segments are recomputed in the backward pass.
+    """
+
+    stock: TransformerLayer
+    moe: OverlappingMoE | None
+    recompute: Recompute = NOTHING
+
+
+def layer_steps(layer: OverlappingLayer, hidden: torch.Tensor, chunk: Chunk) -> Steps:
     """Run one layer on one chunk.
 
     Args:
-        dispatcher: of the layer's experts, None for a dense layer.
         hidden: [s, b, H].
 
     Returns:
         [s, b, H].
     """
-    hidden = attend(layer, hidden, chunk)
-    if dispatcher is None:
-        return layer._forward_mlp(hidden)
-    normed = apply_module(layer.pre_mlp_layernorm)(hidden)
-    output = yield from moe_steps(layer.mlp, dispatcher, normed, chunk, comm)
-    return _add_residual(layer, output, hidden)
+    if layer.moe is None:
+        return _run_dense(layer, hidden, chunk)
+    hidden, normed = _attend_and_norm(layer, hidden, chunk)
+    output = yield from moe_steps(layer.moe, normed, chunk)
+    return _add_residual(layer.stock, output, hidden)
 
 
 def layer_around_experts(
-    layer: TransformerLayer,
+    layer: OverlappingLayer,
     hidden: torch.Tensor,
     whole: Chunk,
-    run_experts: Callable[[torch.Tensor], torch.Tensor] | None,
+    run_experts: Callable[[OverlappingMoE, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Run one layer on a whole micro-batch, of which only the experts may run in chunks.
 
     Args:
         hidden: [S, B, H].
         whole: the micro-batch as one chunk.
-        run_experts: from normed hidden states to the experts' output, both [S, B, H]; None for a dense layer.
+        run_experts: from normed hidden states to the experts' output, both [S, B, H].
 
     Returns:
         [S, B, H].
     """
-    hidden = attend(layer, hidden, whole)
-    if run_experts is None:
-        return layer._forward_mlp(hidden)
-    return _add_residual(layer, run_experts(apply_module(layer.pre_mlp_layernorm)(hidden)), hidden)
+    if layer.moe is None:
+        return _run_dense(layer, hidden, whole)
+    hidden, normed = _attend_and_norm(layer, hidden, whole)
+    return _add_residual(layer.stock, run_experts(layer.moe, normed), hidden)
+
+
+def _run_dense(layer: OverlappingLayer, hidden: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    hidden = maybe_recomputed(layer.recompute.attention, attend, layer.stock, hidden, chunk)
+    return maybe_recomputed(layer.recompute.mlp, layer.stock._forward_mlp, hidden)
+
+
+def _attend_and_norm(layer: OverlappingLayer, hidden: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states after attention, and normed for the router and the experts; all [s, b, H]."""
+
+    def segment(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = attend(layer.stock, hidden, chunk)
+        return hidden, apply_module(layer.stock.pre_mlp_layernorm)(hidden)
+
+    return maybe_recomputed(layer.recompute.attention, segment, hidden)
 
 
 def attend(layer: TransformerLayer, hidden: torch.Tensor, chunk: Chunk) -> torch.Tensor:

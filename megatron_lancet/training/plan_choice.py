@@ -8,6 +8,8 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, fixed_plan
 
 _DEFAULT_NUM_CHUNKS = 2
+_RECOMPUTABLE = {"core_attn", "mlp", "moe", "shared_experts"}
+"""The others (layernorm, mla_up_proj, moe_act) fail in stock too without Transformer Engine."""
 _OWN_OVERLAP = "it is another way to hide the same communication; drop it"
 
 
@@ -183,11 +185,11 @@ def _unsupported_layers(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 
 def _unsupported_memory_savers(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    if args.recompute_granularity == "full":
-        yield "--recompute-granularity full", "use --recompute-granularity selective --recompute-modules core_attn"
-    others = sorted(set(args.recompute_modules or ()) - {"core_attn"})
+    others = sorted(set(args.recompute_modules or ()) - _RECOMPUTABLE)
     if args.recompute_granularity == "selective" and others:
-        yield f"--recompute-modules {' '.join(others)}", "keep core_attn only"
+        yield f"--recompute-modules {' '.join(others)}", f"choose among {', '.join(sorted(_RECOMPUTABLE))}"
+    if args.distribute_saved_activations:
+        yield "--distribute-saved-activations", "drop it"
     for flag, given in {
         "--cpu-offloading-num-layers": args.cpu_offloading_num_layers > 0,
         "--fine-grained-activation-offloading": args.fine_grained_activation_offloading,

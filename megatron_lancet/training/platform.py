@@ -38,7 +38,6 @@ _GPU_ONLY = {
     "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
     "optimizer_cpu_offload": "--optimizer-cpu-offload",
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
-    "multi_latent_attention": "--multi-latent-attention",
     "async_save": "--async-save",
 }
 """Arguments that change what is computed or kept, and that have no counterpart on a CPU."""

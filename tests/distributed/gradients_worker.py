@@ -79,9 +79,23 @@ WHOLE_ROUTING: dict[str, dict[str, Any]] = {
 }
 """Routers that look at the whole micro-batch, or draw random numbers once for it."""
 
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "full-recompute": {**FULL, "moe_layer_freq": [0, 1, 1], "moe_shared_expert_intermediate_size": 48},
+    "block-recompute": {**FULL, "recompute_method": "block", "recompute_num_layers": 2},
+    "selective-recompute": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "mlp", "moe", "shared_experts"],
+        "moe_layer_freq": [0, 1, 1],
+        "moe_shared_expert_intermediate_size": 48,
+    },
+}
+
 CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     *(("plain", {}, k, SEQUENCE) for k in (2, 3, 8)),
     *((name, VARIANTS[name], 3, SEQUENCE) for name in VARIANTS if name != "plain"),
+    *((name, settings, 3, dim) for name, settings in RECOMPUTE.items() for dim in ({}, SEQUENCE)),
+    ("full-recompute", RECOMPUTE["full-recompute"], 2, {"over": "experts"}),
     ("mla", MLA, 1, {}),
     ("mla", MLA, 3, {}),
     ("mla", MLA, 3, SEQUENCE),

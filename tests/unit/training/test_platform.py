@@ -85,7 +85,7 @@ def test_a_gpu_script_needs_no_other_flags(gpu_script):
 
 @pytest.mark.parametrize(
     "words",
-    [["--fp8-format", "hybrid"], ["--use-megatron-fsdp"], ["--multi-latent-attention"], ["--cuda-graph-impl", "local"]],
+    [["--fp8-format", "hybrid"], ["--use-megatron-fsdp"], ["--cuda-graph-impl", "local"]],
 )
 def test_what_has_no_cpu_counterpart_is_refused(gpu_script, words):
     with pytest.raises(UsageError, match="this machine has none"):
