@@ -68,7 +68,7 @@ class SdpaAttention(DotProductAttention):
         num_queries, num_keys = query.size(0), key.size(0)
         mask: Any = None if attention_mask is None else ~attention_mask
         if num_queries < num_keys:
-            mask = causal_lower_right(num_queries, num_keys)
+            mask = _causal_mask(num_queries, num_keys, query.device)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         with self._random_state():
             context = scaled_dot_product_attention(
@@ -108,6 +108,13 @@ class SdpaAttention(DotProductAttention):
                 yield
         else:
             yield
+
+
+def _causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
+    """The last query sees all keys, the one before it all but one, and so on; True where attention is allowed."""
+    if device.type == "cuda":
+        return causal_lower_right(num_queries, num_keys)  # the flash kernel's own, never materialised
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
 
 
 class _PositionedRotary(RotaryEmbedding):

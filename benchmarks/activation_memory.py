@@ -1,0 +1,155 @@
+"""Peak activation memory of one micro-batch, forward and backward: stock against the overlapping block.
+
+    torchrun --nproc-per-node 2 benchmarks/activation_memory.py --output results.json
+
+The storage of every tensor that an op returns is followed until it is released, so the figure is exact and free of the
+allocator's rounding. Weights and gradient buffers exist before and are not counted; what deferred weight gradients keep
+alive is.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_lancet.training.cpu_platform import cpu_platform
+
+VOCAB = 1024
+RECOMPUTE = {
+    "none": {},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+CUTS = [("off", 1, "batch"), ("k=1", 1, "batch")] + [
+    (f"k={num_chunks} {dim}", num_chunks, dim) for dim in ("batch", "sequence") for num_chunks in (2, 4)
+]
+
+
+class LiveMemory(TorchDispatchMode):
+    """Bytes of all storages that came to life under this mode and still live; the highest sum seen.
+
+    Storages of ``known`` tensors don't count.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage.data_ptr() not in self._known:
+                    self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(num_bytes for _, num_bytes in self._live.values()))
+        return result
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--seq-length", type=int, default=512)
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--output", type=Path, help="JSON with all figures")
+    return parser.parse_args()
+
+
+def build(args: argparse.Namespace, recompute: dict[str, Any]) -> Any:
+    """A GPT-MoE of Megatron's, without dropout."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    config = TransformerConfig(
+        num_layers=args.layers,
+        hidden_size=args.hidden,
+        num_attention_heads=4,
+        ffn_hidden_size=4 * args.hidden,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_token_dispatcher_type="alltoall",  # noqa: S106
+        expert_model_parallel_size=2,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        **recompute,
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="LayerNorm")
+    return GPTModel(config, spec, vocab_size=VOCAB, max_sequence_length=args.seq_length), config
+
+
+def peak_mb(args: argparse.Namespace, cut: str, num_chunks: int, dim: str, recompute: dict[str, Any]) -> float:
+    """Peak memory of the second micro-batch beside weights and gradients."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from megatron_lancet.runtime.comm_stats import CommStats
+    from megatron_lancet.schedule.plan import ChunkDim, fixed_plan
+    from megatron_lancet.training.overlap_setup import OverlapSetup
+
+    model, config = build(args, recompute)
+    if cut != "off":
+        plan = fixed_plan(num_chunks, chunk_dim=ChunkDim(dim))
+        # The fused attention everywhere: what is compared is the cutting, not the kernel.
+        OverlapSetup(plan, torch.device("cpu"), CommStats(torch.device("cpu")), timedelta(minutes=5), sdpa=True)(
+            [model]
+        )
+    else:
+        from megatron_lancet.model.attention import attend_with_sdpa
+
+        for layer in model.decoder.layers:
+            attend_with_sdpa(layer.self_attention, recomputed=False)
+    DistributedDataParallel(config, DistributedDataParallelConfig(delay_wgrad_compute=cut != "off"), model)
+    tokens = torch.randint(VOCAB, (args.micro_batch, args.seq_length))
+    positions = torch.arange(args.seq_length).expand(args.micro_batch, -1)
+
+    def micro_batch() -> None:
+        model(tokens, positions, None, labels=tokens).float().mean().backward()
+
+    micro_batch()  # makes gradients, buffers and connections
+    known = [tensor for p in model.parameters() for tensor in (p, p.main_grad)]
+    with LiveMemory(known) as memory:
+        micro_batch()
+    return memory.peak_bytes / 1e6
+
+
+def main() -> None:
+    """Measure and print."""
+    from megatron.core import parallel_state
+
+    args = parse_arguments()
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
+    peaks = {name: {cut[0]: peak_mb(args, *cut, recompute) for cut in CUTS} for name, recompute in RECOMPUTE.items()}
+    if dist.get_rank() == 0:
+        print(f"{'MB (of stock)':16}" + "".join(f"{name:>18}" for name in RECOMPUTE))
+        for cut, *_ in CUTS:
+            cells = [(peaks[name][cut], peaks[name][cut] / peaks[name]["off"]) for name in RECOMPUTE]
+            print(f"{cut:16}" + "".join(f"{mb:10.1f} ({ratio:.2f})" for mb, ratio in cells))
+        if args.output is not None:
+            shape = {key: value for key, value in vars(args).items() if key != "output"}
+            args.output.write_text(json.dumps({"shape": shape, "peak_mb": peaks}, indent=1) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with cpu_platform():
+        main()
