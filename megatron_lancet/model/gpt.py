@@ -38,7 +38,8 @@ def _prepare_layer(layer: torch.nn.Module, comm: Comm) -> AllToAllDispatcher | N
     if not isinstance(layer.mlp, MoELayer):
         return None
     adopt(layer.mlp.router, ChunkedTopKRouter).begin_micro_batch()
-    return AllToAllDispatcher(comm, layer.config.num_moe_experts, layer.mlp.ep_group.size())
+    stock = layer.mlp.token_dispatcher
+    return AllToAllDispatcher(comm, layer.config.num_moe_experts, stock.ep_size, stock.tp_group)
 
 
 def _deferrable_linears(model: GPTModel) -> Iterator[tuple[torch.nn.Module, str]]:

@@ -42,7 +42,7 @@ def moe_steps(moe: MoELayer, dispatcher: AllToAllDispatcher, hidden: torch.Tenso
     tokens, token_probs = dispatcher.sort_by_expert(tokens, token_probs, routes)
     output, bias = moe.experts(tokens, routes.rows_per_expert, token_probs)
     assert bias is None, "experts return their bias added to the output"
-    output = dispatcher.sort_by_peer(output, routes)
+    output = dispatcher.sort_by_peer(output, routes, probs.dtype)
 
     combine = AllToAll(comm, op("combine"), routes.splits.reversed())
     (output,) = combine.issue(output)
