@@ -83,6 +83,8 @@ def _unsupported_parallelism(args: argparse.Namespace) -> Iterator[tuple[str, st
     }.items():
         if given:
             yield flag, _OWN_OVERLAP
+    if args.defer_embedding_wgrad_compute:
+        yield "--defer-embedding-wgrad-compute", "drop it: dW of the output layer is deferred anyway"
 
 
 def _unsupported_layers(args: argparse.Namespace) -> Iterator[tuple[str, str]]:

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, Any]] = {
     "EP2xTP2/erratic-wire/k=2": ("EP2xTP2", {}, 2, erratic_wire),
     "EP2xTP2/shared-expert/k=3": ("EP2xTP2", SHARED_EXPERT, 3, None),
     "EP2xETP2/k=1": ("EP2xETP2", {}, 1, None),
+    "EP2xETP2/bf16/k=1": ("EP2xETP2", {"bf16": True}, 1, None),
     "EP2xETP2/k=2": ("EP2xETP2", {}, 2, None),
     "EP2xETP2/erratic-wire/k=2": ("EP2xETP2", {}, 2, erratic_wire),
     "EP2xETP2/one-expert-per-rank/k=2": ("EP2xETP2", ONE_EXPERT_PER_RANK, 2, None),

@@ -75,6 +75,7 @@ REFUSED = [
     (["--overlap-moe-expert-parallel-comm"], "another way to hide"),
     (["--delay-wgrad-compute"], "another way to hide"),
     (["--moe-shared-expert-overlap"], "another way to hide"),
+    (["--defer-embedding-wgrad-compute"], "output layer is deferred anyway"),
     (["--moe-expert-capacity-factor", 1.5], "--moe-expert-capacity-factor"),
     (["--mtp-num-layers", 1], "--mtp-num-layers"),
     (["--recompute-granularity", "full"], "core_attn"),
