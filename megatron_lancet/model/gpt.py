@@ -52,7 +52,8 @@ def _prepare_layer(layer: torch.nn.Module, index_in_stage: int, comm: Comm) -> O
         return OverlappingLayer(layer, None, recompute)
     layer.mlp.shared_experts_recompute = False
     adopt(layer.mlp.router, ChunkedTopKRouter).begin_micro_batch()
-    dispatcher = AllToAllDispatcher(comm, layer.config.num_moe_experts, layer.mlp.ep_group.size())
+    stock = layer.mlp.token_dispatcher
+    dispatcher = AllToAllDispatcher(comm, layer.config.num_moe_experts, stock.ep_size, stock.tp_group)
     return OverlappingLayer(layer, OverlappingMoE(layer.mlp, dispatcher, comm, recompute), recompute)
 
 

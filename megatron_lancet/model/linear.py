@@ -1,12 +1,13 @@
 """Linear layers whose backward computes the input gradient at once and defers the weight gradient.
 
-Legend of shapes: T tokens (S * B, or rows of an expert), I inputs, O outputs of the layer.
+Legend of shapes: T tokens (S * B, or rows of an expert), I inputs, O outputs of this rank's part of the layer.
 """
 
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
@@ -15,7 +16,11 @@ from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGrad
 
 
 class _LinearWithDeferredWeightGrad(torch.autograd.Function):
-    """``input @ weight.T + bias`` like Megatron's own, except that dW goes to the store."""
+    """``input @ weight.T + bias`` like Megatron's own, except that dW goes to the store.
+
+    Under sequence parallelism the input is one rank's part of the sequence, in both directions: forward gathers it;
+    backward gathers it again, at once, because the collective can't wait with the dW, and scatters the gradient's sum.
+    """
 
     @staticmethod
     def forward(
@@ -24,21 +29,46 @@ class _LinearWithDeferredWeightGrad(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         defer: Callable[[torch.Tensor, torch.Tensor], None],
+        sequence_group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
         ctx.defer = defer
         ctx.has_bias = bias is not None
+        ctx.sequence_group = sequence_group
+        if sequence_group is not None:
+            input, gathering = _start_gather(input, sequence_group)
+            gathering.wait()
         output = torch.matmul(input, weight.t())
         return output if bias is None else output + bias
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight = ctx.saved_tensors
+        group = ctx.sequence_group
+        if group is not None:
+            input, gathering = _start_gather(input, group)
         grad_input = grad_output.matmul(weight)
+        if group is not None:
+            gathering.wait()
+            grad_input, scattering = _start_scatter(grad_input, group)
         grad_TO, input_TI = prepare_input_tensors_for_wgrad_compute(grad_output, input)
         ctx.defer(grad_TO, input_TI)
         grad_bias = grad_TO.sum(dim=0) if ctx.has_bias else None
-        return grad_input, None, grad_bias, None
+        if group is not None:
+            scattering.wait()
+        return grad_input, None, grad_bias, None, None
+
+
+def _start_gather(part: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+    """Starts the all-gather along the first dimension."""
+    whole = part.new_empty((part.size(0) * group.size(), *part.shape[1:]))
+    return whole, dist.all_gather_into_tensor(whole, part.contiguous(), group=group, async_op=True)
+
+
+def _start_scatter(whole: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+    """Starts the sum over the ranks, of which each gets its part of the first dimension."""
+    part = whole.new_empty((whole.size(0) // group.size(), *whole.shape[1:]))
+    return part, dist.reduce_scatter_tensor(part, whole.contiguous(), group=group, async_op=True)
 
 
 class _DeferredWeightGrad:
@@ -84,7 +114,8 @@ class _DeferredWeightGrad:
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.deferred is None or not torch.is_grad_enabled() or weight is not self.weight:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
-        return _LinearWithDeferredWeightGrad.apply(input, weight, kwargs.get("bias"), self._defer)
+        group = kwargs["tp_group"] if kwargs["sequence_parallel"] else None
+        return _LinearWithDeferredWeightGrad.apply(input, weight, kwargs.get("bias"), self._defer, group)
 
 
 class DeferredColumnParallelLinear(_DeferredWeightGrad, ColumnParallelLinear):
@@ -96,14 +127,14 @@ class DeferredRowParallelLinear(_DeferredWeightGrad, RowParallelLinear):
 
 
 def can_defer(module: torch.nn.Module) -> bool:
-    """Whether this is a linear layer whose dW can run by itself: trained, own weight, no collective inside."""
+    """Whether this is a linear layer whose dW can run by itself: trained, own weight."""
     if type(module) not in (ColumnParallelLinear, RowParallelLinear):
         return False
     linear = cast(Any, module)
     if linear.weight is None or not linear.weight.requires_grad or linear.gtp_remat_size > 1:
         return False
-    # Tensor parallelism sends inside the layer's backward, except in experts, where the dispatcher does it.
-    return bool(linear.explicit_expert_comm) or linear.tp_group.size() == 1
+    # Tensor parallelism without sequence parallelism sums the input's gradient inside; Megatron trains no MoE so.
+    return bool(linear.explicit_expert_comm) or not getattr(linear, "allreduce_dgrad", False)
 
 
 def defer_weight_grad(module: torch.nn.Module, name: str, store: WeightGradStore) -> None:

@@ -75,7 +75,7 @@ def routed_steps(
     yield dispatch.op
     tokens, token_probs = dispatch.wait(tokens, token_probs)
 
-    output = maybe_recomputed(moe.recompute.experts, _run_experts, moe, tokens, token_probs, routes)
+    output = maybe_recomputed(moe.recompute.experts, _run_experts, moe, tokens, token_probs, routes, probs.dtype)
 
     combine = AllToAll(comm, op("combine"), routes.splits.reversed())
     (output,) = combine.issue(output)
@@ -86,12 +86,14 @@ def routed_steps(
     return output if shared_output is None else output + shared_output
 
 
-def _run_experts(moe: OverlappingMoE, tokens: torch.Tensor, token_probs: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """Received rows [m, H] through the local experts, in the order in which they came."""
+def _run_experts(
+    moe: OverlappingMoE, tokens: torch.Tensor, token_probs: torch.Tensor, routes: Routes, sum_dtype: torch.dtype
+) -> torch.Tensor:
+    """Received rows [r, H] through the local experts, in the order in which they came."""
     tokens, token_probs = moe.dispatcher.sort_by_expert(tokens, token_probs, routes)
     output, bias = moe.stock.experts(tokens, routes.rows_per_expert, token_probs)
     assert bias is None, "experts return their bias added to the output"
-    return moe.dispatcher.sort_by_peer(output, routes)
+    return moe.dispatcher.sort_by_peer(output, routes, sum_dtype)
 
 
 def num_rows(moe: MoELayer, routing_map: torch.Tensor) -> int:

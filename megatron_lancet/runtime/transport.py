@@ -1,6 +1,7 @@
 """Starts all-to-alls that run beside compute, on gloo and on NCCL.
 
-Legend: P = number of ranks in the expert-parallel group, N / M = rows sent / received, E = number of experts.
+Legend: P = number of ranks in the expert-parallel group, Q = in the group that exchanges counts, N / M = rows sent /
+received, e = number of experts per rank.
 """
 
 import time
@@ -40,14 +41,14 @@ class Transport(Protocol):
         """
 
     def exchange_counts(self, counts: torch.Tensor) -> "CountsTransfer":
-        """Starts the exchange of token counts: [E] per expert of all ranks, ordered by expert."""
+        """Starts the exchange of token counts: [Q * e], for each rank its experts', in rank order."""
 
 
 class CountsTransfer(Protocol):
     """Token counts that are on their way."""
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sent and received counts on the host: both [P, E / P], by peer and by that peer's (own) expert."""
+        """Sent and received counts on the host: both [Q, e], by peer and by that peer's (own) expert."""
 
 
 class _WorksTransfer:
@@ -102,13 +103,15 @@ class PerSenderTransport:
     while the interpreter shuts down ends the process by abort.
     """
 
-    def __init__(self, ep_group: dist.ProcessGroup, stats: CommStats, timeout: timedelta) -> None:
-        """Creates the process groups: collective over all ranks of the world, not only ``ep_group``'s."""
+    def __init__(
+        self, ep_group: dist.ProcessGroup, counts_group: dist.ProcessGroup, stats: CommStats, timeout: timedelta
+    ) -> None:
+        """Creates the process groups: collective over all ranks of the world, not only those of the two groups."""
         self._rank = ep_group.rank()
         self._num_ranks = ep_group.size()
         self._stats = stats
-        groups = _gloo_groups_like(ep_group, self._num_ranks + 1, timeout)
-        self._counts_group, self._sender_groups = groups[0], groups[1:]
+        self._sender_groups = _gloo_groups_like(ep_group, self._num_ranks, timeout)
+        (self._counts_group,) = _gloo_groups_like(counts_group, 1, timeout)
 
     def start(
         self, received: torch.Tensor, sent: torch.Tensor, receive_rows: Sequence[int], send_rows: Sequence[int]
@@ -195,8 +198,9 @@ class _StreamCounts:
 class StreamTransport:
     """NCCL transport: collectives in issue order on one stream beside the compute stream."""
 
-    def __init__(self, ep_group: dist.ProcessGroup, stats: CommStats) -> None:
+    def __init__(self, ep_group: dist.ProcessGroup, counts_group: dist.ProcessGroup, stats: CommStats) -> None:
         self._group = ep_group
+        self._counts_group = counts_group
         self._stream = torch.cuda.Stream()
         self._stats = stats
 
@@ -211,17 +215,24 @@ class StreamTransport:
         return _StreamTransfer(times, (received, sent), self._stats)
 
     def exchange_counts(self, counts: torch.Tensor) -> CountsTransfer:
-        return _StreamCounts(counts, self._group, self._stream, self._stats)
+        return _StreamCounts(counts, self._counts_group, self._stream, self._stats)
 
 
 def make_transport(
-    ep_group: dist.ProcessGroup, device: torch.device, stats: CommStats, timeout: timedelta
+    ep_group: dist.ProcessGroup,
+    counts_group: dist.ProcessGroup,
+    device: torch.device,
+    stats: CommStats,
+    timeout: timedelta,
 ) -> Transport:
     """The transport for the device. Collective over all ranks of the world.
 
     Args:
+        ep_group: ranks between which rows travel.
+        counts_group: ranks that must know each other's token counts: ``ep_group``, and where experts are cut by
+            tensor parallelism, the ranks that hold the other parts of them.
         timeout: how long a rank waits for the others; NCCL keeps the group's own.
     """
     if device.type == "cuda":
-        return StreamTransport(ep_group, stats)
-    return PerSenderTransport(ep_group, stats, timeout)
+        return StreamTransport(ep_group, counts_group, stats)
+    return PerSenderTransport(ep_group, counts_group, stats, timeout)

@@ -16,6 +16,9 @@ from typing import Any
 import torch._dynamo
 import torch.utils.data
 
+# By name: the report counts calls of torch.distributed.all_to_all_single, and these are not expert parallelism's.
+from torch.distributed import all_to_all_single as _all_to_all_single
+
 from megatron_lancet.patching import replaced, wrapped
 
 _CPU = torch.device("cpu")
@@ -161,9 +164,41 @@ class _NoMemoryStats(dict):
         return 0
 
 
+def _gather_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's all-gather along the first dimension, also of parts of different sizes, which gloo lacks."""
+
+    @functools.wraps(original)
+    def gather(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return original(input_, group, output_split_sizes, *args, **kwargs)
+        gathered = input_.new_empty((sum(output_split_sizes), *input_.shape[1:]))
+        copies = torch.cat([input_] * group.size())
+        _all_to_all_single(gathered, copies, list(output_split_sizes), [len(input_)] * group.size(), group=group)
+        return gathered
+
+    return gather
+
+
+def _scatter_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's reduce-scatter along the first dimension, also to parts of different sizes, which gloo lacks."""
+
+    @functools.wraps(original)
+    def scatter(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return original(input_, group, input_split_sizes, *args, **kwargs)
+        own_size = input_split_sizes[group.rank()]
+        parts = input_.new_empty((group.size(), own_size, *input_.shape[1:]))
+        sizes = [own_size] * group.size()
+        _all_to_all_single(parts.flatten(0, 1), input_.contiguous(), sizes, list(input_split_sizes), group=group)
+        return parts.sum(dim=0)
+
+    return scatter
+
+
 def _megatron_stand_ins() -> list[tuple[Any, str, Any]]:
     """Replacements in Megatron for what ``torch.cuda`` stand-ins do not reach: (module, name, value)."""
     from megatron.core.datasets import utils as dataset_utils
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as tensor_parallel_random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -175,6 +210,8 @@ def _megatron_stand_ins() -> list[tuple[Any, str, Any]]:
         (tensor_parallel_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (tensor_parallel_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
         (token_dispatcher, "maybe_move_tensor_to_cpu", split_sizes_as_ints),
+        (mappings, "_gather_along_first_dim", _gather_uneven(mappings._gather_along_first_dim)),
+        (mappings, "_reduce_scatter_along_first_dim", _scatter_uneven(mappings._reduce_scatter_along_first_dim)),
         # The wheel ships the helpers compiled; compile_helpers would run make in site-packages.
         (dataset_utils, "compile_helpers", _nothing()),
     ]

@@ -40,7 +40,8 @@ class OverlapSetup:
         ep_group = parallel_state.get_expert_model_parallel_group()
         fills = self._plan.dw_policy is DwPolicy.FILL
         store = WeightGradStore(self._plan.dw_window, self._stats) if fills else None
-        transport = make_transport(ep_group, self._device, self._stats, self._timeout)
+        counts_group = parallel_state.get_expert_tensor_and_model_parallel_group()
+        transport = make_transport(ep_group, counts_group, self._device, self._stats, self._timeout)
         self._comm = Comm(transport, store, self._stats, own_rank=ep_group.rank())
         for stage in stages:
             assert isinstance(stage, GPTModel)

@@ -133,14 +133,13 @@ def _unsupported(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[str, st
 
 def _unsupported_parallelism(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     sizes = {
-        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
         "--context-parallel-size": args.context_parallel_size,
-        "--expert-tensor-parallel-size": args.expert_tensor_parallel_size,
         "--tensor-parallel-num-weight-shards": args.gtp_weight_remat_size,
+        "--expert-tensor-parallel-num-weight-shards": args.expert_gtp_weight_remat_size,
     }
     for flag, size in sizes.items():
         if (size or 1) > 1:
-            yield f"{flag} {size}", "use expert, data and pipeline parallelism"
+            yield f"{flag} {size}", "use expert, tensor, data and pipeline parallelism"
     dispatcher = args.moe_token_dispatcher_type
     if dispatcher != "alltoall":
         yield (
@@ -161,6 +160,8 @@ def _unsupported_parallelism(args: argparse.Namespace) -> Iterator[tuple[str, st
     }.items():
         if given:
             yield flag, _OWN_OVERLAP
+    if args.defer_embedding_wgrad_compute:
+        yield "--defer-embedding-wgrad-compute", "drop it: dW of the output layer is deferred anyway"
 
 
 def _unsupported_layers(args: argparse.Namespace) -> Iterator[tuple[str, str]]:

@@ -179,7 +179,9 @@ def wrap_with_ddp(model, config, precision, deferred: bool):
 
 
 def micro_batches():
-    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    from megatron.core import parallel_state
+
+    generator = torch.Generator().manual_seed(100 + parallel_state.get_data_parallel_rank())
     for _ in range(NUM_MICRO_BATCHES):
         tokens = torch.randint(VOCAB, (MICRO_BATCH, SEQ_LENGTH + 1), generator=generator)
         yield tokens[:, :-1], tokens[:, 1:]
@@ -226,6 +228,18 @@ def deviation(ours: torch.Tensor, stock: torch.Tensor) -> float:
     return ((ours - stock).norm() / stock.norm().clamp_min(1e-12)).item()
 
 
+def tensor_parallel_collectives() -> list[tuple[Any, str]]:
+    """Where Megatron and we start collectives of tensor parallelism in the transformer block."""
+    from megatron.core.tensor_parallel import mappings
+
+    return [
+        (mappings, "_gather_along_first_dim"),
+        (mappings, "_reduce_scatter_along_first_dim"),
+        (dist, "all_gather_into_tensor"),
+        (dist, "reduce_scatter_tensor"),
+    ]
+
+
 class Observer:
     """Records the order of collectives and how often each parameter is reported ready."""
 
@@ -239,6 +253,17 @@ class Observer:
             stack.enter_context(replaced(group, "start_grad_sync", self._logged(group.start_grad_sync, f"reduce {i}")))
             stack.enter_context(replaced(group, "register_grad_ready", self._counted(group, names)))
         stack.enter_context(wrapped(Comm, "start", self._logged_start))
+        for owner, name in tensor_parallel_collectives():
+            stack.enter_context(wrapped(owner, name, self._logged_tensor_parallel))
+
+    def _logged_tensor_parallel(self, original):
+        def call(*args, **kwargs):
+            group = kwargs.get("group") or args[1]
+            if group.size() > 1:
+                self.collectives.append(original.__name__)
+            return original(*args, **kwargs)
+
+        return call
 
     def _logged(self, function, text: str):
         def call(*args, **kwargs):

@@ -1,8 +1,10 @@
 """Parallel layouts on the CPU: stock trains the same model in each, and the overlap works where it is offered."""
 
+from collections.abc import Sequence
+
 import pytest
 
-from tests.distributed.pretraining import EP2, pretrain
+from tests.distributed.pretraining import EP2, Run, pretrain
 
 pytestmark = pytest.mark.distributed
 
@@ -11,9 +13,10 @@ STOCK = ["--lancet-plan", "off"]
 OVERLAP = ["--lancet-num-chunks", "2"]
 TENSOR = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PIPELINE = ["--pipeline-model-parallel-size", "2"]
+LARGER_BATCH = ["--global-batch-size", "32"]
 DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "20000"]
-# Megatron's experts can't add a bias without expert parallelism.
-NO_BIAS = ["--disable-bias-linear"]
+# Two virtual stages on two ranks; Megatron's experts can't add a bias without expert parallelism.
+MODEL = ["--disable-bias-linear", "--num-layers", "4"]
 # Layouts add partial sums in another order.
 TOLERANCE = 1e-5
 
@@ -22,41 +25,56 @@ TOLERANCE = 1e-5
 def first_step(tmp_path_factory, token_data):
     """A checkpoint of one rank's first step: layouts draw different weights, but can load the same."""
     folder = tmp_path_factory.mktemp("first-step")
-    extra = [*STOCK, *NO_BIAS, "--save", folder / "checkpoints", "--save-interval", "1", "--no-save-optim"]
+    extra = [*STOCK, *MODEL, "--save", folder / "checkpoints", "--save-interval", "1", "--no-save-optim"]
     pretrain(token_data, extra, folder, num_ranks=1, train_iters=1)
     return ["--load", folder / "checkpoints", "--no-load-optim", "--no-load-rng"]
 
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory, token_data, first_step):
-    """The reference: further steps on one rank."""
-    extra = [*STOCK, *NO_BIAS, *first_step]
-    return pretrain(token_data, extra, tmp_path_factory.mktemp("one-rank"), num_ranks=1, train_iters=NUM_ITERS)
+    """The reference: further steps of stock Megatron on one rank, for a global batch size."""
+    runs: dict[str, Run] = {}
+
+    def run(batch: Sequence[str] = ()) -> Run:
+        key = " ".join(batch)
+        if key not in runs:
+            folder = tmp_path_factory.mktemp("one-rank")
+            runs[key] = pretrain(token_data, [*STOCK, *MODEL, *first_step, *batch], folder, 1, NUM_ITERS)
+        return runs[key]
+
+    return run
 
 
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE, EP2], ids=["tensor+sequence", "pipeline", "expert"])
 def test_stock_trains_alike_in_all_layouts(one_rank, first_step, tmp_path, token_data, layout):
-    run = pretrain(token_data, [*STOCK, *NO_BIAS, *first_step, *layout], tmp_path, 2, NUM_ITERS)
+    run = pretrain(token_data, [*STOCK, *MODEL, *first_step, *layout], tmp_path, 2, NUM_ITERS)
     assert len(run.losses) == NUM_ITERS - 1
     for name in ("lm loss", "grad norm"):
-        assert run.series(name) == pytest.approx(one_rank.series(name), rel=TOLERANCE), name
+        assert run.series(name) == pytest.approx(one_rank().series(name), rel=TOLERANCE), name
+
+
+OVERLAPPING = {
+    # One micro-batch per step.
+    "EP4": ["--expert-model-parallel-size", "4"],
+    "EP2xDP2": [*EP2, *DISTRIBUTED],
+    # Two.
+    "EP2xTP2": [*EP2, *TENSOR, "--expert-tensor-parallel-size", "1", *DISTRIBUTED],
+    "EP2xETP2": [*EP2, *TENSOR],
+    # Four.
+    "EP2xPP2": [*EP2, *PIPELINE, "--overlap-grad-reduce"],
+    "EP2xPP2 interleaved": [*EP2, *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2", "--overlap-grad-reduce"],
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [
-        [*EP2, *DISTRIBUTED],
-        [*EP2, *PIPELINE, "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2", "--overlap-grad-reduce"],
-    ],
-    ids=["EP2 x DP2", "EP2 x PP2 interleaved"],
-)
-def test_overlap_equals_stock_on_four_ranks(token_data, tmp_path, layout):
-    stock = pretrain(token_data, [*STOCK, *layout], tmp_path / "stock", 4, NUM_ITERS)
-    ours = pretrain(token_data, [*OVERLAP, *layout], tmp_path / "ours", 4, NUM_ITERS)
+@pytest.mark.parametrize("layout", OVERLAPPING.values(), ids=OVERLAPPING.keys())
+def test_overlap_trains_like_stock_on_one_rank(one_rank, first_step, token_data, tmp_path, layout):
+    batch = LARGER_BATCH if layout[2:4] == PIPELINE else []
+    ours = pretrain(token_data, [*OVERLAP, *MODEL, *first_step, *layout, *batch], tmp_path, 4, NUM_ITERS)
     assert "chunks=2" in ours.outputs[0]
+    assert "megatron_lancet.model.transformer_block" in ours.model_modules
     for name in ("lm loss", "grad norm", "load_balancing_loss", "z_loss"):
-        assert ours.series(name) == pytest.approx(stock.series(name), rel=TOLERANCE), name
+        assert ours.series(name) == pytest.approx(one_rank(batch).series(name), rel=TOLERANCE), name
 
 
 def test_experts_of_different_ranks_start_different(token_data, tmp_path):

@@ -25,7 +25,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     stats = CommStats(torch.device("cpu"))
-    transport = PerSenderTransport(dist.group.WORLD, stats, timedelta(minutes=1))
+    transport = PerSenderTransport(dist.group.WORLD, dist.group.WORLD, stats, timedelta(minutes=1))
     shared = random.Random(0)  # the table of rows is known to all ranks
     own = random.Random(rank)
     in_flight, num_wrong = [], 0

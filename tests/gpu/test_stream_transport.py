@@ -25,7 +25,7 @@ def group(tmp_path):
 
 def test_compute_waits_for_the_rows(group):
     stats = CommStats(torch.device("cuda"))
-    comm = Comm(StreamTransport(group, stats), None, stats, own_rank=0)
+    comm = Comm(StreamTransport(group, group, stats), None, stats, own_rank=0)
     x = torch.randn(4096, 1024, device="cuda", requires_grad=True)
     exchange = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), RowSplits(sent=(4096,), received=(4096,)))
     issued = exchange.issue(2 * x)
@@ -45,7 +45,7 @@ def test_compute_waits_for_the_rows(group):
 def test_counts_reach_the_host(group):
     stats = CommStats(torch.device("cuda"))
     counts = torch.arange(8, device="cuda")
-    sent, received = StreamTransport(group, stats).exchange_counts(counts).wait()
+    sent, received = StreamTransport(group, group, stats).exchange_counts(counts).wait()
     assert sent.device.type == received.device.type == "cpu"
     assert sent.equal(counts.cpu().view(1, 8))
     assert received.equal(sent)

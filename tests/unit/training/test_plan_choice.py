@@ -22,7 +22,7 @@ def megatron_args(monkeypatch):
         )
         monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
         args = parse_args(ignore_unknown_args=True)
-        args.gtp_weight_remat_size = 1
+        args.gtp_weight_remat_size = args.expert_gtp_weight_remat_size = 1
         args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or 1
         vars(args).update(attributes)
         return args
@@ -120,17 +120,16 @@ def test_dropout_is_allowed_and_explained(megatron_args):
 REFUSED = [
     (["--transformer-impl", "transformer_engine"], "--transformer-impl transformer_engine"),
     (["--moe-token-dispatcher-type", "allgather"], "pass --moe-token-dispatcher-type alltoall"),
-    (["--tensor-model-parallel-size", 2], "--tensor-model-parallel-size 2"),
-    (["--context-parallel-size", 2], "--context-parallel-size 2"),
-    (["--expert-tensor-parallel-size", 2], "--expert-tensor-parallel-size 2"),
+    (["--context-parallel-size", 2], "--context-parallel-size 2 .*: use expert, tensor, data and pipeline"),
     (["--use-megatron-fsdp"], "use --use-distributed-optimizer"),
     (["--overlap-moe-expert-parallel-comm"], "another way to hide"),
     (["--delay-wgrad-compute"], "another way to hide"),
     (["--moe-shared-expert-overlap"], "another way to hide"),
     (["--moe-enable-routing-replay"], "--moe-enable-routing-replay"),
+    (["--defer-embedding-wgrad-compute"], "output layer is deferred anyway"),
     (["--mtp-num-layers", 1], "--mtp-num-layers"),
-    (["--recompute-granularity", "full"], "core_attn"),
-    (["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe"], "--recompute-modules moe"),
+    (["--recompute-granularity", "selective", "--recompute-modules", "layernorm"], "choose among core_attn, mlp, moe"),
+    (["--distribute-saved-activations"], "--distribute-saved-activations"),
 ]
 
 
@@ -142,6 +141,33 @@ def test_what_is_not_supported_is_refused(megatron_args, changes, message):
     assert choose_plan(megatron_args(*changes), LancetConfig(plan=PlanChoice.OFF))[0] is None
 
 
-def test_selective_recompute_of_core_attention_works(megatron_args):
-    args = megatron_args("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
-    assert choose_plan(args, LancetConfig())[0] is not None
+@pytest.mark.parametrize("name", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
+def test_weight_shards_are_refused(megatron_args, name):
+    with pytest.raises(UsageError, match=r"tensor-parallel-num-weight-shards 2 .*--lancet-plan off"):
+        choose_plan(megatron_args(**{name: 2}), LancetConfig())
+
+
+LAYOUTS = {
+    "tensor": ["--tensor-model-parallel-size", 2, "--sequence-parallel"],
+    "expert tensor": ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-tensor-parallel-size", 2],
+    "pipeline": ["--pipeline-model-parallel-size", 2],
+    "interleaved": ["--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2],
+    "one micro-batch per step": ["--global-batch-size", 4],
+}
+
+
+@pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_parallel_layouts_overlap(megatron_args, changes):
+    assert choose_plan(megatron_args(*changes), LancetConfig())[0] == Plan(num_chunks=2, dw_window=4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp", "moe", "shared_experts"],
+        ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1],
+    ],
+    ids=["selective", "full"],
+)
+def test_recompute_overlaps(megatron_args, changes):
+    assert choose_plan(megatron_args(*changes), LancetConfig())[0] == Plan(num_chunks=2, dw_window=4)
