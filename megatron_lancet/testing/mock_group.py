@@ -31,6 +31,8 @@ def _unsupported(op: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+_NUM_SPLITS_SHOWN = 8
+
 # Typed as Any: c10d's stub lists the overloads that callers may use; a subclass implements one form of each.
 _ProcessGroup: Any = dist.ProcessGroup
 
@@ -82,14 +84,15 @@ class MockProcessGroup(_ProcessGroup):
             ValueError: what is to be received differs from what is sent.
         """
         receive, send = (
-            list(splits) or [len(rows) // self.size()] * self.size()
-            for splits, rows in ((output_split_sizes, output), (input_split_sizes, input))
+            [int(rows) for rows in splits] or [len(tensor) // self.size()] * self.size()
+            for splits, tensor in ((output_split_sizes, output), (input_split_sizes, input))
         )
         if receive != send or sum(send) != len(input) or input.shape != output.shape:
             raise ValueError(
                 "the mock's all_to_all is a loopback, from each rank comes back what was sent to it: receive splits "
-                f"must equal send splits and add up to the rows. Got {receive} for {list(output.shape)} received and "
-                f"{send} for {list(input.shape)} sent. Counts must be learnt by an all_to_all of this group."
+                f"must equal send splits and add up to the rows. Got {_shortened(receive)} for {list(output.shape)} "
+                f"received and {_shortened(send)} for {list(input.shape)} sent. Learn counts by an all_to_all of the "
+                "group."
             )
         num_rows_to_others = len(input) - send[self.rank()]
         row_bytes = input.element_size() * input.shape[1:].numel()
@@ -261,6 +264,10 @@ class MockProcessGroup(_ProcessGroup):
             self._stream = torch.cuda.Stream(outputs[0].device)
             self._cycles_per_us = device_cycles_per_us(outputs[0].device)
         return DeviceWork(deliver, inputs, outputs, self._stream, round(duration_us * self._cycles_per_us))
+
+
+def _shortened(splits: Sequence[int]) -> str:
+    return str(splits[:_NUM_SPLITS_SHOWN])[:-1] + (", ...]" if len(splits) > _NUM_SPLITS_SHOWN else "]")
 
 
 def _nothing() -> None: ...

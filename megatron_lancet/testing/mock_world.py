@@ -20,10 +20,8 @@ _DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 @contextmanager
-def mock_world(
-    num_ranks: int, link: Link = _FREE, rank: int = 0, timeout: timedelta = _DEFAULT_TIMEOUT
-) -> Iterator[None]:
-    """``torch.distributed`` as rank ``rank`` of ``num_ranks``, and stock Megatron's token counts fitting to it.
+def mock_world(num_ranks: int, link: Link = _FREE, timeout: timedelta = _DEFAULT_TIMEOUT) -> Iterator[None]:
+    """``torch.distributed`` as rank 0 of ``num_ranks``, and stock Megatron's token counts fitting to it.
 
     All process groups made inside are mocked, also those that ask for gloo. All are gone at the end.
 
@@ -33,7 +31,7 @@ def mock_world(
     clock = Clock()
     _register(link, clock)
     try:
-        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=num_ranks, timeout=timeout)
+        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=num_ranks, timeout=timeout)
         with (
             wrapped(dist, "new_group", _always_mocked),
             wrapped(distributed_c10d, "new_group", _always_mocked),
