@@ -128,13 +128,14 @@ def test_a_message_is_not_there_before_it_lands():
 
 
 def test_what_is_sent_is_read_when_it_lands():
+    """So a sender that uses its buffer again too early is found out."""
     with mock_world(4, SOON):
         received, sent = torch.zeros(4), torch.ones(4)
         work = dist.all_to_all_single(received, sent, async_op=True)
+        sent.fill_(2)
         work.wait()
-        sent.zero_()
         assert work.is_completed()
-        assert received.eq(1).all()
+        assert received.eq(2).all()
 
 
 def test_a_future_completes_without_a_wait():
