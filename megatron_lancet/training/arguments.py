@@ -57,7 +57,7 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """Fail like argparse, but without the usage text of a thousand flags, and with a guess at what was meant."""
     hints = []
-    for word in message.split():
+    for word in message.replace(":", " ").split():
         if word.startswith("--") and word not in parser._option_string_actions:
             close = difflib.get_close_matches(word, parser._option_string_actions, n=1)
             hints += [f"{word}: did you mean {close[0]}?"] if close else []

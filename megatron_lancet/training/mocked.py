@@ -75,9 +75,10 @@ def _unsupported(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     ):
         if (size or 1) > 1:
             yield f"{flag} {size}", reason
-    if args.expert_model_parallel_size > 1 and args.moe_token_dispatcher_type != "alltoall":
+    dispatcher = args.moe_token_dispatcher_type
+    if args.expert_model_parallel_size > 1 and dispatcher != "alltoall":
         yield (
-            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type}",
+            f"--moe-token-dispatcher-type {dispatcher}",
             "it gathers the rows of all ranks, and the mock has only this one's; pass alltoall",
         )
     sharded_optimizers = {
