@@ -15,6 +15,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
+from megatron_lancet.training.mocked import add_mock_arguments, check_mock_arguments
 
 _SENTENCEPIECE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
@@ -64,6 +65,7 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument(
         "--lancet-report", type=Path, metavar="DIR", help="also write the closing report to DIR/report.json."
     )
+    add_mock_arguments(parser, group)
     parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
     return parser
 
@@ -71,7 +73,7 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """Fail like argparse, but without the usage text of a thousand flags, and with a guess at what was meant."""
     hints = []
-    for word in message.split():
+    for word in message.replace(":", " ").split():
         if word.startswith("--") and word not in parser._option_string_actions:
             close = difflib.get_close_matches(word, parser._option_string_actions, n=1)
             hints += [f"{word}: did you mean {close[0]}?"] if close else []
@@ -104,6 +106,7 @@ def validate(args: argparse.Namespace) -> None:
     Raises:
         UsageError: a setting that can't work, one message for the first found.
     """
+    check_mock_arguments(args)
     _check_layout(args)
     _check_data(args)
     _refuse_untested_data_modes(args)

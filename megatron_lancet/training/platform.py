@@ -10,9 +10,9 @@ import torch
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training.cpu_platform import cpu_platform, gpu_available
+from megatron_lancet.training.mocked import is_mocked
 
 _CPU_SETTINGS = {
-    "distributed_backend": "gloo",
     "transformer_impl": "local",
     "gradient_accumulation_fusion": False,
     "no_persist_layer_norm": True,
@@ -28,7 +28,7 @@ _CPU_SETTINGS = {
     "tp_comm_overlap": False,
     "use_te_activation_func": False,
 }
-"""Megatron's arguments that name CUDA kernels or NCCL, and their plain counterparts."""
+"""Megatron's arguments that name CUDA kernels, and their plain counterparts."""
 
 _GPU_ONLY = {
     "fp8": "--fp8-format",
@@ -85,4 +85,6 @@ def apply_cpu_settings(args: argparse.Namespace) -> None:
     for name, value in _CPU_SETTINGS.items():
         assert hasattr(args, name), f"Megatron has no argument {name}"
         setattr(args, name, value)
+    if not is_mocked(args):
+        args.distributed_backend = "gloo"
     args.attention_backend = AttnBackend.unfused

@@ -42,7 +42,7 @@ def _pretrain(device: torch.device) -> None:
 
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.schedule.plan import DwPolicy
-    from megatron_lancet.training import arguments, upstream
+    from megatron_lancet.training import arguments, mocked, upstream
     from megatron_lancet.training.overlap_setup import OverlapSetup
     from megatron_lancet.training.plan_choice import choose_plan, uses_sdpa
     from megatron_lancet.training.platform import apply_cpu_settings
@@ -53,6 +53,8 @@ def _pretrain(device: torch.device) -> None:
     if device.type == "cpu":
         apply_cpu_settings(args)
     arguments.validate(args)
+    if mocked.is_mocked(args):
+        _say(f"Megatron-Lancet world: {mocked.describe_mocked_world(args)}")
     plan, line = choose_plan(args, config)
     _say(f"Megatron-Lancet plan: {line}")
 
@@ -66,6 +68,7 @@ def _pretrain(device: torch.device) -> None:
 
     setup = None
     with ExitStack() as stack:
+        stack.enter_context(mocked.mocked_world_of(args))
         stack.enter_context(upstream.sequence_parallel_with_torch_norm())
         stack.enter_context(upstream.multi_latent_attention_without_te(args.multi_latent_attention))
         stack.enter_context(upstream.resumable_distributed_optimizer())

@@ -24,7 +24,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.training import training
+from megatron.training import arguments, training
+from megatron.training.utils import common_utils
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.attention import SdpaAttention
@@ -63,6 +64,9 @@ _SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (distrib_optimizer.DistributedOptimizer, "state_dict", ()),
     (distrib_optimizer.DistributedOptimizer, "load_state_dict", ("state_dict",)),
     (training, "train_step", ("forward_step_func", "data_iterator", "model")),
+    (training, "is_last_rank", ()),
+    (common_utils, "is_last_rank", ()),
+    (arguments, "add_megatron_arguments", ("parser",)),
     (training, "pretrain", ("cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func")),
     (token_dispatcher, "gather_from_sequence_parallel_region", ("input_",)),
 )

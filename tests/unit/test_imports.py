@@ -17,7 +17,8 @@ ALLOWED = {
     "runtime": {"schedule"},
     "model": {"schedule", "runtime"},
     "report": {"schedule", "runtime"},
-    "training": {"schedule", "runtime", "model", "report", "config"},
+    "testing": {"schedule", "runtime"},
+    "training": {"schedule", "runtime", "model", "report", "testing", "config"},
 }
 
 

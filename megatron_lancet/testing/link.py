@@ -1,0 +1,54 @@
+"""How long a message of a mocked group takes."""
+
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a rank's connection to the others costs. A message holds it for latency + bytes / bandwidth.
+
+    Attributes:
+        latency_us: of every message, in microseconds.
+        gbytes_per_s: bandwidth in 1e9 bytes a second, for all bytes that leave for other ranks.
+    """
+
+    latency_us: float = 0.0
+    gbytes_per_s: float = float("inf")
+
+    @classmethod
+    def parse(cls, text: str) -> "Link":
+        """From ``LATENCY_US:GBYTES_PER_S``, for example ``20:25``.
+
+        Raises:
+            ValueError: the text is something else, or a figure is out of range.
+        """
+        latency, colon, bandwidth = text.partition(":")
+        try:
+            link = cls(float(latency), float(bandwidth))
+        except ValueError:
+            colon = ""
+        if not colon or not (0 <= link.latency_us < float("inf")) or not link.gbytes_per_s > 0:
+            raise ValueError(
+                f"expected LATENCY_US:GBYTES_PER_S, at least 0 and more than 0, for example 20:25; got {text!r}"
+            )
+        return link
+
+    def __str__(self) -> str:
+        return f"{self.latency_us:g} us, {self.gbytes_per_s:g} GB/s" if self != Link() else "free"
+
+    def time_us(self, num_bytes: float) -> float:
+        """Time for which a message of ``num_bytes`` to other ranks holds the link."""
+        return self.latency_us + num_bytes / self.gbytes_per_s * 1e-3
+
+
+class Queue:
+    """Messages of one group, each of which takes the link when the one before has left it."""
+
+    def __init__(self) -> None:
+        self._free_at_s = 0.0
+
+    def enter(self, duration_us: float) -> float:
+        """Puts a message in; returns when it lands, in seconds of ``time.perf_counter``."""
+        self._free_at_s = max(time.perf_counter(), self._free_at_s) + duration_us * 1e-6
+        return self._free_at_s

@@ -1,0 +1,222 @@
+"""Messages of a mocked group that are on their way: they land at a time that the link model gives.
+
+The data moves when the message lands, not when it is issued. So whoever reads too early, or changes what is being
+sent, gets wrong figures here too, as on a real wire.
+"""
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_NO_TIMEOUT = timedelta(0)
+"""What c10d passes where the caller gave none: the group's own then holds."""
+
+
+class Clock:
+    """Calls functions at their times, on one thread that starts with the first call."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._ticket = itertools.count()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def call_at(self, due_s: float, function: Callable[[], None]) -> None:
+        """Calls ``function`` when ``time.perf_counter`` has reached ``due_s``."""
+        with self._changed:
+            assert not self._closed
+            heapq.heappush(self._due, (due_s, next(self._ticket), function))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mocked link", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends the thread; what is not yet due is dropped. It must not outlive the interpreter."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (not self._due or self._due[0][0] > time.perf_counter()):
+                    self._changed.wait(self._due[0][0] - time.perf_counter() if self._due else None)
+                if self._closed:
+                    return
+                function = heapq.heappop(self._due)[2]
+            function()
+
+
+class HostWork(dist.Work):
+    """A message between tensors in host memory."""
+
+    def __init__(
+        self,
+        op: str,
+        deliver: Callable[[], None],
+        outputs: Sequence[torch.Tensor],
+        lands_at_s: float,
+        patience: timedelta,
+        clock: Clock,
+    ) -> None:
+        """
+        Args:
+            deliver: moves the data; called once, when the message has landed.
+            outputs: what it fills.
+            lands_at_s: when, by ``time.perf_counter``.
+            patience: how long a wait lasts that gives no timeout of its own.
+        """
+        super().__init__()
+        self._op = op
+        self._deliver = deliver
+        self._outputs = list(outputs)
+        self._lands_at_s = lands_at_s
+        self._patience = patience
+        self._clock = clock
+        self._delivered = False
+        self._delivering = threading.Lock()
+        self._future: torch.futures.Future | None = None
+
+    def is_completed(self) -> bool:
+        """Whether the message has landed; never blocks."""
+        if time.perf_counter() < self._lands_at_s:
+            return False
+        self._land()
+        return True
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def exception(self) -> None:
+        """Messages of a mocked group don't fail."""
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Sleeps until the message has landed.
+
+        Raises:
+            RuntimeError: that is later than ``timeout`` from now.
+        """
+        patience_s = (timeout if timeout > _NO_TIMEOUT else self._patience).total_seconds()
+        remaining_s = self._lands_at_s - time.perf_counter()
+        if remaining_s > patience_s:
+            time.sleep(patience_s)
+            raise RuntimeError(
+                f"mocked {self._op} timed out after {patience_s:g} s: its link needs {remaining_s - patience_s:.3g} s "
+                "more. Use a faster link or a longer timeout."
+            )
+        if remaining_s > 0:
+            time.sleep(remaining_s)
+        self._land()
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        """A future that completes, with the outputs, when the message lands, whoever waits or not."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            if self.is_completed():
+                self._complete_future()
+            else:
+                self._clock.call_at(self._lands_at_s, self._complete_future)
+        return self._future
+
+    def _complete_future(self) -> None:
+        assert self._future is not None
+        self._land()
+        self._future.set_result(self._outputs)
+
+    def _land(self) -> None:
+        with self._delivering:
+            if not self._delivered:
+                # The clock's thread records gradients by default, and senders' rows may require them.
+                with torch.no_grad():
+                    self._deliver()
+                self._delivered = True
+
+
+class DeviceWork(dist.Work):
+    """A message between tensors on a CUDA device: a pause on the communication stream, the copy, and an event.
+
+    Everything is enqueued when it is issued; a wait makes the caller's stream wait and not the host. Nothing times out.
+    """
+
+    def __init__(
+        self,
+        deliver: Callable[[], None],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream,
+        pause_cycles: int,
+    ) -> None:
+        """
+        Args:
+            stream: of the group; messages on it queue behind each other.
+            pause_cycles: time on the wire, in cycles of the device's clock.
+        """
+        super().__init__()
+        self._outputs = list(outputs)
+        self._stream = stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            if pause_cycles > 0:
+                torch.cuda._sleep(pause_cycles)
+            deliver()
+            self._landed = stream.record_event()
+        for tensor in (*inputs, *outputs):
+            tensor.record_stream(stream)
+
+    def is_completed(self) -> bool:
+        """Whether the message has landed; never blocks."""
+        return self._landed.query()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def exception(self) -> None:
+        """Messages of a mocked group don't fail."""
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Makes the current stream wait for the message."""
+        torch.cuda.current_stream().wait_event(self._landed)
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        """A future of the outputs; streams of its callbacks wait for the message."""
+        future: torch.futures.Future = torch.futures.Future(devices=[self._stream.device])
+        with torch.cuda.stream(self._stream):
+            future.set_result(self._outputs)
+        return future
+
+
+def device_cycles_per_us(device: torch.device) -> float:
+    """Speed of the clock that ``torch.cuda._sleep`` counts by, measured on the current stream."""
+    num_cycles = 20_000_000
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(device):
+        torch.cuda._sleep(1)  # the first launch loads the kernel
+        start.record()
+        torch.cuda._sleep(num_cycles)
+        end.record()
+        end.synchronize()
+    return num_cycles / (start.elapsed_time(end) * 1e3)
