@@ -25,6 +25,8 @@ class LancetConfig:
         num_chunks: chunks per micro-batch, at least 1; None leaves it to the plan. Default None.
         chunk_dim: dimension along which micro-batches are cut. Default batch.
         dw_policy: what happens to weight gradients. Default fill.
+        dw_memory_mb: MB (10^6 bytes) that deferred weight gradients may keep alive on a rank, above 0; None for no
+            bound other than the plan's window. Default None.
         report_dir: folder for report.json; None writes no file. Default None.
     """
 
@@ -32,4 +34,5 @@ class LancetConfig:
     num_chunks: int | None = None
     chunk_dim: ChunkDim = ChunkDim.BATCH
     dw_policy: DwPolicy = DwPolicy.FILL
+    dw_memory_mb: float | None = None
     report_dir: Path | None = None

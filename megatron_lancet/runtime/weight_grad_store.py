@@ -60,16 +60,22 @@ class WeightGradStore:
 
     The backward pass is counted in all-to-alls that it has finished. A dW enumerated at count n has run, and its
     parameter has been reported, by count n + window; all have by the end of the backward pass.
+
+    Where memory is bounded, a dW may have to run earlier. That moves no report, so ranks on which different amounts
+    of memory are pinned still agree about the order of collectives.
     """
 
-    def __init__(self, window: int, stats: CommStats) -> None:
+    def __init__(self, window: int, stats: CommStats, memory_bytes: int | None = None) -> None:
         """
         Args:
             window: all-to-alls over which a dW may be carried, at least 1.
+            memory_bytes: bound of what deferred dWs keep alive; None for no bound.
         """
         assert window >= 1
+        assert memory_bytes is None or memory_bytes > 0
         self._window = window
         self._stats = stats
+        self._memory_bytes = memory_bytes
         self._tasks: deque[_Task] = deque()
         self._to_report: deque[tuple[DeferredWeight, int]] = deque()
         self._num_passed = 0
@@ -80,16 +86,20 @@ class WeightGradStore:
         return len(self._tasks)
 
     def put(self, weight: DeferredWeight, compute: Callable[[], None], num_bytes: int) -> None:
-        """Takes a dW for later. Called from a backward function.
+        """Takes a dW for later, after running older ones if there is no room for it. Called from a backward function.
 
         Args:
             compute: runs the GEMM and adds the result to the gradient.
-            num_bytes: memory that stays alive until then.
+            num_bytes: memory that stays alive until then. A dW larger than the bound runs at once, after all others.
         """
         self._flush_at_end_of_backward()
         weight.num_pending += 1
+        while self._tasks and not self._fits(num_bytes):
+            self._run_early()
         self._tasks.append(_Task(weight, compute, num_bytes, self._num_passed + self._window))
         self._held_bytes += num_bytes
+        if not self._fits(0):
+            self._run_early()
         self._stats.raise_to("peak_dw_bytes", self._held_bytes)
 
     def enumerated(self, weight: DeferredWeight) -> None:
@@ -125,6 +135,21 @@ class WeightGradStore:
         while self._to_report:
             self._report_next()
         self._num_passed = 0
+        self.assert_idle()
+
+    def assert_idle(self) -> None:
+        """Called wherever no backward pass is running: everything that was put has run and has been reported.
+
+        Raises:
+            AssertionError: a dW or a report is left, with its name. The gradients of this step are wrong then.
+        """
+        pending = [task.weight.name for task in self._tasks]
+        unreported = [weight.name for weight, _ in self._to_report]
+        idle = not pending and not unreported and not self._flush_is_queued and self._held_bytes == 0
+        assert idle, (
+            f"a backward pass ended without its flush: {len(pending)} dW pending {pending[:3]}, {len(unreported)} "
+            f"weights not reported {unreported[:3]}. If it raised and the run is to go on, call discard() first"
+        )
 
     def discard(self) -> None:
         """Forgets what a failed backward pass left behind; its gradients are void anyway."""
@@ -144,6 +169,13 @@ class WeightGradStore:
     def _report_next(self) -> None:
         # Every dW put before its weight was enumerated is due no later than the report: none can be pending.
         self._to_report.popleft()[0].report()
+
+    def _fits(self, num_bytes: int) -> bool:
+        return self._memory_bytes is None or self._held_bytes + num_bytes <= self._memory_bytes
+
+    def _run_early(self) -> None:
+        self._run_oldest()
+        self._stats.add("num_dw_early", 1)
 
     def _run_late(self) -> None:
         self._run_oldest()

@@ -37,19 +37,24 @@ class Plan:
         dw_window: number of backward all-to-alls that may finish before a deferred dW must have run. It bounds
             the memory that deferral pins, and fixes when a parameter is reported ready for reduction: the
             same place on every rank, however long the messages took.
+        dw_memory_bytes: memory that deferred dWs may keep alive on a rank, None for no bound other than the window.
+            The oldest run first when it is full; that is local and moves no report.
     """
 
     num_chunks: int
     chunk_dim: ChunkDim = ChunkDim.BATCH
     dw_policy: DwPolicy = DwPolicy.FILL
     dw_window: int = 0
+    dw_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         assert self.num_chunks >= 1
         assert self.dw_window >= 0
+        assert self.dw_memory_bytes is None or self.dw_memory_bytes > 0
 
     def __str__(self) -> str:
-        return f"chunks={self.num_chunks} dim={self.chunk_dim} dw={self.dw_policy} dw-window={self.dw_window}"
+        bound = "" if self.dw_memory_bytes is None else f" dw-memory={self.dw_memory_bytes / 1e6:g}MB"
+        return f"chunks={self.num_chunks} dim={self.chunk_dim} dw={self.dw_policy} dw-window={self.dw_window}{bound}"
 
     def to_json(self) -> str:
         """The plan as JSON text with sorted keys: equal plans give equal text."""
@@ -77,7 +82,11 @@ class Plan:
 
 
 def fixed_plan(
-    micro_batch_size: int, num_chunks: int | None, dw_policy: DwPolicy, chunk_dim: ChunkDim = ChunkDim.BATCH
+    micro_batch_size: int,
+    num_chunks: int | None,
+    dw_policy: DwPolicy,
+    chunk_dim: ChunkDim = ChunkDim.BATCH,
+    dw_memory_bytes: int | None = None,
 ) -> Plan:
     """A sensible plan without a cost model.
 
@@ -88,8 +97,9 @@ def fixed_plan(
     Args:
         micro_batch_size: samples in a micro-batch.
         num_chunks: chunks asked for, None to choose.
+        dw_memory_bytes: bound of what deferred dWs keep alive, None for none.
     """
     if num_chunks is None:
         num_chunks = min(2, micro_batch_size)
     window = ALL_TO_ALLS_PER_LAYER * num_chunks if dw_policy is DwPolicy.FILL else 0
-    return Plan(num_chunks=num_chunks, chunk_dim=chunk_dim, dw_policy=dw_policy, dw_window=window)
+    return Plan(num_chunks, chunk_dim, dw_policy, window, dw_memory_bytes)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import Plan, fixed_plan
+from megatron_lancet.schedule.plan import DwPolicy, Plan, fixed_plan
 
 _NEEDS_WHOLE_MICRO_BATCH = "it decides over the whole micro-batch; pass --lancet-num-chunks 1"
 _DRAWS_PER_CALL = "it draws random numbers per call, so chunks would change the run; pass --lancet-num-chunks 1"
@@ -36,13 +36,24 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
             f"--lancet-num-chunks {config.num_chunks} is more than the micro-batch has samples: --micro-batch-size "
             f"is {num_samples}. Use at most {num_samples} chunks or a larger micro-batch."
         )
-    plan = fixed_plan(num_samples, config.num_chunks, config.dw_policy, config.chunk_dim)
+    plan = fixed_plan(num_samples, config.num_chunks, config.dw_policy, config.chunk_dim, _dw_memory_bytes(config))
     for flag, advice in _unsupported(args, plan):
         raise UsageError(f"{flag} does not work with the overlapping block yet: {advice}, or --lancet-plan off.")
     note = ""
     if plan.num_chunks > 1 and (args.hidden_dropout > 0 or args.attention_dropout > 0):
         note = "; dropout draws its random numbers chunk by chunk, so losses differ from stock's by chance"
     return plan, f"{plan}{note}"
+
+
+def _dw_memory_bytes(config: LancetConfig) -> int | None:
+    if config.dw_memory_mb is None:
+        return None
+    if config.dw_policy is DwPolicy.NONE:
+        raise UsageError(
+            f"--lancet-dw-memory-mb {config.dw_memory_mb:g} bounds deferred weight gradients, but --lancet-dw-policy "
+            "none defers none. Drop one of the two."
+        )
+    return max(1, round(config.dw_memory_mb * 1e6))
 
 
 def _unsupported(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[str, str]]:

@@ -23,7 +23,9 @@ def test_text_and_json_of_a_plan():
         "chunk_dim": "batch",
         "dw_policy": "fill",
         "dw_window": 4,
+        "dw_memory_bytes": None,
     }
+    assert str(dataclasses.replace(plan, dw_memory_bytes=64_500_000)) == f"{plan} dw-memory=64.5MB"
 
 
 def test_fingerprint_knows_every_field():
@@ -32,9 +34,10 @@ def test_fingerprint_knows_every_field():
         dataclasses.replace(plan, num_chunks=3),
         dataclasses.replace(plan, dw_policy=DwPolicy.NONE),
         dataclasses.replace(plan, dw_window=5),
+        dataclasses.replace(plan, dw_memory_bytes=1000),
     ]
     assert plan.fingerprint() == Plan(num_chunks=2, dw_window=4).fingerprint()
-    assert len({other.fingerprint() for other in [plan, *others]}) == 4
+    assert len({other.fingerprint() for other in [plan, *others]}) == 5
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
     args, config = arguments.parse()
     assert args.num_layers == 4
     assert config == LancetConfig(PlanChoice.AUTO, 3, dw_policy=DwPolicy.NONE, report_dir=Path("out"))
+    command_line("--lancet-dw-memory-mb", 0.5)
+    assert arguments.parse()[1] == LancetConfig(dw_memory_mb=0.5)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,10 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
         (["--lancet-num-chunks", 0], "expects at least 1, got 0"),
         (["--lancet-plan", "fast"], "invalid choice: 'fast'"),
         (["--lancet-dw-policy", "all"], "invalid choice: 'all'"),
+        (["--lancet-dw-memory-mb", 0], "expects a number of MB above 0, got 0.*--lancet-dw-policy none"),
+        (["--lancet-dw-memory-mb", "nan"], "got nan"),
+        (["--lancet-dw-memory-mb", "inf"], "got inf"),
+        (["--lancet-dw-memory-mb", "64MB"], "invalid float value: '64MB'"),
         (["--lancet-chunk-dim", "sequence"], "--lancet-chunk-dim sequence is not supported.*batch"),
     ],
 )

@@ -42,6 +42,14 @@ def test_off_is_off(megatron_args):
     assert "stock" in line
 
 
+def test_a_bound_of_deferred_weight_gradients_is_part_of_the_plan(megatron_args):
+    plan, line = choose_plan(megatron_args(), LancetConfig(dw_memory_mb=1.5))
+    assert plan == Plan(num_chunks=2, dw_window=4, dw_memory_bytes=1_500_000)
+    assert line.endswith("dw-memory=1.5MB")
+    with pytest.raises(UsageError, match=r"--lancet-dw-memory-mb 1\.5 .*--lancet-dw-policy none defers none"):
+        choose_plan(megatron_args(), LancetConfig(dw_policy=DwPolicy.NONE, dw_memory_mb=1.5))
+
+
 @pytest.mark.parametrize("changes", [["--expert-model-parallel-size", 1], ["--num-experts", 0]])
 def test_nothing_to_overlap_is_said(megatron_args, changes):
     plan, line = choose_plan(megatron_args(*changes), LancetConfig())
