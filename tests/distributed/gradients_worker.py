@@ -7,6 +7,7 @@ import copy
 import faulthandler
 import json
 import random
+import re
 import signal
 import sys
 from collections import Counter
@@ -22,6 +23,8 @@ from megatron_lancet.patching import replaced, wrapped
 from megatron_lancet.training.cpu_platform import cpu_platform
 
 SEQ_LENGTH, MICRO_BATCH, VOCAB, NUM_MICRO_BATCHES = 16, 4, 64, 3
+DW_MEMORY_BYTES = (1, 20_000)
+"""Too small for any dW, and less than the peak without a bound."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -55,6 +58,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "per-token-loss": {"calculate_per_token_loss": True},
     "core-attention-recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "tied-embeddings": {"share_embeddings": True},
+    "frozen-half-of-the-linears": {"frozen": r"linear_(qkv|fc1)|local_experts\.0"},
+    "frozen-layer": {"frozen": r"layers\.1\."},
+    "frozen-router-embedding-output": {"frozen": r"router|embedding|output_layer"},
+    "frozen-tied-embeddings": {"share_embeddings": True, "frozen": r"embedding"},
 }
 """Overrides of the transformer config; some are of the model (see ``build``)."""
 
@@ -95,6 +102,7 @@ def build(overrides: dict[str, Any]):
     overrides = dict(overrides)
     position = overrides.pop("position_embedding_type", "learned_absolute")
     tied = overrides.pop("share_embeddings", False)
+    frozen = overrides.pop("frozen", None)
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = transformer_config(overrides)
@@ -106,6 +114,9 @@ def build(overrides: dict[str, Any]):
         position_embedding_type=position,
         share_embeddings_and_output_weights=tied,
     )
+    if frozen is not None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(re.search(frozen, name) is None)
     return model, config, (Float16Module if config.bf16 else lambda _, plain: plain)
 
 
@@ -207,13 +218,15 @@ class Observer:
         return start
 
 
-def overlapping_model(model, num_chunks: int, dw: str = "fill"):
+def overlapping_model(model, num_chunks: int, dw: str = "fill", dw_memory_bytes: int | None = None):
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.schedule.plan import DwPolicy, fixed_plan
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
-    plan = fixed_plan(MICRO_BATCH, num_chunks, DwPolicy(dw))
-    OverlapSetup(plan, torch.device("cpu"), CommStats(torch.device("cpu")), timedelta(minutes=2))([model])
+    plan = fixed_plan(MICRO_BATCH, num_chunks, DwPolicy(dw), dw_memory_bytes=dw_memory_bytes)
+    stats = CommStats(torch.device("cpu"))
+    OverlapSetup(plan, torch.device("cpu"), stats, timedelta(minutes=2))([model])
+    return stats
 
 
 def erratic_wire(stack: ExitStack) -> None:
@@ -253,8 +266,19 @@ def lost_weight_grad(stack: ExitStack) -> None:
     stack.enter_context(wrapped(DeferredWeight, "add_to_main_grad", wrap))
 
 
+def lost_flush(stack: ExitStack) -> None:
+    """Negative control: nothing runs or reports what is left at the end of a backward pass."""
+    from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+
+    stack.enter_context(replaced(WeightGradStore, "flush", lambda _: None))
+
+
+def trained(model) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def gradients(model) -> dict[str, torch.Tensor]:
-    return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+    return {name: parameter.main_grad.clone() for name, parameter in trained(model).items()}
 
 
 def worst(values) -> float:
@@ -265,7 +289,7 @@ def relative(ours, stock) -> float:
     return worst(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(ours, stock, strict=True))
 
 
-def compare(overrides, num_chunks, disturb=None, dw: str = "fill") -> dict[str, Any]:
+def compare(overrides, num_chunks, disturb=None, dw: str = "fill", dw_memory_bytes=None) -> dict[str, Any]:
     """Two steps of stock and of ours on the same weights and data; how far they are apart.
 
     In DDP's first step reductions start at its end, from the second on as soon as gradients become ready.
@@ -277,7 +301,7 @@ def compare(overrides, num_chunks, disturb=None, dw: str = "fill") -> dict[str, 
     expected = [(step(stock), gradients(stock_model)) for _ in range(2)]
     expected_logged = logged_losses()
 
-    overlapping_model(our_model, num_chunks, dw)
+    stats = overlapping_model(our_model, num_chunks, dw, dw_memory_bytes)
     ours = wrap_with_ddp(our_model, config, precision, deferred=dw == "fill")
     with ExitStack() as stack:
         if disturb is not None:
@@ -285,6 +309,9 @@ def compare(overrides, num_chunks, disturb=None, dw: str = "fill") -> dict[str, 
         results = [(step(ours), gradients(our_model))]
         observer = Observer(stack, ours)
         results.append((step(ours), gradients(our_model)))
+    times = stats.take()
+    if dw == "fill":
+        our_model.decoder.comm.store.assert_idle()
     logged = logged_losses()
     pairs = list(zip(results, expected, strict=True))
     stored = [module.deferred for module in our_model.modules() if getattr(module, "deferred", None) is not None]
@@ -299,8 +326,18 @@ def compare(overrides, num_chunks, disturb=None, dw: str = "fill") -> dict[str, 
         "collectives": observer.collectives,
         "reports": dict(observer.reports),
         "reports_of_deferred": [weight.num_reported for weight in stored],
-        "parameters": [name for name, _ in our_model.named_parameters()],
+        "parameters": list(trained(our_model)),
+        "dw_ran_early": times.num_dw_early,
+        "peak_dw_bytes": times.peak_dw_bytes,
     }
+
+
+def what_a_lost_flush_raises() -> str:
+    try:
+        compare({}, 2, lost_flush)
+    except AssertionError as error:
+        return str(error)
+    return ""
 
 
 def bf16_errors(num_chunks: int) -> dict[str, list[float]]:
@@ -339,8 +376,11 @@ def main() -> None:
     results["bf16-errors"] = bf16_errors(2)
     results["dw-none/k=2"] = compare({}, 2, dw="none")
     results["erratic-wire/k=2"] = compare({}, 2, erratic_wire)
+    for memory_bytes in DW_MEMORY_BYTES:
+        results[f"dw-memory-{memory_bytes}/k=2"] = compare({}, 2, erratic_wire, dw_memory_bytes=memory_bytes)
     results["naive-aux-loss/k=2"] = compare({}, 2, naive_aux_loss)
     results["lost-weight-grad/k=2"] = compare({}, 2, lost_weight_grad)
+    results["lost-flush"] = what_a_lost_flush_raises()
     Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
