@@ -23,16 +23,37 @@ class DeferredWeight:
         num_reported: how often it was reported ready; for tests and assertions.
     """
 
-    def __init__(self, parameter: torch.nn.Parameter, name: str, report_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        name: str,
+        report_ready: Callable[[], None],
+        accumulates_in_gemm: bool = False,
+    ) -> None:
+        """
+        Args:
+            report_ready: DDP's function for it.
+            accumulates_in_gemm: let the GEMM add to the gradient where the types agree. Faster, and no temporary
+                of the weight's size (benchmarks/README.md), but not stock's order of additions.
+        """
         self.name = name
         self.num_pending = 0
         self.num_reported = 0
         self._parameter = parameter
         self._report_ready = report_ready
+        self._accumulates_in_gemm = accumulates_in_gemm
 
     def add_to_main_grad(self, weight_grad: torch.Tensor) -> None:
         """Adds one chunk's dW, shaped like the weight, to Megatron's gradient accumulator."""
         self._parameter.main_grad.add_(weight_grad)  # type: ignore[attr-defined]
+
+    def add_product(self, grad_TO: torch.Tensor, input_TI: torch.Tensor) -> None:
+        """Computes one chunk's dW, [O, I], from T tokens and adds it to Megatron's gradient accumulator."""
+        main_grad: torch.Tensor = self._parameter.main_grad  # type: ignore[attr-defined]
+        if self._accumulates_in_gemm and main_grad.dtype == grad_TO.dtype == input_TI.dtype:
+            main_grad.addmm_(grad_TO.t(), input_TI)
+        else:
+            self.add_to_main_grad(grad_TO.t().matmul(input_TI))
 
     def report(self) -> None:
         """Tells DDP that the gradient of this micro-batch is complete. DDP reads ``.grad`` then, and clears it."""
@@ -49,7 +70,7 @@ class DeferredWeight:
 
 @dataclass(frozen=True)
 class _Task:
-    weight: DeferredWeight
+    weights: tuple[DeferredWeight, ...]
     compute: Callable[[], None]
     num_bytes: int
     due: int
@@ -85,18 +106,21 @@ class WeightGradStore:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def put(self, weight: DeferredWeight, compute: Callable[[], None], num_bytes: int) -> None:
+    def put(self, weight: DeferredWeight, compute: Callable[[], None], num_bytes: int, *others: DeferredWeight) -> None:
         """Takes a dW for later, after running older ones if there is no room for it. Called from a backward function.
 
         Args:
             compute: runs the GEMM and adds the result to the gradient.
             num_bytes: memory that stays alive until then. A dW larger than the bound runs at once, after all others.
+            others: further weights whose dWs the same GEMM computes.
         """
         self._flush_at_end_of_backward()
-        weight.num_pending += 1
+        weights = (weight, *others)
+        for one in weights:
+            one.num_pending += 1
         while self._tasks and not self._fits(num_bytes):
             self._run_early()
-        self._tasks.append(_Task(weight, compute, num_bytes, self._num_passed + self._window))
+        self._tasks.append(_Task(weights, compute, num_bytes, self._num_passed + self._window))
         self._held_bytes += num_bytes
         if not self._fits(0):
             self._run_early()
@@ -143,7 +167,7 @@ class WeightGradStore:
         Raises:
             AssertionError: a dW or a report is left, with its name. The gradients of this step are wrong then.
         """
-        pending = [task.weight.name for task in self._tasks]
+        pending = [weight.name for task in self._tasks for weight in task.weights]
         unreported = [weight.name for weight, _ in self._to_report]
         idle = not pending and not unreported and not self._flush_is_queued and self._held_bytes == 0
         assert idle, (
@@ -154,7 +178,8 @@ class WeightGradStore:
     def discard(self) -> None:
         """Forgets what a failed backward pass left behind; its gradients are void anyway."""
         for task in self._tasks:
-            task.weight.num_pending = 0
+            for weight in task.weights:
+                weight.num_pending = 0
         self._tasks.clear()
         self._to_report.clear()
         self._held_bytes = 0
@@ -186,4 +211,5 @@ class WeightGradStore:
         self._held_bytes -= task.num_bytes
         with torch.no_grad():
             task.compute()
-        task.weight.num_pending -= 1
+        for weight in task.weights:
+            weight.num_pending -= 1

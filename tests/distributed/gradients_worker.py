@@ -15,6 +15,7 @@ from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "per-token-loss": {"calculate_per_token_loss": True},
     "core-attention-recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "tied-embeddings": {"share_embeddings": True},
+    "grouped-experts": {"num_moe_experts": 8},
+    "grouped-experts-gated": {"num_moe_experts": 16, "moe_router_topk": 4, "gated_linear_unit": True},
     "frozen-half-of-the-linears": {"frozen": r"linear_(qkv|fc1)|local_experts\.0"},
     "frozen-layer": {"frozen": r"layers\.1\."},
     "frozen-router-embedding-output": {"frozen": r"router|embedding|output_layer"},
@@ -256,14 +259,14 @@ def lost_weight_grad(stack: ExitStack) -> None:
     seen = []
 
     def wrap(original):
-        def add(self, grad):
+        def add(self, *product):
             seen.append(self)
             if len(seen) % 29:
-                original(self, grad)
+                original(self, *product)
 
         return add
 
-    stack.enter_context(wrapped(DeferredWeight, "add_to_main_grad", wrap))
+    stack.enter_context(wrapped(DeferredWeight, "add_product", wrap))
 
 
 def lost_flush(stack: ExitStack) -> None:
@@ -306,6 +309,8 @@ def compare(overrides, num_chunks, disturb=None, dw: str = "fill", dw_memory_byt
     with ExitStack() as stack:
         if disturb is not None:
             disturb(stack)
+        functional = torch.nn.functional
+        grouped = stack.enter_context(mock.patch.object(functional, "grouped_mm", wraps=functional.grouped_mm))
         results = [(step(ours), gradients(our_model))]
         observer = Observer(stack, ours)
         results.append((step(ours), gradients(our_model)))
@@ -327,6 +332,7 @@ def compare(overrides, num_chunks, disturb=None, dw: str = "fill", dw_memory_byt
         "reports": dict(observer.reports),
         "reports_of_deferred": [weight.num_reported for weight in stored],
         "parameters": list(trained(our_model)),
+        "grouped_gemms": grouped.call_count,
         "dw_ran_early": times.num_dw_early,
         "peak_dw_bytes": times.peak_dw_bytes,
     }

@@ -84,6 +84,13 @@ def test_a_memory_bound_is_kept_and_moves_no_collective(results):
             assert result[case]["collectives"] == free["collectives"]
 
 
+def test_small_experts_run_together_from_four_on(results):
+    for result in results:
+        for case in exact_cases():
+            grouped = case.startswith("grouped") and not case.endswith("k=1")
+            assert (result[case]["grouped_gemms"] > 0) == grouped, case
+
+
 def test_frozen_weights_are_left_alone(results):
     for result in results:
         reported = result["frozen-router-embedding-output/k=3"]["parameters"]
