@@ -185,3 +185,20 @@ def test_ddp_finds_the_grad_that_it_insists_on(autograd_made_one_too):
     # With the flag unset DDP adds .grad to main_grad itself.
     assert seen == [(torch.Size([4, 2]), not autograd_made_one_too)]
     assert parameter.main_grad.eq(1).all()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_gemm", [False, True])
+def test_weight_gradients_add_up(num_tokens, dtype, in_gemm):
+    """Within the GEMM where the types agree; a bf16 product is rounded before it is added, as in stock."""
+    parameter = torch.nn.Parameter(torch.zeros(4, 8, dtype=dtype))
+    before = torch.randn(4, 8)
+    parameter.main_grad = before.clone()
+    grad, input = torch.randn(num_tokens, 4, dtype=dtype), torch.randn(num_tokens, 8, dtype=dtype)
+    DeferredWeight(parameter, "w", lambda: None, accumulates_in_gemm=in_gemm).add_product(grad, input)
+    stock = before + grad.t().matmul(input)
+    if in_gemm and dtype is torch.float32:
+        torch.testing.assert_close(parameter.main_grad, stock, rtol=1e-5, atol=1e-4)
+    else:
+        assert parameter.main_grad.equal(stock)
