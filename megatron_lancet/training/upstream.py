@@ -16,7 +16,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import torch_norm
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -34,6 +36,8 @@ _SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (TransformerLayer, "_forward_attention", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
     (TransformerLayer, "_forward_mlp", ("hidden_states",)),
     (MoELayer, "shared_experts_compute", ("hidden_states",)),
+    (SequentialMLP, "forward", ("permuted_local_hidden_states", "tokens_per_expert", "permuted_probs")),
+    (MLP, "forward", ("hidden_states", "per_token_scale")),
     (TopKRouter, "forward", ("input", "padding_mask")),
     (TopKRouter, "gating", ("input",)),
     (TopKRouter, "apply_z_loss", ("logits",)),

@@ -73,12 +73,13 @@ def test_losses_equal_stock(stock, token_data, tmp_path, setting, num_chunks):
             assert ours.series(name) == pytest.approx(expected.series(name), rel=tolerance), name
 
 
-def test_clipped_training_with_bounded_weight_gradients(token_data, tmp_path):
+def test_clipped_training_with_grouped_experts_and_bounded_weight_gradients(token_data, tmp_path):
     """Every step's norm is clipped, and the store is smaller than the plan's window would fill it."""
-    clip = ["--clip-grad", "0.1"]
-    expected = pretrain(token_data, [*EP2, *clip, "--lancet-plan", "off"], tmp_path / "stock", train_iters=6)
+    both = [*EP2, "--clip-grad", "0.1", "--num-experts", "8", "--moe-grouped-gemm", "--disable-bias-linear"]
+    expected = pretrain(token_data, [*both, "--lancet-plan", "off"], tmp_path / "stock", train_iters=6)
     bound = ["--lancet-dw-memory-mb", "0.1", "--lancet-report", tmp_path]
-    ours = pretrain(token_data, [*EP2, *clip, *bound], tmp_path / "ours", train_iters=6)
+    ours = pretrain(token_data, [*both, *bound], tmp_path / "ours", train_iters=6)
+    assert "megatron_lancet.model.experts" in ours.model_modules
     assert min(expected.series("grad norm")) > 0.1
     for name in COMPARED:
         assert ours.series(name) == pytest.approx(expected.series(name), rel=TOLERANCE["fp32"][name]), name
