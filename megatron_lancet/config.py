@@ -38,6 +38,8 @@ class LancetConfig:
         range: part of the model that runs chunk by chunk. Default stack.
         attention: core attention. Default auto.
         dw_policy: what happens to weight gradients. Default fill.
+        dw_memory_mb: MB (10^6 bytes) that deferred weight gradients may keep alive on a rank, above 0; None for no
+            bound other than the plan's window. Default None.
         report_dir: folder for report.json; None writes no file. Default None.
     """
 
@@ -47,4 +49,5 @@ class LancetConfig:
     range: OverlapRange = OverlapRange.STACK
     attention: AttentionChoice = AttentionChoice.AUTO
     dw_policy: DwPolicy = DwPolicy.FILL
+    dw_memory_mb: float | None = None
     report_dir: Path | None = None

@@ -67,9 +67,8 @@ class OverlappingTransformerBlock(TransformerBlock):
         return hidden
 
     def _begin_micro_batch(self) -> None:
-        if self.comm.store is not None and len(self.comm.store) > 0:
-            # Between a forward and the backward before it nothing is pending, unless that backward failed.
-            self.comm.store.discard()
+        if self.comm.store is not None:
+            self.comm.store.assert_idle()
         for layer in self.layers:
             router = getattr(layer.mlp, "router", None)
             if isinstance(router, ChunkedTopKRouter):

@@ -12,6 +12,7 @@ from megatron_lancet.runtime.comm_stats import CommTimes
 NUM_WARM_UP_STEPS = 3
 """Left out of the medians: the first steps allocate, connect and learn their order of reductions."""
 REPORT_FILE = "report.json"
+_PEAK = "peak_dw_bytes"
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,23 @@ class StepRecord:
 
 
 def rank_medians(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Median of each figure over the steps after warm-up (over all steps if there are no others)."""
+    """Median of each figure over the steps after warm-up, or over all if there are no others; a peak is over all."""
     steady = records[NUM_WARM_UP_STEPS:] or records
     rows = [{"step_ms": r.step_ms, "num_tokens": r.num_tokens, **asdict(r.comm)} for r in steady]
-    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    return {**medians, _PEAK: max(record.comm.peak_dw_bytes for record in records)}
 
 
-def summarise(per_rank: Sequence[dict[str, float]], plan: str, num_steps: int) -> dict[str, Any]:
-    """The report: the slowest rank's step, means over ranks for the rest.
+def summarise(
+    per_rank: Sequence[dict[str, float]], plan: str, num_steps: int, dw_memory_bytes: int | None = None
+) -> dict[str, Any]:
+    """The report: the slowest rank's step, the highest peak, means over ranks for the rest.
 
     Args:
         per_rank: :func:`rank_medians` of every rank.
         plan: the plan's text, ``off`` for stock modules.
         num_steps: training steps that were run, warm-up included.
+        dw_memory_bytes: the plan's bound for deferred weight gradients, None for none.
     """
     step_ms = max(rank["step_ms"] for rank in per_rank)
     means = {
@@ -57,6 +62,8 @@ def summarise(per_rank: Sequence[dict[str, float]], plan: str, num_steps: int) -
         "tokens_per_s": per_rank[0]["num_tokens"] / step_ms * 1e3,
         "step_ms": step_ms,
         **means,
+        _PEAK: max(rank[_PEAK] for rank in per_rank),
+        "dw_memory_bytes": dw_memory_bytes,
         "ranks": list(per_rank),
     }
 
@@ -74,11 +81,14 @@ def as_text(report: dict[str, Any]) -> str:
         f"    exposed          {report['exposed_ms']:.1f} ms waited for payload, "
         f"{report['counts_exposed_ms']:.1f} ms for counts: {100 * exposed_ms / step_ms:.1f} % of the step",
     ]
-    num_dw = report["num_dw_hidden"] + report["num_dw_late"]
+    num_dw = report["num_dw_hidden"] + report["num_dw_early"] + report["num_dw_late"]
     if num_dw:
+        bound, early = report["dw_memory_bytes"], ""
+        if bound is not None:
+            early = f" of {bound / 1e6:.1f} MB, {report['num_dw_early']:.0f} ran early for lack of memory"
         lines.append(
             f"  weight gradients   {report['num_dw_hidden']:.0f} of {num_dw:.0f} in all-to-all gaps, "
-            f"at most {report['peak_dw_bytes'] / 1e6:.1f} MB deferred"
+            f"at most {report[_PEAK] / 1e6:.1f} MB deferred{early}"
         )
     return "\n".join(lines)
 

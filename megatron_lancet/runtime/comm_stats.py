@@ -19,6 +19,7 @@ class CommTimes:
         num_all_to_alls: payload all-to-alls issued.
         payload_bytes: bytes sent to other ranks in them.
         num_dw_hidden: deferred weight gradients that ran while an all-to-all was in flight.
+        num_dw_early: deferred weight gradients that ran before a gap came, because memory for them was bounded.
         num_dw_late: deferred weight gradients that found no gap and ran with nothing in flight.
         peak_dw_bytes: largest amount of memory that deferred weight gradients pinned.
     """
@@ -29,6 +30,7 @@ class CommTimes:
     num_all_to_alls: int = 0
     payload_bytes: int = 0
     num_dw_hidden: int = 0
+    num_dw_early: int = 0
     num_dw_late: int = 0
     peak_dw_bytes: int = 0
 

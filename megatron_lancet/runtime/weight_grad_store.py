@@ -23,16 +23,37 @@ class DeferredWeight:
         num_reported: how often it was reported ready; for tests and assertions.
     """
 
-    def __init__(self, parameter: torch.nn.Parameter, name: str, report_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        name: str,
+        report_ready: Callable[[], None],
+        accumulates_in_gemm: bool = False,
+    ) -> None:
+        """
+        Args:
+            report_ready: DDP's function for it.
+            accumulates_in_gemm: let the GEMM add to the gradient where the types agree. Faster, and no temporary
+                of the weight's size (benchmarks/README.md), but not stock's order of additions.
+        """
         self.name = name
         self.num_pending = 0
         self.num_reported = 0
         self._parameter = parameter
         self._report_ready = report_ready
+        self._accumulates_in_gemm = accumulates_in_gemm
 
     def add_to_main_grad(self, weight_grad: torch.Tensor) -> None:
         """Adds one chunk's dW, shaped like the weight, to Megatron's gradient accumulator."""
         self._parameter.main_grad.add_(weight_grad)  # type: ignore[attr-defined]
+
+    def add_product(self, grad_TO: torch.Tensor, input_TI: torch.Tensor) -> None:
+        """Computes one chunk's dW, [O, I], from T tokens and adds it to Megatron's gradient accumulator."""
+        main_grad: torch.Tensor = self._parameter.main_grad  # type: ignore[attr-defined]
+        if self._accumulates_in_gemm and main_grad.dtype == grad_TO.dtype == input_TI.dtype:
+            main_grad.addmm_(grad_TO.t(), input_TI)
+        else:
+            self.add_to_main_grad(grad_TO.t().matmul(input_TI))
 
     def report(self) -> None:
         """Tells DDP that the gradient of this micro-batch is complete. DDP reads ``.grad`` then, and clears it."""
@@ -49,7 +70,7 @@ class DeferredWeight:
 
 @dataclass(frozen=True)
 class _Task:
-    weight: DeferredWeight
+    weights: tuple[DeferredWeight, ...]
     compute: Callable[[], None]
     num_bytes: int
     due: int
@@ -60,16 +81,22 @@ class WeightGradStore:
 
     The backward pass is counted in all-to-alls that it has finished. A dW enumerated at count n has run, and its
     parameter has been reported, by count n + window; all have by the end of the backward pass.
+
+    Where memory is bounded, a dW may have to run earlier. That moves no report, so ranks on which different amounts
+    of memory are pinned still agree about the order of collectives.
     """
 
-    def __init__(self, window: int, stats: CommStats) -> None:
+    def __init__(self, window: int, stats: CommStats, memory_bytes: int | None = None) -> None:
         """
         Args:
             window: all-to-alls over which a dW may be carried, at least 1.
+            memory_bytes: bound of what deferred dWs keep alive; None for no bound.
         """
         assert window >= 1
+        assert memory_bytes is None or memory_bytes > 0
         self._window = window
         self._stats = stats
+        self._memory_bytes = memory_bytes
         self._tasks: deque[_Task] = deque()
         self._to_report: deque[tuple[DeferredWeight, int]] = deque()
         self._num_passed = 0
@@ -79,17 +106,24 @@ class WeightGradStore:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def put(self, weight: DeferredWeight, compute: Callable[[], None], num_bytes: int) -> None:
-        """Takes a dW for later. Called from a backward function.
+    def put(self, weight: DeferredWeight, compute: Callable[[], None], num_bytes: int, *others: DeferredWeight) -> None:
+        """Takes a dW for later, after running older ones if there is no room for it. Called from a backward function.
 
         Args:
             compute: runs the GEMM and adds the result to the gradient.
-            num_bytes: memory that stays alive until then.
+            num_bytes: memory that stays alive until then. A dW larger than the bound runs at once, after all others.
+            others: further weights whose dWs the same GEMM computes.
         """
         self._flush_at_end_of_backward()
-        weight.num_pending += 1
-        self._tasks.append(_Task(weight, compute, num_bytes, self._num_passed + self._window))
+        weights = (weight, *others)
+        for one in weights:
+            one.num_pending += 1
+        while self._tasks and not self._fits(num_bytes):
+            self._run_early()
+        self._tasks.append(_Task(weights, compute, num_bytes, self._num_passed + self._window))
         self._held_bytes += num_bytes
+        if not self._fits(0):
+            self._run_early()
         self._stats.raise_to("peak_dw_bytes", self._held_bytes)
 
     def enumerated(self, weight: DeferredWeight) -> None:
@@ -125,11 +159,27 @@ class WeightGradStore:
         while self._to_report:
             self._report_next()
         self._num_passed = 0
+        self.assert_idle()
+
+    def assert_idle(self) -> None:
+        """Called wherever no backward pass is running: everything that was put has run and has been reported.
+
+        Raises:
+            AssertionError: a dW or a report is left, with its name. The gradients of this step are wrong then.
+        """
+        pending = [weight.name for task in self._tasks for weight in task.weights]
+        unreported = [weight.name for weight, _ in self._to_report]
+        idle = not pending and not unreported and not self._flush_is_queued and self._held_bytes == 0
+        assert idle, (
+            f"a backward pass ended without its flush: {len(pending)} dW pending {pending[:3]}, {len(unreported)} "
+            f"weights not reported {unreported[:3]}. If it raised and the run is to go on, call discard() first"
+        )
 
     def discard(self) -> None:
         """Forgets what a failed backward pass left behind; its gradients are void anyway."""
         for task in self._tasks:
-            task.weight.num_pending = 0
+            for weight in task.weights:
+                weight.num_pending = 0
         self._tasks.clear()
         self._to_report.clear()
         self._held_bytes = 0
@@ -145,6 +195,13 @@ class WeightGradStore:
         # Every dW put before its weight was enumerated is due no later than the report: none can be pending.
         self._to_report.popleft()[0].report()
 
+    def _fits(self, num_bytes: int) -> bool:
+        return self._memory_bytes is None or self._held_bytes + num_bytes <= self._memory_bytes
+
+    def _run_early(self) -> None:
+        self._run_oldest()
+        self._stats.add("num_dw_early", 1)
+
     def _run_late(self) -> None:
         self._run_oldest()
         self._stats.add("num_dw_late", 1)
@@ -154,4 +211,5 @@ class WeightGradStore:
         self._held_bytes -= task.num_bytes
         with torch.no_grad():
             task.compute()
-        task.weight.num_pending -= 1
+        for weight in task.weights:
+            weight.num_pending -= 1

@@ -59,6 +59,8 @@ class Plan:
         dw_window: number of backward all-to-alls that may finish before a deferred dW must have run. It bounds
             the memory that deferral pins, and fixes when a parameter is reported ready for reduction: the
             same place on every rank, however long the messages took.
+        dw_memory_bytes: memory that deferred dWs may keep alive on a rank, None for no bound other than the window.
+            The oldest run first when it is full; that is local and moves no report.
     """
 
     num_chunks: int
@@ -66,15 +68,18 @@ class Plan:
     range: OverlapRange = OverlapRange.STACK
     dw_policy: DwPolicy = DwPolicy.FILL
     dw_window: int = 0
+    dw_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         assert self.num_chunks >= 1
         assert self.dw_window >= 0
+        assert self.dw_memory_bytes is None or self.dw_memory_bytes > 0
 
     def __str__(self) -> str:
+        bound = "" if self.dw_memory_bytes is None else f" dw-memory={self.dw_memory_bytes / 1e6:g}MB"
         return (
             f"chunks={self.num_chunks} dim={self.chunk_dim} range={self.range} "
-            f"dw={self.dw_policy} dw-window={self.dw_window}"
+            f"dw={self.dw_policy} dw-window={self.dw_window}{bound}"
         )
 
     def to_json(self) -> str:
@@ -107,10 +112,14 @@ def fixed_plan(
     dw_policy: DwPolicy = DwPolicy.FILL,
     chunk_dim: ChunkDim = ChunkDim.BATCH,
     overlap_range: OverlapRange = OverlapRange.STACK,
+    dw_memory_bytes: int | None = None,
 ) -> Plan:
     """A plan without a cost model: a dW may be carried over one layer's all-to-alls.
 
     Over more it would pin memory without finding a longer gap.
+
+    Args:
+        dw_memory_bytes: bound of what deferred dWs keep alive, None for none.
     """
     window = ALL_TO_ALLS_PER_LAYER * num_chunks if dw_policy is DwPolicy.FILL else 0
-    return Plan(num_chunks, chunk_dim, overlap_range, dw_policy, window)
+    return Plan(num_chunks, chunk_dim, overlap_range, dw_policy, window, dw_memory_bytes)

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import functools
+import math
 import sys
 import traceback
 from pathlib import Path
@@ -63,6 +64,13 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         help="weight gradients: fill (default) runs them while a backward all-to-all is in flight, none at once.",
     )
     group.add_argument(
+        "--lancet-dw-memory-mb",
+        type=float,
+        metavar="MB",
+        help="memory (10^6 bytes) that deferred weight gradients may keep alive on a rank; when it is full the oldest "
+        "run first. By default only the plan's window bounds it.",
+    )
+    group.add_argument(
         "--lancet-report", type=Path, metavar="DIR", help="also write the closing report to DIR/report.json."
     )
     add_mock_arguments(parser, group)
@@ -89,6 +97,11 @@ def parse() -> tuple[argparse.Namespace, LancetConfig]:
     args = parse_args(add_lancet_arguments)
     if args.lancet_num_chunks is not None and args.lancet_num_chunks < 1:
         raise UsageError(f"--lancet-num-chunks expects at least 1, got {args.lancet_num_chunks}.")
+    if args.lancet_dw_memory_mb is not None and not 0 < args.lancet_dw_memory_mb < math.inf:
+        raise UsageError(
+            f"--lancet-dw-memory-mb expects a number of MB above 0, got {args.lancet_dw_memory_mb:g}. To run "
+            "weight gradients at once pass --lancet-dw-policy none; without the flag memory for them is not bounded."
+        )
     return args, LancetConfig(
         plan=PlanChoice(args.lancet_plan),
         num_chunks=args.lancet_num_chunks,
@@ -96,6 +109,7 @@ def parse() -> tuple[argparse.Namespace, LancetConfig]:
         range=OverlapRange(args.lancet_range),
         attention=AttentionChoice(args.lancet_attention),
         dw_policy=DwPolicy(args.lancet_dw_policy),
+        dw_memory_mb=args.lancet_dw_memory_mb,
         report_dir=args.lancet_report,
     )
 

@@ -1,6 +1,8 @@
 """Puts a plan into the models that Megatron builds, on every rank the same one."""
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +41,7 @@ class OverlapSetup:
         check_same_plan(self._plan)
         ep_group = parallel_state.get_expert_model_parallel_group()
         fills = self._plan.dw_policy is DwPolicy.FILL
-        store = WeightGradStore(self._plan.dw_window, self._stats) if fills else None
+        store = WeightGradStore(self._plan.dw_window, self._stats, self._plan.dw_memory_bytes) if fills else None
         counts_group = parallel_state.get_expert_tensor_and_model_parallel_group()
         transport = make_transport(ep_group, counts_group, self._device, self._stats, self._timeout)
         self._comm = Comm(transport, store, self._stats, own_rank=ep_group.rank())
@@ -47,6 +49,13 @@ class OverlapSetup:
             assert isinstance(stage, GPTModel)
             overlap(stage, self._plan, self._comm, self._sdpa)
         return stages
+
+    def check_step(self, step: Callable[[], Any]) -> Any:
+        """Run a training step, and assert that no weight gradient of it is left behind."""
+        result = step()
+        if self._comm is not None and self._comm.store is not None:
+            self._comm.store.assert_idle()
+        return result
 
     @property
     def position(self) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 
 _DEFAULT_NUM_CHUNKS = 2
 _RECOMPUTABLE = {"core_attn", "mlp", "moe", "shared_experts"}
@@ -84,7 +84,7 @@ def _cut(args: argparse.Namespace, config: LancetConfig, overlap_range: OverlapR
                 f"dimension: {flag} is {size}{why_not}. Use at most {size} chunks"
                 + (", a larger micro-batch, or --lancet-chunk-dim auto." if dim is ChunkDim.BATCH else ".")
             )
-    return fixed_plan(num_chunks, config.dw_policy, dim, overlap_range)
+    return fixed_plan(num_chunks, config.dw_policy, dim, overlap_range, _dw_memory_bytes(config))
 
 
 def _against_sequence_chunks(
@@ -122,6 +122,17 @@ def _routing_over_whole_micro_batch(args: argparse.Namespace) -> Iterator[str]:
     }.items():
         if given:
             yield flag
+
+
+def _dw_memory_bytes(config: LancetConfig) -> int | None:
+    if config.dw_memory_mb is None:
+        return None
+    if config.dw_policy is DwPolicy.NONE:
+        raise UsageError(
+            f"--lancet-dw-memory-mb {config.dw_memory_mb:g} bounds deferred weight gradients, but --lancet-dw-policy "
+            "none defers none. Drop one of the two."
+        )
+    return max(1, round(config.dw_memory_mb * 1e6))
 
 
 def _unsupported(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[str, str]]:

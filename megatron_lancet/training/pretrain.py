@@ -79,9 +79,10 @@ def _pretrain(device: torch.device) -> None:
             timeout = timedelta(minutes=args.distributed_timeout_minutes)
             setup = OverlapSetup(plan, device, stats, timeout, uses_sdpa(args, config))
             model_config.pre_wrap_hooks.append(setup)
+            stack.enter_context(upstream.observed_train_step(setup.check_step))
             run_config.ddp.delay_wgrad_compute = plan.dw_policy is DwPolicy.FILL
         try:
-            _run(run_config, lambda: recorder.report(str(plan) if plan else "off", config.report_dir))
+            _run(run_config, lambda: recorder.report(plan, config.report_dir))
         except Exception as error:
             if setup is not None:
                 error.add_note(f"rank {args.rank} stood at: {setup.position}")

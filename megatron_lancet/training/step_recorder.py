@@ -12,6 +12,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_lancet.report.summary import StepRecord, as_text, rank_medians, summarise, write_json
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.schedule.plan import Plan
 
 
 class StepRecorder:
@@ -36,10 +37,11 @@ class StepRecorder:
         self.records.append(StepRecord(step_ms, samples * args.seq_length, self._stats.take()))
         return result
 
-    def report(self, plan: str, folder: Path | None) -> None:
+    def report(self, plan: Plan | None, folder: Path | None) -> None:
         """Gather all ranks' figures and print the report on rank 0. Collective; all ranks ran the same steps.
 
         Args:
+            plan: of the run, None for stock modules.
             folder: where report.json goes, None for no file.
         """
         if not self.records:
@@ -48,7 +50,12 @@ class StepRecorder:
         dist.all_gather_object(per_rank, rank_medians(self.records))
         if dist.get_rank() != 0:
             return
-        report = summarise([rank for rank in per_rank if rank is not None], plan, len(self.records))
+        report = summarise(
+            [rank for rank in per_rank if rank is not None],
+            str(plan) if plan is not None else "off",
+            len(self.records),
+            plan.dw_memory_bytes if plan is not None else None,
+        )
         print(as_text(report), flush=True)
         if folder is not None:
             print(f"  written to         {write_json(report, folder)}", flush=True)

@@ -19,7 +19,9 @@ from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import torch_norm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -46,6 +48,8 @@ _SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (RotaryEmbedding, "forward", ("max_seq_len", "offset")),
     (LocalSpecProvider, "core_attention", ()),
     (MoELayer, "shared_experts_compute", ("hidden_states",)),
+    (SequentialMLP, "forward", ("permuted_local_hidden_states", "tokens_per_expert", "permuted_probs")),
+    (MLP, "forward", ("hidden_states", "per_token_scale")),
     (TopKRouter, "forward", ("input", "padding_mask")),
     (TopKRouter, "gating", ("input",)),
     (TopKRouter, "apply_z_loss", ("logits",)),

@@ -7,6 +7,7 @@ import copy
 import faulthandler
 import json
 import random
+import re
 import signal
 import sys
 from collections import Counter
@@ -14,101 +15,16 @@ from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from megatron_lancet.patching import replaced, wrapped
 from megatron_lancet.training.cpu_platform import cpu_platform
+from tests.distributed.variants import CUTS, DW_MEMORY_BYTES, VARIANTS, cut_name
 
 SEQ_LENGTH, MICRO_BATCH, VOCAB, NUM_MICRO_BATCHES = 16, 4, 64, 3
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "no-balancing": {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
-    "seq-aux-loss": {"moe_router_load_balancing_type": "seq_aux_loss"},
-    "global-aux-loss": {"moe_router_load_balancing_type": "global_aux_loss"},
-    "two-aux-losses": {
-        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
-        "moe_aux_loss_coeff": [1e-2, 3e-2],
-    },
-    "top-1": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
-    "sigmoid-expert-bias": {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": 2.5,
-    },
-    "group-limited": {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 2},
-    "fp32-router": {"moe_router_dtype": "fp32"},
-    "shared-expert": {"moe_shared_expert_intermediate_size": 48},
-    "shared-expert-gate": {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True},
-    "dense-first-layer": {"moe_layer_freq": [0, 1, 1]},
-    "one-expert-per-rank": {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True},
-    "bias": {"add_bias_linear": True},
-    "llama-like": {
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "num_query_groups": 2,
-        "position_embedding_type": "rope",
-    },
-    "per-token-loss": {"calculate_per_token_loss": True},
-    "core-attention-recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "tied-embeddings": {"share_embeddings": True},
-}
-"""Overrides of the transformer config; some are of the model (see ``build``)."""
-
-
-SEQUENCE = {"dim": "sequence"}
-CAPACITY = {"moe_expert_capacity_factor": 0.75}
-MLA = {
-    "multi_latent_attention": True,
-    "position_embedding_type": "rope",
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 12,
-}
-WHOLE_ROUTING: dict[str, dict[str, Any]] = {
-    "capacity-probs": CAPACITY,
-    "capacity-position": {**CAPACITY, "moe_token_drop_policy": "position"},
-    "capacity-padded": {**CAPACITY, "moe_pad_expert_input_to_capacity": True},
-    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0, "moe_router_topk": 1},
-    "jitter": {"moe_input_jitter_eps": 0.1},
-}
-"""Routers that look at the whole micro-batch, or draw random numbers once for it."""
-
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "full-recompute": {**FULL, "moe_layer_freq": [0, 1, 1], "moe_shared_expert_intermediate_size": 48},
-    "block-recompute": {**FULL, "recompute_method": "block", "recompute_num_layers": 2},
-    "selective-recompute": {
-        "recompute_granularity": "selective",
-        "recompute_modules": ["core_attn", "mlp", "moe", "shared_experts"],
-        "moe_layer_freq": [0, 1, 1],
-        "moe_shared_expert_intermediate_size": 48,
-    },
-}
-
-CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
-    *(("plain", {}, k, SEQUENCE) for k in (2, 3, 8)),
-    *((name, VARIANTS[name], 3, SEQUENCE) for name in VARIANTS if name != "plain"),
-    *((name, settings, 3, dim) for name, settings in RECOMPUTE.items() for dim in ({}, SEQUENCE)),
-    ("full-recompute", RECOMPUTE["full-recompute"], 2, {"over": "experts"}),
-    ("mla", MLA, 1, {}),
-    ("mla", MLA, 3, {}),
-    ("mla", MLA, 3, SEQUENCE),
-    ("mla-yarn", {**MLA, "rope_type": "yarn"}, 3, SEQUENCE),
-    *(("plain", {}, k, {"over": over}) for over in ("experts", "gate", "layer") for k in (1, 3)),
-    *(("dense-first-layer", VARIANTS["dense-first-layer"], 2, {"over": o, **SEQUENCE}) for o in ("gate", "layer")),
-    *((n, v, 3, {"over": "experts", **dim}) for n, v in WHOLE_ROUTING.items() for dim in ({}, SEQUENCE)),
-]
-"""Further axes and ranges: name, overrides, chunks, fields of the plan."""
-
-
-def cut_name(name: str, num_chunks: int, cut: dict[str, str]) -> str:
-    return "/".join([name, f"k={num_chunks}", *cut.values()])
 
 
 def transformer_config(overrides: dict[str, Any]):
@@ -150,6 +66,7 @@ def build(overrides: dict[str, Any]):
     overrides = dict(overrides)
     position = overrides.pop("position_embedding_type", "learned_absolute")
     tied = overrides.pop("share_embeddings", False)
+    frozen = overrides.pop("frozen", None)
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = transformer_config(overrides)
@@ -163,6 +80,9 @@ def build(overrides: dict[str, Any]):
         position_embedding_type=position,
         share_embeddings_and_output_weights=tied,
     )
+    if frozen is not None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(re.search(frozen, name) is None)
     return model, config, (Float16Module if config.bf16 else lambda _, plain: plain)
 
 
@@ -290,13 +210,22 @@ class Observer:
         return start
 
 
-def overlapping_model(model, num_chunks: int, dw: str = "fill", dim: str = "batch", over: str = "stack"):
+def overlapping_model(
+    model,
+    num_chunks: int,
+    dw: str = "fill",
+    dw_memory_bytes: int | None = None,
+    dim: str = "batch",
+    over: str = "stack",
+):
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
-    plan = fixed_plan(num_chunks, DwPolicy(dw), ChunkDim(dim), OverlapRange(over))
-    OverlapSetup(plan, torch.device("cpu"), CommStats(torch.device("cpu")), timedelta(minutes=2))([model])
+    plan = fixed_plan(num_chunks, DwPolicy(dw), ChunkDim(dim), OverlapRange(over), dw_memory_bytes)
+    stats = CommStats(torch.device("cpu"))
+    OverlapSetup(plan, torch.device("cpu"), stats, timedelta(minutes=2))([model])
+    return stats
 
 
 def erratic_wire(stack: ExitStack) -> None:
@@ -326,18 +255,29 @@ def lost_weight_grad(stack: ExitStack) -> None:
     seen = []
 
     def wrap(original):
-        def add(self, grad):
+        def add(self, *product):
             seen.append(self)
             if len(seen) % 29:
-                original(self, grad)
+                original(self, *product)
 
         return add
 
-    stack.enter_context(wrapped(DeferredWeight, "add_to_main_grad", wrap))
+    stack.enter_context(wrapped(DeferredWeight, "add_product", wrap))
+
+
+def lost_flush(stack: ExitStack) -> None:
+    """Negative control: nothing runs or reports what is left at the end of a backward pass."""
+    from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+
+    stack.enter_context(replaced(WeightGradStore, "flush", lambda _: None))
+
+
+def trained(model) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
-    return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+    return {name: parameter.main_grad.clone() for name, parameter in trained(model).items()}
 
 
 def worst(values) -> float:
@@ -348,7 +288,7 @@ def relative(ours, stock) -> float:
     return worst(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(ours, stock, strict=True))
 
 
-def compare(overrides, num_chunks, disturb=None, dw: str = "fill", **cut: str) -> dict[str, Any]:
+def compare(overrides, num_chunks, disturb=None, dw: str = "fill", dw_memory_bytes=None, **cut: str) -> dict[str, Any]:
     """Two steps of stock and of ours on the same weights and data; how far they are apart.
 
     In DDP's first step reductions start at its end, from the second on as soon as gradients become ready.
@@ -360,14 +300,19 @@ def compare(overrides, num_chunks, disturb=None, dw: str = "fill", **cut: str) -
     expected = [(step(stock), gradients(stock_model)) for _ in range(2)]
     expected_logged = logged_losses()
 
-    overlapping_model(our_model, num_chunks, dw, **cut)
+    stats = overlapping_model(our_model, num_chunks, dw, dw_memory_bytes, **cut)
     ours = wrap_with_ddp(our_model, config, precision, deferred=dw == "fill")
     with ExitStack() as stack:
         if disturb is not None:
             disturb(stack)
+        functional = torch.nn.functional
+        grouped = stack.enter_context(mock.patch.object(functional, "grouped_mm", wraps=functional.grouped_mm))
         results = [(step(ours), gradients(our_model))]
         observer = Observer(stack, ours)
         results.append((step(ours), gradients(our_model)))
+    times = stats.take()
+    if dw == "fill":
+        our_model.decoder.comm.store.assert_idle()
     logged = logged_losses()
     pairs = list(zip(results, expected, strict=True))
     stored = [module.deferred for module in our_model.modules() if getattr(module, "deferred", None) is not None]
@@ -382,8 +327,19 @@ def compare(overrides, num_chunks, disturb=None, dw: str = "fill", **cut: str) -
         "collectives": observer.collectives,
         "reports": dict(observer.reports),
         "reports_of_deferred": [weight.num_reported for weight in stored],
-        "parameters": [name for name, _ in our_model.named_parameters()],
+        "parameters": list(trained(our_model)),
+        "grouped_gemms": grouped.call_count,
+        "dw_ran_early": times.num_dw_early,
+        "peak_dw_bytes": times.peak_dw_bytes,
     }
+
+
+def what_a_lost_flush_raises() -> str:
+    try:
+        compare({}, 2, lost_flush)
+    except AssertionError as error:
+        return str(error)
+    return ""
 
 
 def bf16_errors(num_chunks: int) -> dict[str, list[float]]:
@@ -424,8 +380,11 @@ def main() -> None:
         results[cut_name(name, num_chunks, cut)] = compare(overrides, num_chunks, **cut)
     results["dw-none/k=2"] = compare({}, 2, dw="none")
     results["erratic-wire/k=2"] = compare({}, 2, erratic_wire)
+    for memory_bytes in DW_MEMORY_BYTES:
+        results[f"dw-memory-{memory_bytes}/k=2"] = compare({}, 2, erratic_wire, dw_memory_bytes=memory_bytes)
     results["naive-aux-loss/k=2"] = compare({}, 2, naive_aux_loss)
     results["lost-weight-grad/k=2"] = compare({}, 2, lost_weight_grad)
+    results["lost-flush"] = what_a_lost_flush_raises()
     Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

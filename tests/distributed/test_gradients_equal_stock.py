@@ -24,11 +24,12 @@ def results(tmp_path_factory):
 
 
 def exact_cases() -> list[str]:
-    from tests.distributed.gradients_worker import CUTS, VARIANTS, cut_name
+    from tests.distributed.variants import CUTS, DW_MEMORY_BYTES, VARIANTS, cut_name
 
     cuts = [cut_name(name, num_chunks, cut) for name, _, num_chunks, cut in CUTS]
     chunked = [f"{name}/k={k}" for name in VARIANTS for k in ((1, 2, 4) if name == "plain" else (1, 3))]
-    return [*chunked, *cuts, "bf16/k=1", "dw-none/k=2", "erratic-wire/k=2"]
+    bounded = [f"dw-memory-{memory_bytes}/k=2" for memory_bytes in DW_MEMORY_BYTES]
+    return [*chunked, *cuts, *bounded, "bf16/k=1", "dw-none/k=2", "erratic-wire/k=2"]
 
 
 @pytest.mark.parametrize("case", exact_cases())
@@ -71,6 +72,33 @@ def test_order_of_collectives_does_not_depend_on_the_wire(results):
     assert results[0]["erratic-wire/k=2"]["collectives"] == results[0]["plain/k=2"]["collectives"]
 
 
+def test_a_memory_bound_is_kept_and_moves_no_collective(results):
+    """Also where ranks run different dWs early: their wires are erratic."""
+    for result in results:
+        free = result["plain/k=2"]
+        assert free["dw_ran_early"] == 0
+        assert free["peak_dw_bytes"] > 20_000
+        assert 0 < result["dw-memory-20000/k=2"]["peak_dw_bytes"] <= 20_000
+        assert result["dw-memory-1/k=2"]["peak_dw_bytes"] == 0
+        for case in ("dw-memory-1/k=2", "dw-memory-20000/k=2"):
+            assert result[case]["dw_ran_early"] > 0
+            assert result[case]["collectives"] == free["collectives"]
+
+
+def test_small_experts_run_together_from_four_on(results):
+    for result in results:
+        for case in exact_cases():
+            grouped = case.startswith("grouped") and not case.endswith("k=1")
+            assert (result[case]["grouped_gemms"] > 0) == grouped, case
+
+
+def test_frozen_weights_are_left_alone(results):
+    for result in results:
+        reported = result["frozen-router-embedding-output/k=3"]["parameters"]
+        assert len(reported) < len(result["plain/k=2"]["parameters"])
+        assert not any("router" in name for name in reported)
+
+
 def test_reductions_start_before_the_backward_pass_ends(results):
     collectives = results[0]["plain/k=2"]["collectives"]
     last_all_to_all = max(i for i, op in enumerate(collectives) if ".I." in op)
@@ -97,3 +125,8 @@ def test_the_comparison_sees_a_naive_aux_loss(results):
 
 def test_the_comparison_sees_a_lost_weight_grad(results):
     assert max(results[0]["lost-weight-grad/k=2"]["gradients"].values()) > 1e4 * TOLERANCE
+
+
+def test_a_lost_flush_stops_the_run_before_the_next_forward(results):
+    for result in results:
+        assert "ended without its flush" in result["lost-flush"]

@@ -1,5 +1,7 @@
 """The overlapping model trains like stock Megatron: the real loop, two ranks, EP=2, every iteration compared."""
 
+import json
+
 import pytest
 
 from tests.distributed.pretraining import EP2, Run, pretrain
@@ -69,6 +71,23 @@ def test_losses_equal_stock(stock, token_data, tmp_path, setting, num_chunks):
         else:
             tolerance = TOLERANCE[setting.split("-")[0]][name]
             assert ours.series(name) == pytest.approx(expected.series(name), rel=tolerance), name
+
+
+def test_clipped_training_with_grouped_experts_and_bounded_weight_gradients(token_data, tmp_path):
+    """Every step's norm is clipped, and the store is smaller than the plan's window would fill it."""
+    both = [*EP2, "--clip-grad", "0.1", "--num-experts", "8", "--moe-grouped-gemm", "--disable-bias-linear"]
+    expected = pretrain(token_data, [*both, "--lancet-plan", "off"], tmp_path / "stock", train_iters=6)
+    bound = ["--lancet-dw-memory-mb", "0.1", "--lancet-report", tmp_path]
+    ours = pretrain(token_data, [*both, *bound], tmp_path / "ours", train_iters=6)
+    assert "megatron_lancet.model.experts" in ours.model_modules
+    assert min(expected.series("grad norm")) > 0.1
+    for name in COMPARED:
+        assert ours.series(name) == pytest.approx(expected.series(name), rel=TOLERANCE["fp32"][name]), name
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["dw_memory_bytes"] == 100_000
+    assert 0 < report["peak_dw_bytes"] <= 100_000
+    assert report["num_dw_early"] > 0
+    assert "deferred of 0.1 MB" in ours.outputs[0]
 
 
 def test_the_loss_falls(stock):

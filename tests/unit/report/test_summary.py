@@ -40,6 +40,18 @@ def test_text_names_plan_and_exposed_share():
     assert "10.0 ms waited for payload, 2.0 ms for counts: 12.0 % of the step" in text
 
 
+def test_the_highest_peak_of_any_step_and_rank_is_reported():
+    def rank(*peaks_mb):
+        comms = [CommTimes(num_dw_hidden=7, num_dw_early=2, num_dw_late=1, peak_dw_bytes=p * 10**6) for p in peaks_mb]
+        return rank_medians([StepRecord(100, 2048, comm) for comm in comms])
+
+    report = summarise([rank(9, 1, 1, 3, 3, 5), rank(2, 2, 2, 8, 2, 2)], "chunks=2", 6, dw_memory_bytes=10**7)
+    assert (report["peak_dw_bytes"], report["dw_memory_bytes"]) == (9_000_000, 10_000_000)
+    assert "7 of 10 in all-to-all gaps, at most 9.0 MB deferred of 10.0 MB, 2 ran early" in as_text(report)
+    unbounded = as_text(summarise([rank(9)], "chunks=2", 6))
+    assert unbounded.endswith("7 of 10 in all-to-all gaps, at most 9.0 MB deferred")
+
+
 def test_json_is_written_whole(tmp_path):
     report = summarise([rank_medians([record(100)] * 5)], "off", 5)
     path = write_json(report, tmp_path / "new" / "folder")

@@ -110,30 +110,61 @@ def test_a_failed_backward_leaves_nothing_behind(backward):
     assert backward.log == ["dW a.c1", "ready a"]
 
 
-def test_autograd_flushes_at_the_end_of_backward():
-    """With the real engine: pending inside the backward, nothing pending after it."""
+class Deferring(torch.autograd.Function):
+    """Puts a dW into a store in its backward, and then fails if it is told so."""
+
+    @staticmethod
+    def forward(ctx, x, store, weight, fails=False):
+        ctx.rest = store, weight, fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        store, weight, fails = ctx.rest
+        store.put(weight, lambda: None, num_bytes=1)
+        store.enumerated(weight)
+        assert weight.num_pending == 1
+        if fails:
+            raise RuntimeError("out of memory")
+        return grad, None, None, None
+
+
+@pytest.fixture
+def in_autograd():
+    """A store, a weight of it, and a list that gets the store's length whenever the weight is reported."""
     store = WeightGradStore(1, CommStats(torch.device("cpu")))
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    weight = DeferredWeight(parameter, "w", lambda: ready.append(len(store)))
     ready: list[int] = []
-    pending_inside = []
+    return store, DeferredWeight(torch.nn.Parameter(torch.zeros(1)), "w", lambda: ready.append(len(store))), ready
 
-    class Deferring(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
 
-        @staticmethod
-        def backward(ctx, grad):
-            store.put(weight, lambda: None, num_bytes=1)
-            store.enumerated(weight)
-            pending_inside.append(weight.num_pending)
-            return grad
-
-    Deferring.apply(torch.ones(1, requires_grad=True)).sum().backward()
-    assert pending_inside == [1]
+def test_autograd_flushes_at_the_end_of_backward(in_autograd):
+    """With the real engine: pending inside the backward, nothing pending after it."""
+    store, weight, ready = in_autograd
+    Deferring.apply(torch.ones(1, requires_grad=True), store, weight).sum().backward()
     assert ready == [0]
-    assert len(store) == 0
+    store.assert_idle()
+
+
+def test_a_lost_flush_is_seen(in_autograd, monkeypatch):
+    store, weight, ready = in_autograd
+    monkeypatch.setattr(store, "_flush_at_end_of_backward", lambda: None)
+    Deferring.apply(torch.ones(1, requires_grad=True), store, weight).sum().backward()
+    assert ready == []
+    with pytest.raises(AssertionError, match=r"1 dW pending \['w'\], 1 weights not reported \['w'\]"):
+        store.assert_idle()
+
+
+def test_after_a_failed_backward_the_next_one_is_flushed_only_if_the_first_is_discarded(in_autograd):
+    store, weight, ready = in_autograd
+    x = torch.ones(1, requires_grad=True)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Deferring.apply(x, store, weight, True).sum().backward()
+    with pytest.raises(AssertionError, match="call discard"):
+        store.assert_idle()
+    store.discard()
+    store.assert_idle()
+    Deferring.apply(x, store, weight).sum().backward()
+    assert ready == [0]
 
 
 @pytest.mark.parametrize("autograd_made_one_too", [False, True])
@@ -154,3 +185,20 @@ def test_ddp_finds_the_grad_that_it_insists_on(autograd_made_one_too):
     # With the flag unset DDP adds .grad to main_grad itself.
     assert seen == [(torch.Size([4, 2]), not autograd_made_one_too)]
     assert parameter.main_grad.eq(1).all()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_gemm", [False, True])
+def test_weight_gradients_add_up(num_tokens, dtype, in_gemm):
+    """Within the GEMM where the types agree; a bf16 product is rounded before it is added, as in stock."""
+    parameter = torch.nn.Parameter(torch.zeros(4, 8, dtype=dtype))
+    before = torch.randn(4, 8)
+    parameter.main_grad = before.clone()
+    grad, input = torch.randn(num_tokens, 4, dtype=dtype), torch.randn(num_tokens, 8, dtype=dtype)
+    DeferredWeight(parameter, "w", lambda: None, accumulates_in_gemm=in_gemm).add_product(grad, input)
+    stock = before + grad.t().matmul(input)
+    if in_gemm and dtype is torch.float32:
+        torch.testing.assert_close(parameter.main_grad, stock, rtol=1e-5, atol=1e-4)
+    else:
+        assert parameter.main_grad.equal(stock)

@@ -24,7 +24,9 @@ def test_text_and_json_of_a_plan():
         "range": "stack",
         "dw_policy": "fill",
         "dw_window": 4,
+        "dw_memory_bytes": None,
     }
+    assert str(dataclasses.replace(plan, dw_memory_bytes=64_500_000)) == f"{plan} dw-memory=64.5MB"
 
 
 def test_fingerprint_knows_every_field():
@@ -35,9 +37,10 @@ def test_fingerprint_knows_every_field():
         dataclasses.replace(plan, range=OverlapRange.GATE),
         dataclasses.replace(plan, dw_policy=DwPolicy.NONE),
         dataclasses.replace(plan, dw_window=5),
+        dataclasses.replace(plan, dw_memory_bytes=1000),
     ]
     assert plan.fingerprint() == Plan(num_chunks=2, dw_window=4).fingerprint()
-    assert len({other.fingerprint() for other in [plan, *others]}) == 6
+    assert len({other.fingerprint() for other in [plan, *others]}) == 7
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_autograd_does_not_see_the_wire():
 def test_rows_and_gradients_travel_on_our_transport(link):
     with mock_world(4, link):
         stats = CommStats(torch.device("cpu"))
-        transport = make_transport(dist.group.WORLD, torch.device("cpu"), stats, timedelta(minutes=1))
+        transport = make_transport(dist.group.WORLD, dist.group.WORLD, torch.device("cpu"), stats, timedelta(minutes=1))
         assert isinstance(transport, GroupTransport)
         sent_counts, received_counts = transport.exchange_counts(torch.tensor([1, 0, 3, 2])).wait()
         assert sent_counts.equal(received_counts)

@@ -24,6 +24,8 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
     args, config = arguments.parse()
     assert args.num_layers == 4
     assert config == LancetConfig(PlanChoice.AUTO, 3, dw_policy=DwPolicy.NONE, report_dir=Path("out"))
+    command_line("--lancet-dw-memory-mb", 0.5)
+    assert arguments.parse()[1] == LancetConfig(dw_memory_mb=0.5)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,10 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
         (["--lancet-dw-policy", "all"], "invalid choice: 'all'"),
         (["--lancet-chunk-dim", "hidden"], "--lancet-chunk-dim: invalid choice: 'hidden'.*sequence"),
         (["--lancet-range", "model"], "--lancet-range: invalid choice: 'model'.*stack"),
+        (["--lancet-dw-memory-mb", 0], "expects a number of MB above 0, got 0.*--lancet-dw-policy none"),
+        (["--lancet-dw-memory-mb", "nan"], "got nan"),
+        (["--lancet-dw-memory-mb", "inf"], "got inf"),
+        (["--lancet-dw-memory-mb", "64MB"], "invalid float value: '64MB'"),
     ],
 )
 def test_faulty_words(command_line, words, message):

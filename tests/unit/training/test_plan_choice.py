@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.training.plan_choice import choose_plan, uses_sdpa
 
 
@@ -40,6 +40,14 @@ def test_off_is_off(megatron_args):
     plan, line = choose_plan(megatron_args(), LancetConfig(plan=PlanChoice.OFF, num_chunks=4))
     assert plan is None
     assert "stock" in line
+
+
+def test_a_bound_of_deferred_weight_gradients_is_part_of_the_plan(megatron_args):
+    plan, line = choose_plan(megatron_args(), LancetConfig(dw_memory_mb=1.5))
+    assert plan == Plan(num_chunks=2, dw_window=4, dw_memory_bytes=1_500_000)
+    assert line.endswith("dw-memory=1.5MB")
+    with pytest.raises(UsageError, match=r"--lancet-dw-memory-mb 1\.5 .*--lancet-dw-policy none defers none"):
+        choose_plan(megatron_args(), LancetConfig(dw_policy=DwPolicy.NONE, dw_memory_mb=1.5))
 
 
 @pytest.mark.parametrize("changes", [["--expert-model-parallel-size", 1], ["--num-experts", 0]])

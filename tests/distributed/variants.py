@@ -1,0 +1,101 @@
+"""Models, cuts and settings that are compared with stock Megatron."""
+
+from typing import Any
+
+import torch
+
+DW_MEMORY_BYTES = (1, 20_000)
+"""Too small for any dW, and less than the peak without a bound."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no-balancing": {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
+    "seq-aux-loss": {"moe_router_load_balancing_type": "seq_aux_loss"},
+    "global-aux-loss": {"moe_router_load_balancing_type": "global_aux_loss"},
+    "two-aux-losses": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [1e-2, 3e-2],
+    },
+    "top-1": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "sigmoid-expert-bias": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": 2.5,
+    },
+    "group-limited": {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 2},
+    "fp32-router": {"moe_router_dtype": "fp32"},
+    "shared-expert": {"moe_shared_expert_intermediate_size": 48},
+    "shared-expert-gate": {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True},
+    "dense-first-layer": {"moe_layer_freq": [0, 1, 1]},
+    "one-expert-per-rank": {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "bias": {"add_bias_linear": True},
+    "llama-like": {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "num_query_groups": 2,
+        "position_embedding_type": "rope",
+    },
+    "per-token-loss": {"calculate_per_token_loss": True},
+    "core-attention-recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "tied-embeddings": {"share_embeddings": True},
+    "grouped-experts": {"num_moe_experts": 8},
+    "grouped-experts-gated": {"num_moe_experts": 16, "moe_router_topk": 4, "gated_linear_unit": True},
+    "frozen-half-of-the-linears": {"frozen": r"linear_(qkv|fc1)|local_experts\.0"},
+    "frozen-layer": {"frozen": r"layers\.1\."},
+    "frozen-router-embedding-output": {"frozen": r"router|embedding|output_layer"},
+    "frozen-tied-embeddings": {"share_embeddings": True, "frozen": r"embedding"},
+}
+"""Overrides of the transformer config; some are of the model (see ``build``)."""
+
+
+SEQUENCE = {"dim": "sequence"}
+CAPACITY = {"moe_expert_capacity_factor": 0.75}
+MLA = {
+    "multi_latent_attention": True,
+    "position_embedding_type": "rope",
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 12,
+}
+WHOLE_ROUTING: dict[str, dict[str, Any]] = {
+    "capacity-probs": CAPACITY,
+    "capacity-position": {**CAPACITY, "moe_token_drop_policy": "position"},
+    "capacity-padded": {**CAPACITY, "moe_pad_expert_input_to_capacity": True},
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0, "moe_router_topk": 1},
+    "jitter": {"moe_input_jitter_eps": 0.1},
+}
+"""Routers that look at the whole micro-batch, or draw random numbers once for it."""
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "full-recompute": {**FULL, "moe_layer_freq": [0, 1, 1], "moe_shared_expert_intermediate_size": 48},
+    "block-recompute": {**FULL, "recompute_method": "block", "recompute_num_layers": 2},
+    "selective-recompute": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "mlp", "moe", "shared_experts"],
+        "moe_layer_freq": [0, 1, 1],
+        "moe_shared_expert_intermediate_size": 48,
+    },
+}
+
+CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
+    *(("plain", {}, k, SEQUENCE) for k in (2, 3, 8)),
+    *((name, VARIANTS[name], 3, SEQUENCE) for name in VARIANTS if name != "plain"),
+    *((name, settings, 3, dim) for name, settings in RECOMPUTE.items() for dim in ({}, SEQUENCE)),
+    ("full-recompute", RECOMPUTE["full-recompute"], 2, {"over": "experts"}),
+    ("mla", MLA, 1, {}),
+    ("mla", MLA, 3, {}),
+    ("mla", MLA, 3, SEQUENCE),
+    ("mla-yarn", {**MLA, "rope_type": "yarn"}, 3, SEQUENCE),
+    *(("plain", {}, k, {"over": over}) for over in ("experts", "gate", "layer") for k in (1, 3)),
+    *(("dense-first-layer", VARIANTS["dense-first-layer"], 2, {"over": o, **SEQUENCE}) for o in ("gate", "layer")),
+    *((n, v, 3, {"over": "experts", **dim}) for n, v in WHOLE_ROUTING.items() for dim in ({}, SEQUENCE)),
+]
+"""Further axes and ranges: name, overrides, chunks, fields of the plan."""
+
+
+def cut_name(name: str, num_chunks: int, cut: dict[str, str]) -> str:
+    return "/".join([name, f"k={num_chunks}", *cut.values()])

@@ -1,0 +1,149 @@
+"""Experts that run together against the same experts one after the other: outputs and all gradients."""
+
+import pytest
+import torch
+
+from megatron_lancet.patching import replaced
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+
+HIDDEN, FFN = 16, 32
+
+
+class Experts:
+    """Megatron's experts with deferred dW, and what was reported to DDP."""
+
+    def __init__(self, num_experts: int = 4, **settings) -> None:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer.mlp import MLPSubmodules
+        from megatron.core.transformer.moe.experts import SequentialMLP
+
+        from megatron_lancet.model.adopt import adopt
+        from megatron_lancet.model.experts import GroupingSequentialMLP
+
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=HIDDEN,
+            num_attention_heads=4,
+            ffn_hidden_size=FFN,
+            num_moe_experts=num_experts,
+            bias_activation_fusion=False,
+            **{"add_bias_linear": False, **settings},
+        )
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.module = adopt(SequentialMLP(num_experts, config, linears, pg_collection=groups), GroupingSequentialMLP)
+        self.keys = list(self.module.state_dict())
+        self.ready: list[str] = []
+        self.stats = CommStats(torch.device("cpu"))
+        self.store = WeightGradStore(1, self.stats)
+        self.dtype = config.params_dtype
+        for parameter in self.module.parameters():
+            parameter.main_grad = torch.zeros(parameter.shape)
+
+    def defer(self, which: str = "") -> "Experts":
+        from megatron_lancet.model.linear import can_defer, defer_weight_grad
+
+        for name, linear in list(self.module.named_modules()):
+            if can_defer(linear) and which in name:
+                defer_weight_grad(linear, name, self.store)
+                linear.register_wgrad_accumulation_and_reduce_hooks(
+                    lambda name=name, weight=linear.weight: (self.ready.append(name), setattr(weight, "grad", None))
+                )
+        return self
+
+    def run(self, sizes: list[int], grouped: bool) -> list[torch.Tensor]:
+        """Output, gradients of tokens and probabilities, and main gradients."""
+        from megatron_lancet.model import experts
+
+        generator = torch.Generator().manual_seed(7)
+        dtype = self.dtype
+        tokens = torch.randn(sum(sizes), HIDDEN, generator=generator, dtype=dtype, requires_grad=True)
+        probs = torch.rand(sum(sizes), generator=generator, dtype=dtype, requires_grad=True)
+        self.ready.clear()
+        for parameter in self.module.parameters():
+            parameter.main_grad.zero_()
+        with replaced(experts, "grouped_is_faster", lambda *_: grouped):
+            output, bias = self.module(tokens, torch.tensor(sizes), probs)
+        assert bias is None
+        output.square().sum().backward()
+        self.store.assert_idle()
+        gradients = [parameter.main_grad.clone() for parameter in self.module.parameters()]
+        return [output.detach(), tokens.grad, probs.grad, *gradients]
+
+
+SIZES = [[5, 3, 1, 7], [0, 5, 0, 3], [16, 0, 0, 0], [0, 0, 0, 9], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        ({}, 0.0),
+        ({"params_dtype": torch.bfloat16, "bf16": True}, 0.0),
+        # GELU of a slice: torch rounds the elements of a vector and those of the rest in two ways.
+        ({"gated_linear_unit": True}, 1e-6),
+    ],
+    ids=["gelu", "bf16", "gated"],
+)
+def test_grouped_experts_equal_sequential_ones(one_rank, sizes, settings, tolerance):
+    experts = Experts(**settings).defer()
+    sequential, grouped = experts.run(sizes, grouped=False), experts.run(sizes, grouped=True)
+    for ours, expected in zip(grouped, sequential, strict=True):
+        assert (ours - expected).norm() <= tolerance * expected.norm()
+
+
+def test_input_gradients_do_not_wait_for_weight_gradients(one_rank):
+    """One task per layer; each weight of it is reported once, after its dW."""
+    experts = Experts().defer()
+    experts.run([2, 0, 3, 1], grouped=True)
+    assert experts.stats.take().num_dw_late == 2
+    assert sorted(experts.ready) == sorted(
+        f"local_experts.{expert}.linear_fc{layer}" for expert in range(4) for layer in (1, 2)
+    )
+
+
+def test_checkpoint_keys_are_stocks(one_rank):
+    experts = Experts().defer()
+    experts.run([2, 0, 3, 1], grouped=True)
+    assert list(experts.module.state_dict()) == experts.keys
+
+
+@pytest.mark.parametrize(
+    ("make", "no_grad"),
+    [
+        (lambda: Experts().defer("linear_fc1"), False),
+        (lambda: Experts().defer("local_experts.0"), False),
+        (lambda: Experts(add_bias_linear=True).defer(), True),
+        (lambda: Experts().defer(), True),
+    ],
+    ids=["one layer not deferred", "experts frozen", "bias", "evaluation"],
+)
+def test_others_run_one_after_the_other(one_rank, monkeypatch, make, no_grad):
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", None)
+    from megatron_lancet.model import experts
+
+    monkeypatch.setattr(experts, "grouped_is_faster", lambda *_: True)
+    module = make().module
+    with torch.no_grad() if no_grad else torch.enable_grad():
+        output, _ = module(torch.randn(6, HIDDEN), torch.tensor([1, 0, 2, 3]), torch.rand(6))
+    assert output.shape == (6, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_rows", "weight", "grouped"),
+    [
+        (32, 32 * 8, torch.empty(256, 128), True),
+        (32, 32 * 8, torch.empty(512, 256), False),  # copying the weights takes longer than it saves
+        (3, 3 * 8, torch.empty(256, 128), False),
+        (32, 32 * 500, torch.empty(256, 128), False),
+        (32, 32 * 8, torch.empty(250, 128), False),  # strides of 1000 bytes
+        (32, 32 * 8, torch.empty(256, 128, device="meta"), False),
+    ],
+)
+def test_where_experts_are_grouped(num_experts, num_rows, weight, grouped):
+    from megatron_lancet.model.experts import grouped_is_faster
+
+    assert grouped_is_faster(num_experts, num_rows, weight) == grouped

@@ -1,0 +1,118 @@
+"""The store with bounded memory, under backward passes of all shapes: what a bound may change, and what not."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
+
+WEIGHTS = ("a", "b", "c")
+
+
+@dataclass(frozen=True)
+class Put:
+    weight: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Enumerated:
+    weight: str
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    num_filled: int
+
+
+def events() -> st.SearchStrategy[list[Put | Enumerated | AllToAll]]:
+    """A backward pass: puts and all-to-alls as they come; each weight is enumerated once, after its last put."""
+    puts = st.builds(Put, st.sampled_from(WEIGHTS), st.integers(1, 100))
+    all_to_alls = st.builds(AllToAll, st.integers(0, 3))
+
+    def with_enumerations(order):
+        last = {event.weight: i for i, event in enumerate(order) if isinstance(event, Put)}
+        passes = []
+        for i, event in enumerate(order):
+            passes.append(event)
+            if isinstance(event, Put) and last[event.weight] == i:
+                passes.append(Enumerated(event.weight))
+        return passes
+
+    return st.lists(puts | all_to_alls, max_size=30).map(with_enumerations)
+
+
+class Run:
+    """A backward pass through a store, and what happened in it.
+
+    Attributes:
+        ran: puts, by number, in the order in which their dW ran.
+        collectives: all-to-alls and reports in their order.
+        held: bytes that were pinned after each event.
+    """
+
+    def __init__(self, events, window: int, memory_bytes: int | None) -> None:
+        self.ran: list[int] = []
+        self.collectives: list[str] = []
+        self.held: list[int] = []
+        stats = CommStats(torch.device("cpu"))
+        store = WeightGradStore(window, stats, memory_bytes)
+        store._flush_at_end_of_backward = lambda: None
+        self.puts = [event for event in events if isinstance(event, Put)]
+        weights = {name: self.weight(name) for name in WEIGHTS}
+        num_put = 0
+        for event in events:
+            match event:
+                case Put(name, num_bytes):
+                    store.put(weights[name], lambda number=num_put: self.ran.append(number), num_bytes)
+                    num_put += 1
+                case Enumerated(name):
+                    store.enumerated(weights[name])
+                case AllToAll(num_filled):
+                    gaps = iter([True] * num_filled)
+                    store.fill(lambda gaps=gaps: next(gaps, False))
+                    self.collectives.append("all-to-all")
+                    store.pass_all_to_all()
+            self.held.append(sum(put.num_bytes for put in self.puts[:num_put]) - self.bytes_run())
+        store.flush()
+        self.times = stats.take()
+
+    def weight(self, name: str) -> DeferredWeight:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        return DeferredWeight(parameter, name, lambda: self.collectives.append(f"reduce {name}"))
+
+    def bytes_run(self) -> int:
+        return sum(self.puts[number].num_bytes for number in self.ran)
+
+
+@settings(max_examples=300, deadline=None)
+@given(events(), st.integers(1, 5), st.integers(1, 250))
+def test_a_bound_changes_nothing_but_memory_and_when_dws_run(events, window, memory_bytes):
+    bounded, free = Run(events, window, memory_bytes), Run(events, window, None)
+    # Each dW once and oldest first, hence also before its weight's report (asserted in DeferredWeight.report).
+    assert bounded.ran == free.ran == list(range(len(bounded.puts)))
+    assert bounded.collectives == free.collectives
+    assert max(bounded.held, default=0) <= memory_bytes
+    assert bounded.times.peak_dw_bytes == max(bounded.held, default=0)
+    times = bounded.times
+    assert times.num_dw_hidden + times.num_dw_early + times.num_dw_late == len(bounded.puts)
+    assert free.times.num_dw_early == 0
+
+
+def test_only_as_many_run_as_make_room():
+    run = Run([Put("a", 40), Put("b", 40), Put("c", 50), Enumerated("a"), Enumerated("b"), Enumerated("c")], 1, 100)
+    assert run.held == [40, 80, 90, 90, 90, 90]
+    assert (run.times.num_dw_early, run.times.num_dw_late) == (1, 2)
+
+
+@pytest.mark.parametrize("held_before", [0, 30])
+def test_a_dw_larger_than_the_bound_runs_at_once_and_in_order(held_before):
+    before = [Put("a", held_before)] if held_before else []
+    run = Run([*before, Put("b", 500)], 3, 100)
+    assert run.held[-1] == 0
+    assert run.ran == list(range(len(run.puts)))
+    assert run.times.peak_dw_bytes == held_before
