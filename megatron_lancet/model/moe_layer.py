@@ -28,8 +28,7 @@ def moe_steps(moe: MoELayer, dispatcher: AllToAllDispatcher, hidden: torch.Tenso
         return Op(moe.layer_number, chunk.index, Phase.FORWARD, kind)
 
     probs, routing_map = moe.router(hidden, chunk=chunk)
-    comm.position = f"exchanging {op('counts')}"
-    counts = dispatcher.start_counts(routing_map)
+    counts = dispatcher.start_counts(op("counts"), routing_map)
     rows = dispatcher.permute(hidden, probs, routing_map, moe.config.moe_router_topk)
     routes = dispatcher.routes(counts)
 

@@ -23,6 +23,11 @@ from megatron_lancet.training.cpu_platform import cpu_platform
 
 SEQ_LENGTH, MICRO_BATCH, VOCAB, NUM_MICRO_BATCHES = 16, 4, 64, 3
 
+_SIGMOID_BIAS = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no-balancing": {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
@@ -33,11 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "moe_aux_loss_coeff": [1e-2, 3e-2],
     },
     "top-1": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
-    "sigmoid-expert-bias": {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": 2.5,
-    },
+    "sigmoid-expert-bias": _SIGMOID_BIAS,
     "group-limited": {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 2},
     "fp32-router": {"moe_router_dtype": "fp32"},
     "shared-expert": {"moe_shared_expert_intermediate_size": 48},
@@ -57,6 +58,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied-embeddings": {"share_embeddings": True},
 }
 """Overrides of the transformer config; some are of the model (see ``build``)."""
+
+FORCED: dict[str, dict[str, Any]] = {
+    "idle-expert": {**_SIGMOID_BIAS, "expert_bias": [0.0, 0.0, -9.0, 0.0]},
+    "idle-rank": {**_SIGMOID_BIAS, "expert_bias": [9.0, 9.0, 0.0, 0.0]},
+    "all-to-one-expert": {**_SIGMOID_BIAS, "moe_router_topk": 1, "expert_bias": [0.0, 0.0, 0.0, 9.0]},
+}
+"""Routing that leaves experts without a token: a bias decides, gradients of the scores remain. Two experts a rank."""
 
 
 def transformer_config(overrides: dict[str, Any]):
@@ -95,6 +103,7 @@ def build(overrides: dict[str, Any]):
     overrides = dict(overrides)
     position = overrides.pop("position_embedding_type", "learned_absolute")
     tied = overrides.pop("share_embeddings", False)
+    expert_bias = overrides.pop("expert_bias", None)
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = transformer_config(overrides)
@@ -106,6 +115,9 @@ def build(overrides: dict[str, Any]):
         position_embedding_type=position,
         share_embeddings_and_output_weights=tied,
     )
+    if expert_bias is not None:
+        for layer in model.decoder.layers:
+            layer.mlp.router.expert_bias.copy_(torch.tensor(expert_bias))
     return model, config, (Float16Module if config.bf16 else lambda _, plain: plain)
 
 
@@ -334,6 +346,9 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name, overrides in VARIANTS.items():
         for num_chunks in (1, 2, 4) if name == "plain" else (1, 3):
+            results[f"{name}/k={num_chunks}"] = compare(overrides, num_chunks)
+    for name, overrides in FORCED.items():
+        for num_chunks in (1, 2, 3):
             results[f"{name}/k={num_chunks}"] = compare(overrides, num_chunks)
     results["bf16/k=1"] = compare({"bf16": True}, 1)
     results["bf16-errors"] = bf16_errors(2)

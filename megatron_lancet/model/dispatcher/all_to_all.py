@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 
-from megatron_lancet.runtime.all_to_all import Comm, RowSplits
-from megatron_lancet.runtime.transport import CountsTransfer
+from megatron_lancet.runtime.all_to_all import Comm, CountsFlight, RowSplits
+from megatron_lancet.schedule.ops import Op
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class AllToAllDispatcher:
         self._expert_major = by_peer.T.ravel()
         self._peer_major = torch.argsort(self._expert_major)
 
-    def start_counts(self, routing_map: torch.Tensor) -> CountsTransfer:
+    def start_counts(self, op: Op, routing_map: torch.Tensor) -> CountsFlight:
         """Tell every rank how many rows each of its experts gets from here.
 
         Args:
             routing_map: [t, E] bool.
         """
-        return self._comm.transport.exchange_counts(routing_map.sum(dim=0).long())
+        return self._comm.start_counts(op, routing_map.sum(dim=0).long())
 
     def permute(self, hidden: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, topk: int) -> PermutedChunk:
         """Order a chunk's rows by expert; needs no counts.
@@ -80,9 +80,9 @@ class AllToAllDispatcher:
         assert row_probs is not None
         return PermutedChunk(tokens, row_probs, row_ids, routing_map, hidden.shape)
 
-    def routes(self, counts: CountsTransfer) -> Routes:
+    def routes(self, counts: CountsFlight) -> Routes:
         """Wait for the counts."""
-        sent_by_peer, received_by_peer = counts.wait()
+        sent_by_peer, received_by_peer = counts.land()
         splits = RowSplits(
             sent=tuple(sent_by_peer.sum(dim=1).tolist()), received=tuple(received_by_peer.sum(dim=1).tolist())
         )
