@@ -55,16 +55,26 @@ def run_rank(main: Callable[[Whereabouts], None]) -> None:
         try:
             run_command(speak_of_usage_only)
         except SystemExit as request:
-            if request.code:
-                leave(request.code if isinstance(request.code, int) else _FAILURE_EXIT_CODE)
-            raise
+            if request.code == 0:
+                raise
+            if isinstance(request.code, str):
+                say(request.code)
+            leave(_exit_status(request.code))
         except PeerError as error:
             say(f"error: {error}")
             leave(_FAILURE_EXIT_CODE)
         except Exception as error:  # noqa: BLE001 what failed is told in full, only the clean-up is left out
             traceback.print_exc()
-            say(f"error: {type(error).__name__} on {where}; see above")
+            reason = (str(error).splitlines() or [""])[0]
+            say(f"error: {where}: {type(error).__name__}: {reason}")
             leave(_FAILURE_EXIT_CODE)
+
+
+def _exit_status(code: str | int | None) -> int:
+    """What Python makes of the argument of ``sys.exit``."""
+    if code is None:
+        return 0
+    return code if isinstance(code, int) else _FAILURE_EXIT_CODE
 
 
 def say(line: str) -> None:

@@ -93,6 +93,10 @@ def _run(run_config: object, report: Callable[[], None]) -> None:
     try:
         pretrain(run_config, build_datasets, ModelType.encoder_or_decoder, forward_step)
     except SystemExit as request:
+        if request.code is None:
+            # Not the end of the loop, which gives a status, but a checkpoint that this rank can't read: the others
+            # may be anywhere.
+            raise
         exit_request = request
     report()
     dist.barrier()

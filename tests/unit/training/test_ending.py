@@ -80,12 +80,16 @@ def test_a_failure_is_told_in_full_and_leaves_at_once():
     assert done.returncode == 1
     assert done.stdout == "unflushed\n"
     assert done.stderr.startswith("Traceback")
-    assert done.stderr.endswith("error: IndexError on rank 0, 2 steps done, waiting for L1.c0.F.dispatch; see above\n")
+    assert done.stderr.endswith(
+        "error: rank 0, 2 steps done, waiting for L1.c0.F.dispatch: IndexError: list index out of range\n"
+    )
 
 
-@pytest.mark.parametrize("code", [0, 16])
-def test_an_exit_status_is_kept(code):
-    assert ended(f"sys.exit({code})").returncode == code
+@pytest.mark.parametrize(("code", "status"), [("0", 0), ("16", 16), ("", 0), ("'reason'", 1)])
+def test_an_exit_status_is_kept(code, status):
+    done = ended(f"sys.exit({code})")
+    assert done.returncode == status
+    assert ("reason" in done.stderr) == ("reason" in code)
 
 
 def test_refused_input_is_one_line():
