@@ -1,4 +1,4 @@
-"""The one error that a user of a command is meant to see."""
+"""The errors that a user of a command is meant to see."""
 
 import os
 import sys
@@ -17,15 +17,20 @@ class UsageError(Exception):
     """Wrong input from the user. The message says what was expected, what was found and what to do."""
 
 
+class PeerError(RuntimeError):
+    """A message of another rank did not come. Says for which op, and which rank."""
+
+
 def exit_with_usage_error(message: str) -> NoReturn:
     """Print ``error: message`` once per node and end the process with status 2.
 
-    Under torchrun every rank finds the same fault: local rank 0 speaks, the others only exit.
+    Under torchrun every rank finds the same fault: local rank 0 speaks, and the others are stopped with it. One that
+    is still there after a while found a fault of its own, and speaks too.
     """
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    else:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank > 0:
         time.sleep(_SIBLING_GRACE_S)
+    print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(USAGE_EXIT_CODE)
 
 

@@ -64,8 +64,7 @@ def routed_steps(
         return Op(moe.stock.layer_number, chunk.index, Phase.FORWARD, kind)
 
     dispatcher, comm = moe.dispatcher, moe.comm
-    comm.position = f"exchanging {op('counts')}"
-    counts = dispatcher.start_counts(routing_map)
+    counts = dispatcher.start_counts(op("counts"), routing_map)
     rows = dispatcher.permute(hidden, probs, routing_map, num_rows(moe.stock, routing_map))
     routes = dispatcher.routes(counts)
 

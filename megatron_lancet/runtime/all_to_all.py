@@ -5,15 +5,19 @@ all-to-all, the backward of *issue* waits for it, and what other chunks created 
 flight: the backward pass is the mirrored pipeline, without a schedule of its own.
 """
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport import Transfer, Transport
+from megatron_lancet.runtime.peers import Peers, listed
+from megatron_lancet.runtime.transport import CountsTransfer, Transfer, Transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.ops import Op
+
+_WAITING = "waiting for"
 
 
 @dataclass(frozen=True)
@@ -29,22 +33,55 @@ class RowSplits:
 
 
 class Comm:
-    """What all all-to-alls of a model share: transport, deferred dWs, counters, and where this rank stands.
+    """What all all-to-alls of a model share: transport, deferred dWs, counters, and where this rank stands."""
 
-    Attributes:
-        position: the last op that was issued or waited for; the first thing to look at when ranks hang.
-    """
-
-    def __init__(self, transport: Transport, store: WeightGradStore | None, stats: CommStats, own_rank: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        store: WeightGradStore | None,
+        stats: CommStats,
+        own_rank: int,
+        peers: Peers | None = None,
+    ) -> None:
+        """
+        Args:
+            own_rank: in the expert-parallel group.
+            peers: names the rank that is to blame when a message does not come; None leaves it unnamed.
+        """
         self.transport = transport
         self.store = store
         self.stats = stats
-        self.position = "before the first all-to-all"
         self._own_rank = own_rank
+        self._peers = peers
+        self._last: tuple[str, Op] | None = None
+
+    @property
+    def position(self) -> str:
+        """What this rank last did with which op; the first thing to look at when ranks hang."""
+        if self._last is None:
+            return "before the first all-to-all"
+        doing, op = self._last
+        sources = f" from {listed(self._peers.others)}" if doing == _WAITING and self._peers is not None else ""
+        return f"{doing} {op} ({op.in_words()}){sources}"
+
+    def stands(self, doing: str, op: Op) -> None:
+        """Note where this rank is: ``issued``, ``waiting for`` or ``past`` an op."""
+        self._last = (doing, op)
+
+    def failure(self, op: Op, issued_s: float, cause: RuntimeError) -> RuntimeError:
+        """The error to raise for an op that did not complete, because of ``cause``."""
+        if self._peers is None:
+            return RuntimeError(f"all-to-all {op} did not complete: {cause}")
+        return self._peers.failure(op, time.monotonic() - issued_s, cause)
+
+    def start_counts(self, op: Op, counts: torch.Tensor) -> "CountsFlight":
+        """Starts the exchange of token counts, [E] per expert of all ranks, ordered by expert."""
+        self.stands("issued", op)
+        return CountsFlight(self, op, self.transport.exchange_counts(counts))
 
     def start(self, op: Op, tensors: tuple[torch.Tensor, ...], splits: RowSplits) -> "Flight":
         """Starts the all-to-alls of ``tensors``, each [N, ...], as one op."""
-        self.position = f"issued {op}"
+        self.stands("issued", op)
         received, transfers = [], []
         for tensor in tensors:
             tensor = tensor.contiguous()
@@ -58,6 +95,30 @@ class Comm:
         return Flight(self, op, tuple(received), transfers)
 
 
+class CountsFlight:
+    """Token counts on the wire."""
+
+    def __init__(self, comm: Comm, op: Op, transfer: CountsTransfer) -> None:
+        self._comm = comm
+        self._op = op
+        self._transfer = transfer
+        self._issued_s = time.monotonic()
+
+    def land(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Waits; sent and received counts on the host, both [P, E / P], by peer and by that peer's (own) expert.
+
+        Raises:
+            PeerError: a peer is gone or silent for longer than the timeout.
+        """
+        self._comm.stands(_WAITING, self._op)
+        try:
+            counts = self._transfer.wait()
+        except RuntimeError as error:
+            raise self._comm.failure(self._op, self._issued_s, error) from error
+        self._comm.stands("past", self._op)
+        return counts
+
+
 class Flight:
     """One op's messages on the wire."""
 
@@ -66,6 +127,7 @@ class Flight:
         self._comm = comm
         self._op = op
         self._transfers = transfers
+        self._issued_s = time.monotonic()
 
     def in_flight(self) -> bool:
         """Whether any message is still on its way; never blocks."""
@@ -75,17 +137,15 @@ class Flight:
         """Waits, and returns the received tensors, each [M, ...].
 
         Raises:
-            RuntimeError: a peer is gone or silent for longer than the process group's timeout; names the op.
+            PeerError: a peer is gone or silent for longer than the timeout.
         """
-        self._comm.position = f"waiting for {self._op}"
+        self._comm.stands(_WAITING, self._op)
         try:
             for transfer in self._transfers:
                 transfer.wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"all-to-all {self._op} did not complete: a rank of the expert-parallel group has failed or is "
-                f"too late. Look for the first error among the ranks' logs. Cause: {error}"
-            ) from error
+            raise self._comm.failure(self._op, self._issued_s, error) from error
+        self._comm.stands("past", self._op)
         return self.received
 
 

@@ -12,6 +12,13 @@ class Phase(StrEnum):
     WEIGHT_GRAD = "W"
 
 
+_IN_WORDS = {
+    Phase.FORWARD: "forward",
+    Phase.INPUT_GRAD: "backward (input gradient)",
+    Phase.WEIGHT_GRAD: "backward (weight gradient)",
+}
+
+
 @dataclass(frozen=True)
 class Op:
     """One op of one chunk in one layer, for example ``L3.c0.F.dispatch``.
@@ -30,6 +37,10 @@ class Op:
 
     def __str__(self) -> str:
         return f"L{self.layer}.c{self.chunk}.{self.phase}.{self.kind}"
+
+    def in_words(self) -> str:
+        """For a reader who does not know the names."""
+        return f"layer {self.layer}, chunk {self.chunk}, {_IN_WORDS[self.phase]}, {self.kind}"
 
     def mirrored(self) -> "Op":
         """The op that undoes this one's data flow in the backward pass."""

@@ -8,14 +8,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from torch.distributed import distributed_c10d
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.gpt import overlap
 from megatron_lancet.runtime.all_to_all import Comm
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.transport import make_transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.plan import DwPolicy, Plan
+from megatron_lancet.schedule.plan_difference import plan_differences
 
 
 class OverlapSetup:
@@ -44,7 +47,13 @@ class OverlapSetup:
         store = WeightGradStore(self._plan.dw_window, self._stats, self._plan.dw_memory_bytes) if fills else None
         counts_group = parallel_state.get_expert_tensor_and_model_parallel_group()
         transport = make_transport(ep_group, counts_group, self._device, self._stats, self._timeout)
-        self._comm = Comm(transport, store, self._stats, own_rank=ep_group.rank())
+        peers = Peers(
+            dist.get_process_group_ranks(ep_group),
+            dist.get_rank(),
+            distributed_c10d._get_default_store(),
+            self._timeout,
+        )
+        self._comm = Comm(transport, store, self._stats, own_rank=ep_group.rank(), peers=peers)
         for stage in stages:
             assert isinstance(stage, GPTModel)
             overlap(stage, self._plan, self._comm, self._sdpa)
@@ -63,14 +72,33 @@ class OverlapSetup:
         return self._comm.position if self._comm is not None else "before the model was built"
 
 
-def check_same_plan(plan: Plan) -> None:
-    """Compare the plan with all other ranks', before its first collective.
+class NoOverlap:
+    """A hook for Megatron's model builder where there is no plan: finds out whether some rank has one."""
+
+    position = "in Megatron's own model"
+
+    def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Called on all ranks; changes nothing."""
+        check_same_plan(None)
+        return stages
+
+
+def check_same_plan(plan: Plan | None) -> None:
+    """Compare the plan with all other ranks', before its first collective. Collective over all ranks.
+
+    Args:
+        plan: None for stock modules.
 
     Raises:
-        UsageError: some rank has another plan; says which ranks have which.
+        UsageError: some rank has another plan; says which ranks have which value of which field.
     """
-    plans: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(plans, f"{plan.fingerprint()} {plan}")
-    if len(set(plans)) > 1:
-        listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(plans))
-        raise UsageError(f"ranks disagree about the plan, and would wait for each other forever. {listed}")
+    fingerprints: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(fingerprints, plan.fingerprint() if plan is not None else "none")
+    if len(set(fingerprints)) == 1:
+        return
+    plans: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(plans, plan.to_json() if plan is not None else "null")
+    raise UsageError(
+        f"ranks disagree about the plan, and would wait for each other forever: {'; '.join(plan_differences(plans))}. "
+        "Start all ranks with the same arguments and the same files."
+    )

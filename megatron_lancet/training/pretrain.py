@@ -9,7 +9,8 @@ from datetime import timedelta
 
 import torch
 
-from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.errors import UsageError
+from megatron_lancet.training.ending import Whereabouts, run_rank
 from megatron_lancet.training.requirements import check_versions
 
 _MISSING_OPTIONAL = r".*([Aa]pex|[Tt]ransformer[ -][Ee]ngine|transformer-engine|absl).*"
@@ -18,10 +19,10 @@ _MISSING_OPTIONAL = r".*([Aa]pex|[Tt]ransformer[ -][Ee]ngine|transformer-engine|
 
 def main() -> None:
     """Entry point of ``pretrain_gpt_moe.py`` and of the console script."""
-    run_command(_main)
+    run_rank(_main)
 
 
-def _main() -> None:
+def _main(where: Whereabouts) -> None:
     check_versions()
     warnings.filterwarnings("ignore", message=_MISSING_OPTIONAL, category=UserWarning)
     # Only now: what follows imports megatron, in a version that we know.
@@ -29,7 +30,7 @@ def _main() -> None:
 
     with platform() as found:
         _say(f"Megatron-Lancet: {found.description}")
-        _pretrain(found.device)
+        _pretrain(found.device, where)
 
 
 def _say(line: str) -> None:
@@ -37,13 +38,13 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
-def _pretrain(device: torch.device) -> None:
+def _pretrain(device: torch.device, where: Whereabouts) -> None:
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.schedule.plan import DwPolicy
     from megatron_lancet.training import arguments, mocked, upstream
-    from megatron_lancet.training.overlap_setup import OverlapSetup
+    from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
     from megatron_lancet.training.plan_choice import choose_plan, uses_sdpa
     from megatron_lancet.training.platform import apply_cpu_settings
     from megatron_lancet.training.step_recorder import StepRecorder
@@ -66,27 +67,24 @@ def _pretrain(device: torch.device) -> None:
     except (AssertionError, ValueError) as error:
         raise UsageError(f"Megatron refuses the arguments: {arguments.reason_of(error)}") from error
 
-    setup = None
     with ExitStack() as stack:
         stack.enter_context(mocked.mocked_world_of(args))
         stack.enter_context(upstream.sequence_parallel_with_torch_norm())
         stack.enter_context(upstream.multi_latent_attention_without_te(args.multi_latent_attention))
         stack.enter_context(upstream.resumable_distributed_optimizer())
         stack.enter_context(upstream.observed_train_step(recorder.observe))
+        setup: NoOverlap | OverlapSetup
         if plan is None:
             stack.enter_context(upstream.measured_stock_communication(stats))
+            setup = NoOverlap()
         else:
             timeout = timedelta(minutes=args.distributed_timeout_minutes)
             setup = OverlapSetup(plan, device, stats, timeout, uses_sdpa(args, config))
-            model_config.pre_wrap_hooks.append(setup)
             stack.enter_context(upstream.observed_train_step(setup.check_step))
             run_config.ddp.delay_wgrad_compute = plan.dw_policy is DwPolicy.FILL
-        try:
-            _run(run_config, lambda: recorder.report(plan, config.report_dir))
-        except Exception as error:
-            if setup is not None:
-                error.add_note(f"rank {args.rank} stood at: {setup.position}")
-            raise
+        model_config.pre_wrap_hooks.append(setup)
+        where.describe = lambda: f"{len(recorder.records)} steps done, {setup.position}"
+        _run(run_config, lambda: recorder.report(plan, config.report_dir))
 
 
 def _run(run_config: object, report: Callable[[], None]) -> None:
@@ -101,6 +99,10 @@ def _run(run_config: object, report: Callable[[], None]) -> None:
     try:
         pretrain(run_config, build_datasets, ModelType.encoder_or_decoder, forward_step)
     except SystemExit as request:
+        if request.code is None:
+            # Not the end of the loop, which gives a status, but a checkpoint that this rank can't read: the others
+            # may be anywhere.
+            raise
         exit_request = request
     report()
     dist.barrier()

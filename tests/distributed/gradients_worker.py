@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatron_lancet.patching import replaced, wrapped
 from megatron_lancet.training.cpu_platform import cpu_platform
-from tests.distributed.variants import CUTS, DW_MEMORY_BYTES, VARIANTS, cut_name
+from tests.distributed.variants import CUTS, DW_MEMORY_BYTES, FORCED, VARIANTS, cut_name
 
 SEQ_LENGTH, MICRO_BATCH, VOCAB, NUM_MICRO_BATCHES = 16, 4, 64, 3
 
@@ -67,6 +67,7 @@ def build(overrides: dict[str, Any]):
     position = overrides.pop("position_embedding_type", "learned_absolute")
     tied = overrides.pop("share_embeddings", False)
     frozen = overrides.pop("frozen", None)
+    expert_bias = overrides.pop("expert_bias", None)
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = transformer_config(overrides)
@@ -83,6 +84,9 @@ def build(overrides: dict[str, Any]):
     if frozen is not None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(re.search(frozen, name) is None)
+    if expert_bias is not None:
+        for layer in model.decoder.layers:
+            layer.mlp.router.expert_bias.copy_(torch.tensor(expert_bias))
     return model, config, (Float16Module if config.bf16 else lambda _, plain: plain)
 
 
@@ -373,6 +377,9 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name, overrides in VARIANTS.items():
         for num_chunks in (1, 2, 4) if name == "plain" else (1, 3):
+            results[f"{name}/k={num_chunks}"] = compare(overrides, num_chunks)
+    for name, overrides in FORCED.items():
+        for num_chunks in (1, 2, 3):
             results[f"{name}/k={num_chunks}"] = compare(overrides, num_chunks)
     results["bf16/k=1"] = compare({"bf16": True}, 1)
     results["bf16-errors"] = bf16_errors(2)

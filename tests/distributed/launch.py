@@ -48,15 +48,25 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 def start(
-    script: Path, args: Sequence[object], num_ranks: int, log_dir: Path, env: Mapping[str, str] | None = None
+    script: Path,
+    args: Sequence[object],
+    num_ranks: int,
+    log_dir: Path,
+    env: Mapping[str, str] | None = None,
+    per_rank: Sequence[Sequence[object]] | None = None,
 ) -> list[subprocess.Popen]:
-    """Start one process per rank, its output in ``log_dir/rank<N>.log``."""
+    """Start one process per rank, its output in ``log_dir/rank<N>.log``.
+
+    Args:
+        per_rank: arguments that each rank gets beside the common ones.
+    """
     log_dir.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    command = [sys.executable, str(script), *map(str, args)]
     ranks = []
     for rank in range(num_ranks):
         with (log_dir / f"rank{rank}.log").open("w") as log:
+            own = per_rank[rank] if per_rank is not None else ()
+            command = [sys.executable, str(script), *map(str, [*args, *own])]
             environment = {**rank_environment(rank, num_ranks, port), **(env or {})}
             ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=REPO))
     return ranks
@@ -90,10 +100,11 @@ def run(
     log_dir: Path,
     timeout_s: float = 150,
     env: Mapping[str, str] | None = None,
+    per_rank: Sequence[Sequence[object]] | None = None,
 ) -> list[RankResult]:
     """Start the ranks and wait for them."""
     for _ in range(_PORT_ATTEMPTS):
-        results = finish(start(script, args, num_ranks, log_dir, env), log_dir, timeout_s)
+        results = finish(start(script, args, num_ranks, log_dir, env, per_rank), log_dir, timeout_s)
         # Between finding a free port and rank 0 listening on it, another test may have taken it.
         if not any("EADDRINUSE" in result.output for result in results):
             break

@@ -54,20 +54,3 @@ def test_wrong_megatron_version(token_data, tmp_path):
     done = torchrun(command_line(token_data, [*EP2, "--train-iters", "2"]), env)
     assert done.returncode != 0
     assert done.stderr.count("error: expected megatron-core<0.20,>=0.19, found megatron-core 0.16.1") == 1
-
-
-def test_ranks_with_different_plans_are_refused(token_data, tmp_path):
-    """Each rank has its own command line here, as when a launcher passes the wrong one to a node."""
-    worker = tmp_path / "worker.py"
-    worker.write_text(
-        "import faulthandler, os, signal, sys\n"
-        "faulthandler.register(signal.SIGUSR1)\n"
-        "sys.argv += ['--lancet-num-chunks', '2' if os.environ['RANK'] == '0' else '4']\n"
-        "from megatron_lancet.training.pretrain import main\n"
-        "main()\n"
-    )
-    results = launch.run(worker, command_line(token_data, [*EP2, "--train-iters", "2"]), 2, tmp_path)
-    assert [result.returncode for result in results] == [2, 2]
-    assert "error: ranks disagree about the plan" in results[0].output
-    assert "chunks=2" in results[0].output
-    assert "chunks=4" in results[0].output

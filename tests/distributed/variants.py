@@ -7,6 +7,11 @@ import torch
 DW_MEMORY_BYTES = (1, 20_000)
 """Too small for any dW, and less than the peak without a bound."""
 
+_SIGMOID_BIAS = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no-balancing": {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
@@ -17,11 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "moe_aux_loss_coeff": [1e-2, 3e-2],
     },
     "top-1": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
-    "sigmoid-expert-bias": {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": 2.5,
-    },
+    "sigmoid-expert-bias": _SIGMOID_BIAS,
     "group-limited": {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 2},
     "fp32-router": {"moe_router_dtype": "fp32"},
     "shared-expert": {"moe_shared_expert_intermediate_size": 48},
@@ -48,6 +49,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Overrides of the transformer config; some are of the model (see ``build``)."""
 
+
+FORCED: dict[str, dict[str, Any]] = {
+    "idle-expert": {**_SIGMOID_BIAS, "expert_bias": [0.0, 0.0, -9.0, 0.0]},
+    "idle-rank": {**_SIGMOID_BIAS, "expert_bias": [9.0, 9.0, 0.0, 0.0]},
+    "all-to-one-expert": {**_SIGMOID_BIAS, "moe_router_topk": 1, "expert_bias": [0.0, 0.0, 0.0, 9.0]},
+}
+"""Routing that leaves experts without a token: a bias decides, gradients of the scores remain. Two experts a rank."""
 
 SEQUENCE = {"dim": "sequence"}
 CAPACITY = {"moe_expert_capacity_factor": 0.75}

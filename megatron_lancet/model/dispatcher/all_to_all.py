@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 
-from megatron_lancet.runtime.all_to_all import Comm, RowSplits
-from megatron_lancet.runtime.transport import CountsTransfer
+from megatron_lancet.runtime.all_to_all import Comm, CountsFlight, RowSplits
+from megatron_lancet.schedule.ops import Op
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class AllToAllDispatcher:
         self._expert_major = by_source.T.ravel()
         self._source_major = torch.argsort(self._expert_major)
 
-    def start_counts(self, routing_map: torch.Tensor) -> CountsTransfer:
+    def start_counts(self, op: Op, routing_map: torch.Tensor) -> CountsFlight:
         """Tell every rank how many rows each of its experts gets from here.
 
         Args:
@@ -86,7 +86,7 @@ class AllToAllDispatcher:
         """
         counts = routing_map.sum(dim=0).long().view(self._num_ranks, 1, self._num_local_experts)
         # All holders of an expert learn of its rows, though one of them receives them from here.
-        return self._comm.transport.exchange_counts(counts.expand(-1, self._tp_size, -1).flatten())
+        return self._comm.start_counts(op, counts.expand(-1, self._tp_size, -1).flatten())
 
     def permute(
         self, hidden: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_rows: int
@@ -104,9 +104,9 @@ class AllToAllDispatcher:
         assert row_probs is not None
         return PermutedChunk(tokens, row_probs, row_ids, routing_map, hidden.shape)
 
-    def routes(self, counts: CountsTransfer) -> Routes:
+    def routes(self, counts: CountsFlight) -> Routes:
         """Wait for the counts."""
-        sent, received = (side.view(self._num_ranks, self._tp_size, -1).transpose(0, 1) for side in counts.wait())
+        sent, received = (side.view(self._num_ranks, self._tp_size, -1).transpose(0, 1) for side in counts.land())
         rows_VP = received.sum(dim=2)
         return Routes(
             splits=RowSplits(

@@ -127,4 +127,4 @@ def test_a_lost_peer_is_reported_with_the_op():
     transport.fails = True
     with pytest.raises(RuntimeError, match=r"L1\.c1\.F\.dispatch did not complete.*Connection closed by peer"):
         a.wait(*issued)
-    assert comm.position == "waiting for L1.c1.F.dispatch"
+    assert comm.position == "waiting for L1.c1.F.dispatch (layer 1, chunk 1, forward, dispatch)"

@@ -1,0 +1,95 @@
+"""Finds out, once a message did not come, which rank is to blame."""
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_lancet.errors import PeerError
+from megatron_lancet.schedule.ops import Op
+
+_ROLL_CALL_S = 2.0
+"""How long the others have to notice the failure too. They lose their connections at the same moment."""
+_POLL_S = 0.05
+_MAX_LISTED = 8
+
+
+class Peers:
+    """The ranks of an expert-parallel group.
+
+    A collective that fails does not say whose fault it is: with one rank gone, the messages between the others fail
+    as well. So whoever gives up writes its name into the store; who has not written it after a while is gone, or
+    stands still. Costs nothing before something fails.
+
+    Attributes:
+        others: global ranks of the group without this one's.
+    """
+
+    def __init__(self, ranks: Sequence[int], own_rank: int, store: dist.Store, timeout: timedelta) -> None:
+        """
+        Args:
+            ranks: global ranks of the group.
+            own_rank: this one's, also global.
+            store: shared by all of them.
+            timeout: how long the transport waits for a message.
+        """
+        self._own_rank = own_rank
+        self.others = [rank for rank in ranks if rank != own_rank]
+        self._store = store
+        self._timeout = timeout
+
+    def failure(self, op: Op, waited_s: float, cause: BaseException) -> PeerError:
+        """The error to raise when ``op`` failed; asks the other ranks first, which takes up to some seconds.
+
+        Args:
+            waited_s: since ``op`` was issued.
+        """
+        timeout_s = self._timeout.total_seconds()
+        what = f"sent nothing for {timeout_s:g} s" if waited_s >= timeout_s else "closed the connection"
+        lost = self._lost()
+        if not lost:
+            who = f"{listed(self.others)} failed as well"
+        elif len(lost) == 1:
+            who = f"{listed(lost)} {what}"
+        else:
+            who = f"one or more of {listed(lost)} {what}"
+        reported, _, _ = (str(cause) or repr(cause)).splitlines()[0].partition(". ")
+        return PeerError(
+            f"rank {self._own_rank} gave up on {op} ({op.in_words()}): {who}. What that rank printed, or its "
+            f"system's log, tells why. Reported by the transport: {reported}"
+        )
+
+    def _lost(self) -> list[int]:
+        """Global ranks that give no sign of life."""
+        if len(self.others) == 1:
+            return self.others
+        present: set[int] = set()
+        # In a thread, because calls to a store whose host stands still don't return.
+        caller = threading.Thread(target=self._call_the_roll, args=(present,), daemon=True)
+        caller.start()
+        caller.join(_ROLL_CALL_S + 1.0)
+        return [rank for rank in self.others if rank not in present]
+
+    def _call_the_roll(self, present: set[int]) -> None:
+        """Adds the ranks that have given up, too, to ``present``, as they do."""
+        deadline_s = time.monotonic() + _ROLL_CALL_S
+        try:
+            self._store.set(_key(self._own_rank), "")
+            while len(present) < len(self.others) and time.monotonic() < deadline_s:
+                present.update(rank for rank in self.others if self._store.check([_key(rank)]))
+                time.sleep(_POLL_S)
+        except RuntimeError:
+            # The store has gone down with its host: nobody can be told apart any more.
+            present.clear()
+
+
+def _key(rank: int) -> str:
+    return f"megatron-lancet/gave-up/{rank}"
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """``rank 1``, ``ranks 0, 2``; a long list is cut."""
+    shown = ", ".join(map(str, ranks[:_MAX_LISTED])) + (", ..." if len(ranks) > _MAX_LISTED else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -1,0 +1,99 @@
+"""pretrain_gpt_moe.py in which one rank meets a fault in the middle of the second step.
+
+LANCET_TEST_FAULT is FAULT@OP, LANCET_TEST_FAULTY_RANK the rank, LANCET_TEST_TIMEOUT_S how long the model's
+all-to-alls wait. The fault strikes when the rank is about to issue the op (or, for nan, from the second step on):
+
+    kill    the process is gone
+    stop    the process stands still
+    hold    it creates the file LANCET_TEST_GO.wanted and waits for LANCET_TEST_GO
+    nan     its activations become NaN
+"""
+
+import faulthandler
+import functools
+import os
+import signal
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+from megatron_lancet.patching import wrapped
+from megatron_lancet.training.pretrain import main
+
+FAULTY_STEP = 2
+
+
+class Fault:
+    """What happens, where and when."""
+
+    def __init__(self, text: str) -> None:
+        self.kind, _, self.op = text.partition("@")
+        self.step = 0
+
+    def counting_steps(self, stock):
+        @functools.wraps(stock)
+        def train_step(*args, **kwargs):
+            self.step += 1
+            return stock(*args, **kwargs)
+
+        return train_step
+
+    def before_issue(self, issue):
+        def start(comm, op, *args):
+            if self.step == FAULTY_STEP and str(op) == self.op:
+                self.strike()
+            return issue(comm, op, *args)
+
+        return start
+
+    def strike(self) -> None:
+        if self.kind == "hold":
+            Path(os.environ["LANCET_TEST_GO"] + ".wanted").touch()
+            while not Path(os.environ["LANCET_TEST_GO"]).exists():
+                time.sleep(0.05)
+        else:
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.kind])
+
+    def spoiling(self, embed):
+        def forward(*args, **kwargs):
+            hidden = embed(*args, **kwargs)
+            return hidden * float("nan") if self.step >= FAULTY_STEP else hidden
+
+        return forward
+
+
+def install(fault: Fault, stack: ExitStack) -> None:
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+    from megatron.training import training
+
+    from megatron_lancet.runtime.all_to_all import Comm
+
+    stack.enter_context(wrapped(training, "train_step", fault.counting_steps))
+    if fault.kind == "nan":
+        stack.enter_context(wrapped(LanguageModelEmbedding, "forward", fault.spoiling))
+    else:
+        stack.enter_context(wrapped(Comm, "start", fault.before_issue))
+        stack.enter_context(wrapped(Comm, "start_counts", fault.before_issue))
+
+
+def with_timeout(timeout_s: float, stack: ExitStack) -> None:
+    from megatron_lancet.training.overlap_setup import OverlapSetup
+
+    def wrap(init):
+        def short(self, plan, device, stats, timeout):
+            init(self, plan, device, stats, timedelta(seconds=timeout_s))
+
+        return short
+
+    stack.enter_context(wrapped(OverlapSetup, "__init__", wrap))
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with ExitStack() as stack:
+        if os.environ["RANK"] == os.environ["LANCET_TEST_FAULTY_RANK"]:
+            install(Fault(os.environ["LANCET_TEST_FAULT"]), stack)
+        if "LANCET_TEST_TIMEOUT_S" in os.environ:
+            with_timeout(float(os.environ["LANCET_TEST_TIMEOUT_S"]), stack)
+        main()

@@ -1,0 +1,57 @@
+"""Who is to blame, by a store that some of the other ranks write to."""
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megatron_lancet.runtime.peers import Peers, _key, listed
+from megatron_lancet.schedule.ops import Op, Phase
+
+OP = Op(3, 1, Phase.INPUT_GRAD, "combine")
+CAUSE = RuntimeError("Read error: Connection reset by peer. A lot of advice follows.")
+
+
+def failure(ranks, waited_s, store=None) -> str:
+    peers = Peers(ranks, ranks[0], store or dist.HashStore(), timedelta(seconds=30))
+    return str(peers.failure(OP, waited_s, CAUSE))
+
+
+def test_the_only_peer_is_the_one():
+    assert failure([4, 6], waited_s=1) == (
+        "rank 4 gave up on L3.c1.I.combine (layer 3, chunk 1, backward (input gradient), combine): rank 6 closed the "
+        "connection. What that rank printed, or its system's log, tells why. Reported by the transport: Read error: "
+        "Connection reset by peer"
+    )
+
+
+def test_silence_lasts_as_long_as_the_timeout():
+    assert ": rank 6 sent nothing for 30 s. " in failure([4, 6], waited_s=30.2)
+
+
+@pytest.mark.parametrize(
+    ("gave_up", "blamed"),
+    [
+        ([0, 1, 3], "rank 2 closed"),
+        ([0, 3], "one or more of ranks 1, 2 closed"),
+        ([0, 1, 2, 3], "ranks 1, 2, 3 failed"),
+    ],
+)
+def test_ranks_that_gave_up_too_are_not_to_blame(gave_up, blamed):
+    store = dist.HashStore()
+    for rank in gave_up:
+        store.set(_key(rank), "")
+    assert f": {blamed} " in failure([0, 1, 2, 3], waited_s=1, store=store)
+
+
+class LostStore:
+    def set(self, key, value):
+        raise dist.DistNetworkError("Broken pipe")
+
+
+def test_without_the_store_all_others_are_suspect():
+    assert ": one or more of ranks 1, 2 closed " in failure([0, 1, 2], waited_s=1, store=LostStore())
+
+
+def test_long_lists_are_cut():
+    assert listed(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."
