@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -84,9 +84,10 @@ def say(line: str) -> None:
 
 def leave(status: int) -> NoReturn:
     """End the process without any clean-up but flushing what was printed and logged."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):  # whoever read our output may be gone first
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
     _exit(status)
 
 

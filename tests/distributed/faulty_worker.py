@@ -1,7 +1,7 @@
 """pretrain_gpt_moe.py in which one rank meets a fault in the middle of the second step.
 
-LANCET_TEST_FAULT is FAULT@OP, LANCET_TEST_FAULTY_RANK the rank, LANCET_TEST_TIMEOUT_S how long the model's
-all-to-alls wait. The fault strikes when the rank is about to issue the op (or, for nan, from the second step on):
+LANCET_TEST_FAULT is FAULT@OP, LANCET_TEST_FAULTY_RANK the rank; LANCET_TEST_TIMEOUT_S, if set, is how long the
+model's all-to-alls wait. The fault strikes when the rank is about to issue the op (nan: from the second step on):
 
     kill    the process is gone
     stop    the process stands still

@@ -29,8 +29,9 @@ class Ranks:
             "LANCET_TEST_FAULT": fault,
             "LANCET_TEST_FAULTY_RANK": "1",
             "LANCET_TEST_GO": str(self.go),
-            "LANCET_TEST_TIMEOUT_S": str(SILENCE_S),
         }
+        if fault.startswith("stop"):
+            env["LANCET_TEST_TIMEOUT_S"] = str(SILENCE_S)  # otherwise Megatron's ten minutes
         arguments = command_line(token_data, [*EP2, "--train-iters", "3", "--lancet-num-chunks", "2", *extra])
         self.processes = launch.start(WORKER, arguments, 2, folder, env)
 

@@ -85,6 +85,21 @@ def test_a_failure_is_told_in_full_and_leaves_at_once():
     )
 
 
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", "raise RuntimeError"])
+def test_workers_end_with_their_rank(end):
+    """A worker that goes on would keep the rank's sockets open, and the output pipe here."""
+    body = f"""
+        import multiprocessing
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(90,), daemon=True).start()
+        {end}
+    """
+    assert ended(body).returncode != 0
+
+
+def test_a_closed_output_does_not_keep_a_rank():
+    assert ended("print('unread', end=''); os.close(1); raise RuntimeError").returncode == 1
+
+
 @pytest.mark.parametrize(("code", "status"), [("0", 0), ("16", 16), ("", 0), ("'reason'", 1)])
 def test_an_exit_status_is_kept(code, status):
     done = ended(f"sys.exit({code})")
