@@ -81,8 +81,8 @@ def with_timeout(timeout_s: float, stack: ExitStack) -> None:
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     def wrap(init):
-        def short(self, plan, device, stats, timeout):
-            init(self, plan, device, stats, timedelta(seconds=timeout_s))
+        def short(self, plan, device, stats, timeout, *args):
+            init(self, plan, device, stats, timedelta(seconds=timeout_s), *args)
 
         return short
 

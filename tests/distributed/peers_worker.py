@@ -28,7 +28,7 @@ def main() -> None:
     stats = CommStats(torch.device("cpu"))
     store = dist.distributed_c10d._get_default_store()
     peers = Peers(range(num_ranks), rank, store, TIMEOUT)
-    comm = Comm(PerSenderTransport(dist.group.WORLD, stats, TIMEOUT), None, stats, rank, peers)
+    comm = Comm(PerSenderTransport(dist.group.WORLD, dist.group.WORLD, stats, TIMEOUT), None, stats, rank, peers)
     splits = RowSplits(sent=(2,) * num_ranks, received=(2,) * num_ranks)
     for layer in (1, 2):
         if layer == 2 and rank == num_ranks - 1:
