@@ -57,9 +57,20 @@ def _sigterm_raises_exit() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back, so that they cannot separate a new ``.bin`` from its ``.idx``."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    """Hold Ctrl-C and SIGTERM back, so that they cannot separate a new ``.bin`` from its ``.idx``.
+
+    By handlers, not by a signal mask: a mask holds for one thread, and any other one would take the signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    held = (signal.SIGINT, signal.SIGTERM)
+    previous = [signal.signal(signum, lambda received, _: caught.append(received)) for signum in held]
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        for signum, handler in zip(held, previous, strict=True):
+            signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
+        if caught:
+            signal.raise_signal(caught[0])

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -59,15 +61,23 @@ def test_interrupt_between_moves_waits_for_the_last(tmp_path: Path, monkeypatch:
     def replace_and_interrupt(source: Path, target: Path) -> None:
         replace(source, target)
         os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)  # until it has arrived, in whichever thread
 
     monkeypatch.setattr(os, "replace", replace_and_interrupt)
     targets = [tmp_path / "a.bin", tmp_path / "a.idx"]
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)  # the signal may reach the process through any thread
+    other.start()
 
     def write_empty_files() -> None:
         with atomic_outputs(*targets) as temporaries:
             for temporary in temporaries:
                 temporary.touch()
 
-    with pytest.raises(KeyboardInterrupt):
-        write_empty_files()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            write_empty_files()
+    finally:
+        done.set()
+        other.join()
     assert sorted(tmp_path.iterdir()) == targets
