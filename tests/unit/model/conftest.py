@@ -1,3 +1,6 @@
+import os
+from unittest import mock
+
 import pytest
 import torch.distributed as dist
 
@@ -6,8 +9,8 @@ from megatron_lancet.training.cpu_platform import cpu_platform
 
 @pytest.fixture(scope="module")
 def one_rank():
-    """Megatron's process groups of a single process."""
-    with cpu_platform():
+    """Megatron's process groups of a single process; building a model sets environment variables, for here only."""
+    with mock.patch.dict(os.environ), cpu_platform():
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
