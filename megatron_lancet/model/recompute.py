@@ -38,7 +38,10 @@ _EVERYTHING = Recompute(attention=True, mlp=True, experts=True, shared_experts=T
 
 
 def recompute_of_layer(config: TransformerConfig, index_in_stage: int) -> Recompute:
-    """What Megatron's settings ask for in the layer with this index among those of its pipeline stage."""
+    """What Megatron's settings ask for in the layer with this index among those of its pipeline stage.
+
+    The uniform method's groups of several layers are recomputed layer by layer: a segment ends at a collective anyway.
+    """
     modules = config.recompute_modules or []
     if config.recompute_granularity == "full":
         everywhere = config.recompute_method != "block"

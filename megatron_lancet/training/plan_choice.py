@@ -38,6 +38,7 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
         overlap_range = OverlapRange.EXPERTS
         notes.append(f"chunks start after the gate, because {whole} looks at the whole micro-batch")
     plan = _cut(args, config, overlap_range)
+    _check_attention(args, config)
     for flag, advice in _unsupported(args, plan):
         raise UsageError(f"{flag} does not work with the overlapping block yet: {advice}, or --lancet-plan off.")
     if plan.num_chunks > 1 and plan.range.has_attention and (args.hidden_dropout > 0 or args.attention_dropout > 0):
@@ -53,11 +54,32 @@ def uses_sdpa(args: argparse.Namespace, config: LancetConfig) -> bool:
     return config.attention is AttentionChoice.SDPA or args.multi_latent_attention
 
 
-def _cut(args: argparse.Namespace, config: LancetConfig, overlap_range: OverlapRange) -> Plan:
-    """Along which dimension, into how many chunks.
+def _check_attention(args: argparse.Namespace, config: LancetConfig) -> None:
+    """Refuses a core attention that can't do what the model needs."""
+    if args.multi_latent_attention and config.attention is AttentionChoice.STOCK:
+        raise UsageError(
+            "--lancet-attention stock does not work with --multi-latent-attention: Megatron's local core attention has "
+            "no separate head sizes. Drop the flag, or pass --lancet-attention sdpa."
+        )
+    lacks = _lacking_in_sdpa(args)
+    if uses_sdpa(args, config) and lacks:
+        raise UsageError(
+            f"{lacks[0]} does not work with torch's fused attention, which --lancet-attention sdpa and "
+            "--multi-latent-attention bring. Drop one of the two."
+        )
 
-    Two chunks hide most of the communication and cost little (docs/architecture.md has the measurements).
-    """
+
+def _lacking_in_sdpa(args: argparse.Namespace) -> list[str]:
+    """Flags that the fused kernel can't follow."""
+    lacking = {
+        "--window-size": args.window_size is not None,
+        f"--softmax-type {args.softmax_type}": args.softmax_type != "vanilla",
+    }
+    return [flag for flag, given in lacking.items() if given]
+
+
+def _cut(args: argparse.Namespace, config: LancetConfig, overlap_range: OverlapRange) -> Plan:
+    """Along which dimension, into how many chunks: two where nobody asks, the fewest that overlap."""
     num_chunks = config.num_chunks or _DEFAULT_NUM_CHUNKS
     obstacles = list(_against_sequence_chunks(args, config, overlap_range))
     dim = config.chunk_dim
@@ -99,10 +121,7 @@ def _against_sequence_chunks(
         return
     if args.reset_attention_mask:
         yield "--reset-attention-mask"
-    if args.window_size is not None:
-        yield "--window-size"
-    if args.softmax_type != "vanilla":
-        yield f"--softmax-type {args.softmax_type}"
+    yield from _lacking_in_sdpa(args)
     if config.attention is AttentionChoice.STOCK:
         yield "--lancet-attention stock"
 

@@ -114,6 +114,23 @@ def test_routing_over_the_whole_micro_batch_moves_the_range_and_is_said(megatron
     assert "because" not in line
 
 
+@pytest.mark.parametrize(
+    ("changes", "attention", "message"),
+    [
+        (["--multi-latent-attention"], "stock", "--lancet-attention stock does not work with --multi-latent-attention"),
+        (["--window-size", "4,0"], "sdpa", "--window-size does not work with torch's fused attention"),
+        (
+            ["--softmax-type", "learnable"],
+            "sdpa",
+            "--softmax-type learnable does not work with torch's fused attention",
+        ),
+    ],
+)
+def test_attention_that_can_not_be_had_is_refused(megatron_args, changes, attention, message):
+    with pytest.raises(UsageError, match=message):
+        choose_plan(megatron_args(*changes), LancetConfig(attention=AttentionChoice(attention)))
+
+
 def test_who_gets_the_fused_attention(megatron_args):
     assert not uses_sdpa(megatron_args(), LancetConfig())
     assert uses_sdpa(megatron_args(), LancetConfig(attention=AttentionChoice.SDPA))
