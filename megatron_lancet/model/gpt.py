@@ -19,7 +19,7 @@ from megatron_lancet.model.recompute import recompute_of_layer
 from megatron_lancet.model.router import ChunkedTopKRouter
 from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
 from megatron_lancet.model.transformer_layer import OverlappingLayer
-from megatron_lancet.runtime.all_to_all import Comm
+from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.plan import ChunkDim, Plan
 
 

@@ -9,7 +9,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher, Routes
 from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed
-from megatron_lancet.runtime.all_to_all import AllToAll, Comm
+from megatron_lancet.runtime.all_to_all import AllToAll
+from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.ops import Op, Phase
 
 Steps = Generator[Op, None, torch.Tensor]
@@ -66,20 +67,19 @@ def routed_steps(
     dispatcher, comm = moe.dispatcher, moe.comm
     counts = dispatcher.start_counts(op("counts"), routing_map)
     rows = dispatcher.permute(hidden, probs, routing_map, num_rows(moe.stock, routing_map))
-    routes = dispatcher.routes(counts)
-
-    dispatch = AllToAll(comm, op("dispatch"), routes.splits)
-    tokens, token_probs = dispatch.issue(rows.tokens, rows.probs)
+    dispatch = AllToAll(comm, op("dispatch"), counts)
+    ticket = dispatch.issue(rows.tokens, rows.probs)
     shared_output = maybe_recomputed(moe.recompute.shared_experts, moe.stock.shared_experts_compute, hidden)
     yield dispatch.op
-    tokens, token_probs = dispatch.wait(tokens, token_probs)
+    tokens, token_probs = dispatch.wait(ticket)
+    routes = counts.land()
 
     output = maybe_recomputed(moe.recompute.experts, _run_experts, moe, tokens, token_probs, routes, probs.dtype)
 
     combine = AllToAll(comm, op("combine"), routes.splits.reversed())
-    (output,) = combine.issue(output)
+    ticket = combine.issue(output)
     yield combine.op
-    (output,) = combine.wait(output)
+    (output,) = combine.wait(ticket)
 
     output = dispatcher.unpermute(output, rows)
     return output if shared_output is None else output + shared_output

@@ -14,7 +14,7 @@ from megatron_lancet.model.chunking import Chunk, make_chunks, merge_hidden, spl
 from megatron_lancet.model.moe_layer import OverlappingMoE, Steps, moe_steps, routed_steps
 from megatron_lancet.model.router import ChunkedTopKRouter
 from megatron_lancet.model.transformer_layer import OverlappingLayer, layer_around_experts, layer_steps
-from megatron_lancet.runtime.all_to_all import Comm
+from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.plan import OverlapRange, Plan
 
 

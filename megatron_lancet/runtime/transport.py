@@ -1,54 +1,14 @@
-"""Starts all-to-alls that run beside compute, on gloo and on NCCL.
-
-Legend: P = number of ranks in the expert-parallel group, Q = in the group that exchanges counts, N / M = rows sent /
-received, e = number of experts per rank.
-"""
+"""Starts all-to-alls that run beside compute, on gloo and on NCCL."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_lancet.runtime.comm_stats import CommStats, EventPair
-
-
-class Transfer(Protocol):
-    """One all-to-all that is on its way."""
-
-    def done(self) -> bool:
-        """Whether it has certainly completed; never blocks."""
-
-    def wait(self) -> None:
-        """Makes what compute does next see the received rows. Raises RuntimeError when a peer is gone."""
-
-
-class Transport(Protocol):
-    """Moves rows between the ranks of one expert-parallel group."""
-
-    def start(
-        self, received: torch.Tensor, sent: torch.Tensor, receive_rows: Sequence[int], send_rows: Sequence[int]
-    ) -> Transfer:
-        """Starts an all-to-all.
-
-        Args:
-            received: [M, ...] contiguous, filled by the time that the transfer was waited for.
-            sent: [N, ...] contiguous, rows ordered by destination rank; not to be changed until then.
-            receive_rows: rows from each of the P ranks, sums to M.
-            send_rows: rows to each of the P ranks, sums to N.
-        """
-
-    def exchange_counts(self, counts: torch.Tensor) -> "CountsTransfer":
-        """Starts the exchange of token counts: [Q * e], for each rank its experts', in rank order."""
-
-
-class CountsTransfer(Protocol):
-    """Token counts that are on their way."""
-
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sent and received counts on the host: both [Q, e], by peer and by that peer's (own) expert."""
+from megatron_lancet.runtime.wire import Armed, CountsTransfer, Transfer, Transport
 
 
 class _WorksTransfer:
@@ -70,24 +30,30 @@ class _WorksTransfer:
         with self._stats.waiting("exposed_ms"):
             for work in self._works:
                 work.wait()
+        now_s = time.perf_counter()
         # A callback may come a moment after the wait returned; then the transfer finished about now.
         all_seen = len(self._finished_s) == len(self._works)
-        finished_s = max(self._finished_s) if all_seen else time.perf_counter()
+        finished_s = max(self._finished_s, default=now_s) if all_seen else now_s
         self._stats.add("all_to_all_ms", (finished_s - self._start_s) * 1e3)
         self._buffers = ()
 
 
 class _GlooCounts:
-    def __init__(self, sent: torch.Tensor, group: dist.ProcessGroup, stats: CommStats) -> None:
+    def __init__(self, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._sent = sent
         self._received = torch.empty_like(sent)
-        self._stats = stats
         self._num_ranks = group.size()
-        self._work = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
+        self._future = dist.all_to_all_single(self._received, sent, group=group, async_op=True).get_future()
+
+    def done(self) -> bool:
+        # Not the work's is_completed: that is set only after the future's callbacks have run.
+        return self._future.done()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        self._future.add_done_callback(lambda _: callback())
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        with self._stats.waiting("counts_exposed_ms"):
-            self._work.wait()
+        self._future.wait()
         return self._sent.view(self._num_ranks, -1), self._received.view(self._num_ranks, -1)
 
 
@@ -97,11 +63,15 @@ class PerSenderTransport:
     gloo's own all-to-all uses one connection per pair of ranks for both directions: when ranks are a few
     milliseconds apart, one direction waits for the other and the exchange takes twice as long. With connections
     of its own, each rank's sends start when they are ready. Counts have a group of their own too, so that they
-    don't wait behind payload in a connection.
+    don't wait behind payload in a connection, and so have the all-to-alls that wait for them, which start when counts
+    come and not at a fixed place among the others.
 
     Destroy the process groups before the process ends: gloo's threads report back to Python, and one that does so
     while the interpreter shuts down ends the process by abort.
     """
+
+    leaves_by_itself = True
+    is_alone = False
 
     def __init__(
         self, ep_group: dist.ProcessGroup, counts_group: dist.ProcessGroup, stats: CommStats, timeout: timedelta
@@ -111,32 +81,57 @@ class PerSenderTransport:
         self._num_ranks = ep_group.size()
         self._stats = stats
         self._sender_groups = _gloo_groups_like(ep_group, self._num_ranks, timeout)
+        self._armed_sender_groups = _gloo_groups_like(ep_group, self._num_ranks, timeout)
         (self._counts_group,) = _gloo_groups_like(counts_group, 1, timeout)
 
     def start(
-        self, received: torch.Tensor, sent: torch.Tensor, receive_rows: Sequence[int], send_rows: Sequence[int]
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive_rows: Sequence[int],
+        send_rows: Sequence[int],
+        armed: Armed | None = None,
     ) -> Transfer:
-        nothing = [0] * self._num_ranks
-        no_rows = sent[:0]
+        groups = self._sender_groups if armed is None else self._armed_sender_groups
+        own_start = sum(send_rows[: self._rank])
+        own_end = own_start + send_rows[self._rank]
+        none = [0] * self._num_ranks
         works = []
         for sender, rows in enumerate(received.split(list(receive_rows))):
-            from_sender = list(nothing)
-            from_sender[sender] = receive_rows[sender]
-            own = sender == self._rank
-            works.append(
-                dist.all_to_all_single(
-                    rows,
-                    sent if own else no_rows,
-                    from_sender,
-                    list(send_rows) if own else nothing,
-                    group=self._sender_groups[sender],
-                    async_op=True,
-                )
-            )
+            if sender == self._rank:
+                rows.copy_(sent[own_start:own_end])
+                others = [0 if rank == sender else number for rank, number in enumerate(send_rows)]
+                # Nobody waits for this one: that would be to wait until the others are ready to receive.
+                _exchange(sent[:0], _without(sent, own_start, own_end), none, others, groups[sender])
+            else:
+                from_sender = [number if rank == sender else 0 for rank, number in enumerate(receive_rows)]
+                works.append(_exchange(rows, sent[:0], from_sender, none, groups[sender]))
         return _WorksTransfer(works, (received, sent), self._stats)
 
+    def make_room(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(shape)
+
     def exchange_counts(self, counts: torch.Tensor) -> CountsTransfer:
-        return _GlooCounts(counts, self._counts_group, self._stats)
+        return _GlooCounts(counts, self._counts_group)
+
+
+def _exchange(
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    receive_rows: list[int],
+    send_rows: list[int],
+    group: dist.ProcessGroup,
+) -> dist.Work:
+    """An all-to-all in the background; it keeps its tensors alive until it is done."""
+    return dist.all_to_all_single(received, sent, receive_rows, send_rows, group=group, async_op=True)
+
+
+def _without(rows: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """``rows`` but for those from ``start`` to ``end``; a copy only where there are some on both sides."""
+    before, after = rows[:start], rows[end:]
+    if not len(before) or not len(after):
+        return before if len(before) else after
+    return torch.cat((before, after))
 
 
 def _gloo_groups_like(group: dist.ProcessGroup, copies: int, timeout: timedelta) -> list[dist.ProcessGroup]:
@@ -156,20 +151,48 @@ def _gloo_groups_like(group: dist.ProcessGroup, copies: int, timeout: timedelta)
 class GroupTransport:
     """One asynchronous all-to-all of the group itself per message: for backends that need no help to overlap."""
 
-    def __init__(self, ep_group: dist.ProcessGroup, stats: CommStats) -> None:
+    leaves_by_itself = False
+    is_alone = False
+
+    def __init__(self, ep_group: dist.ProcessGroup, device: torch.device, stats: CommStats) -> None:
         self._group = ep_group
         self._stats = stats
+        self._arming_stream = torch.cuda.Stream() if device.type == "cuda" else None
 
     def start(
-        self, received: torch.Tensor, sent: torch.Tensor, receive_rows: Sequence[int], send_rows: Sequence[int]
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive_rows: Sequence[int],
+        send_rows: Sequence[int],
+        armed: Armed | None = None,
     ) -> Transfer:
-        work = dist.all_to_all_single(
-            received, sent, list(receive_rows), list(send_rows), group=self._group, async_op=True
-        )
+        # The group starts after what the current stream holds: for an armed message, a stream that holds no more.
+        stream = None
+        if armed is not None and self._arming_stream is not None:
+            stream = self._arming_stream
+            armed.precedes(stream)
+        with torch.cuda.stream(stream):
+            work = dist.all_to_all_single(
+                received, sent, list(receive_rows), list(send_rows), group=self._group, async_op=True
+            )
         return _WorksTransfer([work], (received, sent), self._stats)
 
+    def make_room(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return _room_on(self._arming_stream, shape, like)
+
     def exchange_counts(self, counts: torch.Tensor) -> CountsTransfer:
-        return _GlooCounts(counts, self._group, self._stats)
+        return _GlooCounts(counts, self._group)
+
+
+def _room_on(stream: torch.cuda.Stream | None, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """A tensor that ``stream`` may write at once: the compute stream has no kernels left that use its memory."""
+    if stream is None:
+        return like.new_empty(shape)
+    with torch.cuda.stream(stream):
+        room = like.new_empty(shape)
+    room.record_stream(torch.cuda.current_stream())
+    return room
 
 
 class _StreamTransfer:
@@ -193,10 +216,7 @@ class _StreamTransfer:
 class _StreamCounts:
     """Counts that go over NCCL and then to pinned host memory, without stopping the host."""
 
-    def __init__(
-        self, sent: torch.Tensor, group: dist.ProcessGroup, stream: torch.cuda.Stream, stats: CommStats
-    ) -> None:
-        self._stats = stats
+    def __init__(self, sent: torch.Tensor, group: dist.ProcessGroup, stream: torch.cuda.Stream) -> None:
         self._num_ranks = group.size()
         self._on_device = torch.stack((sent, torch.empty_like(sent)))
         self._on_host = torch.empty(self._on_device.shape, dtype=sent.dtype, pin_memory=True)
@@ -206,16 +226,23 @@ class _StreamCounts:
             self._on_host.copy_(self._on_device, non_blocking=True)
             self._arrived = stream.record_event()
 
+    def done(self) -> bool:
+        return self._arrived.query()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        raise NotImplementedError("nobody tells the host when an event has happened")
+
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        start_s = time.perf_counter()
         self._arrived.synchronize()  # the host needs the figures: they are the shapes of what follows
-        self._stats.add("counts_exposed_ms", (time.perf_counter() - start_s) * 1e3)
         sent, received = self._on_host
         return sent.view(self._num_ranks, -1), received.view(self._num_ranks, -1)
 
 
 class StreamTransport:
     """NCCL transport: collectives in issue order on one stream beside the compute stream."""
+
+    leaves_by_itself = False
+    is_alone = False
 
     def __init__(self, ep_group: dist.ProcessGroup, counts_group: dist.ProcessGroup, stats: CommStats) -> None:
         self._group = ep_group
@@ -224,17 +251,65 @@ class StreamTransport:
         self._stats = stats
 
     def start(
-        self, received: torch.Tensor, sent: torch.Tensor, receive_rows: Sequence[int], send_rows: Sequence[int]
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive_rows: Sequence[int],
+        send_rows: Sequence[int],
+        armed: Armed | None = None,
     ) -> Transfer:
-        self._stream.wait_stream(torch.cuda.current_stream())
+        if armed is None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        else:
+            armed.precedes(self._stream)
         with torch.cuda.stream(self._stream):
             times = EventPair()
             dist.all_to_all_single(received, sent, list(receive_rows), list(send_rows), group=self._group)
             times.end.record()
         return _StreamTransfer(times, (received, sent), self._stats)
 
+    def make_room(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return _room_on(self._stream, shape, like)
+
     def exchange_counts(self, counts: torch.Tensor) -> CountsTransfer:
-        return _StreamCounts(counts, self._counts_group, self._stream, self._stats)
+        return _StreamCounts(counts, self._counts_group, self._stream)
+
+
+class _OwnCounts:
+    def __init__(self, counts: torch.Tensor) -> None:
+        self._counts = counts.view(1, -1)
+
+    def done(self) -> bool:
+        return True
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        callback()
+
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._counts, self._counts
+
+
+class NoTransport:
+    """For a group of one rank on a CPU."""
+
+    leaves_by_itself = True
+    is_alone = True
+
+    def start(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive_rows: Sequence[int],
+        send_rows: Sequence[int],
+        armed: Armed | None = None,
+    ) -> Transfer:
+        raise AssertionError("rows of a single rank don't travel")
+
+    def make_room(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(shape)
+
+    def exchange_counts(self, counts: torch.Tensor) -> CountsTransfer:
+        return _OwnCounts(counts)
 
 
 def make_transport(
@@ -255,5 +330,7 @@ def make_transport(
     if device.type == "cuda":
         return StreamTransport(ep_group, counts_group, stats)
     if dist.get_backend(ep_group) == "mock":  # of megatron_lancet.testing
-        return GroupTransport(ep_group, stats)
+        return GroupTransport(ep_group, device, stats)
+    if counts_group.size() == 1:
+        return NoTransport()
     return PerSenderTransport(ep_group, counts_group, stats, timeout)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.errors import PeerError
-from megatron_lancet.runtime.all_to_all import Comm, RowSplits
+from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.transport import PerSenderTransport
@@ -31,6 +31,8 @@ def main() -> None:
     comm = Comm(PerSenderTransport(dist.group.WORLD, dist.group.WORLD, stats, TIMEOUT), None, stats, rank, peers)
     splits = RowSplits(sent=(2,) * num_ranks, received=(2,) * num_ranks)
     for layer in (1, 2):
+        if layer == 2:
+            dist.barrier()  # a rank does not wait until the others have its rows, and would take layer 1's with it
         if layer == 2 and rank == num_ranks - 1:
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[sys.argv[1]])
         comm.start(Op(layer, 0, Phase.FORWARD, "combine"), (torch.ones(2 * num_ranks, 3),), splits).land()

@@ -53,7 +53,7 @@ def main() -> None:
     result = {
         "num_wrong": num_wrong,
         "counts_right": sent_counts.equal(counts.view(num_ranks, -1)) and received_counts.equal(expected_counts),
-        "times_plausible": times.all_to_all_ms > 0 and times.counts_exposed_ms > 0,
+        "times_plausible": times.all_to_all_ms > 0,
     }
     Path(f"{sys.argv[1]}.{rank}").write_text(json.dumps(result))
     dist.barrier()

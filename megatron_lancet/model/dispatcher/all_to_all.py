@@ -9,6 +9,7 @@ rows received, E experts, P ranks of the expert-parallel group, e = E / P local 
 m rows of the local experts (m = r where V = 1), H hidden size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 
-from megatron_lancet.runtime.all_to_all import Comm, CountsFlight, RowSplits
+from megatron_lancet.runtime.comm import Comm, CountsFlight, RowSplits
 from megatron_lancet.schedule.ops import Op
 
 
@@ -60,6 +61,25 @@ class Routes:
     rows_per_expert: torch.Tensor
 
 
+class RoutesFlight:
+    """Routes that are known when token counts have come."""
+
+    def __init__(self, counts: CountsFlight, routes_of: Callable[[torch.Tensor, torch.Tensor], Routes]) -> None:
+        self.counts = counts
+        self._routes_of = routes_of
+        self._routes: Routes | None = None
+
+    def land(self) -> Routes:
+        """Waits for the counts."""
+        if self._routes is None:
+            self._routes = self._routes_of(*self.counts.land())
+        return self._routes
+
+    def splits(self) -> RowSplits:
+        """Waits for the counts; rows to and from each rank of the expert-parallel group."""
+        return self.land().splits
+
+
 class AllToAllDispatcher:
     """Moves the rows of chunks between tokens' ranks and experts' ranks."""
 
@@ -77,8 +97,10 @@ class AllToAllDispatcher:
         by_source = torch.arange(num_experts * self._tp_size).view(-1, self._num_local_experts)
         self._expert_major = by_source.T.ravel()
         self._source_major = torch.argsort(self._expert_major)
+        # Rows of one expert only, or from one rank only, come in both orders at once.
+        self._needs_sort = self._num_local_experts > 1 and num_ranks * self._tp_size > 1
 
-    def start_counts(self, op: Op, routing_map: torch.Tensor) -> CountsFlight:
+    def start_counts(self, op: Op, routing_map: torch.Tensor) -> RoutesFlight:
         """Tell every rank how many rows each of its experts gets from here.
 
         Args:
@@ -86,7 +108,8 @@ class AllToAllDispatcher:
         """
         counts = routing_map.sum(dim=0).long().view(self._num_ranks, 1, self._num_local_experts)
         # All holders of an expert learn of its rows, though one of them receives them from here.
-        return self._comm.start_counts(op, counts.expand(-1, self._tp_size, -1).flatten())
+        flight = self._comm.start_counts(op, counts.expand(-1, self._tp_size, -1).flatten())
+        return RoutesFlight(flight, self._routes)
 
     def permute(
         self, hidden: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_rows: int
@@ -104,9 +127,9 @@ class AllToAllDispatcher:
         assert row_probs is not None
         return PermutedChunk(tokens, row_probs, row_ids, routing_map, hidden.shape)
 
-    def routes(self, counts: CountsFlight) -> Routes:
-        """Wait for the counts."""
-        sent, received = (side.view(self._num_ranks, self._tp_size, -1).transpose(0, 1) for side in counts.land())
+    def _routes(self, *counts: torch.Tensor) -> Routes:
+        """From sent and received counts, both [P * V, e]."""
+        sent, received = (side.view(self._num_ranks, self._tp_size, -1).transpose(0, 1) for side in counts)
         rows_VP = received.sum(dim=2)
         return Routes(
             splits=RowSplits(
@@ -127,7 +150,7 @@ class AllToAllDispatcher:
                 gather_from_sequence_parallel_region(rows, group=self._tp_group, output_split_sizes=holders)
                 for rows in (tokens, probs)
             )
-        if self._num_local_experts == 1:
+        if not self._needs_sort:
             return tokens, probs
         sizes = routes.rows_by_source.ravel()
         tokens, sorted_probs = sort_chunks_by_idxs(tokens, sizes, self._expert_major, probs=probs)
@@ -140,7 +163,7 @@ class AllToAllDispatcher:
         Args:
             sum_dtype: of the sum over the parts of an expert.
         """
-        if self._num_local_experts > 1:
+        if self._needs_sort:
             output, _ = sort_chunks_by_idxs(output, routes.rows_by_source.T.ravel(), self._source_major)
         if self._tp_size == 1:
             return output

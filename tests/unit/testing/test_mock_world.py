@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.runtime.all_to_all import AllToAll, Comm, RowSplits
+from megatron_lancet.runtime.all_to_all import AllToAll
+from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport import GroupTransport, make_transport
 from megatron_lancet.schedule.ops import Op, Phase
@@ -203,7 +204,7 @@ def test_rows_and_gradients_travel_on_our_transport(link):
         comm = Comm(transport, None, stats, own_rank=0)
         a = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), RowSplits(sent=rows, received=rows))
         x = torch.randn(6, 2, requires_grad=True)
-        (y,) = a.wait(*a.issue(x))
+        (y,) = a.wait(a.issue(x))
         y.backward(torch.full_like(y, 3.0))
         assert y.equal(x)
         assert x.grad.eq(3).all()
