@@ -1,17 +1,19 @@
-"""Self-attention of a chunk: torch's fused kernel, and sequence chunks that see the positions before them.
+"""Self-attention of a chunk: torch's fused kernel, which sees positions of earlier chunks and of other ranks.
 
-Legend of shapes: s positions of the chunk, s' of it and the chunks before it, b chunk size, n heads, g key heads,
-k / v channels of a head.
+Legend of shapes: s positions of the chunk on this rank, s' of keys that it sees, S of the whole sequence, b chunk
+size, n heads, g key heads, k / v channels of a head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
@@ -21,10 +23,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.chunking import Chunk
+from megatron_lancet.model.context_parallel import gather_positions, own_slices
 
 
 class SdpaAttention(DotProductAttention):
-    """Megatron's core attention on torch's fused kernel: no [s, s'] scores are kept, and chunks may have a prefix.
+    """Megatron's core attention on torch's fused kernel: no [s, s'] scores are kept, chunks may have a prefix, and the
+    sequence may be cut over a context-parallel group.
 
     Attributes:
         chunk: the sequence chunk that is passing through, None for whole sequences.
@@ -34,11 +38,22 @@ class SdpaAttention(DotProductAttention):
     chunk: Chunk | None = None
     recomputed: bool = False
 
-    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Megatron's own arguments; ``k_channels`` and ``v_channels`` are multi-latent attention's, and follow from
         the tensors here.
         """
-        super().__init__(*args, **kwargs)
+        # Stock refuses context parallelism because its forward sees one rank's keys only.
+        on_one_rank = copy(config)
+        on_one_rank.context_parallel_size = 1
+        super().__init__(on_one_rank, *args, **kwargs)
+        self.config = config
 
     def forward(
         self,
@@ -56,19 +71,31 @@ class SdpaAttention(DotProductAttention):
             query: [s, b, n, k].
             key: [s, b, g, k].
             value: [s, b, g, v].
-            attention_mask: [b or 1, 1, s, s], True where attention is not allowed, or None.
+            attention_mask: [b or 1, 1, s, S], True where attention is not allowed, or None.
 
         Returns:
             [s, b, n * v].
         """
         assert attention_bias is None
         assert packed_seq_params is None
+        if self.config.context_parallel_size > 1:
+            assert self.chunk is None, "refused when the plan was chosen"
+            return self._attend_across_ranks(query, key, value, attention_mask)
         if self.chunk is not None:
             key, value = self._with_earlier(key, value, self.chunk)
-        num_queries, num_keys = query.size(0), key.size(0)
+        return self._attend(query, key, value, attention_mask)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention of the last of the positions that keys [s', b, g, k] and values [s', b, g, v] have; [s, b, n * v].
+
+        Args:
+            attention_mask: [b or 1, 1, s, s'] or None.
+        """
         mask: Any = None if attention_mask is None else ~attention_mask
-        if num_queries < num_keys:
-            mask = _causal_mask(num_queries, num_keys, query.device)
+        if mask is None and query.size(0) < key.size(0):
+            mask = _causal_mask(query.size(0), key.size(0), query.device)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         with self._random_state():
             context = scaled_dot_product_attention(
@@ -83,18 +110,38 @@ class SdpaAttention(DotProductAttention):
             )
         return context.permute(2, 0, 1, 3).flatten(2)
 
+    def _attend_across_ranks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention of this rank's two slices to all positions up to theirs, [s, b, n * v].
+
+        Args:
+            attention_mask: [b or 1, 1, s, S] or None; none of Megatron's allows a later position.
+        """
+        group = self.pg_collection.cp
+        # One message for both.
+        both = gather_positions(torch.cat([key, value], dim=-1), group)
+        keys, values = both.split([key.size(-1), value.size(-1)], dim=-1)
+        masks: Sequence[torch.Tensor | None] = [None, None]
+        if attention_mask is not None:
+            masks = attention_mask.chunk(2, dim=2)
+        context = []
+        for number, part, mask in zip(own_slices(group), query.chunk(2), masks, strict=True):
+            seen = (number + 1) * part.size(0)
+            context.append(self._attend(part, keys[:seen], values[:seen], None if mask is None else mask[..., :seen]))
+        return torch.cat(context)
+
     def _with_earlier(self, key: torch.Tensor, value: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values up to the chunk's last position; its own are left for the chunks after it."""
         assert chunk.earlier is not None
-        seen = chunk.earlier[self.layer_number]
-        keys, values = zip(*seen[: chunk.index], (key, value), strict=True)
-        if len(seen) > chunk.index:  # a recompute: the later chunks have had theirs by now
-            del seen[chunk.index :]
-        elif not chunk.is_last or self.recomputed:
-            seen.append((key, value))
-        else:
+        prefixes = chunk.earlier[self.layer_number]
+        keep = not chunk.is_last or self.recomputed
+        keys, values = (
+            prefix.up_to(own, chunk.index, keep) for prefix, own in zip(prefixes, (key, value), strict=True)
+        )
+        if not keep:
             del chunk.earlier[self.layer_number]
-        return torch.cat(keys), torch.cat(values)
+        return keys, values
 
     def _scale(self) -> float:
         # Query-key layer scaling divides the scores by the layer's number and multiplies them again in fp32.
@@ -158,8 +205,10 @@ def attend_with_sdpa(attention: torch.nn.Module, recomputed: bool) -> None:
     if not isinstance(attention.core_attention, SdpaAttention):
         adopt(attention.core_attention, SdpaAttention)
     attention.core_attention.recomputed = recomputed
-    # What this recomputes is never kept here: the fused kernel saves its inputs and its output.
-    attention.checkpoint_core_attention = False
+    # What this recomputes is never kept here: the fused kernel saves its inputs and its output. With context
+    # parallelism its inputs are all ranks' keys and values, which may be gathered again.
+    if attention.config.context_parallel_size == 1:
+        attention.checkpoint_core_attention = False
     if isinstance(attention, MultiLatentAttention):
         rotary = attention.rotary_pos_emb
         adopt(rotary, _PositionedYarnRotary if type(rotary) is YarnRotaryEmbedding else _PositionedRotary)

@@ -10,13 +10,14 @@ from itertools import accumulate
 
 import torch
 
+from megatron_lancet.model.prefix import Prefix
 from megatron_lancet.schedule.plan import ChunkDim, Plan
 
 _DIMS = {ChunkDim.SEQUENCE: 0, ChunkDim.BATCH: 1}
 """Of hidden states [S, B, H]."""
 
-KeysAndValues = dict[int, list[tuple[torch.Tensor, torch.Tensor]]]
-"""Per layer number: keys [s, b, heads, k] and values [s, b, heads, v] of each chunk so far."""
+KeysAndValues = defaultdict[int, tuple[Prefix, Prefix]]
+"""Per layer number: keys and values of the chunks so far."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def make_chunks(
         masks = _split_mask(attention_mask, sizes)
         return [Chunk(i, num, dim, 0, None, masks[i], rotary_pos_emb, attention_bias) for i in range(num)]
     assert attention_bias is None, "refused when the plan was chosen"
-    earlier: KeysAndValues = defaultdict(list)
+    num_positions = sum(sizes)
+    earlier: KeysAndValues = defaultdict(lambda: (Prefix(num_positions), Prefix(num_positions)))
     starts = accumulate(sizes[:-1], initial=0)
     return [
         Chunk(

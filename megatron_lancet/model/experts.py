@@ -1,54 +1,45 @@
-"""Experts of a rank: one after the other as in Megatron, or, where they are small, together by torch's grouped GEMM.
+"""Experts of a rank: one after the other as in Megatron, or layer by layer where each has few rows.
 
 Megatron's own grouped experts need Transformer Engine; with the local spec ``--moe-grouped-gemm`` builds sequential
-experts. These keep their weights apart, so a grouped GEMM has to copy them into one tensor first. It pays where calling
-the experts one by one costs more than that: ``benchmarks/experts.py`` and its results say where.
+experts, and calling one costs more than its arithmetic where it has few rows. Layer by layer, each expert is one GEMM
+that reads and writes its rows of the whole, and what lies between the layers runs once for all experts. With many rows
+that is slower: what one layer wrote has left the cache when the next one reads it. ``benchmarks/experts.py`` has the
+measurements.
 
-Legend of shapes: m rows of all local experts, e local experts, I inputs, O outputs of a linear layer, H hidden.
+Legend of shapes: m rows of all local experts, e local experts, T rows of one expert, I inputs, O outputs of a linear
+layer, H hidden.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch.nn import functional
 
 from megatron_lancet.model.linear import DeferredColumnParallelLinear, DeferredRowParallelLinear
 
 DeferredLinear = DeferredColumnParallelLinear | DeferredRowParallelLinear
 
-MIN_EXPERTS = 4
-MAX_WEIGHT_BYTES = 192 * 1024
-MAX_ROWS_PER_EXPERT = 64
-_ALIGNMENT_BYTES = 16
-"""Of the strides that torch.nn.functional.grouped_mm takes."""
+MAX_ROWS_PER_EXPERT = 128
 
 
 def grouped_is_faster(num_experts: int, num_rows: int, weight: torch.Tensor) -> bool:
-    """Whether a grouped GEMM over copied weights beats one GEMM per expert.
+    """Whether experts run layer by layer faster than one after the other.
 
-    Measured on a CPU (benchmarks/README.md): calling an expert costs a fixed time, copying its weight a time that
-    grows with it. It was not measured on CUDA, where sequential experts stay.
+    Measured on a CPU (benchmarks/README.md). It was not measured on CUDA, where sequential experts stay.
 
     Args:
         num_experts: e.
         num_rows: m.
-        weight: [O, I] of one expert; the others' have its shape.
+        weight: of one expert; the others' are like it.
     """
-    strides_fit = all(size * weight.element_size() % _ALIGNMENT_BYTES == 0 for size in weight.shape)
-    return (
-        weight.device.type == "cpu"
-        and strides_fit
-        and num_experts >= MIN_EXPERTS
-        and weight.nbytes <= MAX_WEIGHT_BYTES
-        and num_rows <= num_experts * MAX_ROWS_PER_EXPERT
-    )
+    return weight.device.type == "cpu" and num_experts > 1 and num_rows <= num_experts * MAX_ROWS_PER_EXPERT
 
 
 class GroupingSequentialMLP(SequentialMLP):
-    """Megatron's sequential experts; in training small ones run together.
+    """Megatron's sequential experts; in training those with few rows run layer by layer.
 
     On a CPU the GEMMs give the same bits. Activations may not: which elements of a tensor torch computes without
     vector instructions, and rounds in another way, depends on the tensor's size.
@@ -67,58 +58,79 @@ class GroupingSequentialMLP(SequentialMLP):
         Returns:
             [m, H], and no bias: it is added already.
         """
-        layers = self._layers_to_group(permuted_local_hidden_states.size(0))
-        if layers is None:
+        together = self._together()
+        num_experts, num_rows = len(self.local_experts), permuted_local_hidden_states.size(0)
+        weight = self.local_experts[0].linear_fc1.weight
+        if together is None or not torch.is_grad_enabled() or not grouped_is_faster(num_experts, num_rows, weight):
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
-        offsets = tokens_per_expert.cumsum(0, dtype=torch.int32)
-        # An expert's own forward, of which only the linear layers differ: activations and probabilities work by rows.
-        together = copy.copy(self.local_experts[0])
-        together._modules = {
-            **together._modules,
-            **{name: _GroupedLinear(linears, offsets) for name, linears in layers.items()},
-        }
-        return together(permuted_local_hidden_states, permuted_probs)
+        return together(permuted_local_hidden_states, tokens_per_expert.tolist(), permuted_probs)
 
-    def _layers_to_group(self, num_rows: int) -> dict[str, list[DeferredLinear]] | None:
-        """The experts' linear layers by name, None where the experts run one after the other."""
-        if not torch.is_grad_enabled() or self.config.moe_apply_probs_on_input:
-            return None
+    def _together(self) -> "_LayerByLayer | None":
+        """The local experts as one, made on the first call; None where they can't be."""
+        if "_layer_by_layer" not in self.__dict__:
+            # Past Module's own bookkeeping: it is no part of the model and has no parameters.
+            self.__dict__["_layer_by_layer"] = self._make_together()
+        return self.__dict__["_layer_by_layer"]
+
+    def _make_together(self) -> "_LayerByLayer | None":
         layers = {
             name: [getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")
         }
-        for linears in layers.values():
-            if not grouped_is_faster(len(linears), num_rows, linears[0].weight):
-                return None
-            for linear in linears:
-                if getattr(linear, "deferred", None) is None or linear.bias is not None:
-                    return None
-        return layers
+        every = [linear for linears in layers.values() for linear in linears]
+        deferred = all(getattr(linear, "deferred", None) is not None and linear.bias is None for linear in every)
+        if not deferred or self.config.moe_apply_probs_on_input:
+            return None
+        return _LayerByLayer(self.local_experts[0], layers)
+
+
+class _LayerByLayer:
+    """An expert's own forward, of which only the linear layers differ: activations and probabilities work by rows."""
+
+    def __init__(self, expert: torch.nn.Module, layers: dict[str, list[DeferredLinear]]) -> None:
+        """
+        Args:
+            expert: any of them.
+            layers: linear layers of all experts by name.
+        """
+        self._linears = {name: _GroupedLinear(linears) for name, linears in layers.items()}
+        self._forward = copy.copy(expert)
+        self._forward._modules = {**expert._modules, **self._linears}
+
+    def __call__(
+        self, rows_mH: torch.Tensor, sizes: list[int], probs_m: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[m, H] to [m, H].
+
+        Args:
+            sizes: rows of each expert, e numbers.
+        """
+        for linear in self._linears.values():
+            linear.sizes = sizes
+        return self._forward(rows_mH, probs_m)
 
 
 class _GroupedLinear(torch.nn.Module):
-    """The same linear layer of all local experts, for the length of one forward pass."""
+    """The same linear layer of all local experts.
 
-    def __init__(self, linears: Sequence[DeferredLinear], offsets: torch.Tensor) -> None:
+    Attributes:
+        sizes: rows of each expert in the next forward pass, e numbers.
+    """
+
+    def __init__(self, linears: Sequence[DeferredLinear]) -> None:
         super().__init__()
+        self.sizes: list[int] = []
         self._linears = tuple(linears)
-        self._offsets = offsets
 
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, None]:
         """[m, I] to [m, O]; no bias."""
         weights = [linear.weight for linear in self._linears]
-        return _GroupedLinearWithDeferredWeightGrad.apply(input, self._offsets, self._defer, *weights), None
+        defer = functools.partial(self._defer, self.sizes)
+        return _GroupedLinearWithDeferredWeightGrad.apply(input, defer, self.sizes, *weights), None
 
-    def _defer(self, grad_mO: torch.Tensor, input_mI: torch.Tensor) -> None:
-        """Puts the dWs of all experts as one task."""
-        weights = [linear.deferred for linear in self._linears if linear.deferred is not None]
-        assert len(weights) == len(self._linears), "experts of which some are not deferred run one after the other"
-
-        def compute() -> None:
-            weight_grads_eOI = functional.grouped_mm(grad_mO.t(), input_mI, offs=self._offsets)
-            for weight, weight_grad_OI in zip(weights, weight_grads_eOI, strict=True):
-                weight.add_to_main_grad(weight_grad_OI)
-
-        self._linears[0].store.put(weights[0], compute, grad_mO.nbytes + input_mI.nbytes, *weights[1:])
+    def _defer(self, sizes: list[int], grad_mO: torch.Tensor, input_mI: torch.Tensor) -> None:
+        """Puts the dW of each expert."""
+        for linear, grad_TO, input_TI in zip(self._linears, grad_mO.split(sizes), input_mI.split(sizes), strict=True):
+            linear._defer(grad_TO, input_TI)
 
 
 class _GroupedLinearWithDeferredWeightGrad(torch.autograd.Function):
@@ -126,19 +138,26 @@ class _GroupedLinearWithDeferredWeightGrad(torch.autograd.Function):
     def forward(
         ctx: Any,
         input_mI: torch.Tensor,
-        offsets: torch.Tensor,
         defer: Callable[[torch.Tensor, torch.Tensor], None],
+        sizes: list[int],
         *weights_OI: torch.Tensor,
     ) -> torch.Tensor:
-        stacked_eOI = torch.stack(weights_OI)
-        ctx.save_for_backward(input_mI, offsets, stacked_eOI)
+        ctx.save_for_backward(input_mI, *weights_OI)
         ctx.defer = defer
-        return functional.grouped_mm(input_mI, stacked_eOI.transpose(1, 2), offs=offsets)
+        ctx.sizes = sizes
+        return _products(input_mI, sizes, [weight_OI.t() for weight_OI in weights_OI])
 
     @staticmethod
     def backward(ctx: Any, grad_mO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        input_mI, offsets, stacked_eOI = ctx.saved_tensors
-        grad_mO = grad_mO.contiguous()
-        grad_mI = functional.grouped_mm(grad_mO, stacked_eOI, offs=offsets)
-        ctx.defer(grad_mO, input_mI.contiguous())
-        return grad_mI, None, None, *(None for _ in stacked_eOI)
+        input_mI, *weights_OI = ctx.saved_tensors
+        grad_mI = _products(grad_mO, ctx.sizes, weights_OI)
+        ctx.defer(grad_mO, input_mI)
+        return grad_mI, None, None, *(None for _ in weights_OI)
+
+
+def _products(rows_mX: torch.Tensor, sizes: list[int], factors_XY: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Each expert's rows times its factor: [m, Y]."""
+    products_mY = rows_mX.new_empty(rows_mX.size(0), factors_XY[0].size(1))
+    for rows_TX, factor_XY, product_TY in zip(rows_mX.split(sizes), factors_XY, products_mY.split(sizes), strict=True):
+        torch.mm(rows_TX, factor_XY, out=product_TY)
+    return products_mY

@@ -6,7 +6,7 @@ import queue
 import pytest
 import torch
 
-from megatron_lancet.runtime.all_to_all import Comm
+from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.plan import Plan
