@@ -33,7 +33,7 @@ setup(
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]"],
-        "deepspeed": ["deepspeed"],
+        "peers": ["deepspeed"],  # compared with in benchmarks
         "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
     },
     entry_points={"console_scripts": ["pretrain-gpt-moe = megatron_lancet.training.pretrain:main"]},

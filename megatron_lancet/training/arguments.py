@@ -55,7 +55,7 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         choices=[choice.value for choice in AttentionChoice],
         default=AttentionChoice.AUTO.value,
         help="core attention: stock (Megatron's), sdpa (torch's fused kernel), auto (default): stock unless sequence "
-        "chunks need sdpa.",
+        "chunks, context parallelism or multi-latent attention need sdpa.",
     )
     group.add_argument(
         "--lancet-dw-policy",
@@ -151,11 +151,6 @@ def _check_layout(args: argparse.Namespace) -> None:
         raise UsageError(
             f"the number of ranks must be a multiple of tensor x pipeline x context parallel size = {model_size}; "
             f"there are {args.world_size}. Start another number of ranks or change the parallel sizes."
-        )
-    if args.context_parallel_size > 1 and args.transformer_impl == "local":
-        raise UsageError(
-            f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine's attention on a GPU: "
-            "Megatron's local attention, which this run uses, sees one rank's tokens only. Drop the flag."
         )
     expert_size = args.expert_model_parallel_size
     if expert_size == 1:

@@ -24,7 +24,7 @@ from megatron_lancet.patching import replaced, wrapped
 _CPU = torch.device("cpu")
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "arange", "linspace", "eye")
-"""Functions that Megatron calls with ``device="cuda"``; only these pay for a look at their device."""
+"""Functions that Megatron calls with ``device="cuda"`` or for pinned memory; only these pay for a look at it."""
 
 
 def gpu_available() -> bool:
@@ -101,6 +101,8 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         if _names_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False  # there is no device to copy it to
         return factory(*args, **kwargs)
 
     return create

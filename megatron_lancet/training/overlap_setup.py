@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.gpt import overlap
-from megatron_lancet.runtime.all_to_all import Comm
+from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.transport import make_transport

@@ -22,6 +22,7 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
     Raises:
         UsageError: the run asks for overlap together with something that it does not support.
     """
+    _check_attention(args, config)
     if config.plan is PlanChoice.OFF:
         return None, "off: stock Megatron modules"
     if not args.num_experts or args.expert_model_parallel_size == 1:
@@ -38,34 +39,46 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
         overlap_range = OverlapRange.EXPERTS
         notes.append(f"chunks start after the gate, because {whole} looks at the whole micro-batch")
     plan = _cut(args, config, overlap_range)
-    _check_attention(args, config)
     for flag, advice in _unsupported(args, plan):
         raise UsageError(f"{flag} does not work with the overlapping block yet: {advice}, or --lancet-plan off.")
+    if plan.num_chunks == 1 and config.num_chunks is None and plan.chunk_dim is ChunkDim.BATCH:
+        obstacle = next(_against_sequence_chunks(args, config, overlap_range), "--lancet-chunk-dim batch")
+        notes.append(f"a micro-batch of 1 stays whole, because sequence chunks do not work with {obstacle}")
     if plan.num_chunks > 1 and plan.range.has_attention and (args.hidden_dropout > 0 or args.attention_dropout > 0):
         notes.append("dropout draws its random numbers chunk by chunk, so losses differ from stock's by chance")
     return plan, "; ".join([str(plan), *notes])
 
 
+def needs_own_attention(args: argparse.Namespace) -> str | None:
+    """The flag for which Megatron has no core attention without Transformer Engine, so that ours is used; or None."""
+    if args.transformer_impl != "local":
+        return None
+    if args.context_parallel_size > 1:
+        return f"--context-parallel-size {args.context_parallel_size}"
+    return "--multi-latent-attention" if args.multi_latent_attention else None
+
+
 def uses_sdpa(args: argparse.Namespace, config: LancetConfig) -> bool:
-    """Whether the user, or multi-latent attention, asks for the fused attention kernel.
+    """Whether the user asks for the fused attention kernel, or for what only works with it.
 
     Sequence chunks bring it by themselves.
     """
-    return config.attention is AttentionChoice.SDPA or args.multi_latent_attention
+    return config.attention is AttentionChoice.SDPA or needs_own_attention(args) is not None
 
 
 def _check_attention(args: argparse.Namespace, config: LancetConfig) -> None:
     """Refuses a core attention that can't do what the model needs."""
-    if args.multi_latent_attention and config.attention is AttentionChoice.STOCK:
+    need = needs_own_attention(args)
+    if need and config.attention is AttentionChoice.STOCK:
         raise UsageError(
-            "--lancet-attention stock does not work with --multi-latent-attention: Megatron's local core attention has "
-            "no separate head sizes. Drop the flag, or pass --lancet-attention sdpa."
+            f"--lancet-attention stock does not work with {need}: Megatron's local core attention takes heads of one "
+            "size and sees one rank's tokens only. Drop the flag, or pass --lancet-attention sdpa."
         )
     lacks = _lacking_in_sdpa(args)
     if uses_sdpa(args, config) and lacks:
         raise UsageError(
-            f"{lacks[0]} does not work with torch's fused attention, which --lancet-attention sdpa and "
-            "--multi-latent-attention bring. Drop one of the two."
+            f"{lacks[0]} does not work with torch's fused attention, which {need or '--lancet-attention sdpa'} brings. "
+            "Drop one of the two."
         )
 
 
@@ -93,9 +106,11 @@ def _cut(args: argparse.Namespace, config: LancetConfig, overlap_range: OverlapR
             f"--lancet-chunk-dim sequence does not work with {obstacles[0]}. Drop one of the two, or pass "
             "--lancet-range gate, or --lancet-plan off."
         )
-    size, flag = (
-        (args.micro_batch_size, "--micro-batch-size") if dim is ChunkDim.BATCH else (args.seq_length, "--seq-length")
-    )
+    if dim is ChunkDim.BATCH:
+        size, flag = args.micro_batch_size, "--micro-batch-size"
+    else:
+        size = args.seq_length // args.context_parallel_size
+        flag = "--seq-length" + (" / --context-parallel-size" if args.context_parallel_size > 1 else "")
     if num_chunks > size:
         if config.num_chunks is None:
             num_chunks = size
@@ -115,10 +130,10 @@ def _against_sequence_chunks(
     """What keeps the sequence from being cut exactly."""
     if args.sequence_parallel:
         yield "--sequence-parallel"
-    if args.context_parallel_size > 1:
-        yield "--context-parallel-size"
     if not overlap_range.has_attention:
         return
+    if args.context_parallel_size > 1:
+        yield "--context-parallel-size"
     if args.reset_attention_mask:
         yield "--reset-attention-mask"
     yield from _lacking_in_sdpa(args)
@@ -163,13 +178,12 @@ def _unsupported(args: argparse.Namespace, plan: Plan) -> Iterator[tuple[str, st
 
 def _unsupported_parallelism(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     sizes = {
-        "--context-parallel-size": args.context_parallel_size,
         "--tensor-parallel-num-weight-shards": args.gtp_weight_remat_size,
         "--expert-tensor-parallel-num-weight-shards": args.expert_gtp_weight_remat_size,
     }
     for flag, size in sizes.items():
         if (size or 1) > 1:
-            yield f"{flag} {size}", "use expert, tensor, data and pipeline parallelism"
+            yield f"{flag} {size}", "use expert, tensor, context, data and pipeline parallelism"
     dispatcher = args.moe_token_dispatcher_type
     if dispatcher != "alltoall":
         yield (

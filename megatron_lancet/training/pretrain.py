@@ -45,7 +45,7 @@ def _pretrain(device: torch.device, where: Whereabouts) -> None:
     from megatron_lancet.schedule.plan import DwPolicy
     from megatron_lancet.training import arguments, mocked, upstream
     from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
-    from megatron_lancet.training.plan_choice import choose_plan, uses_sdpa
+    from megatron_lancet.training.plan_choice import choose_plan, needs_own_attention, uses_sdpa
     from megatron_lancet.training.platform import apply_cpu_settings
     from megatron_lancet.training.step_recorder import StepRecorder
 
@@ -70,7 +70,7 @@ def _pretrain(device: torch.device, where: Whereabouts) -> None:
     with ExitStack() as stack:
         stack.enter_context(mocked.mocked_world_of(args))
         stack.enter_context(upstream.sequence_parallel_with_torch_norm())
-        stack.enter_context(upstream.multi_latent_attention_without_te(args.multi_latent_attention))
+        stack.enter_context(upstream.core_attention_without_te(needs_own_attention(args) is not None))
         stack.enter_context(upstream.resumable_distributed_optimizer())
         stack.enter_context(upstream.observed_train_step(recorder.observe))
         setup: NoOverlap | OverlapSetup

@@ -11,11 +11,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from megatron.core import utils
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import distrib_optimizer
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import torch_norm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -40,6 +43,7 @@ _SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (TransformerBlock, "forward", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
     (TransformerLayer, "_forward_attention", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
     (TransformerLayer, "_forward_mlp", ("hidden_states",)),
+    (DotProductAttention, "__init__", ("config", "pg_collection")),
     (
         DotProductAttention,
         "forward",
@@ -47,6 +51,8 @@ _SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     ),
     (RotaryEmbedding, "forward", ("max_seq_len", "offset")),
     (LocalSpecProvider, "core_attention", ()),
+    (mappings, "gather_from_sequence_parallel_region", ("input_", "group")),
+    (utils, "get_batch_on_this_cp_rank", ("batch", "is_hybrid_cp", "cp_group")),
     (MoELayer, "shared_experts_compute", ("hidden_states",)),
     (SequentialMLP, "forward", ("permuted_local_hidden_states", "tokens_per_expert", "permuted_probs")),
     (MLP, "forward", ("hidden_states", "per_token_scale")),
@@ -76,6 +82,12 @@ _SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
 )
 """Functions that we call, override or wrap, with the parameters that we count on."""
 
+_TWO_SLICES_PER_RANK = (
+    (utils, "_get_batch_on_this_cp_rank_per_sequence_balancing"),
+    (rope_utils, "get_pos_emb_on_this_cp_rank"),
+)
+"""Where Megatron cuts sequences for context parallelism as ``model/context_parallel.py`` expects."""
+
 
 def check_seams() -> None:
     """
@@ -96,6 +108,9 @@ def check_seams() -> None:
     for protocol in ("skip_backward_post_hook", "register_wgrad_accumulation_and_reduce_hooks"):
         if protocol not in ddp_source:
             missing.append(f"DistributedDataParallel's {protocol}")
+    for module, name in _TWO_SLICES_PER_RANK:
+        if "2 * cp_size - cp_rank - 1" not in inspect.getsource(getattr(module, name, module)):
+            missing.append(f"the cut of a sequence into two slices per rank in {module.__name__}.{name}")
     if missing:
         raise UsageError(
             "this megatron-core differs from the versions that we know: it lacks " + ", ".join(missing) + ". "
@@ -118,8 +133,8 @@ def sequence_parallel_with_torch_norm() -> AbstractContextManager[None]:
     return wrapped(torch_norm.WrappedTorchNorm, "__new__", wrap)
 
 
-def multi_latent_attention_without_te(needed: bool) -> AbstractContextManager[None]:
-    """Lets the local spec build multi-latent attention, whose heads stock's own core attention can't take."""
+def core_attention_without_te(needed: bool) -> AbstractContextManager[None]:
+    """Lets the local spec build what stock's own core attention can't: multi-latent attention, context parallelism."""
     if not needed:
         return nullcontext()
     return wrapped(LocalSpecProvider, "core_attention", lambda stock: lambda self: SdpaAttention)

@@ -7,6 +7,8 @@ model's all-to-alls wait. The fault strikes when the rank is about to issue the 
     stop    the process stands still
     hold    it creates the file LANCET_TEST_GO.wanted and waits for LANCET_TEST_GO
     nan     its activations become NaN
+
+With hold, the other ranks keep in LANCET_TEST_GO.stands where they stand.
 """
 
 import faulthandler
@@ -67,14 +69,31 @@ def install(fault: Fault, stack: ExitStack) -> None:
     from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
     from megatron.training import training
 
-    from megatron_lancet.runtime.all_to_all import Comm
+    from megatron_lancet.runtime.comm import Comm
 
     stack.enter_context(wrapped(training, "train_step", fault.counting_steps))
     if fault.kind == "nan":
         stack.enter_context(wrapped(LanguageModelEmbedding, "forward", fault.spoiling))
     else:
-        stack.enter_context(wrapped(Comm, "start", fault.before_issue))
-        stack.enter_context(wrapped(Comm, "start_counts", fault.before_issue))
+        for issue in ("start", "start_after", "start_counts"):
+            stack.enter_context(wrapped(Comm, issue, fault.before_issue))
+
+
+def noting_position(stands):
+    path = Path(os.environ["LANCET_TEST_GO"] + ".stands")
+
+    @functools.wraps(stands)
+    def noted(comm, doing, op):
+        stands(comm, doing, op)
+        path.write_text(f"{doing} {op}")
+
+    return noted
+
+
+def note_position(stack: ExitStack) -> None:
+    from megatron_lancet.runtime.comm import Comm
+
+    stack.enter_context(wrapped(Comm, "stands", noting_position))
 
 
 def with_timeout(timeout_s: float, stack: ExitStack) -> None:
@@ -94,6 +113,8 @@ if __name__ == "__main__":
     with ExitStack() as stack:
         if os.environ["RANK"] == os.environ["LANCET_TEST_FAULTY_RANK"]:
             install(Fault(os.environ["LANCET_TEST_FAULT"]), stack)
+        elif os.environ["LANCET_TEST_FAULT"].startswith("hold"):
+            note_position(stack)
         if "LANCET_TEST_TIMEOUT_S" in os.environ:
             with_timeout(float(os.environ["LANCET_TEST_TIMEOUT_S"]), stack)
         main()

@@ -10,7 +10,6 @@ import random
 import re
 import signal
 import sys
-from collections import Counter
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -19,9 +18,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron_lancet.patching import replaced, wrapped
 from megatron_lancet.training.cpu_platform import cpu_platform
+from tests.distributed.observer import Observer
 from tests.distributed.variants import CUTS, DW_MEMORY_BYTES, FORCED, VARIANTS, cut_name
 
 SEQ_LENGTH, MICRO_BATCH, VOCAB, NUM_MICRO_BATCHES = 16, 4, 64, 3
@@ -61,7 +62,7 @@ def build(overrides: dict[str, Any]):
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
-    from megatron_lancet.training.upstream import multi_latent_attention_without_te
+    from megatron_lancet.training.upstream import core_attention_without_te
 
     overrides = dict(overrides)
     position = overrides.pop("position_embedding_type", "learned_absolute")
@@ -71,7 +72,7 @@ def build(overrides: dict[str, Any]):
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = transformer_config(overrides)
-    with multi_latent_attention_without_te(config.multi_latent_attention):
+    with core_attention_without_te(config.multi_latent_attention or config.context_parallel_size > 1):
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     model = GPTModel(
         config,
@@ -104,23 +105,25 @@ def wrap_with_ddp(model, config, precision, deferred: bool):
 
 def micro_batches():
     from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
 
     generator = torch.Generator().manual_seed(100 + parallel_state.get_data_parallel_rank())
+    positions = torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1)
     for _ in range(NUM_MICRO_BATCHES):
         tokens = torch.randint(VOCAB, (MICRO_BATCH, SEQ_LENGTH + 1), generator=generator)
-        yield tokens[:, :-1], tokens[:, 1:]
+        batch = {"input_ids": tokens[:, :-1], "position_ids": positions, "labels": tokens[:, 1:]}
+        yield get_batch_on_this_cp_rank(batch, False, parallel_state.get_context_parallel_group())
 
 
 def step(ddp) -> list[float]:
     """One training step without an optimizer: losses of the micro-batches; gradients stay in main_grad."""
-    positions = torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1)
     losses = []
     torch.manual_seed(5)  # input jitter draws from it
     ddp.zero_grad_buffer()
-    for i, (tokens, labels) in enumerate(micro_batches()):
+    for i, batch in enumerate(micro_batches()):
         last = i == NUM_MICRO_BATCHES - 1
         with nullcontext() if last else ddp.no_sync():
-            loss = ddp(tokens, positions, None, labels=labels).float().mean()
+            loss = ddp(**{"attention_mask": None, **batch}).float().mean()
             (loss / NUM_MICRO_BATCHES).backward()
         losses.append(loss.item())
     ddp.finish_grad_sync()
@@ -152,68 +155,6 @@ def deviation(ours: torch.Tensor, stock: torch.Tensor) -> float:
     return ((ours - stock).norm() / stock.norm().clamp_min(1e-12)).item()
 
 
-def tensor_parallel_collectives() -> list[tuple[Any, str]]:
-    """Where Megatron and we start collectives of tensor parallelism in the transformer block."""
-    from megatron.core.tensor_parallel import mappings
-
-    return [
-        (mappings, "_gather_along_first_dim"),
-        (mappings, "_reduce_scatter_along_first_dim"),
-        (dist, "all_gather_into_tensor"),
-        (dist, "reduce_scatter_tensor"),
-    ]
-
-
-class Observer:
-    """Records the order of collectives and how often each parameter is reported ready."""
-
-    def __init__(self, stack: ExitStack, ddp) -> None:
-        from megatron_lancet.runtime.all_to_all import Comm
-
-        self.collectives: list[str] = []
-        self.reports: Counter[str] = Counter()
-        names = {p: n for n, p in ddp.module.named_parameters()}
-        for i, group in enumerate(ddp.bucket_groups + ddp.expert_parallel_bucket_groups):
-            stack.enter_context(replaced(group, "start_grad_sync", self._logged(group.start_grad_sync, f"reduce {i}")))
-            stack.enter_context(replaced(group, "register_grad_ready", self._counted(group, names)))
-        stack.enter_context(wrapped(Comm, "start", self._logged_start))
-        for owner, name in tensor_parallel_collectives():
-            stack.enter_context(wrapped(owner, name, self._logged_tensor_parallel))
-
-    def _logged_tensor_parallel(self, original):
-        def call(*args, **kwargs):
-            group = kwargs.get("group") or args[1]
-            if group.size() > 1:
-                self.collectives.append(original.__name__)
-            return original(*args, **kwargs)
-
-        return call
-
-    def _logged(self, function, text: str):
-        def call(*args, **kwargs):
-            self.collectives.append(text)
-            return function(*args, **kwargs)
-
-        return call
-
-    def _counted(self, group, names):
-        original = group.register_grad_ready
-
-        def call(param, *args):
-            if group.is_last_microbatch:
-                self.reports[names[param].removeprefix("module.")] += 1
-            return original(param, *args)
-
-        return call
-
-    def _logged_start(self, original):
-        def start(comm, op, *args):
-            self.collectives.append(str(op))
-            return original(comm, op, *args)
-
-        return start
-
-
 def overlapping_model(
     model,
     num_chunks: int,
@@ -228,8 +169,18 @@ def overlapping_model(
 
     plan = fixed_plan(num_chunks, DwPolicy(dw), ChunkDim(dim), OverlapRange(over), dw_memory_bytes)
     stats = CommStats(torch.device("cpu"))
-    OverlapSetup(plan, torch.device("cpu"), stats, timedelta(minutes=2))([model])
+    sdpa = model.config.context_parallel_size > 1
+    before = set(distributed_c10d._world.pg_map)
+    OverlapSetup(plan, torch.device("cpu"), stats, timedelta(minutes=2), sdpa)([model])
+    stats.groups = [group for group in distributed_c10d._world.pg_map if group not in before]
     return stats
+
+
+def close(stats) -> None:
+    """Ends a model's connections: with those of a hundred models the threads alone slow each other down."""
+    dist.barrier()  # nobody is still sending
+    for group in stats.groups:
+        dist.destroy_process_group(group)
 
 
 def erratic_wire(stack: ExitStack) -> None:
@@ -297,6 +248,8 @@ def compare(overrides, num_chunks, disturb=None, dw: str = "fill", dw_memory_byt
 
     In DDP's first step reductions start at its end, from the second on as soon as gradients become ready.
     """
+    from megatron_lancet.model import experts
+
     stock_model, config, precision = build(overrides)
     our_model, _, _ = build(overrides)
     our_model.load_state_dict(copy.deepcopy(stock_model.state_dict()))
@@ -309,12 +262,12 @@ def compare(overrides, num_chunks, disturb=None, dw: str = "fill", dw_memory_byt
     with ExitStack() as stack:
         if disturb is not None:
             disturb(stack)
-        functional = torch.nn.functional
-        grouped = stack.enter_context(mock.patch.object(functional, "grouped_mm", wraps=functional.grouped_mm))
+        grouped = stack.enter_context(mock.patch.object(experts, "_products", wraps=experts._products))
         results = [(step(ours), gradients(our_model))]
         observer = Observer(stack, ours)
         results.append((step(ours), gradients(our_model)))
     times = stats.take()
+    close(stats)
     if dw == "fill":
         our_model.decoder.comm.store.assert_idle()
     logged = logged_losses()
@@ -332,7 +285,7 @@ def compare(overrides, num_chunks, disturb=None, dw: str = "fill", dw_memory_byt
         "reports": dict(observer.reports),
         "reports_of_deferred": [weight.num_reported for weight in stored],
         "parameters": list(trained(our_model)),
-        "grouped_gemms": grouped.call_count,
+        "grouped_layers": grouped.call_count,
         "dw_ran_early": times.num_dw_early,
         "peak_dw_bytes": times.peak_dw_bytes,
     }

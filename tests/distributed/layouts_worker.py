@@ -1,4 +1,4 @@
-"""Stock and overlapping model side by side on four ranks, in each layout of tensor and expert parallelism.
+"""Stock and overlapping model side by side on four ranks, in each layout of tensor, context and expert parallelism.
 
 Usage: layouts_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
 """
@@ -20,6 +20,14 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "EP4": {"expert_model_parallel_size": 4},
     "EP2xTP2": {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
     "EP2xETP2": {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+    "EP2xCP2": {"expert_model_parallel_size": 2, "context_parallel_size": 2},
+    "EP4xCP2": {"expert_model_parallel_size": 4, "context_parallel_size": 2},
+    "EP2xTP2xCP2": {
+        "expert_model_parallel_size": 2,
+        "tensor_model_parallel_size": 2,
+        "context_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
 }
 SHARED_EXPERT = {
     "moe_shared_expert_intermediate_size": 48,
@@ -38,15 +46,21 @@ CASES: dict[str, tuple[str, dict[str, Any], int, Any]] = {
     "EP2xETP2/k=2": ("EP2xETP2", {}, 2, None),
     "EP2xETP2/erratic-wire/k=2": ("EP2xETP2", {}, 2, erratic_wire),
     "EP2xETP2/one-expert-per-rank/k=2": ("EP2xETP2", ONE_EXPERT_PER_RANK, 2, None),
+    "EP2xCP2/erratic-wire/k=2": ("EP2xCP2", {}, 2, erratic_wire),
+    "EP4xCP2/erratic-wire/k=2": ("EP4xCP2", {}, 2, erratic_wire),
+    "EP2xTP2xCP2/erratic-wire/k=2": ("EP2xTP2xCP2", {}, 2, erratic_wire),
 }
 """Layout, overrides of the config, number of chunks, what disturbs the run."""
 
 
 def compare_in(layout: str) -> dict[str, Any]:
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 
     sizes = LAYOUTS[layout]
     parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+    # As Megatron's schedule does.
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) * sizes.get("context_parallel_size", 1) / NUM_MICRO_BATCHES)
     config = {**sizes, "sequence_parallel": "tensor_model_parallel_size" in sizes}
     results = {
         name: compare({**config, **overrides}, num_chunks, disturb)
@@ -58,12 +72,9 @@ def compare_in(layout: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
-
     from megatron_lancet.training.upstream import sequence_parallel_with_torch_norm
 
     dist.init_process_group("gloo")
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
     results: dict[str, Any] = {}
     with sequence_parallel_with_torch_norm():
         for layout in LAYOUTS:

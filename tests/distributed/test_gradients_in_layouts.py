@@ -1,4 +1,4 @@
-"""Every gradient and the order of collectives with tensor and expert tensor parallelism: ours against stock."""
+"""Every gradient and the order of collectives with tensor, context and expert tensor parallelism: against stock."""
 
 import json
 from pathlib import Path

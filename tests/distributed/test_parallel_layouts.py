@@ -13,6 +13,7 @@ STOCK = ["--lancet-plan", "off"]
 OVERLAP = ["--lancet-num-chunks", "2"]
 TENSOR = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 PIPELINE = ["--pipeline-model-parallel-size", "2"]
+CONTEXT = ["--context-parallel-size", "2"]
 LARGER_BATCH = ["--global-batch-size", "32"]
 DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "20000"]
 # Two virtual stages on two ranks; Megatron's experts can't add a bias without expert parallelism.
@@ -45,7 +46,9 @@ def one_rank(tmp_path_factory, token_data, first_step):
     return run
 
 
-@pytest.mark.parametrize("layout", [TENSOR, PIPELINE, EP2], ids=["tensor+sequence", "pipeline", "expert"])
+@pytest.mark.parametrize(
+    "layout", [TENSOR, PIPELINE, EP2, CONTEXT], ids=["tensor+sequence", "pipeline", "expert", "context"]
+)
 def test_stock_trains_alike_in_all_layouts(one_rank, first_step, tmp_path, token_data, layout):
     run = pretrain(token_data, [*STOCK, *MODEL, *first_step, *layout], tmp_path, 2, NUM_ITERS)
     assert len(run.losses) == NUM_ITERS - 1
@@ -75,6 +78,15 @@ def test_overlap_trains_like_stock_on_one_rank(one_rank, first_step, token_data,
     assert "megatron_lancet.model.transformer_block" in ours.model_modules
     for name in ("lm loss", "grad norm", "load_balancing_loss", "z_loss"):
         assert ours.series(name) == pytest.approx(one_rank(batch).series(name), rel=TOLERANCE), name
+
+
+def test_overlap_trains_with_context_parallelism_like_stock_without(one_rank, first_step, token_data, tmp_path):
+    layout = [*EP2, *CONTEXT, *DISTRIBUTED]
+    ours = pretrain(token_data, [*OVERLAP, *MODEL, *first_step, *layout], tmp_path, 2, NUM_ITERS)
+    assert "chunks=2 dim=batch" in ours.outputs[0]
+    assert "megatron_lancet.model.transformer_block" in ours.model_modules
+    for name in ("lm loss", "grad norm", "load_balancing_loss", "z_loss"):
+        assert ours.series(name) == pytest.approx(one_rank().series(name), rel=TOLERANCE), name
 
 
 def test_experts_of_different_ranks_start_different(token_data, tmp_path):

@@ -66,7 +66,6 @@ def parsed(command_line, *words: object, world_size: int = 2):
         (["--num-experts", 3, "--expert-model-parallel-size", 2], "got 3 experts on 2 expert-parallel ranks"),
         (["--expert-model-parallel-size", 2], "pass --num-experts"),
         (["--tensor-model-parallel-size", 3], "= 3; there are 2"),
-        (["--context-parallel-size", 2], "--context-parallel-size 2 needs Transformer Engine's attention"),
         (["--num-experts", 8, "--expert-model-parallel-size", 4], "must divide the ranks of a pipeline stage"),
         (["--num-experts", 4], "--disable-bias-linear"),
         (["--sft"], "--sft is not supported"),

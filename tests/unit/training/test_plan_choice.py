@@ -7,7 +7,7 @@ import pytest
 from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
-from megatron_lancet.training.plan_choice import choose_plan, uses_sdpa
+from megatron_lancet.training.plan_choice import choose_plan, needs_own_attention, uses_sdpa
 
 
 @pytest.fixture
@@ -77,6 +77,7 @@ def test_auto_cuts_the_batch_where_it_has_enough_samples(megatron_args, samples,
 
 AGAINST_SEQUENCE = [
     (["--tensor-model-parallel-size", 2, "--sequence-parallel"], {}, "--sequence-parallel"),
+    (["--context-parallel-size", 2], {}, "--context-parallel-size"),
     (["--reset-attention-mask"], {}, "--reset-attention-mask"),
     (["--window-size", "4,0"], {}, "--window-size"),
     (["--softmax-type", "learnable"], {}, "--softmax-type learnable"),
@@ -93,8 +94,17 @@ def test_sequence_chunks_are_refused_where_they_are_not_exact(megatron_args, cha
     with pytest.raises(UsageError, match=f"sequence chunks would do, but for {obstacle}"):
         choose_plan(megatron_args(*changes), LancetConfig(num_chunks=8, **wishes))
     alone = megatron_args(*changes, "--micro-batch-size", 1, tensor_model_parallel_size=1)
-    plan, _ = choose_plan(alone, LancetConfig(**wishes))
-    assert plan == fixed_plan(1), "a micro-batch of one stays whole then"
+    plan, line = choose_plan(alone, LancetConfig(**wishes))
+    assert plan == fixed_plan(1)
+    assert f"a micro-batch of 1 stays whole, because sequence chunks do not work with {obstacle}" in line
+
+
+def test_sequence_chunks_without_attention_do_not_mind_context_parallelism(megatron_args):
+    args = megatron_args("--context-parallel-size", 2, "--micro-batch-size", 1)
+    gate = LancetConfig(range=OverlapRange.GATE)
+    assert choose_plan(args, gate)[0] == fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE, overlap_range=OverlapRange.GATE)
+    with pytest.raises(UsageError, match=r"--seq-length / --context-parallel-size is 16\. Use at most 16"):
+        choose_plan(args, LancetConfig(range=OverlapRange.GATE, num_chunks=17))
 
 
 @pytest.mark.parametrize(
@@ -118,6 +128,16 @@ def test_routing_over_the_whole_micro_batch_moves_the_range_and_is_said(megatron
     ("changes", "attention", "message"),
     [
         (["--multi-latent-attention"], "stock", "--lancet-attention stock does not work with --multi-latent-attention"),
+        (
+            ["--context-parallel-size", 2],
+            "stock",
+            "--lancet-attention stock does not work with --context-parallel-size 2",
+        ),
+        (
+            ["--window-size", "4,0", "--context-parallel-size", 2],
+            "auto",
+            "--window-size does not work with torch's fused attention, which --context-parallel-size 2 brings",
+        ),
         (["--window-size", "4,0"], "sdpa", "--window-size does not work with torch's fused attention"),
         (
             ["--softmax-type", "learnable"],
@@ -127,14 +147,18 @@ def test_routing_over_the_whole_micro_batch_moves_the_range_and_is_said(megatron
     ],
 )
 def test_attention_that_can_not_be_had_is_refused(megatron_args, changes, attention, message):
-    with pytest.raises(UsageError, match=message):
-        choose_plan(megatron_args(*changes), LancetConfig(attention=AttentionChoice(attention)))
+    for plan in PlanChoice:
+        with pytest.raises(UsageError, match=message):
+            choose_plan(megatron_args(*changes), LancetConfig(plan=plan, attention=AttentionChoice(attention)))
 
 
 def test_who_gets_the_fused_attention(megatron_args):
     assert not uses_sdpa(megatron_args(), LancetConfig())
     assert uses_sdpa(megatron_args(), LancetConfig(attention=AttentionChoice.SDPA))
-    assert uses_sdpa(megatron_args("--multi-latent-attention"), LancetConfig())
+    for flag in (["--multi-latent-attention"], ["--context-parallel-size", 2]):
+        assert uses_sdpa(megatron_args(*flag), LancetConfig())
+        assert needs_own_attention(megatron_args(*flag))
+        assert not needs_own_attention(megatron_args(*flag, "--transformer-impl", "transformer_engine"))
 
 
 def test_dropout_is_allowed_and_explained(megatron_args):
@@ -145,7 +169,6 @@ def test_dropout_is_allowed_and_explained(megatron_args):
 REFUSED = [
     (["--transformer-impl", "transformer_engine"], "--transformer-impl transformer_engine"),
     (["--moe-token-dispatcher-type", "allgather"], "pass --moe-token-dispatcher-type alltoall"),
-    (["--context-parallel-size", 2], "--context-parallel-size 2 .*: use expert, tensor, data and pipeline"),
     (["--use-megatron-fsdp"], "use --use-distributed-optimizer"),
     (["--overlap-moe-expert-parallel-comm"], "another way to hide"),
     (["--delay-wgrad-compute"], "another way to hide"),
@@ -175,6 +198,7 @@ def test_weight_shards_are_refused(megatron_args, name):
 LAYOUTS = {
     "tensor": ["--tensor-model-parallel-size", 2, "--sequence-parallel"],
     "expert tensor": ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-tensor-parallel-size", 2],
+    "context": ["--context-parallel-size", 2],
     "pipeline": ["--pipeline-model-parallel-size", 2],
     "interleaved": ["--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2],
     "one micro-batch per step": ["--global-batch-size", 4],

@@ -1,0 +1,72 @@
+"""What a training step starts on a rank, and in which order."""
+
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_lancet.patching import replaced, wrapped
+
+
+def tensor_parallel_collectives() -> list[tuple[Any, str]]:
+    """Where Megatron and we start collectives of tensor parallelism in the transformer block."""
+    from megatron.core.tensor_parallel import mappings
+
+    return [
+        (mappings, "_gather_along_first_dim"),
+        (mappings, "_reduce_scatter_along_first_dim"),
+        (dist, "all_gather_into_tensor"),
+        (dist, "reduce_scatter_tensor"),
+    ]
+
+
+class Observer:
+    """Records the order of collectives and how often each parameter is reported ready."""
+
+    def __init__(self, stack: ExitStack, ddp) -> None:
+        from megatron_lancet.runtime.comm import Comm
+
+        self.collectives: list[str] = []
+        self.reports: Counter[str] = Counter()
+        names = {p: n for n, p in ddp.module.named_parameters()}
+        for i, group in enumerate(ddp.bucket_groups + ddp.expert_parallel_bucket_groups):
+            stack.enter_context(replaced(group, "start_grad_sync", self._logged(group.start_grad_sync, f"reduce {i}")))
+            stack.enter_context(replaced(group, "register_grad_ready", self._counted(group, names)))
+        for start in ("start", "start_after", "start_counts"):
+            stack.enter_context(wrapped(Comm, start, self._logged_start))
+        for owner, name in tensor_parallel_collectives():
+            stack.enter_context(wrapped(owner, name, self._logged_tensor_parallel))
+
+    def _logged_tensor_parallel(self, original):
+        def call(*args, **kwargs):
+            group = kwargs.get("group") or args[1]
+            if group.size() > 1:
+                self.collectives.append(original.__name__)
+            return original(*args, **kwargs)
+
+        return call
+
+    def _logged(self, function, text: str):
+        def call(*args, **kwargs):
+            self.collectives.append(text)
+            return function(*args, **kwargs)
+
+        return call
+
+    def _counted(self, group, names):
+        original = group.register_grad_ready
+
+        def call(param, *args):
+            if group.is_last_microbatch:
+                self.reports[names[param].removeprefix("module.")] += 1
+            return original(param, *args)
+
+        return call
+
+    def _logged_start(self, original):
+        def start(comm, op, *args):
+            self.collectives.append(str(op))
+            return original(comm, op, *args)
+
+        return start

@@ -1,0 +1,55 @@
+"""Paired ratios, the table, and the comparison of gradients."""
+
+import pytest
+import torch
+
+from benchmarks.gpu.measure import WrongGradientsError, check_errors, errors, whole_error
+from benchmarks.gpu.table import Samples, summarise, table
+
+
+def test_ratios_are_paired_by_round():
+    samples = {
+        "stock": Samples(step_ms=[10, 20, 40], exposed_ms=[4, 5, 6]),
+        "ours": Samples(step_ms=[5, 8, 20], exposed_ms=[1, 1, 2], wire_ms=[3.0], peak_mb=[7.0]),
+    }
+    rows = summarise(samples, "stock")
+    assert (rows["ours"].speedup, rows["ours"].speedup_low, rows["ours"].speedup_high) == (2.0, 2.0, 2.25)
+    assert rows["ours"].step_ms == 8
+    assert rows["ours"].exposed_cut == pytest.approx(0.8)
+    assert (rows["ours"].wire_ms, rows["ours"].peak_mb) == (3.0, 7.0)
+    assert (rows["stock"].speedup, rows["stock"].exposed_cut, rows["stock"].wire_ms) == (1.0, 0.0, None)
+
+
+def test_nothing_exposed_is_nothing_cut():
+    assert summarise({"stock": Samples([1, 1], [0.0, 0.0])}, "stock")["stock"].exposed_cut is None
+
+
+def test_table_lists_what_ran_and_what_did_not():
+    rows = summarise({"stock": Samples([10, 10], [4, 4]), "ours": Samples([8, 8], [1, 1])}, "stock")
+    head, stock, ours, skipped = table(rows, {"another": "AssertionError: needs x"}).splitlines()
+    assert "speed-up" in head
+    assert "1.000 (1.000-1.000)" in stock
+    assert "1.250" in ours
+    assert "75%" in ours
+    assert skipped == "another  skipped: AssertionError: needs x"
+    assert len({len(line) for line in (head, stock, ours)}) == 1
+
+
+def test_errors_are_relative_to_the_norm():
+    truth = {"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(2)}
+    found = {"a": torch.tensor([3.0, 4.5]), "b": torch.zeros(2)}
+    assert errors(found, truth) == pytest.approx({"a": 0.1, "b": 0.0})
+    assert whole_error(found, truth) == pytest.approx(0.1)
+
+
+def test_errors_of_bf16_pass_and_a_lost_chunk_does_not():
+    torch.manual_seed(1)
+    chunks = torch.randn(4, 50, 40)
+    truth = {"w": chunks.sum(dim=0)}
+    stock = errors({"w": truth["w"].bfloat16().float()}, truth)
+    chunked = errors({"w": chunks.bfloat16().sum(dim=0).float()}, truth)
+    assert 0 < stock["w"] < chunked["w"] < 0.01
+    check_errors("ours", chunked, stock)
+    for wrong in (chunks[:3].sum(dim=0), torch.full((50, 40), float("nan"))):
+        with pytest.raises(WrongGradientsError, match="ours: the gradient of w is"):
+            check_errors("ours", errors({"w": wrong}, truth), stock)

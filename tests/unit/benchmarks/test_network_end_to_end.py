@@ -1,0 +1,131 @@
+"""The network benchmark on a real, small network: what it writes, and that nothing of it stays."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.network.namespaces import Namespaces, check_host, this_host
+from megatron_lancet.errors import UsageError
+
+REPO = Path(__file__).parents[3]
+TINY = ["--layers", "1", "--hidden", "64", "--seq-length", "32", "--repeats", "2", "--sweeps", "1", "--rate", "100"]
+START_LIMIT_S = 30
+
+
+def why_not() -> str | None:
+    """Why this machine can't make the network, None where it can."""
+    try:
+        check_host(*this_host())
+        with Namespaces():
+            return None
+    except UsageError as error:
+        return str(error)
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_network():
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@contextmanager
+def started(*args: str) -> Iterator[subprocess.Popen]:
+    command = [sys.executable, "-m", "benchmarks.network", *TINY, *args]
+    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def namespaces() -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line.split()[0] for line in listed.splitlines()]
+
+
+def host_links() -> str:
+    return subprocess.run(["ip", "-oneline", "link"], capture_output=True, text=True, check=True).stdout
+
+
+def own_namespaces(process: subprocess.Popen) -> list[str]:
+    return [f"lancet-{process.pid}-{rank}" for rank in range(2)]
+
+
+def wait_for_ranks(process: subprocess.Popen, folder: Path) -> None:
+    deadline_s = time.monotonic() + START_LIMIT_S
+    while len(processes_of(folder)) < 2:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def processes_of(temporary: Path) -> list[int]:
+    """Running processes whose job lies in the folder."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:  # ended in between
+            continue
+        if f"{temporary}/lancet-network-" in command:
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.distributed
+def test_a_small_run_measures_its_variants_and_leaves_nothing(tmp_path):
+    before = host_links()
+    variants = ["--variants", "all-k2", "forward-only-k2", "sequence-k2"]
+    with started("--cases", "45", *variants, "--output", str(tmp_path / "run")) as process:
+        output, errors = process.communicate(timeout=150)
+    assert process.returncode == 0, errors
+    assert "balanced top-1" in output
+    result = json.loads((tmp_path / "run.json").read_text())
+    (case,) = result["cases"]
+    assert case["variants"][0] == "stock"
+    assert {"all-k2", "forward-only-k2", "sequence-k2", "stock-sdpa", "stock-free"} <= set(case["variants"])
+    assert case["rate_bps"] == 1e8
+    assert 0 < case["largest_errors"]["all-k2"] <= 2e-6, "chunks sum in another order, and no more"
+    (sweep,) = case["sweeps"]
+    for variant in case["variants"]:
+        for ranks in sweep["samples"][variant]:
+            samples = [dict(zip(case["sample_fields"], rank, strict=True)) for rank in ranks]
+            assert len(samples) == 2
+            assert all(sample["payload_bytes"] > 0 and sample["step_ms"] > 0 for sample in samples)
+    assert "| all-k2 |" in (tmp_path / "run.md").read_text()
+    assert (tmp_path / "run.png").stat().st_size > 1000
+    assert "--variants all-k2" in result["command"]
+    assert host_links() == before
+    assert set(own_namespaces(process)).isdisjoint(namespaces())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("moment", "number", "status"),
+    [("starting", signal.SIGINT, 130), ("measuring", signal.SIGINT, 130), ("measuring", signal.SIGTERM, 143)],
+)
+def test_an_interrupt_takes_the_namespaces_and_the_ranks_with_it(moment, number, status, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the ranks' command lines name it
+    before = host_links()
+    with started("--cases", "45", "--repeats", "1000", "--output", str(tmp_path / "run")) as process:
+        if moment == "measuring":
+            assert any("prepared in" in line for line in process.stdout), process.stderr.read()
+        else:
+            wait_for_ranks(process, tmp_path)
+        assert set(own_namespaces(process)) <= set(namespaces())
+        assert len(processes_of(tmp_path)) == 2
+        assert host_links() == before, "the links are inside"
+        process.send_signal(number)
+        assert process.wait(20) == status
+    assert set(own_namespaces(process)).isdisjoint(namespaces())
+    assert processes_of(tmp_path) == []
+    assert not (tmp_path / "run.json").exists()

@@ -1,0 +1,240 @@
+"""From raw samples to the table: medians, ratios, bounds, disturbances."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks.network.cases import CASES
+from benchmarks.network.disturbance import CpuTimes, Disturbance, disturbance, parse_stat
+from benchmarks.network.measure import TOLERANCE, relative_error
+from benchmarks.network.picture import draw
+from benchmarks.network.rate import RateSearch
+from benchmarks.network.routing import bias_for_shares
+from benchmarks.network.summary import Spread, spread, summarise
+from benchmarks.network.table import as_markdown, as_text
+
+FIELDS = {
+    "step_ms": 100.0,
+    "forward_ms": 40.0,
+    "backward_ms": 60.0,
+    "reduce_ms": 0.0,
+    "optimizer_ms": 0.0,
+    "exposed_forward_ms": 25.0,
+    "exposed_backward_ms": 15.0,
+    "counts_ms": 5.0,
+    "cpu_ms": 50.0,
+    "payload_bytes": 1e6,
+    "reduced_bytes": 0.0,
+}
+OURS = {"step_ms": 60.0, "exposed_forward_ms": 3.0, "exposed_backward_ms": 1.0, "counts_ms": 0.5, "cpu_ms": 55.0}
+FREE = {"step_ms": 52.0, "exposed_forward_ms": 0.5, "exposed_backward_ms": 0.5, "counts_ms": 0.0}
+
+
+def both_ranks(**values) -> list[list[float]]:
+    """A step in which rank 1 is slower by a tenth and waits less by 2 ms."""
+    first = {**FIELDS, **values}
+    slow = {name: first[name] * 1.1 for name in ("step_ms", "forward_ms", "backward_ms", "cpu_ms")}
+    second = {**first, **slow, "exposed_forward_ms": first["exposed_forward_ms"] - 0.2}
+    return [list(first.values()), list(second.values())]
+
+
+def case_result(**overrides):
+    """Two sweeps of three steps. The machine halves its speed in the third step: paired ratios don't notice."""
+
+    def steps(**values) -> list[list[list[float]]]:
+        slowed = {name: 2 * {**FIELDS, **values}[name] for name in ("step_ms", "forward_ms", "backward_ms")}
+        return [both_ranks(**values), both_ranks(**values), both_ranks(**{**values, **slowed})]
+
+    samples = {"stock": steps(), "all-k2": steps(**OURS), "stock-free": steps(**FREE)}
+    sweep = {"samples": samples, "disturbance": {"is_disturbed": False}}
+    case = dataclasses.replace(CASES["45"], variants=("stock", "all-k2", "stock-free"))
+    return {
+        **dataclasses.asdict(case),
+        "rate_bps": 2e8,
+        "expert_shares": [[0.25, 0.26, 0.24, 0.25]],
+        "peak_activation_bytes": {"stock": [100, 90], "all-k2": [105, 110], "stock-free": [100, 100]},
+        "sample_fields": list(FIELDS),
+        "sweeps": [sweep, sweep],
+        **overrides,
+    }
+
+
+def test_steps_are_the_slower_ranks_and_waits_the_mean():
+    stock, ours, _ = summarise(case_result()).rows
+    assert (stock.name, ours.name) == ("stock", "all-k2")
+    assert ours.step_ms == pytest.approx(66)
+    assert ours.forward_ms == pytest.approx(44)
+    assert ours.exposed_ms == pytest.approx(3.9)
+    assert ours.counts_ms == pytest.approx(0.5)
+
+
+def test_the_cut_counts_both_waits():
+    stock, ours, free = summarise(case_result()).rows
+    assert ours.cut == pytest.approx(1 - 4.4 / 44.9)
+    assert stock.cut is None
+    assert free.cut is None
+
+
+def test_ratios_are_of_the_same_repeat():
+    ours = summarise(case_result()).rows[1]
+    assert ours.speedup.median == pytest.approx(100 / 60)
+    assert ours.speedup.high == pytest.approx(ours.speedup.low)
+    assert ours.sweep_speedups == pytest.approx([100 / 60] * 2)
+    assert ours.cpu_ratio == pytest.approx(1.1)
+    assert ours.memory_ratio == pytest.approx(1.1)
+
+
+def test_the_bound_is_compute_or_link_whichever_takes_longer():
+    by_compute = summarise(case_result())
+    assert by_compute.compute_ms == pytest.approx(55)
+    assert by_compute.link_ms == pytest.approx(40)
+    assert by_compute.rows[1].over_bound == pytest.approx(66 / 55)
+    by_link = summarise(case_result(rate_bps=1e8))
+    assert by_link.rows[1].bound_ms == pytest.approx(80)
+    assert by_link.rows[2].over_bound is None
+
+
+def test_each_pass_has_a_bound_of_its_own():
+    """The forward takes two fifths of the compute and half of the link time."""
+    forward_ms, backward_ms = 55 * 41.6 / 104.1, 55 * 62.5 / 104.1
+    by_compute, by_both = summarise(case_result()), summarise(case_result(rate_bps=1.5e8))
+    assert by_compute.rows[1].over_passes == pytest.approx(66 / 55)
+    assert forward_ms < 80 / 3 < backward_ms  # half of what 1 MB takes at 150 Mbit/s
+    assert by_both.rows[1].over_passes == pytest.approx(66 / (80 / 3 + backward_ms))
+    assert by_both.rows[2].over_passes is None
+
+
+def test_what_no_schedule_can_hide_is_said():
+    by_compute, by_link = summarise(case_result()), summarise(case_result(rate_bps=1e8))
+    assert by_compute.reachable_cut == 1
+    assert by_link.reachable_cut == pytest.approx(1 - (80 - 55) / 44.9)
+    assert "can be reached" not in as_text([by_compute])
+    assert "a cut of 44% is all that can be reached" in as_text([by_link])
+
+
+def test_gradient_reduction_takes_the_link_too():
+    plain = case_result()
+    for sweep in plain["sweeps"]:
+        for repeats in sweep["samples"].values():
+            for ranks in repeats:
+                for rank in ranks:
+                    rank[list(FIELDS).index("reduced_bytes")] = 3e6
+    assert summarise(plain).link_ms == pytest.approx(160)
+
+
+def test_few_values_have_their_extremes_for_quartiles():
+    assert spread([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(3.0, 2.0, 4.0)
+
+
+def test_the_table_says_what_its_figures_refer_to():
+    text = as_text([summarise(case_result())])
+    assert "balanced top-1, stock exposes 45 %: 200 Mbit/s" in text
+    assert "experts get 24.0% to 26.0% of the rows" in text
+    assert "DISTURBED" not in text
+    (line,) = [line for line in text.splitlines() if line.lstrip().startswith("all-k2")]
+    assert line.split()[1:] == "66 44 66 3.9 0.5 90.2% 1.20 1.20 1.100 1.10 1.667 (1.67-1.67) 1.67 1.67".split()
+
+
+def test_a_disturbed_sweep_is_marked_everywhere():
+    result = case_result()
+    result["sweeps"] = [result["sweeps"][0], {**result["sweeps"][1], "disturbance": {"is_disturbed": True}}]
+    summary = summarise(result)
+    assert summary.disturbed == [2]
+    for text in (as_text([summary]), as_markdown([summary])):
+        assert "DISTURBED: something else used the processor during sweep 2" in text
+
+
+def test_the_markdown_table_is_one():
+    lines = as_markdown([summarise(case_result())]).splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) == 2 + 3
+    assert len({line.count("|") for line in table}) == 1
+    assert "Compared: all-k2, stock-free against stock." in "\n".join(lines)
+
+
+def test_a_reduction_has_a_column_of_its_own():
+    result = case_result()
+    place = list(FIELDS).index("reduce_ms")
+    result["sweeps"][0]["samples"]["all-k2"][0][0][place] = 9.0
+    assert "reduce+opt" not in as_text([summarise(result)]), "one step in six: the median has none"
+    for sweep in result["sweeps"]:
+        for ranks in sweep["samples"]["all-k2"]:
+            ranks[0][place] = 9.0
+    assert "reduce+opt" in as_text([summarise(result)])
+
+
+def test_the_picture_is_drawn(tmp_path):
+    draw([summarise(case_result()), summarise(case_result(name="other"))], tmp_path / "bars.png")
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+STAT = """cpu  999 0 999 999 0 0 0 9 0 0
+cpu0 {busy} 0 100 5000 3 4 50 {steal} 0 0
+cpu1 100 50 50 5000 3 4 50 0 0 0
+cpu2 9999 0 9999 0 0 0 0 9999 0 0
+"""
+
+
+def test_stat_is_read_for_the_ranks_cores_without_interrupts():
+    times = parse_stat(STAT.format(busy=200, steal=7), [0, 1])
+    assert times == CpuTimes(busy_s=5.0, steal_s=0.07)
+
+
+@pytest.mark.parametrize(
+    ("own_s", "stolen_s", "disturbed"),
+    [(19.0, 0.0, False), (19.9, 0.0, False), (15.0, 0.0, True), (19.9, 0.1, False), (19.9, 0.5, True)],
+)
+def test_what_others_use_and_what_is_stolen_disturbs(own_s, stolen_s, disturbed):
+    seen = disturbance(CpuTimes(100, 1), CpuTimes(119.5, 1 + stolen_s), own_s, elapsed_s=10, num_cores=2)
+    assert seen.is_disturbed is disturbed
+    assert seen.others_share == pytest.approx(max(0, 19.5 - own_s) / 20)
+
+
+def test_a_disturbance_says_which():
+    assert str(Disturbance(0.02, 0.001)) == "2.0% of CPU time stolen by the hypervisor, 0.1% used by others"
+
+
+@pytest.mark.parametrize("share", [0.2, 0.45, 0.65])
+def test_the_rate_search_meets_the_share_on_a_link_that_behaves(share):
+    compute_ms, skew_ms, payload_bytes = 900.0, 40.0, 17e6
+
+    def stock(rate_bps: float) -> tuple[float, float]:
+        exposed_ms = skew_ms + 1.2 * payload_bytes * 8 / rate_bps * 1e3  # some of it is not the wire
+        return exposed_ms, compute_ms + exposed_ms
+
+    search = RateSearch(share, compute_ms, skew_ms, payload_bytes)
+    while search.correct(*stock(search.rate_bps)):
+        pass
+    exposed_ms, step_ms = stock(search.rate_bps)
+    assert exposed_ms / step_ms == pytest.approx(share, abs=0.015)
+
+
+def test_the_rate_stays_within_what_a_link_can_do():
+    assert RateSearch(0.1, 100.0, 50.0, 1e6).rate_bps == 20e9
+    assert RateSearch(0.9, 1e6, 0.0, 1e3).rate_bps == 5e6
+
+
+@pytest.mark.parametrize(
+    ("topk", "shares"), [(1, [0.25] * 4), (1, [0.4, 0.2, 0.2, 0.2]), (2, [0.25] * 4), (1, [0.5, 0.5])]
+)
+def test_the_bias_gives_each_expert_its_share_with_a_margin(topk, shares):
+    generator = torch.Generator().manual_seed(3)
+    uneven = torch.linspace(-0.5, 0.5, len(shares))
+    scores = torch.sigmoid(0.5 * torch.randn(2048, len(shares), generator=generator) + uneven)
+    biased = scores + bias_for_shares(scores, topk, shares)
+    values, indices = biased.sort(dim=1, descending=True)
+    got = torch.bincount(indices[:, :topk].flatten(), minlength=len(shares)) / (2048 * topk)
+    assert got.tolist() == pytest.approx(shares, rel=0.011)
+    assert (values[:, topk - 1] - values[:, topk]).min() > 1e-5, "rounding moves scores by 1e-7"
+
+
+def test_an_error_is_seen_whatever_it_is():
+    stock = torch.linspace(1, 2, 100)
+    assert relative_error(stock.clone(), stock) == 0
+    assert 0 < relative_error(stock * (1 + 1e-6), stock) < TOLERANCE
+    assert relative_error(stock * 1.001, stock) == pytest.approx(1e-3, rel=0.01)
+    assert relative_error(torch.where(stock < 1.5, stock, torch.nan), stock) > TOLERANCE
+    assert relative_error(torch.zeros(3), torch.ones(3)) == 1
+    assert relative_error(torch.ones(3), torch.zeros(3)) > TOLERANCE

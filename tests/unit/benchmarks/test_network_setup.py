@@ -1,0 +1,201 @@
+"""What the network benchmark asks of the machine and of its command line, without a network."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.network import ranks
+from benchmarks.network.__main__ import make_job, parse_arguments
+from benchmarks.network.cases import CASES, VARIANTS, select, with_references
+from benchmarks.network.job import read_job
+from benchmarks.network.namespaces import CommandError, Namespaces, check_host, run_command, shaping_command
+from megatron_lancet.errors import UsageError
+
+REPO = Path(__file__).parents[3]
+BOTH_TOOLS = ("ip", "tc")
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        (("Darwin", 0, BOTH_TOOLS, [0, 1]), ["Linux", "Darwin"]),
+        (("Linux", 1000, BOTH_TOOLS, [0, 1]), ["root", "1000", "sudo make bench-network"]),
+        (("Linux", 0, ("ip",), [0, 1]), ["tc", "apt install iproute2"]),
+        (("Linux", 0, (), [0, 1]), ["ip and tc"]),
+        (("Linux", 0, BOTH_TOOLS, [3]), ["2 cores", "may use 1"]),
+    ],
+)
+def test_a_host_that_lacks_something_is_told_what(host, words):
+    with pytest.raises(UsageError) as refused:
+        check_host(*host)
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_a_host_that_has_everything_is_accepted():
+    check_host("Linux", 0, BOTH_TOOLS, [4, 7])
+
+
+class FakeCommands:
+    """Records commands and keeps the list of namespaces; one of them may fail."""
+
+    def __init__(self, failing: str = "never", existing: tuple[str, ...] = ()) -> None:
+        self.commands: list[str] = []
+        self.existing = list(existing)
+        self._failing = failing
+
+    def __call__(self, command):
+        text = " ".join(command)
+        self.commands.append(text)
+        if self._failing in text:
+            raise CommandError(f"`{text}`: Operation not supported")
+        match command:
+            case ["ip", "netns", "list"]:
+                return "".join(f"{name} (id: 0)\n" for name in self.existing)
+            case ["ip", "netns", "add", name]:
+                self.existing.append(name)
+            case ["ip", "netns", "del", name]:
+                self.existing.remove(name)
+        return ""
+
+
+def test_everything_is_made_inside_two_namespaces_of_this_process_and_removed():
+    run = FakeCommands()
+    with Namespaces(run, process_id=77):
+        assert run.existing == ["lancet-77-0", "lancet-77-1"]
+    assert run.existing == []
+    changing = [command for command in run.commands if command != "ip netns list"]
+    assert all("lancet-77-" in command for command in changing), "a command without a namespace changes the host's"
+    shaped = [command for command in changing if "tbf" in command]
+    assert len(shaped) == 2
+    assert all("dev veshaped" in command for command in shaped)
+
+
+@pytest.mark.parametrize("failing", ["netns add lancet-77-1", "type veth", "tbf"])
+def test_what_the_kernel_lacks_is_said_and_nothing_is_left(failing):
+    run = FakeCommands(failing)
+    with (
+        pytest.raises(UsageError, match=r"can't make the test network: .*Operation not supported.*veth.*tbf"),
+        Namespaces(run, process_id=77),
+    ):
+        pass
+    assert run.existing == []
+
+
+def test_an_error_inside_leaves_nothing():
+    run = FakeCommands()
+    with pytest.raises(RuntimeError, match="inside"), Namespaces(run, process_id=77):
+        raise RuntimeError("inside")
+    assert run.existing == []
+
+
+def test_abandoned_namespaces_go_and_others_stay():
+    never_a_process = 2**22 + 1
+    run = FakeCommands(existing=("theirs", f"lancet-{never_a_process}-0", "lancet-1-0"))
+    with Namespaces(run, process_id=77):
+        pass
+    assert run.existing == ["theirs", "lancet-1-0"], "process 1 lives, and what is not ours is not ours"
+
+
+def test_the_burst_grows_with_the_rate_and_holds_a_whole_segment():
+    def burst(rate_bps: float) -> int:
+        command = shaping_command("veshaped", rate_bps)
+        return int(command[command.index("burst") + 1])
+
+    assert burst(1e8) == 70_000
+    assert burst(8e9) == 250_000
+    assert "rate 300000000bit" in " ".join(shaping_command("veshaped", 3e8))
+
+
+def test_a_failing_command_says_what_it_printed():
+    with pytest.raises(CommandError, match="`sh -c echo no >&2; exit 3`: no"):
+        run_command(["sh", "-c", "echo no >&2; exit 3"])
+    with pytest.raises(CommandError, match="no-such-tool"):
+        run_command(["no-such-tool"])
+
+
+class NoNamespaces:
+    """Runs rank's commands where they are; ``python -m worker`` becomes the rank's own script."""
+
+    def __init__(self, *scripts: str) -> None:
+        self._scripts = scripts
+
+    def command(self, rank, _command):
+        return [sys.executable, "-c", self._scripts[rank]]
+
+
+def test_the_first_rank_that_fails_ends_the_other_and_is_shown(tmp_path):
+    waits = "import time; time.sleep(60)"
+    fails = "import sys; print('the reason', file=sys.stderr); sys.exit(3)"
+    with pytest.raises(ranks.RankError, match=r"rank 1 ended with exit status 3(.|\n)*the reason"):
+        ranks.run_ranks(NoNamespaces(waits, fails), "worker", [], [0, 1], tmp_path, 50)
+
+
+def test_a_rank_that_is_killed_is_shown_with_its_signal(tmp_path):
+    killed = "import os; os.kill(os.getpid(), 9)"
+    with pytest.raises(ranks.RankError, match="rank 0 was ended by signal 9"):
+        ranks.run_ranks(NoNamespaces(killed, "pass"), "worker", [], [0, 1], tmp_path, 50)
+
+
+def test_ranks_that_take_too_long_are_ended_with_their_stacks(tmp_path):
+    waits = "import faulthandler, signal, time; faulthandler.register(signal.SIGUSR1); time.sleep(60)"
+    with pytest.raises(ranks.RankError, match=r"not done after 1 s(.|\n)*rank 1\n(.|\n)*File"):
+        ranks.run_ranks(NoNamespaces(waits, waits), "worker", [], [0, 1], tmp_path, 1)
+
+
+def test_a_rank_that_ignores_sigterm_is_killed():
+    stubborn = "import signal, sys, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE, start_new_session=True)
+    process.stdout.readline()
+    ranks.end(process)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_each_variant_comes_with_what_it_is_compared_with():
+    assert with_references({"sequence-k2"}) == ("stock-sdpa", "stock-sdpa-free", "sequence-k2")
+    (case,) = select(["45"], ["all-k4"], quick=False)
+    assert case.variants == ("stock", "all-k4", "stock-free")
+    for case in CASES.values():
+        assert set(with_references(set(case.variants) | {case.baseline})) == set(case.variants)
+        first = VARIANTS[with_references(set(case.variants))[0]]
+        assert first.plan is None, "the first variant of a case is what the others' gradients are compared with"
+
+
+def test_a_quick_run_is_one_case():
+    (case,) = select([], None, quick=True)
+    assert case.name == "45"
+    assert len(case.variants) < len(CASES["45"].variants)
+    assert [case.name for case in select([], None, quick=False)] == list(CASES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repeats", "0"], "--repeats must be positive, not 0"),
+        (["--rate", "-3"], "--rate must be positive, not -3"),
+        (["--cases", "99"], r"no case 99. Known: 45, 20"),
+        (["--variants", "al-k2"], r"no variant al-k2. Known: stock"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        make_job(parse_arguments(arguments), [0, 1], tmp_path / "result.json")
+
+
+def test_a_job_survives_its_file(tmp_path):
+    arguments = parse_arguments(["--cases", "skewed", "45", "--rate", "300", "--layers", "1"])
+    job = make_job(arguments, [2, 3], tmp_path / "result.json")
+    job.write(tmp_path / "job.json")
+    assert read_job(tmp_path / "job.json") == job
+    assert job.rate_bps == 3e8
+    assert [case.shape.layers for case in job.cases] == [1, 1]
+    assert job.cases[1].shape.expert_shares() == pytest.approx([0.4, 0.2, 0.2, 0.2])
+
+
+def test_the_command_refuses_in_one_line_and_with_status_2():
+    command = [sys.executable, "-m", "benchmarks.network", "--sweeps", "0"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: --sweeps must be positive, not 0.\n"
