@@ -6,12 +6,14 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 SOURCES := megatron_lancet tools tests benchmarks docs pretrain_gpt_moe.py setup.py
 
-.PHONY: demo test lint format constraints clean help
+.PHONY: demo test lint bench-network bench-gpu format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text, with expert parallelism, and show the result"
 	@echo "make test    run the test suite"
 	@echo "make lint    ruff and mypy"
+	@echo "make bench-network   what overlap buys on a shaped network (root, Linux); BENCH_ARGS=--quick for two minutes"
+	@echo "make bench-gpu       stock, pipelined experts and our schedules on one GPU; BENCH_ARGS=--help lists options"
 
 demo: $(STAMP)
 	@$(BIN)/python tools/demo.py
@@ -23,6 +25,12 @@ lint: $(STAMP)
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/mypy
+
+bench-network: $(STAMP)
+	@$(BIN)/python -m benchmarks.network $(BENCH_ARGS)
+
+bench-gpu: $(STAMP)
+	@$(BIN)/python -m benchmarks.gpu $(BENCH_ARGS)
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix-only $(SOURCES)

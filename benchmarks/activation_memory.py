@@ -1,6 +1,6 @@
 """Peak activation memory of one micro-batch, forward and backward: stock against the overlapping block.
 
-    torchrun --nproc-per-node 2 benchmarks/activation_memory.py --output results.json
+    torchrun --nproc-per-node 2 -m benchmarks.activation_memory --output results.json
 
 The storage of every tensor that an op returns is followed until it is released, so the figure is exact and free of the
 allocator's rounding. Weights and gradient buffers exist before and are not counted; what deferred weight gradients keep
@@ -9,21 +9,18 @@ alive is.
 
 import argparse
 import json
-from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from benchmarks.live_memory import LiveMemory
 from megatron_lancet.training.cpu_platform import cpu_platform
 
 VOCAB = 1024
-RECOMPUTE = {
+RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
@@ -31,30 +28,6 @@ RECOMPUTE = {
 CUTS = [("off", 1, "batch"), ("k=1", 1, "batch")] + [
     (f"k={num_chunks} {dim}", num_chunks, dim) for dim in ("batch", "sequence") for num_chunks in (2, 4)
 ]
-
-
-class LiveMemory(TorchDispatchMode):
-    """Bytes of all storages that came to life under this mode and still live; the highest sum seen.
-
-    Storages of ``known`` tensors don't count.
-    """
-
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.peak_bytes = 0
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                if storage.data_ptr() not in self._known:
-                    self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(num_bytes for _, num_bytes in self._live.values()))
-        return result
 
 
 def parse_arguments() -> argparse.Namespace:

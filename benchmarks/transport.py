@@ -43,7 +43,9 @@ class Exchange:
         self.sent = torch.randn(2 * rows, ROW_FLOATS)
         self.received = torch.empty_like(self.sent)
         stats = CommStats(torch.device("cpu"))
-        self.per_sender = PerSenderTransport(dist.group.WORLD, dist.group.WORLD, stats, timedelta(minutes=5))
+        world = dist.group.WORLD
+        assert world is not None
+        self.per_sender = PerSenderTransport(world, world, stats, timedelta(minutes=5))
 
     def time_ms(self, transport: str, skew_ms: float) -> float:
         """One exchange, timed from when the later rank sends to when the slower one has everything."""

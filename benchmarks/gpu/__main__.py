@@ -1,0 +1,159 @@
+"""What the overlap is worth on one GPU: stock Megatron, pipelined experts, our schedules, Megatron's own overlap.
+
+    python -m benchmarks.gpu --size gpt2-s-moe --output results.json
+
+One process plays rank 0 of an expert-parallel group. Messages go through its memory and take the time that a link model
+gives them, on a stream of their own; all else is Megatron's real model and step. A step is the forward and backward of
+some micro-batches, without a reduction of gradients and without the optimizer. Before anything is timed, every
+variant's gradients must be as close to those of stock in fp32 as stock's own bf16 gradients are.
+
+Exposed is the time during which a message is on its way and no kernel of the model runs: from the trace of
+torch.profiler, in rounds of their own. On a CPU, where only the size "tiny" runs, it is the time spent waiting.
+"""
+
+import argparse
+import json
+import logging
+import shlex
+import sys
+import time
+import warnings
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.measure import measure
+from benchmarks.gpu.sizes import ON_CPU, SIZES
+from benchmarks.gpu.table import summarise, table
+from benchmarks.gpu.variants import PLANS, STOCK, Work
+from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.schedule.plan import ChunkDim
+from megatron_lancet.testing.link import Link
+
+_LINKS = {"tiny": ["100:0.01"]}
+"""For which a tiny model's messages take as long as its compute."""
+_DEFAULT_LINKS = ["10:50", "10:400"]
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=SIZES, default="gpt2-s-moe")
+    parser.add_argument(
+        "--link", nargs="+", metavar="LATENCY_US:GBYTES_PER_S", help="one or more links of the mocked group"
+    )
+    parser.add_argument("--ranks", type=int, default=8, help="of the mocked expert-parallel group")
+    parser.add_argument("--micro-batch", type=int, help="samples; by default the size's")
+    parser.add_argument("--micro-batches", type=int, default=2, help="of a step; Megatron's own overlap needs two")
+    parser.add_argument("--variants", nargs="+", choices=PLANS, default=list(PLANS), help="where memory is short")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="JSON with every sample")
+    return parser.parse_args(words)
+
+
+def micro_batch_of(args: argparse.Namespace) -> int:
+    """Samples of a micro-batch."""
+    return SIZES[args.size].micro_batch if args.micro_batch is None else args.micro_batch
+
+
+def check(args: argparse.Namespace) -> list[Link]:
+    """The links to measure on.
+
+    Raises:
+        UsageError: what is asked for can't be run, or not on this machine.
+    """
+    if torch.cuda.device_count() == 0 and args.size != ON_CPU:
+        raise UsageError(
+            f"--size {args.size} needs a CUDA device, and torch {torch.__version__} finds none. Run it on a GPU, or "
+            f"pass --size {ON_CPU}, which a CPU can run, though its times say nothing about a GPU."
+        )
+    for flag, value, least in (
+        ("--rounds", args.rounds, 2),
+        ("--warmup", args.warmup, 1),
+        ("--ranks", args.ranks, 2),
+        ("--micro-batches", args.micro_batches, 1),
+        ("--micro-batch", micro_batch_of(args), 1),
+    ):
+        if value < least:
+            raise UsageError(f"{flag} {value}: expected at least {least}.")
+    micro_batch = micro_batch_of(args)
+    for name in args.variants:
+        plan = PLANS[name]
+        if plan is not None and plan.chunk_dim is ChunkDim.BATCH and plan.num_chunks > micro_batch:
+            raise UsageError(
+                f"variant {name!r} cuts a micro-batch of {micro_batch} samples into {plan.num_chunks} chunks. Pass "
+                f"--micro-batch {plan.num_chunks} or more, or --variants without it."
+            )
+    try:
+        links = [Link.parse(text) for text in args.link or _LINKS.get(args.size, _DEFAULT_LINKS)]
+    except ValueError as error:
+        raise UsageError(f"--link: {error}") from None
+    if Link() in links:
+        raise UsageError("--link 0:inf is free: nothing would be on its way, and nothing could be exposed.")
+    return links
+
+
+def run(work: Work, link: Link, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure and print all variants on one link; what goes into the file."""
+    from megatron.core import parallel_state
+
+    from megatron_lancet.testing.mock_world import mock_world
+
+    with mock_world(work.num_ranks, link):
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=work.num_ranks, create_gloo_process_groups=False
+        )
+        try:
+            samples, skipped = measure(work, args.variants, args.rounds, args.warmup)
+        finally:
+            parallel_state.destroy_model_parallel()
+    rows = summarise(samples, STOCK)
+    print(f"\nlink {link}, speed-up against {STOCK}: median of {args.rounds} paired ratios\n{table(rows, skipped)}")
+    return {
+        "link": asdict(link),
+        "summary": {name: asdict(row) for name, row in rows.items()},
+        "skipped": skipped,
+        "samples": {name: asdict(one) for name, one in samples.items()},
+    }
+
+
+def main() -> None:
+    """Measure, print, and write the file."""
+    args = parse_arguments()
+    links = check(args)
+    size = replace(SIZES[args.size], micro_batch=micro_batch_of(args))
+    # Megatron tells of every package that it could use, and of every model that is built.
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    from megatron_lancet.training.platform import platform
+
+    with platform() as machine:
+        on_gpu = machine.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(machine.device)
+        work = Work(size, args.ranks, args.micro_batches, machine.device)
+        where = {
+            "date": time.strftime("%Y-%m-%d"),
+            "command": shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
+            "device": torch.cuda.get_device_name(machine.device) if on_gpu else "CPU",
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda if on_gpu else None,
+            "megatron-core": version("megatron-core"),
+            "size": {"name": args.size, **asdict(size)},
+            "ranks": args.ranks,
+            "micro_batches": args.micro_batches,
+        }
+        print(f"{args.size} on {where['device']}, torch {torch.__version__}: rank 0 of a mocked group of {args.ranks}")
+        runs = [run(work, link, args) for link in links]
+    if args.output is not None:
+        args.output.write_text(json.dumps({**where, "runs": runs}) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,163 @@
+"""The same step under each schedule: Megatron's own, and the overlapping block's with several plans."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.sizes import Size, transformer_config
+from megatron_lancet.patching import replaced
+from megatron_lancet.runtime.comm_stats import CommStats, CommTimes
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
+
+STOCK = "stock"
+MEGATRON_OVERLAP = "megatron 1f1b"
+PLANS: dict[str, Plan | None] = {
+    STOCK: None,
+    **{f"experts k={k}": fixed_plan(k, DwPolicy.NONE, overlap_range=OverlapRange.EXPERTS) for k in (2, 4)},
+    **{f"ours k={k}": fixed_plan(k) for k in (2, 4)},
+    "ours k=2 sequence": fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE),
+    MEGATRON_OVERLAP: None,
+}
+"""Plans by the variant's name; None where Megatron's own modules run."""
+_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every variant does in a step: forward and backward of some micro-batches, without a reduction of gradients.
+
+    Attributes:
+        num_ranks: of the expert-parallel group.
+        bf16: precision of weights and activations, else fp32.
+    """
+
+    size: Size
+    num_ranks: int
+    num_micro_batches: int
+    device: torch.device
+    bf16: bool = True
+
+
+class Runner:
+    """A model under one schedule. Its weights and data are those of every other runner of the same work."""
+
+    def __init__(self, name: str, work: Work) -> None:
+        """
+        Raises:
+            AssertionError: Megatron refuses the variant's configuration, and says why.
+        """
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.transformer.module import Float16Module
+
+        self._work = work
+        self._is_stock = PLANS[name] is None
+        self._schedules_pairs = name == MEGATRON_OVERLAP
+        self._stats = CommStats(work.device)
+        overrides = {"overlap_moe_expert_parallel_comm": True} if self._schedules_pairs else {}
+        config = transformer_config(work.size, work.num_ranks, work.bf16, **overrides)
+        model = _build(config, work.size)
+        deferred = _prepare(model, PLANS[name], work.device, self._stats)
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, delay_wgrad_compute=deferred)
+        self._parameters = dict(model.named_parameters())
+        model = Float16Module(config, model.cuda()) if work.bf16 else model.cuda()
+        self._model = DistributedDataParallel(config, ddp_config, model)
+        self._batches = list(_micro_batches(work))
+
+    def copy_weights(self, other: "Runner") -> None:
+        """Takes over the weights of another runner, exactly where this one's precision is not lower."""
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(other._parameters[name])
+
+    def reset_gradients(self) -> None:
+        """To be called before each step."""
+        self._model.zero_grad_buffer()
+
+    def step(self) -> None:
+        """Forward and backward by Megatron's own function for it; gradients are added to ``main_grad``."""
+        from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+        with self._patches():
+            forward_backward_no_pipelining(
+                forward_step_func=self._forward,
+                data_iterator=iter(self._batches),
+                model=self._model,
+                num_microbatches=self._work.num_micro_batches,
+                seq_length=self._work.size.seq_length,
+                micro_batch_size=self._work.size.micro_batch,
+            )
+
+    def take_times(self) -> CommTimes:
+        """Communication since the last call. On CUDA, stock's is not in it."""
+        return self._stats.take()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Of every parameter, by name; not copies."""
+        return {name: parameter.main_grad for name, parameter in self._parameters.items()}
+
+    def _forward(self, batches: Iterator[Any], model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+        tokens, positions, labels = next(batches)
+        run = model.build_schedule_plan if return_schedule_plan else model
+        return run(tokens, positions, None, labels=labels), _mean_loss
+
+    def _patches(self) -> AbstractContextManager[Any]:
+        if self._work.device.type == "cuda":
+            return nullcontext()
+        from megatron_lancet.training.upstream import measured_stock_communication
+
+        stack = ExitStack()
+        if self._is_stock:
+            stack.enter_context(measured_stock_communication(self._stats))
+        if self._schedules_pairs:
+            # It tells the allocator which streams use a tensor. A CPU has neither.
+            stack.enter_context(replaced(torch.Tensor, "record_stream", lambda *_: None))
+        return stack
+
+
+def _build(config: Any, size: Size) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    return GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization),
+        vocab_size=size.vocab,
+        max_sequence_length=size.seq_length,
+        position_embedding_type="rope" if size.modern else "learned_absolute",
+    )
+
+
+def _prepare(model: Any, plan: Plan | None, device: torch.device, stats: CommStats) -> bool:
+    """Gives the model its plan; whether weight gradients are deferred. All variants use the same fused attention."""
+    from megatron_lancet.model.attention import attend_with_sdpa
+    from megatron_lancet.training.overlap_setup import OverlapSetup
+
+    if plan is not None:
+        OverlapSetup(plan, device, stats, _TIMEOUT, sdpa=True)([model])
+        return plan.dw_policy is DwPolicy.FILL
+    for layer in model.decoder.layers:
+        attend_with_sdpa(layer.self_attention, recomputed=False)
+    return False
+
+
+def _micro_batches(work: Work) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Tokens, positions and labels, each [B, S]."""
+    size = work.size
+    generator = torch.Generator().manual_seed(1)
+    positions = torch.arange(size.seq_length).expand(size.micro_batch, -1)
+    for _ in range(work.num_micro_batches):
+        tokens = torch.randint(size.vocab, (size.micro_batch, size.seq_length + 1), generator=generator)
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        yield inputs.to(work.device), positions.contiguous().to(work.device), labels.to(work.device)
+
+
+def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    mean = losses.float().mean()
+    return mean, {"loss": mean.detach()}

@@ -1,0 +1,115 @@
+"""Each variant's own Megatron GPT-MoE, wrapped in Megatron's DDP; the only place that touches our runtime."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+from benchmarks.network.cases import Shape, Variant
+from benchmarks.network.links import Link
+from megatron_lancet.model.attention import attend_with_sdpa
+from megatron_lancet.model.gpt import overlap
+from megatron_lancet.runtime.comm import Comm, Flight
+from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.plan import DwPolicy
+
+_SEED = 1
+_LEARNING_RATE = 1e-7
+"""So small that the routing stays what it was set to."""
+
+
+class _BlockingBackward(Comm):
+    """Waits for a backward all-to-all where it is issued: the schedule of a forward-only overlap."""
+
+    def start(self, op: Op, *args: Any, **kwargs: Any) -> Flight:
+        flight = super().start(op, *args, **kwargs)
+        if op.phase is Phase.INPUT_GRAD:
+            flight.land()
+        return flight
+
+
+def build(shape: Shape) -> GPTModel:
+    """Megatron's model, on every call with the same weights."""
+    torch.manual_seed(_SEED)
+    model_parallel_cuda_manual_seed(_SEED, force_reset_rng=True)
+    config = TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        ffn_hidden_size=4 * shape.hidden,
+        num_moe_experts=shape.experts,
+        moe_router_topk=shape.topk,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",  # noqa: S106
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=shape.vocab,
+        max_sequence_length=shape.seq_length,
+        share_embeddings_and_output_weights=False,
+    )
+
+
+def prepare(model: GPTModel, variant: Variant, link: Link) -> Callable[[], AbstractContextManager[None]]:
+    """Make ``model`` run as ``variant`` says, in place, with its rows on ``link``.
+
+    Returns:
+        What makes the context that a step needs.
+    """
+    plan = variant.plan
+    if plan is None:
+        if variant.sdpa:
+            for layer in model.decoder.layers:
+                attend_with_sdpa(layer.self_attention, recomputed=False)
+        return link.carries_stock
+    fills = plan.dw_policy is DwPolicy.FILL
+    store = WeightGradStore(plan.dw_window, link.stats, plan.dw_memory_bytes) if fills else None
+    kind = _BlockingBackward if variant.blocks_in_backward else Comm
+    own_rank = parallel_state.get_expert_model_parallel_rank()
+    overlap(model, plan, kind(link.transport, store, link.stats, own_rank), variant.sdpa)
+    return nullcontext
+
+
+def wrap(model: GPTModel, variant: Variant) -> DistributedDataParallel:
+    """Megatron's DDP around it; reductions don't overlap."""
+    defers = variant.plan is not None and variant.plan.dw_policy is DwPolicy.FILL
+    return DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(delay_wgrad_compute=defers, grad_reduce_in_fp32=True), model
+    )
+
+
+def make_optimizer(ddp: DistributedDataParallel) -> MegatronOptimizer:
+    """Megatron's Adam over all parameters, with clipping."""
+    config = OptimizerConfig(optimizer="adam", lr=_LEARNING_RATE, clip_grad=1.0)
+    return get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
+
+
+def make_forward(module: Any, shape: Shape, rank: int) -> Callable[[], torch.Tensor]:
+    """A function that runs ``module`` on the rank's micro-batch, always the same one, and returns the mean loss."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    tokens = torch.randint(shape.vocab, (shape.micro_batch, shape.seq_length + 1), generator=generator)
+    positions = torch.arange(shape.seq_length).expand(shape.micro_batch, -1)
+
+    def forward() -> torch.Tensor:
+        return module(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).float().mean()
+
+    return forward

@@ -1,0 +1,135 @@
+"""Starts the two ranks, ends both when one fails, and shows what it last said."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.network.namespaces import FREE, NUM_RANKS, SHAPED, Namespaces, uninterrupted
+
+_POLL_S = 0.1
+_GRACE_S = 3.0
+"""How long the other rank may take to say what it saw of the failure."""
+_TAIL_LINES = 25
+_REPO = Path(__file__).parents[2]
+
+
+class RankError(Exception):
+    """A rank failed or took too long; the message has the end of what it printed."""
+
+
+_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
+"""glibc then keeps freed memory for the next step, as torch's own allocator does on a GPU. By default it gives much of
+it back, and whichever variant holds memory longer pays for new pages."""
+
+
+def rank_environment(rank: int) -> dict[str, str]:
+    """Environment of a rank: torch.distributed meets on the free link, one thread computes."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(NUM_RANKS),
+        "LOCAL_WORLD_SIZE": str(NUM_RANKS),
+        "MASTER_ADDR": Namespaces.address(FREE, 0),
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": FREE,
+        "LANCET_SHAPED_IFNAME": SHAPED,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        **_KEEP_MEMORY,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(_REPO),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def run_ranks(
+    namespaces: Namespaces, module: str, args: Sequence[str], cores: Sequence[int], log_dir: Path, timeout_s: float
+) -> None:
+    """Run ``python -m module args`` once per rank, rank i in namespace i on core i. Rank 0's output is shown.
+
+    Args:
+        log_dir: gets each rank's stderr, and rank 1's output.
+
+    Raises:
+        RankError: a rank failed, or they were not done after ``timeout_s``.
+    """
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(NUM_RANKS):
+            command = [sys.executable, "-m", module, *args, "--core", str(cores[rank])]
+            with (log_dir / f"rank{rank}.err").open("wb") as errors, (log_dir / f"rank{rank}.out").open("wb") as out:
+                ranks.append(
+                    subprocess.Popen(
+                        namespaces.command(rank, command),
+                        env=rank_environment(rank),
+                        cwd=_REPO,
+                        stdout=None if rank == 0 else out,
+                        stderr=errors,
+                        start_new_session=True,  # Ctrl-C is for us, and we end them
+                    )
+                )
+        _wait(ranks, log_dir, time.monotonic() + timeout_s, timeout_s)
+    finally:
+        with uninterrupted():
+            for process in ranks:
+                end(process)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], log_dir: Path, deadline_s: float, timeout_s: float) -> None:
+    """Until all ranks ended well."""
+    while any(process.poll() is None for process in ranks):
+        failed = [rank for rank, process in enumerate(ranks) if process.poll()]
+        if failed:
+            _linger(ranks)
+            raise RankError(_report(failed[0], ranks, log_dir))
+        if time.monotonic() > deadline_s:
+            stacks = _stacks(ranks, log_dir)
+            raise RankError(f"the ranks were not done after {timeout_s:.0f} s. They stood here:\n{stacks}")
+        time.sleep(_POLL_S)
+    failed = [rank for rank, process in enumerate(ranks) if process.returncode]
+    if failed:
+        raise RankError(_report(failed[0], ranks, log_dir))
+
+
+def _linger(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    until_s = time.monotonic() + _GRACE_S
+    while time.monotonic() < until_s and any(process.poll() is None for process in ranks):
+        time.sleep(_POLL_S)
+
+
+def _report(failed: int, ranks: Sequence[subprocess.Popen[bytes]], log_dir: Path) -> str:
+    status = ranks[failed].returncode
+    how = f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
+    return f"rank {failed} {how}. The end of what it said:\n{tail(log_dir / f'rank{failed}.err')}"
+
+
+def _stacks(ranks: Sequence[subprocess.Popen[bytes]], log_dir: Path) -> str:
+    for process in ranks:
+        if process.poll() is None:
+            process.send_signal(signal.SIGUSR1)  # the workers answer with their stacks
+    time.sleep(1.0)
+    return "\n".join(f"--- rank {rank}\n{tail(log_dir / f'rank{rank}.err')}" for rank in range(len(ranks)))
+
+
+def tail(path: Path) -> str:
+    """The last lines of a log, or a word that there are none."""
+    lines = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+    return "\n".join(lines) if lines else "(nothing)"
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a rank, and what it started, if it still runs."""
+    if process.poll() is not None:
+        return
+    for number, patience_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, None)):
+        os.killpg(process.pid, number)  # its own session: it leads the group
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            continue
+        return

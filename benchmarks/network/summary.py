@@ -1,0 +1,223 @@
+"""From raw samples to the figures of the table: medians, paired ratios, the lower bound. Plain Python."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.network.cases import VARIANTS
+
+Ranks = Sequence[Mapping[str, float]]
+"""One step of one variant: a sample per rank."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant in one case; medians over all sweeps.
+
+    Attributes:
+        step_ms: of the slower rank, like all passes.
+        rest_ms: gradient reduction and optimizer.
+        exposed_ms: time blocked in waits for payload, mean of the ranks.
+        counts_ms: time blocked in count exchanges, mean of the ranks.
+        cut: share of the reference's exposed time, counts included, that is gone. None for the reference itself, and
+            on the free link, where only the ranks' skew is waited for.
+        over_bound: step over its lower bound; None on the free link, where there is no such bound.
+        bound_ms: the lower bound: the larger one of compute and link time.
+        over_passes: step over what the two passes take at least, one after the other, each bounded likewise by its own
+            compute and link time: a backward pass can't carry the forward's rows.
+        cpu_ratio: CPU time over the reference's.
+        memory_ratio: peak activation memory over the reference's, on the rank where it is larger.
+        speedup: paired ratios of the reference's step to this one's.
+        sweep_speedups: the median of each sweep.
+    """
+
+    name: str
+    reference: str
+    step_ms: float
+    forward_ms: float
+    backward_ms: float
+    rest_ms: float
+    exposed_ms: float
+    exposed_forward_ms: float
+    counts_ms: float
+    cut: float | None
+    over_bound: float | None
+    bound_ms: float | None
+    over_passes: float | None
+    cpu_ms: float
+    cpu_ratio: float
+    memory_ratio: float
+    speedup: Spread
+    sweep_speedups: list[float]
+
+
+@dataclass(frozen=True)
+class CaseSummary:
+    """One case.
+
+    Attributes:
+        exposed_share: of the baseline's step, counts included.
+        compute_ms: CPU time of the baseline's step on the free link, slower rank.
+        link_ms: time that a rank's payload takes at the link's rate.
+        reachable_cut: share of what the baseline exposes that its own compute can hide: where the link takes longer
+            than compute, no schedule hides the rest.
+        shares: smallest and largest share of the routed rows that an expert of any layer got.
+        disturbed: numbers of the sweeps that something disturbed, from 1.
+    """
+
+    name: str
+    title: str
+    rate_bps: float
+    exposed_share: float
+    compute_ms: float
+    link_ms: float
+    reachable_cut: float
+    shares: tuple[float, float]
+    disturbed: list[int]
+    rows: list[Row]
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and quartiles; with few values the quartiles are the extremes."""
+    if len(values) < 4:
+        return Spread(statistics.median(values), min(values), max(values))
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, low, high)
+
+
+def slower(field: str) -> Callable[[Ranks], float]:
+    """The larger value of the ranks."""
+    return lambda ranks: max(rank[field] for rank in ranks)
+
+
+def mean(*fields: str) -> Callable[[Ranks], float]:
+    """Mean over the ranks of the sum of ``fields``."""
+    return lambda ranks: statistics.mean(sum(rank[field] for field in fields) for rank in ranks)
+
+
+payload_exposed = mean("exposed_forward_ms", "exposed_backward_ms")
+all_exposed = mean("exposed_forward_ms", "exposed_backward_ms", "counts_ms")
+
+
+class CaseSamples:
+    """A case's samples by variant; those of one repeat belong together."""
+
+    def __init__(self, case: Mapping[str, Any]) -> None:
+        names = case["sample_fields"]
+        self.sweeps: list[dict[str, list[Ranks]]] = [
+            {
+                variant: [[dict(zip(names, rank, strict=True)) for rank in ranks] for ranks in repeats]
+                for variant, repeats in sweep["samples"].items()
+            }
+            for sweep in case["sweeps"]
+        ]
+
+    def all(self, variant: str) -> list[Ranks]:
+        """Of all sweeps."""
+        return [ranks for sweep in self.sweeps for ranks in sweep[variant]]
+
+    def median(self, variant: str, value: Callable[[Ranks], float]) -> float:
+        """Of ``value`` over all steps."""
+        return statistics.median(value(ranks) for ranks in self.all(variant))
+
+    def speedups(self, variant: str, reference: str) -> list[list[float]]:
+        """Per sweep, the reference's step time over the variant's in the same repeat."""
+        step = slower("step_ms")
+        return [
+            [step(a) / step(b) for a, b in zip(sweep[reference], sweep[variant], strict=True)] for sweep in self.sweeps
+        ]
+
+
+def summarise(case: Mapping[str, Any]) -> CaseSummary:
+    """The table's figures of a case of the JSON file."""
+    samples = CaseSamples(case)
+    baseline = case["baseline"]
+    flat_shares = [share for layer in case["expert_shares"] for share in layer]
+    exposed_ms, step_ms = (samples.median(baseline, value) for value in (all_exposed, slower("step_ms")))
+    compute_ms, link_ms = _compute_ms(samples, baseline), _link_ms(samples, baseline, case["rate_bps"])
+    return CaseSummary(
+        name=case["name"],
+        title=case["title"],
+        rate_bps=case["rate_bps"],
+        exposed_share=exposed_ms / step_ms,
+        compute_ms=compute_ms,
+        link_ms=link_ms,
+        reachable_cut=1 - min(max(link_ms - compute_ms, 0.0) / exposed_ms, 1.0),
+        shares=(min(flat_shares), max(flat_shares)),
+        disturbed=[i for i, sweep in enumerate(case["sweeps"], 1) if sweep["disturbance"]["is_disturbed"]],
+        rows=[_row(case, samples, name) for name in case["variants"]],
+    )
+
+
+def _compute_ms(samples: CaseSamples, variant: str) -> float:
+    return samples.median(VARIANTS[variant].compute, slower("cpu_ms"))
+
+
+def _forward_share(samples: CaseSamples, variant: str) -> float:
+    """Of the forward pass in both, without what was waited for."""
+    forward, backward = (
+        samples.median(variant, mean(f"{name}_ms")) - samples.median(variant, mean(f"exposed_{name}_ms"))
+        for name in ("forward", "backward")
+    )
+    return forward / (forward + backward)
+
+
+def _to_send(ranks: Ranks) -> float:
+    """Bytes of the rank that sends more."""
+    return max(rank["payload_bytes"] + rank["reduced_bytes"] for rank in ranks)
+
+
+def _link_ms(samples: CaseSamples, variant: str, rate_bps: float) -> float:
+    return samples.median(variant, _to_send) * 8 / rate_bps * 1e3
+
+
+def _row(case: Mapping[str, Any], samples: CaseSamples, name: str) -> Row:
+    variant = VARIANTS[name]
+    reference = variant.reference
+    own = {
+        field: samples.median(name, slower(field))
+        for field in ("step_ms", "forward_ms", "backward_ms", "reduce_ms", "optimizer_ms")
+    }
+    exposed_ms, reference_ms = (samples.median(which, all_exposed) for which in (name, reference))
+    has_cut = name != reference and not variant.free_link
+    bound_ms = passes_ms = None
+    if not variant.free_link:
+        compute_ms, link_ms = _compute_ms(samples, name), _link_ms(samples, reference, case["rate_bps"])
+        bound_ms = max(compute_ms, link_ms)
+        # Each pass sends the same rows, once there and once back. With a reduction in the step, these two are not all.
+        if not case["optimizer"]:
+            forward_ms = compute_ms * _forward_share(samples, variant.compute)
+            passes_ms = max(forward_ms, link_ms / 2) + max(compute_ms - forward_ms, link_ms / 2)
+    cpu_ms = samples.median(name, mean("cpu_ms"))
+    peaks = case["peak_activation_bytes"]
+    by_sweep = samples.speedups(name, reference)
+    return Row(
+        name=name,
+        reference=reference,
+        step_ms=own["step_ms"],
+        forward_ms=own["forward_ms"],
+        backward_ms=own["backward_ms"],
+        rest_ms=own["reduce_ms"] + own["optimizer_ms"],
+        exposed_ms=samples.median(name, payload_exposed),
+        exposed_forward_ms=samples.median(name, mean("exposed_forward_ms")),
+        counts_ms=samples.median(name, mean("counts_ms")),
+        cut=1 - exposed_ms / reference_ms if has_cut else None,
+        over_bound=own["step_ms"] / bound_ms if bound_ms is not None else None,
+        bound_ms=bound_ms,
+        over_passes=own["step_ms"] / passes_ms if passes_ms is not None else None,
+        cpu_ms=cpu_ms,
+        cpu_ratio=cpu_ms / samples.median(reference, mean("cpu_ms")),
+        memory_ratio=max(peaks[name]) / max(peaks[reference]),
+        speedup=spread([ratio for sweep in by_sweep for ratio in sweep]),
+        sweep_speedups=[statistics.median(sweep) for sweep in by_sweep],
+    )
