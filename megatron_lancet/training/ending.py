@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from multiprocessing.managers import SyncManager
 from types import FrameType
 from typing import NoReturn
 
@@ -93,8 +94,9 @@ def leave(status: int) -> NoReturn:
 
 def _exit(status: int) -> NoReturn:
     # Data loaders' workers hold copies of our sockets: until they are gone, the other ranks don't see that we are.
+    # The manager of Megatron's checkpoint queue would wait for us for ever. A process that saves may go on.
     for child in multiprocessing.active_children():
-        if child.daemon:
+        if child.daemon or child.name.startswith(SyncManager.__name__):
             child.kill()
     os._exit(status)
 

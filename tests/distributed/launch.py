@@ -1,16 +1,23 @@
 """Starts the ranks of a distributed test, and says where each of them stands when they don't finish."""
 
+import atexit
+import functools
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.distributed.preloaded import Preloaded, Rank
 
 REPO = Path(__file__).parents[2]
 _STACK_DUMP_S = 3.0
@@ -47,6 +54,22 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
+@functools.cache
+def preloaded() -> Preloaded | None:
+    """The process that forks ranks, started once; None where CUDA would not survive a fork."""
+    if torch.cuda.is_available():
+        return None
+    folder = Path(tempfile.mkdtemp(prefix="ranks"))
+    server = Preloaded(rank_environment(0, 1, 0), folder)
+
+    def stop() -> None:
+        server.stop()
+        shutil.rmtree(folder)
+
+    atexit.register(stop)
+    return server
+
+
 def start(
     script: Path,
     args: Sequence[object],
@@ -54,7 +77,7 @@ def start(
     log_dir: Path,
     env: Mapping[str, str] | None = None,
     per_rank: Sequence[Sequence[object]] | None = None,
-) -> list[subprocess.Popen]:
+) -> list[subprocess.Popen | Rank]:
     """Start one process per rank, its output in ``log_dir/rank<N>.log``.
 
     Args:
@@ -62,17 +85,24 @@ def start(
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    ranks = []
+    server = preloaded()
+    ranks: list[subprocess.Popen | Rank] = []
     for rank in range(num_ranks):
-        with (log_dir / f"rank{rank}.log").open("w") as log:
-            own = per_rank[rank] if per_rank is not None else ()
-            command = [sys.executable, str(script), *map(str, [*args, *own])]
-            environment = {**rank_environment(rank, num_ranks, port), **(env or {})}
-            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=REPO))
+        own = per_rank[rank] if per_rank is not None else ()
+        command = [str(script), *map(str, [*args, *own])]
+        environment = {**rank_environment(rank, num_ranks, port), **(env or {})}
+        log = log_dir / f"rank{rank}.log"
+        log.write_text("")
+        if server is not None:
+            ranks.append(server.start(command, environment, log, REPO))
+            continue
+        with log.open("w") as output:
+            command = [sys.executable, *command]
+            ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=REPO))
     return ranks
 
 
-def finish(ranks: Sequence[subprocess.Popen], log_dir: Path, timeout_s: float) -> list[RankResult]:
+def finish(ranks: Sequence[subprocess.Popen | Rank], log_dir: Path, timeout_s: float) -> list[RankResult]:
     """Wait for all ranks. If one is still running after ``timeout_s``, fail with every rank's stack."""
     deadline_s = time.monotonic() + timeout_s
     try:

@@ -85,12 +85,13 @@ def test_a_failure_is_told_in_full_and_leaves_at_once():
     )
 
 
+@pytest.mark.parametrize("worker", ["Process(target=time.sleep, args=(90,), daemon=True).start()", "Manager()"])
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", "raise RuntimeError"])
-def test_workers_end_with_their_rank(end):
+def test_workers_end_with_their_rank(end, worker):
     """A worker that goes on would keep the rank's sockets open, and the output pipe here."""
     body = f"""
         import multiprocessing
-        multiprocessing.get_context("fork").Process(target=time.sleep, args=(90,), daemon=True).start()
+        kept = multiprocessing.get_context("fork").{worker}
         {end}
     """
     assert ended(body).returncode != 0
