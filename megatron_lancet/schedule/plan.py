@@ -3,10 +3,12 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 
-PLAN_VERSION = 2
+from megatron_lancet.schedule.records import RecordError, from_plain, to_plain
+
+PLAN_VERSION = 3
 ALL_TO_ALLS_PER_LAYER = 2
 """Dispatch and combine."""
 
@@ -21,7 +23,7 @@ class ChunkDim(StrEnum):
 
 
 class OverlapRange(StrEnum):
-    """The part of the model that runs chunk by chunk (Lancet section 5: partition ranges)."""
+    """The part of a segment's layers that runs chunk by chunk (Lancet section 5: partition ranges)."""
 
     EXPERTS = "experts"
     """Dispatch to combine: the router has seen the whole micro-batch before."""
@@ -30,7 +32,7 @@ class OverlapRange(StrEnum):
     LAYER = "layer"
     """A layer with its attention; chunks wait for each other at its end."""
     STACK = "stack"
-    """All layers of the pipeline stage, dense ones too."""
+    """All layers of the segment, dense ones too, without waiting at their ends."""
 
     @property
     def has_attention(self) -> bool:
@@ -48,47 +50,35 @@ class DwPolicy(StrEnum):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How each micro-batch is cut and what hides its all-to-alls.
+class Segment:
+    """Neighbouring layers that run in the same way; nothing overlaps across its ends.
 
     Attributes:
+        first_layer: Megatron's global layer number, from 1.
+        last_layer: the last one that belongs to it; None for the model's last.
         num_chunks: chunks of a micro-batch that are in flight together.
         chunk_dim: dimension along which they are cut.
-        range: which part of the model runs chunk by chunk.
-        dw_policy: what fills the backward all-to-alls besides the other chunks.
-        dw_window: number of backward all-to-alls that may finish before a deferred dW must have run. It bounds
-            the memory that deferral pins, and fixes when a parameter is reported ready for reduction: the
-            same place on every rank, however long the messages took.
-        dw_memory_bytes: memory that deferred dWs may keep alive on a rank, None for no bound other than the window.
-            The oldest run first when it is full; that is local and moves no report.
+        range: which part of the layers runs chunk by chunk.
     """
 
+    first_layer: int
+    last_layer: int | None
     num_chunks: int
     chunk_dim: ChunkDim = ChunkDim.BATCH
     range: OverlapRange = OverlapRange.STACK
-    dw_policy: DwPolicy = DwPolicy.FILL
-    dw_window: int = 0
-    dw_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        assert self.num_chunks >= 1
-        assert self.dw_window >= 0
-        assert self.dw_memory_bytes is None or self.dw_memory_bytes > 0
+        if self.num_chunks < 1:
+            raise ValueError(f"num_chunks must be at least 1, not {self.num_chunks}")
+        if self.first_layer < 1 or (self.last_layer is not None and self.last_layer < self.first_layer):
+            raise ValueError(f"layers {self.first_layer} to {self.last_layer} are no segment: layers count from 1")
 
     def __str__(self) -> str:
-        bound = "" if self.dw_memory_bytes is None else f" dw-memory={self.dw_memory_bytes / 1e6:g}MB"
-        return (
-            f"chunks={self.num_chunks} dim={self.chunk_dim} range={self.range} "
-            f"dw={self.dw_policy} dw-window={self.dw_window}{bound}"
-        )
+        return f"chunks={self.num_chunks} dim={self.chunk_dim} range={self.range}"
 
-    def to_json(self) -> str:
-        """The plan as JSON text with sorted keys: equal plans give equal text."""
-        return json.dumps({"version": PLAN_VERSION, **asdict(self)}, sort_keys=True)
-
-    def fingerprint(self) -> str:
-        """Short hash of the plan, for comparison between ranks."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+    def has_layer(self, number: int) -> bool:
+        """Whether the layer with this global number belongs to it."""
+        return self.first_layer <= number and (self.last_layer is None or number <= self.last_layer)
 
     def chunk_sizes(self, size: int) -> list[int]:
         """Sizes of the chunks of a dimension of ``size``, as equal as possible, larger ones first."""
@@ -107,6 +97,100 @@ class Plan:
             yield from range(self.num_chunks)
 
 
+@dataclass(frozen=True)
+class Gap:
+    """Weight gradients that were planned for the time in which an all-to-all is in flight.
+
+    Attributes:
+        op: the backward all-to-all, for example ``L3.c0.I.combine``.
+        weight_grads: names of dWs in the order in which they run, each as often as it runs here.
+    """
+
+    op: str
+    weight_grads: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How each micro-batch is cut and what hides its all-to-alls.
+
+    Attributes:
+        segments: of the model's layers, in order, without gaps, the first from layer 1.
+        dw_policy: what fills the backward all-to-alls besides the other chunks.
+        dw_window: number of backward all-to-alls that may finish before a deferred dW must have run. It bounds
+            the memory that deferral pins, and fixes when a parameter is reported ready for reduction: the
+            same place on every rank, however long the messages took.
+        dw_memory_bytes: memory that deferred dWs may keep alive on a rank, None for no bound other than the window.
+            The oldest run first when it is full; that is local and moves no report.
+        gaps: dWs that go first in certain gaps; elsewhere, and after them, the oldest does. Empty: oldest first.
+    """
+
+    segments: tuple[Segment, ...]
+    dw_policy: DwPolicy = DwPolicy.FILL
+    dw_window: int = 0
+    dw_memory_bytes: int | None = None
+    gaps: tuple[Gap, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dw_window < (1 if self.dw_policy is DwPolicy.FILL else 0):
+            raise ValueError(f"dw_window {self.dw_window} is too small for dw_policy {self.dw_policy}")
+        if self.dw_memory_bytes is not None and self.dw_memory_bytes <= 0:
+            raise ValueError(f"dw_memory_bytes must be above 0, not {self.dw_memory_bytes}")
+        expected: int | None = 1
+        for segment in self.segments:
+            if segment.first_layer != expected:
+                raise ValueError(f"a segment starts at layer {segment.first_layer}, expected {expected or 'none more'}")
+            expected = None if segment.last_layer is None else segment.last_layer + 1
+        if not self.segments:
+            raise ValueError("a plan has at least one segment")
+
+    def __str__(self) -> str:
+        bound = "" if self.dw_memory_bytes is None else f" dw-memory={self.dw_memory_bytes / 1e6:g}MB"
+        if len(self.segments) == 1:
+            segments = str(self.segments[0])
+        else:
+            segments = ", ".join(f"layers {s.first_layer}-{s.last_layer or 'end'}: {s}" for s in self.segments) + ";"
+        return f"{segments} dw={self.dw_policy} dw-window={self.dw_window}{bound}"
+
+    @property
+    def num_chunks(self) -> int:
+        """The most chunks that are in flight together anywhere."""
+        return max(segment.num_chunks for segment in self.segments)
+
+    def segment_of(self, layer: int) -> Segment:
+        """The segment that a layer, by its global number, belongs to."""
+        return next(segment for segment in self.segments if segment.has_layer(layer))
+
+    def to_json(self) -> str:
+        """The plan as readable JSON: equal plans give equal text."""
+        return json.dumps({"version": PLAN_VERSION, **to_plain(self)}, indent=1)
+
+    @staticmethod
+    def from_json(text: str, where: str = "plan") -> "Plan":
+        """What :meth:`to_json` wrote.
+
+        Args:
+            where: what the text is, for messages.
+
+        Raises:
+            RecordError: the text is no plan, or one of another version.
+        """
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"{where}: no JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise RecordError(f"{where}: expected an object, found {type(value).__name__}")
+        version = value.pop("version", None)
+        if version != PLAN_VERSION:
+            raise RecordError(f"{where}: expected version {PLAN_VERSION} of the plan's format, found {version!r}")
+        return from_plain(Plan, value, where)
+
+    def fingerprint(self) -> str:
+        """Short hash of the plan, for comparison between ranks."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
 def fixed_plan(
     num_chunks: int,
     dw_policy: DwPolicy = DwPolicy.FILL,
@@ -114,7 +198,7 @@ def fixed_plan(
     overlap_range: OverlapRange = OverlapRange.STACK,
     dw_memory_bytes: int | None = None,
 ) -> Plan:
-    """A plan without a cost model: a dW may be carried over one layer's all-to-alls.
+    """A plan without a cost model: all layers alike, and a dW may be carried over one layer's all-to-alls.
 
     Over more it would pin memory without finding a longer gap.
 
@@ -122,4 +206,5 @@ def fixed_plan(
         dw_memory_bytes: bound of what deferred dWs keep alive, None for none.
     """
     window = ALL_TO_ALLS_PER_LAYER * num_chunks if dw_policy is DwPolicy.FILL else 0
-    return Plan(num_chunks, chunk_dim, overlap_range, dw_policy, window, dw_memory_bytes)
+    segment = Segment(1, None, num_chunks, chunk_dim, overlap_range)
+    return Plan((segment,), dw_policy, window, dw_memory_bytes)

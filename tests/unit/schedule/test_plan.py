@@ -5,7 +5,16 @@ import json
 import pytest
 
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.records import RecordError
+
+GAP = Gap("L3.c0.I.combine", ("L4.W.mlp.linear_fc1", "L4.W.mlp.linear_fc1"))
+SEGMENTS = Plan(
+    (Segment(1, 2, 2), Segment(3, None, 4, ChunkDim.SEQUENCE, OverlapRange.GATE)),
+    dw_window=8,
+    dw_memory_bytes=64_500_000,
+    gaps=(GAP,),
+)
 
 
 def test_an_op_has_one_name():
@@ -14,33 +23,114 @@ def test_an_op_has_one_name():
     assert str(op.mirrored()) == "L3.c0.I.dispatch"
 
 
-def test_text_and_json_of_a_plan():
-    plan = Plan(num_chunks=2, dw_window=4)
-    assert str(plan) == "chunks=2 dim=batch range=stack dw=fill dw-window=4"
-    assert json.loads(plan.to_json()) == {
-        "version": 2,
-        "num_chunks": 2,
-        "chunk_dim": "batch",
-        "range": "stack",
+def test_text_of_a_plan():
+    assert str(fixed_plan(2)) == "chunks=2 dim=batch range=stack dw=fill dw-window=4"
+    assert str(SEGMENTS) == (
+        "layers 1-2: chunks=2 dim=batch range=stack, layers 3-end: chunks=4 dim=sequence range=gate; "
+        "dw=fill dw-window=8 dw-memory=64.5MB"
+    )
+
+
+def test_json_of_a_plan():
+    assert json.loads(SEGMENTS.to_json()) == {
+        "version": 3,
+        "segments": [
+            {"first_layer": 1, "last_layer": 2, "num_chunks": 2, "chunk_dim": "batch", "range": "stack"},
+            {"first_layer": 3, "last_layer": None, "num_chunks": 4, "chunk_dim": "sequence", "range": "gate"},
+        ],
         "dw_policy": "fill",
-        "dw_window": 4,
-        "dw_memory_bytes": None,
+        "dw_window": 8,
+        "dw_memory_bytes": 64500000,
+        "gaps": [{"op": "L3.c0.I.combine", "weight_grads": ["L4.W.mlp.linear_fc1", "L4.W.mlp.linear_fc1"]}],
     }
-    assert str(dataclasses.replace(plan, dw_memory_bytes=64_500_000)) == f"{plan} dw-memory=64.5MB"
+
+
+@pytest.mark.parametrize("plan", [SEGMENTS, fixed_plan(2), fixed_plan(1, DwPolicy.NONE)], ids=str)
+def test_a_plan_survives_json(plan):
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.fingerprint() == plan.fingerprint()
 
 
 def test_fingerprint_knows_every_field():
-    plan = Plan(num_chunks=2, dw_window=4)
-    others = [
-        dataclasses.replace(plan, num_chunks=3),
-        dataclasses.replace(plan, chunk_dim=ChunkDim.SEQUENCE),
-        dataclasses.replace(plan, range=OverlapRange.GATE),
-        dataclasses.replace(plan, dw_policy=DwPolicy.NONE),
-        dataclasses.replace(plan, dw_window=5),
-        dataclasses.replace(plan, dw_memory_bytes=1000),
+    first, second = SEGMENTS.segments
+    seconds = [
+        dataclasses.replace(second, last_layer=9),
+        dataclasses.replace(second, num_chunks=3),
+        dataclasses.replace(second, chunk_dim=ChunkDim.BATCH),
+        dataclasses.replace(second, range=OverlapRange.STACK),
     ]
-    assert plan.fingerprint() == Plan(num_chunks=2, dw_window=4).fingerprint()
-    assert len({other.fingerprint() for other in [plan, *others]}) == 7
+    others = [
+        *(dataclasses.replace(SEGMENTS, segments=(first, other)) for other in seconds),
+        dataclasses.replace(SEGMENTS, segments=(dataclasses.replace(second, first_layer=1),)),
+        dataclasses.replace(SEGMENTS, dw_policy=DwPolicy.NONE),
+        dataclasses.replace(SEGMENTS, dw_window=5),
+        dataclasses.replace(SEGMENTS, dw_memory_bytes=None),
+        dataclasses.replace(SEGMENTS, gaps=()),
+        dataclasses.replace(SEGMENTS, gaps=(dataclasses.replace(GAP, op="L3.c1.I.combine"),)),
+        dataclasses.replace(SEGMENTS, gaps=(dataclasses.replace(GAP, weight_grads=GAP.weight_grads[:1]),)),
+    ]
+    assert len({plan.fingerprint() for plan in (SEGMENTS, *others)}) == 12
+
+
+def changed(path: str, value: object) -> str:
+    """JSON of the plan above with one field set (or dropped, for ``...``)."""
+    record = json.loads(SEGMENTS.to_json())
+    *parents, name = path.split(".")
+    owner = record
+    for parent in parents:
+        owner = owner[int(parent) if parent.isdigit() else parent]
+    if value is ...:
+        del owner[name]
+    else:
+        owner[name] = value
+    return json.dumps(record)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "p.json: no JSON"),
+        (SEGMENTS.to_json()[:-20], "p.json: no JSON"),
+        ("[" * 100_000, "p.json: no JSON"),
+        ("[]", "p.json: expected an object, found list"),
+        ("null", "p.json: expected an object, found NoneType"),
+        ("{}", "p.json: expected version 3 of the plan's format, found None"),
+        (changed("version", 2), "p.json: expected version 3 of the plan's format, found 2"),
+        (changed("version", "3"), "p.json: expected version 3 of the plan's format, found '3'"),
+        (changed("colour", "red"), "p.json: unknown field 'colour'; known: segments, dw_policy, "),
+        (changed("segments", ...), "p.json: field 'segments' is missing"),
+        (changed("segments", []), "p.json: a plan has at least one segment"),
+        (changed("segments", {}), "p.json.segments: expected a list, found {}"),
+        (changed("segments.0.num_chunks", ...), "p.json.segments[0]: field 'num_chunks' is missing"),
+        (changed("segments.0.num_chunks", "2"), "p.json.segments[0].num_chunks: expected an integer, found '2'"),
+        (changed("segments.0.num_chunks", 2.0), "p.json.segments[0].num_chunks: expected an integer, found 2.0"),
+        (changed("segments.0.num_chunks", True), "p.json.segments[0].num_chunks: expected an integer, found True"),
+        (changed("segments.0.num_chunks", 0), "p.json.segments[0]: num_chunks must be at least 1, not 0"),
+        (changed("segments.0.chunk_dim", "hidden"), "chunk_dim: expected one of batch, sequence, found 'hidden'"),
+        (changed("segments.0.range", ["stack"]), "p.json.segments[0].range: expected one of experts, gate, layer, st"),
+        (changed("segments.1.first_layer", 4), "p.json: a segment starts at layer 4, expected 3"),
+        (changed("segments.0.last_layer", None), "p.json: a segment starts at layer 3, expected none more"),
+        (changed("segments.0.last_layer", 0), "p.json.segments[0]: layers 1 to 0 are no segment"),
+        (changed("segments.0.depth", 1), "p.json.segments[0]: unknown field 'depth'"),
+        (changed("dw_window", None), "p.json.dw_window: expected an integer, found None"),
+        (changed("dw_window", 0), "p.json: dw_window 0 is too small for dw_policy fill"),
+        (changed("dw_memory_bytes", -1), "p.json: dw_memory_bytes must be above 0, not -1"),
+        (changed("gaps.0.op", 3), "p.json.gaps[0].op: expected text, found 3"),
+        (changed("gaps.0.weight_grads", "L1"), "p.json.gaps[0].weight_grads: expected a list, found 'L1'"),
+    ],
+)
+def test_what_is_no_plan_is_refused_with_its_place(text, message):
+    with pytest.raises(RecordError) as refusal:
+        Plan.from_json(text, "p.json")
+    assert message in str(refusal.value)
+    assert len(str(refusal.value)) < 300
+
+
+def test_each_layer_has_its_segment():
+    first, second = SEGMENTS.segments
+    assert [SEGMENTS.segment_of(layer) for layer in (1, 2, 3, 96)] == [first, first, second, second]
+    assert SEGMENTS.num_chunks == 4
 
 
 @pytest.mark.parametrize(
@@ -48,14 +138,14 @@ def test_fingerprint_knows_every_field():
     [(4, 1, [4]), (4, 2, [2, 2]), (5, 2, [3, 2]), (7, 4, [2, 2, 2, 1]), (3, 3, [1, 1, 1])],
 )
 def test_chunks_are_as_equal_as_possible(size, num_chunks, sizes):
-    assert Plan(num_chunks=num_chunks).chunk_sizes(size) == sizes
+    assert Segment(1, None, num_chunks).chunk_sizes(size) == sizes
 
 
 def test_chunks_take_turns_in_order():
-    assert list(itertools.islice(Plan(num_chunks=3).turns(), 7)) == [0, 1, 2, 0, 1, 2, 0]
+    assert list(itertools.islice(Segment(1, None, 3).turns(), 7)) == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_a_fixed_plan_carries_a_dw_over_one_layer():
     # Dispatch and combine of each chunk.
-    assert fixed_plan(3) == Plan(3, ChunkDim.BATCH, OverlapRange.STACK, DwPolicy.FILL, dw_window=6)
+    assert fixed_plan(3) == Plan((Segment(1, None, 3, ChunkDim.BATCH, OverlapRange.STACK),), DwPolicy.FILL, dw_window=6)
     assert fixed_plan(3, DwPolicy.NONE).dw_window == 0

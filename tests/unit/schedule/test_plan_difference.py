@@ -1,16 +1,37 @@
 import json
 
-from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.plan import DwPolicy, Gap, Plan, Segment, fixed_plan
 from megatron_lancet.schedule.plan_difference import plan_differences
 
 
 def test_fields_and_who_has_what():
-    plans = [Plan(num_chunks=k, dw_window=4).to_json() for k in (2, 2, 2, 4, 2, 1)]
-    assert plan_differences(plans) == ["num_chunks is 2 on ranks 0-2, 4, 4 on rank 3, 1 on rank 5"]
+    plans = [fixed_plan(k, DwPolicy.NONE).to_json() for k in (2, 2, 2, 4, 2, 1)]
+    assert plan_differences(plans) == ["segments[0].num_chunks is 2 on ranks 0-2, 4, 4 on rank 3, 1 on rank 5"]
+
+
+def test_plans_of_different_segments():
+    one = Plan((Segment(1, None, 2),), dw_window=4)
+    two = Plan((Segment(1, 3, 2), Segment(4, None, 2)), dw_window=4)
+    differences = plan_differences([one.to_json(), two.to_json()])
+    assert differences[:2] == [
+        "segments[0].last_layer is None on rank 0, 3 on rank 1",
+        "segments[1].first_layer is absent on rank 0, 4 on rank 1",
+    ]
+    assert len(differences) == 6
+
+
+def test_planned_gaps_differ():
+    plans = [
+        Plan((Segment(1, None, 2),), dw_window=4, gaps=(Gap("L1.c0.I.combine", (name,)),)).to_json()
+        for name in ("L1.W.linear_fc1", "L1.W.linear_fc2")
+    ]
+    assert plan_differences(plans) == [
+        "gaps[0].weight_grads[0] is L1.W.linear_fc1 on rank 0, L1.W.linear_fc2 on rank 1"
+    ]
 
 
 def test_some_rank_has_no_plan():
-    assert plan_differences(["null", Plan(num_chunks=2).to_json(), "null"]) == [
+    assert plan_differences(["null", fixed_plan(2).to_json(), "null"]) == [
         "rank 1: overlap by a plan, ranks 0, 2: no plan"
     ]
 
@@ -31,4 +52,4 @@ def test_long_lists_end():
 
 
 def test_equal_plans_do_not_differ():
-    assert plan_differences([Plan(num_chunks=2).to_json()] * 3) == []
+    assert plan_differences([fixed_plan(2).to_json()] * 3) == []

@@ -1,0 +1,112 @@
+"""Dataclasses to JSON and back; whatever does not fit is refused with the place where it stands."""
+
+import dataclasses
+import types
+import typing
+from enum import Enum
+from typing import Any
+
+_IN_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+
+
+class RecordError(ValueError):
+    """A file's content is not what it should be: where, what was expected, what is there."""
+
+
+def to_plain(value: Any) -> Any:
+    """A dataclass, tuple or enum as what ``json.dumps`` takes; fields keep their order."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, list | tuple):
+        return [to_plain(part) for part in value]
+    if isinstance(value, dict):
+        return {name: to_plain(part) for name, part in value.items()}
+    return value.value if isinstance(value, Enum) else value
+
+
+def from_plain[Record](kind: type[Record], value: Any, where: str) -> Record:
+    """The dataclass ``kind`` from parsed JSON; unknown fields are errors, missing ones take their default.
+
+    Args:
+        where: what ``value`` is, for messages, for example ``plan.json``.
+
+    Raises:
+        RecordError: says where which type was expected and what is there.
+    """
+    converted: Record = _convert(kind, value, where)
+    return converted
+
+
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        options = [option for option in typing.get_args(kind) if option is not type(None)]
+        if value is None and len(options) < len(typing.get_args(kind)):
+            return None
+        assert len(options) == 1, kind
+        return _convert(options[0], value, where)
+    if origin is tuple:
+        return _tuple(typing.get_args(kind), value, where)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise _unexpected("an object", value, where)
+        _, part_kind = typing.get_args(kind)
+        return {name: _convert(part_kind, part, f"{where}.{name}") for name, part in value.items()}
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(kind, value, where)
+    if issubclass(kind, Enum):
+        allowed = [option.value for option in kind]
+        if value not in allowed:
+            raise _unexpected(f"one of {', '.join(map(str, allowed))}", value, where)
+        return kind(value)
+    return _scalar(kind, value, where)
+
+
+def _scalar(kind: type, value: Any, where: str) -> Any:
+    if kind is float and type(value) is int:
+        try:
+            value = float(value)
+        except OverflowError as error:
+            raise _unexpected("a finite number", value, where) from error
+    if type(value) is not kind:  # a bool is an int to isinstance
+        raise _unexpected(_IN_WORDS[kind], value, where)
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        raise _unexpected("a finite number", value, where)
+    return value
+
+
+def _tuple(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise _unexpected("a list", value, where)
+    if len(kinds) == 2 and kinds[1] is Ellipsis:
+        kinds = (kinds[0],) * len(value)
+    if len(value) != len(kinds):
+        raise _unexpected(f"a list of {len(kinds)}", value, where)
+    return tuple(
+        _convert(kind, part, f"{where}[{index}]") for index, (kind, part) in enumerate(zip(kinds, value, strict=True))
+    )
+
+
+def _dataclass(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise _unexpected("an object", value, where)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    unknown = [name for name in value if name not in fields]
+    if unknown:
+        raise RecordError(f"{where}: unknown field {unknown[0]!r}; known: {', '.join(fields)}")
+    hints = typing.get_type_hints(kind)
+    given = {}
+    for name, field in fields.items():
+        if name in value:
+            given[name] = _convert(hints[name], value[name], f"{where}.{name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise RecordError(f"{where}: field {name!r} is missing")
+    try:
+        return kind(**given)
+    except ValueError as error:
+        raise RecordError(f"{where}: {error}") from error
+
+
+def _unexpected(expected: str, value: Any, where: str) -> RecordError:
+    found = repr(value)
+    return RecordError(f"{where}: expected {expected}, found {found if len(found) <= 60 else found[:57] + '...'}")
