@@ -94,10 +94,12 @@ class MegatronLayer:
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, B, H] to [S, B, H]."""
+        from megatron_lancet.model.transformer_block import run_experts
+
         if self._plan is None:
             return self._moe(hidden)[0]
         self._block._begin_micro_batch()
-        return self._block._run_experts(self._block.overlapping_layers[0].moe, hidden)
+        return run_experts(self._plan.segments[0], self._block.overlapping_layers[0].moe, hidden)
 
     def weights(self) -> list[torch.nn.Parameter]:
         """Router, then both matrices of each local expert."""

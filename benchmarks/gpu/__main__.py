@@ -85,11 +85,12 @@ def check(args: argparse.Namespace) -> list[Link]:
     micro_batch = micro_batch_of(args)
     for name in args.variants:
         plan = PLANS[name]
-        if plan is not None and plan.chunk_dim is ChunkDim.BATCH and plan.num_chunks > micro_batch:
-            raise UsageError(
-                f"variant {name!r} cuts a micro-batch of {micro_batch} samples into {plan.num_chunks} chunks. Pass "
-                f"--micro-batch {plan.num_chunks} or more, or --variants without it."
-            )
+        for segment in plan.segments if plan is not None else ():
+            if segment.chunk_dim is ChunkDim.BATCH and segment.num_chunks > micro_batch:
+                raise UsageError(
+                    f"variant {name!r} cuts a micro-batch of {micro_batch} samples into {segment.num_chunks} chunks. "
+                    f"Pass --micro-batch {segment.num_chunks} or more, or --variants without it."
+                )
     try:
         links = [Link.parse(text) for text in args.link or _LINKS.get(args.size, _DEFAULT_LINKS)]
     except ValueError as error:

@@ -140,8 +140,9 @@ def _prepare(model: Any, plan: Plan | None, device: torch.device, stats: CommSta
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     if plan is not None:
-        OverlapSetup(plan, device, stats, _TIMEOUT, sdpa=True)([model])
-        return plan.dw_policy is DwPolicy.FILL
+        setup = OverlapSetup(plan, device, stats, _TIMEOUT, sdpa=True)
+        setup([model])
+        return setup.delays_weight_grads
     for layer in model.decoder.layers:
         attend_with_sdpa(layer.self_attention, recomputed=False)
     return False

@@ -6,23 +6,19 @@ removes them again.
 
 import argparse
 import json
-import os
-import platform
 import shlex
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from benchmarks.network.cases import CASES, VARIANTS, select
 from benchmarks.network.job import Job
-from benchmarks.network.namespaces import Namespaces, check_host, this_host
-from benchmarks.network.ranks import RankError, run_ranks
+from benchmarks.network.ranks import RankError
+from benchmarks.network.runner import end, exit_on_signals, machine, measure_in_network
 from benchmarks.network.summary import summarise
 from benchmarks.network.table import as_markdown, as_text
 from megatron_lancet.errors import UsageError, run_command
@@ -78,49 +74,6 @@ def make_job(args: argparse.Namespace, cores: Sequence[int], result: Path) -> Jo
     )
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
-    return {
-        "processor": ", ".join(sorted(models)) or platform.machine(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
-
-
-def measure(args: argparse.Namespace) -> tuple[dict[str, Any], BaseException | None]:
-    """Run the ranks in their namespaces; what they measured, and what ended them early: a failure or an interrupt.
-
-    Raises:
-        UsageError: this machine can't run the benchmark.
-        RankError, KeyboardInterrupt, SystemExit: they were ended before a case was finished.
-    """
-    host = this_host()
-    check_host(*host)
-    cores = host[-1][:2]
-    with tempfile.TemporaryDirectory(prefix="lancet-network-") as folder:
-        job = make_job(args, cores, Path(folder) / "result.json")
-        job.write(Path(folder) / "job.json")
-        with Namespaces() as namespaces:
-            ended_by: BaseException | None = None
-            try:
-                run_ranks(
-                    namespaces,
-                    "benchmarks.network.worker",
-                    [str(Path(folder) / "job.json")],
-                    cores,
-                    Path(folder),
-                    args.timeout_minutes * 60,
-                )
-            except (RankError, KeyboardInterrupt, SystemExit) as error:
-                if not job.result.exists():
-                    raise
-                ended_by = error
-        return json.loads(job.result.read_text()), ended_by
-
-
 def write_results(result: dict[str, Any], output: Path) -> None:
     """Print the table and write it, the samples and the picture."""
     from benchmarks.network.picture import draw
@@ -134,38 +87,24 @@ def write_results(result: dict[str, Any], output: Path) -> None:
     print(f"written to {output}.json, .md and .png")
 
 
-def _terminated(number: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)  # on the way out everything is cleaned up
-
-
 def main() -> None:
     """Entry point."""
     args = parse_arguments(sys.argv[1:])
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _terminated)
+    exit_on_signals()
     date = time.strftime("%Y-%m-%d")
     try:
-        measured, ended_by = measure(args)
+        measured, ended_by = measure_in_network(
+            "benchmarks.network.worker", partial(make_job, args), args.timeout_minutes * 60
+        )
     except (RankError, KeyboardInterrupt) as error:
-        _end(error)
+        end(error)
     command = shlex.join(["python", "-m", "benchmarks.network", *sys.argv[1:]])
     if ended_by is not None:
         command += f" (ended after {len(measured['cases'])} cases)"
     result = {"date": date, "command": command, "machine": machine(), **measured}
     write_results(result, args.output or _RESULTS / f"network-{date}")
     if ended_by is not None:
-        _end(ended_by)
-
-
-def _end(reason: BaseException) -> NoReturn:
-    """Ends the benchmark with the status that says why."""
-    if isinstance(reason, SystemExit):
-        raise reason
-    if isinstance(reason, KeyboardInterrupt):
-        print("interrupted; the namespaces are removed", file=sys.stderr)
-        raise SystemExit(128 + signal.SIGINT)
-    print(f"error: {reason}", file=sys.stderr)
-    raise SystemExit(1) from reason
+        end(ended_by)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from benchmarks.network.cases import VARIANTS, Case
-from benchmarks.network.disturbance import Disturbance, cpu_times, disturbance
+from benchmarks.network.disturbance import cpu_times, disturbance
 from benchmarks.network.job import Job
 from benchmarks.network.links import Link, sent_bytes
 from benchmarks.network.namespaces import run_command, shaping_command
@@ -119,9 +119,7 @@ class Bench:
 
     def _set_rate(self, rate_bps: float) -> None:
         """Cap what this rank sends; the other one does the same."""
-        dist.barrier()
-        run_command(shaping_command(self._shaped_name, rate_bps))
-        dist.barrier()
+        set_rate(self._shaped_name, rate_bps)
 
     def _prepared(self, case: Case) -> tuple[dict[str, Step], dict[str, float]]:
         """The variants, warm, and how far each is from stock."""
@@ -131,7 +129,7 @@ class Bench:
         errors = {}
         for name in case.variants:
             variant = VARIANTS[name]
-            step = Step(case, variant, self._links[variant.free_link], weights)
+            step = Step(case.shape, variant, self._links[variant.free_link], weights, case.optimizer)
             if weights is None:
                 assert variant.plan is None, "stock comes first: the others are compared with it"
                 weights = {key: value.clone() for key, value in step.module.state_dict().items() if value is not None}
@@ -185,51 +183,76 @@ class Bench:
         baseline = steps[case.baseline]
         free = steps[VARIANTS[case.baseline].compute]
         free.run()
-        exposed_ms, passes_ms, payload_bytes = self._exposure(free)
-        search = RateSearch(case.exposed_share, passes_ms - exposed_ms, exposed_ms, payload_bytes)
-        for _ in range(_RATE_CORRECTIONS):
-            self._set_rate(search.rate_bps)
-            baseline.run()
-            exposed_ms, passes_ms, _ = self._exposure(baseline)
-            say(f"  at {search.rate_bps / 1e6:.0f} Mbit/s {baseline.variant.name} exposes {exposed_ms / passes_ms:.1%}")
-            if not search.correct(exposed_ms, passes_ms):
-                break
-        return search.rate_bps
-
-    @staticmethod
-    def _exposure(step: Step) -> tuple[float, float, float]:
-        """Medians over some steps: exposed time (mean of the ranks), both passes (slower rank), bytes (larger)."""
-        exposed, passes, sent = [], [], []
-        for _ in range(_STEPS_PER_RATE):
-            ranks = [Sample(*values) for values in on_both_ranks(step.run()[0])]
-            waits = [rank.exposed_forward_ms + rank.exposed_backward_ms + rank.counts_ms for rank in ranks]
-            exposed.append(statistics.mean(waits))
-            passes.append(max(rank.forward_ms + rank.backward_ms for rank in ranks))
-            sent.append(max(rank.payload_bytes for rank in ranks))
-        return statistics.median(exposed), statistics.median(passes), statistics.median(sent)
+        return find_rate(case.exposed_share, exposure(free), baseline, self._set_rate)
 
     def _sweep(self, index: int, steps: Mapping[str, Step]) -> dict[str, Any]:
         """All variants in turns, in an order that rotates from repeat to repeat."""
         names = list(steps)
         samples: dict[str, list[list[list[float]]]] = {name: [] for name in names}
-        before, start_s, own_s = cpu_times(self._job.cores), time.monotonic(), _own_cpu_s()
+        watch = CpuWatch(self._job.cores)
         for repeat in range(self._job.repeats):
             turn = repeat % len(names)
             for name in names[turn:] + names[:turn]:
                 samples[name].append(on_both_ranks(steps[name].run()[0]))
-        seen = disturbance(
-            before,
-            cpu_times(self._job.cores),
-            _own_cpu_s() - own_s,
-            time.monotonic() - start_s,
-            len(self._job.cores),
-        )
-        self._tell(index, seen, time.monotonic() - start_s)
-        return {"disturbance": {**asdict(seen), "is_disturbed": seen.is_disturbed}, "samples": samples}
+        return {"disturbance": watch.seen(f"sweep {index + 1} of {self._job.sweeps}"), "samples": samples}
 
-    def _tell(self, index: int, seen: Disturbance, elapsed_s: float) -> None:
-        verdict = "DISTURBED: " if seen.is_disturbed else ""
-        say(f"  sweep {index + 1} of {self._job.sweeps}: {elapsed_s:.0f} s; {verdict}{seen}")
+
+def set_rate(interface: str, rate_bps: float) -> None:
+    """Cap what this rank sends; the other one does the same. Collective."""
+    dist.barrier()
+    run_command(shaping_command(interface, rate_bps))
+    dist.barrier()
+
+
+def find_rate(
+    share: float, free: tuple[float, float, float], baseline: Step, set_rate: Callable[[float], None]
+) -> float:
+    """The rate at which ``baseline`` waits for ``share`` of its forward and backward pass. Collective.
+
+    Args:
+        free: :func:`exposure` on a free link.
+    """
+    exposed_ms, passes_ms, payload_bytes = free
+    search = RateSearch(share, passes_ms - exposed_ms, exposed_ms, payload_bytes)
+    for _ in range(_RATE_CORRECTIONS):
+        set_rate(search.rate_bps)
+        baseline.run()
+        exposed_ms, passes_ms, _ = exposure(baseline)
+        say(f"  at {search.rate_bps / 1e6:.0f} Mbit/s {baseline.variant.name} exposes {exposed_ms / passes_ms:.1%}")
+        if not search.correct(exposed_ms, passes_ms):
+            break
+    return search.rate_bps
+
+
+def exposure(step: Step) -> tuple[float, float, float]:
+    """Medians over some steps: exposed time (mean of the ranks), both passes (slower rank), bytes (larger)."""
+    exposed, passes, sent = [], [], []
+    for _ in range(_STEPS_PER_RATE):
+        ranks = [Sample(*values) for values in on_both_ranks(step.run()[0])]
+        exposed.append(statistics.mean(rank.exposed_ms for rank in ranks))
+        passes.append(max(rank.forward_ms + rank.backward_ms for rank in ranks))
+        sent.append(max(rank.payload_bytes for rank in ranks))
+    return statistics.median(exposed), statistics.median(passes), statistics.median(sent)
+
+
+class CpuWatch:
+    """From now on watches what else runs on the cores. Collective."""
+
+    def __init__(self, cores: list[int]) -> None:
+        self._cores = cores
+        self._own_s = _own_cpu_s()
+        self._before, self._start_s = cpu_times(cores), time.monotonic()
+
+    def seen(self, what: str) -> dict[str, Any]:
+        """What was seen since then, said on rank 0 and for the JSON file. Collective.
+
+        Args:
+            what: that was measured meanwhile.
+        """
+        elapsed_s, after = time.monotonic() - self._start_s, cpu_times(self._cores)
+        found = disturbance(self._before, after, _own_cpu_s() - self._own_s, elapsed_s, len(self._cores))
+        say(f"  {what}: {elapsed_s:.0f} s; {'DISTURBED: ' if found.is_disturbed else ''}{found}")
+        return {**asdict(found), "is_disturbed": found.is_disturbed}
 
 
 def relative_error(ours: torch.Tensor, stock: torch.Tensor) -> float:

@@ -82,7 +82,7 @@ def prepare(model: GPTModel, variant: Variant, link: Link) -> Callable[[], Abstr
                 attend_with_sdpa(layer.self_attention, recomputed=False)
         return link.carries_stock
     fills = plan.dw_policy is DwPolicy.FILL
-    store = WeightGradStore(plan.dw_window, link.stats, plan.dw_memory_bytes) if fills else None
+    store = WeightGradStore.of(plan, link.stats) if fills else None
     kind = _BlockingBackward if variant.blocks_in_backward else Comm
     own_rank = parallel_state.get_expert_model_parallel_rank()
     overlap(model, plan, kind(link.transport, store, link.stats, own_rank), variant.sdpa)

@@ -1,7 +1,8 @@
 """One variant of the training step, ready to run, and what a run of it is measured by."""
 
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.live_memory import LiveMemory
 from benchmarks.network import model
-from benchmarks.network.cases import Case, Variant
+from benchmarks.network.cases import Shape, Variant
 from benchmarks.network.links import Link
 from benchmarks.network.routing import set_expert_shares, take_expert_shares
 
@@ -44,6 +45,11 @@ class Sample:
     payload_bytes: float
     reduced_bytes: float
 
+    @property
+    def exposed_ms(self) -> float:
+        """Time blocked in waits, for counts too."""
+        return self.exposed_forward_ms + self.exposed_backward_ms + self.counts_ms
+
 
 SAMPLE_FIELDS = [field.name for field in fields(Sample)]
 
@@ -55,34 +61,47 @@ class Step:
         module: the model itself, without DDP.
     """
 
-    def __init__(self, case: Case, variant: Variant, link: Link, weights: dict[str, torch.Tensor] | None) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        variant: Variant,
+        link: Link,
+        weights: dict[str, torch.Tensor] | None,
+        has_optimizer: bool = False,
+    ) -> None:
         """
         Args:
-            weights: to start from, and the routers' biases; None for fresh ones with the case's expert shares.
+            weights: to start from, and the routers' biases; None for fresh ones with the shape's expert shares.
+            has_optimizer: gradient reduction and optimizer step are in the timed region too.
         """
         self.variant = variant
         self._link = link
-        self.module = model.build(case.shape)
+        self.module = model.build(shape)
         rank = dist.get_rank()
         if weights is not None:
             self.module.load_state_dict(weights)
         else:
             with link.carries_stock():
-                calibration = model.make_forward(self.module, case.shape, rank)
-                set_expert_shares(self.module, calibration, case.shape.expert_shares())
+                calibration = model.make_forward(self.module, shape, rank)
+                set_expert_shares(self.module, calibration, shape.expert_shares())
         self._context = model.prepare(self.module, variant, link)
         self._ddp = model.wrap(self.module, variant)
-        self._forward = model.make_forward(self._ddp, case.shape, rank)
-        self._optimizer = model.make_optimizer(self._ddp) if case.optimizer else None
-        self._reduced_bytes = self._reduction_bytes() if case.optimizer else 0
+        self._forward = model.make_forward(self._ddp, shape, rank)
+        self._optimizer = model.make_optimizer(self._ddp) if has_optimizer else None
+        self._reduced_bytes = self._reduction_bytes() if has_optimizer else 0
 
-    def run(self) -> tuple[Sample, torch.Tensor]:
-        """One step, begun together with the other rank's; the sample of this rank, and the loss."""
+    def run(self, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> tuple[Sample, torch.Tensor]:
+        """One step, begun together with the other rank's; the sample of this rank, and the loss.
+
+        Args:
+            around: makes a context around the timed region.
+        """
         with self._context():
             self._ddp.zero_grad_buffer()
             self._link.stats.take()
             dist.barrier()
-            return self._timed()
+            with around():
+                return self._timed()
 
     def _timed(self) -> tuple[Sample, torch.Tensor]:
         stats, optimizer = self._link.stats, self._optimizer

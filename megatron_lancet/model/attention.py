@@ -191,27 +191,70 @@ def attend_with_sdpa(attention: torch.nn.Module, recomputed: bool) -> None:
     Raises:
         UsageError: it has parts that the kernel lacks.
     """
-    assert isinstance(attention, Attention)
-    config = attention.config
-    for what, used in {
-        "--window-size": config.window_size is not None,
-        f"--softmax-type {config.softmax_type}": config.softmax_type != "vanilla",
-    }.items():
-        if used:
-            raise UsageError(
-                f"{what} does not work with sequence chunks or --lancet-attention sdpa: the fused kernel lacks it. "
-                "Drop it, or pass --lancet-chunk-dim batch --lancet-attention stock."
+    SwitchableAttention(attention, recomputed).use_sdpa()
+
+
+class SwitchableAttention:
+    """A self-attention that Megatron built, and how it was then: it can use the fused kernel and be put back."""
+
+    def __init__(self, attention: torch.nn.Module, recomputed: bool) -> None:
+        """
+        Args:
+            recomputed: whether it runs again in the backward pass.
+        """
+        assert isinstance(attention, Attention)
+        self._attention = attention
+        self._recomputed = recomputed
+        self._core_class = type(attention.core_attention)
+        self._checkpoints = attention.checkpoint_core_attention
+        # Of multi-latent attention; others get their positions from outside.
+        self._rotary = (
+            getattr(attention, "rotary_pos_emb", None) if isinstance(attention, MultiLatentAttention) else None
+        )
+        self._rotary_class = type(self._rotary)
+
+    def check(self) -> None:
+        """
+        Raises:
+            UsageError: it has parts that the kernel lacks.
+        """
+        config = self._attention.config
+        for what, used in {
+            "--window-size": config.window_size is not None,
+            f"--softmax-type {config.softmax_type}": config.softmax_type != "vanilla",
+        }.items():
+            if used:
+                raise UsageError(
+                    f"{what} does not work with sequence chunks or --lancet-attention sdpa: the fused kernel lacks it. "
+                    "Drop it, or pass --lancet-chunk-dim batch --lancet-attention stock."
+                )
+
+    def use_sdpa(self) -> None:
+        """Use the fused kernel; sequence chunks need it.
+
+        Raises:
+            UsageError: the attention has parts that the kernel lacks, or is of a class that is not known.
+        """
+        self.check()
+        attention = self._attention
+        if not isinstance(attention.core_attention, SdpaAttention):
+            adopt(attention.core_attention, SdpaAttention)
+        attention.core_attention.recomputed = self._recomputed
+        # What this recomputes is never kept here: the fused kernel saves its inputs and its output. With context
+        # parallelism its inputs are all ranks' keys and values, which may be gathered again.
+        if attention.config.context_parallel_size == 1:
+            attention.checkpoint_core_attention = False
+        if self._rotary is not None and not isinstance(self._rotary, _PositionedRotary | _PositionedYarnRotary):
+            adopt(
+                self._rotary, _PositionedYarnRotary if self._rotary_class is YarnRotaryEmbedding else _PositionedRotary
             )
-    if not isinstance(attention.core_attention, SdpaAttention):
-        adopt(attention.core_attention, SdpaAttention)
-    attention.core_attention.recomputed = recomputed
-    # What this recomputes is never kept here: the fused kernel saves its inputs and its output. With context
-    # parallelism its inputs are all ranks' keys and values, which may be gathered again.
-    if attention.config.context_parallel_size == 1:
-        attention.checkpoint_core_attention = False
-    if isinstance(attention, MultiLatentAttention):
-        rotary = attention.rotary_pos_emb
-        adopt(rotary, _PositionedYarnRotary if type(rotary) is YarnRotaryEmbedding else _PositionedRotary)
+
+    def use_built(self) -> None:
+        """Back to what Megatron built."""
+        self._attention.core_attention.__class__ = self._core_class
+        self._attention.checkpoint_core_attention = self._checkpoints
+        if self._rotary is not None:
+            self._rotary.__class__ = self._rotary_class
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 
 from megatron_lancet.model.prefix import Prefix
-from megatron_lancet.schedule.plan import ChunkDim, Plan
+from megatron_lancet.schedule.plan import ChunkDim, Segment
 
 _DIMS = {ChunkDim.SEQUENCE: 0, ChunkDim.BATCH: 1}
 """Of hidden states [S, B, H]."""
@@ -51,29 +51,29 @@ class Chunk:
         return self.index == self.num_chunks - 1
 
 
-def split_hidden(hidden_SBH: torch.Tensor, plan: Plan) -> Sequence[torch.Tensor]:
+def split_hidden(hidden_SBH: torch.Tensor, segment: Segment) -> Sequence[torch.Tensor]:
     """Values of each chunk, [s, b, ...] contiguous, of a tensor [S, B, ...]."""
-    if plan.num_chunks == 1:
+    if segment.num_chunks == 1:
         return [hidden_SBH]
-    dim = _DIMS[plan.chunk_dim]
+    dim = _DIMS[segment.chunk_dim]
     # One split node: its backward writes each chunk's gradient once, slices would add k padded tensors.
-    return [part.contiguous() for part in torch.split(hidden_SBH, plan.chunk_sizes(hidden_SBH.size(dim)), dim=dim)]
+    return [part.contiguous() for part in torch.split(hidden_SBH, segment.chunk_sizes(hidden_SBH.size(dim)), dim=dim)]
 
 
-def merge_hidden(parts: Sequence[torch.Tensor], plan: Plan) -> torch.Tensor:
+def merge_hidden(parts: Sequence[torch.Tensor], segment: Segment) -> torch.Tensor:
     """Inverse of :func:`split_hidden`."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=_DIMS[plan.chunk_dim])
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=_DIMS[segment.chunk_dim])
 
 
-def split_rows(rows_TX: torch.Tensor, shape: torch.Size, plan: Plan) -> Sequence[torch.Tensor]:
+def split_rows(rows_TX: torch.Tensor, shape: torch.Size, segment: Segment) -> Sequence[torch.Tensor]:
     """Rows of each chunk, [s * b, X], of the rows [S * B, X] of a tensor whose first dimensions are ``shape``."""
-    parts = split_hidden(rows_TX.view(*shape[:2], -1), plan)
+    parts = split_hidden(rows_TX.view(*shape[:2], -1), segment)
     return [part.view(-1, rows_TX.size(-1)) for part in parts]
 
 
 def make_chunks(
     parts: Sequence[torch.Tensor],
-    plan: Plan,
+    segment: Segment,
     attention_mask: torch.Tensor | None = None,
     rotary_pos_emb: torch.Tensor | None = None,
     attention_bias: torch.Tensor | None = None,
@@ -85,9 +85,9 @@ def make_chunks(
         attention_mask: [B or 1, 1, S, S] or None. Sequence chunks take it for the causal mask.
         rotary_pos_emb: [S, 1, 1, R] or None.
     """
-    sizes = [part.size(_DIMS[plan.chunk_dim]) for part in parts]
-    num, dim = len(parts), _DIMS[plan.chunk_dim]
-    if num == 1 or plan.chunk_dim is ChunkDim.BATCH:
+    sizes = [part.size(_DIMS[segment.chunk_dim]) for part in parts]
+    num, dim = len(parts), _DIMS[segment.chunk_dim]
+    if num == 1 or segment.chunk_dim is ChunkDim.BATCH:
         masks = _split_mask(attention_mask, sizes)
         return [Chunk(i, num, dim, 0, None, masks[i], rotary_pos_emb, attention_bias) for i in range(num)]
     assert attention_bias is None, "refused when the plan was chosen"

@@ -43,7 +43,12 @@ class GroupingSequentialMLP(SequentialMLP):
 
     On a CPU the GEMMs give the same bits. Activations may not: which elements of a tensor torch computes without
     vector instructions, and rounds in another way, depends on the tensor's size.
+
+    Attributes:
+        may_group: False keeps them sequential. May change between steps.
     """
+
+    may_group: bool = True
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -58,7 +63,7 @@ class GroupingSequentialMLP(SequentialMLP):
         Returns:
             [m, H], and no bias: it is added already.
         """
-        together = self._together()
+        together = self._together() if self.may_group else None
         num_experts, num_rows = len(self.local_experts), permuted_local_hidden_states.size(0)
         weight = self.local_experts[0].linear_fc1.weight
         if together is None or not torch.is_grad_enabled() or not grouped_is_faster(num_experts, num_rows, weight):

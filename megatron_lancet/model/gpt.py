@@ -8,63 +8,131 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import adopt
-from megatron_lancet.model.attention import attend_with_sdpa
+from megatron_lancet.model.attention import SwitchableAttention
 from megatron_lancet.model.delayed_wgrad import delays_own_weight_grad, feed_from
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.experts import GroupingSequentialMLP
-from megatron_lancet.model.linear import can_defer, defer_weight_grad
+from megatron_lancet.model.linear import (
+    DeferredColumnParallelLinear,
+    DeferredRowParallelLinear,
+    can_defer,
+    defer_weight_grad,
+)
 from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.recompute import recompute_of_layer
 from megatron_lancet.model.router import ChunkedTopKRouter
+from megatron_lancet.model.traced_ends import trace_ends
 from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
 from megatron_lancet.model.transformer_layer import OverlappingLayer
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.schedule.plan import ChunkDim, Plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, Segment
 
 
 def overlap(model: GPTModel, plan: Plan, comm: Comm, sdpa: bool = False) -> None:
     """Give ``model`` the overlapping transformer block, in place; parameters and their names stay as they are.
 
-    Call it after Megatron built the model and before DDP wraps it.
+    Call it after Megatron built the model and before DDP wraps it. With a store in ``comm`` the linear layers are
+    prepared for deferral, also where this plan defers nothing: :func:`set_plan` can then put any other in its place.
 
     Args:
-        sdpa: use torch's fused attention kernel also where the plan doesn't need it.
+        sdpa: use torch's fused attention kernel also where a plan doesn't need it.
 
     Raises:
-        UsageError: the model has parts that the overlapping block does not know.
+        UsageError: the model has parts that the overlapping block does not know, or the plan is another model's.
     """
     block = adopt(model.decoder, OverlappingTransformerBlock)
-    block.plan = plan
     block.comm = comm
-    # With one chunk results are stock's to the bit; chunks change the order of sums anyway, so that others may too.
-    exact = plan.num_chunks == 1
-    block.overlapping_layers = [_prepare_layer(layer, index, comm, exact) for index, layer in enumerate(block.layers)]
-    needs_sdpa = plan.num_chunks > 1 and plan.chunk_dim is ChunkDim.SEQUENCE and plan.range.has_attention
-    if sdpa or needs_sdpa:
-        for layer in block.overlapping_layers:
-            attend_with_sdpa(layer.stock.self_attention, layer.recompute.attention)
+    block.overlapping_layers = [_prepare_layer(layer, index, comm) for index, layer in enumerate(block.layers)]
     if comm.store is not None:
         for linear, name in _deferrable_linears(model):
             if delays_own_weight_grad(linear):
                 feed_from(linear, name, comm.store)
             else:
-                defer_weight_grad(linear, name, comm.store, accumulate_in_gemm=not exact)
+                defer_weight_grad(linear, name, comm.store)
+    trace_ends(model, comm)
+    block.uses_sdpa_everywhere = sdpa
+    set_plan(model, plan)
 
 
-def _prepare_layer(layer: torch.nn.Module, index_in_stage: int, comm: Comm, exact: bool) -> OverlappingLayer:
+def set_plan(model: GPTModel, plan: Plan) -> None:
+    """Make a model that :func:`overlap` prepared run by ``plan`` from the next step on. Call between steps.
+
+    All ranks must do it between the same two steps. Only the order of sums changes with it.
+
+    Raises:
+        UsageError: the plan is another model's, or needs what the model lacks; the model is unchanged then.
+        AssertionError: the last backward pass is not over, or the plan defers dW and the model is not prepared for it.
+    """
+    block = model.decoder
+    assert isinstance(block, OverlappingTransformerBlock)
+    check_layers(plan, model.config.num_layers)
+    segments = [(layer, plan.segment_of(layer.stock.layer_number)) for layer in block.overlapping_layers]
+    with_sdpa = [layer for layer, segment in segments if block.uses_sdpa_everywhere or _needs_sdpa(segment)]
+    for layer in with_sdpa:
+        layer.attention.check()
+    store = block.comm.store
+    assert store is not None or plan.dw_policy is DwPolicy.NONE, "dW can't be deferred in a model without a store"
+    if store is not None:
+        store.follow(plan)
+    block.run_by(plan)
+    for layer, segment in segments:
+        if layer in with_sdpa:
+            layer.attention.use_sdpa()
+        else:
+            layer.attention.use_built()
+        _set_exact(layer.stock, _is_exact(segment))
+    if model.post_process:
+        _set_exact(model.output_layer, _is_exact(plan.segments[-1]))
+
+
+def check_layers(plan: Plan, num_layers: int) -> None:
+    """
+    Raises:
+        UsageError: the plan's segments are not those of a model with ``num_layers`` layers.
+    """
+    last = plan.segments[-1]
+    if last.first_layer > num_layers or last.last_layer not in (None, num_layers):
+        raise UsageError(
+            f"the plan is of a model with {last.last_layer or f'at least {last.first_layer}'} layers, and this one has "
+            f"{num_layers}. Use a plan that was made for this model."
+        )
+
+
+def _needs_sdpa(segment: Segment) -> bool:
+    return segment.num_chunks > 1 and segment.chunk_dim is ChunkDim.SEQUENCE and segment.range.has_attention
+
+
+def _is_exact(segment: Segment) -> bool:
+    """With one chunk results are stock's to the bit; chunks change the order of sums anyway, so that others may too."""
+    return segment.num_chunks == 1
+
+
+def _set_exact(part: torch.nn.Module, exact: bool) -> None:
+    """Whether a layer of the model may change the order of sums by itself."""
+    for module in part.modules():
+        if isinstance(module, GroupingSequentialMLP):
+            module.may_group = not exact
+        elif isinstance(module, DeferredColumnParallelLinear | DeferredRowParallelLinear):
+            module.accumulate_in_gemm = not exact
+
+
+def _prepare_layer(layer: torch.nn.Module, index_in_stage: int, comm: Comm) -> OverlappingLayer:
     assert isinstance(layer, TransformerLayer)
     recompute = recompute_of_layer(layer.config, index_in_stage)
+    attention = SwitchableAttention(layer.self_attention, recompute.attention)
     if not isinstance(layer.mlp, MoELayer):
         layer.recompute_mlp = False  # ours now
-        return OverlappingLayer(layer, None, recompute)
+        return OverlappingLayer(layer, None, attention, comm, recompute)
     layer.mlp.shared_experts_recompute = False
     adopt(layer.mlp.router, ChunkedTopKRouter).begin_micro_batch()
-    if type(layer.mlp.experts) is SequentialMLP and not exact:
+    if type(layer.mlp.experts) is SequentialMLP:
         adopt(layer.mlp.experts, GroupingSequentialMLP)
     stock = layer.mlp.token_dispatcher
     dispatcher = AllToAllDispatcher(comm, layer.config.num_moe_experts, stock.ep_size, stock.tp_group)
-    return OverlappingLayer(layer, OverlappingMoE(layer.mlp, dispatcher, comm, recompute), recompute)
+    moe = OverlappingMoE(layer.mlp, dispatcher, comm, recompute)
+    return OverlappingLayer(layer, moe, attention, comm, recompute)
 
 
 def _deferrable_linears(model: GPTModel) -> Iterator[tuple[torch.nn.Module, str]]:

@@ -82,12 +82,12 @@ class _DeferredWeightGrad:
     weight: torch.nn.Parameter
     store: WeightGradStore
     weight_name: str
-    accumulate_in_gemm: bool
     deferred: DeferredWeight | None
+    accumulate_in_gemm: bool = False
+    """See :class:`DeferredWeight`. May change between steps."""
 
-    def begin_deferring(self, name: str, store: WeightGradStore, accumulate_in_gemm: bool) -> None:
+    def begin_deferring(self, name: str, store: WeightGradStore) -> None:
         """Mark the weight for DDP, whose wrapper calls back below."""
-        self.accumulate_in_gemm = accumulate_in_gemm
         self.weight_name = name
         self.store = store
         self.deferred = None
@@ -95,7 +95,7 @@ class _DeferredWeightGrad:
 
     def register_wgrad_accumulation_and_reduce_hooks(self, report_ready: Callable[[], None]) -> None:
         """Called by DDP for each parameter of this module that is marked as deferred."""
-        deferred = self.deferred = DeferredWeight(self.weight, self.weight_name, report_ready, self.accumulate_in_gemm)
+        deferred = self.deferred = DeferredWeight(self.weight, self.weight_name, report_ready)
         # Autograd visits this node after the last use of the weight in a backward pass, though every use returned
         # None: by then all dWs have been put. The node must be kept alive: the hook goes with it.
         use = self.weight.expand_as(self.weight).grad_fn
@@ -105,11 +105,11 @@ class _DeferredWeightGrad:
         self._accumulate_grad.register_hook(lambda *_: self.store.enumerated(deferred))
 
     def _defer(self, grad_TO: torch.Tensor, input_TI: torch.Tensor) -> None:
-        deferred = self.deferred
+        deferred, in_gemm = self.deferred, self.accumulate_in_gemm
         assert deferred is not None
 
         def compute() -> None:
-            deferred.add_product(grad_TO, input_TI)
+            deferred.add_product(grad_TO, input_TI, in_gemm)
 
         self.store.put(deferred, compute, num_bytes=grad_TO.nbytes + input_TI.nbytes)
 
@@ -139,17 +139,14 @@ def can_defer(module: torch.nn.Module) -> bool:
     return bool(linear.explicit_expert_comm) or not getattr(linear, "allreduce_dgrad", False)
 
 
-def defer_weight_grad(
-    module: torch.nn.Module, name: str, store: WeightGradStore, accumulate_in_gemm: bool = False
-) -> None:
+def defer_weight_grad(module: torch.nn.Module, name: str, store: WeightGradStore) -> None:
     """Make a linear layer put its dW into ``store``. Call before DDP wraps the model.
 
     Args:
         name: of the op, for messages.
-        accumulate_in_gemm: see :class:`DeferredWeight`.
     """
     column = isinstance(module, ColumnParallelLinear)
     linear: _DeferredWeightGrad = (
         adopt(module, DeferredColumnParallelLinear) if column else adopt(module, DeferredRowParallelLinear)
     )
-    linear.begin_deferring(name, store, accumulate_in_gemm)
+    linear.begin_deferring(name, store)

@@ -11,6 +11,7 @@ from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher, Rout
 from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.trace import enter, leave
 from megatron_lancet.schedule.ops import Op, Phase
 
 Steps = Generator[Op, None, torch.Tensor]
@@ -43,7 +44,10 @@ def moe_steps(moe: OverlappingMoE, hidden: torch.Tensor, chunk: Chunk) -> Steps:
     Returns:
         [s, b, H].
     """
+    trace, number = moe.comm.trace, moe.stock.layer_number
+    hidden = enter(trace, hidden, number, chunk.index, "gate")
     probs, routing_map = moe.stock.router(hidden, chunk=chunk)
+    leave(trace, number, chunk.index, "gate")
     return (yield from routed_steps(moe, hidden, probs, routing_map, chunk))
 
 
@@ -64,25 +68,45 @@ def routed_steps(
     def op(kind: str) -> Op:
         return Op(moe.stock.layer_number, chunk.index, Phase.FORWARD, kind)
 
-    dispatcher, comm = moe.dispatcher, moe.comm
+    dispatcher, comm, trace = moe.dispatcher, moe.comm, moe.comm.trace
+    place = moe.stock.layer_number, chunk.index
+    probs = enter(trace, probs, *place, "permute")
     counts = dispatcher.start_counts(op("counts"), routing_map)
     rows = dispatcher.permute(hidden, probs, routing_map, num_rows(moe.stock, routing_map))
     dispatch = AllToAll(comm, op("dispatch"), counts)
     ticket = dispatch.issue(rows.tokens, rows.probs)
-    shared_output = maybe_recomputed(moe.recompute.shared_experts, moe.stock.shared_experts_compute, hidden)
+    leave(trace, *place, "permute")
+    shared_output = _shared_output(moe, hidden, chunk)
     yield dispatch.op
     tokens, token_probs = dispatch.wait(ticket)
     routes = counts.land()
+    if trace is not None:
+        trace.received(str(op("experts")), tokens.size(0))
 
     output = maybe_recomputed(moe.recompute.experts, _run_experts, moe, tokens, token_probs, routes, probs.dtype)
 
     combine = AllToAll(comm, op("combine"), routes.splits.reversed())
     ticket = combine.issue(output)
+    leave(trace, *place, "experts")
     yield combine.op
     (output,) = combine.wait(ticket)
 
     output = dispatcher.unpermute(output, rows)
-    return output if shared_output is None else output + shared_output
+    if shared_output is not None:
+        output = output + shared_output
+    leave(trace, *place, "merge")
+    return output
+
+
+def _shared_output(moe: OverlappingMoE, hidden: torch.Tensor, chunk: Chunk) -> torch.Tensor | None:
+    """What the experts that see all tokens make of them, [s, b, H]; None without such experts."""
+    if not moe.stock.use_shared_expert:
+        return None
+    place = moe.comm.trace, moe.stock.layer_number, chunk.index
+    hidden = enter(place[0], hidden, *place[1:], "shared_experts")
+    output = maybe_recomputed(moe.recompute.shared_experts, moe.stock.shared_experts_compute, hidden)
+    leave(*place, "shared_experts")
+    return output
 
 
 def _run_experts(

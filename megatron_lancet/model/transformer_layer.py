@@ -8,10 +8,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
 
-from megatron_lancet.model.attention import at_positions
+from megatron_lancet.model.attention import SwitchableAttention, at_positions
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.moe_layer import OverlappingMoE, Steps, moe_steps
 from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.trace import enter, leave
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,15 @@ class OverlappingLayer:
     Attributes:
         stock: the layer.
         moe: its experts, None for a dense layer.
+        attention: its self-attention's kernel.
+        comm: all-to-alls of the model.
         recompute: which of its segments are recomputed in the backward pass.
     """
 
     stock: TransformerLayer
     moe: OverlappingMoE | None
+    attention: SwitchableAttention
+    comm: Comm
     recompute: Recompute = NOTHING
 
 
@@ -42,7 +48,9 @@ def layer_steps(layer: OverlappingLayer, hidden: torch.Tensor, chunk: Chunk) -> 
         return _run_dense(layer, hidden, chunk)
     hidden, normed = _attend_and_norm(layer, hidden, chunk)
     output = yield from moe_steps(layer.moe, normed, chunk)
-    return _add_residual(layer.stock, output, hidden)
+    hidden = _add_residual(layer.stock, output, hidden)
+    leave(layer.comm.trace, layer.stock.layer_number, chunk.index, "merge")
+    return hidden
 
 
 def layer_around_experts(
@@ -64,12 +72,22 @@ def layer_around_experts(
     if layer.moe is None:
         return _run_dense(layer, hidden, whole)
     hidden, normed = _attend_and_norm(layer, hidden, whole)
-    return _add_residual(layer.stock, run_experts(layer.moe, normed), hidden)
+    place = layer.stock.layer_number, whole.index
+    output = enter(layer.comm.trace, run_experts(layer.moe, normed), *place, "merge")
+    hidden = _add_residual(layer.stock, output, hidden)
+    leave(layer.comm.trace, *place, "merge")
+    return hidden
 
 
 def _run_dense(layer: OverlappingLayer, hidden: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    trace, place = layer.comm.trace, (layer.stock.layer_number, chunk.index)
+    hidden = enter(trace, hidden, *place, "attention")
     hidden = maybe_recomputed(layer.recompute.attention, attend, layer.stock, hidden, chunk)
-    return maybe_recomputed(layer.recompute.mlp, layer.stock._forward_mlp, hidden)
+    leave(trace, *place, "attention")
+    hidden = enter(trace, hidden, *place, "mlp")
+    hidden = maybe_recomputed(layer.recompute.mlp, layer.stock._forward_mlp, hidden)
+    leave(trace, *place, "mlp")
+    return hidden
 
 
 def _attend_and_norm(layer: OverlappingLayer, hidden: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,7 +97,11 @@ def _attend_and_norm(layer: OverlappingLayer, hidden: torch.Tensor, chunk: Chunk
         hidden = attend(layer.stock, hidden, chunk)
         return hidden, apply_module(layer.stock.pre_mlp_layernorm)(hidden)
 
-    return maybe_recomputed(layer.recompute.attention, segment, hidden)
+    trace, place = layer.comm.trace, (layer.stock.layer_number, chunk.index)
+    hidden = enter(trace, hidden, *place, "attention")
+    hidden, normed = maybe_recomputed(layer.recompute.attention, segment, hidden)
+    leave(trace, *place, "attention")
+    return hidden, normed
 
 
 def attend(layer: TransformerLayer, hidden: torch.Tensor, chunk: Chunk) -> torch.Tensor:

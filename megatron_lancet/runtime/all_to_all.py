@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from megatron_lancet.runtime.comm import Comm, Flight, PendingSplits, RowSplits
-from megatron_lancet.schedule.ops import Op
+from megatron_lancet.schedule.ops import Op, Phase
+
+_NEEDS_ROWS_OF = {"dispatch": "experts", "combine": "merge"}
+"""The op that the rows of an all-to-all are for: its backward ends where the gradient's all-to-all is issued."""
 
 
 class AllToAll:
@@ -33,7 +36,10 @@ class AllToAll:
 
     def issue(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Sends rows [N, ...] of each tensor. They must not be changed afterwards."""
-        return _Issue.apply(self, *tensors)
+        ticket: torch.Tensor = _Issue.apply(self, *tensors)
+        if ticket.requires_grad and self._comm.scheduler is not None:
+            self._comm.scheduler.expect_backward()
+        return ticket
 
     def wait(self, ticket: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The received rows, [M, ...] of each tensor."""
@@ -52,19 +58,30 @@ class AllToAll:
 
     def _issue_backward(self, grads: tuple[torch.Tensor, ...]) -> None:
         splits = self._splits if isinstance(self._splits, RowSplits) else self._splits.splits()
+        if self._comm.scheduler is not None:
+            self._comm.scheduler.issued()
         self._backward = self._comm.start(self.op.mirrored(), grads, splits.reversed())
+        if self._comm.trace is not None:
+            kind = _NEEDS_ROWS_OF[self.op.kind]
+            self._comm.trace.end(str(Op(self.op.layer, self.op.chunk, Phase.INPUT_GRAD, kind)))
 
     def _wait_backward(self) -> tuple[torch.Tensor, ...]:
         assert self._backward is not None, f"{self.op.mirrored()} is waited for but was not issued"
         flight, self._backward = self._backward, None
+        grads = self._land_behind_weight_grads(flight)
+        if self._comm.scheduler is not None:
+            self._comm.scheduler.passed(self.op)
+        return grads
+
+    def _land_behind_weight_grads(self, flight: Flight) -> tuple[torch.Tensor, ...]:
         store = self._comm.store
         if store is None:
             return flight.land()
         if flight.on_cuda:
             # The host runs ahead of the device and can't tell when the message lands: a fixed share goes here.
-            store.run_up_to_previous()
+            store.run_up_to_previous(self.op.mirrored())
         else:
-            store.fill(flight.in_flight)
+            store.fill(flight.in_flight, self.op.mirrored())
         grads = flight.land()
         store.pass_all_to_all()
         return grads

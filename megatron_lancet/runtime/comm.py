@@ -21,9 +21,11 @@ from typing import Protocol
 
 import torch
 
+from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.packing import RowLayout
 from megatron_lancet.runtime.peers import Peers, listed
+from megatron_lancet.runtime.trace import Trace, waiting
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.runtime.wire import Armed, CountsTransfer, Transfer, Transport
 from megatron_lancet.schedule.ops import Op
@@ -55,7 +57,11 @@ class PendingSplits(Protocol):
 
 
 class Comm:
-    """What all all-to-alls of a model share: transport, deferred dWs, counters, and where this rank stands."""
+    """What all all-to-alls of a model share: transport, deferred dWs, counters, and where this rank stands.
+
+    Attributes:
+        trace: of the present step, None where nothing is recorded.
+    """
 
     def __init__(
         self,
@@ -64,20 +70,30 @@ class Comm:
         stats: CommStats,
         own_rank: int,
         peers: Peers | None = None,
+        scheduler: CommScheduler | None = None,
     ) -> None:
         """
         Args:
             own_rank: in the expert-parallel group.
             peers: names the rank that is to blame when a message does not come; None leaves it unnamed.
+            scheduler: of gradient reductions that give way to all-to-alls; None where they don't.
         """
         self.transport = transport
         self.store = store
         self.stats = stats
+        self.scheduler = scheduler
+        self.trace: Trace | None = None
         self._own_rank = own_rank
         self._peers = peers
         self._last: tuple[str, Op] | None = None
         self._armed: deque[Flight] = deque()
         self._leaving = threading.Lock()
+
+    def record_to(self, trace: Trace | None) -> None:
+        """From now on record ops, waits, dWs and messages there; None: nowhere. Call between steps."""
+        self.trace = trace
+        if self.store is not None:
+            self.store.trace = trace
 
     @property
     def position(self) -> str:
@@ -102,7 +118,12 @@ class Comm:
         """Starts the exchange of token counts, [E] per expert of all ranks, ordered by expert."""
         self._keep_order()
         self.stands("issued", op)
-        return CountsFlight(self, op, self.transport.exchange_counts(counts))
+        transfer = self.transport.exchange_counts(counts)
+        if self.trace is not None and not self.transport.is_alone:
+            transfer.watch()
+            # Of Q equal parts one stays here. Q is the number of ranks that exchange counts, e experts each.
+            self.trace.sent(str(op), counts.nbytes - transfer.own_bytes, transfer)
+        return CountsFlight(self, op, transfer)
 
     def start(self, op: Op, tensors: tuple[torch.Tensor, ...], splits: RowSplits) -> "Flight":
         """Starts an all-to-all of ``tensors``, each [N, ...]."""
@@ -134,7 +155,7 @@ class Comm:
     def _keep_order(self) -> None:
         """Called before a collective is started: what was armed goes first where the order matters."""
         if self._armed and not self.transport.leaves_by_itself:
-            with self._waiting_for_counts():
+            with self._waiting_for_counts(), waiting(self.trace, self._armed[0].waits_for):
                 while self._armed:
                     self._armed.popleft().leave_when_known()
 
@@ -151,10 +172,13 @@ class Comm:
             while self._armed and self._armed[0].is_ready():
                 self._armed.popleft().leave_when_known()
 
-    def count(self, splits: RowSplits, row_bytes: int) -> None:
-        """One more all-to-all. Called on the computing thread."""
-        self.stats.add("payload_bytes", (sum(splits.sent) - splits.sent[self._own_rank]) * row_bytes)
+    def count(self, op: Op, splits: RowSplits, row_bytes: int, transfer: Transfer) -> None:
+        """One more all-to-all, which has come. Called on the computing thread."""
+        num_bytes = (sum(splits.sent) - splits.sent[self._own_rank]) * row_bytes
+        self.stats.add("payload_bytes", num_bytes)
         self.stats.add("num_all_to_alls", 1)
+        if self.trace is not None:
+            self.trace.sent(str(op), num_bytes, transfer)
 
 
 class CountsFlight:
@@ -215,6 +239,12 @@ class Flight:
         self._armed = Armed(self._sent) if pending is not None else None
         self._received = self._sent
 
+    @property
+    def waits_for(self) -> Op:
+        """What an armed flight waits for."""
+        assert self._pending is not None
+        return self._pending.counts.op
+
     def is_ready(self) -> bool:
         """Whether an armed flight need not wait any more."""
         assert self._pending is not None
@@ -261,16 +291,19 @@ class Flight:
             return self._landed
         if self._pending is not None and (self._error is not None or not self.left.is_set()):
             self._comm.stands(_WAITING, self._pending.counts.op)
-            self._comm.let_leave_up_to(self)
+            with waiting(self._comm.trace, self.waits_for):
+                self._comm.let_leave_up_to(self)
             if self._error is not None:
                 raise self._error
         assert self._transfer is not None
         self._comm.stands(_WAITING, self._op)
         try:
-            self._transfer.wait()
+            with waiting(self._comm.trace, self._op):
+                self._transfer.wait()
         except RuntimeError as error:
             raise self._comm.failure(self._op, self._issued_s, error) from error
         self._comm.stands("past", self._op)
-        self._comm.count(self._splits, self._sent.element_size() * self._sent.shape[1:].numel())
+        row_bytes = self._sent.element_size() * self._sent.shape[1:].numel()
+        self._comm.count(self._op, self._splits, row_bytes, self._transfer)
         self._landed = self._layout.unpack(self._received)
         return self._landed

@@ -22,6 +22,10 @@ class CommTimes:
         num_dw_early: deferred weight gradients that ran before a gap came, because memory for them was bounded.
         num_dw_late: deferred weight gradients that found no gap and ran with nothing in flight.
         peak_dw_bytes: largest amount of memory that deferred weight gradients pinned.
+        num_grad_micro_ops: parts of gradient reductions that gave way to all-to-alls, all that were launched.
+        num_grad_micro_ops_between: those of them that were launched between two all-to-alls; the others after the last.
+        grad_bytes: gradients that they reduced.
+        grad_exposed_ms: time waited for them.
     """
 
     all_to_all_ms: float = 0.0
@@ -33,6 +37,10 @@ class CommTimes:
     num_dw_early: int = 0
     num_dw_late: int = 0
     peak_dw_bytes: int = 0
+    num_grad_micro_ops: int = 0
+    num_grad_micro_ops_between: int = 0
+    grad_bytes: int = 0
+    grad_exposed_ms: float = 0.0
 
 
 class EventPair:

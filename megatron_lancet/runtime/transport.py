@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.runtime.comm_stats import CommStats, EventPair
+from megatron_lancet.runtime.trace import Point
 from megatron_lancet.runtime.wire import Armed, CountsTransfer, Transfer, Transport
 
 
@@ -20,6 +21,7 @@ class _WorksTransfer:
         self._stats = stats
         self._start_s = time.perf_counter()
         self._finished_s: list[float] = []
+        self._interval = (self._start_s, self._start_s)
         for work in works:
             work.get_future().add_done_callback(lambda _: self._finished_s.append(time.perf_counter()))
 
@@ -35,7 +37,11 @@ class _WorksTransfer:
         all_seen = len(self._finished_s) == len(self._works)
         finished_s = max(self._finished_s, default=now_s) if all_seen else now_s
         self._stats.add("all_to_all_ms", (finished_s - self._start_s) * 1e3)
+        self._interval = (self._start_s, finished_s)
         self._buffers = ()
+
+    def interval(self) -> tuple[Point, Point]:
+        return self._interval
 
 
 class _GlooCounts:
@@ -43,6 +49,8 @@ class _GlooCounts:
         self._sent = sent
         self._received = torch.empty_like(sent)
         self._num_ranks = group.size()
+        self.own_bytes = sent.nbytes // self._num_ranks
+        self._interval: list[float] = []
         self._future = dist.all_to_all_single(self._received, sent, group=group, async_op=True).get_future()
 
     def done(self) -> bool:
@@ -51,6 +59,14 @@ class _GlooCounts:
 
     def when_done(self, callback: Callable[[], None]) -> None:
         self._future.add_done_callback(lambda _: callback())
+
+    def watch(self) -> None:
+        self._interval = [time.perf_counter()]
+        self.when_done(lambda: self._interval.append(time.perf_counter()))
+
+    def interval(self) -> tuple[Point, Point]:
+        # Another thread notes the end, and may not have come to it yet.
+        return self._interval[0], (self._interval[1] if len(self._interval) > 1 else time.perf_counter())
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         self._future.wait()
@@ -97,15 +113,16 @@ class PerSenderTransport:
         own_end = own_start + send_rows[self._rank]
         none = [0] * self._num_ranks
         works = []
-        for sender, rows in enumerate(received.split(list(receive_rows))):
-            if sender == self._rank:
-                rows.copy_(sent[own_start:own_end])
-                others = [0 if rank == sender else number for rank, number in enumerate(send_rows)]
-                # Nobody waits for this one: that would be to wait until the others are ready to receive.
-                _exchange(sent[:0], _without(sent, own_start, own_end), none, others, groups[sender])
-            else:
+        parts = received.split(list(receive_rows))
+        # Receives first: gloo tells the senders that there is room, and that must not queue behind our own rows.
+        for sender, rows in enumerate(parts):
+            if sender != self._rank:
                 from_sender = [number if rank == sender else 0 for rank, number in enumerate(receive_rows)]
                 works.append(_exchange(rows, sent[:0], from_sender, none, groups[sender]))
+        others = [0 if rank == self._rank else number for rank, number in enumerate(send_rows)]
+        # Nobody waits for this one: that would be to wait until the others are ready to receive.
+        _exchange(sent[:0], _without(sent, own_start, own_end), none, others, groups[self._rank])
+        parts[self._rank].copy_(sent[own_start:own_end])
         return _WorksTransfer(works, (received, sent), self._stats)
 
     def make_room(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
@@ -212,28 +229,39 @@ class _StreamTransfer:
         self._stats.add_later("all_to_all_ms", self._times)
         self._buffers = ()
 
+    def interval(self) -> tuple[Point, Point]:
+        return self._times.start, self._times.end
+
 
 class _StreamCounts:
     """Counts that go over NCCL and then to pinned host memory, without stopping the host."""
 
     def __init__(self, sent: torch.Tensor, group: dist.ProcessGroup, stream: torch.cuda.Stream) -> None:
         self._num_ranks = group.size()
+        self.own_bytes = sent.nbytes // self._num_ranks
         self._on_device = torch.stack((sent, torch.empty_like(sent)))
         self._on_host = torch.empty(self._on_device.shape, dtype=sent.dtype, pin_memory=True)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            self._times = EventPair()
             dist.all_to_all_single(self._on_device[1], self._on_device[0], group=group)
             self._on_host.copy_(self._on_device, non_blocking=True)
-            self._arrived = stream.record_event()
+            self._times.end.record()
 
     def done(self) -> bool:
-        return self._arrived.query()
+        return self._times.end.query()
 
     def when_done(self, callback: Callable[[], None]) -> None:
         raise NotImplementedError("nobody tells the host when an event has happened")
 
+    def watch(self) -> None:
+        """Its events tell."""
+
+    def interval(self) -> tuple[Point, Point]:
+        return self._times.start, self._times.end
+
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        self._arrived.synchronize()  # the host needs the figures: they are the shapes of what follows
+        self._times.end.synchronize()  # the host needs the figures: they are the shapes of what follows
         sent, received = self._on_host
         return sent.view(self._num_ranks, -1), received.view(self._num_ranks, -1)
 
@@ -278,12 +306,19 @@ class StreamTransport:
 class _OwnCounts:
     def __init__(self, counts: torch.Tensor) -> None:
         self._counts = counts.view(1, -1)
+        self.own_bytes = counts.nbytes
 
     def done(self) -> bool:
         return True
 
     def when_done(self, callback: Callable[[], None]) -> None:
         callback()
+
+    def watch(self) -> None:
+        raise AssertionError("counts of a single rank don't travel")
+
+    def interval(self) -> tuple[Point, Point]:
+        raise AssertionError("counts of a single rank don't travel")
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._counts, self._counts

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from megatron_lancet.runtime.trace import Point
+
 
 class Transfer(Protocol):
     """One all-to-all that is on its way."""
@@ -18,6 +20,9 @@ class Transfer(Protocol):
 
     def wait(self) -> None:
         """Makes what compute does next see the received rows. Raises RuntimeError when a peer is gone."""
+
+    def interval(self) -> tuple[Point, Point]:
+        """When it left and when it was complete; after the wait."""
 
 
 class Armed:
@@ -72,7 +77,19 @@ class Transport(Protocol):
 
 
 class CountsTransfer(Protocol):
-    """Token counts that are on their way."""
+    """Token counts that are on their way.
+
+    Attributes:
+        own_bytes: part of what is sent that stays on this rank.
+    """
+
+    own_bytes: int
+
+    def watch(self) -> None:
+        """Note when they come, for :meth:`interval`."""
+
+    def interval(self) -> tuple[Point, Point]:
+        """When they left and when they had come; after the wait, and only where they were watched."""
 
     def done(self) -> bool:
         """Whether they have come, or have failed to; never blocks."""

@@ -1,5 +1,6 @@
 """Puts a plan into the models that Megatron builds, on every rank the same one."""
 
+import json
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,40 +12,67 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.distributed import distributed_c10d
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.gpt import overlap
+from megatron_lancet.model.gpt import overlap, set_plan
 from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.transport import make_transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+from megatron_lancet.schedule.micro_ops import CommPriority, MicroOps
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.schedule.plan_difference import plan_differences
 
 
 class OverlapSetup:
-    """A hook for Megatron's model builder: makes the stages of a model run by a plan, before DDP wraps them."""
+    """A hook for Megatron's model builder: makes the stages of a model run by a plan, before DDP wraps them.
+
+    Attributes:
+        plan: by which the model runs now.
+        scheduler: of its gradient reductions; None where Megatron runs them.
+    """
 
     def __init__(
-        self, plan: Plan, device: torch.device, stats: CommStats, timeout: timedelta, sdpa: bool = False
+        self,
+        plan: Plan,
+        device: torch.device,
+        stats: CommStats,
+        timeout: timedelta,
+        sdpa: bool = False,
+        switchable: bool = False,
+        micro_ops: MicroOps | None = None,
     ) -> None:
         """
         Args:
             timeout: how long a rank waits for the others' messages.
-            sdpa: use torch's fused attention kernel also where the plan doesn't need it.
+            sdpa: use torch's fused attention kernel also where a plan doesn't need it.
+            switchable: prepare the model for any other plan, see :meth:`switch`.
+            micro_ops: of gradient reductions, where all-to-alls go first; None where they don't.
         """
+        self.plan = plan
+        self.scheduler = CommScheduler(micro_ops, stats) if micro_ops is not None else None
+        self._micro_ops = micro_ops
         self._sdpa = sdpa
-        self._plan = plan
         self._device = device
         self._stats = stats
         self._timeout = timeout
+        self._switchable = switchable
+        self._stages: list[GPTModel] = []
         self._comm: Comm | None = None
+
+    @property
+    def delays_weight_grads(self) -> bool:
+        """Whether linear layers are prepared for deferral: DDP's ``delay_wgrad_compute`` must say the same.
+
+        A plan may still compute every dW at once.
+        """
+        return self._switchable or self.plan.dw_policy is DwPolicy.FILL
 
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Called on all ranks with the unwrapped pipeline stages of this one."""
-        check_same_plan(self._plan)
+        check_same_plan(self.plan, self._micro_ops)
         ep_group = parallel_state.get_expert_model_parallel_group()
-        fills = self._plan.dw_policy is DwPolicy.FILL
-        store = WeightGradStore(self._plan.dw_window, self._stats, self._plan.dw_memory_bytes) if fills else None
+        store = WeightGradStore.of(self.plan, self._stats) if self.delays_weight_grads else None
         counts_group = parallel_state.get_expert_tensor_and_model_parallel_group()
         transport = make_transport(ep_group, counts_group, self._device, self._stats, self._timeout)
         peers = Peers(
@@ -53,18 +81,45 @@ class OverlapSetup:
             distributed_c10d._get_default_store(),
             self._timeout,
         )
-        self._comm = Comm(transport, store, self._stats, own_rank=ep_group.rank(), peers=peers)
+        self._comm = Comm(
+            transport, store, self._stats, own_rank=ep_group.rank(), peers=peers, scheduler=self.scheduler
+        )
         for stage in stages:
             assert isinstance(stage, GPTModel)
-            overlap(stage, self._plan, self._comm, self._sdpa)
+            overlap(stage, self.plan, self._comm, self._sdpa)
+            self._stages.append(stage)
         return stages
 
+    def switch(self, plan: Plan) -> None:
+        """Run by another plan from the next step on. Collective over all ranks, between two steps.
+
+        Raises:
+            UsageError: some rank switches to another plan, or the plan needs what the model lacks. Nothing has
+                changed then.
+            AssertionError: the setup is not switchable, or a backward pass has left something behind.
+        """
+        assert self._switchable, "a model that is to change its plan is prepared for it before DDP wraps it"
+        assert self._comm is not None, "there is no model yet"
+        assert self._comm.store is not None
+        self._comm.store.assert_idle()
+        check_same_plan(plan, self._micro_ops)
+        for stage in self._stages:
+            set_plan(stage, plan)
+        self.plan = plan
+
     def check_step(self, step: Callable[[], Any]) -> Any:
-        """Run a training step, and assert that no weight gradient of it is left behind."""
+        """Run a training step, and assert that no weight gradient or reduction of it is left behind."""
         result = step()
+        if self.scheduler is not None:
+            self.scheduler.end_step()
         if self._comm is not None and self._comm.store is not None:
             self._comm.store.assert_idle()
         return result
+
+    @property
+    def stages(self) -> tuple[GPTModel, ...]:
+        """Of this rank, once the model was built."""
+        return tuple(self._stages)
 
     @property
     def position(self) -> str:
@@ -75,6 +130,7 @@ class OverlapSetup:
 class NoOverlap:
     """A hook for Megatron's model builder where there is no plan: finds out whether some rank has one."""
 
+    plan = None
     position = "in Megatron's own model"
 
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -83,22 +139,32 @@ class NoOverlap:
         return stages
 
 
-def check_same_plan(plan: Plan | None) -> None:
-    """Compare the plan with all other ranks', before its first collective. Collective over all ranks.
+def check_same_plan(plan: Plan | None, micro_ops: MicroOps | None = None) -> None:
+    """Compare what orders the collectives with all other ranks', before the first one. Collective over all ranks.
 
     Args:
         plan: None for stock modules.
+        micro_ops: of gradient reductions, None where Megatron runs them.
 
     Raises:
         UsageError: some rank has another plan; says which ranks have which value of which field.
     """
     fingerprints: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(fingerprints, plan.fingerprint() if plan is not None else "none")
+    dist.all_gather_object(fingerprints, f"{plan.fingerprint() if plan is not None else 'none'} {micro_ops}")
     if len(set(fingerprints)) == 1:
         return
     plans: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(plans, plan.to_json() if plan is not None else "null")
+    dist.all_gather_object(plans, _described(plan, micro_ops))
     raise UsageError(
         f"ranks disagree about the plan, and would wait for each other forever: {'; '.join(plan_differences(plans))}. "
         "Start all ranks with the same arguments and the same files."
     )
+
+
+def _described(plan: Plan | None, micro_ops: MicroOps | None) -> str:
+    """JSON of all that must be the same on all ranks, ``null`` for stock modules."""
+    if plan is None:
+        return "null"
+    priority = CommPriority.OFF if micro_ops is None else CommPriority.ALL_TO_ALL_FIRST
+    chunk = {} if micro_ops is None else {"grad_chunk_mb": micro_ops.chunk_bytes / 1e6}
+    return json.dumps({**json.loads(plan.to_json()), "comm_priority": priority, **chunk})

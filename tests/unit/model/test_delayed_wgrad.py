@@ -9,7 +9,7 @@ import torch
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
-from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.plan import Plan, Segment
 
 SEQ_LENGTH, MICRO_BATCH, VOCAB, HIDDEN = 8, 4, 32, 16
 
@@ -143,8 +143,9 @@ class Overlapping:
             layer.self_attention.linear_proj = DelayingLinear(layer.self_attention.linear_proj, fused)
         self.delaying = [module for module in model.modules() if isinstance(module, DelayingLinear)]
         self.stats = CommStats(torch.device("cpu"))
-        self.store = WeightGradStore(1, self.stats, memory_bytes)
-        overlap(model, Plan(num_chunks, dw_window=1), Comm(None, self.store, self.stats, own_rank=0))
+        plan = Plan((Segment(1, None, num_chunks),), dw_window=1, dw_memory_bytes=memory_bytes)
+        self.store = WeightGradStore.of(plan, self.stats)
+        overlap(model, plan, Comm(None, self.store, self.stats, own_rank=0))
         self.ddp = with_ddp(model, deferred=True)
 
 

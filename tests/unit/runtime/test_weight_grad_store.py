@@ -5,15 +5,19 @@ import torch
 
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
+from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.plan import DwPolicy, Gap, Plan, Segment, fixed_plan
+
+COMBINE, DISPATCH = (Op(3, 0, Phase.INPUT_GRAD, kind) for kind in ("combine", "dispatch"))
 
 
 class Backward:
     """A store whose end-of-backward flush is called by hand, and a log of what it did."""
 
-    def __init__(self, monkeypatch, window: int) -> None:
+    def __init__(self, monkeypatch, window: int, gaps: tuple[Gap, ...] = ()) -> None:
         self.log: list[str] = []
         self.stats = CommStats(torch.device("cpu"))
-        self.store = WeightGradStore(window, self.stats)
+        self.store = WeightGradStore(window, self.stats, gaps=gaps)
         monkeypatch.setattr(self.store, "_flush_at_end_of_backward", lambda: None)
 
     def weight(self, name: str) -> DeferredWeight:
@@ -86,6 +90,59 @@ def test_without_a_view_of_the_wire_older_dws_run(backward):
     backward.put(b, 0)
     backward.store.run_up_to_previous()
     assert backward.log == ["dW a.c0"]
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Two dWs of b and then one of a were planned for the combine; a, b, a, b, c are pending."""
+    backward = Backward(monkeypatch, window=2, gaps=(Gap("L3.c0.I.combine", ("b", "gone", "b", "b", "a")),))
+    weights = [backward.weight(name) for name in "abc"]
+    for chunk in (1, 0):
+        for weight in weights[: 2 + (chunk == 0)]:
+            backward.put(weight, chunk)
+    return backward
+
+
+def test_planned_dws_go_first_in_their_gap_and_then_the_oldest(planned):
+    planned.store.fill(lambda: True, COMBINE)
+    assert planned.log == ["dW b.c1", "dW b.c0", "dW a.c1", "dW a.c0", "dW c.c0"]
+    assert planned.stats.take().num_dw_hidden == 5
+
+
+def test_a_short_gap_leaves_planned_dws_to_the_next(planned):
+    busy = iter([True, False])
+    planned.store.fill(lambda: next(busy), COMBINE)
+    assert planned.log == ["dW b.c1"]
+    planned.store.fill(lambda: len(planned.log) < 3, DISPATCH)
+    assert planned.log == ["dW b.c1", "dW a.c1", "dW a.c0"]
+
+
+def test_without_a_view_of_the_wire_exactly_the_planned_dws_run(planned):
+    planned.store.pass_all_to_all()
+    planned.store.run_up_to_previous(DISPATCH)
+    assert planned.log == []
+    planned.store.run_up_to_previous(COMBINE)
+    assert planned.log == ["dW b.c1", "dW b.c0", "dW a.c1"]
+    assert len(planned.store) == 2
+
+
+def test_another_plan_is_followed_from_the_next_backward_on(backward):
+    a = backward.weight("a")
+    backward.store.follow(Plan(fixed_plan(1).segments, DwPolicy.NONE, dw_window=3))
+    backward.put(a, 0)
+    backward.store.enumerated(a)
+    assert backward.log == ["dW a.c0", "ready a"]
+    backward.store.follow(Plan((Segment(1, None, 2),), dw_window=1, dw_memory_bytes=10, gaps=()))
+    backward.put(a, 1, num_bytes=8)
+    backward.put(a, 0, num_bytes=8)
+    assert backward.log[2:] == ["dW a.c1"]  # no room for both
+    backward.store.enumerated(a)
+    backward.store.pass_all_to_all()
+    assert backward.log[2:] == ["dW a.c1", "dW a.c0", "ready a"]
+    backward.store.flush()
+    backward.put(a, 0)
+    with pytest.raises(AssertionError, match=r"1 dW pending \['a'\]"):
+        backward.store.follow(fixed_plan(2))
 
 
 def test_window_bounds_what_is_held(backward):
@@ -196,7 +253,7 @@ def test_weight_gradients_add_up(num_tokens, dtype, in_gemm):
     before = torch.randn(4, 8)
     parameter.main_grad = before.clone()
     grad, input = torch.randn(num_tokens, 4, dtype=dtype), torch.randn(num_tokens, 8, dtype=dtype)
-    DeferredWeight(parameter, "w", lambda: None, accumulates_in_gemm=in_gemm).add_product(grad, input)
+    DeferredWeight(parameter, "w", lambda: None).add_product(grad, input, in_gemm)
     stock = before + grad.t().matmul(input)
     if in_gemm and dtype is torch.float32:
         torch.testing.assert_close(parameter.main_grad, stock, rtol=1e-5, atol=1e-4)

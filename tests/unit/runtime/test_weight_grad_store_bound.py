@@ -1,5 +1,6 @@
-"""The store with bounded memory, under backward passes of all shapes: what a bound may change, and what not."""
+"""The store under backward passes of all shapes: what a memory bound and planned gaps may change, and what not."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
+from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.plan import Gap
 
 WEIGHTS = ("a", "b", "c")
 
@@ -26,13 +29,15 @@ class Enumerated:
 
 @dataclass(frozen=True)
 class AllToAll:
-    num_filled: int
+    """One during which there is time for some dWs, or nobody can tell (None), as on CUDA."""
+
+    num_filled: int | None
 
 
 def events() -> st.SearchStrategy[list[Put | Enumerated | AllToAll]]:
     """A backward pass: puts and all-to-alls as they come; each weight is enumerated once, after its last put."""
     puts = st.builds(Put, st.sampled_from(WEIGHTS), st.integers(1, 100))
-    all_to_alls = st.builds(AllToAll, st.integers(0, 3))
+    all_to_alls = st.builds(AllToAll, st.none() | st.integers(0, 3))
 
     def with_enumerations(order):
         last = {event.weight: i for i, event in enumerate(order) if isinstance(event, Put)}
@@ -55,16 +60,21 @@ class Run:
         held: bytes that were pinned after each event.
     """
 
-    def __init__(self, events, window: int, memory_bytes: int | None) -> None:
+    def __init__(self, events, window: int, memory_bytes: int | None, planned: Sequence[Sequence[str]] = ()) -> None:
+        """
+        Args:
+            planned: for the first all-to-alls, the weights whose dWs were planned for them.
+        """
         self.ran: list[int] = []
         self.collectives: list[str] = []
         self.held: list[int] = []
         stats = CommStats(torch.device("cpu"))
-        store = WeightGradStore(window, stats, memory_bytes)
+        gaps = [Gap(str(_op(index)), tuple(names)) for index, names in enumerate(planned)]
+        store = WeightGradStore(window, stats, memory_bytes, gaps)
         store._flush_at_end_of_backward = lambda: None
         self.puts = [event for event in events if isinstance(event, Put)]
         weights = {name: self.weight(name) for name in WEIGHTS}
-        num_put = 0
+        num_put = num_passed = 0
         for event in events:
             match event:
                 case Put(name, num_bytes):
@@ -73,12 +83,17 @@ class Run:
                 case Enumerated(name):
                     store.enumerated(weights[name])
                 case AllToAll(num_filled):
-                    gaps = iter([True] * num_filled)
-                    store.fill(lambda gaps=gaps: next(gaps, False))
+                    if num_filled is None:
+                        store.run_up_to_previous(_op(num_passed))
+                    else:
+                        polls = iter([True] * num_filled)
+                        store.fill(lambda polls=polls: next(polls, False), _op(num_passed))
+                    num_passed += 1
                     self.collectives.append("all-to-all")
                     store.pass_all_to_all()
             self.held.append(sum(put.num_bytes for put in self.puts[:num_put]) - self.bytes_run())
         store.flush()
+        store.assert_idle()
         self.times = stats.take()
 
     def weight(self, name: str) -> DeferredWeight:
@@ -87,6 +102,10 @@ class Run:
 
     def bytes_run(self) -> int:
         return sum(self.puts[number].num_bytes for number in self.ran)
+
+
+def _op(index: int) -> Op:
+    return Op(1, index, Phase.INPUT_GRAD, "combine")
 
 
 @settings(max_examples=300, deadline=None)
@@ -101,6 +120,41 @@ def test_a_bound_changes_nothing_but_memory_and_when_dws_run(events, window, mem
     times = bounded.times
     assert times.num_dw_hidden + times.num_dw_early + times.num_dw_late == len(bounded.puts)
     assert free.times.num_dw_early == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    events(),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 250),
+    st.lists(st.lists(st.sampled_from((*WEIGHTS, "of no model")), max_size=4), min_size=1, max_size=8),
+)
+def test_planned_gaps_change_nothing_but_the_order_of_dws(events, window, memory_bytes, planned):
+    run, free = Run(events, window, memory_bytes, planned), Run(events, window, None)
+    assert sorted(run.ran) == list(range(len(run.puts)))
+    for name in WEIGHTS:
+        of_weight = [number for number in run.ran if run.puts[number].weight == name]
+        assert of_weight == sorted(of_weight)
+    assert run.collectives == free.collectives
+    assert memory_bytes is None or max(run.held, default=0) <= memory_bytes
+    times = run.times
+    assert times.num_dw_hidden + times.num_dw_early + times.num_dw_late == len(run.puts)
+
+
+@settings(max_examples=100, deadline=None)
+@given(events())
+def test_without_a_window_nothing_waits(events):
+    run = Run(events, 0, None)
+    assert run.ran == list(range(len(run.puts)))
+    assert set(run.held) <= {0}
+    # Reported where it is enumerated, as autograd would.
+    assert run.collectives == [
+        f"reduce {event.weight}" if isinstance(event, Enumerated) else "all-to-all"
+        for event in events
+        if not isinstance(event, Put)
+    ]
+    times = run.times
+    assert times.num_dw_hidden + times.num_dw_early + times.num_dw_late + times.peak_dw_bytes == 0
 
 
 def test_only_as_many_run_as_make_room():

@@ -1,0 +1,157 @@
+"""What a plan decides in a model, put in place and taken back between steps."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
+
+WHOLE = fixed_plan(1, DwPolicy.NONE)
+SEQUENCE = fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)
+MIXED = Plan((Segment(1, 1, 1), Segment(2, 2, 2, ChunkDim.SEQUENCE), Segment(3, 3, 3)), dw_window=4)
+
+
+def build(**settings):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=3,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_moe_experts=2,
+        moe_token_dispatcher_type="alltoall",
+        add_bias_linear=False,
+        recompute_granularity="selective",
+        recompute_modules=["core_attn"],
+        bias_dropout_fusion=False,
+        **settings,
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    return GPTModel(config, spec, 32, 8, share_embeddings_and_output_weights=False)
+
+
+def prepared(plan: Plan, sdpa: bool = False, **settings):
+    """A model, and its store."""
+    from megatron_lancet.model.gpt import overlap
+
+    model, stats = build(**settings), CommStats(torch.device("cpu"))
+    store = WeightGradStore.of(plan, stats)
+    overlap(model, plan, Comm(None, store, stats, own_rank=0), sdpa)
+    return model, store
+
+
+def decided(model) -> list[tuple[str, bool, bool, bool]]:
+    """Per layer: core attention's class, whether it is recomputed, experts grouped, dW accumulated in its GEMM."""
+    return [
+        (
+            type(layer.self_attention.core_attention).__name__,
+            layer.self_attention.checkpoint_core_attention,
+            layer.mlp.experts.may_group,
+            layer.self_attention.linear_qkv.accumulate_in_gemm,
+        )
+        for layer in model.decoder.layers
+    ]
+
+
+STOCK = ("DotProductAttention", True, False, False)
+BATCH = ("DotProductAttention", True, True, True)
+FUSED = ("SdpaAttention", False, True, True)
+
+
+def test_each_layer_is_as_its_segment_says_and_comes_back(one_rank):
+    from megatron_lancet.model.gpt import set_plan
+
+    model, store = prepared(WHOLE)
+    assert decided(model) == [STOCK] * 3
+    for plan, expected, output_layer in (
+        (SEQUENCE, [FUSED] * 3, True),
+        (MIXED, [STOCK, FUSED, BATCH], True),
+        (fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE, overlap_range=OverlapRange.GATE), [BATCH] * 3, True),
+        (WHOLE, [STOCK] * 3, False),
+    ):
+        set_plan(model, plan)
+        assert decided(model) == expected
+        assert model.output_layer.accumulate_in_gemm == output_layer
+        owned = [[layer.stock.layer_number for layer in layers] for _, layers in model.decoder.segments]
+        assert owned == ([[1], [2], [3]] if plan is MIXED else [[1, 2, 3]])
+    store.assert_idle()
+
+
+def test_the_fused_kernel_stays_where_it_was_asked_for(one_rank):
+    from megatron_lancet.model.gpt import set_plan
+
+    model, _ = prepared(SEQUENCE, sdpa=True)
+    set_plan(model, WHOLE)
+    assert [kind for kind, *_ in decided(model)] == ["SdpaAttention"] * 3
+
+
+def test_a_stage_runs_its_part_of_the_segments(one_rank):
+    from megatron_lancet.model.gpt import set_plan
+
+    model, _ = prepared(WHOLE)
+    for layer in model.decoder.layers:
+        layer.layer_number += 3  # the second of two pipeline stages
+    model.config.num_layers = 6
+    set_plan(model, Plan((Segment(1, 2, 4), Segment(3, 4, 2), Segment(5, 6, 1)), dw_window=4))
+    owned = [(s.num_chunks, [layer.stock.layer_number for layer in layers]) for s, layers in model.decoder.segments]
+    assert owned == [(2, [4]), (1, [5, 6])]
+    assert decided(model) == [BATCH, STOCK, STOCK]
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "message"),
+    [
+        (Plan((Segment(1, 4, 2),), dw_window=4), {}, "of a model with 4 layers, and this one has 3"),
+        (Plan((Segment(1, 2, 2),), dw_window=4), {}, "of a model with 2 layers, and this one has 3"),
+        (Plan((Segment(1, 4, 2), Segment(5, None, 2)), dw_window=4), {}, "with at least 5 layers"),
+        (SEQUENCE, {"window_size": (4, 0)}, "--window-size does not work with sequence chunks"),
+    ],
+)
+def test_a_plan_that_does_not_fit_changes_nothing(one_rank, plan, settings, message):
+    from megatron_lancet.model.gpt import set_plan
+
+    model, _ = prepared(WHOLE, **settings)
+    with pytest.raises(UsageError, match=message):
+        set_plan(model, plan)
+    assert decided(model) == [STOCK] * 3
+    assert [segment for segment, _ in model.decoder.segments] == list(WHOLE.segments)
+
+
+def test_a_model_that_is_not_prepared_defers_nothing(one_rank):
+    from megatron_lancet.model.gpt import overlap, set_plan
+
+    model, stats = build(), CommStats(torch.device("cpu"))
+    overlap(model, WHOLE, Comm(None, None, stats, own_rank=0))
+    set_plan(model, fixed_plan(2, DwPolicy.NONE))
+    with pytest.raises(AssertionError, match="without a store"):
+        set_plan(model, fixed_plan(2))
+
+
+def test_only_a_switchable_setup_switches(one_rank):
+    from megatron_lancet.training.overlap_setup import OverlapSetup
+
+    cpu = torch.device("cpu")
+    fixed, switchable = (
+        OverlapSetup(WHOLE, cpu, CommStats(cpu), timedelta(minutes=1), switchable=can) for can in (False, True)
+    )
+    assert (fixed.delays_weight_grads, switchable.delays_weight_grads) == (False, True)
+    fixed([build()])
+    with pytest.raises(AssertionError, match="prepared for it before DDP wraps it"):
+        fixed.switch(SEQUENCE)
+    with pytest.raises(AssertionError, match="no model yet"):
+        switchable.switch(SEQUENCE)
+    model = build()
+    switchable([model])
+    with pytest.raises(UsageError, match="this one has 3"):
+        switchable.switch(Plan((Segment(1, 4, 2),), dw_window=4))
+    assert switchable.plan is WHOLE
+    switchable.switch(SEQUENCE)
+    assert switchable.plan is SEQUENCE
+    assert decided(model) == [FUSED] * 3

@@ -1,0 +1,118 @@
+"""Where micro-ops of gradient reductions leave, from the order of all-to-alls alone."""
+
+import pytest
+import torch
+
+from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReduction
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.schedule.micro_ops import MicroOps
+from megatron_lancet.schedule.ops import Op, Phase
+
+
+class Part:
+    def __init__(self, log: list[str], name: str, num_bytes: int) -> None:
+        self.log, self.name, self.num_bytes = log, name, num_bytes
+        self.done = False
+
+    def launch(self) -> None:
+        self.log.append(self.name)
+
+    def wait(self) -> None:
+        self.log.append(f"wait {self.name}")
+
+    def release_if_done(self) -> bool:
+        self.log += [f"release {self.name}"] * self.done
+        return self.done
+
+
+class Backward:
+    """Two layers' backward pass, one chunk."""
+
+    def __init__(self, num_all_to_alls: int = 4) -> None:
+        self.stats = CommStats(torch.device("cpu"))
+        self.scheduler = CommScheduler(MicroOps(100), self.stats)
+        self.log: list[str] = []
+        for _ in range(num_all_to_alls):
+            self.scheduler.expect_backward()
+
+    def put(self, **parts: int) -> PendingReduction:
+        reduction = PendingReduction(self.scheduler)
+        reduction.micro_ops += [Part(self.log, name, num_bytes) for name, num_bytes in parts.items()]
+        self.scheduler.put(reduction)
+        return reduction
+
+    def exchange(self, kind: str) -> None:
+        self.scheduler.issued()
+        self.passed(kind)
+
+    def passed(self, kind: str) -> None:
+        self.scheduler.passed(Op(2, 0, Phase.FORWARD, kind))
+
+
+def test_one_chunks_bytes_leave_behind_each_dispatch_and_the_rest_behind_the_last():
+    backward = Backward()
+    backward.put(a=100, b=60, c=40, d=30)
+    assert backward.log == []
+    backward.exchange("combine")
+    assert backward.log == []
+    backward.exchange("dispatch")
+    assert backward.log == ["a"]
+    backward.exchange("combine")
+    assert backward.log == ["a"]
+    backward.put(e=10)
+    backward.exchange("dispatch")
+    assert backward.log == ["a", "b", "c", "d", "e"]
+    backward.put(f=100)  # ready after the last all-to-all
+    assert backward.log[-1] == "f"
+    backward.scheduler.end_step()
+    times = backward.stats.take()
+    assert (times.num_grad_micro_ops, times.num_grad_micro_ops_between, times.grad_bytes) == (6, 1, 340)
+
+
+def test_small_ones_share_a_place():
+    backward = Backward()
+    backward.put(a=30, b=30, c=40, d=10)
+    backward.exchange("combine")
+    backward.exchange("dispatch")
+    assert backward.log == ["a", "b", "c"]
+
+
+def test_none_leaves_while_another_chunk_is_on_the_wire():
+    backward = Backward(6)
+    backward.put(a=10)
+    backward.scheduler.issued()
+    backward.exchange("dispatch")
+    assert backward.log == []
+    backward.passed("dispatch")
+    assert backward.log == ["a"]
+
+
+def test_waiting_for_gradients_launches_what_is_left_in_order():
+    backward = Backward()
+    first = backward.put(a=100, b=100)
+    second = backward.put(c=100)
+    second.wait()
+    first.wait()
+    assert backward.log == ["a", "b", "c", "wait c", "wait a", "wait b"]
+
+
+def test_memory_is_let_go_once_a_part_is_done():
+    backward = Backward(0)
+    reduction = backward.put(a=100)
+    reduction.micro_ops[0].done = True
+    backward.put(b=100, c=100)
+    assert backward.log == ["a", "release a", "b", "c"]
+
+
+def test_a_step_must_not_end_with_gradients_in_the_queue():
+    backward = Backward()
+    backward.put(a=100)
+    with pytest.raises(AssertionError, match="1 gradient micro-ops not launched"):
+        backward.scheduler.end_step()
+
+
+def test_forward_passes_without_a_backward_one_are_forgotten():
+    backward = Backward()
+    backward.scheduler.end_step()
+    backward.put(a=100)
+    assert backward.log == ["a"]
