@@ -1,0 +1,103 @@
+"""Profiles on disk, found by what they are of; one that does not fit a run is refused, field by field."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_lancet.schedule.profile import ModelFacts, Profile, read_profile
+from megatron_lancet.schedule.records import RecordError, to_plain
+
+_MEASURED = ("row_bytes", "grad_row_bytes", "combine_row_bytes", "combine_grad_row_bytes", "counts_bytes")
+"""Fields of the model that the profiler reads off messages; they follow from the others."""
+
+
+@dataclass(frozen=True)
+class ProfileKey:
+    """What a profile is of.
+
+    Attributes:
+        model: its measured fields don't count.
+        device: that it runs on.
+        versions: of the packages that matter, by name.
+    """
+
+    model: ModelFacts
+    device: str
+    versions: dict[str, str]
+
+    @staticmethod
+    def of(profile: Profile) -> "ProfileKey":
+        """The key under which a profile is kept."""
+        return ProfileKey(profile.model, profile.device, profile.versions)
+
+    def fields(self) -> dict[str, str]:
+        """All that must agree, as text by name."""
+        model = {
+            field.name: json.dumps(to_plain(getattr(self.model, field.name)))
+            for field in dataclasses.fields(self.model)
+            if field.name not in _MEASURED
+        }
+        versions = {f"version of {name}": version for name, version in sorted(self.versions.items())}
+        return {**model, "device": self.device, **versions}
+
+    def path(self, folder: Path) -> Path:
+        """Where a profile of this is kept."""
+        digest = hashlib.sha256(json.dumps(self.fields(), sort_keys=True).encode()).hexdigest()
+        return folder / f"profile-{digest[:16]}.json"
+
+
+def differences(profile: Profile, key: ProfileKey) -> list[str]:
+    """One sentence per field in which a profile is not of ``key``; empty if it fits."""
+    theirs, ours = ProfileKey.of(profile).fields(), key.fields()
+    return [
+        f"{name} is {theirs.get(name, 'absent')} in the profile, {ours.get(name, 'absent')} here"
+        for name in dict.fromkeys([*ours, *theirs])
+        if theirs.get(name) != ours.get(name)
+    ]
+
+
+def check_fits(profile: Profile, key: ProfileKey, where: str) -> None:
+    """
+    Args:
+        where: what the profile is, for the message, for example its path.
+
+    Raises:
+        RecordError: it is of another model, device or version; says in which fields.
+    """
+    found = differences(profile, key)
+    if found:
+        raise RecordError(f"{where} does not fit this run: {'; '.join(found)}. Profile this run anew.")
+
+
+def load(folder: Path, key: ProfileKey) -> Profile | None:
+    """The profile that is kept for ``key``, None if there is none.
+
+    Raises:
+        RecordError: there is a file, but it is damaged, or of something else.
+    """
+    path = key.path(folder)
+    if not path.exists():
+        return None
+    profile = read_profile(path)
+    check_fits(profile, key, str(path))
+    return profile
+
+
+def keep(folder: Path, profile: Profile) -> Path:
+    """Writes a profile to where :func:`load` finds it, and makes the folder if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return write(ProfileKey.of(profile).path(folder), profile)
+
+
+def write(path: Path, profile: Profile) -> Path:
+    """Writes a profile, completely or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(profile.to_json() + "\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path

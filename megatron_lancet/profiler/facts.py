@@ -1,0 +1,153 @@
+"""What is profiled: the model and the layout as far as a schedule depends on them, the device and the versions."""
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import TransformerConfig
+
+from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
+from megatron_lancet.profiler.cache import ProfileKey
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.packing import RowLayout
+from megatron_lancet.schedule.profile import LayerKind, ModelFacts
+
+_PACKAGES = ("torch", "megatron-core", "megatron-lancet")
+_NAMED = (
+    ("layers", "num_layers"),
+    ("hidden", "hidden_size"),
+    ("ffn", "ffn_hidden_size"),
+    ("expert-ffn", "moe_ffn_hidden_size"),
+    ("shared-ffn", "moe_shared_expert_intermediate_size"),
+    ("heads", "num_attention_heads"),
+    ("groups", "num_query_groups"),
+    ("experts", "num_moe_experts"),
+    ("top", "moe_router_topk"),
+    ("tp", "tensor_model_parallel_size"),
+    ("etp", "expert_tensor_parallel_size"),
+    ("cp", "context_parallel_size"),
+    ("pp", "pipeline_model_parallel_size"),
+)
+
+
+@dataclass(frozen=True)
+class ProfiledModel:
+    """A model that runs, and what one of its steps consists of.
+
+    Attributes:
+        stages: of this rank, prepared for overlap; without DDP around them.
+        device: that it runs on.
+        micro_batch_size: samples of a micro-batch on a rank.
+        seq_length: positions of a sample, on all ranks of a context-parallel group.
+        num_micro_batches: of a step.
+    """
+
+    stages: tuple[GPTModel, ...]
+    device: torch.device
+    micro_batch_size: int
+    seq_length: int
+    num_micro_batches: int
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Megatron's."""
+        return self.stages[0].config
+
+    @property
+    def comm(self) -> Comm:
+        """All-to-alls of the model."""
+        block = self.stages[0].decoder
+        assert isinstance(block, OverlappingTransformerBlock)
+        return block.comm
+
+
+def key_of(model: ProfiledModel) -> ProfileKey:
+    """What a profile of this run is of. Collective over all ranks of the world."""
+    return ProfileKey(model_facts(model), device_name(model.device), package_versions())
+
+
+def model_facts(model: ProfiledModel) -> ModelFacts:
+    """The facts of a run. Collective over all ranks of the world."""
+    config = model.config
+    own = [
+        (layer.stock.layer_number, LayerKind.DENSE if layer.moe is None else LayerKind.MOE)
+        for stage in model.stages
+        for layer in _block(stage).overlapping_layers
+    ]
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (stage, own))
+    layers = {number: (kind, stage) for stage, layers in everywhere for number, kind in layers}
+    assert set(layers) == set(range(1, len(layers) + 1)), layers
+    ep_size = parallel_state.get_expert_model_parallel_world_size()
+    dtype = config.params_dtype
+    router_dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(config.moe_router_dtype or "", dtype)
+    row = torch.empty(0, config.hidden_size, dtype=dtype)
+    with_prob = _message_bytes(row, torch.empty(0, dtype=router_dtype))
+    return ModelFacts(
+        name=_name(config),
+        layer_kinds=tuple(layers[number][0] for number in sorted(layers)),
+        stage_of_layer=tuple(layers[number][1] for number in sorted(layers)),
+        micro_batch_size=model.micro_batch_size,
+        seq_length=model.seq_length // config.context_parallel_size,
+        num_micro_batches=model.num_micro_batches,
+        topk=config.moe_router_topk,
+        num_experts=config.num_moe_experts or 0,
+        ep_size=ep_size,
+        world_size=dist.get_world_size(),
+        row_bytes=with_prob,
+        grad_row_bytes=with_prob,
+        combine_row_bytes=_message_bytes(row),
+        combine_grad_row_bytes=_message_bytes(row),
+        counts_bytes=(config.num_moe_experts or 0) * torch.int64.itemsize,
+        has_shared_experts=config.moe_shared_expert_intermediate_size is not None,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """Of the kind of device, the same on all ranks of an even cluster; a CPU with the threads that a rank has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def package_versions() -> dict[str, str]:
+    """Of the packages whose kernels and schedules are timed."""
+    return {package: version(package) for package in _PACKAGES}
+
+
+def _block(stage: GPTModel) -> OverlappingTransformerBlock:
+    assert isinstance(stage.decoder, OverlappingTransformerBlock)
+    return stage.decoder
+
+
+def _message_bytes(*tensors: torch.Tensor) -> int:
+    """Of one row of tensors that travel together."""
+    packed = RowLayout.of(tensors).pack(tensors)
+    return packed.element_size() * packed.shape[1:].numel()
+
+
+def _name(config: TransformerConfig) -> str:
+    """Everything about a GPT that its ops' times depend on, short."""
+    sizes = [f"{label}={value}" for label, name in _NAMED if (value := getattr(config, name)) is not None]
+    kinds = [
+        str(config.params_dtype).removeprefix("torch."),
+        getattr(config.activation_func, "__name__", "activation") + ("-gated" if config.gated_linear_unit else ""),
+        config.normalization,
+        *(["sequence-parallel"] if config.sequence_parallel else []),
+        *(["latent-attention"] if config.multi_latent_attention else []),
+        *(["bias"] if config.add_bias_linear else []),
+        *([f"recompute-{config.recompute_granularity}"] if config.recompute_granularity else []),
+    ]
+    return "gpt " + " ".join([*sizes, *kinds])

@@ -1,0 +1,289 @@
+"""What messages take between the real ranks, through the run's own transport; and a short curve through it."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_lancet.runtime.comm_stats import EventPair
+from megatron_lancet.runtime.trace import Point
+from megatron_lancet.runtime.wire import Transfer, Transport
+from megatron_lancet.schedule.profile import LinkTimes
+
+Points = tuple[tuple[int, float], ...]
+"""(bytes, ms), ascending in bytes."""
+
+SMALLEST_BYTES = 1024
+_GROWTH = 4
+_ROW_BYTES = 16
+_SKEW = 2
+"""Times as many rows for the first rank, where an exchange is to be uneven."""
+_BUDGET_S = 2.0
+_REDUCE_BUDGET_S = 0.6
+_REDUCED_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
+_MAX_REPEATS = 7
+_LONGEST_REST_MS = 20.0
+_GEMM_SIZE = 384
+_SLOWDOWN_REPEATS = 7
+_TOLERANCE = 0.03
+_MAX_POINTS = 8
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What is to be measured.
+
+    Attributes:
+        transport: the run's, between the ranks of an expert-parallel group.
+        ep_size: ranks of it.
+        ep_rank: this one's place in it.
+        reduce_group: ranks that sum gradients with each other.
+        counts: token counts as the run sends them, [E] or more.
+        device: of the rows.
+        loops_back: each rank gets back what it sent (a mocked world), so that both directions must be equal.
+    """
+
+    transport: Transport
+    ep_size: int
+    ep_rank: int
+    reduce_group: dist.ProcessGroup
+    counts: torch.Tensor
+    device: torch.device
+    loops_back: bool
+
+
+def measure_links(wires: Wires, largest_bytes: int) -> LinkTimes:
+    """Sweep the links; takes about five seconds. Collective over all ranks of the world.
+
+    Args:
+        largest_bytes: that a rank sends in one message of the run; the sweep goes at least as far.
+    """
+    all_reduce = _sweep_all_reduce(wires)
+    if wires.transport.is_alone:
+        return LinkTimes((), 0.0, all_reduce)
+    sizes = _sizes(largest_bytes)
+    share_s = _BUDGET_S / (2 * len(sizes))
+    alone, queued = [], []
+    for size in sizes:
+        for rows in (_even(size, wires.ep_size), _uneven(size, wires.ep_size, wires.loops_back)):
+            about_ms = _median_ms(partial(_all_to_all_ms, wires, rows), 0.0)
+            first_ms, next_ms = _medians_ms(partial(_two_all_to_alls_ms, wires, rows, about_ms), share_s)
+            alone.append((_busiest_bytes(rows), first_ms))
+            queued.append((_busiest_bytes(rows), next_ms))
+    return LinkTimes(
+        all_to_all=fit(alone),
+        counts_ms=_median_ms(partial(_counts_ms, wires), 0.2),
+        all_reduce=all_reduce,
+        # With a stream for all collectives nobody's message starts before the last rank has come.
+        sends_share_link=wires.device.type != "cuda",
+        compute_slowdown=_slowdown(wires, _even(sizes[-1], wires.ep_size)),
+        queued=fit(queued),
+    )
+
+
+def fit(points: Iterable[tuple[int, float]]) -> Points:
+    """A short curve through measurements, linear in between: never falling, with few points.
+
+    Several measurements of a size, give or take 3 %, count with their median: the slope between them would be noise.
+    Where a larger message took less time, both get their mean. Then points go that lie within 3 % of the line between
+    their neighbours.
+    """
+    groups: list[list[tuple[int, float]]] = []
+    for num_bytes, ms in sorted(points):
+        if not groups or num_bytes > groups[-1][0][0] * (1 + _TOLERANCE):
+            groups.append([])
+        groups[-1].append((num_bytes, ms))
+    sizes = [max(num_bytes for num_bytes, _ in group) for group in groups]
+    medians = [statistics.median(ms for _, ms in group) for group in groups]
+    curve = list(zip(sizes, _not_falling(medians), strict=True))
+    while len(curve) > 2:
+        errors = [_error_without(curve, index) for index in range(1, len(curve) - 1)]
+        smallest = min(errors)
+        if smallest > _TOLERANCE and len(curve) <= _MAX_POINTS:
+            break
+        del curve[1 + errors.index(smallest)]
+    return tuple(curve)
+
+
+def _not_falling(values: Sequence[float]) -> list[float]:
+    """The nearest sequence that never falls: neighbours that do are replaced by their mean."""
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while blocks and blocks[-1][0] > mean:
+            before, number = blocks.pop()
+            mean, count = (before * number + mean * count) / (number + count), number + count
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]
+
+
+def _error_without(curve: Sequence[tuple[int, float]], index: int) -> float:
+    """Relative error at a point if it were left out."""
+    (left, left_ms), (here, here_ms), (right, right_ms) = curve[index - 1 : index + 2]
+    line_ms = left_ms + (right_ms - left_ms) * (here - left) / (right - left)
+    return abs(line_ms - here_ms) / max(here_ms, 1e-9)
+
+
+def _sizes(largest_bytes: int) -> list[int]:
+    """From 1 KB to at least ``largest_bytes``, ascending, none near another."""
+    sizes = [SMALLEST_BYTES]
+    while 2 * sizes[-1] * _GROWTH < largest_bytes:
+        sizes.append(sizes[-1] * _GROWTH)
+    return [*sizes, max(largest_bytes, SMALLEST_BYTES * _GROWTH)]
+
+
+Rows = list[list[int]]
+"""Rows from rank i to rank j; nothing stays."""
+
+
+def _even(num_bytes: int, num_ranks: int) -> Rows:
+    """Every rank sends ``num_bytes``, the same to all."""
+    each = max(1, round(num_bytes / (num_ranks - 1) / _ROW_BYTES))
+    return [[each if i != j else 0 for j in range(num_ranks)] for i in range(num_ranks)]
+
+
+def _uneven(num_bytes: int, num_ranks: int, both_ways: bool) -> Rows:
+    """The first rank gets more than the others; on a wire that loops back it also sends more."""
+    weights = [_SKEW] + [1] * (num_ranks - 1)
+    each = max(1, round(num_bytes / (num_ranks - 1) / _SKEW / _ROW_BYTES))
+    return [
+        [each * weights[j] * (weights[i] if both_ways else 1) if i != j else 0 for j in range(num_ranks)]
+        for i in range(num_ranks)
+    ]
+
+
+def _busiest_bytes(rows: Rows) -> int:
+    """Bytes that the busiest rank sends, or gets if that is more."""
+    sent = max(sum(row) for row in rows)
+    received = max(sum(column) for column in zip(*rows, strict=True))
+    return max(sent, received) * _ROW_BYTES
+
+
+def _start(wires: Wires, rows: Rows) -> Transfer:
+    send, receive = rows[wires.ep_rank], [row[wires.ep_rank] for row in rows]
+    sent = torch.zeros(sum(send), _ROW_BYTES, dtype=torch.uint8, device=wires.device)
+    return wires.transport.start(sent.new_empty(sum(receive), _ROW_BYTES), sent, receive, send)
+
+
+def _all_to_all_ms(wires: Wires, rows: Rows) -> float:
+    transfer = _start(wires, rows)
+    transfer.wait()
+    return _between_ms(*transfer.interval())
+
+
+def _two_all_to_alls_ms(wires: Wires, rows: Rows, about_ms: float) -> list[float]:
+    """One on a link that has rested, and by how much another comes after it that leaves meanwhile.
+
+    Args:
+        about_ms: that one takes.
+    """
+    time.sleep(min(about_ms, _LONGEST_REST_MS) / 1e3)
+    first = _start(wires, rows)
+    if wires.device.type != "cuda":  # there the stream keeps them apart
+        time.sleep(about_ms / 2 / 1e3)
+    second = _start(wires, rows)
+    first.wait()
+    second.wait()
+    left, landed = first.interval()
+    return [_between_ms(left, landed), max(0.0, _between_ms(landed, second.interval()[1]))]
+
+
+def _between_ms(start: Point, end: Point) -> float:
+    if isinstance(start, float):
+        assert isinstance(end, float)
+        return (end - start) * 1e3
+    assert not isinstance(end, float)
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def _counts_ms(wires: Wires) -> float:
+    start_s = time.perf_counter()
+    wires.transport.exchange_counts(wires.counts).wait()
+    return (time.perf_counter() - start_s) * 1e3
+
+
+def _sweep_all_reduce(wires: Wires) -> Points:
+    """Every rank measures in its own group; groups of a world are alike."""
+    if wires.reduce_group.size() == 1:
+        return ()
+
+    def reduce_ms(values: torch.Tensor) -> float:
+        return _timed_ms(lambda: dist.all_reduce(values, group=wires.reduce_group), wires.device)
+
+    points = []
+    for size in _REDUCED_BYTES:
+        values = torch.zeros(size // 4, device=wires.device)
+        share_s = _REDUCE_BUDGET_S / len(_REDUCED_BYTES)
+        points.append((size, _median_ms(partial(reduce_ms, values), share_s)))
+    return fit(points)
+
+
+def _slowdown(wires: Wires, rows: Rows) -> float:
+    """By how much GEMMs are slower while a message is in flight, at least 1; median over ranks and repeats."""
+    matrix = torch.randn(_GEMM_SIZE, _GEMM_SIZE, device=wires.device)
+
+    def gemms_ms(number: int) -> float:
+        return _timed_ms(lambda: [matrix @ matrix for _ in range(number)], wires.device)
+
+    gemms_ms(3)
+    one_ms = gemms_ms(8) / 8
+    # Together shorter than the message, so that all of them run beside it.
+    message_ms = _median_ms(partial(_all_to_all_ms, wires, rows), 0.1)
+    number = max(1, min(64, int(0.8 * message_ms / one_ms)))
+    factors = []
+    for _ in range(_SLOWDOWN_REPEATS):
+        alone_ms = gemms_ms(number)
+        dist.barrier()
+        transfer = _start(wires, rows)
+        factors.append(gemms_ms(number) / alone_ms)
+        transfer.wait()
+    return max(1.0, statistics.median(_from_all(statistics.median(factors))))
+
+
+def _timed_ms(work: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        start_s = time.perf_counter()
+        work()
+        return (time.perf_counter() - start_s) * 1e3
+    pair = EventPair()
+    work()
+    pair.end.record()
+    pair.end.synchronize()
+    return pair.elapsed_ms()
+
+
+def _median_ms(measure: Callable[[], float], budget_s: float) -> float:
+    """Like :func:`_medians_ms`, of one figure."""
+    return _medians_ms(lambda: [measure()], budget_s)[0]
+
+
+def _medians_ms(measure: Callable[[], list[float]], budget_s: float) -> list[float]:
+    """Medians of as many measurements as fit into the budget; each of the slowest rank. Collective over the world.
+
+    Args:
+        measure: returns figures of which the sum is about what it takes.
+    """
+    dist.barrier()
+    measure()  # connects, allocates
+    dist.barrier()
+    first = measure()
+    samples = [first]
+    first_ms = max(_from_all(sum(first)))
+    for _ in range(min(_MAX_REPEATS, int(budget_s * 1e3 / max(first_ms, 0.1)))):
+        dist.barrier()
+        samples.append(measure())
+    everywhere = _from_all([statistics.median(figure) for figure in zip(*samples, strict=True)])
+    return [max(figure) for figure in zip(*everywhere, strict=True)]
+
+
+def _from_all[Value](value: Value) -> list[Value]:
+    """The values of all ranks. Collective over the world."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

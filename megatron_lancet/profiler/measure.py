@@ -1,0 +1,229 @@
+"""Profiles a run while it trains: some steps under some plans, then one profile, the same on all ranks.
+
+    run = ProfileRun(model)
+    for index, plan in enumerate(run.plans):
+        ...switch all ranks to plan...
+        with run.step(index):
+            ...a training step...
+    profile = run.finish()
+
+Plans don't change what a step computes, so these are steps of the training like any other.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_lancet.profiler.facts import ProfiledModel, key_of
+from megatron_lancet.profiler.links import Wires, measure_links
+from megatron_lancet.profiler.memory import SavedActivations
+from megatron_lancet.profiler.op_times import Figures, Samples, op_key, op_times, over_ranks, weight_grad_times
+from megatron_lancet.profiler.routing import (
+    ChunkKey,
+    RankRouting,
+    chunk_routing,
+    layer_of,
+    received_shares,
+    rows_of_step,
+)
+from megatron_lancet.runtime.trace import StepTrace, Trace
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
+from megatron_lancet.schedule.profile import LayerKind, LinkTimes, MemoryUse, Profile
+
+NUM_TRACED_STEPS = 3
+"""Of each plan: medians over them, over all layers and all micro-batches."""
+_CHUNK_COUNTS = (2, 4)
+_MIN_TOKENS_OF_CHUNK = 16
+"""Of fewer, launching an op costs more than what it does, and nobody would cut so."""
+
+
+_Rank = tuple[Figures, dict[str, float], list[MemoryUse], RankRouting]
+"""What a rank measured: ops, step times by plan, memory, routing."""
+
+
+def plans_to_profile(
+    micro_batch_size: int,
+    seq_length: int,
+    dims: Sequence[ChunkDim] = (ChunkDim.BATCH, ChunkDim.SEQUENCE),
+    overlap_range: OverlapRange = OverlapRange.STACK,
+    chunk_counts: Sequence[int] = _CHUNK_COUNTS,
+) -> list[Plan]:
+    """Plans whose ops together say what any plan's cost: whole micro-batches, and what can be cut.
+
+    All defer dW, so that dWs are timed apart from the ops that make them ready.
+
+    Args:
+        seq_length: positions on a rank.
+        dims: along which the run may be cut.
+        overlap_range: the widest that the run allows.
+    """
+    sizes = {ChunkDim.BATCH: micro_batch_size, ChunkDim.SEQUENCE: seq_length}
+    tokens = micro_batch_size * seq_length
+    return [fixed_plan(1, overlap_range=overlap_range)] + [
+        fixed_plan(count, DwPolicy.FILL, dim, overlap_range)
+        for dim in dims
+        for count in chunk_counts
+        if count <= sizes[dim] and tokens // count >= _MIN_TOKENS_OF_CHUNK
+    ]
+
+
+def num_profile_steps(plans: Sequence[Plan], num_traced_steps: int = NUM_TRACED_STEPS) -> int:
+    """Training steps that a profile of these plans takes: one of each is not traced."""
+    return len(plans) * (1 + num_traced_steps)
+
+
+class ProfileRun:
+    """Collects what the steps of a profile show on this rank.
+
+    Attributes:
+        plans: of each step, in order. Neighbours are often equal: nothing is to be switched then.
+    """
+
+    def __init__(
+        self, model: ProfiledModel, plans: Sequence[Plan] | None = None, num_traced_steps: int = NUM_TRACED_STEPS
+    ) -> None:
+        """Collective over all ranks of the world.
+
+        Args:
+            plans: to measure, None for those of :func:`plans_to_profile`.
+            num_traced_steps: of each plan, after one in which memory is counted.
+        """
+        self._model = model
+        self._key = key_of(model)
+        facts = self._key.model
+        plans = plans or plans_to_profile(facts.micro_batch_size, facts.seq_length)
+        self.plans = [plan for plan in plans for _ in range(1 + num_traced_steps)]
+        self._num_steps_of_plan = 1 + num_traced_steps
+        self._trace = Trace(model.device, dist.get_rank())
+        self._samples = Samples()
+        self._step_ms: defaultdict[str, list[float]] = defaultdict(list)
+        self._memory: list[MemoryUse] = []
+        self._received: defaultdict[int, int] = defaultdict(int)
+        self._rows: dict[ChunkKey, tuple[int, int]] = {}
+        self._largest_bytes = 0
+        self._num_done = 0
+
+    @contextmanager
+    def step(self, index: int) -> Iterator[None]:
+        """A training step under ``plans[index]`` runs inside.
+
+        The first under each plan warms it up, and what is saved in it is counted; the others are traced.
+        """
+        assert index == self._num_done, f"step {index} of the profile comes after {self._num_done} others"
+        comm, trace = self._model.comm, self._trace
+        plan, counts_memory = self.plans[index], index % self._num_steps_of_plan == 0
+        saved = SavedActivations(trace, (weight for stage in self._model.stages for weight in stage.parameters()))
+        comm.record_to(trace)
+        trace.begin_step()
+        try:
+            with ExitStack() as stack:
+                if counts_memory:
+                    stack.enter_context(saved.counted())
+                yield
+            found = trace.end_step()
+        finally:
+            comm.record_to(None)
+        if counts_memory:
+            self._memory += self._memory_uses(saved.bytes_by_op(), plan)
+        else:
+            self._count_in(found, plan)
+        self._num_done += 1
+
+    def finish(self) -> Profile:
+        """Measure the links and put everything together. Collective over all ranks of the world, after all steps."""
+        assert self._num_done == len(self.plans), f"{self._num_done} of {len(self.plans)} steps were run"
+        link = self._measure_links()
+        ep_rank = parallel_state.get_expert_model_parallel_rank()
+        ep_group = min(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
+        own = (
+            self._samples.medians(link.compute_slowdown),
+            {name: statistics.median(times) for name, times in self._step_ms.items()},
+            self._memory,
+            RankRouting(ep_group, ep_rank, dict(self._received), self._rows),
+        )
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, own)
+        # Every rank has the same figures now, but sums of floats are rank 0's to round.
+        result = [self._profile(link, ranks)]
+        dist.broadcast_object_list(result, src=0)
+        return result[0]
+
+    def _profile(self, link: LinkTimes, ranks: Sequence[_Rank]) -> Profile:
+        facts = self._key.model
+        figures = over_ranks([rank[0] for rank in ranks])
+        names = list(dict.fromkeys(name for rank in ranks for name in rank[1]))
+        return Profile(
+            model=facts,
+            device=self._key.device,
+            versions=self._key.versions,
+            ops=op_times(figures, facts),
+            weight_grads=weight_grad_times(figures, facts),
+            link=link,
+            memory=median_memory([rank[2] for rank in ranks]),
+            rest_ms=round(figures.rest_ms, 4),
+            received_share=received_shares([rank[3] for rank in ranks], facts.ep_size),
+            # The slowest rank's: all others wait for it.
+            measured_steps_ms={name: round(max(rank[1][name] for rank in ranks), 4) for name in names},
+            routing=chunk_routing([rank[3] for rank in ranks], facts.ep_size),
+        )
+
+    def _count_in(self, step: StepTrace, plan: Plan) -> None:
+        facts = self._key.model
+        self._samples.add(step, plan, facts)
+        self._step_ms[str(plan)].append(step.timeline.step_ms)
+        self._largest_bytes = max([self._largest_bytes, *(span.num_bytes for span in step.timeline.spans)])
+        for name, rows in step.received_rows.items():
+            self._received[layer_of(name)] += sum(rows)
+        self._rows.update(rows_of_step(step, plan, facts))
+
+    def _memory_uses(self, bytes_by_op: dict[str, int], plan: Plan) -> list[MemoryUse]:
+        """Per layer kind, mean over this rank's layers of the kind."""
+        facts = self._key.model
+        totals: defaultdict[LayerKind, int] = defaultdict(int)
+        layers: defaultdict[LayerKind, set[str]] = defaultdict(set)
+        for name, num_bytes in bytes_by_op.items():
+            key = op_key(name, plan, facts)
+            assert key is not None, name
+            totals[key.layer_kind] += num_bytes
+            layers[key.layer_kind].add("" if key.layer_kind is LayerKind.NONE else name.partition(".")[0])
+        segment = plan.segments[0]
+        dim = segment.chunk_dim if segment.num_chunks > 1 else ChunkDim.BATCH
+        return [
+            MemoryUse(kind, dim, segment.num_chunks, round(total / facts.num_micro_batches / len(layers[kind])))
+            for kind, total in sorted(totals.items())
+        ]
+
+    def _measure_links(self) -> LinkTimes:
+        facts, comm = self._key.model, self._model.comm
+        counts_group = parallel_state.get_expert_tensor_and_model_parallel_group()
+        num_counts = facts.num_experts * counts_group.size() // facts.ep_size
+        wires = Wires(
+            transport=comm.transport,
+            ep_size=facts.ep_size,
+            ep_rank=parallel_state.get_expert_model_parallel_rank(),
+            reduce_group=parallel_state.get_data_parallel_group(),
+            counts=torch.zeros(num_counts, dtype=torch.int64, device=self._model.device),
+            device=self._model.device,
+            loops_back=dist.get_backend() == "mock",
+        )
+        largest = [0] * dist.get_world_size()
+        dist.all_gather_object(largest, self._largest_bytes)
+        link = measure_links(wires, max(largest))
+        comm.stats.take()  # what the sweep sent is not the training's
+        return link
+
+
+def median_memory(ranks: Sequence[Sequence[MemoryUse]]) -> tuple[MemoryUse, ...]:
+    """Over the ranks that have layers of the kind."""
+    found: defaultdict[MemoryUse, list[int]] = defaultdict(list)
+    for uses in ranks:
+        for use in uses:
+            found[replace(use, saved_bytes=0)].append(use.saved_bytes)
+    return tuple(replace(use, saved_bytes=round(statistics.median(sizes))) for use, sizes in found.items())

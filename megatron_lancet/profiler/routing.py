@@ -1,0 +1,98 @@
+"""Where the rows of a micro-batch went: by layer and chunk, and how unevenly over a group's ranks."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from megatron_lancet.profiler.op_times import op_key
+from megatron_lancet.runtime.trace import StepTrace
+from megatron_lancet.schedule.plan import ChunkDim, Plan
+from megatron_lancet.schedule.profile import ChunkRouting, ModelFacts
+from megatron_lancet.schedule.timeline import Lane
+
+
+class ChunkKey(NamedTuple):
+    """Which chunk in which layer; see :class:`ChunkRouting`."""
+
+    layer: int
+    chunk_dim: ChunkDim
+    num_chunks: int
+    chunk: int
+
+
+Rows = Mapping[ChunkKey, tuple[int, int]]
+"""Rows that a rank sent to others, and that its experts got."""
+
+
+class RankRouting(NamedTuple):
+    """What one rank saw.
+
+    Attributes:
+        group: names its expert-parallel group.
+        place: its rank in it.
+        received: rows that its experts got in all traced steps, by layer.
+        rows: of one micro-batch.
+    """
+
+    group: int
+    place: int
+    received: Mapping[int, int]
+    rows: Rows
+
+
+def rows_of_step(step: StepTrace, plan: Plan, model: ModelFacts) -> Rows:
+    """Of the first micro-batch of a step that ran under ``plan``."""
+    sent_bytes: dict[str, int] = {}
+    for span in step.timeline.spans:
+        if span.lane is Lane.COMM:
+            sent_bytes.setdefault(span.name, span.num_bytes)
+    found = {}
+    for name, received in step.received_rows.items():
+        op = op_key(name, plan, model)
+        assert op is not None, name
+        key = ChunkKey(layer_of(name), op.chunk_dim, op.num_chunks, op.chunk)
+        found[key] = (sent_bytes.get(name.replace("experts", "dispatch"), 0) // model.row_bytes, received[0])
+    return found
+
+
+def layer_of(name: str) -> int:
+    """Of an op in a layer."""
+    return int(name[1:].partition(".")[0])
+
+
+def chunk_routing(ranks: Sequence[RankRouting], ep_size: int) -> tuple[ChunkRouting, ...]:
+    """Of each layer and chunk in the first group that has the layer.
+
+    Nothing in a mocked world, where only one of the ranks exists, nor of a single rank.
+    """
+    by_key: defaultdict[tuple[int, ChunkKey], dict[int, tuple[int, int]]] = defaultdict(dict)
+    for rank in ranks:
+        for key, rows in rank.rows.items():
+            by_key[rank.group, key][rank.place] = rows
+    found: dict[ChunkKey, ChunkRouting] = {}
+    for (_, key), rows_of in sorted(by_key.items()):
+        if ep_size > 1 and set(rows_of) == set(range(ep_size)) and key not in found:
+            sent, received = zip(*(rows_of[place] for place in range(ep_size)), strict=True)
+            found[key] = ChunkRouting(*key, sent, received)
+    return tuple(found[key] for key in sorted(found))
+
+
+def received_shares(ranks: Sequence[RankRouting], ep_size: int) -> tuple[float, ...]:
+    """Share of its group's rows that each rank of an expert-parallel group received, median over layers and groups.
+
+    In a mocked world, where only one of the ranks exists, all are taken for equal.
+    """
+    if {rank.place for rank in ranks} != set(range(ep_size)):
+        return (1 / ep_size,) * ep_size
+    totals: defaultdict[tuple[int, int], int] = defaultdict(int)
+    for rank in ranks:
+        for layer, number in rank.received.items():
+            totals[rank.group, layer] += number
+    shares: defaultdict[int, list[float]] = defaultdict(list)
+    for rank in ranks:
+        for layer, number in rank.received.items():
+            total = totals[rank.group, layer]
+            shares[rank.place].append(number / total if total else 1 / ep_size)
+    medians = [statistics.median(shares[place]) if shares[place] else 1 / ep_size for place in range(ep_size)]
+    return tuple(median / sum(medians) for median in medians)

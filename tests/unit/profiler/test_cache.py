@@ -1,0 +1,73 @@
+"""Profiles are found by what they are of, and refused with the difference."""
+
+import dataclasses
+
+import pytest
+
+from megatron_lancet.profiler import cache
+from megatron_lancet.profiler.cache import ProfileKey
+from megatron_lancet.schedule.profile import LinkTimes, Profile, read_profile
+from megatron_lancet.schedule.records import RecordError
+from tests.unit.profiler.synthetic import FACTS
+
+KEY = ProfileKey(FACTS, "a CPU", {"torch": "2.11"})
+PROFILE = Profile(FACTS, KEY.device, KEY.versions, (), (), LinkTimes(((1024, 0.5),), 0.1), (), 3.0, (0.5, 0.5), {})
+
+
+def with_model(**changes: object) -> ProfileKey:
+    return dataclasses.replace(KEY, model=dataclasses.replace(FACTS, **changes))
+
+
+def test_what_was_kept_is_found_again(tmp_path):
+    folder = tmp_path / "profiles"
+    assert cache.load(folder, KEY) is None
+    path = cache.keep(folder, PROFILE)
+    assert read_profile(path) == PROFILE
+    assert cache.load(folder, KEY) == PROFILE
+    assert [file.name for file in folder.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        with_model(name="another"),
+        with_model(seq_length=11),
+        with_model(world_size=4),
+        dataclasses.replace(KEY, device="a GPU"),
+        dataclasses.replace(KEY, versions={"torch": "2.12"}),
+    ],
+)
+def test_another_run_finds_nothing(tmp_path, key):
+    cache.keep(tmp_path, PROFILE)
+    assert cache.load(tmp_path, key) is None
+
+
+def test_measured_fields_are_no_part_of_the_key(tmp_path):
+    cache.keep(tmp_path, PROFILE)
+    assert cache.load(tmp_path, with_model(row_bytes=7, counts_bytes=9)) == PROFILE
+
+
+def test_a_profile_of_another_run_is_refused_field_by_field():
+    other = dataclasses.replace(with_model(micro_batch_size=4, ep_size=4), device="a GPU", versions={"torch": "2.12"})
+    with pytest.raises(RecordError) as refused:
+        cache.check_fits(PROFILE, other, "mine.json")
+    assert str(refused.value) == (
+        "mine.json does not fit this run: micro_batch_size is 3 in the profile, 4 here; ep_size is 2 in the profile, 4 "
+        "here; device is a CPU in the profile, a GPU here; version of torch is 2.11 in the profile, 2.12 here. "
+        "Profile this run anew."
+    )
+
+
+def test_a_damaged_file_is_an_error(tmp_path):
+    cache.keep(tmp_path, PROFILE).write_text("{}")
+    with pytest.raises(RecordError, match="version"):
+        cache.load(tmp_path, KEY)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = cache.keep(tmp_path, PROFILE)
+    monkeypatch.setattr(Profile, "to_json", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cache.keep(tmp_path, PROFILE)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert cache.load(tmp_path, KEY) == PROFILE

@@ -1,0 +1,54 @@
+"""Curves through made-up measurements."""
+
+import pytest
+
+from megatron_lancet.profiler.links import _busiest_bytes, _even, _sizes, _uneven, fit
+
+
+def test_a_straight_line_needs_two_points():
+    points = [(size, 1.0 + size / 1000) for size in (1000, 4000, 16000, 64000)]
+    assert fit(points) == ((1000, 2.0), (64000, 65.0))
+
+
+def test_a_bend_stays():
+    flat_then_steep = [(1000, 1.0), (4000, 1.0), (16000, 1.0), (64000, 4.0), (256000, 16.0)]
+    assert [size for size, _ in fit(flat_then_steep)] == [1000, 16000, 256000]
+
+
+def test_larger_messages_never_take_less():
+    curve = fit([(1000, 3.0), (4000, 1.0), (16000, 8.0)])
+    assert curve == ((1000, 2.0), (4000, 2.0), (16000, 8.0))
+
+
+def test_equal_sizes_count_with_their_median():
+    assert fit([(1000, 1.0), (1000, 9.0), (1000, 2.0), (4000, 10.0)]) == ((1000, 2.0), (4000, 10.0))
+
+
+def test_nearly_equal_sizes_make_no_slope():
+    curve = fit([(1000, 2.0), (4000, 10.0), (100_000, 40.0), (100_016, 44.0)])
+    assert curve[-1] == (100_016, 42.0)
+    assert curve[-2][0] <= 4000
+
+
+def test_few_points_even_if_none_is_near_a_line():
+    points = [(4**power, 4**power * (1.5 if power % 2 else 1.0)) for power in range(5, 17)]
+    assert len(fit(points)) <= 8
+
+
+@pytest.mark.parametrize("largest", [10, 1024, 5000, 1 << 20])
+def test_the_sweep_covers_everything(largest):
+    sizes = _sizes(largest)
+    assert sizes[0] == 1024
+    assert sizes[-1] >= largest
+    assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_who_sends_what(num_ranks):
+    even, uneven = _even(1 << 16, num_ranks), _uneven(1 << 16, num_ranks, both_ways=False)
+    assert _busiest_bytes(even) == pytest.approx(1 << 16, rel=0.01)
+    assert _busiest_bytes(uneven) == pytest.approx(1 << 16, rel=0.01)
+    assert all(rows[rank][rank] == 0 for rows in (even, uneven) for rank in range(num_ranks))
+    assert len({sum(column) for column in zip(*uneven, strict=True)}) == 2
+    both = _uneven(1 << 16, num_ranks, both_ways=True)
+    assert all(both[i][j] == both[j][i] for i in range(num_ranks) for j in range(num_ranks))

@@ -1,0 +1,97 @@
+"""Profiles from timelines whose figures are known."""
+
+import pytest
+
+from megatron_lancet.profiler.op_times import Samples, op_key, op_times, over_ranks, weight_grad_times
+from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, fixed_plan
+from megatron_lancet.schedule.profile import LayerKind
+from tests.unit.profiler.synthetic import FACTS, step
+
+WHOLE, HALVES = fixed_plan(1), fixed_plan(2)
+
+
+def figures(*slownesses: float):
+    samples = Samples()
+    for plan in (WHOLE, HALVES):
+        for slowness in slownesses:
+            samples.add(step(plan, slowness), plan, FACTS)
+    return samples.medians()
+
+
+@pytest.fixture(scope="module")
+def ops():
+    found = op_times(figures(1.0, 1.0, 9.0), FACTS)
+    return {(op.layer_kind, op.kind, op.phase, op.num_chunks, op.chunk): op for op in found}
+
+
+def test_medians_over_steps_layers_and_micro_batches(ops):
+    assert ops[LayerKind.DENSE, "mlp", Phase.FORWARD, 1, 0].ms == 1.0
+    assert ops[LayerKind.DENSE, "mlp", Phase.FORWARD, 2, 1].ms == pytest.approx(1.1)
+    # Two layers: 2 and 3 ms, twice calm, once slow.
+    assert ops[LayerKind.MOE, "experts", Phase.FORWARD, 1, 0].ms == 3.0
+
+
+def test_parts_between_waits_are_summed_and_waits_are_not(ops):
+    assert ops[LayerKind.DENSE, "mlp", Phase.INPUT_GRAD, 1, 0].ms == 2.0
+
+
+def test_rows(ops):
+    assert ops[LayerKind.MOE, "experts", Phase.FORWARD, 2, 0].rows == 42
+    assert ops[LayerKind.MOE, "experts", Phase.INPUT_GRAD, 2, 0].rows == 42
+    assert [ops[LayerKind.DENSE, "mlp", Phase.FORWARD, 2, chunk].rows for chunk in (0, 1)] == [20, 10]
+    assert ops[LayerKind.NONE, "head", Phase.FORWARD, 1, 0].rows == 30
+
+
+def test_ops_beside_layers_count_once_whatever_the_plan(ops):
+    assert [key for key in ops if key[0] is LayerKind.NONE] == [(LayerKind.NONE, "head", Phase.FORWARD, 1, 0)]
+
+
+def test_weight_gradients():
+    found = {(dw.name, dw.num_chunks): dw for dw in weight_grad_times(figures(1.0), FACTS)}
+    name = "mlp.experts.local_experts.0.linear_fc1"
+    assert set(found) == {(name, 1), (name, 2), ("output_layer", 1)}
+    expert = found[name, 2]
+    assert (expert.ms, expert.rows, expert.pinned_bytes, expert.weight_bytes) == (0.125, 42, 100, 64)
+    assert (expert.after, expert.layer_kind) == ("experts", LayerKind.MOE)
+    output = found["output_layer", 1]
+    assert (output.ms, output.rows, output.after, output.layer_kind) == (0.75, 30, "head", LayerKind.NONE)
+
+
+def test_what_messages_cost_beside_an_op_is_taken_out():
+    samples = Samples()
+    samples.add(step(WHOLE), WHOLE, FACTS)
+    key = op_key("L1.c0.F.mlp", WHOLE, FACTS)
+    # 1 ms in each of two micro-batches; a message is in flight for half of it in the first.
+    assert samples.medians(slowdown=2.0).op_ms[key] == pytest.approx((0.75 + 1) / 2)
+    assert samples.medians().op_ms[key] == pytest.approx(1)
+
+
+def test_rest_is_what_no_span_covers():
+    assert figures(1.0, 2.0).rest_ms == pytest.approx(5.0)
+
+
+def test_ranks_with_other_layers_add_theirs():
+    slow, fast = figures(3.0), figures(1.0)
+    key = op_key("L1.c0.F.mlp", WHOLE, FACTS)
+    only_here = op_key("L2.c0.F.experts", WHOLE, FACTS)
+    del fast.op_ms[only_here]
+    both = over_ranks([slow, fast])
+    assert both.op_ms[key] == 2.0
+    assert both.op_ms[only_here] == slow.op_ms[only_here]
+
+
+@pytest.mark.parametrize(
+    ("overlap_range", "kind", "num_chunks"),
+    [
+        (OverlapRange.STACK, "attention", 2),
+        (OverlapRange.GATE, "attention", 1),
+        (OverlapRange.GATE, "gate", 2),
+        (OverlapRange.EXPERTS, "gate", 1),
+        (OverlapRange.EXPERTS, "experts", 2),
+    ],
+)
+def test_narrow_ranges_leave_ops_whole(overlap_range, kind, num_chunks):
+    plan = fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE, overlap_range=overlap_range)
+    key = op_key(f"L2.c0.F.{kind}", plan, FACTS)
+    assert (key.num_chunks, key.chunk_dim) == (num_chunks, ChunkDim.SEQUENCE if num_chunks > 1 else ChunkDim.BATCH)

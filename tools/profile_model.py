@@ -1,0 +1,35 @@
+"""Measures what a model's ops, links and layers cost, and writes a profile for the planner.
+
+    torchrun --nproc-per-node 2 tools/profile_model.py --output profile.json [flags of pretrain_gpt_moe.py]
+    WORLD_SIZE=8 python tools/profile_model.py --output profile.json --distributed-backend mock [flags]
+
+Takes the flags of pretrain_gpt_moe.py. Runs real training steps under a few plans, on the run's own data (--mock-data
+will do) and between its own ranks; in a mocked world link times come from --lancet-mock-link. Nothing is saved but the
+profile.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_lancet.errors import run_command
+from megatron_lancet.training.pretrain import main as pretrain
+
+_ENOUGH_STEPS = 1000
+"""The run ends when the profile is complete."""
+_DEFAULTS = f"--train-iters {_ENOUGH_STEPS} --lr 1e-5 --eval-interval {_ENOUGH_STEPS}".split()
+_ALWAYS = ["--eval-iters", "0", "--log-interval", str(_ENOUGH_STEPS)]
+
+
+def main() -> None:
+    """Entry point: turns the tool's flags into those of the training script, and runs that."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, metavar="PROFILE", help="file for the profile (JSON)")
+    own, flags = parser.parse_known_args()
+    # Of a flag that is given twice the last one counts.
+    sys.argv[1:] = [*_DEFAULTS, *flags, *_ALWAYS, "--lancet-profile", str(own.output)]
+    pretrain()
+
+
+if __name__ == "__main__":
+    run_command(main)
