@@ -21,6 +21,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_lancet", "megatron_lancet.*"]),
+    package_data={"megatron_lancet.report": ["page/*"]},
     install_requires=[
         "torch>=2.11",
         "megatron-core>=0.19,<0.20",

@@ -7,12 +7,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_lancet.report.exposed import ExposedTable
+from megatron_lancet.report.tuning import tuning_text
 from megatron_lancet.runtime.comm_stats import CommTimes
+from megatron_lancet.schedule.records import from_plain, to_plain
 
 NUM_WARM_UP_STEPS = 3
 """Left out of the medians: the first steps allocate, connect and learn their order of reductions."""
 REPORT_FILE = "report.json"
 _PEAK = "peak_dw_bytes"
+_EXPOSED = "exposed"
 
 
 @dataclass(frozen=True)
@@ -39,15 +43,22 @@ def rank_medians(records: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def summarise(
-    per_rank: Sequence[dict[str, float]], plan: str, num_steps: int, dw_memory_bytes: int | None = None
+    per_rank: Sequence[dict[str, float]],
+    plan: str,
+    num_steps: int,
+    dw_memory_bytes: int | None = None,
+    exposed: ExposedTable | None = None,
+    first_step: int = 1,
 ) -> dict[str, Any]:
     """The report: the slowest rank's step, the highest peak, means over ranks for the rest.
 
     Args:
         per_rank: :func:`rank_medians` of every rank.
         plan: the plan's text, ``off`` for stock modules.
-        num_steps: training steps that were run, warm-up included.
+        num_steps: training steps that were run under the plan, warm-up included.
         dw_memory_bytes: the plan's bound for deferred weight gradients, None for none.
+        exposed: where waiting happened in a step that was traced; None, and then no key of it, if none was.
+        first_step: the first of them, counted from the process's first.
     """
     step_ms = max(rank["step_ms"] for rank in per_rank)
     means = {
@@ -57,6 +68,7 @@ def summarise(
     }
     return {
         "plan": plan,
+        "first_step": first_step,
         "num_steps": num_steps,
         "num_warm_up_steps": NUM_WARM_UP_STEPS if num_steps > NUM_WARM_UP_STEPS else 0,
         "tokens_per_s": per_rank[0]["num_tokens"] / step_ms * 1e3,
@@ -65,6 +77,7 @@ def summarise(
         _PEAK: max(rank[_PEAK] for rank in per_rank),
         "dw_memory_bytes": dw_memory_bytes,
         "ranks": list(per_rank),
+        **({} if exposed is None else {_EXPOSED: to_plain(exposed)}),
     }
 
 
@@ -72,9 +85,12 @@ def as_text(report: dict[str, Any]) -> str:
     """The report in a few lines."""
     step_ms = report["step_ms"]
     exposed_ms = report["exposed_ms"] + report["counts_exposed_ms"]
+    before = report["first_step"] - 1
+    steps = f"{before + report['num_warm_up_steps'] + 1} to {before + report['num_steps']}"
     lines = [
-        f"Megatron-Lancet report: medians over steps {report['num_warm_up_steps'] + 1} to {report['num_steps']}",
+        f"Megatron-Lancet report: medians over steps {steps}",
         f"  plan               {report['plan']}",
+        *(tuning_text(report["tuning"]) if "tuning" in report else ()),
         f"  throughput         {report['tokens_per_s']:.0f} tokens/s",
         f"  step               {step_ms:.1f} ms",
         f"  all-to-all         {report['all_to_all_ms']:.1f} ms in flight",
@@ -90,6 +106,15 @@ def as_text(report: dict[str, Any]) -> str:
             f"  weight gradients   {report['num_dw_hidden']:.0f} of {num_dw:.0f} in all-to-all gaps, "
             f"at most {report[_PEAK] / 1e6:.1f} MB deferred{early}"
         )
+    if report["num_grad_micro_ops"]:
+        lines.append(
+            f"  gradients          {report['grad_bytes'] / 1e6:.1f} MB reduced in {report['num_grad_micro_ops']:.0f} "
+            f"parts, {report['num_grad_micro_ops_between']:.0f} between all-to-alls and the others after the last; "
+            f"{report['grad_exposed_ms']:.1f} ms waited for"
+        )
+    if _EXPOSED in report:
+        table = from_plain(ExposedTable, report[_EXPOSED], f"{REPORT_FILE}.{_EXPOSED}")
+        lines += [f"  {line}" for line in table.as_text().splitlines()]
     return "\n".join(lines)
 
 

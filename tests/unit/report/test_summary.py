@@ -52,8 +52,29 @@ def test_the_highest_peak_of_any_step_and_rank_is_reported():
     assert unbounded.endswith("7 of 10 in all-to-all gaps, at most 9.0 MB deferred")
 
 
+def test_reductions_in_parts_are_told_where_there_are_any():
+    comm = CommTimes(num_grad_micro_ops=9, num_grad_micro_ops_between=6, grad_bytes=12_500_000, grad_exposed_ms=3.5)
+    report = summarise([rank_medians([StepRecord(100, 2048, comm)])], "chunks=1", 1)
+    line = "12.5 MB reduced in 9 parts, 6 between all-to-alls and the others after the last; 3.5 ms waited for"
+    assert line in as_text(report)
+    assert "reduced" not in as_text(summarise([rank_medians([record(100)])], "chunks=1", 1))
+
+
 def test_json_is_written_whole(tmp_path):
     report = summarise([rank_medians([record(100)] * 5)], "off", 5)
     path = write_json(report, tmp_path / "new" / "folder")
     assert json.loads(path.read_text()) == report
     assert [p.name for p in path.parent.iterdir()] == ["report.json"]
+
+
+def test_text_says_how_the_plan_was_found():
+    report = summarise([rank_medians([record(100)] * 5)], "chunks=2 dim=batch", 5, first_step=21)
+    figures = {"step_ms": 150.0, "exposed_ms": 40.0}
+    tuning = {"how": "planned", "num_plans": 2, "baseline": figures, "predicted": None, "chosen": figures}
+    text = as_text({**report, "tuning": tuning})
+    assert "medians over steps 24 to 25" in text
+    assert (
+        "  tuning             planned, planned 2 times\n"
+        "    without overlap  150.0 ms a step, 40.0 ms of it exposed\n"
+        "    when chosen      150.0 ms a step, 40.0 ms of it exposed\n"
+    ) in text

@@ -1,0 +1,1 @@
+"""What several command-line tools share."""

@@ -1,0 +1,90 @@
+"""Say what a plan does, layer by layer, and what stays exposed.
+
+  tools/explain_plan.py plan.json                            what the file says
+  tools/explain_plan.py plan.json --profile profile.json     also why it stays exposed, and what else was possible
+
+Layers that are treated alike are one paragraph.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_lancet.commands.planning import load_plan, load_profile
+from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.report.explanation_text import each_layer, layer_lines, reason_lines, short_text
+from megatron_lancet.report.plan_text import LEGEND, head_lines, plan_lines
+from megatron_lancet.schedule.explain import explain
+from megatron_lancet.schedule.plan_file import PlanFile, check_fits, made_for
+from megatron_lancet.schedule.planner import make_plan
+from megatron_lancet.schedule.profile import Profile
+from megatron_lancet.schedule.records import RecordError
+
+_NUM_ALTERNATIVES = 5
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan_file", type=Path, metavar="PLAN", help="a plan file, of tools/make_plan.py")
+    parser.add_argument("--profile", type=Path, metavar="PROFILE", help="a profile of the model that the plan is for")
+    parser.add_argument("--all-layers", action="store_true", help="with --profile: one paragraph per layer")
+    arguments = parser.parse_args(argv)
+    if arguments.all_layers and arguments.profile is None:
+        parser.error("--all-layers needs --profile")
+    return arguments
+
+
+def print_reasons(content: PlanFile, profile: Profile, all_layers: bool) -> None:
+    """What a profile says of the plan.
+
+    Raises:
+        RecordError: something that the plan does was not profiled.
+    """
+    planned = make_plan(profile)
+    explanation = explain(profile, content.plan, planned)
+    step = explanation.prediction
+    beside = "" if planned.no_overlap is None else f" ({planned.no_overlap.step_ms:.1f} ms without overlap)"
+    print(f"predicted: step {step.step_ms:.1f} ms{beside}, exposed {step.exposed_ms:.1f} ms")
+    print(
+        f"           {step.peak_bytes / 1e6:.0f} MB of activations and deferred weight gradients "
+        f"({step.peak_dw_bytes / 1e6:.0f} MB of it)"
+    )
+    print("\nlayers, on the rank that waits longest, times of one micro-batch:")
+    lines = list(each_layer(explanation) if all_layers else layer_lines(explanation))
+    print("\n".join(lines))
+    if any("[+" in line or "[-" in line for line in lines):
+        print(LEGEND)
+    reasons = list(reason_lines(explanation))
+    if reasons:
+        print("\nexposed because of:")
+        print("\n".join(reasons))
+    print("\nother plans for this profile:")
+    seen = {short_text(content.plan)}
+    for one in planned.alternatives:
+        text = short_text(one.plan)
+        if text not in seen and len(seen) <= _NUM_ALTERNATIVES:
+            seen.add(text)
+            print(f"{one.prediction.step_ms:10.1f} ms  {text}")
+    for exclusion in explanation.excluded:
+        print(f"not considered: {exclusion.what}: {exclusion.reason}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    arguments = parse_arguments(argv)
+    content = load_plan(arguments.plan_file)
+    print("\n".join(head_lines(content)))
+    if arguments.profile is None:
+        print("\n".join(plan_lines(content)))
+        return
+    profile = load_profile(arguments.profile)
+    try:
+        check_fits(content, made_for(profile.model), str(arguments.plan_file))
+        print_reasons(content, profile, arguments.all_layers)
+    except RecordError as error:
+        raise UsageError(str(error)) from error
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,93 @@
+"""Make a plan from a profile, and say what it is expected to bring.
+
+  tools/make_plan.py profile.json --output plan.json
+  tools/make_plan.py profile.json --output plan.json --max-memory-mb 20000 --num-chunks 1 2 4
+
+The plan is what pretrain_gpt_moe.py --lancet-plan plan.json runs by. The same profile and flags give the same plan.
+tools/explain_plan.py says what it does and why.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_lancet.commands.planning import add_limit_arguments, check_outputs, fitting_plan, limits_of, load_profile
+from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.report.explanation_text import short_text
+from megatron_lancet.schedule.plan_file import PlanFile, write_plan_file
+from megatron_lancet.schedule.plan_record import record_of
+from megatron_lancet.schedule.planner import PlannedStep
+from megatron_lancet.schedule.records import RecordError
+
+_NUM_ALTERNATIVES = 5
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("profile", type=Path, metavar="PROFILE", help="a profile, of tools/profile_model.py")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="PLAN", help="the plan file; its folder must exist"
+    )
+    parser.add_argument(
+        "--alternatives",
+        type=int,
+        default=_NUM_ALTERNATIVES,
+        metavar="N",
+        help=f"how many other plans to list (default: {_NUM_ALTERNATIVES})",
+    )
+    add_limit_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def print_result(planned: PlannedStep, content: PlanFile, num_alternatives: int) -> None:
+    """The plan, what it should bring, and what else was considered."""
+    expected = content.prediction
+    assert expected is not None
+    print(f"plan: {planned.plan}")
+    if planned.plan.gaps:
+        num_placed = sum(len(gap.weight_grads) for gap in planned.plan.gaps)
+        print(f"      {num_placed} weight gradients have a place in {len(planned.plan.gaps)} gaps")
+    print(
+        f"step: {expected.step_ms:.1f} ms predicted, {expected.no_overlap_step_ms:.1f} ms without overlap "
+        f"({expected.no_overlap_step_ms / expected.step_ms:.2f}x); exposed all-to-all {expected.exposed_ms:.1f} ms"
+    )
+    print(
+        f"memory: {expected.peak_bytes / 1e6:.0f} MB of activations and deferred weight gradients "
+        f"({expected.peak_dw_bytes / 1e6:.0f} MB of it)"
+    )
+    others = {f"{one.prediction.step_ms:10.1f} ms  {short_text(one.plan)}": one for one in planned.alternatives}
+    others = {line: one for line, one in others.items() if short_text(one.plan) != short_text(planned.plan)}
+    if others and num_alternatives > 0:
+        print("alternatives:")
+    for line, one in list(others.items())[: max(0, num_alternatives)]:
+        print(f"{line}" + ("" if one.fits else "  (does not fit into memory)"))
+    for exclusion in planned.excluded:
+        print(f"not considered: {exclusion.what}: {exclusion.reason}")
+    if planned.warning:
+        print(f"note: {planned.warning}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    start_s = time.monotonic()
+    arguments = parse_arguments(argv)
+    check_outputs(arguments.output)
+    profile = load_profile(arguments.profile)
+    try:
+        planned = fitting_plan(profile, limits_of(arguments))
+        content = record_of(profile, planned.plan)
+    except RecordError as error:
+        raise UsageError(f"no plan from {arguments.profile}: {error}") from error
+    try:
+        write_plan_file(arguments.output, content)
+    except OSError as error:
+        raise UsageError(f"can't write {arguments.output}: {error.strerror or error}") from error
+    print_result(planned, content, arguments.alternatives)
+    searched = "all plans of the space" if planned.is_exact else f"{planned.num_simulated} plans simulated"
+    print(f"{arguments.output} written; {searched}, {time.monotonic() - start_s:.1f} s")
+
+
+if __name__ == "__main__":
+    run_command(main)

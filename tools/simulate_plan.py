@@ -1,0 +1,278 @@
+r"""Predict a step from a profile: its timeline, or a table over cluster sizes that nobody has to rent.
+
+Without --world-sizes: the timeline of one plan, in the profiled layout or in the one that the flags describe.
+With --world-sizes: one line per cluster size, for no overlap, two chunks everywhere, and a plan.
+
+  tools/simulate_plan.py profile.json                        plan anew, show the timeline
+  tools/simulate_plan.py profile.json plan.json --spans      a plan's timeline, op by op
+  tools/simulate_plan.py profile.json --world-sizes 8 64 512 4096 --ep-size grow --ranks-per-node 8 \
+      --intra-gbps 3600 --inter-gbps 400 --picture sizes.png
+
+What is computed how, and what is left out, is in docs/planner.md.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_lancet.commands.planning import (
+    add_limit_arguments,
+    check_outputs,
+    fitting_plan,
+    limits_of,
+    load_plan,
+    load_profile,
+    write_text,
+)
+from megatron_lancet.data.arguments import positive_float, positive_int
+from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.report import timeline_text, what_if_table
+from megatron_lancet.schedule.layout import Layout, in_layout, split_at_stages
+from megatron_lancet.schedule.plan_file import made_for, misfits
+from megatron_lancet.schedule.profile import Profile
+from megatron_lancet.schedule.records import RecordError, to_plain
+from megatron_lancet.schedule.simulator import Simulation, simulate
+from megatron_lancet.schedule.what_if import (
+    Forecaster,
+    NetworkChoice,
+    Planner,
+    Routing,
+    SweepRow,
+    largest_ep_size,
+    no_overlap,
+    sweep,
+    two_chunks,
+)
+
+_GROW = "grow"
+_NUM_WAITS = 8
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("profile", type=Path, metavar="PROFILE", help="a profile, of tools/profile_model.py")
+    parser.add_argument("plan_file", type=Path, nargs="?", metavar="PLAN", help="a plan file, of tools/make_plan.py")
+    parser.add_argument(
+        "--plan",
+        choices=("auto", "two-chunks", "no-overlap"),
+        help="instead of PLAN; auto plans anew, for each line of a table (default: auto)",
+    )
+    parser.add_argument("--spans", action="store_true", help="list every op of the timeline")
+    parser.add_argument("--format", choices=("text", "markdown", "json"), default="text", help="(default: text)")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write everything as JSON")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE.png", help="also draw step time and exposed share over --world-sizes"
+    )
+    _add_layout_arguments(parser)
+    add_limit_arguments(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.plan_file is not None and arguments.plan is not None:
+        parser.error(f"give PLAN or --plan {arguments.plan}, not both")
+    if arguments.picture is not None and arguments.world_sizes is None:
+        parser.error("--picture draws over cluster sizes: pass --world-sizes too")
+    if arguments.spans and arguments.world_sizes is not None:
+        parser.error("--spans belongs to one timeline: drop it or --world-sizes")
+    return arguments
+
+
+def _add_layout_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what if (default: as profiled)")
+    group.add_argument("--world-sizes", nargs="+", type=positive_int, metavar="N", help="numbers of ranks: a table")
+    group.add_argument(
+        "--ep-size",
+        type=_ep_size,
+        metavar=f"{{N,{_GROW}}}",
+        help=f"ranks that share the experts, or {_GROW}: the most that each cluster size allows",
+    )
+    group.add_argument("--pp-size", type=positive_int, metavar="N", help="pipeline stages")
+    group.add_argument("--num-micro-batches", type=positive_int, metavar="N", help="of a step, on each pipeline")
+    group.add_argument("--ranks-per-node", type=positive_int, metavar="N", help="(default: all ranks on one node)")
+    group.add_argument(
+        "--intra-gbps", type=positive_float, metavar="GB", help="Gb/s of one rank inside a node, each way"
+    )
+    group.add_argument("--intra-latency-us", type=_latency, metavar="US", help="of one message inside a node")
+    group.add_argument(
+        "--inter-gbps", type=positive_float, metavar="GB", help="Gb/s of one rank between nodes (default: as inside)"
+    )
+    group.add_argument(
+        "--inter-latency-us", type=_latency, metavar="US", help="of one message between nodes (default: as inside)"
+    )
+    group.add_argument(
+        "--routing",
+        type=_routing,
+        default=Routing(),
+        metavar="{measured,even,zipf:S}",
+        help="who receives how many rows: the profile's histogram (default), the same for all, or experts whose "
+        "popularity falls with their place to the power of S",
+    )
+
+
+def _ep_size(text: str) -> int | str:
+    return text if text == _GROW else positive_int(text)
+
+
+def _latency(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected microseconds, at least 0, got {text!r}")
+    return value
+
+
+def _routing(text: str) -> Routing:
+    kind, _, exponent = text.partition(":")
+    try:
+        value = float(exponent or "nan")
+    except ValueError:
+        value = math.nan
+    if kind == "zipf" and 0 <= value <= 100:
+        return Routing(kind, value)
+    if text in ("measured", "even"):
+        return Routing(text)
+    raise argparse.ArgumentTypeError(f"expected measured, even or zipf:S with S from 0 to 100, got {text!r}")
+
+
+def network_of(arguments: argparse.Namespace) -> NetworkChoice:
+    """What the flags say of the network."""
+    return NetworkChoice(
+        arguments.ranks_per_node,
+        arguments.intra_gbps,
+        arguments.intra_latency_us,
+        arguments.inter_gbps,
+        arguments.inter_latency_us,
+    )
+
+
+def layout_of(forecaster: Forecaster, arguments: argparse.Namespace, world_size: int | None) -> Layout:
+    """The layout for a number of ranks; for None the profiled number, or the least that the other sizes need.
+
+    Raises:
+        UsageError: sizes that do not fit together.
+    """
+    facts = forecaster.profile.model
+    pp_size = arguments.pp_size or len(set(facts.stage_of_layer))
+    ep_size = arguments.ep_size or facts.ep_size
+    if world_size is None:
+        least = pp_size * (1 if ep_size == _GROW else ep_size)
+        world_size = facts.world_size if facts.world_size % least == 0 else least
+    if ep_size == _GROW:
+        ep_size = largest_ep_size(facts, max(1, world_size // pp_size))
+    return forecaster.layout(world_size, ep_size, pp_size, arguments.num_micro_batches, arguments.routing)
+
+
+def planners_of(arguments: argparse.Namespace, profile: Profile) -> dict[str, Planner]:
+    """The plan that was asked for, by its name. Any plan of as many layers can be simulated, others are noted."""
+    if arguments.plan_file is not None:
+        content = load_plan(arguments.plan_file)
+        plan = content.plan
+        for difference in misfits(content, made_for(profile.model)):
+            print(f"note: {difference.replace('in the run', 'in the profile')}", file=sys.stderr)
+        return {arguments.plan_file.name: lambda profile: plan}
+    if arguments.plan == "two-chunks":
+        return {"two chunks": two_chunks}
+    if arguments.plan == "no-overlap":
+        return {"no overlap": no_overlap}
+    limits = limits_of(arguments)
+    return {"planned": lambda profile: fitting_plan(profile, limits).plan}
+
+
+def show_table(forecaster: Forecaster, arguments: argparse.Namespace) -> None:
+    """Predict and print one line per cluster size."""
+    layouts = [layout_of(forecaster, arguments, size) for size in sorted(set(arguments.world_sizes))]
+    planners = {"no overlap": no_overlap, "two chunks": two_chunks} | planners_of(arguments, forecaster.profile)
+    rows = list(sweep(forecaster, layouts, planners))
+    plain = {**_origin(forecaster.profile), "routing": str(arguments.routing), "rows": what_if_table.as_plain(rows)}
+    if arguments.format == "json":
+        print(json.dumps(plain, indent=1))
+    else:
+        print(what_if_table.as_text(rows) if arguments.format == "text" else what_if_table.as_markdown(rows))
+    if arguments.output is not None:
+        write_text(arguments.output, json.dumps(plain, indent=1) + "\n")
+    if arguments.picture is not None:
+        _draw(rows, forecaster.profile, arguments)
+
+
+def _draw(rows: Sequence[SweepRow], profile: Profile, arguments: argparse.Namespace) -> None:
+    from megatron_lancet.report import what_if_picture  # matplotlib takes a second to import
+
+    title = f"{profile.model.name}: predicted from a profile on {profile.device}, routing {arguments.routing}"
+    what_if_picture.write_png(rows, title, arguments.picture)
+
+
+def show_timeline(forecaster: Forecaster, arguments: argparse.Namespace) -> None:
+    """Predict and print one step."""
+    layout = layout_of(forecaster, arguments, None)
+    [(name, planner)] = planners_of(arguments, forecaster.profile).items()
+    moved = in_layout(forecaster.profile, layout)
+    plan = split_at_stages(planner(moved), moved.model.stage_of_layer)
+    forecast = forecaster.forecast(layout, lambda profile: plan)
+    # One micro-batch: they are all alike, and a step may have hundreds.
+    simulation = simulate(dataclasses.replace(moved, model=dataclasses.replace(moved.model, num_micro_batches=1)), plan)
+    plain = {
+        **_origin(forecaster.profile),
+        "plan": to_plain(plan),
+        "step_ms": forecast.step_ms,
+        "exposed_ms": forecast.exposed_ms,
+        "bubble_ms": forecast.bubble_ms,
+        "peak_bytes": forecast.peak_bytes,
+        "timelines": to_plain(simulation.timelines),
+    }
+    if arguments.format == "json":
+        print(json.dumps(plain, indent=1))
+    else:
+        print(f"profile: {forecaster.profile.model.name} on {forecaster.profile.device}")
+        print(f"plan ({name}): {plan}")
+        print(
+            f"step {forecast.step_ms:.1f} ms, of it exposed {forecast.exposed_ms:.1f} ms "
+            f"({100 * forecast.exposed_share:.1f} %), pipeline bubble {forecast.bubble_ms:.1f} ms; "
+            f"activations and deferred dW {forecast.peak_bytes / 1e6:.0f} MB"
+        )
+        print_timelines(simulation, arguments.spans)
+    if arguments.output is not None:
+        write_text(arguments.output, json.dumps(plain, indent=1) + "\n")
+
+
+def print_timelines(simulation: Simulation, spans: bool) -> None:
+    """Lanes of each simulated rank in a micro-batch, and what it waits for longest."""
+    until_ms = simulation.prediction.forward_ms + simulation.prediction.backward_ms
+    print(f"\none micro-batch, {until_ms:.1f} ms; # busy, + partly, . a little:")
+    for timeline, num_alike in zip(simulation.timelines, simulation.same_ranks, strict=True):
+        alike = f", and {num_alike - 1} more that receive as much" if num_alike > 1 else ""
+        print(f"\nrank {timeline.rank}{alike}: exposed {timeline.exposed_ms():.1f} ms")
+        print("\n".join(timeline_text.lanes(timeline, until_ms)))
+        waits = timeline_text.longest_waits(timeline, _NUM_WAITS)
+        if waits:
+            print("longest waits:")
+            print("\n".join(waits))
+        if spans:
+            print("from ms, to ms, lane, op:")
+            print("\n".join(timeline_text.all_spans(timeline)))
+
+
+def _origin(profile: Profile) -> dict[str, object]:
+    return {"profile": profile.model.name, "device": profile.device, "versions": profile.versions}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    arguments = parse_arguments(argv)
+    check_outputs(arguments.output, arguments.picture)
+    forecaster = Forecaster(load_profile(arguments.profile), network_of(arguments))
+    try:
+        if arguments.world_sizes is None:
+            show_timeline(forecaster, arguments)
+        else:
+            show_table(forecaster, arguments)
+    except RecordError as error:
+        raise UsageError(str(error)) from error
+
+
+if __name__ == "__main__":
+    run_command(main)
