@@ -6,13 +6,14 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 SOURCES := megatron_lancet tools tests benchmarks docs pretrain_gpt_moe.py setup.py
 
-.PHONY: demo test lint bench-network bench-gpu format constraints clean help
+.PHONY: demo test lint bench-network bench-prediction bench-gpu format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text, with expert parallelism, and show the result"
 	@echo "make test    run the test suite"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench-network   what overlap buys on a shaped network (root, Linux); BENCH_ARGS=--quick for two minutes"
+	@echo "make bench-prediction   predicted step times against real ones on the same network (root, Linux)"
 	@echo "make bench-gpu       stock, pipelined experts and our schedules on one GPU; BENCH_ARGS=--help lists options"
 
 demo: $(STAMP)
@@ -28,6 +29,9 @@ lint: $(STAMP)
 
 bench-network: $(STAMP)
 	@$(BIN)/python -m benchmarks.network $(BENCH_ARGS)
+
+bench-prediction: $(STAMP)
+	@$(BIN)/python -m benchmarks.prediction $(BENCH_ARGS)
 
 bench-gpu: $(STAMP)
 	@$(BIN)/python -m benchmarks.gpu $(BENCH_ARGS)

@@ -11,29 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.network.namespaces import Namespaces, check_host, this_host
-from megatron_lancet.errors import UsageError
-
 REPO = Path(__file__).parents[3]
 TINY = ["--layers", "1", "--hidden", "64", "--seq-length", "32", "--repeats", "2", "--sweeps", "1", "--rate", "100"]
 START_LIMIT_S = 30
-
-
-def why_not() -> str | None:
-    """Why this machine can't make the network, None where it can."""
-    try:
-        check_host(*this_host())
-        with Namespaces():
-            return None
-    except UsageError as error:
-        return str(error)
-
-
-@pytest.fixture(autouse=True)
-def _needs_a_network():
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
+pytestmark = pytest.mark.usefixtures("shaped_network")
 
 
 @contextmanager

@@ -1,0 +1,149 @@
+"""From raw samples to errors: what was predicted against the medians of what was measured. Pure arithmetic."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_MEDIAN_ERROR = 0.04
+MAX_ERROR = 0.10
+"""Of the measured step time."""
+MAX_EXPOSED_ERROR = 0.15
+MAX_EXPOSED_MS = 10.0
+"""Exposed time is to be within the former of the measured one, or within the latter."""
+_EXPOSED_FIELDS = ("exposed_forward_ms", "exposed_backward_ms", "counts_ms")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One configuration.
+
+    Attributes:
+        measured_ms: step time of the slower rank, median over all repeats.
+        low_ms: lower quartile of the same.
+        high_ms: upper quartile.
+        measured_exposed_ms: time blocked in waits, counts included: mean of the ranks, median over all repeats.
+        measured_forward_ms: forward pass of the slower rank, median.
+    """
+
+    case: str
+    name: str
+    measured_ms: float
+    low_ms: float
+    high_ms: float
+    predicted_ms: float
+    measured_exposed_ms: float
+    predicted_exposed_ms: float
+    measured_forward_ms: float
+    predicted_forward_ms: float
+
+    @property
+    def error(self) -> float:
+        """Of the predicted step time, relative to the measured one; above 0 if too long was predicted."""
+        return self.predicted_ms / self.measured_ms - 1
+
+    @property
+    def exposed_error_ms(self) -> float:
+        """Of the predicted exposed time; above 0 if too much was predicted."""
+        return self.predicted_exposed_ms - self.measured_exposed_ms
+
+    @property
+    def exposed_is_close(self) -> bool:
+        """Whether the exposed time is as near as it is to be."""
+        return abs(self.exposed_error_ms) <= max(MAX_EXPOSED_MS, MAX_EXPOSED_ERROR * self.measured_exposed_ms)
+
+
+@dataclass(frozen=True)
+class CaseErrors:
+    """One case.
+
+    Attributes:
+        measured_share: exposed share of ``k1``'s step; None where it was not run.
+        is_disturbed: whether something else used the cores meanwhile.
+    """
+
+    name: str
+    title: str
+    rate_bps: float
+    measured_share: float | None
+    comparisons: tuple[Comparison, ...]
+    is_disturbed: bool
+    num_repeats: int
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Over all configurations of all cases.
+
+    Attributes:
+        median: of the absolute relative errors of the step time.
+        worst: the largest of them.
+        worst_name: whose it is.
+        num_exposed_close: configurations whose exposed time is as near as it is to be.
+        number: configurations.
+    """
+
+    median: float
+    worst: float
+    worst_name: str
+    num_exposed_close: int
+    number: int
+
+
+def compare(case: dict[str, Any]) -> CaseErrors:
+    """
+    Args:
+        case: as the ranks wrote it.
+    """
+    comparisons = tuple(_comparison(case, name) for name in case["predictions"])
+    k1 = next((one for one in comparisons if one.name == "k1"), None)
+    return CaseErrors(
+        name=case["name"],
+        title=case["title"],
+        rate_bps=case["rate_bps"],
+        measured_share=None if k1 is None else k1.measured_exposed_ms / k1.measured_ms,
+        comparisons=comparisons,
+        is_disturbed=case["disturbance"]["is_disturbed"],
+        num_repeats=len(case["samples"][comparisons[0].name]),
+    )
+
+
+def totals(cases: Sequence[CaseErrors]) -> Totals:
+    """Over all of them."""
+    every = [one for case in cases for one in case.comparisons]
+    worst = max(every, key=lambda one: abs(one.error))
+    return Totals(
+        median=statistics.median(abs(one.error) for one in every),
+        worst=abs(worst.error),
+        worst_name=f"{worst.case} {worst.name}",
+        num_exposed_close=sum(one.exposed_is_close for one in every),
+        number=len(every),
+    )
+
+
+def _comparison(case: dict[str, Any], name: str) -> Comparison:
+    fields = case["sample_fields"]
+    repeats = [[dict(zip(fields, rank, strict=True)) for rank in ranks] for ranks in case["samples"][name]]
+    steps = [max(rank["step_ms"] for rank in ranks) for ranks in repeats]
+    low, median, high = _quartiles(steps)
+    exposed = [statistics.fmean(sum(rank[field] for field in _EXPOSED_FIELDS) for rank in ranks) for ranks in repeats]
+    prediction = case["predictions"][name]
+    return Comparison(
+        case=case["name"],
+        name=name,
+        measured_ms=median,
+        low_ms=low,
+        high_ms=high,
+        predicted_ms=prediction["step_ms"],
+        measured_exposed_ms=statistics.median(exposed),
+        predicted_exposed_ms=prediction["mean_exposed_ms"],
+        measured_forward_ms=statistics.median(max(rank["forward_ms"] for rank in ranks) for ranks in repeats),
+        predicted_forward_ms=prediction["forward_ms"],
+    )
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high

@@ -1,0 +1,171 @@
+"""Profiles a case's model on its link and runs the configurations between the steps of the profile."""
+
+import gc
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from benchmarks.network.cases import Shape, Variant
+from benchmarks.network.links import CPU, Link
+from benchmarks.network.measure import CpuWatch, exposure, find_rate, say, set_rate
+from benchmarks.network.step import SAMPLE_FIELDS, Step, on_both_ranks
+from benchmarks.prediction.cases import FIXED_PLANS, PLANNED, PredictionCase, PredictionJob
+from megatron_lancet.model.gpt import set_plan
+from megatron_lancet.profiler.facts import ProfiledModel
+from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
+from megatron_lancet.report.timeline_file import TimelineRecord, write_timelines
+from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.schedule.cost_model import CostModel
+from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.planner import make_plan
+from megatron_lancet.schedule.profile import Profile
+from megatron_lancet.schedule.records import to_plain
+from megatron_lancet.schedule.simulator import Simulation, Simulator
+from megatron_lancet.schedule.timeline import RankTimeline
+
+_WARM_UP_BPS = 2e9
+
+_PASSES, _TRACED_IN_A_PASS = 3, 2
+"""Of the profile. A run's profile has one pass with three traced steps of each plan."""
+
+_SAMPLES_IN_A_TURN = 2
+
+Sample = list[list[float]]
+"""One step: of each rank, in the order of SAMPLE_FIELDS."""
+
+
+class PredictionBench:
+    """The shaped link of this rank, and what is measured over it."""
+
+    def __init__(self, job: PredictionJob, shaped: str, timeout: timedelta) -> None:
+        """Collective."""
+        self._job = job
+        self._shaped_name = shaped
+        self._set_rate(_WARM_UP_BPS)
+        self._link = Link(shaped, parallel_state.get_expert_model_parallel_group(), timeout)
+
+    def measure(self, case: PredictionCase) -> dict[str, Any]:
+        """Everything about a case, for the JSON file."""
+        say(f"case {case.name}: {case.title}")
+        gc.collect()  # the last case's model and its DDP hooks refer to each other
+        self._set_rate(_WARM_UP_BPS)
+        step = Step(case.shape, Variant("k1", FIXED_PLANS["k1-dw"], ""), self._link, None)
+        step.run()
+        step.take_expert_shares()
+        set_plan(step.module, FIXED_PLANS["k1"])
+        step.run()
+        shares = step.take_expert_shares()
+        rate_bps = self._job.rate_bps
+        if rate_bps is None:
+            rate_bps = find_rate(case.exposed_share, exposure(step), step, self._set_rate)
+        self._set_rate(rate_bps)
+        watch = CpuWatch(self._job.cores)
+        fixed = {name: FIXED_PLANS[name] for name in case.configurations if name != PLANNED}
+        profile, samples = self._profile_in_turns(case.shape, step, fixed)
+        plans = {name: fixed[name] if name in fixed else make_plan(profile).plan for name in case.configurations}
+        for name in plans.keys() - fixed.keys():
+            samples[name] = [one for _ in range(self._num_turns) for one in self._turn(step, plans[name])]
+        seen = watch.seen(f"{self._job.repeats} repeats at {rate_bps / 1e6:.0f} Mbit/s")
+        simulator = Simulator(CostModel(profile))
+        simulations = {name: simulator.simulate(plan) for name, plan in plans.items()}
+        self._write_timelines(case, step, plans, simulations)
+        return {
+            **asdict(case),
+            "rate_bps": rate_bps,
+            "expert_shares": shares,
+            "plans": {name: to_plain(plan) for name, plan in plans.items()},
+            "disturbance": seen,
+            "profile": to_plain(profile),
+            "predictions": {name: _figures(simulation) for name, simulation in simulations.items()},
+            "sample_fields": SAMPLE_FIELDS,
+            "samples": samples,
+        }
+
+    def _set_rate(self, rate_bps: float) -> None:
+        set_rate(self._shaped_name, rate_bps)
+
+    def _profile_in_turns(
+        self, shape: Shape, step: Step, plans: Mapping[str, Plan]
+    ) -> tuple[Profile, dict[str, list[Sample]]]:
+        """A profile as a run takes it, in several passes; between its plans the configurations run in turns.
+
+        So all plans see the same machine: its speed may drift by more than what is to be found out. The order rotates.
+        """
+        names = list(plans)
+        order = [name for turn in range(self._num_turns) for name in _rotated(names, turn)]
+        samples: dict[str, list[Sample]] = {name: [] for name in names}
+        profiled = ProfiledModel((step.module,), CPU, shape.micro_batch, shape.seq_length, 1)
+        in_one_pass = plans_to_profile(shape.micro_batch, shape.seq_length)
+        run = ProfileRun(profiled, in_one_pass * _PASSES, _TRACED_IN_A_PASS)
+        for index, plan in enumerate(run.plans):
+            set_plan(step.module, plan)
+            step.run(around=partial(run.step, index))
+            done, is_inside = divmod(index + 1, 1 + _TRACED_IN_A_PASS)
+            if not is_inside:
+                start, end = (place * len(order) // (_PASSES * len(in_one_pass)) for place in (done - 1, done))
+                for name in order[start:end]:
+                    samples[name] += self._turn(step, plans[name])
+        return run.finish(), samples
+
+    @property
+    def _num_turns(self) -> int:
+        return math.ceil(self._job.repeats / _SAMPLES_IN_A_TURN)
+
+    @staticmethod
+    def _turn(step: Step, plan: Plan) -> list[Sample]:
+        """The first step after a switch is not measured, nor does the profile: memory is of the other plan's sizes."""
+        set_plan(step.module, plan)
+        step.run()
+        return [on_both_ranks(step.run()[0]) for _ in range(_SAMPLES_IN_A_TURN)]
+
+    def _write_timelines(
+        self, case: PredictionCase, step: Step, plans: Mapping[str, Plan], simulations: Mapping[str, Simulation]
+    ) -> None:
+        """One traced step of each configuration beside what was predicted for it, if asked for."""
+        if self._job.timelines is None:
+            return
+        trace = Trace(CPU, dist.get_rank())
+        for name, plan in plans.items():
+            set_plan(step.module, plan)
+            found: list[RankTimeline] = []
+            step.run(around=partial(self._traced, step, trace, found))
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, found[0])
+            if dist.get_rank() == 0:
+                record = TimelineRecord(f"{case.name} {name}", tuple(everyone), simulations[name].timelines)
+                write_timelines(record, self._job.timelines / f"{case.name}-{name}.json")
+
+    @staticmethod
+    @contextmanager
+    def _traced(step: Step, trace: Trace, found: list[RankTimeline]) -> Iterator[None]:
+        comm = step.module.decoder.comm
+        comm.record_to(trace)
+        trace.begin_step()
+        try:
+            yield
+            found.append(trace.end_step().timeline)
+        finally:
+            comm.record_to(None)
+
+
+def _rotated(names: Sequence[str], turn: int) -> Sequence[str]:
+    place = turn % max(1, len(names))
+    return [*names[place:], *names[:place]]
+
+
+def _figures(simulation: Simulation) -> dict[str, float]:
+    """Those of the prediction, and the exposed time as a mean over the ranks."""
+    exposed = [
+        timeline.exposed_ms()
+        for timeline, number in zip(simulation.timelines, simulation.same_ranks, strict=True)
+        for _ in range(number)
+    ]
+    return {**asdict(simulation.prediction), "mean_exposed_ms": statistics.fmean(exposed)}

@@ -1,0 +1,80 @@
+"""The errors as text for a terminal and as markdown."""
+
+from collections.abc import Sequence
+
+from benchmarks.prediction.errors import (
+    MAX_ERROR,
+    MAX_EXPOSED_ERROR,
+    MAX_EXPOSED_MS,
+    MAX_MEDIAN_ERROR,
+    CaseErrors,
+    Comparison,
+    totals,
+)
+
+_HEADINGS = (
+    "configuration",
+    "measured ms (quartiles)",
+    "predicted",
+    "error",
+    "exposed ms",
+    "predicted",
+    "difference",
+)
+
+
+def _cells(one: Comparison) -> list[str]:
+    return [
+        one.name,
+        f"{one.measured_ms:.0f} ({one.low_ms:.0f}-{one.high_ms:.0f})",
+        f"{one.predicted_ms:.0f}",
+        f"{one.error:+.1%}",
+        f"{one.measured_exposed_ms:.1f}",
+        f"{one.predicted_exposed_ms:.1f}",
+        f"{one.exposed_error_ms:+.1f}{'' if one.exposed_is_close else ' !'}",
+    ]
+
+
+def _description(case: CaseErrors) -> str:
+    share = "" if case.measured_share is None else f", k1 exposes {case.measured_share:.1%} of its step"
+    disturbed = " DISTURBED by other load." if case.is_disturbed else ""
+    return f"{case.title}: {case.rate_bps / 1e6:.0f} Mbit/s{share}; {case.num_repeats} repeats.{disturbed}"
+
+
+def _conclusion(cases: Sequence[CaseErrors]) -> str:
+    total = totals(cases)
+    return (
+        f"{total.number} configurations: error of the step time median {total.median:.1%} (wanted: at most "
+        f"{MAX_MEDIAN_ERROR:.0%}), worst {total.worst:.1%} in {total.worst_name} (at most {MAX_ERROR:.0%}); exposed "
+        f"time within {MAX_EXPOSED_ERROR:.0%} or {MAX_EXPOSED_MS:.0f} ms in {total.num_exposed_close} of {total.number}"
+    )
+
+
+def as_text(cases: Sequence[CaseErrors]) -> str:
+    """Aligned columns."""
+    blocks = []
+    for case in cases:
+        rows = [list(_HEADINGS), *(_cells(one) for one in case.comparisons)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column == 0 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        blocks.append("\n".join([f"{case.name}: {_description(case)}", *lines]))
+    return "\n\n".join([*blocks, _conclusion(cases)])
+
+
+def as_markdown(cases: Sequence[CaseErrors], origin: str) -> str:
+    """
+    Args:
+        origin: command, date and machine, in a line.
+    """
+    blocks = [f"{origin}\n\n{_conclusion(cases)}"]
+    for case in cases:
+        rows = [list(_HEADINGS), ["---"] * len(_HEADINGS), *(_cells(one) for one in case.comparisons)]
+        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        blocks.append(f"### {case.name}\n\n{_description(case)}\n\n{table}")
+    return "\n\n".join(blocks) + "\n"

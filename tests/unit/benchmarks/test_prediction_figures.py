@@ -1,0 +1,118 @@
+"""The prediction benchmark's command line, cases, and the way from samples and predictions to errors."""
+
+import dataclasses
+
+import pytest
+
+from benchmarks.prediction.__main__ import make_job, parse_arguments
+from benchmarks.prediction.cases import CASES, CONFIGURATIONS, FIXED_PLANS, PLANNED, read_job, select
+from benchmarks.prediction.errors import compare, totals
+from benchmarks.prediction.table import as_markdown, as_text
+from megatron_lancet.errors import UsageError
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
+
+FIELDS = ("step_ms", "forward_ms", "exposed_forward_ms", "exposed_backward_ms", "counts_ms")
+
+
+def case_result(measured: dict[str, list[list[tuple[float, ...]]]], predicted: dict[str, tuple[float, float]]):
+    """
+    Args:
+        measured: by configuration, per repeat and rank the values of FIELDS.
+        predicted: by configuration, step and exposed time.
+    """
+    return {
+        **dataclasses.asdict(CASES["45"]),
+        "rate_bps": 2e8,
+        "disturbance": {"is_disturbed": False},
+        "sample_fields": list(FIELDS),
+        "predictions": {
+            name: {"step_ms": step_ms, "mean_exposed_ms": exposed_ms, "forward_ms": step_ms / 3}
+            for name, (step_ms, exposed_ms) in predicted.items()
+        },
+        "samples": measured,
+    }
+
+
+def repeat(step_ms: float, exposed_ms: float) -> list[tuple[float, ...]]:
+    """Rank 1 takes a tenth longer and waits for 5 ms less."""
+    first = (step_ms, 40.0, exposed_ms - 7, 4.0, 3.0)
+    return [first, (step_ms * 1.1, 41.0, exposed_ms - 12, 4.0, 3.0)]
+
+
+def test_the_step_is_the_slower_ranks_and_the_exposed_time_a_mean_of_the_ranks():
+    repeats = [repeat(100, 50), repeat(200, 60), repeat(110, 52)]
+    (one,) = compare(case_result({"k1": repeats}, {"k1": (133.1, 42.0)})).comparisons
+    assert one.measured_ms == pytest.approx(121)
+    assert one.error == pytest.approx(0.1)
+    assert one.measured_exposed_ms == pytest.approx(52 - 2.5)
+    assert one.exposed_error_ms == pytest.approx(-7.5)
+    assert one.measured_forward_ms == 41
+
+
+@pytest.mark.parametrize(
+    ("measured_ms", "predicted_ms", "is_close"),
+    [(20, 27, True), (20, 28, False), (200, 227, True), (200, 228, False), (200, 167, False)],
+)
+def test_exposed_time_is_close_within_ten_ms_or_fifteen_per_cent(measured_ms, predicted_ms, is_close):
+    case = compare(case_result({"k1": [repeat(1000, measured_ms)]}, {"k1": (1100.0, predicted_ms)}))
+    assert case.comparisons[0].exposed_is_close is is_close
+
+
+def test_totals_take_errors_by_their_size():
+    measured = {name: [repeat(100, 50)] for name in ("k1", "k1-dw", "stack-k2")}
+    predicted = {"k1": (110 * 0.8, 50.0), "k1-dw": (110 * 1.1, 50.0), "stack-k2": (110 * 1.02, 500.0)}
+    case = compare(case_result(measured, predicted))
+    total = totals([case])
+    assert total.median == pytest.approx(0.1)
+    assert total.worst == pytest.approx(0.2)
+    assert total.worst_name == "45 k1"
+    assert (total.num_exposed_close, total.number) == (2, 3)
+
+
+def test_tables_have_every_configuration_and_say_what_was_disturbed():
+    result = case_result({"k1": [repeat(100, 50)]}, {"k1": (121.0, 10.0)})
+    result["disturbance"] = {"is_disturbed": True}
+    case = compare(result)
+    for text in (as_text([case]), as_markdown([case], "`command`, date")):
+        assert "DISTURBED by other load" in text
+        assert "+10.0%" in text
+        assert "-37.5 !" in text
+    assert as_markdown([case], "`command`, date").startswith("`command`, date")
+
+
+def test_the_cases_cover_shares_chunk_counts_ranges_axes_weight_gradients_and_skew():
+    ran = {(case.name, name) for case in CASES.values() for name in case.configurations}
+    assert len(ran) >= 12
+    plans = [plan for name, plan in FIXED_PLANS.items() if ("45", name) in ran]
+    segments = [plan.segments[0] for plan in plans]
+    assert {segment.num_chunks for segment in segments} == {1, 2, 4}
+    assert {segment.range for segment in segments} == set(OverlapRange)
+    assert {segment.chunk_dim for segment in segments} == set(ChunkDim)
+    assert {plan.dw_policy for plan in plans} == set(DwPolicy)
+    assert {case.exposed_share for case in CASES.values()} == {0.2, 0.45, 0.65}
+    assert any(case.shape.hot_share is not None for case in CASES.values())
+    assert all("k1" in case.configurations and PLANNED in case.configurations for case in CASES.values())
+
+
+def test_unknown_names_are_refused_and_orders_are_ours():
+    (case,) = select(["20"], [PLANNED, "k1"])
+    assert case.configurations == ("k1", PLANNED)
+    for cases, configurations in ((["21"], None), ([], ["k3"])):
+        with pytest.raises(UsageError, match="there is no"):
+            select(cases, configurations)
+
+
+def test_a_job_survives_its_file(tmp_path):
+    args = parse_arguments(["--cases", "skewed", "--layers", "2", "--rate", "100", "--timelines", str(tmp_path)])
+    job = make_job(args, [0, 1], tmp_path / "result.json")
+    assert job.cases[0].shape.layers == 2
+    assert job.cases[0].shape.hot_share == 0.4
+    job.write(tmp_path / "job.json")
+    assert read_job(tmp_path / "job.json") == job
+    assert set(job.cases[0].configurations) <= set(CONFIGURATIONS)
+
+
+@pytest.mark.parametrize("argv", [["--repeats", "0"], ["--rate", "-1"], ["--timelines", "/nowhere"]])
+def test_arguments_out_of_range_are_refused(argv):
+    with pytest.raises(UsageError, match=argv[0]):
+        parse_arguments(argv)
