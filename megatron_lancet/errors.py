@@ -35,8 +35,16 @@ def exit_with_usage_error(message: str) -> NoReturn:
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command's ``main``; a :class:`UsageError` becomes one line on stderr and exit status 2."""
+    """Run a command's ``main``; a :class:`UsageError` becomes one line on stderr and exit status 2.
+
+    A reader of its output that goes away (``| head``) ends it quietly, with status 1.
+    """
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more when it ends, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except UsageError as error:
         exit_with_usage_error(str(error))

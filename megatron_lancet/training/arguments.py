@@ -4,6 +4,7 @@ import argparse
 import difflib
 import functools
 import math
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -13,8 +14,9 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.global_vars import set_global_variables
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
+from megatron_lancet.config import DEFAULT_TUNE_STEPS, AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.schedule.micro_ops import DEFAULT_CHUNK_MB, CommPriority
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 from megatron_lancet.training.mocked import add_mock_arguments, check_mock_arguments
 
@@ -26,9 +28,11 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group = parser.add_argument_group("Megatron-Lancet", "hide the all-to-all of expert parallelism")
     group.add_argument(
         "--lancet-plan",
-        choices=[choice.value for choice in PlanChoice],
         default=PlanChoice.AUTO.value,
-        help="auto (default): overlap, with a plan that fits the run. off: stock Megatron modules.",
+        metavar="{auto,off,FILE}",
+        help="auto (default): measures the first steps, finds the fastest plan and switches to it; with "
+        "--lancet-num-chunks a fixed plan instead. off: stock Megatron modules. FILE: a plan file of "
+        "tools/make_plan.py that was made for this model and layout.",
     )
     group.add_argument(
         "--lancet-num-chunks",
@@ -46,9 +50,9 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument(
         "--lancet-range",
         choices=[choice.value for choice in OverlapRange],
-        default=OverlapRange.STACK.value,
         help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), layer (with its "
-        "attention), stack (default: all layers without waiting at a layer's end).",
+        "attention), stack (all layers without waiting at a layer's end). By default "
+        "the plan chooses.",
     )
     group.add_argument(
         "--lancet-attention",
@@ -60,7 +64,6 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument(
         "--lancet-dw-policy",
         choices=[policy.value for policy in DwPolicy],
-        default=DwPolicy.FILL.value,
         help="weight gradients: fill (default) runs them while a backward all-to-all is in flight, none at once.",
     )
     group.add_argument(
@@ -70,12 +73,58 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         help="memory (10^6 bytes) that deferred weight gradients may keep alive on a rank; when it is full the oldest "
         "run first. By default only the plan's window bounds it.",
     )
+    _add_priority_arguments(group)
     group.add_argument(
-        "--lancet-report", type=Path, metavar="DIR", help="also write the closing report to DIR/report.json."
+        "--lancet-report",
+        type=Path,
+        metavar="DIR",
+        help="also write the closing report to DIR/report.json, and beside it the plan, the profile and the timeline "
+        "of a step (timeline.html, trace.json).",
+    )
+    group.add_argument(
+        "--lancet-tune-steps",
+        type=int,
+        default=DEFAULT_TUNE_STEPS,
+        metavar="N",
+        help=f"training steps that auto measures at a time, before and after a change of plan (default: "
+        f"{DEFAULT_TUNE_STEPS}).",
+    )
+    group.add_argument(
+        "--lancet-cache",
+        default="auto",
+        metavar="DIR",
+        help="where auto keeps measured profiles, so that later runs of the same model on the same device need not "
+        "measure again; off keeps none. Default: megatron-lancet in $XDG_CACHE_HOME or ~/.cache.",
+    )
+    group.add_argument(
+        "--lancet-profile",
+        type=Path,
+        metavar="FILE",
+        help="measure ops, links and memory in the first steps, write them to FILE (JSON) and end; "
+        "tools/profile_model.py sets it.",
     )
     add_mock_arguments(parser, group)
     parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
     return parser
+
+
+def _add_priority_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--lancet-comm-priority",
+        choices=[priority.value for priority in CommPriority],
+        default=CommPriority.OFF.value,
+        help="all-to-all-first cuts gradient reductions into parts that run only where no all-to-all of the backward "
+        "pass is in flight or about to start; needs --overlap-grad-reduce. off (default): Megatron reduces each bucket "
+        "as soon as it is complete.",
+    )
+    group.add_argument(
+        "--lancet-grad-chunk-mb",
+        type=float,
+        default=DEFAULT_CHUNK_MB,
+        metavar="MB",
+        help="with --lancet-comm-priority, gradients (10^6 bytes) in one such part, and at one place between two "
+        f"all-to-alls, at most (default: {DEFAULT_CHUNK_MB:g}).",
+    )
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -102,16 +151,47 @@ def parse() -> tuple[argparse.Namespace, LancetConfig]:
             f"--lancet-dw-memory-mb expects a number of MB above 0, got {args.lancet_dw_memory_mb:g}. To run "
             "weight gradients at once pass --lancet-dw-policy none; without the flag memory for them is not bounded."
         )
+    if args.lancet_tune_steps < 1:
+        raise UsageError(f"--lancet-tune-steps expects at least 1, got {args.lancet_tune_steps}.")
+    if not 0 < args.lancet_grad_chunk_mb < math.inf or args.lancet_grad_chunk_mb * 1e6 < 1:
+        raise UsageError(
+            f"--lancet-grad-chunk-mb expects a number of MB above 0, got {args.lancet_grad_chunk_mb:g}. To reduce "
+            "whole buckets pass --lancet-comm-priority off."
+        )
     return args, LancetConfig(
-        plan=PlanChoice(args.lancet_plan),
+        plan=_plan_choice(args.lancet_plan),
         num_chunks=args.lancet_num_chunks,
         chunk_dim=None if args.lancet_chunk_dim == "auto" else ChunkDim(args.lancet_chunk_dim),
-        range=OverlapRange(args.lancet_range),
+        range=OverlapRange(args.lancet_range) if args.lancet_range else None,
         attention=AttentionChoice(args.lancet_attention),
-        dw_policy=DwPolicy(args.lancet_dw_policy),
+        dw_policy=DwPolicy(args.lancet_dw_policy) if args.lancet_dw_policy else None,
         dw_memory_mb=args.lancet_dw_memory_mb,
         report_dir=args.lancet_report,
+        tune_steps=args.lancet_tune_steps,
+        cache_dir=_cache_dir(args.lancet_cache),
+        profile=args.lancet_profile,
+        comm_priority=CommPriority(args.lancet_comm_priority),
+        grad_chunk_mb=args.lancet_grad_chunk_mb,
     )
+
+
+def _cache_dir(choice: str) -> Path | None:
+    if choice == "off":
+        return None
+    if choice != "auto":
+        return Path(choice)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-lancet"
+    except RuntimeError:  # no home, as in some containers
+        return None
+
+
+def _plan_choice(text: str) -> PlanChoice | Path:
+    if text in list(PlanChoice):
+        return PlanChoice(text)
+    if not Path(text).is_file():
+        raise UsageError(f"--lancet-plan expects auto, off or a plan file; there is no file {text}.")
+    return Path(text)
 
 
 def validate(args: argparse.Namespace) -> None:

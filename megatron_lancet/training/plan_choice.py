@@ -2,10 +2,19 @@
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
+from megatron_lancet.training.plan_from_file import plan_from_file
+from megatron_lancet.training.plan_limits import (
+    against_sequence_chunks,
+    chunked_size,
+    lacking_in_sdpa,
+    planning_limits,
+    routing_over_whole_micro_batch,
+)
 
 _DEFAULT_NUM_CHUNKS = 2
 _RECOMPUTABLE = {"core_attn", "mlp", "moe", "shared_experts"}
@@ -23,6 +32,10 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
         UsageError: the run asks for overlap together with something that it does not support.
     """
     _check_attention(args, config)
+    if isinstance(config.plan, Path):
+        plan = plan_from_file(config.plan, args, config)
+        _refuse_unsupported(args, plan)
+        return plan, "; ".join([f"{plan} from {config.plan}", *_dropout_note(args, plan)])
     if config.plan is PlanChoice.OFF:
         return None, "off: stock Megatron modules"
     if not args.num_experts or args.expert_model_parallel_size == 1:
@@ -33,20 +46,46 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
             )
         return None, "nothing to overlap without expert parallelism: stock Megatron modules"
     notes = []
-    overlap_range = config.range
-    whole = ", ".join(_routing_over_whole_micro_batch(args))
+    overlap_range = config.range or OverlapRange.STACK
+    whole = ", ".join(routing_over_whole_micro_batch(args))
     if whole and overlap_range is not OverlapRange.EXPERTS:
         overlap_range = OverlapRange.EXPERTS
         notes.append(f"chunks start after the gate, because {whole} looks at the whole micro-batch")
     plan = _cut(args, config, overlap_range)
+    _refuse_unsupported(args, plan)
+    segment = plan.segments[0]
+    if segment.num_chunks == 1 and config.num_chunks is None and segment.chunk_dim is ChunkDim.BATCH:
+        obstacle = next(against_sequence_chunks(args, config, overlap_range), "--lancet-chunk-dim batch")
+        notes.append(f"a micro-batch of 1 stays whole, because sequence chunks do not work with {obstacle}")
+    return plan, "; ".join([str(plan), *notes, *_dropout_note(args, plan)])
+
+
+def _refuse_unsupported(args: argparse.Namespace, plan: Plan) -> None:
     for flag, advice in _unsupported(args, plan):
         raise UsageError(f"{flag} does not work with the overlapping block yet: {advice}, or --lancet-plan off.")
-    if plan.num_chunks == 1 and config.num_chunks is None and plan.chunk_dim is ChunkDim.BATCH:
-        obstacle = next(_against_sequence_chunks(args, config, overlap_range), "--lancet-chunk-dim batch")
-        notes.append(f"a micro-batch of 1 stays whole, because sequence chunks do not work with {obstacle}")
-    if plan.num_chunks > 1 and plan.range.has_attention and (args.hidden_dropout > 0 or args.attention_dropout > 0):
-        notes.append("dropout draws its random numbers chunk by chunk, so losses differ from stock's by chance")
-    return plan, "; ".join([str(plan), *notes])
+
+
+def _dropout_note(args: argparse.Namespace, plan: Plan) -> list[str]:
+    chunked = any(segment.num_chunks > 1 and segment.range.has_attention for segment in plan.segments)
+    if chunked and (args.hidden_dropout > 0 or args.attention_dropout > 0):
+        return ["dropout draws its random numbers chunk by chunk, so losses differ from stock's by chance"]
+    return []
+
+
+def is_tuned(args: argparse.Namespace, config: LancetConfig) -> bool:
+    """Whether a run that overlaps looks for its plan by itself; else :func:`choose_plan`'s runs from the start.
+
+    A number of chunks is taken for the wish of a fixed plan; a run for a profile ends before it would need one; and
+    where the limits leave only one there is no choice.
+
+    Raises:
+        UsageError: a wish of the user that the run does not allow.
+    """
+    if config.plan is not PlanChoice.AUTO or config.num_chunks is not None or config.profile is not None:
+        return False
+    limits = planning_limits(args, config)
+    can_be_cut = any(chunked_size(args, dim)[0] > 1 for dim in limits.chunk_dims)
+    return can_be_cut or limits.dw_policies != (DwPolicy.NONE,)
 
 
 def needs_own_attention(args: argparse.Namespace) -> str | None:
@@ -74,7 +113,7 @@ def _check_attention(args: argparse.Namespace, config: LancetConfig) -> None:
             f"--lancet-attention stock does not work with {need}: Megatron's local core attention takes heads of one "
             "size and sees one rank's tokens only. Drop the flag, or pass --lancet-attention sdpa."
         )
-    lacks = _lacking_in_sdpa(args)
+    lacks = lacking_in_sdpa(args)
     if uses_sdpa(args, config) and lacks:
         raise UsageError(
             f"{lacks[0]} does not work with torch's fused attention, which {need or '--lancet-attention sdpa'} brings. "
@@ -82,19 +121,10 @@ def _check_attention(args: argparse.Namespace, config: LancetConfig) -> None:
         )
 
 
-def _lacking_in_sdpa(args: argparse.Namespace) -> list[str]:
-    """Flags that the fused kernel can't follow."""
-    lacking = {
-        "--window-size": args.window_size is not None,
-        f"--softmax-type {args.softmax_type}": args.softmax_type != "vanilla",
-    }
-    return [flag for flag, given in lacking.items() if given]
-
-
 def _cut(args: argparse.Namespace, config: LancetConfig, overlap_range: OverlapRange) -> Plan:
     """Along which dimension, into how many chunks: two where nobody asks, the fewest that overlap."""
     num_chunks = config.num_chunks or _DEFAULT_NUM_CHUNKS
-    obstacles = list(_against_sequence_chunks(args, config, overlap_range))
+    obstacles = list(against_sequence_chunks(args, config, overlap_range))
     dim = config.chunk_dim
     if dim is None:
         fits = num_chunks <= args.micro_batch_size
@@ -106,11 +136,7 @@ def _cut(args: argparse.Namespace, config: LancetConfig, overlap_range: OverlapR
             f"--lancet-chunk-dim sequence does not work with {obstacles[0]}. Drop one of the two, or pass "
             "--lancet-range gate, or --lancet-plan off."
         )
-    if dim is ChunkDim.BATCH:
-        size, flag = args.micro_batch_size, "--micro-batch-size"
-    else:
-        size = args.seq_length // args.context_parallel_size
-        flag = "--seq-length" + (" / --context-parallel-size" if args.context_parallel_size > 1 else "")
+    size, flag = chunked_size(args, dim)
     if num_chunks > size:
         if config.num_chunks is None:
             num_chunks = size
@@ -121,41 +147,7 @@ def _cut(args: argparse.Namespace, config: LancetConfig, overlap_range: OverlapR
                 f"dimension: {flag} is {size}{why_not}. Use at most {size} chunks"
                 + (", a larger micro-batch, or --lancet-chunk-dim auto." if dim is ChunkDim.BATCH else ".")
             )
-    return fixed_plan(num_chunks, config.dw_policy, dim, overlap_range, _dw_memory_bytes(config))
-
-
-def _against_sequence_chunks(
-    args: argparse.Namespace, config: LancetConfig, overlap_range: OverlapRange
-) -> Iterator[str]:
-    """What keeps the sequence from being cut exactly."""
-    if args.sequence_parallel:
-        yield "--sequence-parallel"
-    if not overlap_range.has_attention:
-        return
-    if args.context_parallel_size > 1:
-        yield "--context-parallel-size"
-    if args.reset_attention_mask:
-        yield "--reset-attention-mask"
-    yield from _lacking_in_sdpa(args)
-    if config.attention is AttentionChoice.STOCK:
-        yield "--lancet-attention stock"
-
-
-def _routing_over_whole_micro_batch(args: argparse.Namespace) -> Iterator[str]:
-    """Routing whose decision about one token depends on the others, or draws random numbers per call."""
-    balancing = args.moe_router_load_balancing_type
-    kinds = balancing if isinstance(balancing, list) else [balancing]
-    for kind in ("sinkhorn", "quantile_balancing"):
-        if kind in kinds:
-            yield f"--moe-router-load-balancing-type {kind}"
-    for flag, given in {
-        "--moe-expert-capacity-factor": args.moe_expert_capacity_factor is not None,
-        "--moe-input-jitter-eps": args.moe_input_jitter_eps is not None,
-        "--moe-router-force-load-balancing": args.moe_router_force_load_balancing,
-        "--moe-router-force-biased": args.moe_router_force_biased is not None,
-    }.items():
-        if given:
-            yield flag
+    return fixed_plan(num_chunks, config.dw_policy or DwPolicy.FILL, dim, overlap_range, _dw_memory_bytes(config))
 
 
 def _dw_memory_bytes(config: LancetConfig) -> int | None:

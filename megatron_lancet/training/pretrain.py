@@ -5,7 +5,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import timedelta
 
 import torch
 
@@ -42,11 +41,13 @@ def _pretrain(device: torch.device, where: Whereabouts) -> None:
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     from megatron_lancet.runtime.comm_stats import CommStats
-    from megatron_lancet.schedule.plan import DwPolicy
     from megatron_lancet.training import arguments, mocked, upstream
+    from megatron_lancet.training.comm_priority import choose_micro_ops
     from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
-    from megatron_lancet.training.plan_choice import choose_plan, needs_own_attention, uses_sdpa
+    from megatron_lancet.training.overlapped_run import OverlappedRun
+    from megatron_lancet.training.plan_choice import choose_plan, is_tuned, needs_own_attention
     from megatron_lancet.training.platform import apply_cpu_settings
+    from megatron_lancet.training.profiling import check_can_profile
     from megatron_lancet.training.step_recorder import StepRecorder
 
     upstream.check_seams()
@@ -57,7 +58,10 @@ def _pretrain(device: torch.device, where: Whereabouts) -> None:
     if mocked.is_mocked(args):
         _say(f"Megatron-Lancet world: {mocked.describe_mocked_world(args)}")
     plan, line = choose_plan(args, config)
-    _say(f"Megatron-Lancet plan: {line}")
+    micro_ops = choose_micro_ops(args, config, plan)
+    check_can_profile(args, config, plan)
+    tunes = plan is not None and is_tuned(args, config)
+    _say(f"Megatron-Lancet plan: {'found while training, or in a short run ' if tunes else ''}{line}")
 
     stats = CommStats(device)
     recorder = StepRecorder(args, device, stats)
@@ -72,19 +76,19 @@ def _pretrain(device: torch.device, where: Whereabouts) -> None:
         stack.enter_context(upstream.sequence_parallel_with_torch_norm())
         stack.enter_context(upstream.core_attention_without_te(needs_own_attention(args) is not None))
         stack.enter_context(upstream.resumable_distributed_optimizer())
-        stack.enter_context(upstream.observed_train_step(recorder.observe))
         setup: NoOverlap | OverlapSetup
         if plan is None:
             stack.enter_context(upstream.measured_stock_communication(stats))
-            setup = NoOverlap()
+            stack.enter_context(upstream.observed_train_step(recorder.observe))
+            setup, report = NoOverlap(), lambda: recorder.report(None, config.report_dir)
         else:
-            timeout = timedelta(minutes=args.distributed_timeout_minutes)
-            setup = OverlapSetup(plan, device, stats, timeout, uses_sdpa(args, config))
-            stack.enter_context(upstream.observed_train_step(setup.check_step))
-            run_config.ddp.delay_wgrad_compute = plan.dw_policy is DwPolicy.FILL
+            run = OverlappedRun(args, config, plan, device, stats, recorder, micro_ops)
+            run.enter(stack)
+            setup, report = run.setup, run.report
+            run_config.ddp.delay_wgrad_compute = run.setup.delays_weight_grads
         model_config.pre_wrap_hooks.append(setup)
         where.describe = lambda: f"{len(recorder.records)} steps done, {setup.position}"
-        _run(run_config, lambda: recorder.report(plan, config.report_dir))
+        _run(run_config, report)
 
 
 def _run(run_config: object, report: Callable[[], None]) -> None:

@@ -29,7 +29,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.training import arguments, training
+from megatron.training import arguments, checkpointing, global_vars, training
 from megatron.training.utils import common_utils
 
 from megatron_lancet.errors import UsageError
@@ -37,6 +37,7 @@ from megatron_lancet.model.attention import SdpaAttention
 from megatron_lancet.model.norm import sequence_parallel_norm
 from megatron_lancet.patching import wrapped
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.training import grad_reduction
 
 _SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (GPTModel, "forward", ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask")),
@@ -75,7 +76,9 @@ _SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (distrib_optimizer.DistributedOptimizer, "load_state_dict", ("state_dict",)),
     (training, "train_step", ("forward_step_func", "data_iterator", "model")),
     (training, "is_last_rank", ()),
+    (global_vars, "get_tensorboard_writer", ()),
     (common_utils, "is_last_rank", ()),
+    (checkpointing, "check_checkpoint_args", ("checkpoint_args",)),
     (arguments, "add_megatron_arguments", ("parser",)),
     (training, "pretrain", ("cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func")),
     (token_dispatcher, "gather_from_sequence_parallel_region", ("input_",)),
@@ -108,6 +111,7 @@ def check_seams() -> None:
     for protocol in ("skip_backward_post_hook", "register_wgrad_accumulation_and_reduce_hooks"):
         if protocol not in ddp_source:
             missing.append(f"DistributedDataParallel's {protocol}")
+    missing += grad_reduction.missing_seams()
     for module, name in _TWO_SLICES_PER_RANK:
         if "2 * cp_size - cp_rank - 1" not in inspect.getsource(getattr(module, name, module)):
             missing.append(f"the cut of a sequence into two slices per rank in {module.__name__}.{name}")
@@ -231,3 +235,18 @@ def observed_train_step(observe: Callable[[Callable[[], Any]], Any]) -> Abstract
         return train_step
 
     return wrapped(training, "train_step", wrap)
+
+
+def checkpoint_arguments(look: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """Calls ``look`` with the arguments that a checkpoint was saved with, when Megatron resumes from one."""
+
+    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def check_checkpoint_args(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
+            result = stock(checkpoint_args, *args, **kwargs)
+            look(checkpoint_args)
+            return result
+
+        return check_checkpoint_args
+
+    return wrapped(checkpointing, "check_checkpoint_args", wrap)

@@ -13,7 +13,7 @@ import sys
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_lancet.patching import replaced, wrapped
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.training.cpu_platform import cpu_platform
 from tests.distributed.observer import Observer
-from tests.distributed.variants import CUTS, DW_MEMORY_BYTES, FORCED, VARIANTS, cut_name
+from tests.distributed.variants import CUTS, DW_MEMORY_BYTES, FORCED, SEGMENTED, VARIANTS, WITH_GAPS, cut_name
 
 SEQ_LENGTH, MICRO_BATCH, VOCAB, NUM_MICRO_BATCHES = 16, 4, 64, 3
 
@@ -91,12 +92,12 @@ def build(overrides: dict[str, Any]):
     return model, config, (Float16Module if config.bf16 else lambda _, plain: plain)
 
 
-def wrap_with_ddp(model, config, precision, deferred: bool):
+def wrap_with_ddp(model, config, precision, deferred: bool, overlaps: bool = True):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     ddp_config = DistributedDataParallelConfig(
-        overlap_grad_reduce=True,
-        bucket_size=4000,
+        overlap_grad_reduce=overlaps,
+        bucket_size=4000 if overlaps else None,
         grad_reduce_in_fp32=True,
         delay_wgrad_compute=deferred,
     )
@@ -131,12 +132,11 @@ def step(ddp) -> list[float]:
 
 
 def logged_losses() -> dict[str, list[float]]:
-    """Auxiliary losses as Megatron's log will see them; cleared for the next step."""
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    """Auxiliary losses as Megatron's log will see them; forgotten, with their names, for the next step."""
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 
-    tracker = get_moe_metrics_tracker()
-    values = {name: metric.values.tolist() for name, metric in tracker.metrics.items()}
-    tracker.clear()
+    values = {name: metric.values.tolist() for name, metric in get_moe_metrics_tracker().metrics.items()}
+    destroy_moe_metrics_tracker()
     return values
 
 
@@ -155,25 +155,22 @@ def deviation(ours: torch.Tensor, stock: torch.Tensor) -> float:
     return ((ours - stock).norm() / stock.norm().clamp_min(1e-12)).item()
 
 
-def overlapping_model(
-    model,
-    num_chunks: int,
-    dw: str = "fill",
-    dw_memory_bytes: int | None = None,
-    dim: str = "batch",
-    over: str = "stack",
-):
+def plan_of(num_chunks: int, dw="fill", dw_memory_bytes=None, dim="batch", over="stack") -> Plan:
+    return fixed_plan(num_chunks, DwPolicy(dw), ChunkDim(dim), OverlapRange(over), dw_memory_bytes)
+
+
+def overlapping_model(model, plan: Plan, switchable: bool = False):
+    """Makes the model run by the plan; its setup, and counters that know the groups to close."""
     from megatron_lancet.runtime.comm_stats import CommStats
-    from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
-    plan = fixed_plan(num_chunks, DwPolicy(dw), ChunkDim(dim), OverlapRange(over), dw_memory_bytes)
     stats = CommStats(torch.device("cpu"))
     sdpa = model.config.context_parallel_size > 1
     before = set(distributed_c10d._world.pg_map)
-    OverlapSetup(plan, torch.device("cpu"), stats, timedelta(minutes=2), sdpa)([model])
+    setup = OverlapSetup(plan, torch.device("cpu"), stats, timedelta(minutes=2), sdpa, switchable)
+    setup([model])
     stats.groups = [group for group in distributed_c10d._world.pg_map if group not in before]
-    return stats
+    return setup, stats
 
 
 def close(stats) -> None:
@@ -243,22 +240,62 @@ def relative(ours, stock) -> float:
     return worst(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(ours, stock, strict=True))
 
 
-def compare(overrides, num_chunks, disturb=None, dw: str = "fill", dw_memory_bytes=None, **cut: str) -> dict[str, Any]:
+class StockRun(NamedTuple):
+    """Two steps of Megatron's own model: what they started from, losses and gradients, what was logged and counted."""
+
+    weights: dict[str, torch.Tensor]
+    steps: list[tuple[list[float], dict[str, torch.Tensor]]]
+    logged: dict[str, list[float]]
+    expert_bias_counts: list[list[float]]
+
+
+_STOCK_RUNS: dict[str, StockRun] = {}
+
+
+def stock_run(overrides) -> StockRun:
+    """Of the model with these settings, in this layout, on these data; run once for all plans it is compared with."""
+    from megatron.core import parallel_state
+
+    layout = (
+        dist.get_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+    )
+    key = repr((overrides, layout, micro_batches.__qualname__))
+    if key not in _STOCK_RUNS:
+        _STOCK_RUNS[key] = run_stock(overrides)
+    return _STOCK_RUNS[key]
+
+
+def run_stock(overrides) -> StockRun:
+    model, config, precision = build(overrides)
+    weights = copy.deepcopy(model.state_dict())
+    stock = wrap_with_ddp(model, config, precision, deferred=False)
+    steps = [(step(stock), gradients(model)) for _ in range(2)]
+    return StockRun(weights, steps, logged_losses(), expert_bias_counts(model))
+
+
+def compare(overrides, num_chunks: int, disturb=None, **plan: Any) -> dict[str, Any]:
+    """:func:`compare_plan` with a fixed plan: arguments of :func:`plan_of`."""
+    return compare_plan(overrides, plan_of(num_chunks, **plan), disturb)
+
+
+def compare_plan(overrides, plan: Plan, disturb=None) -> dict[str, Any]:
     """Two steps of stock and of ours on the same weights and data; how far they are apart.
 
     In DDP's first step reductions start at its end, from the second on as soon as gradients become ready.
     """
     from megatron_lancet.model import experts
 
-    stock_model, config, precision = build(overrides)
-    our_model, _, _ = build(overrides)
-    our_model.load_state_dict(copy.deepcopy(stock_model.state_dict()))
-    stock = wrap_with_ddp(stock_model, config, precision, deferred=False)
-    expected = [(step(stock), gradients(stock_model)) for _ in range(2)]
-    expected_logged = logged_losses()
+    stock = stock_run(overrides)
+    our_model, config, precision = build(overrides)
+    our_model.load_state_dict(copy.deepcopy(stock.weights))
 
-    stats = overlapping_model(our_model, num_chunks, dw, dw_memory_bytes, **cut)
-    ours = wrap_with_ddp(our_model, config, precision, deferred=dw == "fill")
+    setup, stats = overlapping_model(our_model, plan)
+    ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads)
     with ExitStack() as stack:
         if disturb is not None:
             disturb(stack)
@@ -268,19 +305,18 @@ def compare(overrides, num_chunks, disturb=None, dw: str = "fill", dw_memory_byt
         results.append((step(ours), gradients(our_model)))
     times = stats.take()
     close(stats)
-    if dw == "fill":
-        our_model.decoder.comm.store.assert_idle()
+    setup.check_step(lambda: None)
     logged = logged_losses()
-    pairs = list(zip(results, expected, strict=True))
+    pairs = list(zip(results, stock.steps, strict=True))
     stored = [module.deferred for module in our_model.modules() if getattr(module, "deferred", None) is not None]
     return {
         "loss": worst(relative(a[0], b[0]) for a, b in pairs),
         "gradients": {name: worst(deviation(a[1][name], b[1][name]) for a, b in pairs) for name in results[0][1]},
         "zero_gradients": [name for name, gradient in results[0][1].items() if not gradient.any()],
-        "logged": worst(relative(logged[name], expected_logged[name]) for name in expected_logged),
-        "logged_names_equal": logged.keys() == expected_logged.keys(),
-        "expert_bias_counts_equal": expert_bias_counts(our_model) == expert_bias_counts(stock_model),
-        "state_keys_equal": list(our_model.state_dict()) == list(stock_model.state_dict()),
+        "logged": worst(relative(logged[name], stock.logged[name]) for name in stock.logged),
+        "logged_names_equal": logged.keys() == stock.logged.keys(),
+        "expert_bias_counts_equal": expert_bias_counts(our_model) == stock.expert_bias_counts,
+        "state_keys_equal": list(our_model.state_dict()) == list(stock.weights),
         "collectives": observer.collectives,
         "reports": dict(observer.reports),
         "reports_of_deferred": [weight.num_reported for weight in stored],
@@ -306,7 +342,7 @@ def bf16_errors(num_chunks: int) -> dict[str, list[float]]:
     true_model, true_config, plain = build({})
     for model in (our_model, true_model):
         model.load_state_dict(copy.deepcopy(stock_model.state_dict()))
-    overlapping_model(our_model, num_chunks)
+    overlapping_model(our_model, plan_of(num_chunks))
     for model, its_config, its_precision, deferred in (
         (stock_model, config, precision, False),
         (our_model, config, precision, True),
@@ -324,6 +360,8 @@ def main() -> None:
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 
+    from tests.distributed.switching import switching_cases
+
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
@@ -340,6 +378,10 @@ def main() -> None:
         results[cut_name(name, num_chunks, cut)] = compare(overrides, num_chunks, **cut)
     results["dw-none/k=2"] = compare({}, 2, dw="none")
     results["erratic-wire/k=2"] = compare({}, 2, erratic_wire)
+    for name, (overrides, plan) in SEGMENTED.items():
+        results[name] = compare_plan(overrides, plan)
+    results["gaps/k=2"] = compare_plan({}, WITH_GAPS, erratic_wire)
+    results |= switching_cases()
     for memory_bytes in DW_MEMORY_BYTES:
         results[f"dw-memory-{memory_bytes}/k=2"] = compare({}, 2, erratic_wire, dw_memory_bytes=memory_bytes)
     results["naive-aux-loss/k=2"] = compare({}, 2, naive_aux_loss)

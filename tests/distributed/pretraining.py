@@ -17,7 +17,8 @@ TINY_MODEL = (
 ).split()
 SHORT_RUN = (
     "--micro-batch-size 4 --global-batch-size 16 --lr 1e-3 --lr-decay-iters 40 --clip-grad 1.0 --log-interval 1 "
-    "--eval-iters 0 --eval-interval 1000 --split 9,1,0 --tokenizer-type NullTokenizer --vocab-size 500 --num-workers 0"
+    "--eval-iters 0 --eval-interval 1000 --split 9,1,0 --tokenizer-type NullTokenizer --vocab-size 500 --num-workers 0 "
+    "--lancet-cache off"
 ).split()
 EP2 = ["--expert-model-parallel-size", "2"]
 

@@ -25,13 +25,13 @@ def results(tmp_path_factory):
 
 
 def exact_cases() -> list[str]:
-    from tests.distributed.variants import CUTS, DW_MEMORY_BYTES, FORCED, VARIANTS, cut_name
+    from tests.distributed.variants import CUTS, DW_MEMORY_BYTES, FORCED, SEGMENTED, VARIANTS, cut_name
 
     cuts = [cut_name(name, num_chunks, cut) for name, _, num_chunks, cut in CUTS]
     chunked = [f"{name}/k={k}" for name in VARIANTS for k in ((1, 2, 4) if name == "plain" else (1, 3))]
     chunked += [f"{name}/k={k}" for name in FORCED for k in (1, 2, 3)]
     bounded = [f"dw-memory-{memory_bytes}/k=2" for memory_bytes in DW_MEMORY_BYTES]
-    return [*chunked, *cuts, *bounded, "bf16/k=1", "dw-none/k=2", "erratic-wire/k=2"]
+    return [*chunked, *cuts, *SEGMENTED, *bounded, "bf16/k=1", "dw-none/k=2", "erratic-wire/k=2", "gaps/k=2"]
 
 
 def idle_parameters(case: str, rank: int, names: list[str]) -> list[str]:
@@ -65,7 +65,8 @@ def test_each_parameter_is_reported_ready_once(results, case):
         # DDP counts in the last micro-batch of a step; the other two only accumulate.
         assert found["reports"] == dict.fromkeys(found["parameters"], 1)
         # Two steps of three micro-batches.
-        assert set(found["reports_of_deferred"]) == (set() if case.startswith("dw-none") else {6})
+        defers_nothing = case in ("dw-none/k=2", "segments/dense-between")
+        assert set(found["reports_of_deferred"]) == (set() if defers_nothing else {6})
 
 
 @pytest.mark.parametrize("case", exact_cases())
@@ -79,6 +80,22 @@ def test_order_of_collectives_is_the_same_on_all_ranks(results, case):
 def test_order_of_collectives_does_not_depend_on_the_wire(results):
     """With transfers that seem to end at random, differently on each rank, other dWs run in other gaps."""
     assert results[0]["erratic-wire/k=2"]["collectives"] == results[0]["plain/k=2"]["collectives"]
+
+
+def test_order_of_collectives_does_not_depend_on_planned_gaps(results):
+    """They choose which dW runs where; each rank's wire decides how many of them do."""
+    for result in results:
+        assert result["gaps/k=2"]["collectives"] == result["plain/k=2"]["collectives"]
+
+
+def test_segments_run_in_their_own_chunks(results):
+    def chunks(case: str) -> dict[int, set[int]]:
+        forward = [op.split(".") for op in results[0][case]["collectives"] if op.endswith(".F.dispatch")]
+        return {layer: {int(c[1:]) for at, c, *_ in forward if at == f"L{layer}"} for layer in (1, 2, 3)}
+
+    assert chunks("segments/batch-then-sequence") == {1: {0, 1}, 2: {0, 1, 2}, 3: {0, 1, 2}}
+    assert chunks("segments/whole-then-gate") == {1: {0}, 2: {0, 1, 2, 3}, 3: {0, 1, 2, 3}}
+    assert chunks("segments/dense-between") == {1: {0, 1, 2}, 2: set(), 3: {0, 1}}
 
 
 def test_a_memory_bound_is_kept_and_moves_no_collective(results):
@@ -95,7 +112,7 @@ def test_a_memory_bound_is_kept_and_moves_no_collective(results):
 
 
 def test_experts_run_layer_by_layer_unless_something_keeps_them_apart(results):
-    apart = {"one-expert-per-rank", "bias", "frozen-half-of-the-linears", "dw-none", "k=1"}
+    apart = {"one-expert-per-rank", "bias", "frozen-half-of-the-linears", "dw-none", "dense-between", "k=1"}
     for result in results:
         for case in exact_cases():
             assert (result[case]["grouped_layers"] > 0) == apart.isdisjoint(case.split("/")), case
@@ -139,3 +156,45 @@ def test_the_comparison_sees_a_lost_weight_grad(results):
 def test_a_lost_flush_stops_the_run_before_the_next_forward(results):
     for result in results:
         assert "ended without its flush" in result["lost-flush"]
+
+
+def switching_cases() -> list[str]:
+    from tests.distributed.switching import CASES
+
+    return list(CASES)
+
+
+@pytest.mark.parametrize("case", switching_cases())
+def test_switching_plans_changes_no_gradient(results, case):
+    """Each step against stock on the same weights, which move on; plans of one chunk are stock's to the bit."""
+    for result in results:
+        for found in result[case]:
+            bound = 0.0 if found["plan"].startswith("whole") else TOLERANCE
+            worst = max(found["gradients"], key=found["gradients"].get)
+            assert found["gradients"][worst] <= bound, (found["plan"], worst)
+            assert found["loss"] <= bound, found["plan"]
+            assert found["logged"] <= bound, found["plan"]
+
+
+@pytest.mark.parametrize("case", switching_cases())
+def test_switched_plans_run_as_they_say(results, case):
+    from tests.distributed.switching import PLANS
+
+    first, second = (result[case] for result in results)
+    for ours, theirs in zip(first, second, strict=True):
+        assert ours["collectives"] == theirs["collectives"]
+        assert ours["position"].startswith("past L1.c0.I.dispatch")
+        chunks = {int(op.split(".")[1][1:]) for op in ours["collectives"] if op.endswith(".F.dispatch")}
+        assert chunks == set(range(PLANS[ours["plan"]].num_chunks))
+        assert (ours["grouped_layers"] > 0) == (not ours["plan"].startswith("whole"))
+        assert (ours["num_deferred"] == 0) == ours["plan"].endswith("none")
+    by_plan: dict[str, list[str]] = {}
+    for ours in first[1:]:  # in DDP's first step reductions start at its end
+        assert by_plan.setdefault(ours["plan"], ours["collectives"]) == ours["collectives"], ours["plan"]
+
+
+@pytest.mark.parametrize("case", [case for case in switching_cases() if "overlap" in case])
+def test_switched_plans_report_each_parameter_once(results, case):
+    for result in results:
+        for found in result[case]:
+            assert found["reports"] == dict.fromkeys(found["gradients"], 1), found["plan"]

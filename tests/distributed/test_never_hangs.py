@@ -73,7 +73,7 @@ def test_ranks_with_different_plans_are_refused(token_data, tmp_path):
         assert last_line(result) == (
             "error: ranks disagree about the plan, and would wait for each other forever: "
             "ranks 1-3: overlap by a plan, rank 0: no plan; "
-            "dw_window is 4 on ranks 1-2, 8 on rank 3; num_chunks is 2 on ranks 1-2, 4 on rank 3. "
+            "segments[0].num_chunks is 2 on ranks 1-2, 4 on rank 3; dw_window is 4 on ranks 1-2, 8 on rank 3. "
             "Start all ranks with the same arguments and the same files."
         )
         assert "] iteration " not in result.output

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
+
 DW_MEMORY_BYTES = (1, 20_000)
 """Too small for any dW, and less than the peak without a bound."""
 
@@ -117,6 +119,53 @@ CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     *((n, v, 3, {"over": "experts", **dim}) for n, v in WHOLE_ROUTING.items() for dim in ({}, SEQUENCE)),
 ]
 """Further axes and ranges: name, overrides, chunks, fields of the plan."""
+
+
+_LAST_QKV, _LAST_PROJ = (f"L3.W.self_attention.linear_{name}" for name in ("qkv", "proj"))
+_LAST_FC1 = "L3.W.mlp.experts.local_experts.1.linear_fc1"
+GAPS = (
+    Gap("L3.c1.I.dispatch", ("W.output_layer",)),
+    Gap("L2.c1.I.combine", (_LAST_QKV, "W.no_such_layer", _LAST_FC1, _LAST_QKV)),
+    Gap("L2.c0.I.dispatch", ("L2.W.mlp.experts.local_experts.0.linear_fc2", _LAST_PROJ)),
+)
+WITH_GAPS = Plan(fixed_plan(2).segments, dw_window=4, gaps=GAPS)
+SEGMENTED: dict[str, tuple[dict[str, Any], Plan]] = {
+    "segments/batch-then-sequence": (
+        {},
+        Plan((Segment(1, 1, 2), Segment(2, None, 3, ChunkDim.SEQUENCE)), dw_window=4),
+    ),
+    "segments/whole-then-gate": (
+        {"num_moe_experts": 8},
+        Plan((Segment(1, 1, 1), Segment(2, 3, 4, ChunkDim.BATCH, OverlapRange.GATE)), dw_window=8, gaps=GAPS),
+    ),
+    "segments/dense-first-layer": (
+        VARIANTS["dense-first-layer"],
+        Plan(
+            (
+                Segment(1, 2, 2, ChunkDim.SEQUENCE, OverlapRange.LAYER),
+                Segment(3, None, 3, ChunkDim.BATCH, OverlapRange.EXPERTS),
+            ),
+            dw_window=6,
+            dw_memory_bytes=20_000,
+        ),
+    ),
+    "segments/dense-between": (
+        {"moe_layer_freq": [1, 0, 1], "position_embedding_type": "rope"},
+        Plan((Segment(1, 1, 3, ChunkDim.SEQUENCE), Segment(2, 2, 1), Segment(3, 3, 2)), DwPolicy.NONE),
+    ),
+    "segments/capacity": (
+        CAPACITY,
+        Plan(
+            (
+                Segment(1, 1, 2, ChunkDim.SEQUENCE, OverlapRange.EXPERTS),
+                Segment(2, None, 3, ChunkDim.BATCH, OverlapRange.EXPERTS),
+            ),
+            dw_window=4,
+        ),
+    ),
+    "segments/all-whole/k=1": ({}, Plan((Segment(1, 2, 1), Segment(3, 3, 1)), dw_window=2)),
+}
+"""Plans whose layers run in different ways: name, overrides, plan."""
 
 
 def cut_name(name: str, num_chunks: int, cut: dict[str, str]) -> str:

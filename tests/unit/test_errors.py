@@ -24,3 +24,13 @@ def test_the_first_rank_of_a_node_speaks_at_once_and_all_fail(local_rank):
     if local_rank != "0":
         # torchrun ends all ranks with the first: so one message comes, unless the first rank saw no fault.
         assert time.monotonic() - start_s > 1
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly():
+    script = "from megatron_lancet.errors import run_command\nrun_command(lambda: print('line\\n' * 100_000))"
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "line\n"
+        child.stdout.close()
+        assert child.stderr.read() == ""
+        assert child.wait(timeout=60) == 1

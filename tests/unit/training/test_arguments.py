@@ -20,12 +20,22 @@ def command_line(monkeypatch):
 
 
 def test_megatrons_and_our_flags_are_parsed(command_line):
-    command_line("--num-layers", 4, "--lancet-num-chunks", 3, "--lancet-dw-policy", "none", "--lancet-report", "out")
+    wishes = ["--lancet-num-chunks", 3, "--lancet-dw-policy", "none", "--lancet-report", "out", "--lancet-cache", "off"]
+    command_line("--num-layers", 4, *wishes)
     args, config = arguments.parse()
     assert args.num_layers == 4
     assert config == LancetConfig(PlanChoice.AUTO, 3, dw_policy=DwPolicy.NONE, report_dir=Path("out"))
-    command_line("--lancet-dw-memory-mb", 0.5)
-    assert arguments.parse()[1] == LancetConfig(dw_memory_mb=0.5)
+    command_line("--lancet-dw-memory-mb", 0.5, "--lancet-tune-steps", 3, "--lancet-cache", "here")
+    assert arguments.parse()[1] == LancetConfig(dw_memory_mb=0.5, tune_steps=3, cache_dir=Path("here"))
+
+
+def test_profiles_are_kept_where_programs_keep_such_things(command_line, monkeypatch):
+    command_line()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert arguments.parse()[1].cache_dir == Path("/cache/megatron-lancet")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert arguments.parse()[1].cache_dir == Path("/home/somebody/.cache/megatron-lancet")
 
 
 @pytest.mark.parametrize(
@@ -36,13 +46,18 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
         (["--no-such-thing"], "unrecognized arguments: --no-such-thing"),
         (["--num-layers", "two"], "invalid int value: 'two'"),
         (["--lancet-num-chunks", 0], "expects at least 1, got 0"),
-        (["--lancet-plan", "fast"], "invalid choice: 'fast'"),
+        (["--lancet-plan", "fast"], "there is no file fast"),
         (["--lancet-dw-policy", "all"], "invalid choice: 'all'"),
         (["--lancet-chunk-dim", "hidden"], "--lancet-chunk-dim: invalid choice: 'hidden'.*sequence"),
         (["--lancet-range", "model"], "--lancet-range: invalid choice: 'model'.*stack"),
         (["--lancet-dw-memory-mb", 0], "expects a number of MB above 0, got 0.*--lancet-dw-policy none"),
         (["--lancet-dw-memory-mb", "nan"], "got nan"),
+        (["--lancet-tune-steps", 0], "--lancet-tune-steps expects at least 1, got 0"),
         (["--lancet-dw-memory-mb", "inf"], "got inf"),
+        (["--lancet-grad-chunk-mb", 0], "--lancet-grad-chunk-mb expects a number of MB above 0, got 0"),
+        (["--lancet-grad-chunk-mb", -3], "got -3"),
+        (["--lancet-grad-chunk-mb", "nan"], "got nan"),
+        (["--lancet-comm-priority", "first"], "invalid choice: 'first'.*all-to-all-first"),
         (["--lancet-dw-memory-mb", "64MB"], "invalid float value: '64MB'"),
     ],
 )

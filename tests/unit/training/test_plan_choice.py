@@ -1,13 +1,14 @@
 """Which runs get a plan, and which are refused with the line that says what to drop."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
-from megatron_lancet.training.plan_choice import choose_plan, needs_own_attention, uses_sdpa
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
+from megatron_lancet.training.plan_choice import choose_plan, is_tuned, needs_own_attention, uses_sdpa
 
 
 @pytest.fixture
@@ -32,8 +33,25 @@ def megatron_args(monkeypatch):
 
 def test_auto_overlaps_with_two_chunks(megatron_args):
     plan, line = choose_plan(megatron_args(), LancetConfig())
-    assert plan == Plan(num_chunks=2, dw_window=4)
+    assert plan == fixed_plan(2)
     assert line == "chunks=2 dim=batch range=stack dw=fill dw-window=4"
+
+
+@pytest.mark.parametrize(
+    ("changes", "wishes", "tunes"),
+    [
+        ([], {}, True),
+        ([], {"range": OverlapRange.EXPERTS, "dw_policy": DwPolicy.NONE, "chunk_dim": ChunkDim.BATCH}, True),
+        ([], {"num_chunks": 2}, False),
+        ([], {"plan": PlanChoice.OFF}, False),
+        ([], {"plan": Path("plan.json")}, False),
+        ([], {"profile": Path("profile.json")}, False),
+        (["--micro-batch-size", 1], {"chunk_dim": ChunkDim.BATCH}, True),  # dWs can still wait
+        (["--micro-batch-size", 1], {"chunk_dim": ChunkDim.BATCH, "dw_policy": DwPolicy.NONE}, False),
+    ],
+)
+def test_a_run_looks_for_its_plan_where_there_is_a_choice(megatron_args, changes, wishes, tunes):
+    assert is_tuned(megatron_args(*changes), LancetConfig(**wishes)) == tunes
 
 
 def test_off_is_off(megatron_args):
@@ -44,7 +62,7 @@ def test_off_is_off(megatron_args):
 
 def test_a_bound_of_deferred_weight_gradients_is_part_of_the_plan(megatron_args):
     plan, line = choose_plan(megatron_args(), LancetConfig(dw_memory_mb=1.5))
-    assert plan == Plan(num_chunks=2, dw_window=4, dw_memory_bytes=1_500_000)
+    assert plan == fixed_plan(2, dw_memory_bytes=1_500_000)
     assert line.endswith("dw-memory=1.5MB")
     with pytest.raises(UsageError, match=r"--lancet-dw-memory-mb 1\.5 .*--lancet-dw-policy none defers none"):
         choose_plan(megatron_args(), LancetConfig(dw_policy=DwPolicy.NONE, dw_memory_mb=1.5))
@@ -207,7 +225,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_parallel_layouts_overlap(megatron_args, changes):
-    assert choose_plan(megatron_args(*changes), LancetConfig())[0] == Plan(num_chunks=2, dw_window=4)
+    assert choose_plan(megatron_args(*changes), LancetConfig())[0] == fixed_plan(2)
 
 
 @pytest.mark.parametrize(
@@ -219,4 +237,4 @@ def test_parallel_layouts_overlap(megatron_args, changes):
     ids=["selective", "full"],
 )
 def test_recompute_overlaps(megatron_args, changes):
-    assert choose_plan(megatron_args(*changes), LancetConfig())[0] == Plan(num_chunks=2, dw_window=4)
+    assert choose_plan(megatron_args(*changes), LancetConfig())[0] == fixed_plan(2)

@@ -1,0 +1,90 @@
+"""A run that overlaps: what stands beside Megatron's loop, and in which order a step passes through it."""
+
+import argparse
+from contextlib import ExitStack
+from datetime import timedelta
+
+import torch
+
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.schedule.micro_ops import MicroOps
+from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.training import upstream
+from megatron_lancet.training.autotune import AutoTune
+from megatron_lancet.training.grad_reduction import reductions_in_micro_ops
+from megatron_lancet.training.overlap_setup import OverlapSetup
+from megatron_lancet.training.plan_choice import is_tuned, uses_sdpa
+from megatron_lancet.training.plan_maker import ProfilingPlanMaker
+from megatron_lancet.training.profiling import Profiling
+from megatron_lancet.training.run_report import report_overlap
+from megatron_lancet.training.step_recorder import StepRecorder
+from megatron_lancet.training.traced_steps import TracedSteps
+from megatron_lancet.training.tuning import Tuning, plan_without_overlap
+
+
+class OverlappedRun:
+    """Puts the parts together.
+
+    Attributes:
+        setup: a hook for Megatron's model builder.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: LancetConfig,
+        plan: Plan,
+        device: torch.device,
+        stats: CommStats,
+        recorder: StepRecorder,
+        micro_ops: MicroOps | None = None,
+    ) -> None:
+        """
+        Args:
+            plan: a fixed one, or what a run gets that is too short to find its own.
+            micro_ops: of gradient reductions, where all-to-alls go first; None where they don't.
+
+        Raises:
+            UsageError: a wish of the user that the run does not allow.
+        """
+        self._config = config
+        self._recorder = recorder
+        self._maker: ProfilingPlanMaker | None = None
+        self._tuner: AutoTune | None = None
+        self._profiling: Profiling | None = None
+        self._traced: TracedSteps | None = None
+        profiles = config.profile is not None
+        tunes = is_tuned(args, config)
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        first_plan = plan_without_overlap() if tunes else plan
+        self.setup = OverlapSetup(
+            first_plan, device, stats, timeout, uses_sdpa(args, config), profiles or tunes, micro_ops
+        )
+        if profiles:
+            self._profiling = Profiling(args, config, self.setup, device)
+        if tunes:
+            tuning = Tuning(config.tune_steps)
+            self._maker = ProfilingPlanMaker(args, config, self.setup, device, tuning.note)
+            self._tuner = AutoTune(args, tuning, self.setup, recorder, self._maker, plan, device)
+        if config.report_dir is not None and not profiles:
+            is_settled = self._tuner.is_settled if self._tuner is not None else lambda: True
+            self._traced = TracedSteps(self.setup, recorder, device, is_settled)
+
+    def enter(self, stack: ExitStack) -> None:
+        """Let every training step pass through the parts: what is entered first is nearest to Megatron's step."""
+        if self.setup.scheduler is not None:
+            stack.enter_context(reductions_in_micro_ops(self.setup.scheduler))
+        stack.enter_context(upstream.observed_train_step(self._recorder.observe))
+        stack.enter_context(upstream.observed_train_step(self.setup.check_step))
+        for part in (self._traced, self._profiling, self._tuner):
+            if part is not None:
+                stack.enter_context(upstream.observed_train_step(part.observe))
+        if self._tuner is not None:
+            stack.enter_context(upstream.checkpoint_arguments(self._tuner.take_from_checkpoint))
+
+    def report(self) -> None:
+        """The end of the run, unless its plan changed all the time for a profile. Collective over all ranks."""
+        if self._profiling is not None:
+            return
+        report_overlap(self._recorder, self.setup, self._config.report_dir, self._traced, self._tuner, self._maker)

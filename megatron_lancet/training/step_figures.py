@@ -1,0 +1,103 @@
+"""What a few steps took, over all ranks, and how far such figures can be trusted."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+MIN_NOISE_SHARE = 0.01
+"""Two medians closer than this share of a step count as equal however calm the steps were: clocks, caches and other
+jobs move whole runs by about as much."""
+_NOISE_SIGMAS = 2.0
+"""Standard errors: equal plans are told apart by mistake about once in twenty times."""
+_SIGMA_PER_MAD = 1.4826
+"""From the median absolute deviation to a normal distribution's standard deviation; one outlier does not move it."""
+_MEDIAN_ERROR = 1.2533
+"""The standard error of a median is that of a mean times this (square root of pi / 2)."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step on one rank.
+
+    Attributes:
+        step_ms: wall clock.
+        exposed_ms: part of it for which compute waited for all-to-alls, token counts included.
+        in_flight_ms: sum over payload all-to-alls of the time from issue to completion.
+    """
+
+    step_ms: float
+    exposed_ms: float
+    in_flight_ms: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What steps under one plan took: medians over the steps.
+
+    Attributes:
+        step_ms: of one rank, or of the slowest.
+        spread_ms: standard deviation of a single step, robust against outliers; largest over ranks.
+        exposed_ms: mean over ranks.
+        exposed_spread_ms: as ``spread_ms``.
+        in_flight_ms: mean over ranks.
+        num_steps: that were measured.
+    """
+
+    step_ms: float
+    spread_ms: float
+    exposed_ms: float
+    exposed_spread_ms: float
+    in_flight_ms: float
+    num_steps: float
+
+    def __str__(self) -> str:
+        return f"{self.step_ms:.1f} ms a step, {self.exposed_ms:.1f} ms of it exposed"
+
+    def as_row(self) -> tuple[float, ...]:
+        """As numbers that a tensor can hold."""
+        return astuple(self)
+
+
+def figures_of_rank(steps: Sequence[StepTimes]) -> Figures:
+    """One rank's medians over ``steps``, of which there is at least one."""
+    step_ms, step_spread_ms = _median_and_spread([step.step_ms for step in steps])
+    exposed_ms, exposed_spread_ms = _median_and_spread([step.exposed_ms for step in steps])
+    in_flight_ms = statistics.median(step.in_flight_ms for step in steps)
+    return Figures(step_ms, step_spread_ms, exposed_ms, exposed_spread_ms, in_flight_ms, len(steps))
+
+
+def over_ranks(rows: Sequence[Sequence[float]]) -> Figures:
+    """The run's figures from every rank's :meth:`Figures.as_row`.
+
+    A rank that is late makes the others wait: the slowest rank's step is the run's.
+    """
+    ranks = [Figures(*row) for row in rows]
+    return Figures(
+        step_ms=max(rank.step_ms for rank in ranks),
+        spread_ms=max(rank.spread_ms for rank in ranks),
+        exposed_ms=statistics.fmean(rank.exposed_ms for rank in ranks),
+        exposed_spread_ms=max(rank.exposed_spread_ms for rank in ranks),
+        in_flight_ms=statistics.fmean(rank.in_flight_ms for rank in ranks),
+        num_steps=ranks[0].num_steps,
+    )
+
+
+def step_noise_ms(one: Figures, other: Figures) -> float:
+    """By how much two measured step times must differ to count as different."""
+    return _noise_ms(one.spread_ms, one.num_steps, other.spread_ms, other.num_steps, one.step_ms)
+
+
+def exposed_noise_ms(one: Figures, other: Figures) -> float:
+    """By how much two measured exposed times must differ to count as different."""
+    return _noise_ms(one.exposed_spread_ms, one.num_steps, other.exposed_spread_ms, other.num_steps, one.step_ms)
+
+
+def _noise_ms(spread_ms: float, num: float, other_spread_ms: float, other_num: float, step_ms: float) -> float:
+    error_ms = _MEDIAN_ERROR * math.hypot(spread_ms / math.sqrt(num), other_spread_ms / math.sqrt(other_num))
+    return max(MIN_NOISE_SHARE * step_ms, _NOISE_SIGMAS * error_ms)
+
+
+def _median_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    median = statistics.median(values)
+    return median, _SIGMA_PER_MAD * statistics.median(abs(value - median) for value in values)
