@@ -3,9 +3,11 @@
 import json
 import os
 import platform
+import shlex
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -13,6 +15,8 @@ from typing import Any, NoReturn, Protocol
 
 from benchmarks.network.namespaces import Namespaces, check_host, this_host
 from benchmarks.network.ranks import RankError, run_ranks
+
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 class AnyJob(Protocol):
@@ -54,6 +58,37 @@ def measure_in_network(
                     raise
                 ended_by = error
         return json.loads(job.result.read_text()), ended_by
+
+
+def run_benchmark(
+    name: str,
+    make_job: Callable[[Sequence[int], Path], AnyJob],
+    timeout_s: float,
+    write_results: Callable[[dict[str, Any], Path], None],
+    output: Path | None,
+) -> None:
+    """All of a benchmark whose module is ``benchmarks.NAME``: run, then write what was measured and how.
+
+    Args:
+        output: results go to files of this name; None names them after the benchmark and the day.
+
+    Raises:
+        UsageError: this machine can't run it.
+        SystemExit: it was ended early; what was finished is written.
+    """
+    exit_on_signals()
+    date = time.strftime("%Y-%m-%d")
+    try:
+        measured, ended_by = measure_in_network(f"benchmarks.{name}.worker", make_job, timeout_s)
+    except (RankError, KeyboardInterrupt) as error:
+        end(error)
+    command = shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
+    if ended_by is not None:
+        command += f" (ended after {len(measured['cases'])} cases)"
+    result = {"date": date, "command": command, "machine": machine(), **measured}
+    write_results(result, output or RESULTS / f"{name}-{date}")
+    if ended_by is not None:
+        end(ended_by)
 
 
 def machine() -> dict[str, Any]:

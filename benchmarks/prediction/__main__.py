@@ -7,23 +7,19 @@ namespaces.
 
 import argparse
 import json
-import shlex
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.network.ranks import RankError
-from benchmarks.network.runner import end, exit_on_signals, machine, measure_in_network
+from benchmarks.network.runner import run_benchmark
 from benchmarks.prediction.cases import CASES, CONFIGURATIONS, PredictionJob, select
 from benchmarks.prediction.errors import compare
 from benchmarks.prediction.table import as_markdown, as_text
 from megatron_lancet.errors import UsageError, run_command
 
-_RESULTS = Path(__file__).parents[1] / "results"
 _SIZES = ("layers", "hidden", "seq_length")
 
 
@@ -93,21 +89,7 @@ def write_results(result: dict[str, Any], output: Path) -> None:
 def main() -> None:
     """Entry point."""
     args = parse_arguments(sys.argv[1:])
-    exit_on_signals()
-    date = time.strftime("%Y-%m-%d")
-    try:
-        measured, ended_by = measure_in_network(
-            "benchmarks.prediction.worker", partial(make_job, args), args.timeout_minutes * 60
-        )
-    except (RankError, KeyboardInterrupt) as error:
-        end(error)
-    command = shlex.join(["python", "-m", "benchmarks.prediction", *sys.argv[1:]])
-    if ended_by is not None:
-        command += f" (ended after {len(measured['cases'])} cases)"
-    result = {"date": date, "command": command, "machine": machine(), **measured}
-    write_results(result, args.output or _RESULTS / f"prediction-{date}")
-    if ended_by is not None:
-        end(ended_by)
+    run_benchmark("prediction", partial(make_job, args), args.timeout_minutes * 60, write_results, args.output)
 
 
 if __name__ == "__main__":

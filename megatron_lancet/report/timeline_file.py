@@ -7,9 +7,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from megatron_lancet.schedule.records import RecordError, from_plain, to_plain
+from megatron_lancet.schedule.records import RecordError, parse_record, read_text, to_plain
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 TIMELINE_VERSION = 1
@@ -96,16 +95,7 @@ def read_timelines(path: Path) -> TimelineRecord:
     Raises:
         RecordError: the file can't be read, holds no timelines, or those of another version.
     """
-    try:
-        value: Any = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecordError(f"{path}: {error}") from error
-    if not isinstance(value, dict):
-        raise RecordError(f"{path}: expected an object, found {type(value).__name__}")
-    version = value.pop("version", None)
-    if version != TIMELINE_VERSION:
-        raise RecordError(f"{path}: expected version {TIMELINE_VERSION} of the timelines' format, found {version!r}")
-    content = from_plain(_Content, value, str(path))
+    content = parse_record(_Content, read_text(path), TIMELINE_VERSION, "the timeline", str(path))
     return TimelineRecord(
         title=content.title,
         measured=_timelines(content.measured, content.names, f"{path}.measured"),

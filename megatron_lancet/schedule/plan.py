@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_lancet.schedule.records import RecordError, from_plain, to_plain
+from megatron_lancet.schedule.records import parse_record, to_plain
 
 PLAN_VERSION = 3
 ALL_TO_ALLS_PER_LAYER = 2
@@ -175,16 +175,7 @@ class Plan:
         Raises:
             RecordError: the text is no plan, or one of another version.
         """
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise RecordError(f"{where}: no JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise RecordError(f"{where}: expected an object, found {type(value).__name__}")
-        version = value.pop("version", None)
-        if version != PLAN_VERSION:
-            raise RecordError(f"{where}: expected version {PLAN_VERSION} of the plan's format, found {version!r}")
-        return from_plain(Plan, value, where)
+        return parse_record(Plan, text, PLAN_VERSION, "the plan", where)
 
     def fingerprint(self) -> str:
         """Short hash of the plan, for comparison between ranks."""

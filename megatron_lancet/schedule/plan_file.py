@@ -10,11 +10,10 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from megatron_lancet.schedule.plan import PLAN_VERSION, Plan
 from megatron_lancet.schedule.profile import LayerKind, ModelFacts
-from megatron_lancet.schedule.records import RecordError, from_plain, to_plain
+from megatron_lancet.schedule.records import RecordError, from_plain, parse_object, read_text, take_version, to_plain
 
 PLAN_FILE_VERSION = 1
 _MAX_LAYERS = 100_000
@@ -185,26 +184,15 @@ def read_plan_file(path: Path) -> PlanFile:
     Raises:
         RecordError: the file can't be read, is damaged, of another version, or no plan file.
     """
-    try:
-        value: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecordError(f"{path}: can't be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path}: no plan file, or a damaged one: {error}") from error
-    if not isinstance(value, dict):
-        raise RecordError(f"{path}: expected an object, found {type(value).__name__}")
+    value = parse_object(read_text(path), str(path))
     if {"ops", "weight_grads"} <= value.keys():
         raise RecordError(f"{path}: this is a profile; tools/make_plan.py makes a plan of it")
     if "segments" in value:
         raise RecordError(f"{path}: this is a bare plan; a plan file has it as its field 'plan'")
-    version = value.pop("version", None)
-    if version != PLAN_FILE_VERSION or isinstance(version, bool):
-        raise RecordError(f"{path}: expected version {PLAN_FILE_VERSION} of the plan file's format, found {version!r}")
+    take_version(value, PLAN_FILE_VERSION, "the plan file", str(path))
     plan = value.get("plan")
     if isinstance(plan, dict):
-        version = plan.pop("version", None)
-        if version != PLAN_VERSION or isinstance(version, bool):
-            raise RecordError(f"{path}.plan: expected version {PLAN_VERSION} of the plan's format, found {version!r}")
+        take_version(plan, PLAN_VERSION, "the plan", f"{path}.plan")
     content = from_plain(PlanFile, value, str(path))
     _check_layers(content, path)
     return content

@@ -18,11 +18,10 @@ import json
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import ChunkDim
-from megatron_lancet.schedule.records import RecordError, from_plain, to_plain
+from megatron_lancet.schedule.records import parse_record, read_text, to_plain
 
 PROFILE_VERSION = 1
 
@@ -229,13 +228,4 @@ def read_profile(path: Path) -> Profile:
     Raises:
         RecordError: the file can't be read, is no profile, or one of another version.
     """
-    try:
-        value: Any = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecordError(f"{path}: {error}") from error
-    if not isinstance(value, dict):
-        raise RecordError(f"{path}: expected an object, found {type(value).__name__}")
-    version = value.pop("version", None)
-    if version != PROFILE_VERSION:
-        raise RecordError(f"{path}: expected version {PROFILE_VERSION} of the profile's format, found {version!r}")
-    return from_plain(Profile, value, str(path))
+    return parse_record(Profile, read_text(path), PROFILE_VERSION, "the profile", str(path))

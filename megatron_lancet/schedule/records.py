@@ -1,9 +1,11 @@
 """Dataclasses to JSON and back; whatever does not fit is refused with the place where it stands."""
 
 import dataclasses
+import json
 import types
 import typing
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 _IN_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
@@ -35,6 +37,60 @@ def from_plain[Record](kind: type[Record], value: Any, where: str) -> Record:
     """
     converted: Record = _convert(kind, value, where)
     return converted
+
+
+def parse_object(text: str, where: str) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        RecordError: the text is something else.
+    """
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecordError(f"{where}: no JSON, or damaged: {error}") from error
+    if not isinstance(value, dict):
+        raise RecordError(f"{where}: expected an object, found {type(value).__name__}")
+    return value
+
+
+def take_version(value: dict[str, Any], expected: int | str, what: str, where: str) -> None:
+    """Takes the field ``version`` out of a parsed object.
+
+    Args:
+        what: whose version it is, for messages, for example ``the plan``.
+
+    Raises:
+        RecordError: it is not ``expected``.
+    """
+    version = value.pop("version", None)
+    if version != expected or isinstance(version, bool):
+        raise RecordError(f"{where}: expected version {expected} of {what}'s format, found {version!r}")
+
+
+def parse_record[Record](kind: type[Record], text: str, version: int | str, what: str, where: str) -> Record:
+    """The dataclass ``kind`` from JSON text with a field ``version`` beside its own; see :func:`take_version`.
+
+    Raises:
+        RecordError: the text is damaged, of another version, or something else.
+    """
+    value = parse_object(text, where)
+    take_version(value, version, what, where)
+    return from_plain(kind, value, where)
+
+
+def read_text(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        RecordError: it can't be read, or is no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RecordError(f"{path}: can't be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise RecordError(f"{path}: no JSON, or damaged: {error}") from error
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:

@@ -5,7 +5,6 @@ import difflib
 import functools
 import math
 import os
-import sys
 import traceback
 from pathlib import Path
 from typing import NoReturn
@@ -45,14 +44,15 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         choices=["auto", *(dim.value for dim in ChunkDim)],
         default="auto",
         help="dimension along which micro-batches are cut: batch, sequence (chunks attend to the keys and values of "
-        "earlier ones: also a micro-batch of 1 can be cut), or auto (default): batch where it has enough samples.",
+        "earlier ones: also a micro-batch of 1 can be cut), or auto (default): the plan chooses; a fixed plan takes "
+        "batch where it has enough samples.",
     )
     group.add_argument(
         "--lancet-range",
         choices=[choice.value for choice in OverlapRange],
         help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), layer (with its "
-        "attention), stack (all layers without waiting at a layer's end). By default "
-        "the plan chooses.",
+        "attention), stack (all layers without waiting at a layer's end). By default the plan chooses; a fixed plan "
+        "takes stack.",
     )
     group.add_argument(
         "--lancet-attention",
@@ -64,7 +64,8 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument(
         "--lancet-dw-policy",
         choices=[policy.value for policy in DwPolicy],
-        help="weight gradients: fill (default) runs them while a backward all-to-all is in flight, none at once.",
+        help="weight gradients: fill runs them while a backward all-to-all is in flight, none at once. By default the "
+        "plan chooses; a fixed plan fills.",
     )
     group.add_argument(
         "--lancet-dw-memory-mb",
@@ -74,6 +75,14 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         "run first. By default only the plan's window bounds it.",
     )
     _add_priority_arguments(group)
+    _add_run_arguments(group)
+    add_mock_arguments(parser, group)
+    parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
+    return parser
+
+
+def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
+    """What a run measures, keeps and writes."""
     group.add_argument(
         "--lancet-report",
         type=Path,
@@ -103,9 +112,6 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         help="measure ops, links and memory in the first steps, write them to FILE (JSON) and end; "
         "tools/profile_model.py sets it.",
     )
-    add_mock_arguments(parser, group)
-    parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
-    return parser
 
 
 def _add_priority_arguments(group: argparse._ArgumentGroup) -> None:
@@ -299,8 +305,3 @@ def _refuse_untested_data_modes(args: argparse.Namespace) -> None:
     for flag, given in modes.items():
         if given:
             raise UsageError(f"{flag} is not supported by pretrain_gpt_moe.py: it pretrains GPT on plain text.")
-
-
-def given_on_command_line(flag: str) -> bool:
-    """Whether the user typed ``flag`` (``--flag`` or ``--flag=value``)."""
-    return any(word == flag or word.startswith(flag + "=") for word in sys.argv[1:])

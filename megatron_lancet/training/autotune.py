@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.records import RecordError
+from megatron_lancet.training.console import say
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.step_figures import Figures, StepTimes, figures_of_rank, over_ranks
 from megatron_lancet.training.step_recorder import StepRecorder
@@ -210,9 +211,8 @@ class AutoTune:
         """What happened since the last time, once for all ranks."""
         lines = self._tuning.lines[self._num_lines_said :]
         self._num_lines_said += len(lines)
-        if dist.get_rank() == 0:
-            for line in lines:
-                print(f"Megatron-Lancet plan: {line}", flush=True)
+        for line in lines:
+            say(f"Megatron-Lancet plan: {line}")
 
     def _figures(self) -> Figures:
         """Of the last steps, over all ranks. Collective."""

@@ -1,6 +1,5 @@
 """The main job: Megatron's pretraining loop over a GPT-MoE, overlapped by a plan."""
 
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from contextlib import ExitStack
 import torch
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.training.console import say
 from megatron_lancet.training.ending import Whereabouts, run_rank
 from megatron_lancet.training.requirements import check_versions
 
@@ -28,13 +28,8 @@ def _main(where: Whereabouts) -> None:
     from megatron_lancet.training.platform import platform
 
     with platform() as found:
-        _say(f"Megatron-Lancet: {found.description}")
+        say(f"Megatron-Lancet: {found.description}")
         _pretrain(found.device, where)
-
-
-def _say(line: str) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(line, flush=True)
 
 
 def _pretrain(device: torch.device, where: Whereabouts) -> None:
@@ -56,12 +51,12 @@ def _pretrain(device: torch.device, where: Whereabouts) -> None:
         apply_cpu_settings(args)
     arguments.validate(args)
     if mocked.is_mocked(args):
-        _say(f"Megatron-Lancet world: {mocked.describe_mocked_world(args)}")
+        say(f"Megatron-Lancet world: {mocked.describe_mocked_world(args)}")
     plan, line = choose_plan(args, config)
     micro_ops = choose_micro_ops(args, config, plan)
     check_can_profile(args, config, plan)
     tunes = plan is not None and is_tuned(args, config)
-    _say(f"Megatron-Lancet plan: {'found while training, or in a short run ' if tunes else ''}{line}")
+    say(f"Megatron-Lancet plan: {'found while training, or in a short run ' if tunes else ''}{line}")
 
     stats = CommStats(device)
     recorder = StepRecorder(args, device, stats)

@@ -18,6 +18,7 @@ from megatron_lancet.schedule.profile import Profile
 from megatron_lancet.schedule.records import RecordError
 from megatron_lancet.schedule.simulator import simulate
 from megatron_lancet.training.autotune import AutoTune
+from megatron_lancet.training.console import say
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan_maker import ProfilingPlanMaker
 from megatron_lancet.training.step_recorder import StepRecorder
@@ -53,7 +54,7 @@ def report_overlap(
     recorder.report(setup.plan, folder, summary, table)
     if folder is not None and dist.get_rank() == 0:
         for path in _write(folder, setup.plan, profile, timelines):
-            print(f"                     {path}", flush=True)
+            say(f"                     {path}")
 
 
 def _with_prediction(record: TimelineRecord, plan: Plan, profile: Profile | None) -> TimelineRecord:

@@ -15,6 +15,7 @@ from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.summary import StepRecord, as_text, rank_medians, summarise, write_json
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.training.console import say
 from megatron_lancet.training.scalars import write_scalars
 
 
@@ -90,6 +91,6 @@ class StepRecorder:
         )
         if tuning is not None:
             report["tuning"] = tuning
-        print(as_text(report), flush=True)
+        say(as_text(report))
         if folder is not None:
-            print(f"  written to         {write_json(report, folder)}", flush=True)
+            say(f"  written to         {write_json(report, folder)}")

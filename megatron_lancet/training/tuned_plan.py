@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 
 from megatron_lancet.schedule.plan import PLAN_VERSION, Plan
-from megatron_lancet.schedule.records import RecordError, from_plain, to_plain
+from megatron_lancet.schedule.records import parse_record, to_plain
 from megatron_lancet.training.step_figures import Figures
 from megatron_lancet.training.tuning import Prediction
 
@@ -43,16 +43,7 @@ class TunedPlan:
         Raises:
             RecordError: the text is damaged, or of another version.
         """
-        try:
-            value = json.loads(text)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise RecordError(f"{where}: no JSON: {error}") from error
-        version = value.pop("version", None) if isinstance(value, dict) else None
-        if version != TUNED_PLAN_VERSION:
-            raise RecordError(
-                f"{where}: expected version {TUNED_PLAN_VERSION} of a tuned plan's format, found {version!r}"
-            )
-        return from_plain(TunedPlan, value, where)
+        return parse_record(TunedPlan, text, TUNED_PLAN_VERSION, "the tuned plan", where)
 
     def misfit(self, made_for: dict[str, str]) -> str | None:
         """In what a run differs from the one that the plan was chosen for; None if it does not.

@@ -87,7 +87,7 @@ def test_a_truncated_file_is_refused_by_name(length):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         path.write_text(WHOLE.to_json()[:length])
-        with pytest.raises(RecordError, match=r"plan\.json: no plan file, or a damaged one"):
+        with pytest.raises(RecordError, match=r"plan\.json: no JSON, or damaged"):
             read_plan_file(path)
 
 
@@ -140,7 +140,7 @@ def test_damage_is_named(path, damage, message):
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000, b"7", b""])
 def test_what_is_no_json_object_is_refused(path, content):
     path.write_bytes(content)
-    with pytest.raises(RecordError, match=r"plan\.json: (no plan file, or a damaged one|expected an object)"):
+    with pytest.raises(RecordError, match=r"plan\.json: (no JSON, or damaged|expected an object)"):
         read_plan_file(path)
 
 

@@ -177,7 +177,7 @@ DAMAGED = [
     ("make_plan", ["{half}", "--output", "{folder}/p.json"], "no usable profile: .*half.json"),
     ("make_plan", ["{profile}", "--output", "{folder}/p.json", "--num-chunks", "99"], "the limits leave no plan"),
     ("explain_plan", ["{missing}"], "no usable plan: .*missing.json: can't be read"),
-    ("explain_plan", ["{half}"], "no usable plan: .*half.json: no plan file, or a damaged one"),
+    ("explain_plan", ["{half}"], "no usable plan: .*half.json: no JSON, or damaged"),
     ("explain_plan", ["{profile}"], "this is a profile; tools/make_plan.py"),
     ("explain_plan", ["{foreign}", "--profile", "{profile}"], "another model .*: num_layers is 2 in the plan file, 4"),
     ("simulate_plan", ["{profile}", "{half}"], "no usable plan: .*half.json"),

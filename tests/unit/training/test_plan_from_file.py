@@ -119,7 +119,7 @@ def test_whole_layers_mind_nothing(megatron_args, written):
 def test_damage_is_one_line(megatron_args, written):
     path = written(fixed_plan(2))
     path.write_text(path.read_text()[:-20])
-    with pytest.raises(UsageError, match=r"--lancet-plan .*plan\.json: no plan file, or a damaged one"):
+    with pytest.raises(UsageError, match=r"--lancet-plan .*plan\.json: no JSON, or damaged"):
         choose_plan(megatron_args(), LancetConfig(plan=path))
 
 

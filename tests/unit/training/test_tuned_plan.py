@@ -23,7 +23,8 @@ def test_damage_is_named():
     value = json.loads(TUNED.to_json())
     damaged = {
         r"expected version 1\.\d+ .* found 9": json.dumps({**value, "version": 9}),
-        "found None": "[]",
+        "expected an object, found list": "[]",
+        "found None": "{}",
         "no JSON": TUNED.to_json()[:-1],
         r"checkpoint\.chosen\.step_ms": json.dumps({**value, "chosen": {**value["chosen"], "step_ms": "fast"}}),
         "num_chunks must be at least 1": TUNED.to_json().replace('"num_chunks": 2', '"num_chunks": 0'),

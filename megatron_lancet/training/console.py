@@ -1,0 +1,9 @@
+"""What a run says on standard output, beside Megatron's own log: once for all ranks."""
+
+import os
+
+
+def say(line: str) -> None:
+    """Print on rank 0."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(line, flush=True)
