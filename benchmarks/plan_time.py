@@ -1,6 +1,6 @@
 """How long planning and simulating take, on made-up profiles of 96 layers.
 
-    python benchmarks/plan_time.py [--layers 96] [--repeats 3] [--output FILE.json]
+    python benchmarks/plan_time.py [--layers 96] [--repeats 3] [--gradients] [--output FILE.json]
 
 One core, no GPU, nothing of torch. For each case: the median time of make_plan with four ranges, two dimensions and 1,
 2, 4 and 8 chunks, with and without a memory bound, and the time of one simulation of the whole step at 8 chunks. A
@@ -17,8 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron_lancet.schedule.cost_model import CostModel
+from megatron_lancet.schedule.gradient_reduction import GradientReduction
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, fixed_plan
 from megatron_lancet.schedule.planner import make_plan
+from megatron_lancet.schedule.profile import Profile
 from megatron_lancet.schedule.search_space import Limits
 from megatron_lancet.schedule.simulator import Simulator, simulate
 from megatron_lancet.testing.synthetic_profile import Machine, synthetic_profile
@@ -48,11 +50,27 @@ class Case:
     plan: str
 
 
-def measure(layout: str, ranks: str, link_ms: float, has_memory_bound: bool, num_layers: int, repeats: int) -> Case:
+REDUCTION_MS = 2.0
+"""Of a weight's gradient, where gradients are reduced beside the backward pass."""
+
+
+def profile_of(layers: str, ranks: str, link_ms: float, with_gradients: bool) -> Profile:
+    """The made-up profile of a case."""
+    machine = Machine(layers=layers, shares=SHARES[ranks], link_ms=link_ms, dims=tuple(ChunkDim))
+    profile = synthetic_profile(machine)
+    if not with_gradients:
+        return profile
+    link = replace(profile.link, all_reduce=((0, 0.0), (machine.pinned_bytes, REDUCTION_MS)))
+    gradients = GradientReduction(dense_ranks=2, bucket_bytes=4 * machine.pinned_bytes)
+    return replace(profile, link=link, gradients=gradients)
+
+
+def measure(
+    layout: str, ranks: str, link_ms: float, has_memory_bound: bool, num_layers: int, repeats: int, gradients: bool
+) -> Case:
     """Plan a model of ``num_layers`` layers ``repeats`` times."""
     pattern = LAYOUTS[layout]
-    layers = (pattern * num_layers)[:num_layers]
-    profile = synthetic_profile(Machine(layers=layers, shares=SHARES[ranks], link_ms=link_ms, dims=tuple(ChunkDim)))
+    profile = profile_of((pattern * num_layers)[:num_layers], ranks, link_ms, gradients)
     limits = Limits(max_memory_bytes=BYTES_PER_LAYER * num_layers if has_memory_bound else None)
     plan_s = []
     for _ in range(repeats):
@@ -108,10 +126,11 @@ def compare_with_whole_search(num_models: int, seed: int = 0) -> list[float]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--models", type=int, default=60, help="random models for the second table")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--layers", type=int, default=96, help="of the made-up models (96)")
+    parser.add_argument("--repeats", type=int, default=3, help="searches of each case (3)")
+    parser.add_argument("--gradients", action="store_true", help="gradients are reduced beside the backward pass")
+    parser.add_argument("--models", type=int, default=60, help="random models for the second table (60)")
+    parser.add_argument("--output", type=Path, help="JSON with all figures")
     args = parser.parse_args()
     cases = []
     print("layers                     ranks      link   bound  plan      8 chunks  in detail  predicted (no overlap)")
@@ -119,7 +138,7 @@ def main() -> None:
         for ranks in SHARES:
             for link_ms in LINKS_MS:
                 for bound in (False, True):
-                    case = measure(layout, ranks, link_ms, bound, args.layers, args.repeats)
+                    case = measure(layout, ranks, link_ms, bound, args.layers, args.repeats, args.gradients)
                     cases.append(case)
                     print(
                         f"{layout:25}  {ranks:9}  {link_ms:4g}  {bound!s:5}  {case.median_plan_s:5.2f} s  "
@@ -136,7 +155,7 @@ def main() -> None:
         result = {
             "date": time.strftime("%Y-%m-%d"),
             "command": f"python benchmarks/plan_time.py --layers {args.layers} --repeats {args.repeats} "
-            f"--models {args.models}",
+            f"--models {args.models}" + (" --gradients" if args.gradients else ""),
             "machine": platform.machine(),
             "python": platform.python_version(),
             "num_layers": args.layers,

@@ -27,6 +27,8 @@ _BUDGET_S = 2.0
 _REDUCE_BUDGET_S = 0.6
 _REDUCED_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _MAX_REPEATS = 7
+_MIN_MESSAGES = 5
+"""Of a size, however long they take: all that is hidden or not depends on them."""
 _LONGEST_REST_MS = 20.0
 _GEMM_SIZE = 384
 _SLOWDOWN_REPEATS = 7
@@ -42,6 +44,7 @@ class Wires:
         transport: the run's, between the ranks of an expert-parallel group.
         ep_size: ranks of it.
         ep_rank: this one's place in it.
+        ep_group: tells the group from others of the run.
         reduce_group: ranks that sum gradients with each other.
         counts: token counts as the run sends them, [E] or more.
         device: of the rows.
@@ -51,6 +54,7 @@ class Wires:
     transport: Transport
     ep_size: int
     ep_rank: int
+    ep_group: int
     reduce_group: dist.ProcessGroup
     counts: torch.Tensor
     device: torch.device
@@ -66,13 +70,15 @@ def measure_links(wires: Wires, largest_bytes: int) -> LinkTimes:
     all_reduce = _sweep_all_reduce(wires)
     if wires.transport.is_alone:
         return LinkTimes((), 0.0, all_reduce)
+    places = _from_all((wires.ep_group, wires.ep_rank))
     sizes = _sizes(largest_bytes)
     share_s = _BUDGET_S / (2 * len(sizes))
     alone, queued = [], []
     for size in sizes:
         for rows in (_even(size, wires.ep_size), _uneven(size, wires.ep_size, wires.loops_back)):
             about_ms = _median_ms(partial(_all_to_all_ms, wires, rows), 0.0)
-            first_ms, next_ms = _medians_ms(partial(_two_all_to_alls_ms, wires, rows, about_ms), share_s)
+            two_ms = partial(_two_all_to_alls_ms, wires, rows, about_ms)
+            first_ms, next_ms = _of_busiest(rows, places, _on_all_ranks(two_ms, share_s, _MIN_MESSAGES))
             alone.append((_busiest_bytes(rows), first_ms))
             queued.append((_busiest_bytes(rows), next_ms))
     return LinkTimes(
@@ -263,23 +269,58 @@ def _median_ms(measure: Callable[[], float], budget_s: float) -> float:
     return _medians_ms(lambda: [measure()], budget_s)[0]
 
 
+def _of_busiest(
+    rows: Rows, places: Sequence[tuple[int, int]], ranks: Sequence[Sequence[Sequence[float]]]
+) -> tuple[float, float]:
+    """What a message takes, and what another takes behind it: medians over repeats, of the slowest group.
+
+    The rank that receives most waits longest for bytes; of several such ranks the one that left last waited for nobody
+    else. The next message follows on all of them at once, so there their mean counts.
+
+    Args:
+        places: of each rank of the world its group, and its place in it.
+        ranks: both times, by rank of the world and repeat.
+    """
+    received = [sum(column) for column in zip(*rows, strict=True)]
+    slowest = (0.0, 0.0)
+    for group in sorted({group for group, _ in places}):
+        own = [(received[place], one) for (of, place), one in zip(places, ranks, strict=True) if of == group]
+        most = max(number for number, _ in own)  # of those that exist: a mocked world has one
+        by_repeat = list(zip(*(one for number, one in own if number == most), strict=True))
+        first_ms = statistics.median(min(first for first, _ in repeat) for repeat in by_repeat)
+        next_ms = statistics.median(statistics.fmean(following for _, following in repeat) for repeat in by_repeat)
+        slowest = max(slowest, (first_ms, next_ms))
+    return slowest
+
+
 def _medians_ms(measure: Callable[[], list[float]], budget_s: float) -> list[float]:
     """Medians of as many measurements as fit into the budget; each of the slowest rank. Collective over the world.
 
     Args:
         measure: returns figures of which the sum is about what it takes.
     """
+    everywhere = [
+        [statistics.median(figure) for figure in zip(*samples, strict=True)]
+        for samples in _on_all_ranks(measure, budget_s, 1)
+    ]
+    return [max(figure) for figure in zip(*everywhere, strict=True)]
+
+
+def _on_all_ranks(measure: Callable[[], list[float]], budget_s: float, at_least: int) -> list[list[list[float]]]:
+    """Measurements by rank, as many as fit into the budget. Collective over the world.
+
+    Args:
+        at_least: so many, even if they take longer.
+    """
     dist.barrier()
     measure()  # connects, allocates
     dist.barrier()
-    first = measure()
-    samples = [first]
-    first_ms = max(_from_all(sum(first)))
-    for _ in range(min(_MAX_REPEATS, int(budget_s * 1e3 / max(first_ms, 0.1)))):
+    samples = [measure()]
+    first_ms = max(_from_all(sum(samples[0])))
+    for _ in range(max(at_least - 1, min(_MAX_REPEATS, int(budget_s * 1e3 / max(first_ms, 0.1))))):
         dist.barrier()
         samples.append(measure())
-    everywhere = _from_all([statistics.median(figure) for figure in zip(*samples, strict=True)])
-    return [max(figure) for figure in zip(*everywhere, strict=True)]
+    return _from_all(samples)
 
 
 def _from_all[Value](value: Value) -> list[Value]:

@@ -25,6 +25,7 @@ from megatron_lancet.profiler.facts import ProfiledModel, key_of
 from megatron_lancet.profiler.links import Wires, measure_links
 from megatron_lancet.profiler.memory import SavedActivations
 from megatron_lancet.profiler.op_times import Figures, Samples, op_key, op_times, over_ranks, weight_grad_times
+from megatron_lancet.profiler.pace import RankPaces, paces_of_rank, step_paces
 from megatron_lancet.profiler.routing import (
     ChunkKey,
     RankRouting,
@@ -96,6 +97,7 @@ class ProfileRun:
             num_traced_steps: of each plan, after one in which memory is counted.
         """
         self._model = model
+        self._ep_group = min(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
         self._key = key_of(model)
         facts = self._key.model
         plans = plans or plans_to_profile(facts.micro_batch_size, facts.seq_length)
@@ -141,23 +143,27 @@ class ProfileRun:
         assert self._num_done == len(self.plans), f"{self._num_done} of {len(self.plans)} steps were run"
         link = self._measure_links()
         ep_rank = parallel_state.get_expert_model_parallel_rank()
-        ep_group = min(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
         own = (
             self._samples.medians(link.compute_slowdown),
             {name: statistics.median(times) for name, times in self._step_ms.items()},
             self._memory,
-            RankRouting(ep_group, ep_rank, dict(self._received), self._rows),
+            RankRouting(self._ep_group, ep_rank, dict(self._received), self._rows),
         )
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, own)
+        figures = over_ranks([rank[0] for rank in ranks])
+        paces: list[Any] = [None] * dist.get_world_size()
+        found = paces_of_rank(self._samples.steps, figures.op_ms, link.compute_slowdown)
+        dist.all_gather_object(paces, RankPaces(self._ep_group, ep_rank, found))
         # Every rank has the same figures now, but sums of floats are rank 0's to round.
-        result = [self._profile(link, ranks)]
+        result = [self._profile(link, ranks, figures, paces)]
         dist.broadcast_object_list(result, src=0)
         return result[0]
 
-    def _profile(self, link: LinkTimes, ranks: Sequence[_Rank]) -> Profile:
+    def _profile(
+        self, link: LinkTimes, ranks: Sequence[_Rank], figures: Figures, paces: Sequence[RankPaces]
+    ) -> Profile:
         facts = self._key.model
-        figures = over_ranks([rank[0] for rank in ranks])
         names = list(dict.fromkeys(name for rank in ranks for name in rank[1]))
         return Profile(
             model=facts,
@@ -172,6 +178,7 @@ class ProfileRun:
             # The slowest rank's: all others wait for it.
             measured_steps_ms={name: round(max(rank[1][name] for rank in ranks), 4) for name in names},
             routing=chunk_routing([rank[3] for rank in ranks], facts.ep_size),
+            paces=step_paces(paces, facts.ep_size, len(facts.layer_kinds)),
         )
 
     def _count_in(self, step: StepTrace, plan: Plan) -> None:
@@ -208,6 +215,7 @@ class ProfileRun:
             transport=comm.transport,
             ep_size=facts.ep_size,
             ep_rank=parallel_state.get_expert_model_parallel_rank(),
+            ep_group=self._ep_group,
             reduce_group=parallel_state.get_data_parallel_group(),
             counts=torch.zeros(num_counts, dtype=torch.int64, device=self._model.device),
             device=self._model.device,

@@ -62,6 +62,10 @@ class Took(NamedTuple):
         return self.ms - self.beside_ms * (1 - 1 / slowdown)
 
 
+StepOps = dict[tuple[int, OpKey], list[Took]]
+"""Times of a step's ops in its micro-batches, without weight gradients; by layer (0 beside layers) and op."""
+
+
 @dataclass
 class Samples:
     """What one rank measured, over steps, layers and micro-batches.
@@ -73,6 +77,7 @@ class Samples:
         pinned_bytes: of each weight gradient.
         weight_bytes: of each weight gradient.
         rest_ms: per step, what is neither a pass nor a wait in one.
+        steps: each by itself.
     """
 
     ops: dict[OpKey, list[Took]] = field(default_factory=lambda: defaultdict(list))
@@ -81,6 +86,7 @@ class Samples:
     pinned_bytes: dict[DwKey, list[int]] = field(default_factory=lambda: defaultdict(list))
     weight_bytes: dict[DwKey, int] = field(default_factory=dict)
     rest_ms: list[float] = field(default_factory=list)
+    steps: list[StepOps] = field(default_factory=list)
 
     def add(self, step: StepTrace, plan: Plan, model: ModelFacts) -> None:
         """Count in a step that ran under ``plan``."""
@@ -89,6 +95,7 @@ class Samples:
         for span in step.timeline.spans:
             if span.lane is Lane.COMPUTE:
                 by_name[span.name].append(Took(span.ms, beside.within_ms(span)))
+        own: StepOps = {}
         for name, parts in by_name.items():
             weight = _WEIGHT.fullmatch(name)
             if weight is not None:
@@ -96,7 +103,9 @@ class Samples:
                 continue
             op = op_key(name, plan, model)
             assert op is not None, name
-            self.ops[op] += _per_micro_batch(parts, model.num_micro_batches)
+            own[_layer_of(name), op] = _per_micro_batch(parts, model.num_micro_batches)
+            self.ops[op] += own[_layer_of(name), op]
+        self.steps.append(own)
         for name, rows in step.received_rows.items():
             op = op_key(name, plan, model)
             assert op is not None, name
@@ -213,6 +222,11 @@ def op_key(name: str, plan: Plan, model: ModelFacts) -> OpKey | None:
             dim, num_chunks = most.chunk_dim, most.num_chunks
         return OpKey(LayerKind.NONE, match[2], Phase(match[1]), dim, num_chunks, 0)
     return None
+
+
+def _layer_of(name: str) -> int:
+    match = _IN_LAYER.fullmatch(name)
+    return int(match[1]) if match else 0
 
 
 def _dw_key(match: re.Match[str], plan: Plan, model: ModelFacts) -> DwKey:

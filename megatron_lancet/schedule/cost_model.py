@@ -58,6 +58,8 @@ class CostModel:
         if profile.model.ep_size > 1 and not profile.link.all_to_all:
             raise UnknownCost("the profile has no all-to-all times; profile the link too")
         self._message = Curve(profile.link.all_to_all, flat_below=True) if profile.link.all_to_all else None
+        self._all_reduce = Curve(profile.link.all_reduce, flat_below=True) if profile.link.all_reduce else None
+        self._gradients = {(dw.layer_kind, dw.name): (dw.after, dw.weight_bytes) for dw in profile.weight_grads}
         self._queued = Curve(profile.link.queued, flat_below=True) if profile.link.queued else self._message
         self.op_ms = cache(self._op_ms)
         self.weight_grads = cache(self._weight_grads)
@@ -100,6 +102,24 @@ class CostModel:
         if self._queued is None or self.model.ep_size == 1:
             return 0.0
         return self._queued.at(num_bytes)
+
+    def gradient(self, layer_kind: LayerKind, name: str) -> tuple[str, int]:
+        """A weight's gradient: the op in whose backward it becomes ready, and its bytes on a rank."""
+        return self._gradients[layer_kind, name]
+
+    def reduction_ms(self, num_bytes: float, num_ranks: int) -> float:
+        """Summing gradients of ``num_bytes`` over ``num_ranks`` ranks, alone on the wire.
+
+        Raises:
+            UnknownCost: the profile has no all-reduce times.
+        """
+        rules = self.profile.gradients
+        assert rules is not None
+        if num_ranks == 1:
+            return 0.0
+        if self._all_reduce is None or rules.dense_ranks == 1:
+            raise UnknownCost("the profile has no all-reduce times; profile a run with several data-parallel ranks")
+        return rules.ring_factor(num_ranks) * self._all_reduce.at(num_bytes)
 
     @property
     def counts_ms(self) -> float:

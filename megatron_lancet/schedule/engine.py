@@ -9,13 +9,13 @@ Events are handled in the order of simulated time, so the link sees messages in 
 - *Collectives*: one starts when all ranks have issued it and the one before has ended, and takes as long as the
   largest part.
 
-Compute that starts while a rank's messages are known to be on the link runs slower by ``compute_slowdown`` until they
-have gone. Token counts take no room on the link.
+Compute beside a rank's messages, from their issue until they have gone, runs slower by ``compute_slowdown``. Token
+counts take no room on the link.
 """
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,6 +27,9 @@ from megatron_lancet.schedule.timeline import Lane, Span
 _SLOTS = 4096
 """Messages of a layer, at most: its number times this, plus the slot, names a message."""
 _NEVER = float("inf")
+
+Paces = Sequence[Mapping[int, float]]
+"""By simulated rank and layer, factors of the time of compute; layers that are not there run as the profile says."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Network:
     sends_share_link: bool
     compute_slowdown: float
     same_ranks: tuple[int, ...]
+    dispatches_apart: bool = False
 
 
 class Wait(NamedTuple):
@@ -92,6 +96,7 @@ class _Rank:
     queue: DwQueue
     index: int = 0
     link_free_ms: float = 0.0
+    num_unknown: int = 0
     exposed_ms: float = 0.0
     wait_start_ms: float = -1.0
     planned: list[str] = field(default_factory=list)
@@ -111,6 +116,7 @@ class PhaseResult:
         num_early: dWs that ran because their memory was full.
         spans: what ran when; empty unless recorded.
         waits: where messages were needed; empty unless recorded.
+        reduced_ms: when the last gradient reduction was done; 0 if there was none.
     """
 
     end_ms: tuple[float, ...]
@@ -119,13 +125,27 @@ class PhaseResult:
     num_early: tuple[int, ...]
     spans: tuple[tuple[Span, ...], ...]
     waits: tuple[tuple[Wait, ...], ...]
+    reduced_ms: float = 0.0
 
 
 class Engine:
     """Plays one phase, forward or backward, of one micro-batch."""
 
-    def __init__(self, network: Network, steps: Sequence[Step], phase: Phase, rules: DwRules, record: bool) -> None:
+    def __init__(
+        self,
+        network: Network,
+        steps: Sequence[Step],
+        phase: Phase,
+        rules: DwRules,
+        record: bool,
+        paces: Paces = (),
+    ) -> None:
+        """
+        Args:
+            paces: factors of what the cost model says; empty for none.
+        """
         self._network = network
+        self._paces = paces
         self._steps = steps
         self._is_forward = phase is Phase.FORWARD
         self._phase = phase
@@ -172,11 +192,13 @@ class Engine:
         """Run a rank until it stands still or another event comes first."""
         steps, events, is_forward = self._steps, self._events, self._is_forward
         is_plain = self._network.compute_slowdown <= 1 and not self._record
-        column, num_steps = rank.column, len(steps)
+        column, num_steps, paces = rank.column, len(steps), self._paces
         while rank.index < num_steps:
             code, layer, action = steps[rank.index]
             if code == COMPUTE:
                 ms = action.forward_ms[column] if is_forward else action.backward_ms[column]
+                if paces:
+                    ms *= paces[column].get(layer, 1.0)
                 if is_plain:
                     rank.time_ms += ms
                 else:
@@ -202,10 +224,15 @@ class Engine:
             return f"{self._phase}.{action.kind}"
         return f"L{layer}.c{action.chunk}.{self._phase}.{action.kind}"
 
+    def _name_of(self, key: int, action: Action) -> str:
+        return self._name(key // _SLOTS, action)
+
     def _compute(self, rank: _Rank, name: str, ms: float) -> None:
         """Let time pass on the compute lane."""
         start_ms, slowdown = rank.time_ms, self._network.compute_slowdown
-        if slowdown > 1 and rank.link_free_ms > start_ms:
+        if slowdown > 1 and rank.num_unknown:
+            ms *= slowdown
+        elif slowdown > 1 and rank.link_free_ms > start_ms:
             beside_ms = min(ms * slowdown, rank.link_free_ms - start_ms)
             ms = beside_ms + (ms - beside_ms / slowdown)
         rank.time_ms += ms
@@ -221,10 +248,13 @@ class Engine:
                 self._run_dw(rank, task)
 
     def _run_dw(self, rank: _Rank, task: DwTask) -> None:
+        ms = task.cost.ms
+        if self._paces:
+            ms *= self._paces[rank.column].get(task.layer, 1.0)
         if self._record or self._network.compute_slowdown > 1:
-            self._compute(rank, task.name, task.cost.ms)
+            self._compute(rank, task.name, ms)
         else:
-            rank.time_ms += task.cost.ms
+            rank.time_ms += ms
 
     def _issue_counts(self, rank: _Rank, key: int) -> None:
         counts = self._counts[key]
@@ -238,6 +268,7 @@ class Engine:
         """A message leaves now, or is armed until its counts have come."""
         message = self._messages[key]
         message.issued_ms[rank.column] = rank.time_ms
+        rank.num_unknown += 1
         if not self._network.sends_share_link and len(message.issued_ms) == 1:
             self._collectives.append((key, action))
         counts = self._counts.get(key)
@@ -292,11 +323,13 @@ class Engine:
 
     def _arrives(self, message: _Message, key: int, action: Action) -> None:
         message.is_known = True
+        for rank in self._ranks:
+            rank.num_unknown -= 1
         for rank in message.waiting:
             self._push(max(rank.time_ms, message.arrival_ms[rank.column]), rank)
         if self._record:
             num_bytes = action.forward_bytes if self._is_forward else action.backward_bytes
-            name = self._name(key // _SLOTS, action)
+            name = self._name_of(key, action)
             for rank in self._ranks:
                 issued_ms, sent = message.issued_ms[rank.column], num_bytes[rank.column]
                 rank.spans.append(Span(name, Lane.COMM, issued_ms, message.arrival_ms[rank.column], sent))
@@ -308,21 +341,26 @@ class Engine:
             rank.wait_start_ms = rank.time_ms
             if self._rules.gaps and not self._is_forward:
                 rank.planned = list(self._rules.gaps.get(self._name(layer, action), ()))
-        while not (message.is_known and message.arrival_ms[rank.column] <= rank.time_ms):
+        while not (self._is_known(message, rank.column) and message.arrival_ms[rank.column] <= rank.time_ms):
             task = self._next_dw(rank)
             if task is None:
                 break
             self._run_dw(rank, task)
             if self._record:
                 rank.filled.append(task.name)
-            if not message.is_known and self._events and self._events[0][0] < rank.time_ms:
+            is_known = self._is_known(message, rank.column)
+            if not is_known and self._events and self._events[0][0] < rank.time_ms:
                 self._push(rank.time_ms, rank)
                 return False
-        if not message.is_known:
+        if not self._is_known(message, rank.column):
             message.waiting.append(rank)
             return False
         self._landed(rank, message, layer, action)
         return True
+
+    def _is_known(self, message: _Message, column: int) -> bool:
+        """Whether it is known when the message comes to the rank."""
+        return message.is_known
 
     def _next_dw(self, rank: _Rank) -> DwTask | None:
         """The gap's planned dWs first, in their order, then the oldest."""

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from megatron_lancet.schedule.buckets import REDUCTION
 from megatron_lancet.schedule.cost_model import CostModel
 from megatron_lancet.schedule.engine import Wait
 from megatron_lancet.schedule.plan import DwPolicy, OverlapRange, Plan
@@ -256,7 +257,9 @@ def _link_bound_phases(simulator: Simulator, simulation: Simulation, column: int
     )
     link_ms = [
         _ms_by_phase(
-            (span, simulator.costs.message_ms(span.num_bytes)) for span in timeline.spans if span.lane is Lane.COMM
+            (span, simulator.costs.message_ms(span.num_bytes))
+            for span in timeline.spans
+            if span.lane is Lane.COMM and not span.name.startswith(REDUCTION)
         )
         for timeline in simulation.timelines
     ]

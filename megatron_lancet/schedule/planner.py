@@ -7,6 +7,10 @@ the best of them with dWs placed into gaps too. So the result is never predicted
 Plans are compared with the same routing in all layers and chunks: the profile's shares. Where more than
 ``MAX_DISTINCT`` ranks receive different ones, similar ranks are made equal, the busiest as it is. The result's
 prediction is then made with the real shares, and with the routing of single chunks where the profile knows it.
+
+Where gradients are reduced beside the backward pass, plans are searched without that. The plans of the best
+``NUM_WITH_GRADIENTS`` segmentations, with all their dW options, are then simulated with it, and the best of them wins:
+a plan that was not among them is at most faster by what reductions cost the winner.
 """
 
 from collections.abc import Iterable
@@ -26,6 +30,8 @@ MAX_EXHAUSTIVE = 300
 """Segmentations that are all simulated; about two seconds for a few layers."""
 MAX_DISTINCT = 4
 """Ranks that are simulated while plans are compared."""
+NUM_WITH_GRADIENTS = 4
+"""Segmentations that are simulated with gradient reductions."""
 _NUM_LISTED = 16
 _NUM_WITH_GAPS = 6
 _DIGITS = 6
@@ -111,13 +117,16 @@ class Planner:
         costs = CostModel(profile)
         if limits.max_memory_bytes is not None and not costs.knows_memory:
             raise RecordError("the profile does not say what layers keep in memory, so a memory bound can't be held")
-        self._simulator = Simulator(costs, costs.profile.received_share)
+        self._costs = costs
+        plain = costs if profile.gradients is None else CostModel(replace(profile, gradients=None))
+        self._simulator = Simulator(plain, costs.profile.received_share)
         shares = self._simulator.loads.shares
         few = condensed(shares, MAX_DISTINCT)
         self._is_condensed = few != shares
         self._is_simplified = self._is_condensed or bool(profile.routing)
         if self._is_condensed:
-            self._simulator = Simulator(costs, few)
+            self._simulator = Simulator(plain, few)
+        self._with_reductions = None if profile.gradients is None else Simulator(costs, few)
         self._limits = limits
         self._space = SearchSpace.of(costs, limits)
         self._is_exact = self._space.num_segmentations() <= max_exhaustive
@@ -136,6 +145,8 @@ class Planner:
             filling = [one.plan for one in self._sorted() if one.plan.dw_policy is DwPolicy.FILL]
             self._place_gaps(filling[:_NUM_WITH_GAPS])
         ordered = self._sorted()
+        if self._with_reductions is not None:
+            ordered = self._with_gradients(ordered, self._with_reductions)
         if self._is_condensed:
             ordered = self._with_real_memory(ordered)
         best = ordered[0]
@@ -156,6 +167,12 @@ class Planner:
             limits=self._limits,
         )
 
+    def _with_gradients(self, ordered: list[Alternative], simulator: Simulator) -> list[Alternative]:
+        """The best, and one chunk without overlap, with gradient reductions on the wire; the others are left out."""
+        segmentations = list(dict.fromkeys(one.plan.segments for one in ordered))[:NUM_WITH_GRADIENTS]
+        chosen = [one for one in ordered if one.plan.segments in segmentations or _is_no_overlap(one.plan)]
+        return _best_first(replace(one, prediction=simulator.predict(one.plan)) for one in chosen)
+
     def _with_real_memory(self, ordered: list[Alternative]) -> list[Alternative]:
         """The best whose deferred dWs fit on the real ranks too goes first; what doesn't fit goes last."""
         bound = self._limits.max_memory_bytes
@@ -165,7 +182,7 @@ class Planner:
         return [replace(other, fits=False) for other in ordered]
 
     def _with_real_shares(self, plan: Plan, prediction: Prediction) -> Prediction:
-        return Simulator(self._simulator.costs).predict(plan) if self._is_simplified else prediction
+        return Simulator(self._costs).predict(plan) if self._is_simplified else prediction
 
     def _search(self, segmentations: Iterable[tuple[Segment, ...]], may_skip: bool) -> None:
         """Simulate these with each dW option.
@@ -210,8 +227,7 @@ class Planner:
                     self._consider(replace(plan, gaps=gaps))
 
     def _sorted(self) -> list[Alternative]:
-        """Best first; where ranks are equal, in the order of their texts."""
-        return sorted(self._seen.values(), key=lambda one: (*one.rank(), one.plan.to_json()))
+        return _best_first(self._seen.values())
 
     def _does_not_fit(self, best: Alternative) -> str:
         bound = self._limits.max_memory_bytes
@@ -221,6 +237,11 @@ class Planner:
             f"{best.prediction.peak_bytes / 1e6:g} MB. It was chosen all the same; "
             "use a smaller micro-batch or recompute"
         )
+
+
+def _best_first(alternatives: Iterable[Alternative]) -> list[Alternative]:
+    """Where ranks are equal, in the order of their texts."""
+    return sorted(alternatives, key=lambda one: (*one.rank(), one.plan.to_json()))
 
 
 def _is_no_overlap(plan: Plan) -> bool:

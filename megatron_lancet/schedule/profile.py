@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from megatron_lancet.schedule.gradient_reduction import GradientReduction
 from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import ChunkDim
 from megatron_lancet.schedule.records import parse_record, read_text, to_plain
@@ -144,6 +145,8 @@ class LinkTimes:
         compute_slowdown: factor by which compute beside a message in flight is slower, at least 1.
         queued: (bytes, ms by which a message that leaves behind another comes after it), ascending in bytes; empty if
             it is as long as a message alone. A latency is hidden then; a link that has rested may be faster at first.
+        dispatches_apart: forward dispatches have connections of their own beside the other messages', so that two on
+            their way together get half of the link each; False where all go one after the other.
     """
 
     all_to_all: tuple[tuple[int, float], ...]
@@ -152,6 +155,7 @@ class LinkTimes:
     sends_share_link: bool = True
     compute_slowdown: float = 1.0
     queued: tuple[tuple[int, float], ...] = ()
+    dispatches_apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -193,16 +197,34 @@ class ChunkRouting:
 
 
 @dataclass(frozen=True)
+class StepPace:
+    """How fast the ranks of an expert-parallel group computed in one traced step: 1 is what the profile's times say.
+
+    Ranks never run quite alike, and each all-to-all makes the others wait for the slower one.
+
+    Attributes:
+        forward: by layer, from 0 (beside layers) on, and by rank: factor of the times of its ops.
+        backward: the same in the backward.
+    """
+
+    forward: tuple[tuple[float, ...], ...]
+    backward: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
 class Profile:
     """Everything that the cost model knows.
 
     Attributes:
         device: what it was measured on.
         versions: of the packages that matter, by name.
-        rest_ms: of a step, what is neither forward nor backward: optimizer, gradient reduction, loop.
+        rest_ms: of a step, what is neither forward nor backward: optimizer, loop, and gradient reduction unless
+            ``gradients`` says how that is simulated.
         received_share: share of its group's routed rows that each rank of it receives, median over layers; sums to 1.
         measured_steps_ms: step time of each plan that was run for the profile, by the plan's text, for comparison.
         routing: of one micro-batch, by layer and chunk of each plan that was run; empty where it is not known.
+        paces: of some of the traced steps, as different as all of them were; empty where they are not known.
+        gradients: how they are summed over ranks beside the backward pass; None: after it, as part of the rest.
     """
 
     model: ModelFacts
@@ -216,6 +238,8 @@ class Profile:
     received_share: tuple[float, ...]
     measured_steps_ms: dict[str, float]
     routing: tuple[ChunkRouting, ...] = ()
+    paces: tuple[StepPace, ...] = ()
+    gradients: GradientReduction | None = None
 
     def to_json(self) -> str:
         """As readable JSON."""

@@ -9,21 +9,27 @@ and with it an estimate, where the slowest stage sets the pace:
     step_ms = (num_micro_batches + num_stages - 1) * slowest stage's (forward_ms + backward_ms) + rest_ms
 
 Both are one formula. Every micro-batch starts on all ranks at once: what ranks drift apart in one is waited for at its
-end. Memory is an upper bound: everything that a stage's layers keep of the micro-batches that it has in flight (stage s
-of S has min(num_micro_batches, S - s), as in 1F1B), plus the peak of what deferred dWs keep alive.
+end. Where the profile says how gradients are reduced beside the backward pass, the last micro-batch's all-to-alls
+share the wire with that (``shared_wire.py``), and the step waits for what is left of it. Memory is an upper bound:
+everything that a stage's layers keep of the micro-batches that it has in flight (stage s of S has
+min(num_micro_batches, S - s), as in 1F1B), plus the peak of what deferred dWs keep alive.
 """
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from megatron_lancet.schedule.buckets import Buckets
 from megatron_lancet.schedule.cost_model import CostModel
 from megatron_lancet.schedule.dw_queue import DwRules
-from megatron_lancet.schedule.engine import Engine, Network, PhaseResult, Wait
+from megatron_lancet.schedule.engine import Engine, Network, Paces, PhaseResult, Wait
 from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.order import Loads, Lowering, Step, backward
 from megatron_lancet.schedule.plan import ChunkDim, Plan, Segment
-from megatron_lancet.schedule.profile import LayerKind, Profile
+from megatron_lancet.schedule.profile import LayerKind, Profile, StepPace
 from megatron_lancet.schedule.records import RecordError
+from megatron_lancet.schedule.shared_wire import SharedWireEngine
 from megatron_lancet.schedule.timeline import RankTimeline, Span
 
 _NO_DWS = DwRules(defers=False, window=0, memory_bytes=None)
@@ -47,6 +53,7 @@ class Prediction:
         peak_bytes: activations and deferred dWs, see the module; 0 and the dWs where the profile knows no memory.
         num_early: dWs of a micro-batch that ran early because their memory was full.
         floor_ms: the step if the backward never stood still, after the same forward.
+        gradient_ms: of the step, standing still for gradient reductions when the last backward has ended.
     """
 
     step_ms: float
@@ -58,6 +65,7 @@ class Prediction:
     peak_bytes: int
     num_early: int
     floor_ms: float
+    gradient_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -86,12 +94,31 @@ class Stage:
 
     Attributes:
         saved_bytes: that the stage keeps, of all micro-batches in flight.
+        buckets: gradients that are reduced beside the last micro-batch's backward.
     """
 
     number: int
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     saved_bytes: int
+    buckets: Buckets | None = None
+
+
+class _Played(NamedTuple):
+    """A stage's micro-batch; ``last`` is the backward of a step's last one, in which gradients are reduced."""
+
+    stage: Stage
+    forward: PhaseResult
+    backward: PhaseResult
+    last: PhaseResult
+
+    @property
+    def end_ms(self) -> float:
+        return max(self.backward.end_ms)
+
+    @property
+    def last_end_ms(self) -> float:
+        return max(*self.last.end_ms, self.last.reduced_ms)
 
 
 class Simulator:
@@ -112,7 +139,9 @@ class Simulator:
         self.lowering = Lowering(costs, self.loads)
         link = costs.profile.link
         same_ranks = self.loads.same_ranks
-        self._network = Network(costs.counts_ms, link.sends_share_link, link.compute_slowdown, same_ranks)
+        self._network = Network(
+            costs.counts_ms, link.sends_share_link, link.compute_slowdown, same_ranks, link.dispatches_apart
+        )
         self._forwards: dict[tuple[Segment, ...], tuple[tuple[Stage, PhaseResult], ...]] = {}
 
     def predict(self, plan: Plan) -> Prediction:
@@ -127,11 +156,9 @@ class Simulator:
             stages = self.stages(plan)
             self._forwards[segments] = tuple((stage, self._play_forward(stage, False)) for stage in stages)
         rules = DwRules.of(plan)
-        played = [
-            (stage, forward, self.play(stage.backward, Phase.INPUT_GRAD, rules, forward.end_ms))
-            for stage, forward in self._forwards[segments]
-        ]
-        return self._prediction(played)
+        return self._prediction(
+            [self._play_backward(stage, forward, rules, False) for stage, forward in self._forwards[segments]]
+        )
 
     def forget(self, segments: tuple[Segment, ...]) -> None:
         """Free what :meth:`predict` remembers of these."""
@@ -144,19 +171,17 @@ class Simulator:
             stage_number: the pipeline stage whose timelines are wanted; None for the slowest.
         """
         rules = DwRules.of(plan)
-        played = []
-        for stage in self.stages(plan):
-            forward = self._play_forward(stage, True)
-            result = self.play(stage.backward, Phase.INPUT_GRAD, rules, forward.end_ms, record=True)
-            played.append((stage, forward, result))
+        played = [
+            self._play_backward(stage, self._play_forward(stage, True), rules, True) for stage in self.stages(plan)
+        ]
         prediction = self._prediction(played)
-        shown = [part for part in played if stage_number in (None, part[0].number)]
-        stage, forward, result = max(shown, key=lambda part: max(part[2].end_ms))
+        shown = [part for part in played if stage_number in (None, part.stage.number)]
+        stage, forward, result, last = max(shown, key=lambda part: part.end_ms)
         simulated = self.loads.simulated
         timelines = []
         for column, rank in enumerate(simulated):
-            spans = forward.spans[column] + result.spans[column]
-            timelines.append(RankTimeline(rank, self._repeated(spans, max(result.end_ms)), prediction.step_ms))
+            alike, spans = (forward.spans[column] + one.spans[column] for one in (result, last))
+            timelines.append(RankTimeline(rank, self._repeated(alike, spans, max(result.end_ms)), prediction.step_ms))
         return Simulation(
             prediction,
             stage.number,
@@ -165,18 +190,64 @@ class Simulator:
             self.loads.same_ranks,
         )
 
+    def replay(self, plan: Plan, pace: StepPace) -> tuple[float, float]:
+        """Step time and exposed time, mean over ranks, in ms, if all micro-batches' ops took as long as in one step.
+
+        Args:
+            pace: of as many ranks as are simulated.
+        """
+        columns = range(len(self.loads.simulated))
+        forward, backward = (
+            [{layer: ranks[column] for layer, ranks in enumerate(layers)} for column in columns]
+            for layers in (pace.forward, pace.backward)
+        )
+        played = [
+            self._play_backward(stage, self._play_forward(stage, False, forward), DwRules.of(plan), False, backward)
+            for stage in self.stages(plan)
+        ]
+        before, after, last = (
+            max(statistics.fmean(getattr(part, name).exposed_ms) for part in played)
+            for name in ("forward", "backward", "last")
+        )
+        exposed_ms = (before + after) * self.model.num_micro_batches + (last - after)
+        return self._prediction(played).step_ms, exposed_ms
+
     def play(
-        self, steps: Sequence[Step], phase: Phase, rules: DwRules, start_ms: Sequence[float], record: bool = False
+        self,
+        steps: Sequence[Step],
+        phase: Phase,
+        rules: DwRules,
+        start_ms: Sequence[float],
+        record: bool = False,
+        buckets: Buckets | None = None,
+        paces: Paces = (),
     ) -> PhaseResult:
-        """One phase of an order of ops."""
-        return Engine(self._network, steps, phase, rules, record).run(start_ms)
+        """One phase of an order of ops.
+
+        Args:
+            buckets: gradients that are reduced beside it.
+            paces: of the ranks; empty for an even one.
+        """
+        if buckets is not None or (phase is Phase.FORWARD and self._network.dispatches_apart):
+            return SharedWireEngine(self._network, steps, phase, rules, record, buckets, paces).run(start_ms)
+        return Engine(self._network, steps, phase, rules, record, paces).run(start_ms)
 
     def start_ms(self) -> tuple[float, ...]:
         """Clocks of the simulated ranks when a micro-batch starts."""
         return (0.0,) * len(self.loads.simulated)
 
-    def _play_forward(self, stage: Stage, record: bool) -> PhaseResult:
-        return self.play(stage.forward, Phase.FORWARD, _NO_DWS, self.start_ms(), record)
+    def _play_forward(self, stage: Stage, record: bool, paces: Paces = ()) -> PhaseResult:
+        return self.play(stage.forward, Phase.FORWARD, _NO_DWS, self.start_ms(), record, paces=paces)
+
+    def _play_backward(
+        self, stage: Stage, forward: PhaseResult, rules: DwRules, record: bool, paces: Paces = ()
+    ) -> _Played:
+        def play(buckets: Buckets | None) -> PhaseResult:
+            return self.play(stage.backward, Phase.INPUT_GRAD, rules, forward.end_ms, record, buckets, paces)
+
+        last = play(stage.buckets)
+        is_alike = stage.buckets is None or self.model.num_micro_batches == 1
+        return _Played(stage, forward, last if is_alike else play(None), last)
 
     def stages(self, plan: Plan) -> list[Stage]:
         """The plan's ops by pipeline stage.
@@ -198,7 +269,11 @@ class Simulator:
             raise PlanMismatch(f"the plan ends at layer {plan.segments[-1].last_layer}, the model has {num_layers}")
         forward[last] += self.lowering.beside("head")
         kept = self._kept_bytes(plan.segments)
-        return [Stage(number, tuple(steps), tuple(backward(steps)), kept[number]) for number, steps in forward.items()]
+        return [self._stage(number, steps, kept[number]) for number, steps in forward.items()]
+
+    def _stage(self, number: int, forward: Sequence[Step], kept_bytes: int) -> Stage:
+        steps = tuple(backward(forward))
+        return Stage(number, tuple(forward), steps, kept_bytes, Buckets.of(self.costs, steps))
 
     def _check(self, segment: Segment, end: int) -> None:
         model, first = self.model, segment.first_layer
@@ -240,38 +315,46 @@ class Simulator:
         beside = self.costs.saved_bytes(LayerKind.NONE, ChunkDim.BATCH, 1)
         return room_bytes // self._num_in_flight(stage) - beside
 
-    def _prediction(self, played: Sequence[tuple[Stage, PhaseResult, PhaseResult]]) -> Prediction:
-        model = self.model
-        _, forward, result = max(played, key=lambda part: max(part[2].end_ms))
-        micro_batch_ms = max(result.end_ms)
+    def _prediction(self, played: Sequence[_Played]) -> Prediction:
+        model, rest_ms = self.model, self.costs.profile.rest_ms
+        slowest = max(played, key=lambda part: part.end_ms)
         num_stages = max(model.stage_of_layer) + 1
         num_slots = model.num_micro_batches + num_stages - 1
         floors = (
-            end - exposed for _, _, part in played for end, exposed in zip(part.end_ms, part.exposed_ms, strict=True)
+            end - exposed
+            for part in played
+            for end, exposed in zip(part.backward.end_ms, part.backward.exposed_ms, strict=True)
         )
-        exposed = [
-            (before + after, before) for before, after in zip(forward.exposed_ms, result.exposed_ms, strict=True)
-        ]
-        exposed_ms, exposed_forward_ms = max(exposed)
+        times = zip(slowest.forward.exposed_ms, slowest.backward.exposed_ms, slowest.last.exposed_ms, strict=True)
+        exposed_ms, exposed_forward_ms = max(
+            ((before + after) * model.num_micro_batches + (last - after), before * model.num_micro_batches)
+            for before, after, last in times
+        )
+        last_ms = max(part.last_end_ms for part in played)
         return Prediction(
-            step_ms=num_slots * micro_batch_ms + self.costs.profile.rest_ms,
-            forward_ms=max(forward.end_ms),
-            backward_ms=micro_batch_ms - max(forward.end_ms),
-            exposed_ms=exposed_ms * model.num_micro_batches,
-            exposed_forward_ms=exposed_forward_ms * model.num_micro_batches,
-            peak_dw_bytes=max(max(part.peak_dw_bytes) for _, _, part in played),
-            peak_bytes=max(stage.saved_bytes + max(part.peak_dw_bytes) for stage, _, part in played),
-            num_early=max(result.num_early),
-            floor_ms=num_slots * max(floors) + self.costs.profile.rest_ms,
+            step_ms=num_slots * slowest.end_ms + (last_ms - slowest.end_ms) + rest_ms,
+            forward_ms=max(slowest.forward.end_ms),
+            backward_ms=slowest.end_ms - max(slowest.forward.end_ms),
+            exposed_ms=exposed_ms,
+            exposed_forward_ms=exposed_forward_ms,
+            peak_dw_bytes=max(max(part.last.peak_dw_bytes) for part in played),
+            peak_bytes=max(part.stage.saved_bytes + max(part.last.peak_dw_bytes) for part in played),
+            num_early=max(slowest.last.num_early),
+            floor_ms=num_slots * max(floors) + rest_ms,
+            gradient_ms=min(part.last_end_ms - max(part.last.end_ms) for part in played if part.last_end_ms == last_ms),
         )
 
-    def _repeated(self, spans: Sequence[Span], micro_batch_ms: float) -> tuple[Span, ...]:
+    def _repeated(self, alike: Sequence[Span], last: Sequence[Span], micro_batch_ms: float) -> tuple[Span, ...]:
         """Spans of all micro-batches, ordered by start."""
-        ordered = sorted(spans, key=lambda span: (span.start_ms, span.end_ms))
+        num_alike = self.model.num_micro_batches - 1
+        first, end = (sorted(spans, key=lambda span: (span.start_ms, span.end_ms)) for spans in (alike, last))
         return tuple(
             Span(s.name, s.lane, s.start_ms + shift_ms, s.end_ms + shift_ms, s.num_bytes)
-            for shift_ms in (index * micro_batch_ms for index in range(self.model.num_micro_batches))
-            for s in ordered
+            for shift_ms, spans in [
+                *((index * micro_batch_ms, first) for index in range(num_alike)),
+                (num_alike * micro_batch_ms, end),
+            ]
+            for s in spans
         )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_lancet.profiler.links import _busiest_bytes, _even, _sizes, _uneven, fit
+from megatron_lancet.profiler.links import _busiest_bytes, _even, _of_busiest, _sizes, _uneven, fit
 
 
 def test_a_straight_line_needs_two_points():
@@ -52,3 +52,26 @@ def test_who_sends_what(num_ranks):
     assert len({sum(column) for column in zip(*uneven, strict=True)}) == 2
     both = _uneven(1 << 16, num_ranks, both_ways=True)
     assert all(both[i][j] == both[j][i] for i in range(num_ranks) for j in range(num_ranks))
+
+
+TWO = [(0, 0), (0, 1)]
+
+
+def test_a_message_takes_what_the_last_to_leave_saw():
+    late_second, late_first = ([90.0, 60.0], [60.0, 62.0]), ([61.0, 64.0], [95.0, 60.0])
+    ranks = list(zip(late_second, late_first, strict=True))
+    assert _of_busiest(_even(1 << 16, 2), TWO, ranks) == (60.5, 61.5)
+
+
+def test_of_uneven_rows_the_rank_counts_that_receives_most():
+    ranks = [[[60.0, 50.0]], [[30.0, 20.0]]]
+    assert _of_busiest(_uneven(1 << 16, 2, both_ways=False), TWO, ranks) == (60.0, 50.0)
+    swapped = [(0, 1), (0, 0)]
+    assert _of_busiest(_uneven(1 << 16, 2, both_ways=False), swapped, ranks) == (30.0, 20.0)
+
+
+def test_the_slowest_group_counts_and_a_rank_alone_stands_for_its_group():
+    two_groups = [(0, 0), (0, 1), (2, 0), (2, 1)]
+    ranks = [[[10.0, 5.0]], [[11.0, 5.0]], [[20.0, 9.0]], [[22.0, 9.0]]]
+    assert _of_busiest(_even(1 << 16, 2), two_groups, ranks) == (20.0, 9.0)
+    assert _of_busiest(_uneven(1 << 16, 8, both_ways=True), [(0, 3)], [[[7.0, 6.0]]]) == (7.0, 6.0)

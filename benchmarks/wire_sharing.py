@@ -1,0 +1,157 @@
+"""Do two things that are on a wire at once share it, or does one wait for the other? Needs root and Linux.
+
+    python benchmarks/wire_sharing.py [--rate-mbps 100] [--repeats 5]
+
+Two ranks in network namespaces of their own with a capped link between them. A message of 1 MB leaves, and another
+thing a quarter of its time later: an all-to-all on the same connections, a forward dispatch (connections of its own),
+or a gradient all-reduce. Printed is when each has come, in times of one message alone, next to what one after the
+other (the first at 1, the second at 2) and equal parts (processor sharing: 1.75 and 2) would be.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.network.namespaces import NUM_RANKS, SHAPED, Namespaces, check_host, this_host
+from megatron_lancet.errors import run_command
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.transport import make_transport
+from megatron_lancet.runtime.wire import Armed
+
+_BYTES = 1_000_000
+_LATER = 0.25
+_TIMEOUT_S = 120
+_CPU = torch.device("cpu")
+
+Wait = Callable[[], float]
+"""Waits for something, and returns the time when it had come, in seconds."""
+
+
+class Wire:
+    """What can be sent between the two ranks."""
+
+    def __init__(self) -> None:
+        """Collective."""
+        timeout = timedelta(seconds=_TIMEOUT_S)
+        group = dist.group.WORLD
+        assert group is not None
+        self._transport = make_transport(group, group, _CPU, CommStats(_CPU), timeout)
+        self._reduced = dist.new_group(backend="gloo", timeout=timeout)
+        self._rows = [0 if rank == dist.get_rank() else _BYTES for rank in range(NUM_RANKS)]
+
+    def message(self, armed: bool = False) -> Wait:
+        """An all-to-all; ``armed``: on the connections of forward dispatches."""
+        sent = torch.zeros(_BYTES, 1, dtype=torch.uint8)
+        mark = Armed(sent) if armed else None
+        transfer = self._transport.start(torch.empty_like(sent), sent, self._rows, self._rows, mark)
+
+        def wait() -> float:
+            transfer.wait()
+            end = transfer.interval()[1]
+            assert isinstance(end, float)
+            return end
+
+        return wait
+
+    def dispatch(self) -> Wait:
+        """A forward dispatch."""
+        return self.message(armed=True)
+
+    def gradients(self) -> Wait:
+        """An all-reduce of as many bytes: a ring of two sends each byte once."""
+        ended: list[float] = []
+        work = dist.all_reduce(torch.zeros(_BYTES // 4), group=self._reduced, async_op=True)
+        work.get_future().add_done_callback(lambda _: ended.append(time.perf_counter()))
+
+        def wait() -> float:
+            work.wait()
+            while not ended:
+                time.sleep(1e-4)
+            return ended[0]
+
+        return wait
+
+
+def measure(repeats: int) -> None:
+    """On each rank; rank 0 prints."""
+    wire = Wire()
+    kinds: dict[str, Callable[[], Wait]] = {
+        "all-to-all": wire.message, "dispatch": wire.dispatch, "gradients": wire.gradients,
+    }  # fmt: skip
+
+    def median_s(first: Callable[[], Wait], second: Callable[[], Wait] | None, later_s: float) -> list[float]:
+        samples = []
+        for _ in range(1 + repeats):
+            dist.barrier()
+            time.sleep(0.1)  # the link has rested
+            dist.barrier()
+            start_s = time.perf_counter()
+            waits = [first()]
+            if second is not None:
+                time.sleep(later_s)
+                waits.append(second())
+            samples.append([wait() - start_s for wait in waits])
+        return [statistics.median(times) for times in zip(*samples[1:], strict=True)]
+
+    alone_s = {name: median_s(start, None, 0.0)[0] for name, start in kinds.items()}
+    lines = [f"alone: {', '.join(f'{name} {1e3 * alone:.1f} ms' for name, alone in alone_s.items())}"]
+    unit_s = alone_s["all-to-all"]
+    for first, second in [
+        ("all-to-all", "all-to-all"), ("all-to-all", "dispatch"), ("dispatch", "all-to-all"),
+        ("all-to-all", "gradients"), ("gradients", "all-to-all"), ("gradients", "gradients"),
+    ]:  # fmt: skip
+        ends = [end / unit_s for end in median_s(kinds[first], kinds[second], _LATER * unit_s)]
+        lines.append(f"{first:10} then {second:10}: {ends[0]:.2f} {ends[1]:.2f}")
+    if dist.get_rank() == 0:
+        print("\n".join(lines))
+
+
+def run_ranks(arguments: argparse.Namespace) -> None:
+    """Start a rank in each namespace and wait for them."""
+    system, user_id, tools, cores = this_host()
+    check_host(system, user_id, tools, [*cores, *cores])  # the link is slow: one core is enough for both
+    with tempfile.TemporaryDirectory() as folder, Namespaces() as network:
+        network.shape(arguments.rate_mbps * 1e6)
+        processes = []
+        for rank in range(NUM_RANKS):
+            environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "GLOO_SOCKET_IFNAME": SHAPED}
+            command = [sys.executable, *sys.argv, "--store", str(Path(folder) / "store")]
+            processes.append(subprocess.Popen(network.command(rank, command), env=environment))
+        try:
+            statuses = [process.wait(_TIMEOUT_S) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    if any(statuses):
+        raise SystemExit(1)
+
+
+def main() -> None:
+    """Runs the ranks, or is one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate-mbps", type=float, default=100.0)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.store is None:
+        run_ranks(arguments)
+        return
+    torch.set_num_threads(1)
+    store = dist.FileStore(arguments.store, NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=NUM_RANKS)
+    measure(arguments.repeats)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_command(main)

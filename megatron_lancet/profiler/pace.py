@@ -1,0 +1,94 @@
+"""How fast each rank was in each traced step, against the median times that the profile keeps."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from megatron_lancet.profiler.op_times import OpKey, StepOps
+from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.schedule.profile import StepPace
+
+MAX_PACES = 24
+"""Each is a simulation more when a step time is predicted, and a few lines in the profile."""
+MAX_RANKS = 8
+"""As of the routing of single chunks: more ranks are not simulated one by one."""
+_DIGITS = 4
+_BESIDE_LAYERS = 0
+_EXPERTS = "experts"
+
+Place = tuple[Phase, int]
+"""Phase, and global number of a layer or 0 beside the layers."""
+
+
+class RankPaces(NamedTuple):
+    """What one rank found.
+
+    Attributes:
+        group: names its expert-parallel group.
+        place: its rank in it.
+        steps: factors by traced step.
+    """
+
+    group: int
+    place: int
+    steps: Sequence[Mapping[Place, float]]
+
+
+def paces_of_rank(steps: Sequence[StepOps], op_ms: Mapping[OpKey, float], slowdown: float) -> list[dict[Place, float]]:
+    """Of each step: by phase and layer, the time of its ops over that of the same ops in the profile.
+
+    Experts don't count: what they take depends on the rows that they got.
+
+    Args:
+        op_ms: medians over all ranks.
+        slowdown: by which messages in flight make compute slower.
+    """
+    found = []
+    for step in steps:
+        took_ms: defaultdict[Place, float] = defaultdict(float)
+        usual_ms: defaultdict[Place, float] = defaultdict(float)
+        for (layer, key), times in step.items():
+            if key.kind != _EXPERTS:
+                took_ms[key.phase, layer] += sum(took.alone_ms(slowdown) for took in times)
+                usual_ms[key.phase, layer] += op_ms[key] * len(times)
+        found.append({place: took_ms[place] / usual for place, usual in usual_ms.items() if usual > 0})
+    return found
+
+
+def step_paces(ranks: Sequence[RankPaces], ep_size: int, num_layers: int) -> tuple[StepPace, ...]:
+    """Of at most ``MAX_PACES`` steps, spread from the fastest to the slowest.
+
+    Each layer's is that of the first group that has it. None in a mocked world, where only one of a group's ranks
+    exists, nor of a single rank, nor of a large group.
+    """
+    groups: defaultdict[int, dict[int, RankPaces]] = defaultdict(dict)
+    for rank in ranks:
+        groups[rank.group][rank.place] = rank
+    whole = [by_place for _, by_place in sorted(groups.items()) if set(by_place) == set(range(ep_size))]
+    if not whole or not 1 < ep_size <= MAX_RANKS:
+        return ()
+    paces = []
+    for step in range(min(len(rank.steps) for rank in ranks)):
+        forward, backward = (
+            tuple(_of_layer((phase, layer), step, whole) for layer in range(num_layers + 1))
+            for phase in (Phase.FORWARD, Phase.INPUT_GRAD)
+        )
+        paces.append(StepPace(forward, backward))
+    ordered = sorted(paces, key=_mean)
+    if len(ordered) <= MAX_PACES:
+        return tuple(ordered)
+    return tuple(ordered[(2 * index + 1) * len(ordered) // (2 * MAX_PACES)] for index in range(MAX_PACES))
+
+
+def _of_layer(place: Place, step: int, groups: Sequence[Mapping[int, RankPaces]]) -> tuple[float, ...]:
+    for by_place in groups:
+        factors = [by_place[rank].steps[step].get(place) for rank in range(len(by_place))]
+        known = [round(factor, _DIGITS) for factor in factors if factor is not None]
+        if len(known) == len(factors):
+            return tuple(known)
+    return (1.0,) * len(groups[0])
+
+
+def _mean(pace: StepPace) -> float:
+    return statistics.fmean(factor for layers in (pace.forward, pace.backward) for ranks in layers for factor in ranks)
