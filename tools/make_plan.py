@@ -2,6 +2,7 @@
 
   tools/make_plan.py profile.json --output plan.json
   tools/make_plan.py profile.json --output plan.json --max-memory-mb 20000 --num-chunks 1 2 4
+  tools/make_plan.py profile.json --output plan.json --ep-size auto
 
 The plan is what pretrain_gpt_moe.py --lancet-plan plan.json runs by. The same profile and flags give the same plan.
 tools/explain_plan.py says what it does and why.
@@ -13,14 +14,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lancet.commands.planning import add_limit_arguments, check_outputs, fitting_plan, limits_of, load_profile
+from megatron_lancet.commands.what_if import (
+    add_network_arguments,
+    add_reduction_arguments,
+    network_of,
+    reduced_as_asked,
+)
+from megatron_lancet.data.arguments import positive_int
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.report.explanation_text import short_text
+from megatron_lancet.report.packing_table import flags_for
+from megatron_lancet.schedule.expert_packing import pack_experts
 from megatron_lancet.schedule.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.plan_record import record_of
-from megatron_lancet.schedule.planner import PlannedStep
+from megatron_lancet.schedule.planner import PlannedStep, make_plan
+from megatron_lancet.schedule.profile import Profile
 from megatron_lancet.schedule.records import RecordError
+from megatron_lancet.schedule.search_space import Limits
+from megatron_lancet.schedule.what_if import Forecaster, NetworkChoice
 
 _NUM_ALTERNATIVES = 5
+_AUTO = "auto"
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -37,8 +51,50 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help=f"how many other plans to list (default: {_NUM_ALTERNATIVES})",
     )
+    group = parser.add_argument_group("for another layout or network (default: as profiled)")
+    group.add_argument(
+        "--ep-size",
+        type=_ep_size,
+        metavar=f"{{N,{_AUTO}}}",
+        help=f"ranks that share the experts, at least 2; {_AUTO}: the size that is predicted fastest, as "
+        "tools/pack_experts.py shows it",
+    )
+    add_network_arguments(group)
+    add_reduction_arguments(parser)
     add_limit_arguments(parser)
     return parser.parse_args(argv)
+
+
+def _ep_size(text: str) -> int | str:
+    if text == _AUTO:
+        return text
+    size = positive_int(text)
+    if size == 1:
+        raise argparse.ArgumentTypeError("with one rank there is no all-to-all, and a run needs no plan")
+    return size
+
+
+def moved_profile(profile: Profile, arguments: argparse.Namespace, limits: Limits) -> Profile:
+    """The profile in the layout and network that the flags describe; says which size it chose.
+
+    Raises:
+        UsageError: a layout that can't be.
+    """
+    forecaster = Forecaster(profile, network_of(arguments))
+    ep_size = arguments.ep_size
+    if ep_size is None and forecaster.network == NetworkChoice():
+        return profile
+    if ep_size == _AUTO:
+        choice = pack_experts(forecaster, lambda moved, _: make_plan(moved, limits).plan)
+        overlapping = [one for one in choice.packings if one.layout.ep_size > 1]
+        if not overlapping:
+            raise UsageError("no expert-parallel size of at least 2 divides the profiled experts and ranks")
+        best = min(overlapping, key=lambda one: one.forecast.step_ms)
+        ep_size = best.layout.ep_size
+        print(f"expert-parallel size {ep_size}: run with {' '.join(flags_for(best))}")
+        if choice.fastest.layout.ep_size == 1:
+            print("note: EP 1 is predicted faster; it has no all-to-all and needs no plan")
+    return forecaster.moved(forecaster.layout(profile.model.world_size, ep_size))
 
 
 def print_result(planned: PlannedStep, content: PlanFile, num_alternatives: int) -> None:
@@ -74,9 +130,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     start_s = time.monotonic()
     arguments = parse_arguments(argv)
     check_outputs(arguments.output)
-    profile = load_profile(arguments.profile)
+    profile = reduced_as_asked(load_profile(arguments.profile), arguments)
+    limits = limits_of(arguments)
     try:
-        planned = fitting_plan(profile, limits_of(arguments))
+        profile = moved_profile(profile, arguments, limits)
+        planned = fitting_plan(profile, limits)
         content = record_of(profile, planned.plan)
     except RecordError as error:
         raise UsageError(f"no plan from {arguments.profile}: {error}") from error

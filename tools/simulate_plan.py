@@ -14,7 +14,6 @@ What is computed how, and what is left out, is in docs/planner.md.
 import argparse
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,19 +27,24 @@ from megatron_lancet.commands.planning import (
     load_profile,
     write_text,
 )
-from megatron_lancet.data.arguments import positive_float, positive_int
+from megatron_lancet.commands.what_if import (
+    add_network_arguments,
+    add_reduction_arguments,
+    add_routing_argument,
+    network_of,
+    reduced_as_asked,
+)
+from megatron_lancet.data.arguments import positive_int
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.report import timeline_text, what_if_table
-from megatron_lancet.schedule.layout import Layout, in_layout, split_at_stages
+from megatron_lancet.schedule.layout import Layout, split_at_stages
 from megatron_lancet.schedule.plan_file import made_for, misfits
 from megatron_lancet.schedule.profile import Profile
 from megatron_lancet.schedule.records import RecordError, to_plain
 from megatron_lancet.schedule.simulator import Simulation, simulate
 from megatron_lancet.schedule.what_if import (
     Forecaster,
-    NetworkChoice,
     Planner,
-    Routing,
     SweepRow,
     largest_ep_size,
     no_overlap,
@@ -69,6 +73,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--picture", type=Path, metavar="FILE.png", help="also draw step time and exposed share over --world-sizes"
     )
     _add_layout_arguments(parser)
+    add_reduction_arguments(parser)
     add_limit_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.plan_file is not None and arguments.plan is not None:
@@ -91,63 +96,12 @@ def _add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--pp-size", type=positive_int, metavar="N", help="pipeline stages")
     group.add_argument("--num-micro-batches", type=positive_int, metavar="N", help="of a step, on each pipeline")
-    group.add_argument("--ranks-per-node", type=positive_int, metavar="N", help="(default: all ranks on one node)")
-    group.add_argument(
-        "--intra-gbps", type=positive_float, metavar="GB", help="Gb/s of one rank inside a node, each way"
-    )
-    group.add_argument("--intra-latency-us", type=_latency, metavar="US", help="of one message inside a node")
-    group.add_argument(
-        "--inter-gbps", type=positive_float, metavar="GB", help="Gb/s of one rank between nodes (default: as inside)"
-    )
-    group.add_argument(
-        "--inter-latency-us", type=_latency, metavar="US", help="of one message between nodes (default: as inside)"
-    )
-    group.add_argument(
-        "--routing",
-        type=_routing,
-        default=Routing(),
-        metavar="{measured,even,zipf:S}",
-        help="who receives how many rows: the profile's histogram (default), the same for all, or experts whose "
-        "popularity falls with their place to the power of S",
-    )
+    add_network_arguments(group)
+    add_routing_argument(group)
 
 
 def _ep_size(text: str) -> int | str:
     return text if text == _GROW else positive_int(text)
-
-
-def _latency(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected microseconds, at least 0, got {text!r}")
-    return value
-
-
-def _routing(text: str) -> Routing:
-    kind, _, exponent = text.partition(":")
-    try:
-        value = float(exponent or "nan")
-    except ValueError:
-        value = math.nan
-    if kind == "zipf" and 0 <= value <= 100:
-        return Routing(kind, value)
-    if text in ("measured", "even"):
-        return Routing(text)
-    raise argparse.ArgumentTypeError(f"expected measured, even or zipf:S with S from 0 to 100, got {text!r}")
-
-
-def network_of(arguments: argparse.Namespace) -> NetworkChoice:
-    """What the flags say of the network."""
-    return NetworkChoice(
-        arguments.ranks_per_node,
-        arguments.intra_gbps,
-        arguments.intra_latency_us,
-        arguments.inter_gbps,
-        arguments.inter_latency_us,
-    )
 
 
 def layout_of(forecaster: Forecaster, arguments: argparse.Namespace, world_size: int | None) -> Layout:
@@ -210,7 +164,7 @@ def show_timeline(forecaster: Forecaster, arguments: argparse.Namespace) -> None
     """Predict and print one step."""
     layout = layout_of(forecaster, arguments, None)
     [(name, planner)] = planners_of(arguments, forecaster.profile).items()
-    moved = in_layout(forecaster.profile, layout)
+    moved = forecaster.moved(layout)
     plan = split_at_stages(planner(moved), moved.model.stage_of_layer)
     forecast = forecaster.forecast(layout, lambda profile: plan)
     # One micro-batch: they are all alike, and a step may have hundreds.
@@ -221,6 +175,7 @@ def show_timeline(forecaster: Forecaster, arguments: argparse.Namespace) -> None
         "step_ms": forecast.step_ms,
         "exposed_ms": forecast.exposed_ms,
         "bubble_ms": forecast.bubble_ms,
+        "gradient_ms": forecast.gradient_ms,
         "peak_bytes": forecast.peak_bytes,
         "timelines": to_plain(simulation.timelines),
     }
@@ -229,9 +184,10 @@ def show_timeline(forecaster: Forecaster, arguments: argparse.Namespace) -> None
     else:
         print(f"profile: {forecaster.profile.model.name} on {forecaster.profile.device}")
         print(f"plan ({name}): {plan}")
+        waiting = "" if moved.gradients is None else f", waiting for gradients {forecast.gradient_ms:.1f} ms"
         print(
             f"step {forecast.step_ms:.1f} ms, of it exposed {forecast.exposed_ms:.1f} ms "
-            f"({100 * forecast.exposed_share:.1f} %), pipeline bubble {forecast.bubble_ms:.1f} ms; "
+            f"({100 * forecast.exposed_share:.1f} %), pipeline bubble {forecast.bubble_ms:.1f} ms{waiting}; "
             f"activations and deferred dW {forecast.peak_bytes / 1e6:.0f} MB"
         )
         print_timelines(simulation, arguments.spans)
@@ -264,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     arguments = parse_arguments(argv)
     check_outputs(arguments.output, arguments.picture)
-    forecaster = Forecaster(load_profile(arguments.profile), network_of(arguments))
+    forecaster = Forecaster(reduced_as_asked(load_profile(arguments.profile), arguments), network_of(arguments))
     try:
         if arguments.world_sizes is None:
             show_timeline(forecaster, arguments)

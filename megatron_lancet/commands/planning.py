@@ -119,9 +119,12 @@ def _problems(profile: Profile) -> Iterator[str]:
             if wrong:
                 yield f"{name}[{index}].{wrong[0]} is {str(getattr(entry, wrong[0]))[:20]}"
     link = profile.link
-    curves = sum(link.all_to_all + link.queued, ())
+    curves = sum(link.all_to_all + link.queued + link.all_reduce, ())
     if any(map(_is_wild, (link.counts_ms, link.compute_slowdown, profile.rest_ms, *curves))):
         yield "times and sizes must be numbers of at least 0"
+    gradients = profile.gradients
+    if gradients is not None and max(gradients.dense_ranks, gradients.expert_ranks) > _LARGEST_COUNT:
+        yield f"gradients.dense_ranks and expert_ranks must be at most {_LARGEST_COUNT}"
     for index, chunk in enumerate(profile.routing):
         rows = chunk.sent + chunk.received
         if len(chunk.sent) != model.ep_size or len(chunk.received) != model.ep_size or any(map(_is_wild, rows)):

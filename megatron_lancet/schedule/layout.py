@@ -9,7 +9,8 @@ What changes with the layout, and how:
   experts become fewer and their matrices taller is left out.
 - **gradients**: an expert's weights are on one rank of each group, so a rank holds 1 / ep of them. Ring all-reduce of
   the dense weights over all ranks of a stage, and of expert weights over their replicas. The profile's ``rest_ms``
-  holds the one of the profiled run, so only the difference is added. Nothing of it is hidden.
+  holds the one of the profiled run, so only the difference is added. Nothing of it is hidden, unless the profile says
+  that gradients are reduced beside the backward pass: then the simulator shows what stays.
 - **pipeline**: layers are split evenly. 1F1B: (m + p - 1) times the slowest stage's micro-batch, m micro-batches, p
   stages (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2.1),
   which is what the simulator computes, and two passes of p - 1 messages with activations. A stage is a block of
@@ -116,14 +117,19 @@ def _link(profile: Profile, layout: Layout) -> LinkTimes:
     link, cluster, size = profile.link, layout.cluster, layout.ep_size
     if cluster is None or size == 1:
         return link
-    largest = max(_largest_message(profile, layout), _SMALLEST_MESSAGE_BYTES * _TABLE_STEPS)
-    sizes = [_SMALLEST_MESSAGE_BYTES]
-    while sizes[-1] < largest:
-        sizes.append(sizes[-1] * _TABLE_STEPS)
+    sizes = _table_sizes(_largest_message(profile, layout))
     table = tuple((num_bytes, cluster.all_to_all_ms(num_bytes, size)) for num_bytes in sizes)
     return dataclasses.replace(
         link, all_to_all=table, queued=(), counts_ms=cluster.all_to_all_ms(profile.model.counts_bytes, size)
     )
+
+
+def _table_sizes(largest: float) -> list[int]:
+    """Message sizes of a table, up to at least ``largest``."""
+    sizes = [_SMALLEST_MESSAGE_BYTES, _SMALLEST_MESSAGE_BYTES * _TABLE_STEPS]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] * _TABLE_STEPS)
+    return sizes
 
 
 def _largest_message(profile: Profile, layout: Layout) -> int:
@@ -138,17 +144,48 @@ def gradient_ms(profile: Profile, layout: Layout, cluster: Cluster) -> float:
     Args:
         profile: as it was measured.
     """
-    per_layer = _weight_bytes(profile, layout.ep_size)
-    kinds, stage_of = profile.model.layer_kinds, stages_of_layers(profile.model, layout.pp_size)
-    kinds_of = {stage: [kind for kind, its in zip(kinds, stage_of, strict=True) if its == stage] for stage in stage_of}
-    kinds_of[stage_of[-1]].append(LayerKind.NONE)  # the head
-    stages = [_sum_of(of_stage, per_layer) for of_stage in kinds_of.values()]
     replicas = layout.ranks_per_stage // layout.ep_size
     return max(
         cluster.all_reduce_ms(dense, layout.ranks_per_stage)
         + cluster.all_reduce_ms(experts, replicas, stride=layout.ep_size)
-        for dense, experts in stages
+        for dense, experts in gradient_bytes(profile, layout)
     )
+
+
+def gradient_bytes(profile: Profile, layout: Layout) -> list[tuple[float, float]]:
+    """Bytes of gradients on a rank of each stage: (dense, of experts). Norms, routers and embeddings are left out.
+
+    Args:
+        profile: as it was measured.
+    """
+    per_layer = _weight_bytes(profile, layout.ep_size)
+    kinds, stage_of = profile.model.layer_kinds, stages_of_layers(profile.model, layout.pp_size)
+    kinds_of = {stage: [kind for kind, its in zip(kinds, stage_of, strict=True) if its == stage] for stage in stage_of}
+    kinds_of[stage_of[-1]].append(LayerKind.NONE)  # the head
+    return [_sum_of(of_stage, per_layer) for of_stage in kinds_of.values()]
+
+
+def with_moved_reduction(profile: Profile, moved: Profile, layout: Layout, cluster: Cluster | None) -> Profile:
+    """``moved`` with its gradients summed by the layout's ranks.
+
+    Args:
+        profile: as it was measured.
+        moved: of :func:`in_layout`.
+        cluster: None where reductions of the measured number of ranks take what was measured.
+    """
+    rules, before = profile.gradients, profile.model
+    if rules is None:
+        return moved
+    ranks_before = before.world_size // len(set(before.stage_of_layer))
+    dense = max(1, rules.dense_ranks * layout.ranks_per_stage // ranks_before)
+    experts = max(1, rules.expert_ranks * layout.ranks_per_stage * before.ep_size // (ranks_before * layout.ep_size))
+    link = moved.link
+    if cluster is not None:
+        largest = max(max(stage) for stage in gradient_bytes(profile, layout))
+        sizes = _table_sizes(max(largest, rules.bucket_bytes))
+        link = dataclasses.replace(link, all_reduce=tuple((size, cluster.all_reduce_ms(size, dense)) for size in sizes))
+    moved_rules = dataclasses.replace(rules, dense_ranks=dense, expert_ranks=experts)
+    return dataclasses.replace(moved, link=link, gradients=moved_rules)
 
 
 def _weight_bytes(profile: Profile, ep_size: int) -> dict[LayerKind, tuple[float, float]]:

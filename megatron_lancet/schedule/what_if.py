@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.cluster import Cluster, Level, fitted_level
 from megatron_lancet.schedule.cost_model import CostModel
-from megatron_lancet.schedule.layout import Layout, check_layout, gradient_ms, in_layout, split_at_stages
+from megatron_lancet.schedule.layout import (
+    Layout,
+    check_layout,
+    gradient_ms,
+    in_layout,
+    split_at_stages,
+    with_moved_reduction,
+)
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, fixed_plan
 from megatron_lancet.schedule.profile import ModelFacts, Profile
 from megatron_lancet.schedule.received_share import coarse_share, even_share, rebinned_share, zipf_share
@@ -94,7 +101,8 @@ class Forecast:
         step_ms: of a whole step.
         exposed_ms: of it, standing still for all-to-alls, on the slowest stage's rank that does most.
         bubble_ms: of it, waiting for other pipeline stages.
-        gradient_ms: of it, all-reduce of gradients by the ring model.
+        gradient_ms: of it, standing still for gradients' reductions, by the ring model; where they run beside the
+            backward pass, what the simulator leaves of them.
         peak_bytes: activations and deferred weight gradients of a rank.
     """
 
@@ -162,10 +170,12 @@ class Forecaster:
         Raises:
             RecordError: the profile lacks what the plan would do.
         """
-        plan, prediction = self._predicted(in_layout(self.profile, layout), planner)
-        gradient_ms = self._gradient_ms(layout, self.network)
-        # The measured rest holds the profiled run's own reduction; more than there is can't be taken out of it.
-        more_ms = gradient_ms - min(self._profiled_gradient_ms(), self.profile.rest_ms)
+        plan, prediction = self._predicted(self.moved(layout), planner)
+        gradient_ms, more_ms = prediction.gradient_ms, 0.0
+        if self.profile.gradients is None:
+            gradient_ms = self._gradient_ms(layout, self.network)
+            # The measured rest holds the profiled run's own reduction; more than there is can't be taken out of it.
+            more_ms = gradient_ms - min(self._profiled_gradient_ms(), self.profile.rest_ms)
         activations_ms = 2 * (layout.pp_size - 1) * self._activations_ms(layout)
         if layout == self._profiled() and self.network.is_as_measured:
             more_ms = activations_ms = 0.0
@@ -179,10 +189,19 @@ class Forecaster:
             peak_bytes=prediction.peak_bytes,
         )
 
+    def moved(self, layout: Layout) -> Profile:
+        """The profile as it would have been measured in a layout."""
+        facts = self.profile.model
+        same_ranks = layout.ranks_per_stage * len(set(facts.stage_of_layer)) == facts.world_size
+        cluster = None
+        if self.profile.gradients is not None and not (same_ranks and self.network.is_as_measured):
+            cluster = self.network.cluster(self.profile, layout.world_size)
+        return with_moved_reduction(self.profile, in_layout(self.profile, layout), layout, cluster)
+
     def _predicted(self, moved: Profile, planner: Planner) -> tuple[Plan, Prediction]:
         """The plan of a moved profile and its figures; replicas of the model change neither."""
         alike = dataclasses.replace(moved, model=dataclasses.replace(moved.model, world_size=1))
-        key = (planner, alike.model, alike.link, alike.received_share)
+        key = (planner, alike.model, alike.link, alike.received_share, alike.gradients)
         if key not in self._seen:
             plan = split_at_stages(planner(moved), moved.model.stage_of_layer)
             self._seen[key] = plan, Simulator(CostModel(moved)).predict(plan)

@@ -1,0 +1,67 @@
+"""Going on from a checkpoint with another expert-parallel size, and what stands against it.
+
+Megatron keeps the optimizer state of experts apart from that of dense weights where experts are on several ranks, and
+not where they are on one: a checkpoint fits only runs of the same kind. ``--lancet-experts-apart`` makes a run with
+size 1 one of the other kind: experts' gradients have buckets and an optimizer of their own there too. The sums are the
+same, over the same ranks.
+"""
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import nn
+
+from megatron_lancet.errors import UsageError
+
+_FLAG = "--lancet-experts-apart"
+
+
+def check_experts_apart(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        UsageError: the flag is given to a run that it does nothing for.
+    """
+    if args.lancet_experts_apart and (not args.num_experts or args.expert_model_parallel_size > 1):
+        found = f"this run has size {args.expert_model_parallel_size}" if args.num_experts else "this model has none"
+        raise UsageError(f"{_FLAG} keeps experts apart where --expert-model-parallel-size is 1; {found}. Drop it.")
+
+
+def keep_experts_apart(stages: Iterable[nn.Module]) -> None:
+    """Marks the experts' weights as Megatron does with a larger size; before DDP wraps the stages."""
+    for stage in stages:
+        for layer in stage.modules():
+            if isinstance(layer, MoELayer):
+                for weight in layer.experts.parameters():
+                    weight.allreduce = False
+
+
+def check_checkpoint(args: argparse.Namespace, saved: Any) -> None:
+    """
+    Args:
+        args: of this run.
+        saved: arguments of the run that saved the checkpoint.
+
+    Raises:
+        UsageError: its optimizer state can't be loaded with this run's expert-parallel size.
+    """
+    if not args.num_experts or args.no_load_optim or args.finetune or getattr(saved, "no_save_optim", False):
+        return
+    before, now = getattr(saved, "expert_model_parallel_size", 1), args.expert_model_parallel_size
+    was_apart = before > 1 or getattr(saved, "lancet_experts_apart", False)
+    is_apart = now > 1 or args.lancet_experts_apart
+    sizes = f"the checkpoint was saved with --expert-model-parallel-size {before}, this run has {now}"
+    if was_apart and not is_apart:
+        raise UsageError(f"{sizes}: pass {_FLAG} too, or the optimizer's state can't be loaded.")
+    if is_apart and not was_apart:
+        raise UsageError(
+            f"{sizes}, and the optimizer's state of experts is not apart in it. Save it anew with {_FLAG} from a run "
+            "that has loaded it with --no-load-optim, or pass --no-load-optim here; moments start anew in both cases."
+        )
+    is_cut = saved.use_distributed_optimizer and not getattr(saved, "dist_ckpt_optim_fully_reshardable", False)
+    if before != now and is_cut:
+        raise UsageError(
+            f"{sizes}, and the distributed optimizer's state is cut by ranks in it. Save it with "
+            "--dist-ckpt-optim-fully-reshardable."
+        )

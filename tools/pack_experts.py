@@ -1,0 +1,108 @@
+"""How many experts should a rank hold? Predicts a step for each expert-parallel size, from a profile.
+
+  tools/pack_experts.py profile.json
+  tools/pack_experts.py profile.json --memory-mb 64000 --overlap-grad-reduce --use-distributed-optimizer
+  tools/pack_experts.py profile.json --world-size 64 --ranks-per-node 8 --intra-gbps 3600 --inter-gbps 400
+
+Fewer expert-parallel ranks (EP) send fewer rows to each other, keep more experts, and sum more expert gradients with
+their replicas (expert-DP). "covered" is Lina's rule: a chunk's experts take at least as long as its all-to-all. The
+step counts everything. Each size gets a plan of its own. docs/expert_packing.md says what is computed how, and how a
+run goes on with another size.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_lancet.commands.planning import (
+    add_limit_arguments,
+    check_outputs,
+    limits_of,
+    load_profile,
+    write_text,
+)
+from megatron_lancet.commands.what_if import (
+    add_network_arguments,
+    add_reduction_arguments,
+    add_routing_argument,
+    network_of,
+    reduced_as_asked,
+)
+from megatron_lancet.data.arguments import positive_float, positive_int
+from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.report import packing_table
+from megatron_lancet.schedule.expert_packing import StateMemory, pack_experts
+from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.planner import make_plan
+from megatron_lancet.schedule.profile import Profile
+from megatron_lancet.schedule.records import RecordError
+from megatron_lancet.schedule.what_if import Forecaster
+
+_BYTES_PER_MB = 1e6
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("profile", type=Path, metavar="PROFILE", help="a profile, of tools/profile_model.py")
+    parser.add_argument(
+        "--memory-mb",
+        type=positive_float,
+        metavar="MB",
+        help="of a rank (10^6 bytes), for weights, gradients, optimizer, activations and deferred weight gradients "
+        "(default: no limit)",
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="(default: text)")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write everything as JSON")
+    group = parser.add_argument_group("what if (default: as profiled)")
+    group.add_argument("--world-size", type=positive_int, metavar="N", help="ranks")
+    group.add_argument("--num-micro-batches", type=positive_int, metavar="N", help="of a step, on each pipeline")
+    add_network_arguments(group)
+    add_routing_argument(group)
+    add_reduction_arguments(parser)
+    add_limit_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    arguments = parse_arguments(argv)
+    check_outputs(arguments.output)
+    profile = reduced_as_asked(load_profile(arguments.profile), arguments, optimizer_counts=True)
+    limits = limits_of(arguments)
+
+    def plan_within(moved: Profile, room_bytes: int | None) -> Plan:
+        bounds = [bound for bound in (limits.max_memory_bytes, room_bytes) if bound is not None]
+        return make_plan(moved, dataclasses.replace(limits, max_memory_bytes=min(bounds, default=None))).plan
+
+    try:
+        choice = pack_experts(
+            Forecaster(profile, network_of(arguments)),
+            plan_within,
+            arguments.world_size,
+            arguments.num_micro_batches,
+            arguments.routing,
+            StateMemory(arguments.use_distributed_optimizer),
+            None if arguments.memory_mb is None else arguments.memory_mb * _BYTES_PER_MB,
+        )
+    except RecordError as error:
+        raise UsageError(f"no prediction from {arguments.profile}: {error}") from error
+    plain = {
+        "profile": profile.model.name,
+        "device": profile.device,
+        "routing": str(arguments.routing),
+        **packing_table.as_plain(choice, profile),
+    }
+    if arguments.format == "json":
+        print(json.dumps(plain, indent=1))
+    else:
+        print(f"profile: {profile.model.name} on {profile.device}")
+        print(packing_table.as_text(choice, profile))
+    if arguments.output is not None:
+        write_text(arguments.output, json.dumps(plain, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)
