@@ -34,8 +34,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         prog="benchmarks.network", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="one case, few variants, one sweep: about two minutes")
-    parser.add_argument("--cases", nargs="+", default=[], metavar="CASE", help=f"of: {', '.join(CASES)}")
-    parser.add_argument("--variants", nargs="+", metavar="VARIANT", help=f"of: {', '.join(VARIANTS)}")
+    parser.add_argument("--cases", nargs="+", default=[], metavar="CASE", help=f"of: {', '.join(CASES)} (all)")
+    parser.add_argument("--variants", nargs="+", metavar="VARIANT", help=f"of: {', '.join(VARIANTS)} (the case's own)")
     parser.add_argument("--repeats", type=int, help="steps of each variant in a sweep")
     parser.add_argument("--sweeps", type=int, help="sweeps of each case")
     parser.add_argument("--rate", type=float, metavar="MBIT", help="fix the rate of the link, in Mbit/s")

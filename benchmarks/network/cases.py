@@ -43,6 +43,8 @@ class Variant:
         sdpa: torch's fused attention.
         free_link: rows and counts travel on the link that is not shaped.
         blocks_in_backward: a backward all-to-all is waited for where it is issued.
+        overlaps_reduction: Megatron's overlap-grad-reduce: gradient buckets are reduced beside the backward pass.
+        grad_chunk_bytes: most bytes of a micro-op, where all-to-alls go first; None: whole buckets, when complete.
     """
 
     name: str
@@ -52,6 +54,8 @@ class Variant:
     sdpa: bool = False
     free_link: bool = False
     blocks_in_backward: bool = False
+    overlaps_reduction: bool = False
+    grad_chunk_bytes: int | None = None
 
 
 def _plain_variants() -> list[Variant]:

@@ -1,7 +1,8 @@
 """Each variant's own Megatron GPT-MoE, wrapped in Megatron's DDP; the only place that touches our runtime."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,18 @@ from benchmarks.network.links import Link
 from megatron_lancet.model.attention import attend_with_sdpa
 from megatron_lancet.model.gpt import overlap
 from megatron_lancet.runtime.comm import Comm, Flight
+from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+from megatron_lancet.schedule.micro_ops import MicroOps
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import DwPolicy
+from megatron_lancet.training.grad_reduction import reductions_in_micro_ops
 
 _SEED = 1
 _LEARNING_RATE = 1e-7
 """So small that the routing stays what it was set to."""
+_BUCKET_PARAMETERS = 250_000
+"""Of a gradient bucket, where reductions overlap: several per layer. Megatron's default would be the whole model."""
 
 
 class _BlockingBackward(Comm):
@@ -85,16 +91,31 @@ def prepare(model: GPTModel, variant: Variant, link: Link) -> Callable[[], Abstr
     store = WeightGradStore.of(plan, link.stats) if fills else None
     kind = _BlockingBackward if variant.blocks_in_backward else Comm
     own_rank = parallel_state.get_expert_model_parallel_rank()
-    overlap(model, plan, kind(link.transport, store, link.stats, own_rank), variant.sdpa)
-    return nullcontext
+    if variant.grad_chunk_bytes is None:
+        scheduler = None
+    else:
+        scheduler = CommScheduler(MicroOps(variant.grad_chunk_bytes), link.stats)
+    overlap(model, plan, kind(link.transport, store, link.stats, own_rank, scheduler=scheduler), variant.sdpa)
+    return nullcontext if scheduler is None else partial(_reductions_by, scheduler)
+
+
+@contextmanager
+def _reductions_by(scheduler: CommScheduler) -> Iterator[None]:
+    with reductions_in_micro_ops(scheduler):
+        yield
+    scheduler.end_step()
 
 
 def wrap(model: GPTModel, variant: Variant) -> DistributedDataParallel:
-    """Megatron's DDP around it; reductions don't overlap."""
+    """Megatron's DDP around it."""
     defers = variant.plan is not None and variant.plan.dw_policy is DwPolicy.FILL
-    return DistributedDataParallel(
-        model.config, DistributedDataParallelConfig(delay_wgrad_compute=defers, grad_reduce_in_fp32=True), model
+    config = DistributedDataParallelConfig(
+        delay_wgrad_compute=defers,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=variant.overlaps_reduction,
+        bucket_size=_BUCKET_PARAMETERS if variant.overlaps_reduction else None,
     )
+    return DistributedDataParallel(model.config, config, model)
 
 
 def make_optimizer(ddp: DistributedDataParallel) -> MegatronOptimizer:

@@ -1,4 +1,4 @@
-"""What a trace shows of real steps in a mocked world of 4 ranks: one dense layer, two of experts, 3 micro-batches."""
+"""What a trace shows of real steps in a mocked world of 4 ranks: one dense layer, two of experts, 2 micro-batches."""
 
 import itertools
 import json
@@ -15,6 +15,8 @@ from tests.distributed import launch
 from tests.distributed.gradients_worker import MICRO_BATCH, NUM_MICRO_BATCHES, SEQ_LENGTH
 from tests.unit.profiler.synthetic import FACTS
 from tests.unit.runtime.trace_worker import PLANS
+
+pytestmark = pytest.mark.alone
 
 WORKER = Path(__file__).with_name("trace_worker.py")
 NAMES = [*PLANS, "recomputed"]

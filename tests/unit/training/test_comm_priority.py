@@ -3,14 +3,16 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.patching import replaced
+from megatron_lancet.schedule.gradient_reduction import GradientReduction
 from megatron_lancet.schedule.micro_ops import CommPriority, MicroOps
 from megatron_lancet.schedule.plan import fixed_plan
 from megatron_lancet.training import grad_reduction, upstream
-from megatron_lancet.training.comm_priority import choose_micro_ops
+from megatron_lancet.training.comm_priority import choose_micro_ops, reduction_of
 
 FIRST = LancetConfig(comm_priority=CommPriority.ALL_TO_ALL_FIRST, grad_chunk_mb=1.5)
 
@@ -59,3 +61,29 @@ def test_another_start_grad_sync_is_noticed():
         pytest.raises(UsageError, match=r"start_grad_sync's '_coalescing_manager"),
     ):
         upstream.check_seams()
+
+
+def test_a_planner_is_told_how_gradients_are_reduced():
+    layout = {
+        "world_size": 16,
+        "data_parallel_size": 8,
+        "pipeline_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "params_dtype": torch.bfloat16,
+        "accumulate_allreduce_grads_in_fp32": False,
+        "ddp_bucket_size": None,
+        "use_distributed_optimizer": True,
+        "untie_embeddings_and_output_weights": True,
+    }
+    assert reduction_of(arguments(**layout), FIRST) == GradientReduction(
+        dense_ranks=8,
+        expert_ranks=4,
+        priority=CommPriority.ALL_TO_ALL_FIRST,
+        bucket_bytes=80_000_000,
+        chunk_bytes=1_500_000,
+        is_scatter=True,
+    )
+    in_fp32 = {**layout, "accumulate_allreduce_grads_in_fp32": True, "ddp_bucket_size": 1000}
+    assert reduction_of(arguments(**in_fp32), LancetConfig()).bucket_bytes == 4000
+    assert reduction_of(arguments(**{**layout, "data_parallel_size": 1}), FIRST) is None
+    assert reduction_of(arguments(**layout, overlap_grad_reduce=False), LancetConfig()) is None

@@ -1,0 +1,1 @@
+"""Gradient reductions and all-to-alls on one shaped link: who goes first."""
