@@ -32,10 +32,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmarks.prediction", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", nargs="+", default=[], metavar="CASE", help=f"of: {', '.join(CASES)}")
+    parser.add_argument("--cases", nargs="+", default=[], metavar="CASE", help=f"of: {', '.join(CASES)} (all)")
     parser.add_argument("--configurations", nargs="+", metavar="CONFIGURATION", help=f"of: {', '.join(CONFIGURATIONS)}")
     parser.add_argument(
-        "--repeats", type=int, default=8, help="measured steps of each configuration, two in a turn (8)"
+        "--repeats", type=int, default=12, help="measured steps of each configuration, two in a round (12)"
     )
     parser.add_argument("--rate", type=float, metavar="MBIT", help="fix the rate of the link, in Mbit/s")
     parser.add_argument("--layers", type=int, help="of the model, instead of the case's own")

@@ -52,7 +52,7 @@ class PredictionCase:
     shape: Shape
 
 
-_SHAPE = Shape(seq_length=256)
+_SHAPE = Shape(hidden=384, seq_length=256)
 _SOME = ("k1", "k1-dw", "experts-k4-dw", "layer-k2-dw", "stack-k2", "stack-k4-dw", "sequence-k2-dw", PLANNED)
 
 

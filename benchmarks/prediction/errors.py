@@ -23,7 +23,6 @@ class Comparison:
         low_ms: lower quartile of the same.
         high_ms: upper quartile.
         measured_exposed_ms: time blocked in waits, counts included: mean of the ranks, median over all repeats.
-        measured_forward_ms: forward pass of the slower rank, median.
     """
 
     case: str
@@ -34,8 +33,6 @@ class Comparison:
     predicted_ms: float
     measured_exposed_ms: float
     predicted_exposed_ms: float
-    measured_forward_ms: float
-    predicted_forward_ms: float
 
     @property
     def error(self) -> float:
@@ -134,11 +131,9 @@ def _comparison(case: dict[str, Any], name: str) -> Comparison:
         measured_ms=median,
         low_ms=low,
         high_ms=high,
-        predicted_ms=prediction["step_ms"],
+        predicted_ms=prediction["expected"]["step_ms"],
         measured_exposed_ms=statistics.median(exposed),
-        predicted_exposed_ms=prediction["mean_exposed_ms"],
-        measured_forward_ms=statistics.median(max(rank["forward_ms"] for rank in ranks) for ranks in repeats),
-        predicted_forward_ms=prediction["forward_ms"],
+        predicted_exposed_ms=prediction["expected"]["exposed_ms"],
     )
 
 

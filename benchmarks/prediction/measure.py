@@ -2,7 +2,6 @@
 
 import gc
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -28,15 +27,14 @@ from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.planner import make_plan
 from megatron_lancet.schedule.profile import Profile
 from megatron_lancet.schedule.records import to_plain
+from megatron_lancet.schedule.replay import expect
 from megatron_lancet.schedule.simulator import Simulation, Simulator
 from megatron_lancet.schedule.timeline import RankTimeline
 
 _WARM_UP_BPS = 2e9
 
-_PASSES, _TRACED_IN_A_PASS = 3, 2
-"""Of the profile. A run's profile has one pass with three traced steps of each plan."""
-
 _SAMPLES_IN_A_TURN = 2
+"""Traced steps of each of the profile's plans in a round, and measured steps of each configuration."""
 
 Sample = list[list[float]]
 """One step: of each rank, in the order of SAMPLE_FIELDS."""
@@ -68,15 +66,13 @@ class PredictionBench:
             rate_bps = find_rate(case.exposed_share, exposure(step), step, self._set_rate)
         self._set_rate(rate_bps)
         watch = CpuWatch(self._job.cores)
-        fixed = {name: FIXED_PLANS[name] for name in case.configurations if name != PLANNED}
-        profile, samples = self._profile_in_turns(case.shape, step, fixed)
-        plans = {name: fixed[name] if name in fixed else make_plan(profile).plan for name in case.configurations}
-        for name in plans.keys() - fixed.keys():
-            samples[name] = [one for _ in range(self._num_turns) for one in self._turn(step, plans[name])]
+        plans = {name: self._plan(name, case.shape, step) for name in case.configurations}
+        profile, samples = self._profile_in_turns(case.shape, step, plans)
         seen = watch.seen(f"{self._job.repeats} repeats at {rate_bps / 1e6:.0f} Mbit/s")
         simulator = Simulator(CostModel(profile))
         simulations = {name: simulator.simulate(plan) for name, plan in plans.items()}
         self._write_timelines(case, step, plans, simulations)
+        expected = {name: expect(profile, plan) for name, plan in plans.items()}
         return {
             **asdict(case),
             "rate_bps": rate_bps,
@@ -84,7 +80,10 @@ class PredictionBench:
             "plans": {name: to_plain(plan) for name, plan in plans.items()},
             "disturbance": seen,
             "profile": to_plain(profile),
-            "predictions": {name: _figures(simulation) for name, simulation in simulations.items()},
+            "predictions": {
+                name: {**asdict(simulation.prediction), "expected": asdict(expected[name])}
+                for name, simulation in simulations.items()
+            },
             "sample_fields": SAMPLE_FIELDS,
             "samples": samples,
         }
@@ -92,32 +91,43 @@ class PredictionBench:
     def _set_rate(self, rate_bps: float) -> None:
         set_rate(self._shaped_name, rate_bps)
 
-    def _profile_in_turns(
-        self, shape: Shape, step: Step, plans: Mapping[str, Plan]
-    ) -> tuple[Profile, dict[str, list[Sample]]]:
-        """A profile as a run takes it, in several passes; between its plans the configurations run in turns.
-
-        So all plans see the same machine: its speed may drift by more than what is to be found out. The order rotates.
-        """
-        names = list(plans)
-        order = [name for turn in range(self._num_turns) for name in _rotated(names, turn)]
-        samples: dict[str, list[Sample]] = {name: [] for name in names}
-        profiled = ProfiledModel((step.module,), CPU, shape.micro_batch, shape.seq_length, 1)
-        in_one_pass = plans_to_profile(shape.micro_batch, shape.seq_length)
-        run = ProfileRun(profiled, in_one_pass * _PASSES, _TRACED_IN_A_PASS)
+    def _plan(self, name: str, shape: Shape, step: Step) -> Plan:
+        """A fixed one, or the planner's for a profile of its own, which is made as a run makes it."""
+        if name != PLANNED:
+            return FIXED_PLANS[name]
+        run = ProfileRun(self._profiled(shape, step))
         for index, plan in enumerate(run.plans):
             set_plan(step.module, plan)
             step.run(around=partial(run.step, index))
-            done, is_inside = divmod(index + 1, 1 + _TRACED_IN_A_PASS)
-            if not is_inside:
-                start, end = (place * len(order) // (_PASSES * len(in_one_pass)) for place in (done - 1, done))
-                for name in order[start:end]:
-                    samples[name] += self._turn(step, plans[name])
-        return run.finish(), samples
+        return make_plan(run.finish()).plan
 
-    @property
-    def _num_turns(self) -> int:
-        return math.ceil(self._job.repeats / _SAMPLES_IN_A_TURN)
+    @staticmethod
+    def _profiled(shape: Shape, step: Step) -> ProfiledModel:
+        return ProfiledModel((step.module,), CPU, shape.micro_batch, shape.seq_length, 1)
+
+    def _profile_in_turns(
+        self, shape: Shape, step: Step, plans: Mapping[str, Plan]
+    ) -> tuple[Profile, dict[str, list[Sample]]]:
+        """A profile as a run takes it, and the configurations, in rounds that hold each plan of both once.
+
+        So all see the same machine: its speed may drift by more than what is to be found out. The order rotates.
+        """
+        in_one_round = plans_to_profile(shape.micro_batch, shape.seq_length)
+        num_rounds = math.ceil(self._job.repeats / _SAMPLES_IN_A_TURN)
+        run = ProfileRun(self._profiled(shape, step), in_one_round * num_rounds, _SAMPLES_IN_A_TURN)
+        samples: dict[str, list[Sample]] = {name: [] for name in plans}
+        for index, plan in enumerate(run.plans):
+            set_plan(step.module, plan)
+            step.run(around=partial(run.step, index))
+            done, is_inside = divmod(index + 1, 1 + _SAMPLES_IN_A_TURN)
+            if is_inside:
+                continue
+            num_round, place = divmod(done - 1, len(in_one_round))
+            names = _rotated(list(plans), num_round)
+            start, end = (at * len(names) // len(in_one_round) for at in (place, place + 1))
+            for name in names[start:end]:
+                samples[name] += self._turn(step, plans[name])
+        return run.finish(), samples
 
     @staticmethod
     def _turn(step: Step, plan: Plan) -> list[Sample]:
@@ -159,13 +169,3 @@ class PredictionBench:
 def _rotated(names: Sequence[str], turn: int) -> Sequence[str]:
     place = turn % max(1, len(names))
     return [*names[place:], *names[:place]]
-
-
-def _figures(simulation: Simulation) -> dict[str, float]:
-    """Those of the prediction, and the exposed time as a mean over the ranks."""
-    exposed = [
-        timeline.exposed_ms()
-        for timeline, number in zip(simulation.timelines, simulation.same_ranks, strict=True)
-        for _ in range(number)
-    ]
-    return {**asdict(simulation.prediction), "mean_exposed_ms": statistics.fmean(exposed)}

@@ -12,6 +12,7 @@ import torch
 from benchmarks.gpu.variants import MEGATRON_OVERLAP, PLANS, STOCK
 
 REPO = Path(__file__).parents[3]
+pytestmark = pytest.mark.alone
 
 
 def bench(*words: object) -> subprocess.CompletedProcess[str]:

@@ -13,8 +13,8 @@ import pytest
 
 REPO = Path(__file__).parents[3]
 TINY = ["--layers", "1", "--hidden", "64", "--seq-length", "32", "--repeats", "2", "--sweeps", "1", "--rate", "100"]
-START_LIMIT_S = 30
-pytestmark = pytest.mark.usefixtures("shaped_network")
+START_LIMIT_S = 60
+pytestmark = [pytest.mark.usefixtures("shaped_network"), pytest.mark.alone]
 
 
 @contextmanager

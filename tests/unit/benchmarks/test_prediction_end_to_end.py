@@ -19,6 +19,7 @@ CONFIGURATIONS = ["k1", "experts-k4-dw", "sequence-k2-dw", "planned"]
 
 
 @pytest.mark.distributed
+@pytest.mark.alone
 @pytest.mark.usefixtures("shaped_network")
 def test_a_small_run_predicts_from_its_own_profile_and_measures_the_same_plans(tmp_path):
     (tmp_path / "timelines").mkdir()
