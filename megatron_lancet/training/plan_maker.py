@@ -18,8 +18,11 @@ from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.schedule.planner import PlannedStep, make_plan
 from megatron_lancet.schedule.profile import Profile
 from megatron_lancet.schedule.records import RecordError, to_plain
-from megatron_lancet.schedule.simulator import simulate
+from megatron_lancet.schedule.reduction_choice import measured_with, with_reduction
+from megatron_lancet.schedule.replay import expect
 from megatron_lancet.training.autotune import Planned, PlanningFailed, from_rank_0
+from megatron_lancet.training.comm_priority import reduction_of
+from megatron_lancet.training.memory_room import least_room_bytes, memory_bound_bytes
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan_limits import planning_limits
 from megatron_lancet.training.profiling import plans_within, profiled_model
@@ -59,6 +62,7 @@ class ProfilingPlanMaker:
         self._limits = planning_limits(args, config)
         self._plans = plans_within(args, self._limits)
         self._cache_dir = config.cache_dir
+        self._reduction = reduction_of(args, config)
         self._key: ProfileKey | None = None
         self._run: ProfileRun | None = None
         self._num_done = 0
@@ -113,7 +117,8 @@ class ProfilingPlanMaker:
             PlanningFailed: there is none.
         """
         found = self._run.finish() if self._run is not None else None
-        answer = from_rank_0(lambda: self._plan(found))
+        room_bytes = least_room_bytes(self._device)
+        answer = from_rank_0(lambda: self._plan(found, room_bytes))
         if isinstance(answer, str):
             raise PlanningFailed(answer)
         return answer
@@ -145,19 +150,25 @@ class ProfilingPlanMaker:
         except OSError as error:
             self._note(f"the profile is not kept for later runs: {error}. --lancet-cache names another folder, or off")
 
-    def _plan(self, found: Profile | None) -> Planned | str:
-        """On rank 0: the plan, or why there is none."""
+    def _plan(self, found: Profile | None, room_bytes: int) -> Planned | str:
+        """On rank 0: the plan, or why there is none.
+
+        Args:
+            room_bytes: that the tightest rank can take beyond its highest use so far.
+        """
         if found is not None and self._refreshes:
             assert self.profile is not None
             self.profile = replace(self.profile, link=found.link, received_share=found.received_share)
-        elif found is not None:
-            self.profile = found
-            self._keep(found)
-        profile = self.profile
-        assert profile is not None
         start_s = time.perf_counter()
         try:
-            planned = make_plan(profile, self._limits)
+            if found is not None and not self._refreshes:
+                self.profile = self._with_own_reduction(found)
+                self._keep(self.profile)
+            assert self.profile is not None
+            profile = self.profile = with_reduction(self.profile, self._reduction)
+            ran = [self._setup.plan, *(self._run.plans if self._run is not None else ())]
+            bound_bytes = memory_bound_bytes(profile, ran, room_bytes)
+            planned = make_plan(profile, replace(self._limits, max_memory_bytes=bound_bytes))
             prediction = _prediction(profile, planned)
         except RecordError as error:
             return f"no plan could be made: {error}"
@@ -169,6 +180,10 @@ class ProfilingPlanMaker:
             self._note(planned.warning)
         return Planned(planned.plan, replace(prediction, why=why), self._profiled(profile))
 
+    def _with_own_reduction(self, found: Profile) -> Profile:
+        """What this run's steps waited for gradients is not what other runs would wait for."""
+        return found if self._reduction is None else measured_with(found, self._reduction, self._plans)
+
     def _profiled(self, profile: Profile) -> dict[str, tuple[Plan, float]]:
         """Plans that ran for the profile, as far as the run may use them; none where it has changed since."""
         if self._refreshes or DwPolicy.FILL not in self._limits.dw_policies:
@@ -178,10 +193,6 @@ class ProfilingPlanMaker:
 
 
 def _prediction(profile: Profile, planned: PlannedStep) -> Prediction:
-    """With the exposed time as it is measured, mean over ranks."""
-    simulation = simulate(profile, planned.plan)
-    num_ranks = sum(simulation.same_ranks)
-    exposed_ms = sum(
-        timeline.exposed_ms() * same for timeline, same in zip(simulation.timelines, simulation.same_ranks, strict=True)
-    )
-    return Prediction(planned.prediction.step_ms, exposed_ms / num_ranks)
+    """As it will be measured."""
+    expected = expect(profile, planned.plan)
+    return Prediction(expected.step_ms, expected.exposed_ms)

@@ -10,12 +10,16 @@ import torch.distributed as dist
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.profiler.cache import ProfileKey
+from megatron_lancet.schedule.cost_model import CostModel
+from megatron_lancet.schedule.gradient_reduction import GradientReduction
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan
 from megatron_lancet.schedule.records import RecordError
 from megatron_lancet.schedule.search_space import Limits
+from megatron_lancet.schedule.simulator import Simulator
 from megatron_lancet.testing.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.training import plan_maker
 from megatron_lancet.training.autotune import PlanningFailed
+from megatron_lancet.training.memory_room import memory_bound_bytes
 from megatron_lancet.training.plan_maker import ProfilingPlanMaker
 
 MACHINE = Machine()
@@ -28,6 +32,7 @@ class Run:
     """A profile run whose result is known."""
 
     result = PROFILE
+    room_bytes = 1 << 40
     started: list = []
 
     def __init__(self, model, plans, num_traced_steps=1) -> None:
@@ -48,6 +53,8 @@ def make(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
     monkeypatch.setattr(plan_maker, "ProfileRun", Run)
+    monkeypatch.setattr(plan_maker, "least_room_bytes", lambda device: Run.room_bytes)
+    monkeypatch.setattr(Run, "room_bytes", 1 << 40)
     monkeypatch.setattr(plan_maker, "profiled_model", lambda *_: "model")
     monkeypatch.setattr(plan_maker, "key_of", lambda model: ProfileKey.of(PROFILE))
     monkeypatch.setattr(Run, "started", [])
@@ -56,7 +63,10 @@ def make(monkeypatch):
     def build(limits=BATCH, cache_dir=None):
         monkeypatch.setattr(plan_maker, "planning_limits", lambda args, config: limits)
         args = SimpleNamespace(
-            micro_batch_size=MACHINE.micro_batch_size, seq_length=MACHINE.seq_length, context_parallel_size=1
+            micro_batch_size=MACHINE.micro_batch_size,
+            seq_length=MACHINE.seq_length,
+            context_parallel_size=1,
+            overlap_grad_reduce=False,
         )
         notes: list[str] = []
         setup = SimpleNamespace(plan=PRESENT)
@@ -142,3 +152,54 @@ def test_a_planner_that_fails_is_said(make, monkeypatch, error):
     monkeypatch.setattr(plan_maker, "make_plan", fail)
     with pytest.raises(PlanningFailed, match=r"no plan could be made: no times|ZeroDivisionError: division by zero"):
         profiled(make())
+
+
+def test_a_plan_that_would_not_fit_beside_what_has_run_is_not_chosen(make, monkeypatch):
+    """What ran fitted. Everything faster that keeps more than that and the room left is out of the question."""
+    alone = fixed_plan(1, DwPolicy.NONE)
+    monkeypatch.setattr(plan_maker, "plans_within", lambda args, limits: [alone])
+
+    def planned(room_bytes: int):
+        monkeypatch.setattr(Run, "room_bytes", room_bytes)
+        maker = make()
+        maker._setup.plan = alone
+        return profiled(maker)[0]
+
+    free, tight = planned(1 << 40), planned(0)
+    simulator = Simulator(CostModel(PROFILE))
+    most_bytes = simulator.predict(alone).peak_bytes
+    assert simulator.predict(free.plan).peak_bytes > most_bytes
+    assert simulator.predict(tight.plan).peak_bytes <= most_bytes
+    assert tight.prediction.step_ms > free.prediction.step_ms
+
+
+def test_the_bound_is_what_has_run_and_most_of_the_room():
+    ran = [fixed_plan(1, DwPolicy.NONE), fixed_plan(2), fixed_plan(5, chunk_dim=ChunkDim.SEQUENCE)]
+    simulator = Simulator(CostModel(PROFILE))
+    most = max(simulator.predict(plan).peak_bytes for plan in ran[:2])
+    assert memory_bound_bytes(PROFILE, ran, 1000) == most + 900
+    assert memory_bound_bytes(replace(PROFILE, memory=()), ran, 1000) is None
+
+
+OVERLAPPED = GradientReduction(dense_ranks=2, bucket_bytes=1_000_000)
+
+
+def test_a_run_that_reduces_gradients_beside_its_backward_plans_with_that(make, monkeypatch, tmp_path):
+    link = replace(PROFILE.link, all_reduce=((0, 0.0), (1_000_000, 4.0)))
+    measured = replace(PROFILE, link=link, rest_ms=20.0)
+    monkeypatch.setattr(Run, "result", measured)
+    monkeypatch.setattr(plan_maker, "reduction_of", lambda *_: OVERLAPPED)
+    maker = make(cache_dir=tmp_path)
+    profiled(maker)
+    # What the simulator adds to a step leaves the rest, where it was measured as a part of it.
+    assert maker.profile.gradients == OVERLAPPED
+    assert 0 < maker.profile.rest_ms < 20
+    assert maker.planned.prediction.gradient_ms > 0
+    # A later run that reduces them afterwards finds the profile, and waits for all of them.
+    monkeypatch.setattr(plan_maker, "reduction_of", lambda *_: None)
+    later = make(cache_dir=tmp_path)
+    assert later.num_steps() == 0
+    profiled(later)
+    assert later.profile.gradients is None
+    num_weights = len(MACHINE.layers) + 1  # experts have no other rank to be summed with
+    assert later.profile.rest_ms == pytest.approx(maker.profile.rest_ms + 4 * num_weights)
