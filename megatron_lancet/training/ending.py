@@ -18,7 +18,7 @@ from multiprocessing.managers import SyncManager
 from types import FrameType
 from typing import NoReturn
 
-from megatron_lancet.errors import PeerError, UsageError, run_command
+from megatron_lancet.errors import CheckpointError, PeerError, UsageError, print_error_once_per_node, run_command
 
 _STDERR = 2
 _FAILURE_EXIT_CODE = 1
@@ -31,14 +31,20 @@ class Whereabouts:
 
     Attributes:
         describe: the answer; None before training starts, and when it was refused.
+        on_sigterm: told of SIGTERM, which then does not end the process; None where it does.
     """
 
     def __init__(self) -> None:
         self.describe: Callable[[], str] | None = None
+        self.on_sigterm: Callable[[], None] | None = None
 
     def __str__(self) -> str:
         rank = os.environ.get("RANK", "0")
         return f"rank {rank}, {self.describe() if self.describe is not None else 'before training'}"
+
+    def forget(self) -> None:
+        """The rank ends for a reason that is told: a signal of the launcher has nothing to add."""
+        self.describe = self.on_sigterm = None
 
 
 def run_rank(main: Callable[[Whereabouts], None]) -> None:
@@ -48,8 +54,8 @@ def run_rank(main: Callable[[Whereabouts], None]) -> None:
     def speak_of_usage_only() -> None:
         try:
             main(where)
-        except UsageError:
-            where.describe = None
+        except (UsageError, CheckpointError):
+            where.forget()
             raise
 
     with speaking_signals(where):
@@ -61,6 +67,9 @@ def run_rank(main: Callable[[Whereabouts], None]) -> None:
             if isinstance(request.code, str):
                 say(request.code)
             leave(_exit_status(request.code))
+        except CheckpointError as error:
+            print_error_once_per_node(str(error))
+            leave(_FAILURE_EXIT_CODE)
         except PeerError as error:
             say(f"error: {error}")
             leave(_FAILURE_EXIT_CODE)
@@ -105,9 +114,17 @@ def _nothing(signal_number: int, frame: FrameType | None) -> None:
     """Python's part of a signal; a thread does the rest."""
 
 
+def _nothing_in_child(signal_number: int, frame: FrameType | None) -> None:
+    """A child that writes a checkpoint goes on, as its parent does; a daemon is there for its parent only."""
+    if multiprocessing.current_process().daemon:
+        os._exit(_SIGNALLED_EXIT_CODE + signal_number)
+
+
 @contextmanager
 def speaking_signals(where: Whereabouts) -> Iterator[None]:
     """Inside the context SIGINT (Ctrl-C) and SIGTERM end the process with one line that says where it stood.
+
+    A SIGTERM that somebody wants to hear of (``where.on_sigterm``) does not.
 
     They do so also while the main thread waits inside a collective, where Python's handlers don't run: a thread of
     its own learns of the signal by a pipe. A handler that is installed later, like Megatron's
@@ -123,6 +140,9 @@ def speaking_signals(where: Whereabouts) -> Iterator[None]:
         if _nothing in map(signal.getsignal, previous):
             signal.set_wakeup_fd(-1)
             _restore(previous)
+            if where.on_sigterm is not None:
+                # Schedulers signal every process, and the parent wants to save.
+                signal.signal(signal.SIGTERM, _nothing_in_child)
 
     os.register_at_fork(after_in_child=give_up_in_child)
     watcher = threading.Thread(target=_watch, args=(read_end, where), name="signals", daemon=True)
@@ -151,6 +171,9 @@ def _watch(read_end: int, where: Whereabouts) -> None:
         if number == 0:
             return
         if signal.getsignal(number) is not _nothing:
+            continue
+        if number == signal.SIGTERM and (ask := where.on_sigterm) is not None:
+            ask()
             continue
         # A launcher stops the ranks that wait beside one that refused its arguments: they have nothing to add.
         if number == signal.SIGINT or where.describe is not None:

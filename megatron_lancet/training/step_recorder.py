@@ -18,24 +18,34 @@ from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.console import say
 from megatron_lancet.training.scalars import write_scalars
 
+_MIN_KEPT = 1_000
+"""Steps whose records a run keeps at least: a run may have millions. A median needs no more."""
+
 
 class StepRecorder:
     """Collects a :class:`StepRecord` per training step of this rank.
 
     Attributes:
-        records: one per step.
+        records: one for each of the last steps, the newest last.
+        num_done: steps since the start.
     """
 
-    def __init__(self, args: argparse.Namespace, device: torch.device, stats: CommStats) -> None:
+    def __init__(self, args: argparse.Namespace, device: torch.device, stats: CommStats, num_kept: int) -> None:
+        """
+        Args:
+            num_kept: steps whose records are needed at least.
+        """
         self._args = args
         self._device = device
         self._stats = stats
         self.records: list[StepRecord] = []
+        self.num_done = 0
         self._first = 0
+        self._num_kept = max(_MIN_KEPT, num_kept)
 
     @property
     def num_steps(self) -> int:
-        """Steps since the plan changed."""
+        """Steps since the plan changed, as far as they are kept."""
         return len(self.records) - self._first
 
     def restart(self) -> None:
@@ -53,10 +63,18 @@ class StepRecorder:
         args = self._args
         samples = args.micro_batch_size * args.data_parallel_size * get_num_microbatches()
         self.records.append(StepRecord(step_ms, samples * args.seq_length, self._stats.take()))
+        self.num_done += 1
+        self._forget_old()
         iteration = args.curr_iteration + 1  # Megatron counts done steps, and names its own scalars after this one
         if iteration % args.tensorboard_log_interval == 0:
             write_scalars(get_tensorboard_writer(), iteration, self.records[-1])
         return result
+
+    def _forget_old(self) -> None:
+        surplus = len(self.records) - self._num_kept
+        if surplus > self._num_kept:
+            del self.records[:surplus]
+            self._first = max(0, self._first - surplus)
 
     def report(
         self,
@@ -87,7 +105,7 @@ class StepRecorder:
             len(self.records) - self._first,
             plan.dw_memory_bytes if plan is not None else None,
             exposed=exposed,
-            first_step=self._first + 1,
+            first_step=self.num_done - len(self.records) + self._first + 1,
         )
         if tuning is not None:
             report["tuning"] = tuning

@@ -1,12 +1,15 @@
 """Everything we assume of Megatron's training code, and every change we make to it, in one place.
 
+What concerns checkpoints, and the end of a run that saves one, is next door in ``upstream_checkpoints.py``.
+
 The changes are contexts: they hold while training runs and are undone afterwards. The assumptions are checked at
 start, so that another version of Megatron fails with a sentence and not in the middle of a step.
 """
 
+import argparse
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,18 +21,22 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import distrib_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import torch_norm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.training import arguments, checkpointing, global_vars, training
+from megatron.training import arguments, global_vars, training
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.utils import common_utils
 
 from megatron_lancet.errors import UsageError
@@ -37,7 +44,7 @@ from megatron_lancet.model.attention import SdpaAttention
 from megatron_lancet.model.norm import sequence_parallel_norm
 from megatron_lancet.patching import wrapped
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.training import grad_reduction
+from megatron_lancet.training import grad_reduction, upstream_checkpoints
 
 _SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (GPTModel, "forward", ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask")),
@@ -72,13 +79,16 @@ _SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (ColumnParallelLinear, "_forward_impl", ("input", "weight")),
     (RowParallelLinear, "_forward_impl", ("input", "weight")),
     (DistributedDataParallel, "_make_backward_post_hook", ("param",)),
+    (DistributedDataParallel, "__init__", ("ddp_config",)),
+    (training, "train", ()),
     (distrib_optimizer.DistributedOptimizer, "state_dict", ()),
     (distrib_optimizer.DistributedOptimizer, "load_state_dict", ("state_dict",)),
     (training, "train_step", ("forward_step_func", "data_iterator", "model")),
     (training, "is_last_rank", ()),
+    (training, "train", ()),
+    (training, "get_signal_handler", ()),
     (global_vars, "get_tensorboard_writer", ()),
     (common_utils, "is_last_rank", ()),
-    (checkpointing, "check_checkpoint_args", ("checkpoint_args",)),
     (arguments, "add_megatron_arguments", ("parser",)),
     (training, "pretrain", ("cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func")),
     (token_dispatcher, "gather_from_sequence_parallel_region", ("input_",)),
@@ -97,16 +107,7 @@ def check_seams() -> None:
     Raises:
         UsageError: Megatron lacks a function or a parameter that we use; names all of them.
     """
-    missing = []
-    for owner, name, parameters in _SEAMS:
-        function = getattr(owner, name, None)
-        where = f"{owner.__name__}.{name}"
-        if function is None:
-            missing.append(where)
-            continue
-        # jit-fused functions are compiled wrappers: the signature is that of the function inside.
-        known = inspect.signature(inspect.unwrap(function)).parameters
-        missing += [f"{where}({parameter})" for parameter in parameters if parameter not in known]
+    missing = missing_functions(_SEAMS + upstream_checkpoints.SEAMS)
     ddp_source = inspect.getsource(DistributedDataParallel.__init__)
     for protocol in ("skip_backward_post_hook", "register_wgrad_accumulation_and_reduce_hooks"):
         if protocol not in ddp_source:
@@ -115,11 +116,56 @@ def check_seams() -> None:
     for module, name in _TWO_SLICES_PER_RANK:
         if "2 * cp_size - cp_rank - 1" not in inspect.getsource(getattr(module, name, module)):
             missing.append(f"the cut of a sequence into two slices per rank in {module.__name__}.{name}")
+    if not upstream_checkpoints.tracker_is_written_where_expected():
+        missing.append("the place in checkpointing.save_checkpoint that writes the tracker file")
+    refuse_missing(missing)
+
+
+def missing_functions(seams: Iterable[tuple[Any, str, tuple[str, ...]]]) -> list[str]:
+    """Which of these functions and parameters Megatron lacks: (owner, name, parameters)."""
+    missing = []
+    for owner, name, parameters in seams:
+        function = getattr(owner, name, None)
+        where = f"{owner.__name__}.{name}"
+        if function is None:
+            missing.append(where)
+            continue
+        # jit-fused functions are compiled wrappers: the signature is that of the function inside.
+        known = inspect.signature(inspect.unwrap(function)).parameters
+        missing += [f"{where}({parameter})" for parameter in parameters if parameter not in known]
+    return missing
+
+
+def refuse_missing(missing: Sequence[str]) -> None:
+    """
+    Raises:
+        UsageError: anything is missing.
+    """
     if missing:
         raise UsageError(
             "this megatron-core differs from the versions that we know: it lacks " + ", ".join(missing) + ". "
             "Install megatron-core 0.19.2."
         )
+
+
+def default_arguments() -> dict[str, Any]:
+    """Megatron's arguments, all at their defaults."""
+    return vars(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
+
+
+def build_plain_gpt(args: argparse.Namespace) -> torch.nn.Module:
+    """Megatron's GPT for a set of arguments, without DDP. The process groups must exist.
+
+    Raises:
+        UsageError: Megatron refuses the arguments.
+    """
+    try:
+        config = gpt_config_from_args(args)
+        config.finalize()
+    except (AssertionError, ValueError, ImportError) as error:
+        raise UsageError(f"Megatron can't build this model: {error}") from error
+    module: torch.nn.Module = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    return Float16Module(config.transformer, module) if args.fp16 or args.bf16 else module
 
 
 def sequence_parallel_with_torch_norm() -> AbstractContextManager[None]:
@@ -237,16 +283,37 @@ def observed_train_step(observe: Callable[[Callable[[], Any]], Any]) -> Abstract
     return wrapped(training, "train_step", wrap)
 
 
-def checkpoint_arguments(look: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Calls ``look`` with the arguments that a checkpoint was saved with, when Megatron resumes from one."""
+def after_training(report: Callable[[], None]) -> AbstractContextManager[None]:
+    """Calls ``report`` after Megatron's last training step, also where an exit condition ends the process there."""
 
     def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)
-        def check_checkpoint_args(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
-            result = stock(checkpoint_args, *args, **kwargs)
-            look(checkpoint_args)
+        def train(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = stock(*args, **kwargs)
+            except SystemExit as request:
+                if request.code is not None:  # the end of the loop gives a status
+                    report()
+                raise
+            report()
             return result
 
-        return check_checkpoint_args
+        return train
 
-    return wrapped(checkpointing, "check_checkpoint_args", wrap)
+    return wrapped(training, "train", wrap)
+
+
+def late_weight_grads() -> AbstractContextManager[None]:
+    """Lets DDP expect weight gradients that come after autograd is done, in runs whose DDP settings we don't make."""
+
+    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(stock)
+
+        @functools.wraps(stock)
+        def init(*args: Any, **kwargs: Any) -> None:
+            signature.bind(*args, **kwargs).arguments["ddp_config"].delay_wgrad_compute = True
+            stock(*args, **kwargs)
+
+        return init
+
+    return wrapped(DistributedDataParallel, "__init__", wrap)

@@ -1,10 +1,15 @@
 """pretrain_gpt_moe.py in which one rank meets a fault in the middle of the second step.
 
-LANCET_TEST_FAULT is FAULT@OP, LANCET_TEST_FAULTY_RANK the rank; LANCET_TEST_TIMEOUT_S, if set, is how long the
-model's all-to-alls wait. The fault strikes when the rank is about to issue the op (nan: from the second step on):
+LANCET_TEST_FAULT is FAULT@PLACE, LANCET_TEST_FAULTY_RANK the rank; LANCET_TEST_TIMEOUT_S, if set, is how long the
+model's all-to-alls wait. The place is an op that the rank is about to issue, "data" where it is about to read its
+next batch, or "save" where it is about to write its part of a checkpoint, after the second step (nan: from the second
+step on):
 
     kill    the process is gone
     stop    the process stands still
+    loop    it computes for ever
+    term    the process and its children get SIGTERM, as SLURM sends it
+    full    the disk is full
     hold    it creates the file LANCET_TEST_GO.wanted and waits for LANCET_TEST_GO
     nan     its activations become NaN
 
@@ -19,9 +24,11 @@ import time
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
+
+import psutil
 
 from megatron_lancet.patching import wrapped
-from megatron_lancet.training.pretrain import main
 
 FAULTY_STEP = 2
 
@@ -30,7 +37,7 @@ class Fault:
     """What happens, where and when."""
 
     def __init__(self, text: str) -> None:
-        self.kind, _, self.op = text.partition("@")
+        self.kind, _, self.place = text.partition("@")
         self.step = 0
 
     def counting_steps(self, stock):
@@ -43,14 +50,38 @@ class Fault:
 
     def before_issue(self, issue):
         def start(comm, op, *args):
-            if self.step == FAULTY_STEP and str(op) == self.op:
+            if self.step == FAULTY_STEP and str(op) == self.place:
                 self.strike()
             return issue(comm, op, *args)
 
         return start
 
+    def before_data(self, read):
+        def read_batch(*args):
+            if self.step == FAULTY_STEP:
+                self.strike()
+            return read(*args)
+
+        return read_batch
+
+    def open_part(self, path, mode):
+        """In place of ``open``, where a rank writes its part of a checkpoint."""
+        if self.step < FAULTY_STEP:
+            return Path(path).open(mode)
+        if self.kind == "full":
+            return Path("/dev/full").open(mode)
+        self.strike()
+        raise AssertionError("the process should be gone")
+
     def strike(self) -> None:
-        if self.kind == "hold":
+        if self.kind == "term":
+            for child in psutil.Process().children(recursive=True):
+                child.terminate()
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self.kind == "loop":
+            while True:
+                pass
+        elif self.kind == "hold":
             Path(os.environ["LANCET_TEST_GO"] + ".wanted").touch()
             while not Path(os.environ["LANCET_TEST_GO"]).exists():
                 time.sleep(0.05)
@@ -66,14 +97,20 @@ class Fault:
 
 
 def install(fault: Fault, stack: ExitStack) -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
     from megatron.training import training
 
     from megatron_lancet.runtime.comm import Comm
+    from megatron_lancet.training import gpt_data
 
     stack.enter_context(wrapped(training, "train_step", fault.counting_steps))
     if fault.kind == "nan":
         stack.enter_context(wrapped(LanguageModelEmbedding, "forward", fault.spoiling))
+    elif fault.place == "data":
+        stack.enter_context(wrapped(gpt_data, "_next_batch", fault.before_data))
+    elif fault.place == "save":
+        stack.enter_context(mock.patch.object(filesystem_async, "open", fault.open_part, create=True))
     else:
         for issue in ("start", "start_after", "start_counts"):
             stack.enter_context(wrapped(Comm, issue, fault.before_issue))
@@ -109,6 +146,9 @@ def with_timeout(timeout_s: float, stack: ExitStack) -> None:
 
 
 if __name__ == "__main__":
+    # Only here, as in pretrain_worker.py.
+    from megatron_lancet.training.pretrain import main
+
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     with ExitStack() as stack:
         if os.environ["RANK"] == os.environ["LANCET_TEST_FAULTY_RANK"]:

@@ -30,7 +30,7 @@ class Ranks:
             "LANCET_TEST_FAULTY_RANK": "1",
             "LANCET_TEST_GO": str(self.go),
         }
-        if fault.startswith("stop"):
+        if fault.startswith(("stop", "loop")):
             env["LANCET_TEST_TIMEOUT_S"] = str(SILENCE_S)  # otherwise Megatron's ten minutes
         arguments = command_line(token_data, [*EP2, "--train-iters", "3", "--lancet-num-chunks", "2", *extra])
         self.processes = launch.start(WORKER, arguments, 2, folder, env)
@@ -91,6 +91,7 @@ def test_a_rank_is_killed_in_the_middle_of_an_all_to_all(token_data, tmp_path):
     )
 
 
+@pytest.mark.alone
 def test_a_rank_stands_still(token_data, tmp_path):
     """It keeps its connections, so only the timeout tells. What it had issued before may not be on the wire yet."""
     with Ranks(token_data, tmp_path, "stop@L2.c0.F.counts") as ranks:
@@ -100,6 +101,17 @@ def test_a_rank_stands_still(token_data, tmp_path):
         r"error: rank 0 gave up on (L2\.c0\.F\.counts \(layer 2, chunk 0, forward, counts\)|"
         r"L1\.c1\.F\.combine \(layer 1, chunk 1, forward, combine\)): "
         rf"rank 1 sent nothing for {SILENCE_S} s\.",
+        last_line(result),
+    )
+
+
+def test_a_rank_loads_data_for_ever(token_data, tmp_path):
+    """It lives, and answers the system; only what it owes the others tells."""
+    with Ranks(token_data, tmp_path, "loop@data") as ranks:
+        (result,) = ranks.results(num_ranks=1)
+    assert result.returncode == 1
+    assert re.match(
+        rf"error: rank 0 gave up on L1\.c0\.F\.(counts|dispatch) .*: rank 1 sent nothing for {SILENCE_S} s\.",
         last_line(result),
     )
 
@@ -174,6 +186,7 @@ def test_unchecked_nan_activations_pass_as_in_stock(with_nan):
     assert "lm loss" not in logged[1][1]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("fault", "what"), [("kill", "closed the connection"), ("stop", "sent nothing for 3 s")])
 def test_the_culprit_is_named_among_several_peers(tmp_path, fault, what):
     """Among three ranks, messages between the two that are left fail, too."""

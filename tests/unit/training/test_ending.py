@@ -10,7 +10,7 @@ import pytest
 
 PREAMBLE = """
 import os, signal, sys, threading, time
-from megatron_lancet.errors import PeerError, UsageError
+from megatron_lancet.errors import CheckpointError, PeerError, UsageError
 from megatron_lancet.training.ending import run_rank
 
 def main(where):
@@ -18,11 +18,14 @@ def main(where):
 """
 
 
-def ended(body: str, rank: int = 0) -> subprocess.CompletedProcess:
+def ended(body: str, rank: int = 0, start_new_session: bool = False) -> subprocess.CompletedProcess:
     """Runs ``body`` as a rank's main."""
     script = PREAMBLE + textwrap.indent(textwrap.dedent(body), "    ") + "\nrun_rank(main)\nprint('after')\n"
     env = {**os.environ, "RANK": str(rank)}
-    return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", script]
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=60, start_new_session=start_new_session
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -67,6 +70,32 @@ def test_signals_of_a_forked_child_are_its_own():
     """
     done = ended(body)
     assert (done.returncode, done.stdout) == (0, f"child {-signal.SIGTERM}\nafter\n")
+
+
+def test_a_sigterm_that_somebody_waits_for_ends_nothing():
+    """Schedulers signal every process: a child that writes a checkpoint goes on too; a daemon need not."""
+    body = """
+        import multiprocessing
+        fork = multiprocessing.get_context("fork")
+        asked = threading.Event()
+        where.on_sigterm = asked.set
+        writer = fork.Process(target=time.sleep, args=(1,))
+        loader = fork.Process(target=time.sleep, args=(60,), daemon=True)
+        for child in (writer, loader):
+            child.start()
+        time.sleep(0.3)
+        os.killpg(0, signal.SIGTERM)
+        for child in (writer, loader):
+            child.join()
+        print("asked", asked.wait(5), writer.exitcode, loader.exitcode)
+    """
+    done = ended(body, start_new_session=True)
+    assert (done.returncode, done.stdout) == (0, f"asked True 0 {128 + signal.SIGTERM}\nafter\n")
+
+
+def test_a_checkpoint_that_could_not_be_saved_is_one_line():
+    done = ended("raise CheckpointError('the disk is full')")
+    assert (done.returncode, done.stderr) == (1, "error: the disk is full\n")
 
 
 def test_a_lost_peer_is_one_line():

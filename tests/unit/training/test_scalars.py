@@ -43,20 +43,39 @@ def test_every_figure_is_written_at_its_step():
     write_scalars(None, 12, RECORD)  # a rank without a writer
 
 
+def recorder_of(monkeypatch, args: SimpleNamespace) -> StepRecorder:
+    monkeypatch.setattr(step_recorder, "get_num_microbatches", lambda: 2)
+    vars(args).update(micro_batch_size=4, data_parallel_size=2, seq_length=128, curr_iteration=0, lancet_tune_steps=10)
+    device = torch.device("cpu")
+    return StepRecorder(args, device, CommStats(device), num_kept=10)
+
+
 @pytest.mark.parametrize(("interval", "iterations"), [(1, [1, 2, 3, 4]), (2, [2, 4])])
 def test_the_recorder_writes_where_megatron_does(monkeypatch, interval, iterations):
     writer = RecordingWriter()
     monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", writer)
-    monkeypatch.setattr(step_recorder, "get_num_microbatches", lambda: 2)
-    args = SimpleNamespace(
-        micro_batch_size=4, data_parallel_size=2, seq_length=128, curr_iteration=0, tensorboard_log_interval=interval
-    )
-    device = torch.device("cpu")
-    recorder = StepRecorder(args, device, CommStats(device))
+    args = SimpleNamespace(tensorboard_log_interval=interval)
+    recorder = recorder_of(monkeypatch, args)
     for args.curr_iteration in range(4):
         assert recorder.observe(lambda: "result") == "result"
     written = [(value, step) for name, value, step in writer.scalars if name == "lancet/step_ms"]
     assert written == [(recorder.records[step - 1].step_ms, step) for step in iterations]
+
+
+def test_the_recorder_forgets_what_is_old(monkeypatch):
+    """A run may have millions of steps."""
+    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", None)
+    monkeypatch.setattr(step_recorder, "_MIN_KEPT", 20)
+    recorder = recorder_of(monkeypatch, SimpleNamespace(tensorboard_log_interval=1))
+    for _ in range(30):
+        recorder.observe(lambda: None)
+    recorder.restart()
+    for step in range(31, 100):
+        recorder.observe(lambda: None)
+        assert recorder.num_done == step
+        assert recorder.num_steps == min(step - 30, len(recorder.records))
+        assert len(recorder.records) <= 40
+    assert recorder.num_steps == len(recorder.records) >= 20
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="no tensorboard: pip install tensorboard")
