@@ -1,16 +1,19 @@
 """The transformer block that drives its chunks through the layers, one while another's rows are on the wire."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.chunking import Chunk, make_chunks, merge_hidden, split_hidden, split_rows
+from megatron_lancet.model.hooks import refuse_bypassed_hooks
 from megatron_lancet.model.moe_layer import OverlappingMoE, Steps, moe_steps, routed_steps
 from megatron_lancet.model.router import ChunkedTopKRouter
 from megatron_lancet.model.traced_ends import begin_cut, begin_layers, end_cut, end_layers
@@ -71,8 +74,9 @@ class OverlappingTransformerBlock(TransformerBlock):
         trace = self.comm.trace
         if trace is not None:
             hidden = begin_layers(trace, hidden, self.pre_process)
-        for segment, layers in self.segments:
-            hidden = run_segment(segment, layers, hidden, attention_mask, rotary_pos_emb, attention_bias)
+        with self._random_state():
+            for segment, layers in self.segments:
+                hidden = run_segment(segment, layers, hidden, attention_mask, rotary_pos_emb, attention_bias)
         if trace is not None:
             hidden = end_layers(trace, hidden, self.post_process)
         if self.final_layernorm is not None:
@@ -80,10 +84,17 @@ class OverlappingTransformerBlock(TransformerBlock):
             hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
         return hidden
 
+    def _random_state(self) -> AbstractContextManager[None]:
+        """Where the layers' dropout draws from: under sequence parallelism each rank has its own positions."""
+        if self.config.sequence_parallel:
+            return get_cuda_rng_tracker().fork()
+        return nullcontext()
+
     def _begin_micro_batch(self) -> None:
         if self.comm.store is not None:
             self.comm.store.assert_idle()
         for layer in self.layers:
+            refuse_bypassed_hooks(layer)
             router = getattr(layer.mlp, "router", None)
             if isinstance(router, ChunkedTopKRouter):
                 router.begin_micro_batch()

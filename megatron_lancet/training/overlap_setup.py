@@ -22,6 +22,7 @@ from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.micro_ops import CommPriority, MicroOps
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.schedule.plan_difference import plan_differences
+from megatron_lancet.training.other_ep_size import keep_experts_apart
 
 
 class OverlapSetup:
@@ -131,11 +132,21 @@ class NoOverlap:
     """A hook for Megatron's model builder where there is no plan: finds out whether some rank has one."""
 
     plan = None
+    delays_weight_grads = False
     position = "in Megatron's own model"
 
+    def __init__(self, experts_apart: bool = False) -> None:
+        """
+        Args:
+            experts_apart: see :mod:`megatron_lancet.training.other_ep_size`.
+        """
+        self._experts_apart = experts_apart
+
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Called on all ranks; changes nothing."""
+        """Called on all ranks; builds nothing."""
         check_same_plan(None)
+        if self._experts_apart:
+            keep_experts_apart(stages)
         return stages
 
 

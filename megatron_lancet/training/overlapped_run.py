@@ -1,6 +1,7 @@
 """A run that overlaps: what stands beside Megatron's loop, and in which order a step passes through it."""
 
 import argparse
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 
@@ -10,17 +11,51 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.micro_ops import MicroOps
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.training import upstream
+from megatron_lancet.training import upstream, upstream_checkpoints
 from megatron_lancet.training.autotune import AutoTune
 from megatron_lancet.training.grad_reduction import reductions_in_micro_ops
-from megatron_lancet.training.overlap_setup import OverlapSetup
-from megatron_lancet.training.plan_choice import is_tuned, uses_sdpa
+from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
+from megatron_lancet.training.plan_choice import is_tuned, needs_own_attention, uses_sdpa
 from megatron_lancet.training.plan_maker import ProfilingPlanMaker
 from megatron_lancet.training.profiling import Profiling
 from megatron_lancet.training.run_report import report_overlap
 from megatron_lancet.training.step_recorder import StepRecorder
 from megatron_lancet.training.traced_steps import TracedSteps
 from megatron_lancet.training.tuning import Tuning, plan_without_overlap
+
+
+def enter_run(
+    stack: ExitStack,
+    args: argparse.Namespace,
+    config: LancetConfig,
+    plan: Plan | None,
+    device: torch.device,
+    stats: CommStats,
+    recorder: StepRecorder,
+    micro_ops: MicroOps | None = None,
+) -> tuple[NoOverlap | OverlapSetup, Callable[[], None]]:
+    """Changes Megatron for the length of ``stack``, before it builds its model.
+
+    Args:
+        plan: None for stock modules.
+        micro_ops: of gradient reductions, where all-to-alls go first; None where they don't.
+
+    Returns:
+        A hook for Megatron's model builder, and what reports the end of the run. Both are collective over all ranks.
+
+    Raises:
+        UsageError: a wish of the user that the run does not allow.
+    """
+    stack.enter_context(upstream.sequence_parallel_with_torch_norm())
+    stack.enter_context(upstream.core_attention_without_te(needs_own_attention(args) is not None))
+    stack.enter_context(upstream.resumable_distributed_optimizer())
+    if plan is None:
+        stack.enter_context(upstream.measured_stock_communication(stats))
+        stack.enter_context(upstream.observed_train_step(recorder.observe))
+        return NoOverlap(config.experts_apart), lambda: recorder.report(None, config.report_dir)
+    run = OverlappedRun(args, config, plan, device, stats, recorder, micro_ops)
+    run.enter(stack)
+    return run.setup, run.report
 
 
 class OverlappedRun:
@@ -81,7 +116,7 @@ class OverlappedRun:
             if part is not None:
                 stack.enter_context(upstream.observed_train_step(part.observe))
         if self._tuner is not None:
-            stack.enter_context(upstream.checkpoint_arguments(self._tuner.take_from_checkpoint))
+            stack.enter_context(upstream_checkpoints.checkpoint_arguments(self._tuner.take_from_checkpoint))
 
     def report(self) -> None:
         """The end of the run, unless its plan changed all the time for a profile. Collective over all ranks."""

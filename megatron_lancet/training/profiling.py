@@ -17,7 +17,9 @@ from megatron_lancet.profiler.cache import write
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, num_profile_steps, plans_to_profile
 from megatron_lancet.schedule.plan import OverlapRange, Plan
+from megatron_lancet.schedule.reduction_choice import measured_with
 from megatron_lancet.schedule.search_space import Limits
+from megatron_lancet.training.comm_priority import reduction_of
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan_limits import planning_limits
 
@@ -117,6 +119,9 @@ class Profiling:
         profile = run.finish()
         if dist.get_rank() == 0:
             assert self._config.profile is not None
+            reduction = reduction_of(self._args, self._config)
+            if reduction is not None:
+                profile = measured_with(profile, reduction, self._plans)
             write(self._config.profile, profile)
         # The loop looks at it before each step; it counts this one afterwards.
         self._args.train_iters = self._args.curr_iteration + 1

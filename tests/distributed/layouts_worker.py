@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, Any]] = {
     "EP2xTP2/k=1": ("EP2xTP2", {}, 1, None),
     "EP2xTP2/erratic-wire/k=2": ("EP2xTP2", {}, 2, erratic_wire),
     "EP2xTP2/shared-expert/k=3": ("EP2xTP2", SHARED_EXPERT, 3, None),
+    "EP2xTP2/dropout/k=1": ("EP2xTP2", {"hidden_dropout": 0.1, "attention_dropout": 0.1}, 1, None),
     "EP2xETP2/k=1": ("EP2xETP2", {}, 1, None),
     "EP2xETP2/bf16/k=1": ("EP2xETP2", {"bf16": True}, 1, None),
     "EP2xETP2/k=2": ("EP2xETP2", {}, 2, None),

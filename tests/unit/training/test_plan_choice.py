@@ -1,5 +1,6 @@
 """Which runs get a plan, and which are refused with the line that says what to drop."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -23,7 +24,6 @@ def megatron_args(monkeypatch):
         )
         monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
         args = parse_args(ignore_unknown_args=True)
-        args.gtp_weight_remat_size = args.expert_gtp_weight_remat_size = 1
         args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or 1
         vars(args).update(attributes)
         return args
@@ -187,30 +187,40 @@ def test_dropout_is_allowed_and_explained(megatron_args):
 REFUSED = [
     (["--transformer-impl", "transformer_engine"], "--transformer-impl transformer_engine"),
     (["--moe-token-dispatcher-type", "allgather"], "pass --moe-token-dispatcher-type alltoall"),
+    (["--delay-wgrad-compute"], "the plan does what it asks for"),
     (["--use-megatron-fsdp"], "use --use-distributed-optimizer"),
-    (["--overlap-moe-expert-parallel-comm"], "another way to hide"),
-    (["--delay-wgrad-compute"], "another way to hide"),
-    (["--moe-shared-expert-overlap"], "another way to hide"),
     (["--moe-enable-routing-replay"], "--moe-enable-routing-replay"),
-    (["--defer-embedding-wgrad-compute"], "output layer is deferred anyway"),
     (["--mtp-num-layers", 1], "--mtp-num-layers"),
     (["--recompute-granularity", "selective", "--recompute-modules", "layernorm"], "choose among core_attn, mlp, moe"),
     (["--distribute-saved-activations"], "--distribute-saved-activations"),
+    (["--spec", "mine", "layers"], "--spec mine layers"),
+    (["--save-dgrads-interval", 5], "it would save one chunk for the whole micro-batch"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(change[0]) for change, _ in REFUSED])
 def test_what_is_not_supported_is_refused(megatron_args, changes, message):
     with pytest.raises(UsageError, match=message) as refusal:
-        choose_plan(megatron_args(*changes), LancetConfig())
+        choose_plan(megatron_args(*changes), LancetConfig(num_chunks=2))
     assert "--lancet-plan off" in str(refusal.value)
     assert choose_plan(megatron_args(*changes), LancetConfig(plan=PlanChoice.OFF))[0] is None
 
 
-@pytest.mark.parametrize("name", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
-def test_weight_shards_are_refused(megatron_args, name):
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(change[0]) for change, _ in REFUSED])
+def test_who_asks_for_no_overlap_keeps_stock_modules_and_is_told_why(megatron_args, changes, message):
+    plan, line = choose_plan(megatron_args(*changes), LancetConfig())
+    assert plan is None
+    assert re.search("^off: --.*Stock Megatron modules", line)
+    assert re.search(message, line)
+    for wish in ({"range": OverlapRange.LAYER}, {"dw_policy": DwPolicy.NONE}, {"profile": Path("profile.json")}):
+        with pytest.raises(UsageError, match=message):
+            choose_plan(megatron_args(*changes), LancetConfig(**wish))
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-num-weight-shards", "--expert-tensor-parallel-num-weight-shards"])
+def test_weight_shards_are_refused(megatron_args, flag):
     with pytest.raises(UsageError, match=r"tensor-parallel-num-weight-shards 2 .*--lancet-plan off"):
-        choose_plan(megatron_args(**{name: 2}), LancetConfig())
+        choose_plan(megatron_args(flag, 2), LancetConfig(num_chunks=2))
 
 
 LAYOUTS = {

@@ -31,7 +31,6 @@ def megatron_args(monkeypatch):
         )
         monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
         args = parse_args(ignore_unknown_args=True)
-        args.gtp_weight_remat_size = args.expert_gtp_weight_remat_size = 1
         args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or 1
         return args
 
@@ -102,7 +101,6 @@ def test_flags_that_contradict_a_file_are_refused(megatron_args, written, wish, 
         (LAYERS_2_3, [], {"attention": AttentionChoice.STOCK}, "do not work with --lancet-attention stock"),
         (LAYERS_2_3, ["--num-layers", 1], {}, "its last segment is layers 2-end of 1"),
         (fixed_plan(2), ["--expert-model-parallel-size", 1], {}, "there is none: --expert-model-parallel-size is 1"),
-        (fixed_plan(2), ["--moe-token-dispatcher-type", "allgather"], {}, "--moe-token-dispatcher-type allgather"),
     ],
 )
 def test_what_the_run_cannot_follow_is_refused(megatron_args, written, plan, changes, config, message):

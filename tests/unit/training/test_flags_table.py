@@ -1,0 +1,165 @@
+"""docs/flags.md says of every flag what becomes of it: the parser, the mapping and the refusals say the same."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.errors import UsageError
+from megatron_lancet.training import arguments
+from megatron_lancet.training.flag_mapping import map_overlap_flags
+from megatron_lancet.training.plan_choice import choose_plan
+
+REPO = Path(__file__).parents[3]
+STATUSES = {"works and tested", "works", "mapped", "refused", "no effect"}
+WHOLE_GROUPS = {
+    "transformer configuration",
+    "moe",
+    "mla",
+    "experimental_attention_variant",
+    "heterogeneous architecture",
+    "Transformer-Engine",
+    "distributed init",
+}
+OTHER_PROGRAMS = {"rl", "inference", "vision", "biencoder"}
+OF_TRAINING_AMONG_THEM = {"--cuda-graph-modules", "--cuda-graph-scope"}
+SUBJECTS = re.compile(
+    r"moe|expert|recompute|overlap|parallel|fsdp|wgrad|dgrad|cuda-graph|offload|checkpoint-activations|^--spec$|"
+    r"hybrid-(layer|override)|save-activations|max-attention"
+)
+RUN = (
+    "--num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --transformer-impl local --hidden-dropout 0 "
+    "--moe-token-dispatcher-type alltoall --attention-dropout 0 --seq-length 32"
+).split()
+# What a flag needs to be in, to be looked at.
+CONTEXT = {
+    "--cp-comm-type": ["--context-parallel-size", "2"],
+    "--recompute-modules": ["--recompute-granularity", "selective"],
+}
+VALUES = {
+    "--spec": ["mine", "layers"],
+    "--cuda-graph-modules": ["attn"],
+    "--cuda-graph-scope": ["attn"],
+    "--transformer-impl": ["transformer_engine"],
+    "--moe-token-dispatcher-type": ["flex"],
+    "--cp-comm-type": ["allgather"],
+    "--recompute-modules": ["moe", "core_attn"],
+    "--moe-router-load-balancing-type": ["seq_aux_loss"],
+    "--pipeline-model-parallel-layout": ["Et|tL"],
+    "--moe-layer-freq": ["2"],
+    "--linear-attention-freq": ["2"],
+    "--expert-model-parallel-size": ["4"],
+    "--distributed-backend": ["gloo"],
+    "--num-experts": ["16"],
+    "--softmax-type": ["vanilla"],
+}
+
+
+def tables() -> list[tuple[str, str, str]]:
+    """(flag, status, the rest of the row) of all tables."""
+    rows = []
+    for line in (REPO / "docs/flags.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `--"):
+            rows += [(flag, cells[1], " ".join(cells[2:])) for flag in re.findall(r"`(--[\w-]+)`", cells[0])]
+    return rows
+
+
+ROWS = tables()
+
+
+@pytest.fixture(scope="module")
+def parser():
+    """Megatron's, with ours."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return arguments.add_lancet_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+def listed_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Options that the tables must have."""
+    return [
+        action
+        for group in parser._action_groups
+        for action in group._group_actions
+        if group.title in WHOLE_GROUPS | {"Megatron-Lancet"}
+        or action.option_strings[0] in OF_TRAINING_AMONG_THEM
+        or (group.title not in OTHER_PROGRAMS and SUBJECTS.search(action.option_strings[0]))
+    ]
+
+
+def test_each_flag_is_listed_once_and_no_other(parser):
+    listed = [flag for flag, *_ in ROWS]
+    assert sorted(listed) == sorted(action.option_strings[0] for action in listed_actions(parser))
+    assert {status for _, status, _ in ROWS} == STATUSES
+
+
+def words_for(action: argparse.Action, flag: str) -> list[str]:
+    """The flag with a value that is not its default."""
+    if flag in VALUES:
+        return [flag, *VALUES[flag]]
+    if action.nargs == 0:
+        return [flag]
+    if action.choices:
+        return [flag, next(str(getattr(one, "name", one)) for one in action.choices if one != action.default)]
+    is_text = action.type in (None, str)
+    return [flag, "some" if is_text else "2"]
+
+
+def what_becomes_of(args: argparse.Namespace, flag: str) -> str:
+    args.rank, args.world_size = 0, 2
+    line = map_overlap_flags(args, LancetConfig())
+    if line is not None:
+        assert flag in line
+        return "mapped"
+    try:
+        arguments.check_modes(args)
+        _, line = choose_plan(args, LancetConfig())
+    except UsageError as refusal:
+        return "refused" if flag in str(refusal) else f"refused otherwise: {refusal}"
+    return "refused" if line.startswith(f"off: {flag}") else "works"
+
+
+MEGATRONS = [row for row in ROWS if not row[0].startswith(("--lancet", "--version"))]
+
+
+def test_what_the_tables_say_is_what_becomes_of_it(parser):
+    # One parser for all: it takes longer to build than to use.
+    wrong = []
+    for flag, status, _ in MEGATRONS:
+        words = words_for(parser._option_string_actions[flag], flag)
+        args = parser.parse_args([*RUN, *CONTEXT.get(flag, []), *words])
+        found = what_becomes_of(args, flag)
+        if found != (status if status in ("mapped", "refused") else "works"):
+            wrong.append(f"{' '.join(words)}: {status} in docs/flags.md, {found} when parsed")
+    assert wrong == []
+
+
+def test_what_is_called_tested_names_a_test_and_is_in_one(parser):
+    files = {path.stem: path.read_text() for path in (REPO / "tests").rglob("*.py") if path != Path(__file__)}
+    everything = "\n".join(files.values())
+    for flag, status, why in ROWS:
+        if status not in ("works and tested", "mapped"):
+            continue
+        named = re.findall(r"`(test_\w+)`", why)
+        assert named, f"{flag}: no test is named"
+        assert set(named) <= files.keys(), f"{flag}: {named}"
+        if status == "mapped":
+            continue  # the test before this one maps it
+        action = parser._option_string_actions[flag]
+        names = "|".join(map(re.escape, action.option_strings))
+        assert re.search(rf"({names})(?![\w-])|\b{action.dest}\b", everything), f"{flag} is in no test"
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_documents_name_tests_that_exist(path):
+    tests = [*(REPO / "tests").rglob("test_*.py")]
+    known = {test.stem for test in tests}
+    known |= {name for test in tests for name in re.findall(r"^def (test_\w+)", test.read_text(), re.MULTILINE)}
+    named = {
+        Path(name).name.removesuffix(".py")
+        for name in re.findall(r"`((?:[\w/]+/)?test_\w+(?:\.py)?)`", path.read_text())
+    }
+    assert named <= known, named - known
