@@ -49,6 +49,7 @@ class LancetConfig:
         cache_dir: folder where measured profiles are kept for later runs; None keeps none.
         comm_priority: who gets the wire, gradient reductions or all-to-alls. Default off: whoever comes.
         grad_chunk_mb: with a priority, MB (10^6 bytes) of gradients that one collective reduces at most, above 0.
+        experts_apart: with expert-parallel size 1, experts' optimizer state is kept apart, as with larger sizes.
         profile: file for a profile of the first steps, after which the run ends; None trains. Default None.
     """
 
@@ -65,3 +66,4 @@ class LancetConfig:
     profile: Path | None = None
     comm_priority: CommPriority = CommPriority.OFF
     grad_chunk_mb: float = DEFAULT_CHUNK_MB
+    experts_apart: bool = False

@@ -3,7 +3,9 @@
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 USAGE_EXIT_CODE = 2
@@ -21,8 +23,18 @@ class PeerError(RuntimeError):
     """A message of another rank did not come. Says for which op, and which rank."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved or read. Says why, and which one is complete. The same on all ranks."""
+
+
 def exit_with_usage_error(message: str) -> NoReturn:
-    """Print ``error: message`` once per node and end the process with status 2.
+    """Print ``error: message`` once per node and end the process with status 2."""
+    print_error_once_per_node(message)
+    raise SystemExit(USAGE_EXIT_CODE)
+
+
+def print_error_once_per_node(message: str) -> None:
+    """Print ``error: message`` on stderr.
 
     Under torchrun every rank finds the same fault: local rank 0 speaks, and the others are stopped with it. One that
     is still there after a while found a fault of its own, and speaks too.
@@ -31,7 +43,16 @@ def exit_with_usage_error(message: str) -> NoReturn:
     if local_rank > 0:
         time.sleep(_SIBLING_GRACE_S)
     print(f"error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(USAGE_EXIT_CODE)
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of an exception, or the failed line where Megatron's assert has none."""
+    if str(error):
+        return str(error).splitlines()[0]
+    if error.__traceback__ is None:  # of another process
+        return repr(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {frame.line}"
 
 
 def run_command(main: Callable[[], None]) -> None:

@@ -5,26 +5,47 @@ import difflib
 import functools
 import math
 import os
-import traceback
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.global_vars import set_global_variables
-from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_lancet import __version__
 from megatron_lancet.config import DEFAULT_TUNE_STEPS, AttentionChoice, LancetConfig, PlanChoice
-from megatron_lancet.errors import UsageError
+from megatron_lancet.errors import UsageError, reason_of
 from megatron_lancet.schedule.micro_ops import DEFAULT_CHUNK_MB, CommPriority
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
+from megatron_lancet.training.checkpoints import check_before_start
+from megatron_lancet.training.dry_run.flags import add_dry_run_arguments, check_flags
+from megatron_lancet.training.input_files import check_datasets, missing_files
 from megatron_lancet.training.mocked import add_mock_arguments, check_mock_arguments
-
-_SENTENCEPIECE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+from megatron_lancet.training.other_ep_size import check_experts_apart
+from megatron_lancet.training.plan_choice import OWN_SPEC
 
 
 def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the ``--lancet-*`` flags to Megatron's parser and makes its errors short."""
     group = parser.add_argument_group("Megatron-Lancet", "hide the all-to-all of expert parallelism")
+    group.add_argument("--version", action="version", version=f"megatron-lancet {__version__}")
+    _add_plan_arguments(group)
+    _add_priority_arguments(group)
+    _add_run_arguments(group)
+    add_dry_run_arguments(group)
+    add_mock_arguments(parser, group)
+    parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
+    for action in parser._actions:
+        # Megatron has help texts with bare percent signs, on which argparse fails when --help is asked for.
+        action.help = action.help and re.sub(r"(%%|%\(\w+\)s)|%", lambda found: found[1] or "%%", action.help)
+    return parser
+
+
+def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
+    """Which plan, and how it is limited."""
     group.add_argument(
         "--lancet-plan",
         default=PlanChoice.AUTO.value,
@@ -74,11 +95,6 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         help="memory (10^6 bytes) that deferred weight gradients may keep alive on a rank; when it is full the oldest "
         "run first. By default only the plan's window bounds it.",
     )
-    _add_priority_arguments(group)
-    _add_run_arguments(group)
-    add_mock_arguments(parser, group)
-    parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
-    return parser
 
 
 def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
@@ -131,6 +147,12 @@ def _add_priority_arguments(group: argparse._ArgumentGroup) -> None:
         help="with --lancet-comm-priority, gradients (10^6 bytes) in one such part, and at one place between two "
         f"all-to-alls, at most (default: {DEFAULT_CHUNK_MB:g}).",
     )
+    group.add_argument(
+        "--lancet-experts-apart",
+        action="store_true",
+        help="with --expert-model-parallel-size 1, keep experts' gradients and optimizer state apart from dense "
+        "weights', as with larger sizes: a run may then go on from a checkpoint with the other size, and back.",
+    )
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -150,6 +172,26 @@ def parse() -> tuple[argparse.Namespace, LancetConfig]:
         UsageError: an unknown flag or a value that a flag does not take.
     """
     args = parse_args(add_lancet_arguments)
+    check_flags(args)
+    return args, _config_of(args)
+
+
+def config_from_words(words: Sequence[str]) -> LancetConfig:
+    """The ``--lancet-*`` flags where the command line is another program's.
+
+    Raises:
+        UsageError: an unknown flag or a value that a flag does not take.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    group = parser.add_argument_group()
+    _add_plan_arguments(group)
+    _add_priority_arguments(group)
+    _add_run_arguments(group)
+    parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
+    return _config_of(parser.parse_args(words))
+
+
+def _config_of(args: argparse.Namespace) -> LancetConfig:
     if args.lancet_num_chunks is not None and args.lancet_num_chunks < 1:
         raise UsageError(f"--lancet-num-chunks expects at least 1, got {args.lancet_num_chunks}.")
     if args.lancet_dw_memory_mb is not None and not 0 < args.lancet_dw_memory_mb < math.inf:
@@ -164,8 +206,8 @@ def parse() -> tuple[argparse.Namespace, LancetConfig]:
             f"--lancet-grad-chunk-mb expects a number of MB above 0, got {args.lancet_grad_chunk_mb:g}. To reduce "
             "whole buckets pass --lancet-comm-priority off."
         )
-    return args, LancetConfig(
-        plan=_plan_choice(args.lancet_plan),
+    return LancetConfig(
+        plan=_plan_choice(args.lancet_plan, must_exist=not getattr(args, "lancet_dry_run", False)),
         num_chunks=args.lancet_num_chunks,
         chunk_dim=None if args.lancet_chunk_dim == "auto" else ChunkDim(args.lancet_chunk_dim),
         range=OverlapRange(args.lancet_range) if args.lancet_range else None,
@@ -178,6 +220,7 @@ def parse() -> tuple[argparse.Namespace, LancetConfig]:
         profile=args.lancet_profile,
         comm_priority=CommPriority(args.lancet_comm_priority),
         grad_chunk_mb=args.lancet_grad_chunk_mb,
+        experts_apart=args.lancet_experts_apart,
     )
 
 
@@ -192,10 +235,10 @@ def _cache_dir(choice: str) -> Path | None:
         return None
 
 
-def _plan_choice(text: str) -> PlanChoice | Path:
+def _plan_choice(text: str, must_exist: bool) -> PlanChoice | Path:
     if text in list(PlanChoice):
         return PlanChoice(text)
-    if not Path(text).is_file():
+    if must_exist and not Path(text).is_file():
         raise UsageError(f"--lancet-plan expects auto, off or a plan file; there is no file {text}.")
     return Path(text)
 
@@ -206,29 +249,48 @@ def validate(args: argparse.Namespace) -> None:
     Raises:
         UsageError: a setting that can't work, one message for the first found.
     """
-    check_mock_arguments(args)
-    _check_layout(args)
-    _check_data(args)
-    _refuse_untested_data_modes(args)
-    _check_expert_bias(args)
-    try:
+    check_settings(args)
+    for problem in missing_files(args):
+        raise UsageError(problem)
+    check_datasets(args)
+    with megatrons_refusals():
         if args.use_checkpoint_args:
             from megatron.training.checkpointing import load_args_from_checkpoint
 
+            check_before_start(args)  # Megatron would end with status 0
             load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
             load_args_from_checkpoint(args)
         validate_args(args)
+        _check_transformer_engine(args)
         set_global_variables(args)
-    except (AssertionError, ValueError, FileNotFoundError, RuntimeError, ImportError) as error:
+
+
+def check_settings(args: argparse.Namespace) -> None:
+    """Our own checks, which look at nothing but the arguments.
+
+    Raises:
+        UsageError: a setting that can't work.
+    """
+    check_mock_arguments(args)
+    _check_layout(args)
+    _check_data(args)
+    check_modes(args)
+    _check_expert_bias(args)
+    check_experts_apart(args)
+    _check_query_norm(args)
+
+
+@contextmanager
+def megatrons_refusals() -> Iterator[None]:
+    """What Megatron's checks raise becomes one line for the user.
+
+    Raises:
+        UsageError: with Megatron's reason.
+    """
+    try:
+        yield
+    except (AssertionError, ValueError, FileNotFoundError, NotImplementedError, RuntimeError, ImportError) as error:
         raise UsageError(f"Megatron refuses the arguments: {reason_of(error)}") from error
-
-
-def reason_of(error: BaseException) -> str:
-    """The message of an exception, or the failed line where Megatron's assert has none."""
-    if str(error):
-        return str(error).splitlines()[0]
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {frame.line}"
 
 
 def _check_layout(args: argparse.Namespace) -> None:
@@ -267,31 +329,51 @@ def _check_expert_bias(args: argparse.Namespace) -> None:
             "Megatron's local experts can't add their bias without expert parallelism (it writes into a view): pass "
             "--disable-bias-linear, or --expert-model-parallel-size of at least 2."
         )
+    if args.num_experts and args.moe_shared_expert_intermediate_size and args.add_bias_linear:
+        raise UsageError("Megatron's shared experts have no bias: pass --disable-bias-linear.")
+
+
+def _check_transformer_engine(args: argparse.Namespace) -> None:
+    if args.transformer_impl == "transformer_engine" and not HAVE_TE:
+        raise UsageError(
+            "--transformer-impl transformer_engine, Megatron's default, needs Transformer Engine, which is not "
+            "installed. Pass --transformer-impl local, which the overlap needs, too, or install it for stock modules."
+        )
+
+
+def _check_query_norm(args: argparse.Namespace) -> None:
+    latent = args.multi_latent_attention and args.q_lora_rank is None
+    if latent and args.qk_layernorm and args.transformer_impl == "local":
+        raise UsageError(
+            "--qk-layernorm with --multi-latent-attention has no query norm in Megatron's local modules unless queries "
+            "are compressed, too: pass --q-lora-rank, drop --qk-layernorm, or use Transformer Engine with "
+            "--lancet-plan off."
+        )
 
 
 def _check_data(args: argparse.Namespace) -> None:
-    """Files first: a run should not wait for its process groups to learn that its data is not there."""
-    for path, flag in ((args.data_args_path, "--data-args-path"), (args.tokenizer_model, "--tokenizer-model")):
-        local = flag != "--tokenizer-model" or args.tokenizer_type in _SENTENCEPIECE_TOKENIZERS
-        if path is not None and local and not Path(path).is_file():
-            raise UsageError(f"{flag}: no such file: {path}")
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    blends = [blend, *(blend_per_split or ())]
-    prefixes = [prefix for one in blends if one is not None for prefix in one[0]]
-    for prefix in prefixes:
-        for suffix in (".idx", ".bin"):
-            if "://" not in prefix and not Path(prefix + suffix).is_file():
-                raise UsageError(
-                    f"data file not found: {prefix}{suffix}. Give the prefix without .bin/.idx of what "
-                    "tools/preprocess_data.py wrote (it ends in _document)."
-                )
-    if not prefixes and not args.mock_data:
+    named = (
+        *(args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path),
+        *(args.data_args_path, args.per_split_data_args_path),
+    )
+    if not any(named) and not args.mock_data:
         raise UsageError("no data: pass --data-path PREFIX (see tools/preprocess_data.py) or --mock-data.")
     if args.eval_interval is None:
         raise UsageError("--eval-interval is missing: Megatron plans its validation samples by it.")
 
 
-def _refuse_untested_data_modes(args: argparse.Namespace) -> None:
+def check_modes(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        UsageError: the run is to do something else than pretrain a GPT model on plain text, or asks for it in words
+            that Megatron has retired.
+    """
+    for flag, given, now in (
+        ("--checkpoint-activations", args.checkpoint_activations, "--recompute-granularity"),
+        ("--model-parallel-size", args.model_parallel_size is not None, "--tensor-model-parallel-size"),
+    ):
+        if given:
+            raise UsageError(f"Megatron has retired {flag}: pass {now}.")
     modes = {
         "--sft": args.sft,
         "--fim-data": args.fim_data,
@@ -299,9 +381,18 @@ def _refuse_untested_data_modes(args: argparse.Namespace) -> None:
         "--dataloader-inter-document-masking": args.dataloader_inter_document_masking,
         "--perform-rl-step": args.perform_rl_step,
         "--hybrid-layer-pattern": args.hybrid_layer_pattern is not None,
+        "--hybrid-override-pattern": args.hybrid_override_pattern is not None,
+        "--is-hybrid-model": args.is_hybrid_model,
+        "--logits-save-dir": args.logits_save_dir is not None,
+        "--logits-load-dir": args.logits_load_dir is not None,
         "--yaml-cfg": args.yaml_cfg is not None,
         "--per-dataset-sequences-path": args.per_dataset_sequences_path is not None,
     }
     for flag, given in modes.items():
         if given:
             raise UsageError(f"{flag} is not supported by pretrain_gpt_moe.py: it pretrains GPT on plain text.")
+    if args.spec is not None and tuple(args.spec) == OWN_SPEC:
+        raise UsageError(
+            f"--spec {' '.join(OWN_SPEC)} is for Megatron's own pretrain_gpt.py: pretrain_gpt_moe.py needs no --spec. "
+            "Drop it."
+        )

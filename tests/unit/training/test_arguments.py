@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lancet import __version__
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.schedule.micro_ops import CommPriority
 from megatron_lancet.schedule.plan import DwPolicy
 from megatron_lancet.training import arguments
+from megatron_lancet.training.dry_run.cluster import has_package
+from megatron_lancet.training.plan_choice import OWN_SPEC
 
 
 @pytest.fixture
@@ -27,6 +31,22 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
     assert config == LancetConfig(PlanChoice.AUTO, 3, dw_policy=DwPolicy.NONE, report_dir=Path("out"))
     command_line("--lancet-dw-memory-mb", 0.5, "--lancet-tune-steps", 3, "--lancet-cache", "here")
     assert arguments.parse()[1] == LancetConfig(dw_memory_mb=0.5, tune_steps=3, cache_dir=Path("here"))
+
+
+def test_help_has_megatrons_flags_and_ours(command_line, capsys):
+    command_line("--help")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        arguments.parse()
+    shown = capsys.readouterr().out
+    assert "--lancet-num-chunks K" in shown
+    assert "--num-experts NUM_EXPERTS" in shown
+
+
+def test_version(command_line, capsys):
+    command_line("--version")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        arguments.parse()
+    assert capsys.readouterr().out == f"megatron-lancet {__version__}\n"
 
 
 def test_profiles_are_kept_where_programs_keep_such_things(command_line, monkeypatch):
@@ -84,6 +104,9 @@ def parsed(command_line, *words: object, world_size: int = 2):
         (["--num-experts", 8, "--expert-model-parallel-size", 4], "must divide the ranks of a pipeline stage"),
         (["--num-experts", 4], "--disable-bias-linear"),
         (["--sft"], "--sft is not supported"),
+        (["--hybrid-override-pattern", "M*"], "--hybrid-override-pattern is not supported"),
+        (["--logits-load-dir", "logits"], "--logits-load-dir is not supported"),
+        (["--spec", *OWN_SPEC], "is for Megatron's own pretrain_gpt.py"),
         (["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "/no/such.model"], "no such file"),
         (["--micro-batch-size", 1], "Megatron refuses the arguments: either num-layers"),
     ],
@@ -111,6 +134,15 @@ def test_missing_eval_interval(command_line):
         arguments.validate(arguments.parse()[0])
 
 
+@pytest.mark.skipif(has_package("transformer_engine"), reason="Transformer Engine is installed")
+def test_missing_transformer_engine(command_line, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    model = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
+    args = parsed(command_line, *model.split(), "--micro-batch-size", 1, world_size=1)
+    with pytest.raises(UsageError, match=r"needs Transformer Engine, .*--transformer-impl local"):
+        arguments.validate(args)
+
+
 def test_the_reason_of_a_wordless_assert():
     def check(size):
         assert size > 3
@@ -119,3 +151,13 @@ def test_the_reason_of_a_wordless_assert():
         check(2)
     failure.value.args = ()
     assert "assert size > 3" in arguments.reason_of(failure.value)
+
+
+def test_flags_for_another_programs_command_line():
+    words = ["--lancet-num-chunks", "3", "--lancet-cache", "off", "--lancet-comm-priority", "all-to-all-first"]
+    config = arguments.config_from_words(words)
+    assert config == LancetConfig(num_chunks=3, comm_priority=CommPriority.ALL_TO_ALL_FIRST)
+    with pytest.raises(UsageError, match=r"--lancet-num-chunk 3.*did you mean --lancet-num-chunks"):
+        arguments.config_from_words(["--lancet-num-chunk", "3"])
+    with pytest.raises(UsageError, match="expects at least 1"):
+        arguments.config_from_words(["--lancet-tune-steps", "0"])

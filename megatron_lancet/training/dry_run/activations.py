@@ -1,0 +1,219 @@
+"""What a rank keeps between forward and backward, estimated tensor by tensor.
+
+Counted are the tensors that autograd saves with fused attention (or the score matrices without it), for balanced
+routing. Not counted: workspaces, buffers of NCCL and of the dispatcher, fragmentation. Tensors in fp8 count as bf16.
+
+Legend: T tokens of a micro-batch on this rank, s the ranks that share the residual stream (tensor parallel size under
+sequence parallelism, else 1).
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_lancet.training.dry_run.parameters import is_gated
+from megatron_lancet.training.dry_run.stages import ModelChunk, PipelineStage, moe_pattern
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor that the backward pass of a layer needs.
+
+    Attributes:
+        num_bytes: on a rank, for one micro-batch.
+        module: by which ``--recompute-modules`` drops it; empty for one that stays.
+        also: a larger module that drops it, too.
+    """
+
+    num_bytes: float
+    module: str = ""
+    also: str = ""
+
+
+def activation_bytes(
+    args: argparse.Namespace, stages: list[PipelineStage], num_micro_batches: int, saves_scores: bool
+) -> list[float]:
+    """Activations at their peak, on a rank of each pipeline stage, in bytes.
+
+    Args:
+        args: Megatron's arguments, validated.
+        num_micro_batches: of a step on a data-parallel rank.
+        saves_scores: whether core attention keeps its matrices of scores, as unfused attention does.
+    """
+    num_stages = len(stages)
+    peaks = []
+    for rank, stage in enumerate(stages):
+        in_flight = _in_flight(args, num_stages, rank, len(stage.chunks), num_micro_batches)
+        kept = sum(_kept_bytes(args, chunk, saves_scores) * in_flight[i] for i, chunk in enumerate(stage.chunks))
+        peaks.append(kept + _working_bytes(args, stage, saves_scores))
+    return peaks
+
+
+def _in_flight(
+    args: argparse.Namespace, num_stages: int, rank: int, num_chunks: int, num_micro_batches: int
+) -> Counter[int]:
+    """Micro-batches of each virtual stage whose activations are kept at the same time at most.
+
+    The 1F1B schedule of Megatron: a rank runs ahead by as many forwards as the gradient of its first one needs to come
+    back, then alternates.
+    """
+    if num_chunks == 1:
+        return Counter({0: min(num_micro_batches, num_stages - rank)})
+    group = args.microbatch_group_size_per_vp_stage or num_stages
+    ahead = (num_stages - rank - 1) * 2 + (num_chunks - 1) * group + 1
+    if args.overlap_moe_expert_parallel_comm:
+        ahead += 1  # the forward that Megatron pairs with a backward
+    order: Iterator[int] = (
+        chunk
+        for start in range(0, num_micro_batches, group)
+        for chunk in range(num_chunks)
+        for _ in range(start, min(start + group, num_micro_batches))
+    )
+    return Counter(chunk for _, chunk in zip(range(ahead), order, strict=False))
+
+
+def _kept_bytes(args: argparse.Namespace, chunk: ModelChunk, saves_scores: bool) -> float:
+    """Of one micro-batch in a virtual stage, between its forward and its backward."""
+    layers = [*chunk.layers, *moe_pattern(args)[-1:] * chunk.num_mtp]
+    if args.recompute_granularity == "full":
+        num_recomputed, per_input = len(layers), 1
+        if args.recompute_method == "uniform":
+            per_input = args.recompute_num_layers or 1
+        elif args.recompute_method == "block":
+            num_recomputed = min(len(layers), args.recompute_num_layers or 0)
+        inputs = _layer_input_bytes(args) * -(-num_recomputed // per_input)
+        return inputs + sum(_layer_bytes(args, is_moe, saves_scores) for is_moe in layers[num_recomputed:])
+    dropped = _dropped_modules(args)
+    return sum(_layer_bytes(args, is_moe, saves_scores, dropped) for is_moe in layers)
+
+
+def _working_bytes(args: argparse.Namespace, stage: PipelineStage, saves_scores: bool) -> float:
+    """What exists for one micro-batch only: the output layer's, and what is being recomputed."""
+    working = 0.0
+    for chunk in stage.chunks:
+        if chunk.has_output or chunk.num_mtp:
+            # Logits in the model's type and their softmax in fp32, for each loss.
+            logits = _tokens(args) * args.padded_vocab_size / args.tensor_model_parallel_size
+            num_losses = chunk.has_output + chunk.num_mtp
+            working += num_losses * (logits * (_value_bytes(args) + _FP32_BYTES) + 2 * _residual_bytes(args))
+    kinds = set(stage.layers)
+    if not kinds or args.recompute_granularity is None:
+        return working
+    whole = max(_layer_bytes(args, is_moe, saves_scores) for is_moe in kinds)
+    if args.recompute_granularity == "full":
+        unit = args.recompute_num_layers if args.recompute_method == "uniform" else 1
+        return working + whole * min(unit or 1, len(stage.layers))
+    dropped = _dropped_modules(args)
+    return working + max(
+        _layer_bytes(args, is_moe, saves_scores) - _layer_bytes(args, is_moe, saves_scores, dropped) for is_moe in kinds
+    )
+
+
+def _dropped_modules(args: argparse.Namespace) -> frozenset[str]:
+    return frozenset(args.recompute_modules or ()) if args.recompute_granularity == "selective" else frozenset()
+
+
+def _layer_bytes(
+    args: argparse.Namespace, is_moe: bool, saves_scores: bool, dropped: frozenset[str] = frozenset()
+) -> float:
+    """What a transformer layer saves for one micro-batch, without what recompute drops."""
+    return sum(
+        saved.num_bytes
+        for saved in layer_tensors(args, is_moe, saves_scores)
+        if saved.module not in dropped and saved.also not in dropped
+    )
+
+
+def layer_tensors(args: argparse.Namespace, is_moe: bool, saves_scores: bool) -> Iterator[Saved]:
+    """What a transformer layer saves for one micro-batch, as far as its size counts."""
+    residual = _residual_bytes(args)
+    yield Saved(2 * residual)  # inputs of both norms
+    yield Saved(2 * residual, "layernorm")
+    if args.hidden_dropout > 0:
+        yield Saved(2 * residual / _value_bytes(args))  # masks of one byte
+    yield from _latent_attention(args) if args.multi_latent_attention else _attention(args)
+    if saves_scores:
+        yield Saved(_score_bytes(args), "core_attn")
+    if is_moe:
+        yield from _moe(args)
+    else:
+        for saved in _mlp(args, _tokens(args), args.ffn_hidden_size, args.tensor_model_parallel_size):
+            yield Saved(saved.num_bytes, "mlp")
+
+
+def _value_bytes(args: argparse.Namespace) -> int:
+    return 2 if args.bf16 or args.fp16 else _FP32_BYTES
+
+
+def _tokens(args: argparse.Namespace) -> float:
+    return args.micro_batch_size * args.seq_length / args.context_parallel_size
+
+
+def _residual_bytes(args: argparse.Namespace) -> float:
+    """Of a tensor in the residual stream: [T / s, hidden size]."""
+    ranks = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    return _tokens(args) * args.hidden_size * _value_bytes(args) / ranks
+
+
+def _layer_input_bytes(args: argparse.Namespace) -> float:
+    """What full recompute keeps of a layer."""
+    shards = args.tensor_model_parallel_size if args.distribute_saved_activations else 1
+    return _residual_bytes(args) / shards
+
+
+def _attention(args: argparse.Namespace) -> Iterator[Saved]:
+    """Queries, keys and values, and what core attention gives."""
+    per_value = _tokens(args) * _value_bytes(args) / args.tensor_model_parallel_size
+    query = args.kv_channels * args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    yield Saved(per_value * (query + 2 * args.kv_channels * groups))
+    yield Saved(per_value * query)
+
+
+def _latent_attention(args: argparse.Namespace) -> Iterator[Saved]:
+    """Compressed queries and keys, before and after their norms; what is projected up of them; the output."""
+    per_value = _tokens(args) * _value_bytes(args)
+    ranks = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    compressed = 2 * (args.q_lora_rank or 0) + 2 * args.kv_lora_rank + args.qk_pos_emb_head_dim
+    yield Saved(per_value * compressed / ranks)
+    heads = args.num_attention_heads / args.tensor_model_parallel_size
+    query = args.qk_head_dim + args.qk_pos_emb_head_dim
+    yield Saved(per_value * heads * (2 * query + args.v_head_dim), "mla_up_proj")
+    yield Saved(per_value * heads * args.v_head_dim)
+
+
+def _score_bytes(args: argparse.Namespace) -> float:
+    """Softmax, and with dropout its mask and the result: [samples, heads, positions of this rank, positions]."""
+    heads = args.num_attention_heads / args.tensor_model_parallel_size
+    per_score = _value_bytes(args) + (1 + _value_bytes(args) if args.attention_dropout > 0 else 0)
+    return _tokens(args) * heads * args.seq_length * per_score
+
+
+def _mlp(args: argparse.Namespace, rows: float, ffn: int, num_shards: int) -> Iterator[Saved]:
+    """What is between the two linear layers, before and after the activation function.
+
+    A gate that is not fused keeps what it multiplies, too.
+    """
+    inner = rows * ffn * _value_bytes(args) / num_shards
+    fused = args.bias_swiglu_fusion if args.swiglu else True
+    yield Saved(inner * ((2 if fused else 3) if is_gated(args) else 1))
+    yield Saved(inner)
+
+
+def _moe(args: argparse.Namespace) -> Iterator[Saved]:
+    """The router's scores, the rows that came to the experts, what is inside of them, and the shared expert."""
+    ranks = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    yield Saved(2 * _tokens(args) / ranks * args.num_experts * _FP32_BYTES, "moe")
+    rows = _tokens(args) / ranks * args.moe_router_topk * args.expert_tensor_parallel_size
+    rows *= args.moe_expert_capacity_factor or 1
+    yield Saved(rows * (args.moe_latent_size or args.hidden_size) * _value_bytes(args), "moe")
+    before, after = _mlp(args, rows, args.moe_ffn_hidden_size, args.expert_tensor_parallel_size)
+    yield Saved(before.num_bytes, "moe")
+    yield Saved(after.num_bytes, "moe", "moe_act")
+    shared = args.moe_shared_expert_intermediate_size
+    if shared:
+        for saved in _mlp(args, _tokens(args), shared, args.tensor_model_parallel_size):
+            yield Saved(saved.num_bytes, "moe", "shared_experts")

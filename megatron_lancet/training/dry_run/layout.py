@@ -1,0 +1,95 @@
+"""How the ranks of a run are shared out, and what can't be."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_lancet.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the groups of ranks.
+
+    Attributes:
+        num_ranks: of the run.
+        data: data-parallel size.
+        expert_data: ranks that hold the same experts.
+        num_micro_batches: of a step on each data-parallel rank: gradient accumulation.
+        dense_shards: parts into which the optimizer state of dense weights is cut.
+        expert_shards: the same of experts' weights.
+    """
+
+    num_ranks: int
+    tensor: int
+    pipeline: int
+    virtual: int
+    context: int
+    expert: int
+    expert_tensor: int
+    data: int
+    expert_data: int
+    num_micro_batches: int
+    dense_shards: int
+    expert_shards: int
+
+
+def layout_of(args: argparse.Namespace, num_micro_batches: int) -> Layout:
+    """
+    Args:
+        args: Megatron's arguments, validated.
+    """
+    expert, expert_tensor = args.expert_model_parallel_size, args.expert_tensor_parallel_size
+    data = args.data_parallel_size
+    expert_data = args.world_size // (expert * expert_tensor * args.pipeline_model_parallel_size)
+    instances = args.num_distributed_optimizer_instances
+    shards = args.use_distributed_optimizer
+    return Layout(
+        num_ranks=args.world_size,
+        tensor=args.tensor_model_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        virtual=args.virtual_pipeline_model_parallel_size or 1,
+        context=args.context_parallel_size,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        data=data,
+        expert_data=expert_data,
+        num_micro_batches=num_micro_batches,
+        dense_shards=max(1, data * args.context_parallel_size // instances) if shards else 1,
+        expert_shards=max(1, expert_data // instances) if shards else 1,
+    )
+
+
+def check_shares(args: argparse.Namespace, layout: Layout) -> None:
+    """What Megatron finds out only when it builds the model, or in the first step.
+
+    Args:
+        args: Megatron's arguments, validated.
+
+    Raises:
+        UsageError: a size that its ranks can't share, micro-batches that don't fit to virtual stages.
+    """
+    for what, size, parts, by in _shared_sizes(args):
+        if size % parts != 0:
+            raise UsageError(f"{what} is {size}, which {by} of {parts} does not divide. Change one of them.")
+    group = args.microbatch_group_size_per_vp_stage or layout.pipeline
+    rest = layout.num_micro_batches % group
+    if layout.virtual > 1 and (group < layout.pipeline or 0 < rest < layout.pipeline):
+        raise UsageError(
+            f"{layout.num_micro_batches} micro-batches a step do not fit to virtual pipeline stages: in groups of "
+            f"{group} {rest} are left, fewer than --pipeline-model-parallel-size {layout.pipeline}. Change "
+            "--global-batch-size, or the number of ranks."
+        )
+
+
+def _shared_sizes(args: argparse.Namespace) -> Iterator[tuple[str, int, int, str]]:
+    """What is cut into parts: (name, size, parts, flag of the parts)."""
+    tensor = (args.tensor_model_parallel_size, "--tensor-model-parallel-size")
+    expert_tensor = (args.expert_tensor_parallel_size, "--expert-tensor-parallel-size")
+    yield "--ffn-hidden-size", args.ffn_hidden_size, *tensor
+    if args.num_experts:
+        yield "--moe-ffn-hidden-size", args.moe_ffn_hidden_size, *expert_tensor
+        yield "--moe-shared-expert-intermediate-size", args.moe_shared_expert_intermediate_size or 0, *tensor
+    if args.sequence_parallel:
+        length = args.seq_length // args.context_parallel_size
+        yield "the sequence on a rank (--seq-length / --context-parallel-size)", length, *tensor

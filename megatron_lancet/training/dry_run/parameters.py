@@ -1,0 +1,206 @@
+"""How many parameters the model has, and how many of them a rank holds.
+
+Counted weight by weight from the arguments; nothing is built. Megatron's own ``compute_weight_and_optimizer_memory``
+spreads layers evenly over the pipeline and leaves out biases, query and key norms and the projection of multi-token
+prediction, so the counts are ours. Tests compare them with models that Megatron built, and with that function where it
+is right.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_lancet.training.dry_run.stages import PipelineStage, moe_pattern
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of a layer, or one of each of its experts.
+
+    Attributes:
+        numel: elements in the whole model.
+        num_shards: parts that it is split into, one on a rank.
+        is_expert: whether it is reduced among the ranks that hold the same experts.
+        active_share: part that one token uses.
+    """
+
+    numel: int
+    num_shards: int = 1
+    is_expert: bool = False
+    active_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters that a rank holds.
+
+    Attributes:
+        dense: elements of weights that all data-parallel ranks share.
+        expert: elements of weights of its experts.
+    """
+
+    dense: int
+    expert: int
+
+    @property
+    def all(self) -> int:
+        """Elements."""
+        return self.dense + self.expert
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters of the model.
+
+    Attributes:
+        total: elements; what pipeline stages hold twice counts once.
+        active: elements that one token uses.
+        held: of a rank of each pipeline stage.
+    """
+
+    total: int
+    active: int
+    held: tuple[Held, ...]
+
+
+def model_size(args: argparse.Namespace, stages: list[PipelineStage]) -> ModelSize:
+    """Count the model.
+
+    Args:
+        args: Megatron's arguments, validated, with ``padded_vocab_size``.
+    """
+    shared = not args.untie_embeddings_and_output_weights
+    weights: list[Weight] = []
+    held: list[Held] = []
+    for stage in stages:
+        own: list[Weight] = []
+        for chunk in stage.chunks:
+            for is_moe in chunk.layers:
+                own += layer_weights(args, is_moe)
+            for _ in range(chunk.num_mtp):
+                own += _mtp_weights(args, is_moe=moe_pattern(args)[-1])  # like the last layer
+            if chunk.has_embedding:
+                own += _embedding_weights(args)
+            if chunk.has_final_norm:
+                own += [Weight(_norm(args, args.hidden_size))]
+            if chunk.has_output and not shared:
+                own += [_vocabulary(args)]
+        weights += own
+        held.append(_held([*own, *_copies(args, stage)]))
+    total = sum(weight.numel for weight in weights)
+    active = round(sum(weight.numel * weight.active_share for weight in weights))
+    return ModelSize(total, active, tuple(held))
+
+
+def _held(weights: list[Weight]) -> Held:
+    dense = sum(weight.numel // weight.num_shards for weight in weights if not weight.is_expert)
+    return Held(dense, sum(weight.numel // weight.num_shards for weight in weights if weight.is_expert))
+
+
+def _copies(args: argparse.Namespace, stage: PipelineStage) -> Iterator[Weight]:
+    """Weights of other stages that this one holds, too: the embedding."""
+    has_embedding = any(chunk.has_embedding for chunk in stage.chunks)
+    for chunk in stage.chunks:
+        if chunk.num_mtp and not has_embedding:
+            yield from _embedding_weights(args)
+            has_embedding = True
+        if chunk.has_output and not args.untie_embeddings_and_output_weights and not has_embedding:
+            yield _vocabulary(args)
+
+
+def _norm(args: argparse.Namespace, size: int) -> int:
+    return size if args.normalization == "RMSNorm" else 2 * size
+
+
+def _vocabulary(args: argparse.Namespace) -> Weight:
+    return Weight(args.padded_vocab_size * args.hidden_size, args.tensor_model_parallel_size)
+
+
+def _embedding_weights(args: argparse.Namespace) -> Iterator[Weight]:
+    yield _vocabulary(args)
+    if args.position_embedding_type == "learned_absolute":
+        yield Weight(args.max_position_embeddings * args.hidden_size)
+
+
+def _mtp_weights(args: argparse.Namespace, is_moe: bool) -> Iterator[Weight]:
+    """A layer of multi-token prediction: three norms, the projection of two inputs into one, a transformer layer."""
+    yield Weight(3 * _norm(args, args.hidden_size))
+    yield Weight(2 * args.hidden_size * args.hidden_size, args.tensor_model_parallel_size)
+    yield from layer_weights(args, is_moe)
+
+
+def layer_weights(args: argparse.Namespace, is_moe: bool) -> Iterator[Weight]:
+    """The weights of a transformer layer."""
+    yield Weight(2 * _norm(args, args.hidden_size))
+    yield from _latent_attention(args) if args.multi_latent_attention else _attention(args)
+    if is_moe:
+        yield from _moe(args)
+    else:
+        yield from _mlp(args, args.hidden_size, args.ffn_hidden_size, args.tensor_model_parallel_size)
+
+
+def _attention(args: argparse.Namespace) -> Iterator[Weight]:
+    tp_size = args.tensor_model_parallel_size
+    query = args.kv_channels * args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    projected = query + 2 * args.kv_channels * groups + (query if args.attention_output_gate else 0)
+    yield Weight(args.hidden_size * projected, tp_size)
+    if args.add_bias_linear or args.add_qkv_bias:
+        yield Weight(projected, tp_size)
+    yield Weight(query * args.hidden_size, tp_size)
+    if args.add_bias_linear:
+        yield Weight(args.hidden_size)
+    if args.qk_layernorm:
+        yield Weight(2 * _norm(args, args.kv_channels))
+
+
+def _latent_attention(args: argparse.Namespace) -> Iterator[Weight]:
+    """Multi-latent attention. Transformer Engine keeps the down projections whole on each tensor-parallel rank."""
+    tp_size, heads = args.tensor_model_parallel_size, args.num_attention_heads
+    down_shards = tp_size if args.transformer_impl == "local" else 1
+    query = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
+    if args.q_lora_rank is None:
+        yield Weight(args.hidden_size * query, tp_size)
+    else:
+        yield Weight(args.hidden_size * args.q_lora_rank, down_shards)
+        yield Weight(args.q_lora_rank * query, tp_size)
+    yield Weight(args.hidden_size * (args.kv_lora_rank + args.qk_pos_emb_head_dim), down_shards)
+    yield Weight(args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim), tp_size)
+    yield Weight(heads * args.v_head_dim * args.hidden_size, tp_size)
+    if args.add_bias_linear:
+        yield Weight(args.hidden_size)
+    if args.qk_layernorm:
+        # Without compressed queries Transformer Engine normalises what they are projected from.
+        yield Weight(_norm(args, args.kv_lora_rank + (args.q_lora_rank or args.hidden_size)))
+
+
+def _mlp(args: argparse.Namespace, hidden: int, ffn: int, tp_size: int) -> Iterator[Weight]:
+    inner = ffn * (2 if is_gated(args) else 1)
+    yield Weight(hidden * inner, tp_size)
+    yield Weight(ffn * hidden, tp_size)
+    if args.add_bias_linear:
+        yield Weight(inner, tp_size)
+        yield Weight(hidden)
+
+
+def is_gated(args: argparse.Namespace) -> bool:
+    """Whether the first layer of an MLP has a gate of the same size beside it."""
+    return args.swiglu or args.quick_geglu
+
+
+def _moe(args: argparse.Namespace) -> Iterator[Weight]:
+    num_experts, hidden = args.num_experts, args.hidden_size
+    yield Weight(num_experts * hidden)
+    if args.add_bias_linear:
+        yield Weight(num_experts)
+    routed_hidden = args.moe_latent_size or hidden
+    if args.moe_latent_size:
+        yield Weight(2 * hidden * routed_hidden + (hidden + routed_hidden if args.add_bias_linear else 0))
+    ep_size, active = args.expert_model_parallel_size, args.moe_router_topk / num_experts
+    for one in _mlp(args, routed_hidden, args.moe_ffn_hidden_size, args.expert_tensor_parallel_size):
+        yield Weight(one.numel * num_experts, one.num_shards * ep_size, True, active)
+    shared = args.moe_shared_expert_intermediate_size
+    if shared:
+        yield from _mlp(args, hidden, shared, args.tensor_model_parallel_size)
+        if args.moe_shared_expert_gate:
+            yield Weight(hidden)

@@ -1,0 +1,64 @@
+"""Which plan a run would get, in lines for the user."""
+
+import argparse
+from pathlib import Path
+
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.profiler.measure import num_profile_steps
+from megatron_lancet.schedule.plan import DwPolicy, Plan
+from megatron_lancet.training.comm_priority import choose_micro_ops
+from megatron_lancet.training.plan_choice import choose_plan, is_tuned, uses_sdpa
+from megatron_lancet.training.plan_limits import planning_limits
+from megatron_lancet.training.profiling import check_can_profile, plans_within
+from megatron_lancet.training.tuning import Tuning
+
+
+def plan_lines(args: argparse.Namespace, config: LancetConfig) -> list[str]:
+    """The plan and where it comes from; what automatic tuning would do.
+
+    Args:
+        args: Megatron's arguments, validated.
+
+    Raises:
+        UsageError: what the run would refuse.
+    """
+    if isinstance(config.plan, Path) and not config.plan.is_file():
+        return [f"from {config.plan}, which is not here: it is checked when the run starts"]
+    plan, line = choose_plan(args, config)
+    choose_micro_ops(args, config, plan)
+    check_can_profile(args, config, plan)
+    if plan is None:
+        return [line]
+    lines = _tuning_lines(args, config, line) if is_tuned(args, config) else [line]
+    return [*lines, *_beside_the_estimate(plan)]
+
+
+def _beside_the_estimate(plan: Plan) -> list[str]:
+    if plan.dw_policy is DwPolicy.NONE or plan.dw_memory_bytes is not None:
+        return []
+    return [
+        "weight gradients that wait keep what they need, beside the estimate above: --lancet-dw-memory-mb bounds it, "
+        "--lancet-dw-policy none avoids it"
+    ]
+
+
+def _tuning_lines(args: argparse.Namespace, config: LancetConfig, line: str) -> list[str]:
+    limits = planning_limits(args, config)
+    num_steps = Tuning(config.tune_steps).num_steps_to_plan(num_profile_steps(plans_within(args, limits)))
+    if args.train_iters is not None and args.train_iters < num_steps:
+        return [f"{line} (fixed: {args.train_iters} steps are fewer than the {num_steps} that finding one takes)"]
+    excluded = [f"not {one.what}: {one.reason}" for one in limits.excluded]
+    dims, ranges = " or ".join(limits.chunk_dims), ", ".join(limits.ranges)
+    return [
+        f"found while training, or in a short run {line}",
+        f"auto takes the first {num_steps} steps for it (fewer with a profile in --lancet-cache), and keeps what pays",
+        f"it may cut along {dims}; ranges {ranges}; weight gradients {' or '.join(limits.dw_policies)}",
+        *excluded,
+    ]
+
+
+def saves_scores(args: argparse.Namespace, config: LancetConfig) -> bool:
+    """Whether core attention will keep its matrices of scores for the backward pass."""
+    if args.transformer_impl == "local":
+        return not uses_sdpa(args, config)
+    return args.attention_backend.name in ("unfused", "local")

@@ -1,0 +1,188 @@
+"""The dry run: from the command line to a report, in one process, without a process group."""
+
+import argparse
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.core.num_microbatches_calculator import _build_num_microbatches_calculator
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import validate_args
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.training import arguments, upstream
+from megatron_lancet.training.adjusted import settle
+from megatron_lancet.training.console import say
+from megatron_lancet.training.cpu_platform import gpu_available
+from megatron_lancet.training.dry_run.cluster import assumptions, missing_settings, on_the_cluster
+from megatron_lancet.training.dry_run.flags import choose_world
+from megatron_lancet.training.dry_run.layout import Layout, check_shares, layout_of
+from megatron_lancet.training.dry_run.memory import Memory, memory_of_stages
+from megatron_lancet.training.dry_run.missing import (
+    missing_checkpoints,
+    missing_packages,
+    missing_vocabulary_files,
+    unknown_sizes,
+)
+from megatron_lancet.training.dry_run.parameters import ModelSize, model_size
+from megatron_lancet.training.dry_run.plan import plan_lines, saves_scores
+from megatron_lancet.training.dry_run.stages import PipelineStage, pipeline_stages
+from megatron_lancet.training.dry_run.vocabulary import settle_vocabulary
+from megatron_lancet.training.input_files import missing_files
+from megatron_lancet.training.mocked import is_mocked
+from megatron_lancet.training.platform import apply_cpu_settings
+
+
+@dataclass
+class Findings:
+    """What a dry run found out.
+
+    Attributes:
+        target: for which machines, and who said how many ranks.
+        stages: of the pipeline.
+        memory: of a rank of each stage.
+        plan: lines about it.
+        changes: settings of the script that the run changes, a line for each.
+        warnings: what may be wrong, or only missing here.
+    """
+
+    args: argparse.Namespace
+    target: str
+    layout: Layout
+    stages: list[PipelineStage]
+    size: ModelSize
+    memory: list[Memory]
+    plan: list[str]
+    changes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def examine() -> Findings:
+    """Parse and validate ``sys.argv`` as the run itself would, and size what would run.
+
+    Raises:
+        UsageError: what the run would refuse.
+    """
+    upstream.check_seams()
+    args, config = arguments.parse()
+    unset = list(missing_settings(args))
+    with _megatrons_remarks() as remarks, on_the_cluster():
+        world = choose_world(args)
+        args.rank, args.world_size = 0, world.num_ranks
+        on_cpu = not gpu_available() and (is_mocked(args) or args.distributed_backend == "gloo")
+        if on_cpu:
+            apply_cpu_settings(args)
+        changes = settle(args, config)
+        missing = _validate(args)
+        plan = plan_lines(args, config)
+        with arguments.megatrons_refusals():
+            stages = _stages(args)
+            layout = layout_of(args, _num_micro_batches(args))
+    check_shares(args, layout)
+    size = model_size(args, stages)
+    machines = "CPUs, as --distributed-backend says" if on_cpu else f"GPUs{_assumed()}"
+    missing += [] if on_cpu else [*missing_packages(args), *unset]
+    return Findings(
+        args,
+        f"{world.num_ranks} ranks ({world.source}) on {machines}",
+        layout,
+        stages,
+        size,
+        memory_of_stages(args, layout, stages, size, saves_scores(args, config)),
+        plan,
+        changes,
+        [*missing, *unknown_sizes(args), *(f"Megatron: {remark}" for remark in remarks)],
+    )
+
+
+def _validate(args: argparse.Namespace) -> list[str]:
+    """What ``arguments.validate`` does, with warnings for files that are not here, and without Megatron's globals."""
+    arguments.check_settings(args)
+    missing = [*missing_files(args), *missing_vocabulary_files(args), *missing_checkpoints(args)]
+    with arguments.megatrons_refusals():
+        missing += _take_checkpoint_arguments(args)
+        validate_args(args)
+        missing += settle_vocabulary(args)
+    return missing
+
+
+def _stages(args: argparse.Namespace) -> list[PipelineStage]:
+    """Make Megatron's configurations, as the run would, and look at what the model's says of pipeline stages."""
+    model_config = gpt_config_from_args(args)
+    pretrain_cfg_container_from_args(args, model_config)
+    model_config.finalize()
+    return pipeline_stages(args, model_config.transformer)
+
+
+def _assumed() -> str:
+    return f" (assumed: {', '.join(assumptions())})" if assumptions() else ""
+
+
+@contextmanager
+def _megatrons_remarks() -> Iterator[list[str]]:
+    """What Megatron warns of inside the context; its log and its thousand lines of arguments are not shown."""
+    remarks: list[str] = []
+    level = logging.root.manager.disable
+    with warnings.catch_warnings(record=True) as caught, redirect_stdout(io.StringIO()):
+        warnings.simplefilter("always")
+        logging.disable(logging.WARNING)
+        try:
+            yield remarks
+        finally:
+            logging.disable(level)
+            remarks += dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, UserWarning))
+
+
+def _take_checkpoint_arguments(args: argparse.Namespace) -> Iterator[str]:
+    """``--use-checkpoint-args``, where the checkpoint is here; else a warning."""
+    if not args.use_checkpoint_args:
+        return
+    if args.load is None or not Path(args.load).is_dir():
+        if args.num_layers is None:
+            raise UsageError(
+                "--use-checkpoint-args takes the model from a checkpoint, which is not here. For a dry run pass the "
+                "model's arguments too (--num-layers, --hidden-size, ...)."
+            )
+        yield "--use-checkpoint-args: the checkpoint is not here, so its arguments are not known to this dry run"
+        return
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+    load_args_from_checkpoint(args)
+
+
+def _num_micro_batches(args: argparse.Namespace) -> int:
+    """Of a step, on each data-parallel rank; of the first step where the batch grows.
+
+    Raises:
+        AssertionError, ValueError: Megatron's, for a batch that can't be shared out.
+    """
+    calculator: Any = _build_num_microbatches_calculator(
+        args.rank,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size * args.gtp_weight_remat_size,
+        args.decrease_batch_size_if_needed,
+        args.step_batch_size_schedule,
+        args.seq_length,
+    )
+    return calculator.get()
+
+
+def run_dry() -> None:
+    """Entry point: print the report, on the first rank where somebody started several.
+
+    Raises:
+        UsageError: what the run would refuse.
+    """
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    from megatron_lancet.training.dry_run.report import report
+
+    say(report(examine()))

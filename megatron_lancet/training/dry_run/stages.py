@@ -1,0 +1,98 @@
+"""Which layers of the model a pipeline rank holds, as Megatron will share them out."""
+
+import argparse
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+
+@dataclass(frozen=True)
+class ModelChunk:
+    """A virtual pipeline stage: what one rank runs without handing over.
+
+    Attributes:
+        layers: whether each of its transformer layers is a MoE layer.
+        num_mtp: multi-token prediction layers.
+        has_embedding: of the tokens.
+        has_output: the output layer and the loss.
+        has_final_norm: the norm behind the last transformer layer.
+    """
+
+    layers: tuple[bool, ...]
+    num_mtp: int = 0
+    has_embedding: bool = False
+    has_output: bool = False
+    has_final_norm: bool = False
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """What the ranks of one pipeline rank hold.
+
+    Attributes:
+        chunks: virtual stages, in the order in which a micro-batch passes through them; one without virtual stages.
+    """
+
+    chunks: tuple[ModelChunk, ...]
+
+    @property
+    def layers(self) -> tuple[bool, ...]:
+        """Of all chunks."""
+        return tuple(layer for chunk in self.chunks for layer in chunk.layers)
+
+
+def moe_pattern(args: argparse.Namespace) -> list[bool]:
+    """Whether each layer of the model is a MoE layer.
+
+    Raises:
+        ValueError: a pattern of another length than the model.
+    """
+    if not args.num_experts:
+        return [False] * args.num_layers
+    freq = args.moe_layer_freq
+    pattern = freq if isinstance(freq, list) else [layer % freq == 0 for layer in range(args.num_layers)]
+    if len(pattern) != args.num_layers:
+        raise ValueError(f"--moe-layer-freq is a pattern of {len(pattern)} layers, --num-layers is {args.num_layers}")
+    return [bool(is_moe) for is_moe in pattern]
+
+
+def pipeline_stages(args: argparse.Namespace, config: Any) -> list[PipelineStage]:
+    """All pipeline ranks, first to last.
+
+    Args:
+        args: Megatron's arguments, validated.
+        config: Megatron's TransformerConfig that was made of them.
+
+    Raises:
+        AssertionError, ValueError: Megatron's, for layers that can't be shared out.
+    """
+    pp_size, vp_size = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    pattern = iter(moe_pattern(args))
+    chunks: dict[tuple[int, int], ModelChunk] = {}
+    for vp_stage in range(vp_size or 1):  # the order in which a micro-batch passes through them
+        for pp_rank in range(pp_size):
+            contents = _contents(config, pp_rank, vp_stage)
+            layers = tuple(next(pattern) for _ in range(contents.count(LayerType.decoder)))
+            chunks[pp_rank, vp_stage] = ModelChunk(
+                layers, contents.count(LayerType.mtp), LayerType.embedding in contents, LayerType.loss in contents
+            )
+    last = max(chunks, key=lambda place: (bool(chunks[place].layers), place[1], place[0]))
+    with_norm = last if config.mtp_num_layers else (pp_size - 1, (vp_size or 1) - 1)
+    chunks[with_norm] = replace(chunks[with_norm], has_final_norm=True)
+    return [PipelineStage(tuple(chunks[rank, stage] for stage in range(vp_size or 1))) for rank in range(pp_size)]
+
+
+def _contents(config: Any, pp_rank: int, vp_stage: int) -> list[LayerType]:
+    """What Megatron builds for a virtual stage of a pipeline rank."""
+    pp_size, vp_size = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return list(layout.layout[pp_rank][vp_stage])
+    contents = [LayerType.decoder] * get_num_layers_to_build(config, vp_stage if vp_size else None, pp_rank)
+    if (pp_rank, vp_stage) == (0, 0):
+        contents.append(LayerType.embedding)
+    if (pp_rank, vp_stage) == (pp_size - 1, (vp_size or 1) - 1):
+        contents += [LayerType.mtp] * (config.mtp_num_layers or 0) + [LayerType.loss]
+    return contents
