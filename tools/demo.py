@@ -1,4 +1,4 @@
-"""The whole way on one machine: corpus, tokenizer, training with expert parallelism, resume, validation, picture.
+"""The whole way on one machine: corpus, tokenizer, training with expert parallelism, resume, validation, sample.
 
 It trains a small GPT-MoE on the sources of Python's standard library, on two CPU ranks or on the GPUs that are
 there, and leaves summary.json, report.json, loss_curve.png and train.log in the output folder. Prepared data is
@@ -15,25 +15,22 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
-from subprocess import PIPE, STDOUT, Popen
+from subprocess import STDOUT
 from typing import Any
 
-from tqdm import tqdm
-
+from megatron_lancet.commands.training_process import Progress, running, say
 from megatron_lancet.data.arguments import positive_float, positive_int
 from megatron_lancet.data.atomic import atomic_outputs
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.report.loss_curve import LossCurve, write_png
 from megatron_lancet.report.summary import REPORT_FILE
-from megatron_lancet.report.train_log import Iteration, RunLog, results_text, tail
+from megatron_lancet.report.train_log import RunLog, results_text, tail
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -59,14 +56,11 @@ GPU_FLAGS = (
 
 NUM_CPU_RANKS = 2
 MAX_RANKS = 8
-LINE_EVERY_ITERATIONS = 25
-"""Between two lines of progress where there is no terminal for a bar."""
 
-SPEED_SPAN = 20
-"""Steps over which the speed shown during training is averaged."""
-
-STOP_GRACE_S = 45.0
-"""torchrun gives its ranks 30 s to end before it kills them."""
+SAMPLE_PROMPT = "def read(self"
+SAMPLE_TOKENS = 60
+SAMPLE_FLAGS = ("--temperature", "0.8", "--top-p", "0.9", "--seed", "0")
+"""One seed, so that two equal trainings end with equal samples."""
 
 
 @dataclass(frozen=True)
@@ -104,38 +98,7 @@ class Folder:
         self.report = root / REPORT_FILE
         self.picture = root / "loss_curve.png"
         self.summary = root / "summary.json"
-
-
-class Progress:
-    """A bar over all training steps, or a plain line now and then where no terminal shows a bar."""
-
-    def __init__(self, num_iterations: int, tokens_per_iteration: int) -> None:
-        self._tokens = tokens_per_iteration
-        self._recent_ms: deque[float] = deque(maxlen=SPEED_SPAN)
-        shape = dict(zip(("ncols", "nrows"), shutil.get_terminal_size(), strict=True))  # to tqdm, unknown is 0
-        form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-        self._bar = tqdm(total=num_iterations, desc="train", bar_format=form, disable=None, **shape)
-
-    def step(self, iteration: Iteration) -> None:
-        """Show a finished training step."""
-        self._recent_ms.append(iteration.step_ms)
-        tokens_per_s = self._tokens / fmean(self._recent_ms) * 1e3
-        figures = f"lm loss {iteration.lm_loss:.3f}, {tokens_per_s:.0f} tokens/s"
-        if not self._bar.disable:
-            self._bar.set_postfix_str(figures, refresh=False)
-            self._bar.update()
-        elif iteration.number % LINE_EVERY_ITERATIONS == 0 or iteration.number in (1, iteration.total):
-            say(f"      iteration {iteration.number:4d}/{iteration.total}: {figures}")
-
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        self._bar.close()
-
-
-def say(line: str) -> None:
-    """Print a line, above the bar if there is one."""
-    tqdm.write(line, file=sys.stdout)
-    sys.stdout.flush()
+        self.sample = root / "sample.json"
 
 
 def shown(path: Path) -> str:
@@ -222,7 +185,7 @@ def open_folder(root: Path) -> Folder:
         raise UsageError(f"cannot use {root} as output folder: {error.strerror}; pass another with --output") from error
     for trained in (folder.checkpoints, folder.cache):
         shutil.rmtree(trained, ignore_errors=True)
-    for result in (folder.train_log, folder.report, folder.picture, folder.summary):
+    for result in (folder.train_log, folder.report, folder.picture, folder.summary, folder.sample):
         result.unlink(missing_ok=True)
     return folder
 
@@ -247,34 +210,42 @@ def prepare(folder: Folder, vocab_size: int, corpus_megabytes: float | None) -> 
     settings = {"vocab_size": vocab_size, "corpus_megabytes": corpus_megabytes, "python": python}
     prepared = load_prepared(folder, settings)
     if prepared is not None:
-        say(f"[1-3/7] corpus, tokenizer and data set: prepared before, in {shown(folder.data)}")
+        say(f"[1-3/8] corpus, tokenizer and data set: prepared before, in {shown(folder.data)}")
         return prepared
     folder.prepared.unlink(missing_ok=True)
     folder.prepare_log.write_text("")
-    say(f"[1/7] corpus: the sources of Python {python}'s standard library")
+    say(f"[1/8] corpus: the sources of Python {python}'s standard library")
     limit = ("--max-megabytes", corpus_megabytes) if corpus_megabytes else ()
-    run_tool(folder, "prepare_corpus", "--output", folder.corpus, *limit)
-    say(f"[2/7] tokenizer: SentencePiece, {vocab_size} pieces")
+    run_tool(folder.prepare_log, "prepare_corpus", "--output", folder.corpus, *limit)
+    say(f"[2/8] tokenizer: SentencePiece, {vocab_size} pieces")
     model = ("--output-prefix", folder.tokenizer.with_suffix(""), "--vocab-size", vocab_size)
-    run_tool(folder, "train_tokenizer", "--input", folder.corpus, *model)
-    say("[3/7] data set: the corpus as tokens, in Megatron's format")
+    run_tool(folder.prepare_log, "train_tokenizer", "--input", folder.corpus, *model)
+    say("[3/8] data set: the corpus as tokens, in Megatron's format")
     tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", folder.tokenizer)
     options = ("--append-eod", "--progress", "off", "--workers", min(2, num_cores()))
     prefix = ("--output-prefix", folder.data / "stdlib")
-    run_tool(folder, "preprocess_data", "--input", folder.corpus, *prefix, *tokenizer, *options)
+    run_tool(folder.prepare_log, "preprocess_data", "--input", folder.corpus, *prefix, *tokenizer, *options)
     num_tokens, entropy = measure_dataset(folder)
     prepared = {"settings": settings, "num_tokens": num_tokens, "unigram_entropy": entropy}
     write_json(prepared, folder.prepared)
     return prepared
 
 
-def run_tool(folder: Folder, name: str, *arguments: object) -> None:
-    """Run one of the data tools, with its output in prepare.log; a UsageError if it fails."""
+def run_tool(log: Path, name: str, *arguments: object) -> None:
+    """Run another tool, with its output at the end of ``log``; a UsageError if it fails."""
     command = [sys.executable, str(REPOSITORY / "tools" / f"{name}.py"), *map(str, arguments)]
-    with folder.prepare_log.open("a") as log:
-        status = subprocess.run(command, stdout=log, stderr=STDOUT, check=False).returncode
+    with log.open("a") as file:
+        status = subprocess.run(command, stdout=file, stderr=STDOUT, check=False).returncode
     if status != 0:
-        raise UsageError(f"tools/{name}.py ended with status {status}. The end of {tail(folder.prepare_log)}")
+        raise UsageError(f"tools/{name}.py ended with status {status}. The end of {tail(log)}")
+
+
+def write_sample(folder: Folder) -> dict[str, str]:
+    """What the trained model makes of a prompt, on one rank whatever it was trained on: ``prompt`` and ``text``."""
+    prompt = ("--prompt", SAMPLE_PROMPT, "--max-tokens", SAMPLE_TOKENS, *SAMPLE_FLAGS)
+    run_tool(folder.train_log, "generate", "--load", folder.checkpoints, *prompt, "--output", folder.sample)
+    written = json.loads(folder.sample.read_text())
+    return {name: written[name] for name in ("prompt", "text")}
 
 
 def measure_dataset(folder: Folder) -> tuple[int, float]:
@@ -289,25 +260,6 @@ def measure_dataset(folder: Folder) -> tuple[int, float]:
 
         dataset = IndexedDataset(str(folder.dataset))  # named: its arrays die with it
         return int(dataset.sequence_lengths.sum()), unigram_entropy_nats(str(folder.dataset))
-
-
-@contextmanager
-def running(command: Sequence[str], environment: dict[str, str]) -> Iterator[Popen[str]]:
-    """A child process with its output to read; whatever ends the block, it and its ranks end too."""
-    # In a session of its own, Ctrl-C reaches the launcher only as the SIGTERM below, which it hands to its ranks.
-    process = Popen(
-        command, env=environment, stdout=PIPE, stderr=STDOUT, text=True, errors="replace", start_new_session=True
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(STOP_GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 def train(command: Sequence[str], num_ranks: int, log: Path, on_line: Callable[[str], None]) -> None:
@@ -342,14 +294,14 @@ def train_and_resume(
         if iteration is not None:
             progress.step(iteration)
             if iteration.number == num_iterations:
-                say("[6/7] checkpoint, then the validation loss")
+                say("[6/8] checkpoint, then the validation loss")
 
     first = ["--exit-interval", str(middle)]
     second = ["--load", str(folder.checkpoints), "--exit-on-missing-checkpoint", "--lancet-report", str(folder.root)]
     try:
-        say(f"[4/7] training, steps 1 to {middle}, then a checkpoint: {layout.description}")
+        say(f"[4/8] training, steps 1 to {middle}, then a checkpoint: {layout.description}")
         train(launch_command(layout, [*flags, *first]), layout.num_ranks, folder.train_log, on_line)
-        say(f"[5/7] a new start from the checkpoint, steps {middle + 1} to {num_iterations}")
+        say(f"[5/8] a new start from the checkpoint, steps {middle + 1} to {num_iterations}")
         train(launch_command(layout, [*flags, *second]), layout.num_ranks, folder.train_log, on_line)
     finally:
         progress.close()
@@ -377,8 +329,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     train_start_s = time.monotonic()
     run = train_and_resume(folder, layout, flags, arguments.train_iters, tokens_per_iteration)
     train_seconds = time.monotonic() - train_start_s
-    say("[7/7] loss curve and summary")
-    summary = {**run.results(json.loads(folder.report.read_text())), "unigram_entropy": entropy}
+    say("[7/8] a sample of what it writes now")
+    sample = write_sample(folder)
+    say(textwrap.indent(sample["prompt"] + sample["text"], "      | "))
+    say("[8/8] loss curve and summary")
+    summary = {**run.results(json.loads(folder.report.read_text())), "unigram_entropy": entropy, "sample": sample}
     title = f"GPT-MoE on the sources of Python's standard library, {layout.description}"
     curve = LossCurve(title, run, tokens_per_iteration, arguments.train_iters // 2, entropy)
     write_png(curve, folder.picture)

@@ -1,4 +1,7 @@
-"""A folder of text or code to a JSONL corpus, for ``train_tokenizer.py`` and ``preprocess_data.py``."""
+"""A folder of text or code to a JSONL corpus, for ``train_tokenizer.py`` and ``preprocess_data.py``.
+
+tools/prepare_corpus.py --input ~/texts --output corpus.jsonl --extensions .txt .md
+"""
 
 import argparse
 import codecs
@@ -46,7 +49,7 @@ class Summary:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--input",
         type=Path,

@@ -1,8 +1,13 @@
-"""Tokenize a JSONL corpus into Megatron's datasets: PREFIX_KEY_document.bin and .idx for every JSON key.
+r"""Tokenize a JSONL corpus into Megatron's datasets: PREFIX_KEY_document.bin and .idx for every JSON key.
 
 One JSON object a line, UTF-8; blank lines are ignored and texts without a token are left out. The output
 does not depend on the number of workers. It appears complete or not at all: a failed run removes what it
 wrote and keeps an older dataset with the same prefix.
+
+  tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod \
+      --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
+
+and then pretrain_gpt_moe.py --data-path data/corpus_text_document, with the same tokenizer.
 """
 
 import argparse
@@ -53,7 +58,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--input", type=Path, required=True, metavar="FILE.jsonl")
+    parser.add_argument(
+        "--input", type=Path, required=True, metavar="FILE.jsonl", help="the corpus, of prepare_corpus.py for example"
+    )
     parser.add_argument(
         "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to tokenize (default: text)"
     )

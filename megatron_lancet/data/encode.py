@@ -126,7 +126,7 @@ def build_tokenizer(settings: TokenizerSettings) -> Any:
         )
     try:
         return megatron_builder.build_tokenizer(settings)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # ValueError: a message of SentencePiece that is no UTF-8
         raise UsageError(f"{model} is not a readable SentencePiece model ({error})") from error
 
 

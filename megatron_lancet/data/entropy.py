@@ -3,6 +3,7 @@
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_lancet.data.indexed import check_dataset
 from megatron_lancet.errors import UsageError
 
 _SLICE_TOKENS = 1 << 24
@@ -20,11 +21,10 @@ def unigram_entropy_nats(prefix: str, split_range: tuple[int, int] | None = None
         split_range: Documents ``[begin, end)`` to count; None counts all.
 
     Raises:
-        UsageError: there is no dataset at ``prefix``, or no token in the range.
+        UsageError: there is no dataset at ``prefix``, it is damaged, or no token is in the range.
         ValueError: ``split_range`` is not within the dataset.
     """
-    if not IndexedDataset.exists(prefix):
-        raise UsageError(f"no dataset at {prefix}: expected {prefix}.bin and {prefix}.idx")
+    check_dataset(prefix)
     dataset = IndexedDataset(prefix, mmap=True)
     counts = _count_tokens(dataset, split_range)
     num_tokens = int(counts.sum())

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-SUBPROCESS_TIMEOUT_S = 60
+SUBPROCESS_TIMEOUT_S = 120
 
 
 def _load_tool(name: str) -> ModuleType:

@@ -18,7 +18,7 @@ from megatron_lancet.data.encode import TokenizerSettings, build_tokenizer
 from megatron_lancet.errors import UsageError
 
 POLL_S = 0.05
-PROCESS_TIMEOUT_S = 40
+PROCESS_TIMEOUT_S = 100
 
 
 def arguments_for(corpus: Path, prefix: Path, model: Path, *more: str) -> list[str]:

@@ -135,7 +135,7 @@ def test_a_failing_tool_is_one_error_with_the_end_of_its_log(demo, folder):
     with pytest.raises(
         UsageError, match=r"prepare_corpus.py ended with status 2.*prepare.log:\n(.*\n)*.*required: --output"
     ):
-        demo.run_tool(folder, "prepare_corpus")
+        demo.run_tool(folder.prepare_log, "prepare_corpus")
 
 
 def test_the_training_is_logged_and_passed_on(demo, tmp_path):
@@ -199,6 +199,9 @@ def test_the_whole_demo(tmp_path):
     assert 6.0 < summary["validation_loss"] < 6.6  # about ln(600) = 6.4
     assert summary["tokens_per_s"] > 0
     assert f"{summary['validation_loss']:.3f} nats per token" in result.stdout
+    assert summary["sample"]["prompt"] == "def read(self"
+    assert "      | def read(self" + summary["sample"]["text"].split("\n")[0] in result.stdout
+    assert json.loads((output / "sample.json").read_text())["iteration"] == 8
     assert (output / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
     assert (output / "report.json").is_file()
     check_log(output / "train.log", output)

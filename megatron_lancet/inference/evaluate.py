@@ -1,0 +1,152 @@
+"""Loss and perplexity of a model on a data set, as Megatron's validation counts them.
+
+The data is one stream of tokens, cut into windows of the model's context: each predicts what comes next within it, and
+sees nothing of the window before. That is how training feeds and validates it.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.inference.utils import get_attention_mask
+
+from megatron_lancet.data.indexed import check_dataset
+from megatron_lancet.data.jsonl import iter_texts, open_input
+from megatron_lancet.errors import UsageError
+from megatron_lancet.inference.load import LoadedModel
+
+_UNSEEN_LABEL = 0
+"""Any id: its loss is masked out."""
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """What is to be predicted.
+
+    Attributes:
+        tokens: [N], the first of which is only context.
+        num_text_bytes: of the text as UTF-8; None where only its tokens are known.
+    """
+
+    tokens: np.ndarray
+    num_text_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result for a data set.
+
+    Attributes:
+        loss: mean cross entropy in nats per token.
+        perplexity: ``exp(loss)``.
+        num_tokens: that were predicted.
+        bits_per_byte: of the text; None where that is not known.
+    """
+
+    loss: float
+    perplexity: float
+    num_tokens: int
+    bits_per_byte: float | None
+
+
+def read_stream(data: str, tokenizer: Any, key: str = "text") -> TokenStream:
+    """Tokens of a ``.jsonl`` or ``.txt`` file, or of the dataset with a prefix.
+
+    Texts are joined as ``tools/preprocess_data.py --append-eod`` does it, and one end of text precedes the first, so
+    that every token of the text is predicted.
+
+    Args:
+        key: of the text in each line of a ``.jsonl``.
+
+    Raises:
+        UsageError: the data is missing, damaged, or not of this vocabulary.
+    """
+    if data.endswith((".jsonl", ".txt")):
+        stream = _read_text(Path(data), tokenizer, key)
+    else:
+        stream = TokenStream(check_dataset(data).tokens(), None)
+    if len(stream.tokens) < 2:
+        raise UsageError(f"{data} has {len(stream.tokens)} tokens; at least 2 are needed to predict one from another.")
+    lowest, highest = int(stream.tokens.min()), int(stream.tokens.max())
+    if lowest < 0 or highest >= tokenizer.vocab_size:
+        raise UsageError(
+            f"{data} has ids from {lowest} to {highest}; the checkpoint's tokenizer has 0 to {tokenizer.vocab_size - 1}"
+            ". Pass data that was made with this tokenizer."
+        )
+    return stream
+
+
+def _read_text(path: Path, tokenizer: Any, key: str) -> TokenStream:
+    texts = iter_texts(path, key) if path.suffix == ".jsonl" else _whole_text(path)
+    eod = tokenizer.eod
+    separator = [eod] if isinstance(eod, int) and 0 <= eod < tokenizer.vocab_size else []
+    ids: list[int] = list(separator)
+    num_bytes = 0
+    for text in texts:
+        if not text:
+            continue
+        try:
+            ids += tokenizer.tokenize(text)
+        except ValueError as error:
+            raise UsageError(f"{path}: the tokenizer refuses a text: {error}") from error
+        ids += separator
+        num_bytes += len(text.encode())
+    return TokenStream(np.array(ids, dtype=np.int64), num_bytes or None)
+
+
+def _whole_text(path: Path) -> Iterator[str]:
+    with open_input(path) as file:
+        data = file.read()
+    try:
+        yield data.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: expected UTF-8, found something else at byte {error.start}.") from error
+
+
+@torch.inference_mode()
+def evaluate(model: LoadedModel, stream: TokenStream, batch_size: int, max_tokens: int | None = None) -> Evaluation:
+    """Loss of a model on a stream. Ranks take windows in turn and get the same result.
+
+    Args:
+        batch_size: windows that a rank computes at once.
+        max_tokens: predict only the first so many; None predicts all.
+    """
+    num_tokens = min(len(stream.tokens) - 1, max_tokens or len(stream.tokens))
+    length = min(model.context_length, num_tokens)
+    windows_per_step = batch_size * model.num_ranks
+    mask = get_attention_mask(length)
+    positions = torch.arange(length, device=model.device).expand(batch_size, -1)
+    total = torch.zeros(1, dtype=torch.float64, device=model.device)
+    # Every rank runs every step: the ranks of an expert-parallel group need each other in each layer.
+    for first in range(0, -(-num_tokens // length), windows_per_step):
+        start = (first + model.rank * batch_size) * length
+        inputs, labels, weights = (
+            part.to(model.device) for part in _batch(stream, start, batch_size, length, num_tokens)
+        )
+        losses = model.module(inputs, positions, mask, labels=labels)
+        total += (losses.double() * weights).sum()
+    if model.num_ranks > 1:
+        dist.all_reduce(total)
+    loss = float(total) / num_tokens
+    num_bytes = stream.num_text_bytes if num_tokens == len(stream.tokens) - 1 else None
+    bits_per_byte = float(total) / math.log(2) / num_bytes if num_bytes else None
+    return Evaluation(loss, math.exp(min(loss, 700.0)), num_tokens, bits_per_byte)
+
+
+def _batch(
+    stream: TokenStream, start: int, batch_size: int, length: int, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs, labels and weights, each [batch_size, length]; beyond the end, weights are 0."""
+    end = min(start + batch_size * length, num_tokens)
+    inputs, labels, weights = np.full((3, batch_size * length), _UNSEEN_LABEL, dtype=np.int64)
+    if end > start:
+        inputs[: end - start] = stream.tokens[start:end]
+        labels[: end - start] = stream.tokens[start + 1 : end + 1]
+        weights[: end - start] = 1
+    shape = (batch_size, length)
+    return tuple(torch.from_numpy(part.reshape(shape)) for part in (inputs, labels, weights))  # type: ignore[return-value]

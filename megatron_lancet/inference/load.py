@@ -1,0 +1,276 @@
+"""A model from a checkpoint, on as many ranks as there are: the checkpoint's own arguments say what it is.
+
+The ranks share the experts of each layer (expert parallel size = number of ranks) and hold all else in full, however
+the training was split: Megatron's distributed checkpoints load into any layout.
+"""
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron.core.inference.sampling.torch_sampling import TorchSampling
+from megatron.core.inference.utils import InferenceMode
+
+from megatron_lancet.data.encode import SENTENCEPIECE_TYPES, TokenizerSettings, build_tokenizer, megatron_builder
+from megatron_lancet.errors import UsageError
+from megatron_lancet.training import upstream
+from megatron_lancet.training.checkpoint_reader import StoredRun
+from megatron_lancet.training.platform import apply_cpu_settings
+
+_NOT_FOR_INFERENCE: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "context_parallel_size": 1,
+    "hierarchical_context_parallel_sizes": None,
+    "expert_tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "tp_comm_overlap": False,
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "recompute_modules": None,
+    "cpu_offloading_num_layers": 0,
+    "optimizer_cpu_offload": False,
+    "use_precision_aware_optimizer": False,
+    "async_save": False,
+    "use_megatron_fsdp": False,
+    "use_torch_fsdp2": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "delay_wgrad_compute": False,
+    "defer_embedding_wgrad_compute": False,
+    "gradient_accumulation_fusion": False,
+    "moe_shared_expert_overlap": False,
+    "moe_router_force_load_balancing": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "mtp_num_layers": None,
+    "cuda_graph_impl": "none",
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+    "distributed_backend": "nccl",
+    # Every weight comes from the checkpoint.
+    "perform_initialization": False,
+    "use_cpu_initialization": True,
+}
+"""Arguments of a training that change how the work is split or when it is done, but not the model's function."""
+
+_SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (StaticInferenceContext, "__init__", ("max_batch_size", "max_sequence_length")),
+    (StaticInferenceContext, "enable_decode_mode", ()),
+    (GPTInferenceWrapper, "__init__", ("model", "inference_context")),
+    (GPTInferenceWrapper, "prep_inference_input", ("prompts_tokens",)),
+    (GPTInferenceWrapper, "get_batch_for_context_window", ("inference_input", "context_start_position")),
+    (GPTInferenceWrapper, "run_one_forward_step", ("inference_input",)),
+    (InferenceMode, "active", ()),
+    (TorchSampling, "sample_from_logits", ("temperature", "top_k", "top_p", "generator", "vocab_size")),
+    (dist_checkpointing, "load", ("sharded_state_dict", "checkpoint_dir")),
+    (parallel_state, "initialize_model_parallel", ("expert_model_parallel_size", "expert_tensor_parallel_size")),
+)
+"""What this package uses of Megatron beside ``training/upstream.py``."""
+
+_REFUSED = {
+    "spec": "--spec, a Python file",
+    "hybrid_layer_pattern": "--hybrid-layer-pattern",
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
+    "yaml_cfg": "--yaml-cfg",
+}
+"""What a checkpoint may have been trained with that these tools don't build: a file of code, or no GPT."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its weights, in evaluation mode.
+
+    Attributes:
+        module: takes tokens, position ids and an attention mask.
+        context_length: tokens that it was trained to see at once.
+        can_cache: whether keys and values of earlier tokens can be kept.
+        device: that it is on.
+        rank: of this process.
+        num_ranks: that share its experts.
+    """
+
+    module: torch.nn.Module
+    context_length: int
+    can_cache: bool
+    device: torch.device
+    rank: int
+    num_ranks: int
+
+
+def number_of_ranks() -> int:
+    """Processes that the launcher started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_ranks(run: StoredRun, num_ranks: int) -> None:
+    """
+    Raises:
+        UsageError: the experts can't be shared by so many ranks, or the model is one that is not built here.
+    """
+    experts: int = getattr(run.arguments, "num_experts", None) or 0
+    if num_ranks > 1 and not experts:
+        raise UsageError(
+            f"{run.folder} holds a model without experts: there is nothing to share among {num_ranks} ranks. "
+            "Start it as one process."
+        )
+    if num_ranks > 1 and experts % num_ranks != 0:
+        raise UsageError(
+            f"the {experts} experts of {run.folder} can't be shared evenly by {num_ranks} ranks. Start a number of "
+            f"ranks that divides {experts}."
+        )
+    for name, flag in _REFUSED.items():
+        if getattr(run.arguments, name, None):
+            raise UsageError(f"{run.folder} was trained with {flag}: evaluate and generate don't build such models.")
+
+
+def tokenizer_of(run: StoredRun, model_file: Path | None) -> Any:
+    """The tokenizer that the run was trained with.
+
+    Args:
+        model_file: where its file is now; None takes the path that the checkpoint names.
+
+    Raises:
+        UsageError: its file is missing or damaged, or it is larger than the model's vocabulary.
+    """
+    args = argparse.Namespace(**{**upstream.default_arguments(), **vars(run.arguments)})
+    args.pad_vocab_size = False
+    if model_file is not None:
+        args.tokenizer_model = str(model_file)
+    kind, path = args.tokenizer_type, args.tokenizer_model
+    if kind not in ("NullTokenizer", *SENTENCEPIECE_TYPES):
+        return _checked(_other_tokenizer(args, kind), run)
+    if kind in SENTENCEPIECE_TYPES and (path is None or not Path(path).is_file()):
+        given = "--tokenizer-model" if model_file is not None else f"the checkpoint {run.folder}"
+        raise UsageError(
+            f"the tokenizer's file is missing: {given} names {path}. Pass the one that the data was made with as "
+            "--tokenizer-model."
+        )
+    settings = {field.name: getattr(args, field.name) for field in dataclasses.fields(TokenizerSettings)}
+    if isinstance(settings["special_tokens"], list):
+        settings["special_tokens"] = tuple(settings["special_tokens"]) or None
+    return _checked(build_tokenizer(TokenizerSettings(**settings)), run)
+
+
+def _other_tokenizer(args: argparse.Namespace, kind: str) -> Any:
+    try:
+        args.trust_remote_code = False  # a tokenizer's folder may bring Python code of its own
+        return megatron_builder.build_tokenizer(args)
+    except Exception as error:
+        raise UsageError(
+            f"the checkpoint's tokenizer ({kind}, {args.tokenizer_model}) can't be built: {error}. Pass its file or "
+            "folder as --tokenizer-model."
+        ) from error
+
+
+def _checked(tokenizer: Any, run: StoredRun) -> Any:
+    """
+    Raises:
+        UsageError: it does not fit the vocabulary that the model was trained with.
+    """
+    padded = getattr(run.arguments, "padded_vocab_size", None)
+    if padded is None:
+        raise UsageError(f"{run.folder} does not say how large its vocabulary is; it is no training checkpoint.")
+    divisor = run.arguments.make_vocab_size_divisible_by * run.arguments.tensor_model_parallel_size
+    expected = -(-tokenizer.vocab_size // divisor) * divisor
+    too_small = getattr(run.arguments, "pad_vocab_size", True) and expected != padded
+    if tokenizer.vocab_size > padded or too_small:
+        raise UsageError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, {expected} when padded to a multiple of {divisor}; the "
+            f"checkpoint {run.folder} was trained with {padded}. Pass the tokenizer that it was trained with as "
+            "--tokenizer-model."
+        )
+    return tokenizer
+
+
+def model_arguments(run: StoredRun, device: torch.device, num_ranks: int) -> argparse.Namespace:
+    """Megatron's arguments for building the model of a checkpoint on ``num_ranks`` ranks that share its experts.
+
+    Raises:
+        UsageError: the model needs a GPU, and there is none.
+    """
+    args = argparse.Namespace(**{**upstream.default_arguments(), **vars(run.arguments), **_NOT_FOR_INFERENCE})
+    args.rank, args.world_size = int(os.environ.get("RANK", "0")), num_ranks
+    args.data_parallel_size = num_ranks
+    args.expert_model_parallel_size = num_ranks if args.num_experts else 1
+    if device.type == "cpu":
+        apply_cpu_settings(args)
+    return args
+
+
+@contextmanager
+def loaded_model(run: StoredRun, device: torch.device) -> Iterator[LoadedModel]:
+    """The model of a checkpoint, on all ranks; their process groups end with the context.
+
+    Call :func:`check_ranks` before.
+
+    Raises:
+        UsageError: the weights don't fit the model that the checkpoint's arguments describe.
+    """
+    upstream.refuse_missing(upstream.missing_functions(_SEAMS))
+    num_ranks = number_of_ranks()
+    args = model_arguments(run, device, num_ranks)
+    own_attention = bool(args.multi_latent_attention) and args.transformer_impl == "local"
+    with ExitStack() as stack:
+        stack.enter_context(_process_groups(device, args))
+        stack.enter_context(upstream.core_attention_without_te(own_attention))
+        module = upstream.build_plain_gpt(args)
+        _load_weights(module, run)
+        module.eval()
+        yield LoadedModel(
+            module=module.cuda(),
+            context_length=args.seq_length,
+            can_cache=not args.multi_latent_attention,
+            device=device,
+            rank=args.rank,
+            num_ranks=num_ranks,
+        )
+
+
+@contextmanager
+def _process_groups(device: torch.device, args: argparse.Namespace) -> Iterator[None]:
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+    if args.world_size == 1:
+        # A store in memory: one process needs no network.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend)
+    try:
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=args.expert_model_parallel_size, expert_tensor_parallel_size=1
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _load_weights(module: Any, run: StoredRun) -> None:
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    wanted = module.sharded_state_dict(metadata={**(run.content or {}), "dp_cp_group": group})
+    try:
+        module.load_state_dict(dist_checkpointing.load({"model": wanted}, str(run.folder))["model"])
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"the weights of {run.folder} don't fit the model that its own arguments describe, or are damaged: {reason}"
+        ) from error

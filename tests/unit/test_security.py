@@ -1,0 +1,131 @@
+"""Nothing of ours runs what it reads: what the source may not contain, checked on its syntax tree."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDERS = ("megatron_lancet", "tools", "benchmarks", "docs")
+
+UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+BUILTINS = {"eval", "exec", "compile", "__import__"}
+YAML_LOADERS = {"load", "load_all", "unsafe_load", "full_load", "unsafe_load_all", "full_load_all"}
+NUMPY_READERS = {"load"}
+SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"}
+
+
+def sources() -> list[Path]:
+    found = [REPOSITORY / "pretrain_gpt_moe.py", REPOSITORY / "setup.py"]
+    for folder in FOLDERS:
+        found += sorted((REPOSITORY / folder).rglob("*.py"))
+    return found
+
+
+def dotted(node: ast.expr) -> str:
+    """``torch.load`` of the expression that says so; empty for anything that is no dotted name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    return ""
+
+
+def is_true(call: ast.Call, keyword: str) -> bool:
+    return any(
+        one.arg == keyword and isinstance(one.value, ast.Constant) and one.value.value is True for one in call.keywords
+    )
+
+
+def restricted_unpicklers(tree: ast.AST) -> set[ast.expr]:
+    """``pickle.Unpickler`` where it is the base of a class that decides itself which names may be looked up."""
+    bases = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+            bases |= {base for base in node.bases if dotted(base) == "pickle.Unpickler" and "find_class" in methods}
+    return bases
+
+
+def dangers(text: str) -> list[str]:
+    """What runs, or might run, data; as ``line: what``."""
+    tree = ast.parse(text)
+    restricted = restricted_unpicklers(tree)
+    allowed = restricted | {base.value for base in restricted if isinstance(base, ast.Attribute)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNPICKLERS:
+            found.append(f"{node.lineno}: from {node.module}")
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                plain_pickle = alias.name == "pickle" and alias.asname is None
+                if alias.name.split(".")[0] in UNPICKLERS and not plain_pickle:
+                    found.append(f"{node.lineno}: import {alias.name}")
+        elif isinstance(node, ast.Attribute) and dotted(node.value) == "pickle" and node not in allowed:
+            if node.attr not in ("UnpicklingError", "PicklingError"):
+                found.append(f"{node.lineno}: pickle.{node.attr}")
+        elif isinstance(node, ast.Call):
+            found += [f"{node.lineno}: {what}" for what in call_dangers(node)]
+    return found
+
+
+def call_dangers(call: ast.Call) -> list[str]:
+    name = dotted(call.func)
+    owner, _, last = name.rpartition(".")
+    found = []
+    if name in BUILTINS or name in SHELLS:
+        found.append(name)
+    if last == "load" and owner.split(".")[0] == "torch" and not is_true(call, "weights_only"):
+        found.append(f"{name} without weights_only=True")
+    if name in ("torch.jit.load", "torch.hub.load"):
+        found.append(name)
+    if owner == "yaml" and last in YAML_LOADERS:
+        found.append(name)
+    if owner in ("numpy", "np") and last in NUMPY_READERS and is_true(call, "allow_pickle"):
+        found.append(f"{name} with allow_pickle")
+    if is_true(call, "shell"):
+        found.append(f"{name} with shell=True")
+    if is_true(call, "trust_remote_code"):
+        found.append(f"{name} with trust_remote_code")
+    return found
+
+
+def test_source_runs_nothing_that_it_reads():
+    paths = sources()
+    assert len(paths) > 100, "the sources are elsewhere"
+    found = {str(path.relative_to(REPOSITORY)): dangers(path.read_text()) for path in paths}
+    assert {name: what for name, what in found.items() if what} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle\npickle.load(file)",
+        "import pickle\npickle.Unpickler(file).load()",
+        "import pickle\nclass Careless(pickle.Unpickler):\n    pass",
+        "import pickle as p",
+        "from pickle import loads",
+        "import marshal",
+        "eval(text)",
+        "exec(text)",
+        "__import__(name)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "torch.load(path, weights_only=flag)",
+        "torch.jit.load(path)",
+        "yaml.load(text, Loader=yaml.Loader)",
+        "np.load(path, allow_pickle=True)",
+        "subprocess.run(text, shell=True)",
+        "os.system(text)",
+        "AutoModel.from_pretrained(name, trust_remote_code=True)",
+    ],
+)
+def test_each_danger_is_seen(text):
+    assert dangers(text)
+
+
+def test_what_is_harmless_passes():
+    assert not dangers("import pickle\nclass Careful(pickle.Unpickler):\n    def find_class(self, module, name): ...")
+    assert not dangers("torch.load(path, weights_only=True)\nyaml.safe_load(text)\nre.compile(text)\nmodel.eval()")
+    assert not dangers("try:\n    pass\nexcept pickle.UnpicklingError:\n    pass")

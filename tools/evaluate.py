@@ -1,0 +1,70 @@
+"""Loss and perplexity of a checkpoint of pretrain_gpt_moe.py on a data set.
+
+The checkpoint says what model it is; give only its folder and the data: a .jsonl or .txt file, or the prefix of a
+dataset that tools/preprocess_data.py wrote (without .bin/.idx).
+
+  python tools/evaluate.py --load runs/demo/checkpoints --data my.jsonl
+  torchrun --nproc-per-node 2 tools/evaluate.py --load ... --data ...    the experts on two ranks
+
+The data is one stream, cut into windows of the length that the model was trained with, as training cuts its
+validation data. A checkpoint of any number of expert-parallel ranks runs on any other that divides the number of
+experts.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron_lancet.data.arguments import positive_int, require_output_folder
+from megatron_lancet.data.atomic import atomic_outputs
+from megatron_lancet.inference.command import run_tool
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--load", type=Path, required=True, metavar="DIR", help="where training saved (its --save)")
+    add("--data", required=True, metavar="DATA", help="FILE.jsonl, FILE.txt, or the prefix of a .bin/.idx dataset")
+    add("--step", type=positive_int, metavar="N", help="the checkpoint of this training step (default: the latest)")
+    add("--tokenizer-model", type=Path, metavar="FILE", help="where the tokenizer is now (default: as when training)")
+    add("--json-key", default="text", metavar="KEY", help="of the text in a .jsonl (default: text)")
+    add("--max-tokens", type=positive_int, metavar="N", help="only the first N tokens (default: all)")
+    add("--batch-size", type=positive_int, default=8, metavar="N", help="windows at once per rank (default: 8)")
+    add("--output", type=Path, metavar="FILE", help="also write the figures to FILE, as JSON")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command, as one rank of however many there are."""
+    arguments = parse_arguments(argv)
+    if arguments.output is not None:
+        require_output_folder(arguments.output)
+    from megatron_lancet.inference.evaluate import evaluate, read_stream  # torch and Megatron: after the check above
+    from megatron_lancet.inference.session import Session
+
+    session = Session.open(arguments.load, arguments.step, arguments.tokenizer_model)
+    stream = read_stream(arguments.data, session.tokenizer, arguments.json_key)
+    with session.model() as model:
+        start_s = time.monotonic()
+        result = evaluate(model, stream, arguments.batch_size, arguments.max_tokens)
+        seconds = time.monotonic() - start_s
+        rank = model.rank
+    if rank != 0:
+        return
+    print(f"{arguments.data}, checkpoint of step {session.run.iteration}:")
+    print(f"  loss          {result.loss:.6f} nats per token")
+    print(f"  perplexity    {result.perplexity:.4f}")
+    print(f"  tokens        {result.num_tokens} predicted in {seconds:.1f} s")
+    if result.bits_per_byte is not None:
+        print(f"  per byte      {result.bits_per_byte:.4f} bits of {stream.num_text_bytes} bytes of text")
+    if arguments.output is not None:
+        with atomic_outputs(arguments.output) as (temporary,):
+            temporary.write_text(json.dumps({"iteration": session.run.iteration, **asdict(result)}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    run_tool(main, "evaluating")
