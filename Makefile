@@ -1,4 +1,4 @@
-# make demo | test | lint: each sets up everything it needs in .venv first, once; later calls start at once and
+# make demo | test | lint | wheel: each sets up everything it needs in .venv first, once; later calls start at once and
 # work offline. PYTHON=/path/to/python picks the interpreter, VENV=folder the environment.
 
 VENV ?= .venv
@@ -6,32 +6,44 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 SOURCES := megatron_lancet tools tests benchmarks docs pretrain_gpt_moe.py setup.py
 
-.PHONY: demo test lint bench-network bench-prediction bench-gpu format constraints clean help
+# Without PYTEST_ARGS: everything, in two processes, each test file in one of them.
+PYTEST_ALL := -n 2 --dist loadfile --no-loadscope-reorder --durations 20
+
+.PHONY: demo test lint wheel bench-network bench-prediction bench-priority bench-gpu format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text, with expert parallelism, and show the result"
 	@echo "make test    run the test suite"
+	@echo "             (PYTEST_ARGS=\"tests/unit/schedule -k order\": a part of it, in one process)"
 	@echo "make lint    ruff and mypy"
+	@echo "make wheel   build wheel and source distribution, install into an empty environment and run there"
 	@echo "make bench-network   what overlap buys on a shaped network (root, Linux); BENCH_ARGS=--quick for two minutes"
 	@echo "make bench-prediction   predicted step times against real ones on the same network (root, Linux)"
+	@echo "make bench-priority     all-to-alls and gradient reductions on one shaped link (root, Linux)"
 	@echo "make bench-gpu       stock, pipelined experts and our schedules on one GPU; BENCH_ARGS=--help lists options"
 
 demo: $(STAMP)
 	@$(BIN)/python tools/demo.py
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(or $(PYTEST_ARGS),$(PYTEST_ALL))
 
 lint: $(STAMP)
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/mypy
 
+wheel: $(STAMP)
+	@sh tools/check_wheel.sh $(BIN)/python
+
 bench-network: $(STAMP)
 	@$(BIN)/python -m benchmarks.network $(BENCH_ARGS)
 
 bench-prediction: $(STAMP)
 	@$(BIN)/python -m benchmarks.prediction $(BENCH_ARGS)
+
+bench-priority: $(STAMP)
+	@$(BIN)/python -m benchmarks.priority $(BENCH_ARGS)
 
 bench-gpu: $(STAMP)
 	@$(BIN)/python -m benchmarks.gpu $(BENCH_ARGS)

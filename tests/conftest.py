@@ -1,6 +1,54 @@
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 
 from tests import data
+
+GATE = Path(__file__)
+RUNNING = Path(__file__).with_name("__init__.py")
+
+
+@contextmanager
+def turn(alone: bool) -> Iterator[None]:
+    """One test's time: beside those of other processes, or while none of them runs a test.
+
+    Whoever waits to be alone keeps the gate, so that those that come later don't overtake it.
+    """
+    with GATE.open() as gate, RUNNING.open() as running:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(running, fcntl.LOCK_UN)  # a forked process may have the file open, too
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # first: the time of waiting does not count as the test's
+def pytest_runtest_protocol(item):
+    with turn(item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_environment():
+    """Megatron writes variables into the environment when it builds a model: later tests start from the first ones."""
+    with restored_environment():
+        yield
+
+
+@contextmanager
+def restored_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

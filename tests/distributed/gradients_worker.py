@@ -26,7 +26,7 @@ from megatron_lancet.training.cpu_platform import cpu_platform
 from tests.distributed.observer import Observer
 from tests.distributed.variants import CUTS, DW_MEMORY_BYTES, FORCED, SEGMENTED, VARIANTS, WITH_GAPS, cut_name
 
-SEQ_LENGTH, MICRO_BATCH, VOCAB, NUM_MICRO_BATCHES = 16, 4, 64, 3
+SEQ_LENGTH, MICRO_BATCH, VOCAB, NUM_MICRO_BATCHES = 16, 4, 64, 2
 
 
 def transformer_config(overrides: dict[str, Any]):

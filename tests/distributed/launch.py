@@ -3,6 +3,7 @@
 import atexit
 import functools
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,7 @@ REPO = Path(__file__).parents[2]
 _STACK_DUMP_S = 3.0
 _TAIL_CHARS = 4000
 _PORT_ATTEMPTS = 3
+_PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,11 @@ class RankResult:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port on which nobody listens, below those that the kernel deals out: gloo takes hundreds of these meanwhile."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", secrets.choice(_PORTS)))
+            return probe.getsockname()[1]
 
 
 def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:

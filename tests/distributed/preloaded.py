@@ -4,6 +4,7 @@ The forked process runs a script as its main program, with arguments, environmen
 ends as any interpreter does. ``launch.py`` starts ranks here where nothing is tested that happens on import.
 """
 
+import argparse
 import gc
 import importlib
 import json
@@ -16,19 +17,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 MODULES = (
     "megatron_lancet.training.pretrain",
+    "megatron_lancet.training.arguments",
     "megatron_lancet.training.gpt_data",
     "megatron_lancet.training.mocked",
     "megatron_lancet.training.overlap_setup",
+    "megatron_lancet.training.overlapped_run",
     "megatron_lancet.training.plan_choice",
     "megatron_lancet.training.platform",
     "megatron_lancet.training.step_recorder",
     "megatron_lancet.training.upstream",
     "megatron.training",
+    "megatron.core.models.mimo.optimizer",
+    "megatron.core.tokenizers.text.text_tokenizer",
+    "torch.profiler._cupti_monitor",
 )
 _READY_WITHIN_S = 120.0
 _ANSWER_WITHIN_S = 30.0
@@ -84,8 +91,21 @@ class Rank:
         return answer
 
 
+def fork(address: Path, command: Sequence[str], environment: Mapping[str, str], log: Path, cwd: Path) -> Rank:
+    """A rank that runs ``command``, a script and its arguments, forked by the process that listens at ``address``."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(str(address))
+    request = {"command": list(command), "environment": dict(environment), "log": str(log), "cwd": str(cwd)}
+    connection.send(json.dumps(request).encode())
+    return Rank(connection)
+
+
 class Preloaded:
-    """The process that forks, seen from the tests."""
+    """The process that forks, seen from the tests.
+
+    Attributes:
+        address: of its socket, for :func:`fork` in other processes.
+    """
 
     def __init__(self, environment: Mapping[str, str], folder: Path) -> None:
         """
@@ -93,29 +113,25 @@ class Preloaded:
             environment: in which the modules are imported.
             folder: of its socket and its log; the path must be short.
         """
-        self._address = folder / "fork"
+        self.address = folder / "fork"
         self._log = folder / "preloaded.log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__)), str(self._address)],
+                [sys.executable, str(Path(__file__)), str(self.address)],
                 env=dict(environment),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
         deadline_s = time.monotonic() + _READY_WITHIN_S
-        while not self._address.exists():
+        while not self.address.exists():
             assert self._process.poll() is None, self._log.read_text()
             assert time.monotonic() < deadline_s, "imports took too long"
             time.sleep(0.02)
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path, cwd: Path) -> Rank:
         """Fork a rank that runs ``command``, a script and its arguments, with its output in ``log``."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.connect(str(self._address))
-        request = {"command": list(command), "environment": dict(environment), "log": str(log), "cwd": str(cwd)}
-        connection.send(json.dumps(request).encode())
-        return Rank(connection)
+        return fork(self.address, command, environment, log, cwd)
 
     def stop(self) -> None:
         """End it, and the ranks that are left."""
@@ -183,7 +199,8 @@ class _Server:
         for pid in list(self.children):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                with self.children.pop(pid) as connection:
+                # Who asked for the rank may have been killed before it.
+                with self.children.pop(pid) as connection, suppress(BrokenPipeError):
                     connection.send(str(os.waitstatus_to_exitcode(status)).encode())
 
     def _end(self) -> None:
@@ -204,11 +221,29 @@ def _become(job: _Job) -> None:
     sys.path[0] = str(Path(job.command[0]).parent)
 
 
+def keep_docstrings() -> None:
+    """Makes Megatron read its settings' help texts from their source once, and not for each parser: half a second."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+    from megatron.training.arguments import add_megatron_arguments
+
+    read = ArgumentGroupFactory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+
+    def docstrings(factory: ArgumentGroupFactory, settings: type) -> dict[str, str]:
+        if settings not in known:
+            known[settings] = read(factory, settings)
+        return known[settings]
+
+    ArgumentGroupFactory._get_field_docstrings = docstrings
+    add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
 def main() -> None:
     """Import, then fork on request."""
     address = Path(sys.argv[1])
     for module in MODULES:
         importlib.import_module(module)
+    keep_docstrings()
     gc.freeze()  # a collection in a fork would copy all pages
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         unready = address.with_suffix(".unready")

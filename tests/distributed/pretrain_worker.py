@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 from megatron_lancet.patching import wrapped
-from megatron_lancet.training.pretrain import main
 
 
 def recording(losses: list[dict[str, float]], classes: set[str]):
@@ -38,6 +37,9 @@ def recording(losses: list[dict[str, float]], classes: set[str]):
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     from megatron.training import training
+
+    # Only here: Megatron's checkpoint writer starts a process that imports this file, and needs nothing of it.
+    from megatron_lancet.training.pretrain import main
 
     losses: list[dict[str, float]] = []
     classes: set[str] = set()

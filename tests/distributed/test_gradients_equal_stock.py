@@ -7,8 +7,8 @@ import pytest
 
 from tests.distributed import launch
 
-# All cases run in one start of the ranks: about two minutes on two idle cores.
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(420)]
+# All cases run in one start of the ranks: about two minutes on two idle cores, four where others run beside it.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(620)]
 
 WORKER = Path(__file__).with_name("gradients_worker.py")
 # fp32, against the norm of each parameter's gradient. Chunks change the order of sums, nothing else: about 5e-7 was
@@ -20,7 +20,7 @@ TOLERANCE = 2e-6
 def results(tmp_path_factory):
     """Per rank: what the worker found for each variant."""
     folder = tmp_path_factory.mktemp("gradients")
-    launch.check(launch.run(WORKER, [folder / "result.json"], 2, folder, timeout_s=400))
+    launch.check(launch.run(WORKER, [folder / "result.json"], 2, folder, timeout_s=600))
     return [json.loads((folder / f"result.json.{rank}").read_text()) for rank in range(2)]
 
 
@@ -62,11 +62,11 @@ def test_gradients_equal_stock(results, case):
 def test_each_parameter_is_reported_ready_once(results, case):
     for result in results:
         found = result[case]
-        # DDP counts in the last micro-batch of a step; the other two only accumulate.
+        # DDP counts in the last micro-batch of a step; the other one only accumulates.
         assert found["reports"] == dict.fromkeys(found["parameters"], 1)
-        # Two steps of three micro-batches.
+        # Two steps of two micro-batches.
         defers_nothing = case in ("dw-none/k=2", "segments/dense-between")
-        assert set(found["reports_of_deferred"]) == (set() if defers_nothing else {6})
+        assert set(found["reports_of_deferred"]) == (set() if defers_nothing else {4})
 
 
 @pytest.mark.parametrize("case", exact_cases())

@@ -53,6 +53,7 @@ def assert_equal(run: Run, stock: Run, first: int = 0) -> None:
         assert run.series(name) == pytest.approx(expected, rel=TOLERANCE), name
 
 
+@pytest.mark.alone
 def test_a_slow_plan_is_left_and_drift_finds_another(stock, token_data, tmp_path):
     script = {"profiled": ["2", "4s"], "plans": ["4", "2s"], "slow_s": {"4": 0.6, "none": 0.1}, "exposed_from": 16}
     run, plans, lines = tuned(token_data, tmp_path, script, "--lancet-report", tmp_path)

@@ -104,7 +104,7 @@ def exposed_from(step: int):
 def run() -> None:
     from megatron.training import training
 
-    from megatron_lancet.training import plan_maker
+    from megatron_lancet.training import overlapped_run
     from megatron_lancet.training.overlap_setup import OverlapSetup
     from megatron_lancet.training.step_recorder import StepRecorder
 
@@ -135,7 +135,7 @@ def run() -> None:
         stack.enter_context(wrapped(StepRecorder, "observe", exposed_from(script.get("exposed_from", 10**9))))
         stack.enter_context(wrapped(StepRecorder, "observe", noted))
         stack.enter_context(replaced(tuning, "MIN_STEPS_BETWEEN_PLANS", 0))
-        stack.enter_context(replaced(plan_maker, "ProfilingPlanMaker", ScriptedMaker))
+        stack.enter_context(replaced(overlapped_run, "ProfilingPlanMaker", ScriptedMaker))
         main()
     if os.environ["RANK"] == "1":
         result = {"losses": losses, "model_modules": sorted(classes), "plans": plans}
