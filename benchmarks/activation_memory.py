@@ -33,10 +33,10 @@ CUTS = [("off", 1, "batch"), ("k=1", 1, "batch")] + [
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--seq-length", type=int, default=512)
-    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4, help="of the model (4)")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size (256)")
+    parser.add_argument("--seq-length", type=int, default=512, help="tokens of a sample (512)")
+    parser.add_argument("--micro-batch", type=int, default=4, help="samples (4)")
     parser.add_argument("--output", type=Path, help="JSON with all figures")
     return parser.parse_args()
 

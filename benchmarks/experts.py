@@ -152,7 +152,7 @@ def measure(case: Case, num_repeats: int) -> dict[str, Any]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--repeats", type=int, default=21, help="of each variant in each case (21)")
     parser.add_argument("--output", type=Path, help="JSON with every sample")
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # Megatron's, of every model that is built

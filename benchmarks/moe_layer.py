@@ -286,8 +286,11 @@ def show(case: Case, found: dict[str, Any]) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--cases", type=int, nargs="+", choices=range(len(CASES)), default=list(range(len(CASES))))
+    parser.add_argument("--rounds", type=int, default=21, help="timed steps of each layer (21)")
+    every_case = list(range(len(CASES)))
+    parser.add_argument(
+        "--cases", type=int, nargs="+", choices=every_case, default=every_case, help="rows of the table (all)"
+    )
     parser.add_argument("--output", type=Path, help="JSON with every sample")
     args = parser.parse_args()
     # Megatron tells of every package that it could use, and of every model that is built.

@@ -27,9 +27,9 @@ ROW_FLOATS = 1024
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=4.0, help="sent to the other rank in an exchange")
-    parser.add_argument("--skew-ms", type=float, nargs="+", default=[0.0, 2.0, 5.0], help="by which rank 1 is late")
-    parser.add_argument("--repeats", type=int, default=20, help="paired exchanges per skew")
+    parser.add_argument("--megabytes", type=float, default=4.0, help="sent to the other rank in an exchange (4)")
+    parser.add_argument("--skew-ms", type=float, nargs="+", default=[0.0, 2.0, 5.0], help="rank 1 is late by (0 2 5)")
+    parser.add_argument("--repeats", type=int, default=20, help="paired exchanges per skew (20)")
     parser.add_argument("--output", type=Path, help="JSON with every sample")
     return parser.parse_args()
 

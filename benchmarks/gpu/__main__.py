@@ -43,16 +43,16 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", choices=SIZES, default="gpt2-s-moe")
+    parser.add_argument("--size", choices=SIZES, default="gpt2-s-moe", help="the model (gpt2-s-moe)")
     parser.add_argument(
-        "--link", nargs="+", metavar="LATENCY_US:GBYTES_PER_S", help="one or more links of the mocked group"
+        "--link", nargs="+", metavar="LATENCY_US:GBYTES_PER_S", help="links of the mocked group (10:50 10:400)"
     )
-    parser.add_argument("--ranks", type=int, default=8, help="of the mocked expert-parallel group")
+    parser.add_argument("--ranks", type=int, default=8, help="of the mocked expert-parallel group (8)")
     parser.add_argument("--micro-batch", type=int, help="samples; by default the size's")
-    parser.add_argument("--micro-batches", type=int, default=2, help="of a step; Megatron's own overlap needs two")
-    parser.add_argument("--variants", nargs="+", choices=PLANS, default=list(PLANS), help="where memory is short")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--micro-batches", type=int, default=2, help="of a step; Megatron's own overlap needs two (2)")
+    parser.add_argument("--variants", nargs="+", choices=PLANS, default=list(PLANS), help="where memory is short (all)")
+    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each variant on each link (20)")
+    parser.add_argument("--warmup", type=int, default=3, help="untimed ones before (3)")
     parser.add_argument("--output", type=Path, help="JSON with every sample")
     return parser.parse_args(words)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_NUMBER = r"([-+.\dEe]+|[-+]?nan|[-+]?inf)"
+_NUMBER = r"([-+]?\d+(?:\.\d*)?(?:[Ee][-+]?\d+)?|[-+]?nan|[-+]?inf)"
 _ITERATION = re.compile(r"\] iteration +(\d+)/ *(\d+) \|")
 _VALIDATION = re.compile(rf"validation loss at iteration (\d+) on .*\| *lm loss value: {_NUMBER} ")
 _RANK_FAILED = re.compile(r"E\d{4} .*torch/distributed/elastic/.*\bexitcode: ")
