@@ -5,6 +5,9 @@
 set -eu
 root=$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)
 python=${1:-$root/.venv/bin/python}
+case $python in # not relative: it is used from other folders
+    */*) python=$(CDPATH= cd -- "$(dirname -- "$python")" && pwd)/${python##*/} ;;
+esac
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 trap 'exit 130' INT TERM HUP
