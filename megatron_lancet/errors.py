@@ -34,7 +34,7 @@ def exit_with_usage_error(message: str) -> NoReturn:
 
 
 def print_error_once_per_node(message: str) -> None:
-    """Print ``error: message`` on stderr.
+    """Print ``error: message`` on stderr, as argparse does: no logging level may hide why a command ended.
 
     Under torchrun every rank finds the same fault: local rank 0 speaks, and the others are stopped with it. One that
     is still there after a while found a fault of its own, and speaks too.

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.network.cases import CASES, VARIANTS, select
+from benchmarks.network.command import add_common_arguments, check_positive, new_parser, rate_bps_of, resized
 from benchmarks.network.job import Job
 from benchmarks.network.runner import run_benchmark
 from benchmarks.network.summary import summarise
 from benchmarks.network.table import as_markdown, as_text
-from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.errors import run_command
 
 _QUICK = {"repeats": 5, "sweeps": 1}
 _FULL = {"repeats": 3, "sweeps": 3}
@@ -30,41 +31,27 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         UsageError: a number out of range.
     """
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.network", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("network", __doc__, list(CASES))
     parser.add_argument("--quick", action="store_true", help="one case, few variants, one sweep: about two minutes")
-    parser.add_argument("--cases", nargs="+", default=[], metavar="CASE", help=f"of: {', '.join(CASES)} (all)")
     parser.add_argument("--variants", nargs="+", metavar="VARIANT", help=f"of: {', '.join(VARIANTS)} (the case's own)")
     parser.add_argument("--repeats", type=int, help="steps of each variant in a sweep")
     parser.add_argument("--sweeps", type=int, help="sweeps of each case")
-    parser.add_argument("--rate", type=float, metavar="MBIT", help="fix the rate of the link, in Mbit/s")
-    parser.add_argument("--layers", type=int, help="of the model, instead of the case's own")
-    parser.add_argument("--hidden", type=int, help="hidden size, instead of the case's own")
-    parser.add_argument("--seq-length", type=int, help="instead of the case's own")
-    parser.add_argument("--timeout-minutes", type=float, default=75.0, help="for everything (75)")
-    parser.add_argument(
-        "--output", type=Path, help="results go to OUTPUT.json, .md and .png (benchmarks/results/network-DATE)"
-    )
+    add_common_arguments(parser, "network", timeout_minutes=75, suffixes=".json, .md and .png")
     args = parser.parse_args(argv)
-    for name in ("repeats", "sweeps", "layers", "hidden", "seq_length", "rate", "timeout_minutes"):
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise UsageError(f"--{name.replace('_', '-')} must be positive, not {value:g}.")
+    check_positive(args, "repeats", "sweeps")
     return args
 
 
 def make_job(args: argparse.Namespace, cores: Sequence[int], result: Path) -> Job:
     """What the ranks are to do."""
     defaults = _QUICK if args.quick else _FULL
-    sizes = {name: getattr(args, name) for name in ("layers", "hidden", "seq_length") if getattr(args, name)}
     return Job(
         cases=[
-            replace(case, shape=replace(case.shape, **sizes)) for case in select(args.cases, args.variants, args.quick)
+            replace(case, shape=resized(case.shape, args)) for case in select(args.cases, args.variants, args.quick)
         ],
         repeats=args.repeats or defaults["repeats"],
         sweeps=args.sweeps or defaults["sweeps"],
-        rate_bps=args.rate * 1e6 if args.rate else None,
+        rate_bps=rate_bps_of(args),
         cores=list(cores),
         result=result,
     )

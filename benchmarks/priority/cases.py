@@ -1,10 +1,8 @@
 """What is measured: who reduces gradients when, and the links on which they meet. Neither torch nor Megatron."""
 
-import json
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
-from benchmarks.network.cases import Shape, Variant
+from benchmarks.network.cases import Case, Shape, Variant
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import fixed_plan
 
@@ -36,33 +34,18 @@ def _variants(chunk_bytes: int) -> list[Variant]:
 VARIANTS = {variant.name: variant for variant in _variants(_CHUNK_BYTES)}
 
 
-@dataclass(frozen=True)
-class PriorityCase:
-    """A model, a link, and the variants that take turns on them.
-
-    Attributes:
-        exposed_share: share of its forward and backward pass for which the baseline is to wait for all-to-alls: it
-            sets the link's rate.
-    """
-
-    name: str
-    title: str
-    exposed_share: float
-    shape: Shape
-    variants: tuple[str, ...] = tuple(VARIANTS)
-
-
 SHAPE = Shape(layers=6, hidden=256, seq_length=320)
-CASES = {
-    case.name: case
-    for case in (
-        PriorityCase("40", "Megatron's passes wait 40 % of their time for all-to-alls", 0.40, SHAPE),
-        PriorityCase("60", "Megatron's passes wait 60 % of their time for all-to-alls", 0.60, SHAPE),
-    )
-}
 
 
-def select(cases: list[str], variants: list[str] | None) -> list[PriorityCase]:
+def _case(percent: int) -> Case:
+    title = f"Megatron's passes wait {percent} % of their time for all-to-alls"
+    return Case(str(percent), title, percent / 100, tuple(VARIANTS), SHAPE, BASELINE, optimizer=True)
+
+
+CASES = {case.name: case for case in (_case(40), _case(60))}
+
+
+def select(cases: list[str], variants: list[str] | None) -> list[Case]:
     """The cases to run, in the order of :data:`CASES`, each with the variants asked for and those they refer to.
 
     Args:
@@ -79,36 +62,3 @@ def select(cases: list[str], variants: list[str] | None) -> list[PriorityCase]:
     wanted = set(VARIANTS if variants is None else variants) | {BASELINE, FREE}
     ordered = tuple(name for name in VARIANTS if name in wanted)
     return [replace(case, variants=ordered) for case in CASES.values() if not cases or case.name in cases]
-
-
-@dataclass(frozen=True)
-class PriorityJob:
-    """What the runner asks of the ranks, as a file.
-
-    Attributes:
-        repeats: interleaved steps of each variant in a sweep.
-        rate_bps: of the shaped link, in bits per second; None sets it by what the baseline exposes.
-        cores: of the ranks.
-        result: where rank 0 writes what was measured.
-    """
-
-    cases: list[PriorityCase]
-    repeats: int
-    sweeps: int
-    rate_bps: float | None
-    cores: list[int]
-    result: Path
-
-    def write(self, path: Path) -> None:
-        """Write it as JSON."""
-        path.write_text(json.dumps({**asdict(self), "result": str(self.result)}))
-
-
-def read_job(path: Path) -> PriorityJob:
-    """Read what :meth:`PriorityJob.write` wrote."""
-    fields = json.loads(path.read_text())
-    cases = [
-        PriorityCase(**{**case, "shape": Shape(**case["shape"]), "variants": tuple(case["variants"])})
-        for case in fields.pop("cases")
-    ]
-    return PriorityJob(**{**fields, "cases": cases, "result": Path(fields["result"])})

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from benchmarks.network.cases import Case
+from benchmarks.network.job import Job
 from benchmarks.network.links import Link, sent_bytes
 from benchmarks.network.measure import (
     TOLERANCE,
@@ -21,7 +23,7 @@ from benchmarks.network.measure import (
     set_rate,
 )
 from benchmarks.network.step import SAMPLE_FIELDS, Step, on_both_ranks
-from benchmarks.priority.cases import BASELINE, FREE, VARIANTS, PriorityCase, PriorityJob
+from benchmarks.priority.cases import BASELINE, FREE, VARIANTS
 
 _WARM_UP_BPS = 2e9
 _WARM_UP_STEPS = 2
@@ -33,7 +35,7 @@ _OTHER_TRAFFIC = 0.02
 class PriorityBench:
     """The links of this rank and what is measured over them."""
 
-    def __init__(self, job: PriorityJob, shaped: str, free: str, timeout: timedelta) -> None:
+    def __init__(self, job: Job, shaped: str, free: str, timeout: timedelta) -> None:
         """Collective."""
         self._job = job
         self._shaped_name = shaped
@@ -41,10 +43,10 @@ class PriorityBench:
         ep_group = parallel_state.get_expert_model_parallel_group()
         self._links = {False: Link(shaped, ep_group, timeout), True: Link(free, ep_group, timeout)}
         self._steps: dict[str, Step] = {}
-        self._built_for: PriorityCase | None = None
+        self._built_for: Case | None = None
         self._errors: dict[str, float] = {}
 
-    def measure(self, case: PriorityCase) -> dict[str, Any]:
+    def measure(self, case: Case) -> dict[str, Any]:
         """Everything about a case, for the JSON file."""
         say(f"case {case.name}: {case.title}")
         self._build(case)
@@ -65,7 +67,7 @@ class PriorityBench:
     def _set_rate(self, rate_bps: float) -> None:
         set_rate(self._shaped_name, rate_bps)
 
-    def _build(self, case: PriorityCase) -> None:
+    def _build(self, case: Case) -> None:
         """The variants, warm and checked; those of the last case where only the rate differs."""
         if self._built_for is not None and self._built_for.shape == case.shape:
             return
@@ -120,7 +122,7 @@ class PriorityBench:
             raise WrongResultError(f"gradients of {name} differ from {BASELINE}'s by {worst.item():.1e} of the norm")
         return worst.item()
 
-    def _sweep(self, index: int, case: PriorityCase) -> dict[str, Any]:
+    def _sweep(self, index: int, case: Case) -> dict[str, Any]:
         """All variants in turns, in an order that rotates from repeat to repeat."""
         names = case.variants
         samples: dict[str, list[list[list[float]]]] = {name: [] for name in names}

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from benchmarks.network.job import read_job
 from benchmarks.network.worker import TIMEOUT, connected, measure_cases, run_as_rank
-from benchmarks.priority.cases import read_job
 
 
 def measure(path: Path) -> None:

@@ -20,7 +20,9 @@ from megatron_lancet.errors import UsageError
 TRACKER = "latest_checkpointed_iteration.txt"
 INCOMPLETE = "incomplete_"
 RELEASE = "release"
-_CONFIG, _INDEX = "metadata.json", ".metadata"
+INDEX = ".metadata"
+"""Torch's list of a checkpoint's parts."""
+_CONFIG = "metadata.json"
 _FORMATS_WITHOUT_CONFIG = ("torch_dcp", "fsdp_dtensor")
 _MAX_LISTED = 4
 
@@ -57,12 +59,12 @@ def flaw_of(checkpoint: Path, ckpt_format: str) -> str | None:
         ckpt_format: Megatron's ``--ckpt-format``, for a folder that does not say which one it has.
     """
     shallow = outline_flaw_of(checkpoint, ckpt_format)
-    if shallow is not None or not (checkpoint / _INDEX).is_file():
+    if shallow is not None or not (checkpoint / INDEX).is_file():
         return shallow
     try:
-        expected = _sizes_in_index(checkpoint / _INDEX)
+        expected = _sizes_in_index(checkpoint / INDEX)
     except Exception:  # noqa: BLE001 damaged bytes may fail in any way
-        return f"{_INDEX} is damaged"
+        return f"{INDEX} is damaged"
     for file, num_bytes in expected.items():
         if not (checkpoint / file).is_file():
             return f"{file} is missing"
@@ -80,7 +82,7 @@ def outline_flaw_of(checkpoint: Path, ckpt_format: str) -> str | None:
     if legacy:
         return next((flaw for part in legacy if (flaw := _legacy_flaw(part)) is not None), None)
     if not (checkpoint / _CONFIG).is_file():
-        if ckpt_format in _FORMATS_WITHOUT_CONFIG and (checkpoint / _INDEX).is_file():
+        if ckpt_format in _FORMATS_WITHOUT_CONFIG and (checkpoint / INDEX).is_file():
             return None
         return f"{_CONFIG} is missing, which is written when all else is"
     try:
@@ -89,7 +91,7 @@ def outline_flaw_of(checkpoint: Path, ckpt_format: str) -> str | None:
         return f"{_CONFIG} is damaged"
     if not isinstance(config, dict) or "sharded_backend" not in config:
         return f"{_CONFIG} is damaged"
-    return None if (checkpoint / _INDEX).is_file() else f"{_INDEX} is missing"
+    return None if (checkpoint / INDEX).is_file() else f"{INDEX} is missing"
 
 
 def _legacy_flaw(part: Path) -> str | None:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.training.checkpoint_files import INDEX, RELEASE, TRACKER, name_of
 
-_TRACKER = "latest_checkpointed_iteration.txt"
-_INDEX = ".metadata"
 _COMMON = "common_state/shard_0_1"
 """What is no tensor and the same on all ranks: the arguments of the run, the iteration."""
 
@@ -87,17 +86,17 @@ def find_checkpoint(load: Path, step: int | None = None) -> Path:
     if not load.is_dir():
         raise UsageError(f"--load: there is no folder {load}. Pass what training was given as --save.")
     if step is not None:
-        folder = load / f"iter_{step:07d}"
-    elif (load / _INDEX).is_file():
+        folder = load / name_of(step)
+    elif (load / INDEX).is_file():
         folder = load
     else:
-        folder = load / _tracked(load / _TRACKER)
+        folder = load / _tracked(load / TRACKER)
     if not folder.is_dir():
         there = ", ".join(sorted(path.name for path in load.glob("iter_*"))) or "none"
         raise UsageError(f"--load: there is no checkpoint {folder}; in {load} there are: {there}.")
-    if not (folder / _INDEX).is_file():
+    if not (folder / INDEX).is_file():
         raise UsageError(
-            f"{folder} is no complete distributed checkpoint: {_INDEX} is missing. Checkpoints are read that were "
+            f"{folder} is no complete distributed checkpoint: {INDEX} is missing. Checkpoints are read that were "
             "saved with --ckpt-format torch_dist, Megatron's default."
         )
     return folder
@@ -108,11 +107,11 @@ def _tracked(tracker: Path) -> str:
     if not tracker.is_file():
         raise UsageError(f"--load: no checkpoint in {tracker.parent}: {tracker.name} is missing there.")
     text = tracker.read_text(errors="replace").strip()
-    if text == "release":
-        return text
+    if text == RELEASE:
+        return name_of(text)
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise UsageError(f"{tracker} must hold the number of a step, it holds {text[:40]!r}. Pass --step.")
-    return f"iter_{int(text):07d}"
+    return name_of(text)
 
 
 def read_run(folder: Path) -> StoredRun:
@@ -142,7 +141,7 @@ def read_run(folder: Path) -> StoredRun:
 
 
 def _read_index(folder: Path) -> Any:
-    path = folder / _INDEX
+    path = folder / INDEX
     try:
         with path.open("rb") as file:
             index = _IndexUnpickler(file).load()
@@ -178,7 +177,7 @@ def _check_sizes(folder: Path, index: Any) -> None:
                 raise ValueError(name)
             ends[name] = max(ends.get(name, 0), offset + length)
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"{folder / _INDEX} is damaged: {error}. {_ANOTHER}") from error
+        raise UsageError(f"{folder / INDEX} is damaged: {error}. {_ANOTHER}") from error
     for name, num_bytes in ends.items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
@@ -193,7 +192,7 @@ def _check_sizes(folder: Path, index: Any) -> None:
 def _read_bytes(folder: Path, places: dict[str | None, list[Any]], key: str) -> Any:
     """A part that is no tensor."""
     if key not in places:
-        raise UsageError(f"{folder / _INDEX} is damaged: it has no place for {key!r}. {_ANOTHER}")
+        raise UsageError(f"{folder / INDEX} is damaged: it has no place for {key!r}. {_ANOTHER}")
     name, offset, length = places[key]
     with (folder / name).open("rb") as file:
         file.seek(offset)

@@ -4,6 +4,6 @@ import os
 
 
 def say(line: str) -> None:
-    """Print on rank 0."""
+    """Print on rank 0. Not by ``logging``: no ``--logging-level`` may hide which plan runs, and why."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(line, flush=True)
