@@ -1,5 +1,6 @@
 """Starts all-to-alls that run beside compute, on gloo and on NCCL."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -119,6 +120,9 @@ class PerSenderTransport:
             if sender != self._rank:
                 from_sender = [number if rank == sender else 0 for rank, number in enumerate(receive_rows)]
                 works.append(_exchange(rows, sent[:0], from_sender, none, groups[sender]))
+        # A thread of gloo's says that there is room. It must come to it first: where threads share a core, our own rows
+        # would otherwise be on the link before the word that lets the others begin, and it would wait behind them.
+        os.sched_yield()
         others = [0 if rank == self._rank else number for rank, number in enumerate(send_rows)]
         # Nobody waits for this one: that would be to wait until the others are ready to receive.
         _exchange(sent[:0], _without(sent, own_start, own_end), none, others, groups[self._rank])

@@ -1,0 +1,27 @@
+"""In which order a message's parts are handed to gloo."""
+
+import os
+from types import SimpleNamespace
+
+import torch
+
+from megatron_lancet.runtime import transport
+from megatron_lancet.runtime.transport import PerSenderTransport
+
+
+def test_that_there_is_room_is_told_before_the_own_rows_leave(monkeypatch):
+    """On a shared core gloo's threads run when they are let: measured, a message came 15 ms later than it could."""
+    log = []
+
+    def exchange(received, sent, receive_rows, send_rows, group):
+        log.append(f"from {group[-1]}" if len(received) else "send")
+        return SimpleNamespace(get_future=lambda: SimpleNamespace(add_done_callback=lambda callback: None))
+
+    monkeypatch.setattr(transport, "_gloo_groups_like", lambda group, copies, timeout: [f"{i}" for i in range(copies)])
+    monkeypatch.setattr(transport, "_exchange", exchange)
+    monkeypatch.setattr(os, "sched_yield", lambda: log.append("yield"))
+    group = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
+    sent, received = torch.arange(6.0), torch.zeros(6)
+    PerSenderTransport(group, group, None, None).start(received, sent, [1, 3, 2], [1, 3, 2])
+    assert log == ["from 0", "from 2", "yield", "send"]
+    assert received.tolist() == [0.0, 1.0, 2.0, 3.0, 0.0, 0.0]
