@@ -19,9 +19,12 @@ _SUBNETS = {SHAPED: "10.77.0", FREE: "10.78.0"}
 _MTU = 9000
 _TCP_SETTINGS = {
     # Room for long bursts in the sockets, so that write() does not throttle gloo.
-    "tcp_wmem": "4096 1048576 8388608",
-    "tcp_rmem": "4096 1048576 33554432",
+    "tcp_wmem": "4096 16777216 33554432",
+    "tcp_rmem": "4096 16777216 33554432",
     "tcp_slow_start_after_idle": "0",
+    # Whatever the host's is: bbr paces by its own guess of the rate and slows down on purpose to measure, tens of
+    # milliseconds at a time. This one is in every kernel, and a queue that loses nothing never slows it down.
+    "tcp_congestion_control": "reno",
 }
 _MIN_BURST_BYTES = 70_000
 _BURST_S = 0.25e-3
