@@ -3,7 +3,7 @@
 import functools
 import inspect
 import multiprocessing
-import signal
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.managers import SyncManager
@@ -16,6 +16,7 @@ from megatron.training import checkpointing, training
 
 from megatron_lancet.patching import wrapped
 from megatron_lancet.training.checkpoint_files import INCOMPLETE, TRACKER, writing_tracker
+from megatron_lancet.training.queue_process import live_as_long_as
 
 SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (training, "load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler")),
@@ -162,18 +163,15 @@ def asked_to_stop(handler: Any, begin: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def saving_outlives_sigterm() -> AbstractContextManager[None]:
-    """Lets the process live on that Megatron keeps for a queue while it saves.
-
-    Schedulers send SIGTERM to every process of a job; without its queue the checkpoint of the last step would fail.
-    """
+def queue_lives_with_the_rank() -> AbstractContextManager[None]:
+    """Makes the process that Megatron keeps for a queue while it saves end with its rank, and not before."""
 
     def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)
         def get_write_results_queue(mp_mode: str = "spawn") -> Any:
             if filesystem_async._results_queue is None:
                 manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
-                manager.start(signal.signal, (signal.SIGTERM, signal.SIG_IGN))
+                manager.start(live_as_long_as, (os.getpid(),))
                 filesystem_async._results_queue = manager.Queue()
             return stock(mp_mode)
 
