@@ -370,7 +370,7 @@ def main() -> None:
         for num_chunks in (1, 2, 4) if name == "plain" else (1, 3):
             results[f"{name}/k={num_chunks}"] = compare(overrides, num_chunks)
     for name, overrides in FORCED.items():
-        for num_chunks in (1, 2, 3):
+        for num_chunks in (1, 3):
             results[f"{name}/k={num_chunks}"] = compare(overrides, num_chunks)
     results["bf16/k=1"] = compare({"bf16": True}, 1)
     results["bf16-errors"] = bf16_errors(2)

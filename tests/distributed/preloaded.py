@@ -238,6 +238,19 @@ def keep_docstrings() -> None:
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
+def start_queue_of_saves() -> None:
+    """Starts the process that Megatron starts at the first save, while it can be forked: anew it imports torch again.
+
+    That would be most of a short run's time.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from megatron_lancet.training.upstream_checkpoints import queue_lives_with_the_rank
+
+    with queue_lives_with_the_rank():
+        filesystem_async.get_write_results_queue("fork")
+
+
 def main() -> None:
     """Import, then fork on request."""
     address = Path(sys.argv[1])
@@ -253,6 +266,8 @@ def main() -> None:
         job = _Server(listener).serve()
     if job is not None:
         _become(job)
+        if "--save" in job.command:
+            start_queue_of_saves()
         runpy.run_path(job.command[0], run_name="__main__")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.distributed import launch
 
-NUM_STEPS = int(os.environ.get("LANCET_SOAK_STEPS", "200"))
+NUM_STEPS = int(os.environ.get("LANCET_SOAK_STEPS", "150"))
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(240 + NUM_STEPS)]
 
 WORKER = Path(__file__).with_name("soak_worker.py")

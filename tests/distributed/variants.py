@@ -91,32 +91,22 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     },
 }
 
-SEQUENCE_MATTERS = (
-    "seq-aux-loss",
-    "two-aux-losses",
-    "sigmoid-expert-bias",
-    "shared-expert-gate",
-    "dense-first-layer",
-    "bias",
-    "llama-like",
-    "per-token-loss",
-    "core-attention-recompute",
-    "tied-embeddings",
-)
+SEQUENCE_MATTERS = ("two-aux-losses", "shared-expert-gate", "bias", "llama-like", "per-token-loss", "tied-embeddings")
 """Variants with a part that sees positions or the number of tokens; the others are drawn in test_random_configs."""
 
 CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
-    *(("plain", {}, k, SEQUENCE) for k in (2, 3, 8)),
+    *(("plain", {}, k, SEQUENCE) for k in (3, 8)),
     *((name, VARIANTS[name], 3, SEQUENCE) for name in SEQUENCE_MATTERS),
-    *((name, settings, 3, dim) for name, settings in RECOMPUTE.items() for dim in ({}, SEQUENCE)),
+    *((name, RECOMPUTE[name], 3, {}) for name in ("full-recompute", "selective-recompute")),
+    *((name, RECOMPUTE[name], 3, SEQUENCE) for name in ("block-recompute", "selective-recompute")),
     ("full-recompute", RECOMPUTE["full-recompute"], 2, {"over": "experts"}),
     ("mla", MLA, 1, {}),
-    ("mla", MLA, 3, {}),
     ("mla", MLA, 3, SEQUENCE),
     ("mla-yarn", {**MLA, "rope_type": "yarn"}, 3, SEQUENCE),
-    *(("plain", {}, k, {"over": over}) for over in ("experts", "gate", "layer") for k in (1, 3)),
+    *(("plain", {}, 3, {"over": over}) for over in ("experts", "gate", "layer")),
     *(("dense-first-layer", VARIANTS["dense-first-layer"], 2, {"over": o, **SEQUENCE}) for o in ("gate", "layer")),
-    *((n, v, 3, {"over": "experts", **dim}) for n, v in WHOLE_ROUTING.items() for dim in ({}, SEQUENCE)),
+    *((name, settings, 3, {"over": "experts"}) for name, settings in WHOLE_ROUTING.items()),
+    ("capacity-probs", CAPACITY, 3, {"over": "experts", **SEQUENCE}),
 ]
 """Further axes and ranges: name, overrides, chunks, fields of the plan."""
 

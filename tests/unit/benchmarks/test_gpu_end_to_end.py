@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu.__main__ import check, parse_arguments
 from benchmarks.gpu.variants import MEGATRON_OVERLAP, PLANS, STOCK
+from megatron_lancet.errors import UsageError
 
 REPO = Path(__file__).parents[3]
 pytestmark = pytest.mark.alone
@@ -83,10 +86,16 @@ def test_one_micro_batch_leaves_megatrons_overlap_out():
     assert f"{MEGATRON_OVERLAP}  skipped: it overlaps two micro-batches, and a step has one" in done.stdout
 
 
+def test_a_model_for_a_gpu_is_refused_without_one():
+    done = bench("--size", "gpt2-s-moe")
+    assert done.returncode == 2
+    assert "--size gpt2-s-moe needs a CUDA device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--size", "gpt2-s-moe"), "--size gpt2-s-moe needs a CUDA device"),
         (("--size", "tiny", "--micro-batch", "3"), "'experts k=4' cuts a micro-batch of 3 samples into 4 chunks"),
         (("--size", "tiny", "--link", "fast"), "LATENCY_US:GBYTES_PER_S"),
         (("--size", "tiny", "--link", "0:inf"), "is free"),
@@ -94,7 +103,5 @@ def test_one_micro_batch_leaves_megatrons_overlap_out():
     ],
 )
 def test_what_it_refuses(words, message):
-    done = bench(*words)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check(parse_arguments(list(words)))

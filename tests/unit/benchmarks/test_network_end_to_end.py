@@ -92,7 +92,7 @@ def test_a_small_run_measures_its_variants_and_leaves_nothing(tmp_path):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("moment", "number", "status"),
-    [("starting", signal.SIGINT, 130), ("measuring", signal.SIGINT, 130), ("measuring", signal.SIGTERM, 143)],
+    [("starting", signal.SIGINT, 130), ("measuring", signal.SIGTERM, 143)],
 )
 def test_an_interrupt_takes_the_namespaces_and_the_ranks_with_it(moment, number, status, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the ranks' command lines name it
