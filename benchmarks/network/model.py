@@ -29,7 +29,7 @@ from megatron_lancet.training.grad_reduction import reductions_in_micro_ops
 _SEED = 1
 _LEARNING_RATE = 1e-7
 """So small that the routing stays what it was set to."""
-_BUCKET_PARAMETERS = 250_000
+BUCKET_PARAMETERS = 250_000
 """Of a gradient bucket, where reductions overlap: several per layer. Megatron's default would be the whole model."""
 
 
@@ -113,7 +113,7 @@ def wrap(model: GPTModel, variant: Variant) -> DistributedDataParallel:
         delay_wgrad_compute=defers,
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=variant.overlaps_reduction,
-        bucket_size=_BUCKET_PARAMETERS if variant.overlaps_reduction else None,
+        bucket_size=BUCKET_PARAMETERS if variant.overlaps_reduction else None,
     )
     return DistributedDataParallel(model.config, config, model)
 

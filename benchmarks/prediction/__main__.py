@@ -41,7 +41,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--timelines", type=Path, metavar="FOLDER", help="also trace a step of each configuration, for comparison"
     )
-    add_common_arguments(parser, "prediction", timeout_minutes=45, suffixes=".json and .md")
+    add_common_arguments(parser, "prediction", timeout_minutes=60, suffixes=".json and .md")
     args = parser.parse_args(argv)
     check_positive(args, "repeats")
     if args.timelines is not None and not args.timelines.is_dir():

@@ -43,6 +43,7 @@ class PredictionCase:
     Attributes:
         exposed_share: of the passes, for which ``k1`` (stock's order) is to wait: it sets the link's rate.
         configurations: names, of :data:`CONFIGURATIONS`.
+        reduces: gradients are summed over the ranks beside the backward pass, on the same link, and Adam runs.
     """
 
     name: str
@@ -50,10 +51,12 @@ class PredictionCase:
     exposed_share: float
     configurations: tuple[str, ...]
     shape: Shape
+    reduces: bool = False
 
 
 _SHAPE = Shape(hidden=384, seq_length=256)
 _SOME = ("k1", "k1-dw", "experts-k4-dw", "layer-k2-dw", "stack-k2", "stack-k4-dw", "sequence-k2-dw", PLANNED)
+_BATCH_ONLY = ("k1", "k1-dw", "layer-k2-dw", "stack-k2", "stack-k2-dw", "stack-k4-dw")
 
 
 def _cases() -> list[PredictionCase]:
@@ -63,6 +66,9 @@ def _cases() -> list[PredictionCase]:
         PredictionCase("20", "balanced routing, k1 exposes 20 %", 0.20, _SOME, _SHAPE),
         PredictionCase("65", "balanced routing, k1 exposes 65 %", 0.65, _SOME, _SHAPE),
         PredictionCase("skewed", "one expert of four gets 40 %, k1 exposes 45 %", 0.45, _SOME, skewed),
+        PredictionCase(
+            "gradients", "gradients reduced beside the backward pass, k1 exposes 45 %", 0.45, _BATCH_ONLY, _SHAPE, True
+        ),
     ]
 
 

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from benchmarks.network.cases import Shape, Variant
 from benchmarks.network.links import CPU, Link
 from benchmarks.network.measure import CpuWatch, exposure, find_rate, say, set_rate
+from benchmarks.network.model import BUCKET_PARAMETERS
 from benchmarks.network.step import SAMPLE_FIELDS, Step, on_both_ranks
 from benchmarks.prediction.cases import FIXED_PLANS, PLANNED, PredictionCase, PredictionJob
 from megatron_lancet.model.gpt import set_plan
@@ -23,10 +24,12 @@ from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
 from megatron_lancet.report.timeline_file import TimelineRecord, write_timelines
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.cost_model import CostModel
+from megatron_lancet.schedule.gradient_reduction import GradientReduction
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.planner import make_plan
 from megatron_lancet.schedule.profile import Profile
 from megatron_lancet.schedule.records import to_plain
+from megatron_lancet.schedule.reduction_choice import measured_with
 from megatron_lancet.schedule.replay import expect
 from megatron_lancet.schedule.simulator import Simulation, Simulator
 from megatron_lancet.schedule.timeline import RankTimeline
@@ -55,7 +58,8 @@ class PredictionBench:
         say(f"case {case.name}: {case.title}")
         gc.collect()  # the last case's model and its DDP hooks refer to each other
         self._set_rate(_WARM_UP_BPS)
-        step = Step(case.shape, Variant("k1", FIXED_PLANS["k1-dw"], ""), self._link, None)
+        variant = Variant("k1", FIXED_PLANS["k1-dw"], "", overlaps_reduction=case.reduces)
+        step = Step(case.shape, variant, self._link, None, has_optimizer=case.reduces)
         step.run()
         step.take_expert_shares()
         set_plan(step.module, FIXED_PLANS["k1"])
@@ -66,8 +70,8 @@ class PredictionBench:
             rate_bps = find_rate(case.exposed_share, exposure(step), step, self._set_rate)
         self._set_rate(rate_bps)
         watch = CpuWatch(self._job.cores)
-        plans = {name: self._plan(name, case.shape, step) for name in case.configurations}
-        profile, samples = self._profile_in_turns(case.shape, step, plans)
+        plans = {name: self._plan(name, case, step) for name in case.configurations}
+        profile, samples = self._profile_in_turns(case, step, plans)
         seen = watch.seen(f"{self._job.repeats} repeats at {rate_bps / 1e6:.0f} Mbit/s")
         simulator = Simulator(CostModel(profile))
         simulations = {name: simulator.simulate(plan) for name, plan in plans.items()}
@@ -91,30 +95,39 @@ class PredictionBench:
     def _set_rate(self, rate_bps: float) -> None:
         set_rate(self._shaped_name, rate_bps)
 
-    def _plan(self, name: str, shape: Shape, step: Step) -> Plan:
+    def _plan(self, name: str, case: PredictionCase, step: Step) -> Plan:
         """A fixed one, or the planner's for a profile of its own, which is made as a run makes it."""
         if name != PLANNED:
             return FIXED_PLANS[name]
-        run = ProfileRun(self._profiled(shape, step))
+        run = ProfileRun(self._profiled(case.shape, step))
         for index, plan in enumerate(run.plans):
             set_plan(step.module, plan)
             step.run(around=partial(run.step, index))
-        return make_plan(run.finish()).plan
+        return make_plan(self._finished(run, case)).plan
+
+    @staticmethod
+    def _finished(run: ProfileRun, case: PredictionCase) -> Profile:
+        """The profile, as a run with or without overlap-grad-reduce makes it."""
+        profile = run.finish()
+        if not case.reduces:
+            return profile
+        reduction = GradientReduction(dense_ranks=dist.get_world_size(), bucket_bytes=4 * BUCKET_PARAMETERS)
+        return measured_with(profile, reduction, list(dict.fromkeys(run.plans)))
 
     @staticmethod
     def _profiled(shape: Shape, step: Step) -> ProfiledModel:
         return ProfiledModel((step.module,), CPU, shape.micro_batch, shape.seq_length, 1)
 
     def _profile_in_turns(
-        self, shape: Shape, step: Step, plans: Mapping[str, Plan]
+        self, case: PredictionCase, step: Step, plans: Mapping[str, Plan]
     ) -> tuple[Profile, dict[str, list[Sample]]]:
         """A profile as a run takes it, and the configurations, in rounds that hold each plan of both once.
 
         So all see the same machine: its speed may drift by more than what is to be found out. The order rotates.
         """
-        in_one_round = plans_to_profile(shape.micro_batch, shape.seq_length)
+        in_one_round = plans_to_profile(case.shape.micro_batch, case.shape.seq_length)
         num_rounds = math.ceil(self._job.repeats / _SAMPLES_IN_A_TURN)
-        run = ProfileRun(self._profiled(shape, step), in_one_round * num_rounds, _SAMPLES_IN_A_TURN)
+        run = ProfileRun(self._profiled(case.shape, step), in_one_round * num_rounds, _SAMPLES_IN_A_TURN)
         samples: dict[str, list[Sample]] = {name: [] for name in plans}
         for index, plan in enumerate(run.plans):
             set_plan(step.module, plan)
@@ -127,7 +140,7 @@ class PredictionBench:
             start, end = (at * len(names) // len(in_one_round) for at in (place, place + 1))
             for name in names[start:end]:
                 samples[name] += self._turn(step, plans[name])
-        return run.finish(), samples
+        return self._finished(run, case), samples
 
     @staticmethod
     def _turn(step: Step, plan: Plan) -> list[Sample]:
