@@ -57,6 +57,8 @@ class CaseErrors:
     Attributes:
         measured_share: exposed share of ``k1``'s step; None where it was not run.
         is_disturbed: whether something else used the cores meanwhile.
+        halves: the same with the first half of the repeats as a prediction of the second: what the machine's own
+            unrest makes of a perfect prediction. Empty with a single repeat.
     """
 
     name: str
@@ -66,6 +68,7 @@ class CaseErrors:
     comparisons: tuple[Comparison, ...]
     is_disturbed: bool
     num_repeats: int
+    halves: tuple[Comparison, ...]
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ def compare(case: dict[str, Any]) -> CaseErrors:
     Args:
         case: as the ranks wrote it.
     """
-    comparisons = tuple(_comparison(case, name) for name in case["predictions"])
+    names = list(case["predictions"])
+    comparisons = tuple(_comparison(case, name) for name in names)
     k1 = next((one for one in comparisons if one.name == "k1"), None)
     return CaseErrors(
         name=case["name"],
@@ -102,12 +106,12 @@ def compare(case: dict[str, Any]) -> CaseErrors:
         comparisons=comparisons,
         is_disturbed=case["disturbance"]["is_disturbed"],
         num_repeats=len(case["samples"][comparisons[0].name]),
+        halves=tuple(_between_halves(case, name) for name in names if len(case["samples"][name]) > 1),
     )
 
 
-def totals(cases: Sequence[CaseErrors]) -> Totals:
+def totals(every: Sequence[Comparison]) -> Totals:
     """Over all of them."""
-    every = [one for case in cases for one in case.comparisons]
     worst = max(every, key=lambda one: abs(one.error))
     return Totals(
         median=statistics.median(abs(one.error) for one in every),
@@ -119,21 +123,40 @@ def totals(cases: Sequence[CaseErrors]) -> Totals:
 
 
 def _comparison(case: dict[str, Any], name: str) -> Comparison:
+    steps, exposed = _measured(case, name)
+    expected = case["predictions"][name]["expected"]
+    return _compared(case["name"], name, steps, exposed, expected["step_ms"], expected["exposed_ms"])
+
+
+def _between_halves(case: dict[str, Any], name: str) -> Comparison:
+    steps, exposed = _measured(case, name)
+    half = len(steps) // 2
+    first_ms, first_exposed_ms = statistics.median(steps[:half]), statistics.median(exposed[:half])
+    return _compared(case["name"], name, steps[half:], exposed[half:], first_ms, first_exposed_ms)
+
+
+def _measured(case: dict[str, Any], name: str) -> tuple[list[float], list[float]]:
+    """Step time of the slower rank and exposed time, mean of the ranks, of each repeat."""
     fields = case["sample_fields"]
     repeats = [[dict(zip(fields, rank, strict=True)) for rank in ranks] for ranks in case["samples"][name]]
     steps = [max(rank["step_ms"] for rank in ranks) for ranks in repeats]
-    low, median, high = _quartiles(steps)
     exposed = [statistics.fmean(sum(rank[field] for field in _EXPOSED_FIELDS) for rank in ranks) for ranks in repeats]
-    prediction = case["predictions"][name]
+    return steps, exposed
+
+
+def _compared(
+    case: str, name: str, steps: Sequence[float], exposed: Sequence[float], predicted_ms: float, exposed_ms: float
+) -> Comparison:
+    low, median, high = _quartiles(steps)
     return Comparison(
-        case=case["name"],
+        case=case,
         name=name,
         measured_ms=median,
         low_ms=low,
         high_ms=high,
-        predicted_ms=prediction["expected"]["step_ms"],
+        predicted_ms=predicted_ms,
         measured_exposed_ms=statistics.median(exposed),
-        predicted_exposed_ms=prediction["expected"]["exposed_ms"],
+        predicted_exposed_ms=exposed_ms,
     )
 
 

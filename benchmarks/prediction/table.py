@@ -42,12 +42,20 @@ def _description(case: CaseErrors) -> str:
 
 
 def _conclusion(cases: Sequence[CaseErrors]) -> str:
-    total = totals(cases)
-    return (
+    total = totals([one for case in cases for one in case.comparisons])
+    text = (
         f"{total.number} configurations: error of the step time median {total.median:.1%} (wanted: at most "
         f"{MAX_MEDIAN_ERROR:.0%}), worst {total.worst:.1%} in {total.worst_name} (at most {MAX_ERROR:.0%}); exposed "
         f"time within {MAX_EXPOSED_ERROR:.0%} or {MAX_EXPOSED_MS:.0f} ms in {total.num_exposed_close} of {total.number}"
     )
+    halves = [one for case in cases for one in case.halves]
+    if halves:
+        own = totals(halves)
+        text += (
+            f". For comparison, the first half of the repeats as a prediction of the second: {own.median:.1%}, "
+            f"{own.worst:.1%}, {own.num_exposed_close} of {own.number}"
+        )
+    return text
 
 
 def as_text(cases: Sequence[CaseErrors]) -> str:

@@ -56,11 +56,21 @@ def test_exposed_time_is_close_within_ten_ms_or_fifteen_per_cent(measured_ms, pr
     assert case.comparisons[0].exposed_is_close is is_close
 
 
+def test_the_first_half_of_the_repeats_is_compared_with_the_second():
+    """What the machine's own unrest makes of a perfect prediction."""
+    repeats = [repeat(step_ms, 100) for step_ms in (100, 100, 100, 125, 125, 125)]
+    case = compare(case_result({"k1": repeats, "k1-dw": repeats[:1]}, {"k1": (110, 97.5), "k1-dw": (110, 97.5)}))
+    (one,) = case.halves
+    assert (one.name, one.measured_ms, one.predicted_ms) == ("k1", pytest.approx(137.5), pytest.approx(110))
+    assert one.exposed_is_close
+    assert "the first half of the repeats as a prediction of the second: 20.0%, 20.0%, 1 of 1" in as_text([case])
+
+
 def test_totals_take_errors_by_their_size():
     measured = {name: [repeat(100, 50)] for name in ("k1", "k1-dw", "stack-k2")}
     predicted = {"k1": (110 * 0.8, 50.0), "k1-dw": (110 * 1.1, 50.0), "stack-k2": (110 * 1.02, 500.0)}
     case = compare(case_result(measured, predicted))
-    total = totals([case])
+    total = totals(case.comparisons)
     assert total.median == pytest.approx(0.1)
     assert total.worst == pytest.approx(0.2)
     assert total.worst_name == "45 k1"
@@ -89,7 +99,9 @@ def test_the_cases_cover_shares_chunk_counts_ranges_axes_weight_gradients_and_sk
     assert {plan.dw_policy for plan in plans} == set(DwPolicy)
     assert {case.exposed_share for case in CASES.values()} == {0.2, 0.45, 0.65}
     assert any(case.shape.hot_share is not None for case in CASES.values())
-    assert all("k1" in case.configurations and PLANNED in case.configurations for case in CASES.values())
+    assert all("k1" in case.configurations for case in CASES.values())
+    assert [case.name for case in CASES.values() if PLANNED not in case.configurations] == ["gradients"]
+    assert [case.name for case in CASES.values() if case.reduces] == ["gradients"]
 
 
 def test_unknown_names_are_refused_and_orders_are_ours():
