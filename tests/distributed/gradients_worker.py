@@ -24,7 +24,16 @@ from megatron_lancet.patching import replaced, wrapped
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.training.cpu_platform import cpu_platform
 from tests.distributed.observer import Observer
-from tests.distributed.variants import CUTS, DW_MEMORY_BYTES, FORCED, SEGMENTED, VARIANTS, WITH_GAPS, cut_name
+from tests.distributed.variants import (
+    CUTS,
+    DW_MEMORY_BYTES,
+    FORCED,
+    SEGMENTED,
+    VARIANTS,
+    WITH_GAPS,
+    chunk_counts,
+    cut_name,
+)
 
 SEQ_LENGTH, MICRO_BATCH, VOCAB, NUM_MICRO_BATCHES = 16, 4, 64, 2
 
@@ -367,7 +376,7 @@ def main() -> None:
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
     results: dict[str, Any] = {}
     for name, overrides in VARIANTS.items():
-        for num_chunks in (1, 2, 4) if name == "plain" else (1, 3):
+        for num_chunks in chunk_counts(name):
             results[f"{name}/k={num_chunks}"] = compare(overrides, num_chunks)
     for name, overrides in FORCED.items():
         for num_chunks in (1, 3):

@@ -25,10 +25,10 @@ def results(tmp_path_factory):
 
 
 def exact_cases() -> list[str]:
-    from tests.distributed.variants import CUTS, DW_MEMORY_BYTES, FORCED, SEGMENTED, VARIANTS, cut_name
+    from tests.distributed.variants import CUTS, DW_MEMORY_BYTES, FORCED, SEGMENTED, VARIANTS, chunk_counts, cut_name
 
     cuts = [cut_name(name, num_chunks, cut) for name, _, num_chunks, cut in CUTS]
-    chunked = [f"{name}/k={k}" for name in VARIANTS for k in ((1, 2, 4) if name == "plain" else (1, 3))]
+    chunked = [f"{name}/k={k}" for name in VARIANTS for k in chunk_counts(name)]
     chunked += [f"{name}/k={k}" for name in FORCED for k in (1, 3)]
     bounded = [f"dw-memory-{memory_bytes}/k=2" for memory_bytes in DW_MEMORY_BYTES]
     return [*chunked, *cuts, *SEGMENTED, *bounded, "bf16/k=1", "dw-none/k=2", "erratic-wire/k=2", "gaps/k=2"]

@@ -51,6 +51,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Overrides of the transformer config; some are of the model (see ``build``)."""
 
+WHOLE_ELSEWHERE = (
+    *("no-balancing", "seq-aux-loss", "global-aux-loss", "top-1", "group-limited", "fp32-router"),
+    *("grouped-experts-gated", "frozen-layer", "frozen-tied-embeddings"),
+)
+"""Without chunks, these routers are drawn in test_random_configs, and the others differ from a neighbour in little."""
+
+
+def chunk_counts(variant: str) -> tuple[int, ...]:
+    """In which a variant is compared."""
+    if variant == "plain":
+        return 1, 2, 4
+    return (3,) if variant in WHOLE_ELSEWHERE else (1, 3)
+
 
 FORCED: dict[str, dict[str, Any]] = {
     "idle-expert": {**_SIGMOID_BIAS, "expert_bias": [0.0, 0.0, -9.0, 0.0]},

@@ -14,7 +14,7 @@ import pytest
 REPO = Path(__file__).parents[3]
 TINY = ["--layers", "1", "--hidden", "64", "--seq-length", "32", "--repeats", "2", "--sweeps", "1", "--rate", "100"]
 START_LIMIT_S = 60
-pytestmark = [pytest.mark.usefixtures("shaped_network"), pytest.mark.alone]
+pytestmark = pytest.mark.usefixtures("shaped_network")
 
 
 @contextmanager
@@ -63,6 +63,7 @@ def processes_of(temporary: Path) -> list[int]:
 
 
 @pytest.mark.distributed
+@pytest.mark.alone
 def test_a_small_run_measures_its_variants_and_leaves_nothing(tmp_path):
     before = host_links()
     variants = ["--variants", "all-k2", "forward-only-k2", "sequence-k2"]
