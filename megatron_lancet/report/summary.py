@@ -112,6 +112,8 @@ def as_text(report: dict[str, Any]) -> str:
             f"parts, {report['num_grad_micro_ops_between']:.0f} between all-to-alls and the others after the last; "
             f"{report['grad_exposed_ms']:.1f} ms waited for"
         )
+        if not report["num_grad_micro_ops_between"]:
+            lines.append("    this plan leaves no place between its all-to-alls: --lancet-comm-priority off is faster")
     if _EXPOSED in report:
         table = from_plain(ExposedTable, report[_EXPOSED], f"{REPORT_FILE}.{_EXPOSED}")
         lines += [f"  {line}" for line in table.as_text().splitlines()]
