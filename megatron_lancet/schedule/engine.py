@@ -292,14 +292,19 @@ class Engine:
 
     def _send_parts(self, message: _Message, key: int, action: Action) -> None:
         """Every rank's part goes onto its own link."""
-        ready_ms = message.all_ready_ms
+        ready_ms, same_ranks = message.all_ready_ms, self._network.same_ranks
+        free_ms = []
         for rank in self._ranks:
             rank.link_free_ms = self._arrival_ms(rank, action, ready_ms)
-        message.arrival_ms = [
-            # A rank without others waits for nothing.
-            max([ready_ms, *(one.link_free_ms for one in self._ranks if one.column != column or number > 1)])
-            for column, number in enumerate(self._network.same_ranks)
-        ]
+            free_ms.append(rank.link_free_ms)
+        if same_ranks == (1, 1):  # the same, written out: planning spends much of its time here
+            message.arrival_ms = free_ms[::-1]
+        else:
+            message.arrival_ms = [
+                # A rank without others waits for nothing.
+                max([ready_ms, *(free for other, free in enumerate(free_ms) if other != column or number > 1)])
+                for column, number in enumerate(same_ranks)
+            ]
         self._arrives(message, key, action)
 
     def _arrival_ms(self, rank: _Rank, action: Action, time_ms: float) -> float:
