@@ -90,10 +90,34 @@ def test_a_slower_plan_is_left():
         "measured 203.0 ms a step, 50.0 ms of it exposed: slower than the 200.0 ms before by more than the noise of 2.0"
     )
     assert decision.lines[0].endswith("predicted 150.0 ms, -26.1 %, which is far off")
-    assert decision.lines[1] == f"going back to {BASE}: 200.0 ms a step"
+    assert decision.lines[1].startswith(f"going back to {BASE}: 200.0 ms a step; measuring that again")
+    assert not tuning.settled
+    decision = run(tuning, figures(201), NUM_SETTLE_STEPS)
+    assert decision.plan is None
+    assert decision.lines == (f"measured 201.0 ms a step, 50.0 ms of it exposed under {BASE}: it stays",)
+    assert (tuning.stage, tuning.plan, tuning.settled) == (Stage.WATCH, BASE, True)
     assert tuning.remark == "slower than before, so it went back"
-    assert tuning.chosen == figures(200)
+    assert tuning.chosen == figures(201)
     assert tuning.prediction is None
+
+
+def test_a_plan_that_only_looked_slow_is_taken_after_all():
+    """The machine slowed down between the two: measured again, what ran before is slower than the plan was."""
+    tuning = verifying()
+    assert run(tuning, figures(230, 20), NUM_SETTLE_STEPS).plan == BASE
+    decision = run(tuning, figures(240), NUM_SETTLE_STEPS)
+    assert decision.plan == tuning.plan == PLAN
+    assert f"the machine had become slower; taking {PLAN} after all: 230.0 ms a step" in decision.lines[0]
+    assert (tuning.stage, tuning.settled, tuning.chosen) == (Stage.WATCH, True, figures(230, 20))
+    assert (tuning.prediction, tuning.remark) == (Prediction(150.0, 10.0), "")
+
+
+def test_of_two_that_looked_slow_the_faster_is_taken_after_all():
+    tuning = verifying(profiled={"four": (OTHER, 150.0)})
+    assert run(tuning, figures(230), NUM_SETTLE_STEPS).plan == OTHER
+    assert run(tuning, figures(220), NUM_SETTLE_STEPS).plan == BASE
+    assert run(tuning, figures(225), NUM_SETTLE_STEPS).plan == OTHER
+    assert (tuning.prediction, tuning.remark) == (None, "a plan that ran for the profile was faster")
 
 
 def test_slower_within_the_noise_is_kept():
@@ -111,12 +135,14 @@ def test_a_faster_profiled_plan_is_tried_after_a_slow_one(other_ms, kept):
     assert decision.plan == OTHER
     assert decision.lines[1] == "trying four chunks, which took 180.0 ms a step while profiling"
     decision = run(tuning, figures(other_ms), NUM_SETTLE_STEPS)
+    assert decision.plan == (None if kept == OTHER else BASE)
+    assert "predicted" not in decision.lines[0]
+    if kept == BASE:
+        run(tuning, figures(200), NUM_SETTLE_STEPS)
     assert tuning.plan == kept
     assert tuning.remark == (
         "a plan that ran for the profile was faster" if kept == OTHER else "slower than before, so it went back"
     )
-    assert decision.plan == (None if kept == OTHER else BASE)
-    assert "predicted" not in decision.lines[0]
 
 
 def test_the_better_of_two_that_pay_is_kept():
