@@ -85,8 +85,7 @@ def _pretrain(device: "torch.device", where: Whereabouts) -> None:
         stack.enter_context(upstream_checkpoints.arguments_before_loading(functools.partial(check_checkpoint, args)))
         if stop is not None:
             stack.enter_context(upstream_checkpoints.asked_to_stop(stop, stop.begin))
-        if args.exit_signal_handler:
-            stack.enter_context(upstream_checkpoints.queue_lives_with_the_rank())
+        stack.enter_context(upstream_checkpoints.queue_lives_with_the_rank())
         setup, report = enter_run(stack, args, config, plan, device, stats, recorder, micro_ops)
         if plan is not None:
             run_config.ddp.delay_wgrad_compute = setup.delays_weight_grads

@@ -15,7 +15,7 @@ from multiprocessing.managers import SyncManager
 from megatron_lancet.training.queue_process import live_as_long_as
 
 if __name__ == "__main__":
-    manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+    manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
     manager.start(live_as_long_as, (int(sys.argv[1]) or os.getpid(),))
     queue = manager.Queue()
     print(manager._process.pid, flush=True)
