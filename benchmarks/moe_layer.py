@@ -1,7 +1,7 @@
 """One MoE layer, forward and backward: stock Megatron's, ours with one and two chunks, and DeepSpeed's.
 
-    OMP_NUM_THREADS=1 python benchmarks/moe_layer.py --output results.json
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/moe_layer.py --output results.json    # two ranks, EP=2
+    OMP_NUM_THREADS=1 python -m benchmarks.moe_layer --output results.json
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.moe_layer --output results.json    # two ranks, EP=2
 
 Router, dispatch, experts, combine and their gradients, with the same weights and tokens; outputs and gradients are
 compared with stock's before timing. The layers take turns in random order; a step's time is that of the slower rank,
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.gradient_error import relative_error
 from megatron_lancet.schedule.plan import OverlapRange, Plan, fixed_plan
 
 STOCK, DEEPSPEED = "stock", "deepspeed"
@@ -238,8 +239,7 @@ class Input:
 
 def deviation(results: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """Largest of all results, each relative to the norm of what is expected."""
-    pairs = zip(results, expected, strict=True)
-    return max(((own - true).norm() / true.norm().clamp_min(1e-12)).item() for own, true in pairs)
+    return max(relative_error(own, true) for own, true in zip(results, expected, strict=True))
 
 
 def measure(case: Case, num_rounds: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 
 from tests import data
 
+pytest_plugins = ["tests.gradient_deviations"]
 GATE = Path(__file__)
 RUNNING = Path(__file__).with_name("__init__.py")
 

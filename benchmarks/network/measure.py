@@ -1,7 +1,6 @@
 """Runs the variants of a case in turns: checked against stock first, then timed at the rate that the case wants."""
 
 import gc
-import math
 import resource
 import statistics
 import time
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from benchmarks.gradient_error import relative_errors, worst
 from benchmarks.network.cases import VARIANTS, Case
 from benchmarks.network.disturbance import cpu_times, disturbance
 from benchmarks.network.job import Job
@@ -160,15 +160,13 @@ class Bench:
     @staticmethod
     def _checked(name: str, results: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
         """Largest relative error on any rank."""
-        assert results.keys() == expected.keys()
-        errors = {key: relative_error(results[key], expected[key]) for key in expected}
-        worst = max(errors, key=lambda key: errors[key])
-        everywhere = torch.tensor(errors[worst], dtype=torch.float64)
+        parameter, error = worst(relative_errors(results, expected))
+        everywhere = torch.tensor(error, dtype=torch.float64)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
         if not everywhere.item() <= TOLERANCE:
             raise WrongResultError(
                 f"{name} differs from stock by {everywhere.item():.1e} of the norm, more than {TOLERANCE:.0e}; "
-                f"on this rank most in {worst}: {errors[worst]:.1e}"
+                f"on this rank most in {parameter}: {error:.1e}"
             )
         return everywhere.item()
 
@@ -253,14 +251,6 @@ class CpuWatch:
         found = disturbance(self._before, after, _own_cpu_s() - self._own_s, elapsed_s, len(self._cores))
         say(f"  {what}: {elapsed_s:.0f} s; {'DISTURBED: ' if found.is_disturbed else ''}{found}")
         return {**asdict(found), "is_disturbed": found.is_disturbed}
-
-
-def relative_error(ours: torch.Tensor, stock: torch.Tensor) -> float:
-    """Norm of the difference over the norm of stock's; 0 only for equal bits, infinite where ours is not finite."""
-    if torch.equal(ours, stock):
-        return 0.0
-    error = ((ours - stock).norm() / stock.norm().clamp_min(1e-12)).item()
-    return error if math.isfinite(error) else math.inf
 
 
 def _own_cpu_s() -> float:

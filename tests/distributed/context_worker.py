@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import replaced
 from megatron_lancet.training.cpu_platform import cpu_platform
 from tests.distributed import gradients_worker
@@ -26,11 +27,9 @@ from tests.distributed.gradients_worker import (
     SEQ_LENGTH,
     build,
     compare,
-    deviation,
     erratic_wire,
     gradients,
     logged_losses,
-    relative,
     step,
     wrap_with_ddp,
 )
@@ -127,10 +126,8 @@ def stock_step(name: str, overrides: dict[str, Any], weights: dict[str, Any] | N
 
 def distance(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
     return {
-        "loss": relative(found["losses"], expected["losses"]),
-        "gradients": {
-            name: deviation(gradient, expected["gradients"][name]) for name, gradient in found["gradients"].items()
-        },
+        "loss": relative_difference(found["losses"], expected["losses"]),
+        "gradients": relative_errors(found["gradients"], expected["gradients"]),
     }
 
 

@@ -6,7 +6,6 @@ Usage: gradients_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
 import copy
 import faulthandler
 import json
-import random
 import re
 import signal
 import sys
@@ -20,9 +19,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_lancet.patching import replaced, wrapped
+from benchmarks.gradient_error import relative_difference, relative_error, relative_errors
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.training.cpu_platform import cpu_platform
+from tests.distributed.disturbances import (
+    DAMAGED_GRADIENTS,
+    erratic_wire,
+    lost_flush,
+    lost_weight_grad,
+    naive_aux_loss,
+)
 from tests.distributed.observer import Observer
 from tests.distributed.variants import (
     CUTS,
@@ -157,13 +163,6 @@ def expert_bias_counts(model) -> list[list[float]]:
     ]
 
 
-def deviation(ours: torch.Tensor, stock: torch.Tensor) -> float:
-    """Norm of the difference over the norm of stock's gradient; 0 only for equal bits."""
-    if torch.equal(ours, stock):
-        return 0.0
-    return ((ours - stock).norm() / stock.norm().clamp_min(1e-12)).item()
-
-
 def plan_of(num_chunks: int, dw="fill", dw_memory_bytes=None, dim="batch", over="stack") -> Plan:
     return fixed_plan(num_chunks, DwPolicy(dw), ChunkDim(dim), OverlapRange(over), dw_memory_bytes)
 
@@ -189,50 +188,6 @@ def close(stats) -> None:
         dist.destroy_process_group(group)
 
 
-def erratic_wire(stack: ExitStack) -> None:
-    """Makes transfers seem done, or not, at random and differently on each rank, for whoever polls them."""
-    from megatron_lancet.runtime import transport
-
-    dice = random.Random(dist.get_rank())
-    stack.enter_context(replaced(transport._WorksTransfer, "done", lambda _: dice.random() < 0.5))
-
-
-def naive_aux_loss(stack: ExitStack) -> None:
-    """Negative control: each chunk balances itself."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    from megatron_lancet.model.router import ChunkedTopKRouter
-
-    def forward(self, input, padding_mask=None, chunk=None):
-        return TopKRouter.forward(self, input, padding_mask)
-
-    stack.enter_context(replaced(ChunkedTopKRouter, "forward", forward))
-
-
-def lost_weight_grad(stack: ExitStack) -> None:
-    """Negative control: now and then a dW does not run."""
-    from megatron_lancet.runtime.weight_grad_store import DeferredWeight
-
-    seen = []
-
-    def wrap(original):
-        def add(self, *product):
-            seen.append(self)
-            if len(seen) % 29:
-                original(self, *product)
-
-        return add
-
-    stack.enter_context(wrapped(DeferredWeight, "add_product", wrap))
-
-
-def lost_flush(stack: ExitStack) -> None:
-    """Negative control: nothing runs or reports what is left at the end of a backward pass."""
-    from megatron_lancet.runtime.weight_grad_store import WeightGradStore
-
-    stack.enter_context(replaced(WeightGradStore, "flush", lambda _: None))
-
-
 def trained(model) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
@@ -241,12 +196,9 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return {name: parameter.main_grad.clone() for name, parameter in trained(model).items()}
 
 
-def worst(values) -> float:
-    return max(values, default=0.0)
-
-
-def relative(ours, stock) -> float:
-    return worst(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(ours, stock, strict=True))
+def largest(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Each parameter's largest error in any step; it may be trained in one of them only."""
+    return {name: max(errors.get(name, 0.0) for errors in steps) for errors in steps for name in errors}
 
 
 class StockRun(NamedTuple):
@@ -319,10 +271,10 @@ def compare_plan(overrides, plan: Plan, disturb=None) -> dict[str, Any]:
     pairs = list(zip(results, stock.steps, strict=True))
     stored = [module.deferred for module in our_model.modules() if getattr(module, "deferred", None) is not None]
     return {
-        "loss": worst(relative(a[0], b[0]) for a, b in pairs),
-        "gradients": {name: worst(deviation(a[1][name], b[1][name]) for a, b in pairs) for name in results[0][1]},
+        "loss": max(relative_difference(a[0], b[0]) for a, b in pairs),
+        "gradients": largest([relative_errors(a[1], b[1]) for a, b in pairs]),
         "zero_gradients": [name for name, gradient in results[0][1].items() if not gradient.any()],
-        "logged": worst(relative(logged[name], stock.logged[name]) for name in stock.logged),
+        "logged": max((relative_difference(logged[name], stock.logged[name]) for name in stock.logged), default=0.0),
         "logged_names_equal": logged.keys() == stock.logged.keys(),
         "expert_bias_counts_equal": expert_bias_counts(our_model) == stock.expert_bias_counts,
         "state_keys_equal": list(our_model.state_dict()) == list(stock.weights),
@@ -361,7 +313,8 @@ def bf16_errors(num_chunks: int) -> dict[str, list[float]]:
     logged_losses()
     truth = gradients(true_model)
     return {
-        name: [deviation(gradients(model)[name], truth[name]) for model in (stock_model, our_model)] for name in truth
+        name: [relative_error(gradients(model)[name], truth[name]) for model in (stock_model, our_model)]
+        for name in truth
     }
 
 
@@ -395,6 +348,8 @@ def main() -> None:
         results[f"dw-memory-{memory_bytes}/k=2"] = compare({}, 2, erratic_wire, dw_memory_bytes=memory_bytes)
     results["naive-aux-loss/k=2"] = compare({}, 2, naive_aux_loss)
     results["lost-weight-grad/k=2"] = compare({}, 2, lost_weight_grad)
+    for name, disturb in DAMAGED_GRADIENTS.items():
+        results[f"{name}/k=2"] = compare({}, 2, disturb)
     results["lost-flush"] = what_a_lost_flush_raises()
     Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(results))
     dist.barrier()

@@ -7,18 +7,16 @@ from unittest import mock
 
 import torch
 
+from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
 from tests.distributed.gradients_worker import (
     build,
     close,
-    deviation,
     erratic_wire,
     gradients,
     logged_losses,
     overlapping_model,
-    relative,
     step,
-    worst,
     wrap_with_ddp,
 )
 from tests.distributed.observer import Observer
@@ -64,19 +62,19 @@ def switch_through_plans(overrides: dict[str, Any], overlaps: bool) -> list[dict
     stock = wrap_with_ddp(stock_model, config, precision, False, overlaps)
     ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, overlaps)
     results = []
-    for name in ORDER:
+    for plan_name in ORDER:
         our_model.load_state_dict(copy.deepcopy(stock_model.state_dict()))
         expected = step(stock), gradients(stock_model), logged_losses()
-        setup.switch(PLANS[name])
+        setup.switch(PLANS[plan_name])
         found = observed_step(ours)
         logged = logged_losses()
         times = stats.take()
         results.append(
             {
-                "plan": name,
-                "loss": relative(found.pop("losses"), expected[0]),
-                "gradients": {n: deviation(g, expected[1][n]) for n, g in gradients(our_model).items()},
-                "logged": worst(relative(logged[n], expected[2][n]) for n in expected[2]),
+                "plan": plan_name,
+                "loss": relative_difference(found.pop("losses"), expected[0]),
+                "gradients": relative_errors(gradients(our_model), expected[1]),
+                "logged": max(relative_difference(logged[name], expected[2][name]) for name in expected[2]),
                 "num_deferred": times.num_dw_hidden + times.num_dw_early + times.num_dw_late,
                 "position": setup.position,
                 **found,

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 
+from benchmarks.gradient_error import worst
 from megatron_lancet.testing.link import Link
 from megatron_lancet.testing.mock_world import mock_world
 from megatron_lancet.training.cpu_platform import cpu_platform
@@ -82,8 +83,8 @@ def looks_at_whole_micro_batch(overrides: dict[str, Any]) -> bool:
     return "sinkhorn" in overrides["moe_router_load_balancing_type"] or "moe_expert_capacity_factor" in overrides
 
 
-def check(picks: dict[str, dict[str, Any]], cut: dict[str, Any], num_chunks: int) -> bool:
-    """Compare one configuration; False where Megatron refuses it."""
+def check(picks: dict[str, dict[str, Any]], cut: dict[str, Any], num_chunks: int) -> tuple[str, float] | None:
+    """Compare one configuration; the parameter that deviates most, and by how much; None where Megatron refuses it."""
     overrides: dict[str, Any] = {"expert_model_parallel_size": NUM_RANKS, "num_moe_experts": NUM_EXPERTS}
     for pick in picks.values():
         overrides |= pick
@@ -94,17 +95,17 @@ def check(picks: dict[str, dict[str, Any]], cut: dict[str, Any], num_chunks: int
     try:
         build(overrides)
     except (AssertionError, ValueError):
-        return False
+        return None
     found = compare(overrides, num_chunks, **cut)
     what = f"{num_chunks} chunks, {cut}, {overrides}"
-    worst = max(found["gradients"], key=found["gradients"].get)
-    assert found["gradients"][worst] <= TOLERANCE, f"{worst} is off by {found['gradients'][worst]}: {what}"
+    parameter, error = worst(found["gradients"])
+    assert error <= TOLERANCE, f"{parameter} is off by {error}: {what}"
     assert found["loss"] <= TOLERANCE, f"loss is off by {found['loss']}: {what}"
     assert found["logged"] <= TOLERANCE, f"logged losses are off by {found['logged']}: {what}"
     assert found["logged_names_equal"], what
     assert found["expert_bias_counts_equal"], what
     assert found["reports"] == dict.fromkeys(found["parameters"], 1), what
-    return True
+    return parameter, error
 
 
 def main() -> None:
@@ -113,11 +114,14 @@ def main() -> None:
 
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
     tried: Counter[str] = Counter()
+    deviations: list[tuple[str, float]] = []
 
     def draw_and_check(picks: dict[str, dict[str, Any]], cut: dict[str, Any], num_chunks: int) -> None:
-        if not check(picks, cut, num_chunks):
+        deviation = check(picks, cut, num_chunks)
+        if deviation is None:
             tried["refused by Megatron"] += 1
             reject()
+        deviations.append(deviation)
         tried["compared"] += 1
         tried[f"{cut['dim']} chunks"] += 1
 
@@ -147,7 +151,7 @@ def main() -> None:
         finally:
             parallel_state.destroy_model_parallel()
     logged_losses()
-    Path(sys.argv[1]).write_text(json.dumps(tried))
+    Path(sys.argv[1]).write_text(json.dumps({"tried": tried, "worst": max(deviations, key=lambda entry: entry[1])}))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,16 @@ import json
 from pathlib import Path
 
 from tests.distributed import launch
+from tests.unit.testing.random_configs_worker import TOLERANCE
 
 WORKER = Path(__file__).with_name("random_configs_worker.py")
 NUM_EXAMPLES = 25
 
 
-def test_random_configurations_equal_stock(tmp_path):
+def test_random_configurations_equal_stock(tmp_path, check_gradients):
     launch.check(launch.run(WORKER, [tmp_path / "result.json", NUM_EXAMPLES], 1, tmp_path, timeout_s=200))
-    tried = json.loads((tmp_path / "result.json").read_text())
+    result = json.loads((tmp_path / "result.json").read_text())
+    tried, (parameter, error) = result["tried"], result["worst"]
+    check_gradients({parameter: error}, TOLERANCE)
     assert tried["compared"] == NUM_EXAMPLES
     assert min(tried["batch chunks"], tried["sequence chunks"]) >= 5

@@ -1,0 +1,48 @@
+"""A pytest plugin: compares gradients with a bound, and prints the worst deviation of the whole run at its end."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from benchmarks.gradient_error import worst
+
+PROPERTY = "gradient deviation"
+
+
+class GradientCheck:
+    """Compares deviations from stock with a bound, and remembers the worst of them for the summary of the run."""
+
+    def __init__(self, record_property: Callable[[str, object], None]) -> None:
+        self._record_property = record_property
+
+    def __call__(self, errors: Mapping[str, float], bound: float, where: str = "", precision: str = "fp32") -> None:
+        """Fail unless every parameter's error is within the bound.
+
+        Args:
+            errors: relative error by parameter, see ``benchmarks.gradient_error``.
+            where: what to say beside the parameter, such as the rank.
+            precision: of the gradients; each one has its own line in the summary.
+        """
+        parameter, error = worst(errors)
+        self._record_property(PROPERTY, [precision, error, parameter])
+        assert error <= bound, f"gradient of {parameter} deviates by {error:.3g}, at most {bound:.3g} expected: {where}"
+
+
+@pytest.fixture
+def check_gradients(record_property) -> GradientCheck:
+    """Compares deviations of gradients with a bound; the worst one of all tests is printed at the end of the run."""
+    return GradientCheck(record_property)
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Reports of tests carry their properties, also from the processes of pytest-xdist to this one."""
+    found: dict[str, tuple[float, str, str]] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == PROPERTY:
+                    precision, error, parameter = value
+                    found[precision] = max(found.get(precision, (-1.0, "", "")), (error, report.nodeid, parameter))
+    for precision, (error, test, parameter) in sorted(found.items()):
+        line = f"worst gradient deviation of this run, {precision}: {error:.2e} in {test} (parameter {parameter})"
+        terminalreporter.write_line(line)
