@@ -7,6 +7,9 @@ import pytest
 from benchmarks.gradient_error import worst
 
 PROPERTY = "gradient deviation"
+TOLERANCE = 2e-6
+"""Of the norm of each parameter's gradient, fp32. Chunks change the order of sums and nothing else: about 5e-7 in the
+models of these tests. A naive auxiliary loss per chunk is off by 1, a single lost dW by 0.1: both are tested too."""
 
 
 class GradientCheck:

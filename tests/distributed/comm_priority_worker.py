@@ -17,15 +17,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import wrapped
 from megatron_lancet.schedule.micro_ops import MicroOps
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.cpu_platform import cpu_platform
+from tests.distributed.disturbances import erratic_wire
 from tests.distributed.gradients_worker import (
     NUM_MICRO_BATCHES,
     build,
     close,
-    erratic_wire,
+    largest,
     logged_losses,
     plan_of,
     step,
@@ -152,6 +154,20 @@ def same(ours, theirs) -> bool:
     )
 
 
+def distance(ours, stock) -> dict[str, Any]:
+    """Largest relative difference of the losses, and error of the gradients by bucket, over all steps."""
+    pairs = list(zip(ours, stock, strict=True))
+    by_step = [relative_errors(in_buckets(our_grads), in_buckets(its)) for (_, our_grads), (_, its) in pairs]
+    return {
+        "loss": max(relative_difference(our_losses, its_losses) for (our_losses, _), (its_losses, _) in pairs),
+        "gradients": largest(by_step),
+    }
+
+
+def in_buckets(gradients: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"bucket {i}": gradient for i, gradient in enumerate(gradients)}
+
+
 def compare(case: str, disturb=None) -> dict[str, Any]:
     overrides, _, plan = CASES[case]
     weights = build(overrides)[0].state_dict()
@@ -165,7 +181,7 @@ def compare(case: str, disturb=None) -> dict[str, Any]:
         ours, log, times, dense_bytes = run(stack, case, weights, plan, MicroOps(CHUNK_BYTES))
     return {
         "equals_ours_without_priority": same(ours, free),
-        "equals_stock": same(ours, stock),
+        **distance(ours, stock),
         "has_gradients": all(bool(gradient.any()) for _, gradients in ours for gradient in gradients),
         "log": log,
         "num_micro_ops": times.num_grad_micro_ops,

@@ -22,12 +22,12 @@ from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import replaced
 from megatron_lancet.training.cpu_platform import cpu_platform
 from tests.distributed import gradients_worker
+from tests.distributed.disturbances import erratic_wire
 from tests.distributed.gradients_worker import (
     NUM_MICRO_BATCHES,
     SEQ_LENGTH,
     build,
     compare,
-    erratic_wire,
     gradients,
     logged_losses,
     step,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from benchmarks.gradient_error import relative_difference, relative_error, relative_errors
+from megatron_lancet.patching import replaced
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.training.cpu_platform import cpu_platform
 from tests.distributed.disturbances import (
@@ -32,8 +33,9 @@ from tests.distributed.disturbances import (
 from tests.distributed.observer import Observer
 from tests.distributed.variants import (
     CUTS,
-    DW_MEMORY_BYTES,
+    DW_MEMORY_CASES,
     FORCED,
+    MICRO_BATCH_OF_ONE,
     SEGMENTED,
     VARIANTS,
     WITH_GAPS,
@@ -81,6 +83,7 @@ def build(overrides: dict[str, Any]):
     from megatron_lancet.training.upstream import core_attention_without_te
 
     overrides = dict(overrides)
+    overrides.pop("distributed_optimizer", None)  # of DDP
     position = overrides.pop("position_embedding_type", "learned_absolute")
     tied = overrides.pop("share_embeddings", False)
     frozen = overrides.pop("frozen", None)
@@ -107,7 +110,7 @@ def build(overrides: dict[str, Any]):
     return model, config, (Float16Module if config.bf16 else lambda _, plain: plain)
 
 
-def wrap_with_ddp(model, config, precision, deferred: bool, overlaps: bool = True):
+def wrap_with_ddp(model, config, precision, deferred: bool, overlaps: bool = True, distributed_optimizer: bool = False):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     ddp_config = DistributedDataParallelConfig(
@@ -115,6 +118,7 @@ def wrap_with_ddp(model, config, precision, deferred: bool, overlaps: bool = Tru
         bucket_size=4000 if overlaps else None,
         grad_reduce_in_fp32=True,
         delay_wgrad_compute=deferred,
+        use_distributed_optimizer=distributed_optimizer,
     )
     return DistributedDataParallel(config, ddp_config, precision(config, model))
 
@@ -225,7 +229,7 @@ def stock_run(overrides) -> StockRun:
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
     )
-    key = repr((overrides, layout, micro_batches.__qualname__))
+    key = repr((overrides, layout, micro_batches.__qualname__, MICRO_BATCH))
     if key not in _STOCK_RUNS:
         _STOCK_RUNS[key] = run_stock(overrides)
     return _STOCK_RUNS[key]
@@ -234,7 +238,8 @@ def stock_run(overrides) -> StockRun:
 def run_stock(overrides) -> StockRun:
     model, config, precision = build(overrides)
     weights = copy.deepcopy(model.state_dict())
-    stock = wrap_with_ddp(model, config, precision, deferred=False)
+    shards = overrides.get("distributed_optimizer", False)
+    stock = wrap_with_ddp(model, config, precision, deferred=False, distributed_optimizer=shards)
     steps = [(step(stock), gradients(model)) for _ in range(2)]
     return StockRun(weights, steps, logged_losses(), expert_bias_counts(model))
 
@@ -256,7 +261,8 @@ def compare_plan(overrides, plan: Plan, disturb=None) -> dict[str, Any]:
     our_model.load_state_dict(copy.deepcopy(stock.weights))
 
     setup, stats = overlapping_model(our_model, plan)
-    ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads)
+    shards = overrides.get("distributed_optimizer", False)
+    ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, distributed_optimizer=shards)
     with ExitStack() as stack:
         if disturb is not None:
             disturb(stack)
@@ -338,14 +344,18 @@ def main() -> None:
     results["bf16-errors"] = bf16_errors(2)
     for name, overrides, num_chunks, cut in CUTS:
         results[cut_name(name, num_chunks, cut)] = compare(overrides, num_chunks, **cut)
+    with replaced(sys.modules[__name__], "MICRO_BATCH", 1):
+        for name, (num_chunks, cut) in MICRO_BATCH_OF_ONE.items():
+            results[name] = compare({}, num_chunks, **cut)
     results["dw-none/k=2"] = compare({}, 2, dw="none")
     results["erratic-wire/k=2"] = compare({}, 2, erratic_wire)
     for name, (overrides, plan) in SEGMENTED.items():
         results[name] = compare_plan(overrides, plan)
-    results["gaps/k=2"] = compare_plan({}, WITH_GAPS, erratic_wire)
+    for name, plan in WITH_GAPS.items():
+        results[name] = compare_plan({}, plan, erratic_wire)
     results |= switching_cases()
-    for memory_bytes in DW_MEMORY_BYTES:
-        results[f"dw-memory-{memory_bytes}/k=2"] = compare({}, 2, erratic_wire, dw_memory_bytes=memory_bytes)
+    for name, (memory_bytes, num_chunks) in DW_MEMORY_CASES.items():
+        results[name] = compare({}, num_chunks, erratic_wire, dw_memory_bytes=memory_bytes)
     results["naive-aux-loss/k=2"] = compare({}, 2, naive_aux_loss)
     results["lost-weight-grad/k=2"] = compare({}, 2, lost_weight_grad)
     for name, disturb in DAMAGED_GRADIENTS.items():

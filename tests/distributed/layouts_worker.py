@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.training.cpu_platform import cpu_platform
-from tests.distributed.gradients_worker import NUM_MICRO_BATCHES, compare, erratic_wire
+from tests.distributed.disturbances import erratic_wire
+from tests.distributed.gradients_worker import NUM_MICRO_BATCHES, compare
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "EP4": {"expert_model_parallel_size": 4},
+    "EP2xDP2": {"expert_model_parallel_size": 2},
     "EP2xTP2": {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
     "EP2xETP2": {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
     "EP2xCP2": {"expert_model_parallel_size": 2, "context_parallel_size": 2},
@@ -38,6 +40,9 @@ ONE_EXPERT_PER_RANK = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_p
 CASES: dict[str, tuple[str, dict[str, Any], int, Any]] = {
     "EP4/k=1": ("EP4", {}, 1, None),
     "EP4/erratic-wire/k=2": ("EP4", {}, 2, erratic_wire),
+    "EP2xDP2/k=1": ("EP2xDP2", {}, 1, None),
+    "EP2xDP2/distributed-optimizer/k=1": ("EP2xDP2", {"distributed_optimizer": True}, 1, None),
+    "EP2xDP2/distributed-optimizer/erratic-wire/k=2": ("EP2xDP2", {"distributed_optimizer": True}, 2, erratic_wire),
     "EP2xTP2/k=1": ("EP2xTP2", {}, 1, None),
     "EP2xTP2/erratic-wire/k=2": ("EP2xTP2", {}, 2, erratic_wire),
     "EP2xTP2/shared-expert/k=3": ("EP2xTP2", SHARED_EXPERT, 3, None),
@@ -47,8 +52,11 @@ CASES: dict[str, tuple[str, dict[str, Any], int, Any]] = {
     "EP2xETP2/k=2": ("EP2xETP2", {}, 2, None),
     "EP2xETP2/erratic-wire/k=2": ("EP2xETP2", {}, 2, erratic_wire),
     "EP2xETP2/one-expert-per-rank/k=2": ("EP2xETP2", ONE_EXPERT_PER_RANK, 2, None),
+    "EP2xCP2/k=1": ("EP2xCP2", {}, 1, None),
     "EP2xCP2/erratic-wire/k=2": ("EP2xCP2", {}, 2, erratic_wire),
+    "EP4xCP2/k=1": ("EP4xCP2", {}, 1, None),
     "EP4xCP2/erratic-wire/k=2": ("EP4xCP2", {}, 2, erratic_wire),
+    "EP2xTP2xCP2/k=1": ("EP2xTP2xCP2", {}, 1, None),
     "EP2xTP2xCP2/erratic-wire/k=2": ("EP2xTP2xCP2", {}, 2, erratic_wire),
 }
 """Layout, overrides of the config, number of chunks, what disturbs the run."""

@@ -9,10 +9,10 @@ import torch
 
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
+from tests.distributed.disturbances import erratic_wire
 from tests.distributed.gradients_worker import (
     build,
     close,
-    erratic_wire,
     gradients,
     logged_losses,
     overlapping_model,

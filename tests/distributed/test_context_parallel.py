@@ -8,12 +8,11 @@ import pytest
 from tests.distributed import launch
 from tests.distributed.context_worker import MODELS, OVERLAPS
 from tests.distributed.variants import precision_of
+from tests.gradient_deviations import TOLERANCE
 
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).with_name("context_worker.py")
-# As in test_gradients_equal_stock.py: fp32, only the order of sums differs.
-TOLERANCE = 2e-6
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,15 @@ def test_overlap_trains_like_stock_on_one_rank(one_rank, first_step, token_data,
         assert ours.series(name) == pytest.approx(one_rank(batch).series(name), rel=TOLERANCE), name
 
 
+def test_one_chunk_equals_stock_to_the_bit_with_interleaved_pipeline_stages(token_data, tmp_path):
+    layout = [*MODEL, *OVERLAPPING["EP2xPP2 interleaved"], *LARGER_BATCH]
+    expected = pretrain(token_data, [*STOCK, *layout], tmp_path / "stock", 4, train_iters=3)
+    ours = pretrain(token_data, ["--lancet-num-chunks", "1", *layout], tmp_path / "ours", 4, train_iters=3)
+    assert "megatron_lancet.model.transformer_block" in ours.model_modules
+    assert len(ours.losses) == 3
+    assert ours.losses == expected.losses
+
+
 def test_overlap_trains_with_context_parallelism_like_stock_without(one_rank, first_step, token_data, tmp_path):
     layout = [*EP2, *CONTEXT, *DISTRIBUTED]
     ours = pretrain(token_data, [*OVERLAP, *MODEL, *first_step, *layout], tmp_path, 2, NUM_ITERS)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lancet.training.plan_choice import OWN_SPEC
 from tests.distributed import launch
-from tests.distributed.pretraining import EP2, SHORT_RUN, TINY_MODEL
+from tests.distributed.pretraining import EP2, SHORT_RUN, TINY_MODEL, pretrain
 
 pytestmark = pytest.mark.distributed
 
@@ -26,9 +26,23 @@ def result_in(folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text())
 
 
-def test_losses_equal_stock_and_the_report_is_there(token_data, tmp_path):
-    stock, ours = tmp_path / "stock", tmp_path / "ours"
-    launch.check(pretrain_gpt(token_data, stock, OVERLAPPED_REDUCTIONS))
+@pytest.fixture(scope="module")
+def stock(token_data, tmp_path_factory):
+    """What Megatron's own entry did, without anything of ours."""
+    folder = tmp_path_factory.mktemp("stock")
+    launch.check(pretrain_gpt(token_data, folder, OVERLAPPED_REDUCTIONS))
+    return result_in(folder)
+
+
+def test_plan_off_equals_megatrons_own_entry_to_the_bit(stock, token_data, tmp_path):
+    off = pretrain(token_data, [*EP2, *OVERLAPPED_REDUCTIONS, "--lancet-plan", "off"], tmp_path, train_iters=5)
+    assert len(off.losses) == 5
+    assert {"lm loss", "grad norm"} <= off.losses[0].keys()
+    assert off.losses == stock["losses"]
+
+
+def test_losses_equal_stock_and_the_report_is_there(stock, token_data, tmp_path):
+    ours = tmp_path / "ours"
     flags = f"--lancet-num-chunks 2 --lancet-cache off --lancet-report '{ours / 'the report'}'"
     overlapped = pretrain_gpt(token_data, ours, [*OVERLAPPED_REDUCTIONS, "--spec", *OWN_SPEC], flags)
     launch.check(overlapped)
@@ -37,10 +51,10 @@ def test_losses_equal_stock_and_the_report_is_there(token_data, tmp_path):
     assert "Megatron-Lancet report" in output
     report = json.loads((ours / "the report" / "report.json").read_text())
     assert sum(report[f"num_dw_{when}"] for when in ("hidden", "early", "late")) > 0
-    assert not any("megatron_lancet" in module for module in result_in(stock)["model_modules"])
+    assert not any("megatron_lancet" in module for module in stock["model_modules"])
     assert "megatron_lancet.model.transformer_block" in result_in(ours)["model_modules"]
     assert len(result_in(ours)["losses"]) == 5
-    for mine, its in zip(result_in(ours)["losses"], result_in(stock)["losses"], strict=True):
+    for mine, its in zip(result_in(ours)["losses"], stock["losses"], strict=True):
         assert mine == pytest.approx(its, rel=1e-5)
 
 

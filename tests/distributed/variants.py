@@ -8,6 +8,7 @@ from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange,
 
 DW_MEMORY_BYTES = (1, 20_000)
 """Too small for any dW, and less than the peak without a bound."""
+DW_MEMORY_CASES = {f"dw-memory-{num_bytes}/k={k}": (num_bytes, k) for num_bytes in DW_MEMORY_BYTES for k in (1, 2)}
 
 _SIGMOID_BIAS = {
     "moe_router_score_function": "sigmoid",
@@ -27,6 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sigmoid-expert-bias": _SIGMOID_BIAS,
     "group-limited": {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 2},
     "fp32-router": {"moe_router_dtype": "fp32"},
+    "fp64-router": {"moe_router_dtype": "fp64"},
     "shared-expert": {"moe_shared_expert_intermediate_size": 48},
     "shared-expert-gate": {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True},
     "dense-first-layer": {"moe_layer_freq": [0, 1, 1]},
@@ -51,18 +53,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Overrides of the transformer config; some are of the model (see ``build``)."""
 
-WHOLE_ELSEWHERE = (
-    *("no-balancing", "seq-aux-loss", "global-aux-loss", "top-1", "group-limited", "fp32-router"),
-    *("grouped-experts-gated", "frozen-layer", "frozen-tied-embeddings"),
-)
-"""Without chunks, these routers are drawn in test_random_configs, and the others differ from a neighbour in little."""
-
 
 def chunk_counts(variant: str) -> tuple[int, ...]:
     """In which a variant is compared."""
-    if variant == "plain":
-        return 1, 2, 4
-    return (3,) if variant in WHOLE_ELSEWHERE else (1, 3)
+    return (1, 2, 4) if variant == "plain" else (1, 3)
 
 
 FORCED: dict[str, dict[str, Any]] = {
@@ -104,21 +98,26 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     },
 }
 
+WITHOUT_SHARED_EXPERT = {"moe_shared_expert_intermediate_size": None}
+"""With a shared expert one chunk is not equal to the bit, see test_gradients_equal_stock."""
+
 SEQUENCE_MATTERS = ("two-aux-losses", "shared-expert-gate", "bias", "llama-like", "per-token-loss", "tied-embeddings")
 """Variants with a part that sees positions or the number of tokens; the others are drawn in test_random_configs."""
 
 CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     *(("plain", {}, k, SEQUENCE) for k in (3, 8)),
     *((name, VARIANTS[name], 3, SEQUENCE) for name in SEQUENCE_MATTERS),
+    *((f"{name}-alone", {**settings, **WITHOUT_SHARED_EXPERT}, 1, {}) for name, settings in RECOMPUTE.items()),
+    ("dropout", {"hidden_dropout": 0.1, "attention_dropout": 0.1}, 1, {}),
     *((name, RECOMPUTE[name], 3, {}) for name in ("full-recompute", "selective-recompute")),
     *((name, RECOMPUTE[name], 3, SEQUENCE) for name in ("block-recompute", "selective-recompute")),
     ("full-recompute", RECOMPUTE["full-recompute"], 2, {"over": "experts"}),
     ("mla", MLA, 1, {}),
     ("mla", MLA, 3, SEQUENCE),
     ("mla-yarn", {**MLA, "rope_type": "yarn"}, 3, SEQUENCE),
-    *(("plain", {}, 3, {"over": over}) for over in ("experts", "gate", "layer")),
+    *(("plain", {}, k, {"over": over}) for over in ("experts", "gate", "layer") for k in (1, 3)),
     *(("dense-first-layer", VARIANTS["dense-first-layer"], 2, {"over": o, **SEQUENCE}) for o in ("gate", "layer")),
-    *((name, settings, 3, {"over": "experts"}) for name, settings in WHOLE_ROUTING.items()),
+    *((name, settings, k, {"over": "experts"}) for name, settings in WHOLE_ROUTING.items() for k in (1, 3)),
     ("capacity-probs", CAPACITY, 3, {"over": "experts", **SEQUENCE}),
 ]
 """Further axes and ranges: name, overrides, chunks, fields of the plan."""
@@ -131,7 +130,10 @@ GAPS = (
     Gap("L2.c1.I.combine", (_LAST_QKV, "W.no_such_layer", _LAST_FC1, _LAST_QKV)),
     Gap("L2.c0.I.dispatch", ("L2.W.mlp.experts.local_experts.0.linear_fc2", _LAST_PROJ)),
 )
-WITH_GAPS = Plan(fixed_plan(2).segments, dw_window=4, gaps=GAPS)
+WITH_GAPS: dict[str, Plan] = {
+    "gaps/k=1": Plan(fixed_plan(1).segments, dw_window=4, gaps=GAPS[2:]),
+    "gaps/k=2": Plan(fixed_plan(2).segments, dw_window=4, gaps=GAPS),
+}
 SEGMENTED: dict[str, tuple[dict[str, Any], Plan]] = {
     "segments/batch-then-sequence": (
         {},
@@ -169,6 +171,13 @@ SEGMENTED: dict[str, tuple[dict[str, Any], Plan]] = {
     "segments/all-whole/k=1": ({}, Plan((Segment(1, 2, 1), Segment(3, 3, 1)), dw_window=2)),
 }
 """Plans whose layers run in different ways: name, overrides, plan."""
+
+
+MICRO_BATCH_OF_ONE: dict[str, tuple[int, dict[str, str]]] = {
+    "micro-batch-of-1/k=1": (1, {}),
+    "micro-batch-of-1/k=3": (3, SEQUENCE),
+}
+"""Chunks and fields of the plan where a micro-batch has one sample."""
 
 
 def precision_of(case: str) -> str:

@@ -17,7 +17,8 @@ from megatron_lancet.patching import replaced
 from megatron_lancet.testing.link import Link
 from megatron_lancet.testing.mock_world import mock_world
 from megatron_lancet.training.cpu_platform import cpu_platform
-from tests.distributed.gradients_worker import NUM_MICRO_BATCHES, compare, logged_losses, naive_aux_loss, run_stock
+from tests.distributed.disturbances import naive_aux_loss
+from tests.distributed.gradients_worker import NUM_MICRO_BATCHES, compare, logged_losses, run_stock
 from tests.distributed.variants import VARIANTS
 
 NUM_CHUNKS = (1, 2, 3)

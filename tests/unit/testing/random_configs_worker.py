@@ -23,7 +23,7 @@ from tests.distributed.gradients_worker import MICRO_BATCH, NUM_MICRO_BATCHES, b
 from tests.distributed.variants import FULL, MLA
 
 NUM_RANKS, NUM_EXPERTS = 8, 16
-# As in test_gradients_equal_stock; small gradients of many experts that few tokens reach make the ratio a bit larger.
+# As for fixed configurations; small gradients of many experts that few tokens reach make the ratio a bit larger.
 TOLERANCE = 5e-6
 SMALL_LINK = Link(latency_us=50, gbytes_per_s=1)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import launch
-from tests.distributed.test_gradients_equal_stock import TOLERANCE
+from tests.gradient_deviations import TOLERANCE
 from tests.unit.testing.mock_gradients_worker import WORLDS, cases
 
 WORKER = Path(__file__).with_name("mock_gradients_worker.py")
