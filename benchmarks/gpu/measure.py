@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu.table import Samples
 from benchmarks.gpu.trace import Communication, communication_of
 from benchmarks.gpu.variants import MEGATRON_OVERLAP, STOCK, Runner, Work
+from benchmarks.gradient_error import relative_errors
 
 MAX_ERROR_RATIO = 2.0
 MAX_EXTRA_ERROR = 0.02
@@ -86,19 +87,13 @@ def _compare_gradients(work: Work, runners: Mapping[str, Runner], samples: Mappi
     exact.copy_weights(runners[STOCK])
     _step_ms(exact, work.device)
     truth = exact.gradients()
-    stock = errors(runners[STOCK].gradients(), truth)
+    stock = relative_errors(runners[STOCK].gradients(), truth)
     for name, runner in runners.items():
-        check_errors(name, errors(runner.gradients(), truth), stock)
+        check_errors(name, relative_errors(runner.gradients(), truth), stock)
         samples[name].gradient_error = whole_error(runner.gradients(), truth)
 
 
 Gradients = Mapping[str, torch.Tensor]
-
-
-def errors(gradients: Gradients, truth: Gradients) -> dict[str, float]:
-    """Of each parameter's gradient, relative to the norm of the true one."""
-    assert gradients.keys() == truth.keys()
-    return {name: whole_error({name: gradients[name]}, {name: truth[name]}) for name in truth}
 
 
 def whole_error(gradients: Gradients, truth: Gradients) -> float:
@@ -110,11 +105,11 @@ def whole_error(gradients: Gradients, truth: Gradients) -> float:
 def check_errors(variant: str, found: Mapping[str, float], stock: Mapping[str, float]) -> None:
     """
     Raises:
-        WrongGradientsError: a parameter's error is too large for bf16, or not a number.
+        WrongGradientsError: a parameter's error is too large for bf16, or infinite.
     """
     for name, error in found.items():
         bound = MAX_ERROR_RATIO * stock[name] + MAX_EXTRA_ERROR
-        if not error <= bound:
+        if not error <= bound < math.inf:
             raise WrongGradientsError(
                 f"{variant}: the gradient of {name} is {error:.2g} of its norm away from fp32's; stock's bf16 gradient "
                 f"is {stock[name]:.2g} away, and at most {bound:.2g} was expected. This is not the same computation."
