@@ -170,15 +170,14 @@ def _gloo_groups_like(group: dist.ProcessGroup, copies: int, timeout: timedelta)
 
 
 class GroupTransport:
-    """One asynchronous all-to-all of the group itself per message: for backends that need no help to overlap."""
+    """One asynchronous all-to-all of the group itself per message: for backends on a CPU that need no help to overlap."""
 
     leaves_by_itself = False
     is_alone = False
 
-    def __init__(self, ep_group: dist.ProcessGroup, device: torch.device, stats: CommStats) -> None:
+    def __init__(self, ep_group: dist.ProcessGroup, stats: CommStats) -> None:
         self._group = ep_group
         self._stats = stats
-        self._arming_stream = torch.cuda.Stream() if device.type == "cuda" else None
 
     def start(
         self,
@@ -188,32 +187,14 @@ class GroupTransport:
         send_rows: Sequence[int],
         armed: Armed | None = None,
     ) -> Transfer:
-        # The group starts after what the current stream holds: for an armed message, a stream that holds no more.
-        stream = None
-        if armed is not None and self._arming_stream is not None:
-            stream = self._arming_stream
-            armed.precedes(stream)
-        with torch.cuda.stream(stream):
-            work = dist.all_to_all_single(
-                received, sent, list(receive_rows), list(send_rows), group=self._group, async_op=True
-            )
+        work = _exchange(received, sent, list(receive_rows), list(send_rows), self._group)
         return _WorksTransfer([work], (received, sent), self._stats)
 
     def make_room(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        return _room_on(self._arming_stream, shape, like)
+        return like.new_empty(shape)
 
     def exchange_counts(self, counts: torch.Tensor) -> CountsTransfer:
         return _GlooCounts(counts, self._group)
-
-
-def _room_on(stream: torch.cuda.Stream | None, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """A tensor that ``stream`` may write at once: the compute stream has no kernels left that use its memory."""
-    if stream is None:
-        return like.new_empty(shape)
-    with torch.cuda.stream(stream):
-        room = like.new_empty(shape)
-    room.record_stream(torch.cuda.current_stream())
-    return room
 
 
 class _StreamTransfer:
@@ -301,7 +282,11 @@ class StreamTransport:
         return _StreamTransfer(times, (received, sent), self._stats)
 
     def make_room(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        return _room_on(self._stream, shape, like)
+        with torch.cuda.stream(self._stream):
+            # Allocated there, it may be written at once: no kernel of the compute stream still uses its memory.
+            room = like.new_empty(shape)
+        room.record_stream(torch.cuda.current_stream())
+        return room
 
     def exchange_counts(self, counts: torch.Tensor) -> CountsTransfer:
         return _StreamCounts(counts, self._counts_group, self._stream)
@@ -369,7 +354,7 @@ def make_transport(
     if device.type == "cuda":
         return StreamTransport(ep_group, counts_group, stats)
     if dist.get_backend(ep_group) == "mock":  # of megatron_lancet.testing
-        return GroupTransport(ep_group, device, stats)
+        return GroupTransport(ep_group, stats)
     if counts_group.size() == 1:
         return NoTransport()
     return PerSenderTransport(ep_group, counts_group, stats, timeout)

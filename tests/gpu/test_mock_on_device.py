@@ -39,7 +39,7 @@ def test_rows_land_after_the_pause(world):
 
 def test_our_transport_hides_the_pause(world):
     stats = CommStats(torch.device("cuda"))
-    comm = Comm(StreamTransport(world, stats), None, stats, own_rank=0)
+    comm = Comm(StreamTransport(world, world, stats), None, stats, own_rank=0)
     x = torch.randn(64, 32, device="cuda", requires_grad=True)
     rows = (8,) * 8
     exchange = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), RowSplits(sent=rows, received=rows))

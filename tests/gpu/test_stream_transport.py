@@ -39,8 +39,8 @@ def test_compute_waits_for_the_rows(group):
     assert x.grad.eq(6).all()
     times = stats.take()
     assert times.num_all_to_alls == 2
-    assert times.all_to_all_ms > 0
-    assert times.exposed_ms >= 0
+    # The all-to-all of the forward pass ends behind the products; that of the backward pass has nothing beside it.
+    assert 0 < times.exposed_ms < times.all_to_all_ms
 
 
 def test_counts_reach_the_host(group):
