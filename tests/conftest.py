@@ -1,5 +1,6 @@
 import fcntl
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,11 @@ import pytest
 from tests import data
 
 pytest_plugins = ["tests.gradient_deviations"]
+
+# A shell starts what it puts into the background with SIGINT ignored, and children inherit that: here and in every
+# process that a test starts, Ctrl-C is to end what it ends in a terminal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 GATE = Path(__file__)
 RUNNING = Path(__file__).with_name("__init__.py")
 
