@@ -3,6 +3,8 @@
 import re
 import signal
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from megatron.core.rerun_state_machine import EXIT_CODE_RESUME_TO_DISAMBIGUATE
@@ -152,11 +154,11 @@ def test_ctrl_c_on_one_rank_ends_the_other(token_data, tmp_path):
 def with_nan(tmp_path_factory, token_data):
     """Runs in which rank 1's activations become NaN in step 2, in stock and in the overlapping model."""
 
-    def run(*extra: str, save: bool = False) -> tuple[list[launch.RankResult], ...]:
+    def run(*extra: str, save: Sequence[Path | None] = (None, None)) -> tuple[list[launch.RankResult], ...]:
         both = []
-        for plan in ("off", "auto"):
+        for plan, checkpoints in zip(("off", "auto"), save, strict=True):
             folder = tmp_path_factory.mktemp(plan)
-            saving = ["--save", str(folder / "checkpoints"), "--save-interval", "1000"] if save else []
+            saving = ["--save", str(checkpoints), "--save-interval", "1000"] if checkpoints is not None else []
             with Ranks(token_data, folder, "nan", "--lancet-plan", plan, *extra, *saving) as ranks:
                 both.append(ranks.results())
         return tuple(both)
@@ -164,9 +166,14 @@ def with_nan(tmp_path_factory, token_data):
     return run
 
 
-def test_nan_activations_are_found_as_in_stock(with_nan):
+def test_nan_activations_are_found_and_a_checkpoint_is_saved_as_in_stock(with_nan, tmp_path):
     """Megatron reruns the step, finds the same NaN again, saves a checkpoint and ends all ranks."""
-    stock, ours = with_nan(save=True)
+    folders = [tmp_path / "stock", tmp_path / "ours"]
+    stock, ours = with_nan(save=folders)
+    # Of the step before the one with NaN.
+    assert [(folder / "latest_checkpointed_iteration.txt").read_text() for folder in folders] == ["1", "1"]
+    saved = [{path.relative_to(folder) for path in folder.rglob("*")} for folder in folders]
+    assert saved[1] == saved[0]
     for results in (stock, ours):
         assert [result.returncode for result in results] == [EXIT_CODE_RESUME_TO_DISAMBIGUATE] * 2
         assert "found NaN in local forward loss calculation" in results[1].output

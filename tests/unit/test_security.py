@@ -14,6 +14,8 @@ YAML_LOADERS = {"load", "load_all", "unsafe_load", "full_load", "unsafe_load_all
 NUMPY_READERS = {"load"}
 SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"}
 
+UNPICKLER = "import pickle\nclass Own(pickle.Unpickler):\n    def find_class(self, module, name):\n        {}"
+
 
 def sources() -> list[Path]:
     found = [REPOSITORY / "pretrain_gpt_moe.py", REPOSITORY / "setup.py"]
@@ -43,9 +45,25 @@ def restricted_unpicklers(tree: ast.AST) -> set[ast.expr]:
     bases = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
-            bases |= {base for base in node.bases if dotted(base) == "pickle.Unpickler" and "find_class" in methods}
+            decides = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "find_class"]
+            if decides and all(map(refuses, decides)):
+                bases |= {base for base in node.bases if dotted(base) == "pickle.Unpickler"}
     return bases
+
+
+def refuses(find_class: ast.FunctionDef) -> bool:
+    """Whether it looks up no name without a condition, and ends with an error or with a class made on the spot."""
+    last = find_class.body[-1]
+    made = isinstance(last, ast.Return) and isinstance(last.value, ast.Call) and dotted(last.value.func) == "type"
+    if not isinstance(last, ast.Raise) and not made:
+        return False
+    guarded = {part for node in find_class.body if isinstance(node, ast.If) for part in ast.walk(node)}
+    return all(node in guarded for node in ast.walk(find_class) if is_lookup(node))
+
+
+def is_lookup(node: ast.AST) -> bool:
+    """Whether it calls the ``find_class`` of another class, which imports what it is asked for."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "find_class"
 
 
 def dangers(text: str) -> list[str]:
@@ -104,6 +122,9 @@ def test_source_runs_nothing_that_it_reads():
         "import pickle\npickle.load(file)",
         "import pickle\npickle.Unpickler(file).load()",
         "import pickle\nclass Careless(pickle.Unpickler):\n    pass",
+        UNPICKLER.format("return super().find_class(module, name)"),
+        UNPICKLER.format("found = super().find_class(module, name)\n        raise ValueError(found)"),
+        UNPICKLER.format("if name in KNOWN:\n            return KNOWN[name]\n        return getattr(module, name)"),
         "import pickle as p",
         "from pickle import loads",
         "import marshal",
@@ -126,6 +147,9 @@ def test_each_danger_is_seen(text):
 
 
 def test_what_is_harmless_passes():
-    assert not dangers("import pickle\nclass Careful(pickle.Unpickler):\n    def find_class(self, module, name): ...")
+    assert not dangers(UNPICKLER.format("raise ValueError(name)"))
+    assert not dangers(UNPICKLER.format("return type(name, (Inert,), KNOWN)"))
+    known = "if name in KNOWN:\n            return super().find_class(module, name)\n        raise ValueError(name)"
+    assert not dangers(UNPICKLER.format(known))
     assert not dangers("torch.load(path, weights_only=True)\nyaml.safe_load(text)\nre.compile(text)\nmodel.eval()")
     assert not dangers("try:\n    pass\nexcept pickle.UnpicklingError:\n    pass")

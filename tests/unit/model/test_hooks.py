@@ -1,11 +1,21 @@
 """Hooks that chunks would pass by are refused, not forgotten."""
 
+import itertools
+from collections import Counter
+
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.hooks import refuse_bypassed_hooks
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.transport import NoTransport
+from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+from megatron_lancet.schedule.plan import fixed_plan
+
+PARTS = ("self_attention", "self_attention.linear_qkv", "pre_mlp_layernorm", "mlp.router", "mlp.experts")
 
 
 def layer_with_experts() -> torch.nn.Module:
@@ -14,6 +24,31 @@ def layer_with_experts() -> torch.nn.Module:
     torch.nn.Module.__init__(layer.mlp)
     layer.mlp.router = torch.nn.Linear(2, 2)
     return layer
+
+
+def overlapped(num_chunks: int) -> torch.nn.Module:
+    """A whole model on one rank, cut into chunks."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_lancet.model.gpt import overlap
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_moe_experts=2,
+        moe_token_dispatcher_type="alltoall",
+        add_bias_linear=False,
+        bias_dropout_fusion=False,
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    model = GPTModel(config, spec, 32, 8, share_embeddings_and_output_weights=False)
+    plan, stats = fixed_plan(num_chunks), CommStats(torch.device("cpu"))
+    store = WeightGradStore.of(plan, stats)
+    overlap(model, plan, Comm(NoTransport(), store, stats, own_rank=0))
+    return model
 
 
 def watch(*args):
@@ -39,9 +74,8 @@ def test_hooks_on_a_layer_are_refused(register, kind, on_experts):
     refuse_bypassed_hooks(layer)
 
 
-def test_hooks_on_parts_run_and_ddps_are_known():
+def test_hooks_of_ddp_on_a_layer_are_known():
     layer = layer_with_experts()
-    layer.mlp.router.register_forward_hook(watch)
 
     def gathered(*args):
         """Stands for DDP's, which waits for a module's parameters."""
@@ -49,3 +83,23 @@ def test_hooks_on_parts_run_and_ddps_are_known():
     gathered.__module__ = "megatron.core.distributed.distributed_data_parallel"
     layer.register_forward_pre_hook(gathered)
     refuse_bypassed_hooks(layer)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_hooks_on_parts_run_once_per_chunk(one_rank, num_chunks):
+    model = overlapped(num_chunks)
+    ran: Counter[tuple[str, str]] = Counter()
+
+    def count(part: str, direction: str):
+        def hook(*args):
+            ran[part, direction] += 1
+
+        return hook
+
+    for name in PARTS:
+        part = model.decoder.layers[0].get_submodule(name)
+        part.register_forward_hook(count(name, "forward"))
+        part.register_full_backward_hook(count(name, "backward"))
+    tokens = torch.arange(32).view(4, 8)
+    model(tokens, torch.arange(8).expand(4, 8), None, labels=tokens).mean().backward()
+    assert ran == dict.fromkeys(itertools.product(PARTS, ("forward", "backward")), num_chunks)

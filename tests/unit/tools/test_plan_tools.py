@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -236,14 +237,22 @@ PLAIN = json.loads(synthetic_profile(Machine("dm", chunk_counts=(1, 2))).to_json
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_damaged_profile_is_refused_or_makes_no_difference(tools, data):
-    """Never a traceback, nor a list of 10**12 things."""
+def test_a_damaged_profile_is_refused_in_one_line_or_gives_finite_times(tools, data):
+    """Never a traceback, nor a list of 10**12 things. What is refused, is refused because of the profile."""
     part = data.draw(st.sampled_from(sorted(PLAIN)))
     place = data.draw(st.sampled_from(leaves(PLAIN[part], (part,)) or [(part,)]))
     wild = data.draw(st.sampled_from([{}, [], "x", -7, 0, 3, 10**400, 10**12, True, 0.5, 1e300]))
     sizes = data.draw(st.sampled_from([[], ["--world-sizes", "2", "8"]]))
+    printed = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
         path.write_text(json.dumps(replaced(PLAIN, place, wild)))
-        with contextlib.suppress(UsageError), contextlib.redirect_stdout(io.StringIO()):
-            tools["simulate_plan"].main([str(path), "--plan", "two-chunks", *sizes])
+        try:
+            with contextlib.redirect_stdout(printed):
+                tools["simulate_plan"].main([str(path), "--plan", "two-chunks", "--format", "json", *sizes])
+        except UsageError as refusal:
+            assert re.fullmatch(rf"no usable profile: {re.escape(str(path))}.+|.*\b(profile|shares).*", str(refusal)), refusal
+            assert printed.getvalue() == ""
+            return
+    # A value that is possible: it is computed with, and JSON has no infinite numbers.
+    json.loads(printed.getvalue(), parse_constant=lambda name: pytest.fail(f"{name} is no time"))
