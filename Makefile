@@ -1,4 +1,4 @@
-# make demo | test | lint | wheel: each sets up everything it needs in .venv first, once; later calls start at once and
+# make demo | test | test-gpu | lint | wheel: each sets up everything it needs in .venv first, once; later calls start at once and
 # work offline. PYTHON=/path/to/python picks the interpreter, VENV=folder the environment.
 
 VENV ?= .venv
@@ -9,12 +9,13 @@ SOURCES := megatron_lancet tools tests benchmarks docs pretrain_gpt_moe.py setup
 # Without PYTEST_ARGS: everything, in two processes, each test file in one of them.
 PYTEST_ALL := -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 
-.PHONY: demo test lint wheel bench-network bench-prediction bench-priority bench-gpu format constraints clean help
+.PHONY: demo test test-gpu lint wheel bench-network bench-prediction bench-priority bench-gpu format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text, with expert parallelism, and show the result"
 	@echo "make test    run the test suite"
 	@echo "             (PYTEST_ARGS=\"tests/unit/schedule -k order\": a part of it, in one process)"
+	@echo "make test-gpu    the tests that need a CUDA device, which all others don't see"
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   build wheel and source distribution, install into an empty environment and run there"
 	@echo "make bench-network   what overlap buys on a shaped network (root, Linux); BENCH_ARGS=--quick for two minutes"
@@ -27,6 +28,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(or $(PYTEST_ARGS),$(PYTEST_ALL))
+
+test-gpu: $(STAMP)
+	@$(BIN)/python -m pytest tests/gpu
 
 lint: $(STAMP)
 	@$(BIN)/ruff check $(SOURCES)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import data
+from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks, for all tests
 
 pytest_plugins = ["tests.gradient_deviations"]
 
@@ -17,6 +18,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GATE = Path(__file__)
 RUNNING = Path(__file__).with_name("__init__.py")
+GPU_TESTS = Path(__file__).with_name("gpu")
 
 
 @contextmanager
@@ -39,6 +41,17 @@ def turn(alone: bool) -> Iterator[None]:
 def pytest_runtest_protocol(item):
     with turn(item.get_closest_marker("alone") is not None):
         return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """Hides GPUs from all tests but those in tests/gpu: the others train on a CPU, as on a machine without one.
+
+    A process can't hide them once it has used one, so make test-gpu starts tests/gpu in a process of its own.
+    """
+    folders = [(config.invocation_params.dir / name.partition("::")[0]).resolve() for name in config.args]
+    if not all(folder.is_relative_to(GPU_TESTS) for folder in folders):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -170,7 +170,7 @@ def _gloo_groups_like(group: dist.ProcessGroup, copies: int, timeout: timedelta)
 
 
 class GroupTransport:
-    """One asynchronous all-to-all of the group itself per message: for backends on a CPU that need no help to overlap."""
+    """One asynchronous all-to-all of the group itself per message: on a CPU, for backends that overlap unaided."""
 
     leaves_by_itself = False
     is_alone = False

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.distributed.preloaded import Preloaded, Rank
 
@@ -60,10 +58,8 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 @functools.cache
-def preloaded() -> Preloaded | None:
-    """The process that forks ranks, started once; None where CUDA would not survive a fork."""
-    if torch.cuda.is_available():
-        return None
+def preloaded() -> Preloaded:
+    """The process that forks ranks, started once. No GPU is visible to tests that start ranks: CUDA can't be forked."""
     folder = Path(tempfile.mkdtemp(prefix="ranks"))
     server = Preloaded(rank_environment(0, 1, 0), folder)
 
@@ -82,7 +78,7 @@ def start(
     log_dir: Path,
     env: Mapping[str, str] | None = None,
     per_rank: Sequence[Sequence[object]] | None = None,
-) -> list[subprocess.Popen | Rank]:
+) -> list[Rank]:
     """Start one process per rank, its output in ``log_dir/rank<N>.log``.
 
     Args:
@@ -91,28 +87,22 @@ def start(
     log_dir.mkdir(parents=True, exist_ok=True)
     port = free_port()
     server = preloaded()
-    ranks: list[subprocess.Popen | Rank] = []
+    ranks: list[Rank] = []
     for rank in range(num_ranks):
         own = per_rank[rank] if per_rank is not None else ()
         command = [str(script), *map(str, [*args, *own])]
         environment = {**rank_environment(rank, num_ranks, port), **(env or {})}
         log = log_dir / f"rank{rank}.log"
         log.write_text("")
-        if server is not None:
-            ranks.append(server.start(command, environment, log, REPO))
-            continue
-        with log.open("w") as output:
-            command = [sys.executable, *command]
-            ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=REPO))
+        ranks.append(server.start(command, environment, log, REPO))
     return ranks
 
 
-def finish(ranks: Sequence[subprocess.Popen | Rank], log_dir: Path, timeout_s: float) -> list[RankResult]:
+def finish(ranks: Sequence[Rank], log_dir: Path, timeout_s: float) -> list[RankResult]:
     """Wait for all ranks. If one is still running after ``timeout_s``, fail with every rank's stack."""
     deadline_s = time.monotonic() + timeout_s
     try:
-        for rank in ranks:
-            rank.wait(max(0.1, deadline_s - time.monotonic()))
+        statuses = [rank.wait(max(0.1, deadline_s - time.monotonic())) for rank in ranks]
     except subprocess.TimeoutExpired:
         for rank in ranks:
             if rank.poll() is None:
@@ -125,7 +115,7 @@ def finish(ranks: Sequence[subprocess.Popen | Rank], log_dir: Path, timeout_s: f
             if rank.poll() is None:
                 rank.kill()
                 rank.wait()
-    return [RankResult(rank.returncode, _log(log_dir, i)) for i, rank in enumerate(ranks)]
+    return [RankResult(status, _log(log_dir, i)) for i, status in enumerate(statuses)]
 
 
 def run(

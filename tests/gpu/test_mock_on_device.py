@@ -14,7 +14,7 @@ from megatron_lancet.testing.mock_world import mock_world
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and sees one only in make test-gpu"),
 ]
 SLOW = Link(latency_us=20_000)
 

@@ -12,7 +12,7 @@ from megatron_lancet.schedule.ops import Op, Phase
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and sees one only in make test-gpu"),
 ]
 
 

@@ -19,13 +19,11 @@ from megatron.training.theoretical_memory_usage import compute_weight_and_optimi
 
 from megatron_lancet.testing.mock_world import mock_world
 from megatron_lancet.training import upstream
-from megatron_lancet.training.cpu_platform import cpu_platform, gpu_available
+from megatron_lancet.training.cpu_platform import cpu_platform
 from megatron_lancet.training.dry_run.activations import _in_flight, layer_tensors
 from megatron_lancet.training.dry_run.memory import optimizer_bytes_per_parameter
 from megatron_lancet.training.dry_run.parameters import Held
 from megatron_lancet.training.dry_run.run import Findings, examine
-
-pytestmark = pytest.mark.skipif(gpu_available(), reason="models are built in the CPU's meaning of torch.cuda")
 
 SMALL = (
     "--lancet-dry-run --distributed-backend gloo --num-layers 4 --hidden-size 64 --num-attention-heads 4 "
