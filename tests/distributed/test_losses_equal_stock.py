@@ -74,6 +74,19 @@ def test_losses_equal_stock(stock, token_data, tmp_path, setting, num_chunks):
             assert ours.series(name) == pytest.approx(expected.series(name), rel=tolerance), name
 
 
+def test_fused_attention_range_gate_batch_chunks_and_no_late_weight_gradients_equal_stock(stock, token_data, tmp_path):
+    """Each flag that limits the plan, with a value that is not its default."""
+    limits = "--lancet-num-chunks 2 --lancet-attention sdpa --lancet-range gate --lancet-chunk-dim batch"
+    flags = [*EP2, *limits.split(), "--lancet-dw-policy", "none", "--lancet-report", tmp_path]
+    ours = pretrain(token_data, flags, tmp_path, train_iters=4)
+    assert "chunks=2 dim=batch range=gate dw=none" in ours.outputs[0]
+    assert "megatron_lancet.model.attention" in ours.model_modules
+    for name in COMPARED:
+        assert ours.series(name) == pytest.approx(stock("fp32").series(name)[:4], rel=TOLERANCE["fp32"][name]), name
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["num_dw_hidden"] == report["num_dw_early"] == report["num_dw_late"] == 0
+
+
 def test_clipped_training_with_grouped_experts_and_bounded_weight_gradients(token_data, tmp_path):
     """Every step's norm is clipped, and the store is smaller than the plan's window would fill it."""
     both = [*EP2, "--clip-grad", "0.1", "--num-experts", "8", "--moe-grouped-gemm", "--disable-bias-linear"]

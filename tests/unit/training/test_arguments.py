@@ -1,15 +1,16 @@
 """Faults of the command line that need no second argument to be seen: each one message."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_lancet import __version__
-from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.micro_ops import CommPriority
-from megatron_lancet.schedule.plan import DwPolicy
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 from megatron_lancet.training import arguments
 from megatron_lancet.training.dry_run.cluster import has_package
 from megatron_lancet.training.plan_choice import OWN_SPEC
@@ -31,6 +32,42 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
     assert config == LancetConfig(PlanChoice.AUTO, 3, dw_policy=DwPolicy.NONE, report_dir=Path("out"))
     command_line("--lancet-dw-memory-mb", 0.5, "--lancet-tune-steps", 3, "--lancet-cache", "here")
     assert arguments.parse()[1] == LancetConfig(dw_memory_mb=0.5, tune_steps=3, cache_dir=Path("here"))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--lancet-plan auto", {"plan": PlanChoice.AUTO}),
+        ("--lancet-plan off", {"plan": PlanChoice.OFF}),
+        (f"--lancet-plan {__file__}", {"plan": Path(__file__)}),
+        ("--lancet-num-chunks 3", {"num_chunks": 3}),
+        ("--lancet-chunk-dim auto", {"chunk_dim": None}),
+        ("--lancet-chunk-dim batch", {"chunk_dim": ChunkDim.BATCH}),
+        ("--lancet-chunk-dim sequence", {"chunk_dim": ChunkDim.SEQUENCE}),
+        ("--lancet-range experts", {"range": OverlapRange.EXPERTS}),
+        ("--lancet-range gate", {"range": OverlapRange.GATE}),
+        ("--lancet-range layer", {"range": OverlapRange.LAYER}),
+        ("--lancet-range stack", {"range": OverlapRange.STACK}),
+        ("--lancet-attention auto", {"attention": AttentionChoice.AUTO}),
+        ("--lancet-attention stock", {"attention": AttentionChoice.STOCK}),
+        ("--lancet-attention sdpa", {"attention": AttentionChoice.SDPA}),
+        ("--lancet-dw-policy fill", {"dw_policy": DwPolicy.FILL}),
+        ("--lancet-dw-policy none", {"dw_policy": DwPolicy.NONE}),
+        ("--lancet-dw-memory-mb 0.5", {"dw_memory_mb": 0.5}),
+        ("--lancet-report out", {"report_dir": Path("out")}),
+        ("--lancet-tune-steps 3", {"tune_steps": 3}),
+        ("--lancet-cache off", {"cache_dir": None}),
+        ("--lancet-cache here", {"cache_dir": Path("here")}),
+        ("--lancet-profile file.json", {"profile": Path("file.json")}),
+        ("--lancet-comm-priority off", {"comm_priority": CommPriority.OFF}),
+        ("--lancet-comm-priority all-to-all-first", {"comm_priority": CommPriority.ALL_TO_ALL_FIRST}),
+        ("--lancet-grad-chunk-mb 2.5", {"grad_chunk_mb": 2.5}),
+        ("--lancet-experts-apart", {"experts_apart": True}),
+    ],
+)
+def test_each_lancet_flag_sets_its_field_of_the_config(words, expected):
+    plain = arguments.config_from_words([])
+    assert arguments.config_from_words(words.split()) == replace(plain, **expected)
 
 
 def test_help_has_megatrons_flags_and_ours(command_line, capsys):
