@@ -4,9 +4,9 @@
 def leaves(value, place=()):
     """Places of everything in a JSON value that is neither object nor list."""
     if isinstance(value, dict):
-        parts = value.items()
+        parts = [*value.items()]
     elif isinstance(value, list):
-        parts = enumerate(value)
+        parts = [*enumerate(value)]
     else:
         return [place]
     return [leaf for key, part in parts for leaf in leaves(part, (*place, key))]

@@ -168,7 +168,7 @@ def test_a_seed_gives_one_text_and_another_seed_another(trained):
 
 
 def test_streams_each_token_when_it_is_there_and_stops_where_the_context_is_full(tool, trained, monkeypatch, tmp_path):
-    shown = []
+    shown: list[str] = []
     monkeypatch.setattr("sys.stdout", type("Terminal", (), {"write": shown.append, "flush": lambda: None}))
     (tmp_path / "prompt.txt").write_text(PROMPT)
     flags = ["--load", str(trained[0]), "--prompt-file", str(tmp_path / "prompt.txt"), "--greedy", "--ignore-end"]

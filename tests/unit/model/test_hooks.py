@@ -26,7 +26,7 @@ def layer_with_experts() -> torch.nn.Module:
     return layer
 
 
-def overlapped(num_chunks: int) -> torch.nn.Module:
+def overlapped(num_chunks: int):
     """A whole model on one rank, cut into chunks."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel

@@ -46,7 +46,7 @@ def test_the_picture_shows_losses_yardsticks_and_units():
 
 
 def test_a_run_in_one_part_has_no_resume_line():
-    labels = [line.get_label() for line in draw(curve(resumed_after=None)).axes[0].get_lines()]
+    labels = [str(line.get_label()) for line in draw(curve(resumed_after=None)).axes[0].get_lines()]
     assert not any("resumed" in label for label in labels)
 
 

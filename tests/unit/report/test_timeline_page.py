@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,7 @@ def browser(tmp_path_factory):
 @pytest.fixture
 def shown(browser, tmp_path):
     """Opens a page of a record; afterwards nobody complained and nothing but the file was asked for."""
-    paths = []
+    paths: list[Path] = []
 
     def show(record, **size):
         paths.append(tmp_path / f"timeline{len(paths)}.html")

@@ -104,9 +104,9 @@ class Run:
             if not leaves_by_itself:
                 for counts in self.counts:
                     counts.here.set()  # whoever waits for them gets them
-            counts = self.comm.start_counts(op(chunk, "counts"), torch.tensor([chunk]))
-            self.counts.append(counts._transfer)
-            self.flights.append(self.comm.start_after(op(chunk, "dispatch"), rows(chunk), Splits(counts)))
+            started = self.comm.start_counts(op(chunk, "counts"), torch.tensor([chunk]))
+            self.counts.append(started._transfer)
+            self.flights.append(self.comm.start_after(op(chunk, "dispatch"), rows(chunk), Splits(started)))
 
 
 def test_a_dispatch_leaves_when_its_counts_come():

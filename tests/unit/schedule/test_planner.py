@@ -4,7 +4,6 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import ALONE, EVEN, machines
 
 from megatron_lancet.schedule.cost_model import CostModel
 from megatron_lancet.schedule.dw_placement import best_fit_gaps
@@ -15,6 +14,7 @@ from megatron_lancet.schedule.records import RecordError
 from megatron_lancet.schedule.search_space import Exclusion, Limits, SearchSpace
 from megatron_lancet.schedule.simulator import Simulator, simulate
 from megatron_lancet.testing.synthetic_profile import Machine, synthetic_profile
+from tests.unit.schedule.strategies import ALONE, EVEN, machines
 
 SMALL = Limits(num_chunks=(1, 2), ranges=(OverlapRange.STACK, OverlapRange.EXPERTS), chunk_dims=(ChunkDim.BATCH,))
 CLOSE_MS = 1e-6

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 from hypothesis import given, settings
-from strategies import machines_and_plans
 
 from megatron_lancet.schedule.cost_model import CostModel, UnknownCost
 from megatron_lancet.schedule.dw_queue import DwRules
@@ -19,6 +18,7 @@ from megatron_lancet.schedule.shared_wire import SharedWireEngine
 from megatron_lancet.schedule.simulator import Simulator, simulate
 from megatron_lancet.schedule.timeline import Lane
 from megatron_lancet.testing.synthetic_profile import Machine, synthetic_profile
+from tests.unit.schedule.strategies import machines_and_plans
 
 OPS_MS = {"attention": 4.0, "gate": 1.0, "permute": 1.0, "experts": 6.0, "merge": 1.0, "mlp": 5.0}
 BY_HAND = Machine(

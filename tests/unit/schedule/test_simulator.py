@@ -3,7 +3,6 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
-from strategies import ALONE, UNEVEN, machines_and_plans
 
 from megatron_lancet.schedule.cost_model import CostModel
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
@@ -12,6 +11,7 @@ from megatron_lancet.schedule.records import RecordError
 from megatron_lancet.schedule.simulator import PlanMismatch, Simulator, simulate
 from megatron_lancet.schedule.timeline import Lane
 from megatron_lancet.testing.synthetic_profile import Machine, synthetic_profile
+from tests.unit.schedule.strategies import ALONE, UNEVEN, machines_and_plans
 
 OPS_MS = {"attention": 4.0, "gate": 1.0, "permute": 1.0, "experts": 6.0, "merge": 1.0, "mlp": 5.0}
 BY_HAND = Machine(

@@ -2,6 +2,8 @@
 
 import shutil
 import zipfile
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ def cut(file) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-DAMAGE = {
+DAMAGE: dict[str, Callable[[Path], object]] = {
     "__0_0.distcp is cut": lambda checkpoint: cut(checkpoint / "__0_0.distcp"),
     "__0_0.distcp is missing": lambda checkpoint: (checkpoint / "__0_0.distcp").unlink(),
     "metadata.json is missing, which is written when all else is": lambda checkpoint: (

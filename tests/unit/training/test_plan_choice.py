@@ -184,7 +184,7 @@ def test_dropout_is_allowed_and_explained(megatron_args):
     assert "dropout draws its random numbers chunk by chunk" in line
 
 
-REFUSED = [
+REFUSED: list[tuple[list, str]] = [
     (["--transformer-impl", "transformer_engine"], "--transformer-impl transformer_engine"),
     (["--moe-token-dispatcher-type", "allgather"], "pass --moe-token-dispatcher-type alltoall"),
     (["--delay-wgrad-compute"], "the plan does what it asks for"),
