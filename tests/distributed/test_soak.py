@@ -29,7 +29,10 @@ TINY = (
 ).split()
 TOLERANCE = 1e-5
 """The order of sums; 2e-7 were seen over 400 steps."""
+EXTRA_TENSORS = 2
+"""A plan decides how many are alive between steps; the fewest of each half are compared, and one less was seen."""
 EXTRA_GROWTH_MB = 6.0
+"""The allocator's noise: 120 KB a step in the suite's share, 3 KB in 2,000 steps."""
 
 
 def soaked(token_data, folder: Path, *extra: str) -> list[dict[str, Any]]:
@@ -68,8 +71,9 @@ def test_losses_equal_stock(stock, ours):
 
 def test_memory_grows_no_more_than_stocks(stock, ours):
     for expected, found in zip(stock, ours, strict=True):
-        settled = found["num_tensors"][SETTLED_AFTER:]
-        assert max(settled) <= min(settled) + 20, settled
+        half = len(found["num_tensors"]) // 2
+        before, after = found["num_tensors"][1:half], found["num_tensors"][half:]
+        assert min(after) <= min(before) + EXTRA_TENSORS, found["num_tensors"]
         assert growth_mb(found) < growth_mb(expected) + EXTRA_GROWTH_MB, found["rss_mb"]
 
 
