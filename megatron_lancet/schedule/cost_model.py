@@ -49,9 +49,9 @@ class CostModel:
         self._ops: dict[tuple[LayerKind, str, Phase], list[OpTime]] = defaultdict(list)
         for op in profile.ops:
             self._ops[op.layer_kind, op.kind, op.phase].append(op)
-        self._dws: dict[tuple[LayerKind, str], dict[str, list[WeightGradTime]]] = defaultdict(dict)
+        self._dws: dict[tuple[LayerKind, str], list[WeightGradTime]] = defaultdict(list)
         for dw in profile.weight_grads:
-            self._dws[dw.layer_kind, dw.after].setdefault(dw.name, []).append(dw)
+            self._dws[dw.layer_kind, dw.after].append(dw)
         self._memory: dict[LayerKind, list[MemoryUse]] = defaultdict(list)
         for use in profile.memory:
             self._memory[use.layer_kind].append(use)
@@ -173,14 +173,24 @@ class CostModel:
         return Curve(points).at(rows)
 
     def _weight_grads(self, layer_kind: LayerKind, after: str, num_chunks: int, rows: float) -> tuple[DwCost, ...]:
-        """Weight gradients that become ready in the backward of one chunk's op, in the profile's order.
+        """Weight gradients that become ready in the backward of one chunk's op, in the order in which they do.
+
+        The profile has an order for each measured chunk count, and they may differ: experts of a rank that run one
+        after the other without chunks run layer by layer in chunks (``model/experts.py``).
 
         Args:
             after: the compute op.
             rows: received rows for ``experts``, tokens of the chunk for the others.
         """
+
+        def unlikeness(dw: WeightGradTime) -> tuple[bool, int]:
+            return (dw.num_chunks > 1) != (num_chunks > 1), abs(dw.num_chunks - num_chunks)
+
         costs = []
-        for name, times in self._dws.get((layer_kind, after), {}).items():
+        found = self._dws.get((layer_kind, after), [])
+        # Sorting keeps each chunk count's own order.
+        for name in dict.fromkeys(dw.name for dw in sorted(found, key=unlikeness)):
+            times = [dw for dw in found if dw.name == name]
             used = [time for time in times if time.num_chunks == num_chunks] or times
             ms = Curve((time.rows, time.ms) for time in used).at(rows)
             pinned = Curve((time.rows, float(time.pinned_bytes)) for time in used).at(rows)

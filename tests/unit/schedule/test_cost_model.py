@@ -107,3 +107,17 @@ def test_an_absent_head_costs_nothing():
 def test_uneven_chunks():
     assert model_of(micro_batch_size=5).chunk_units(BATCH, 2) == [3 * 64, 2 * 64]
     assert model_of().chunk_units(SEQUENCE, 3) == [22 * 8, 21 * 8, 21 * 8]
+
+
+def test_weight_gradients_come_in_the_order_of_the_measured_chunk_count_most_like_it():
+    profile = synthetic_profile(Machine())
+    experts = [dw for dw in profile.weight_grads if dw.after == "experts" and dw.num_chunks in (1, 2)]
+    orders = {1: ("fc2", "fc1"), 2: ("fc1", "fc2", "only in chunks")}
+    ordered = tuple(dataclasses.replace(dw, name=name) for dw in experts for name in orders[dw.num_chunks])
+    costs = CostModel(dataclasses.replace(profile, weight_grads=ordered))
+    found = {count: [dw.name for dw in costs.weight_grads(MOE, "experts", count, TOKENS)] for count in (1, 2, 4)}
+    assert found == {
+        1: ["fc2", "fc1", "only in chunks"],
+        2: ["fc1", "fc2", "only in chunks"],
+        4: ["fc1", "fc2", "only in chunks"],
+    }
