@@ -14,7 +14,7 @@ PYTEST_ALL := -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 help:
 	@echo "make demo    train a small GPT-MoE on real text, with expert parallelism, and show the result"
 	@echo "make test    run the test suite"
-	@echo "             (PYTEST_ARGS=\"tests/unit/schedule -k order\": a part of it, in one process)"
+	@echo "             (PYTEST_ARGS=\"tests/unit/planning -k lowering\": a part of it, in one process)"
 	@echo "make test-gpu    the tests that need a CUDA device, which all others don't see"
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   build wheel and source distribution, install into an empty environment and run there"

@@ -27,7 +27,7 @@ setup(
     # tools/ is a folder of scripts in a checkout and a part of the package where that is installed.
     packages=[*find_packages(include=["megatron_lancet", "megatron_lancet.*"]), "megatron_lancet.tools"],
     package_dir={"megatron_lancet.tools": "tools"},
-    package_data={"megatron_lancet.report": ["page/*"]},
+    package_data={"megatron_lancet.report.timeline": ["page/*"]},
     install_requires=[
         "torch>=2.11",
         "megatron-core>=0.19,<0.20",
@@ -49,7 +49,7 @@ setup(
     entry_points={
         "console_scripts": [
             "pretrain-gpt-moe = megatron_lancet.training.pretrain:main",
-            *(f"{script} = megatron_lancet.commands.scripts:main" for script in TOOL_SCRIPTS),
+            *(f"{script} = megatron_lancet.cli.scripts:main" for script in TOOL_SCRIPTS),
         ]
     },
 )

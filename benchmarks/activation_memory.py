@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.live_memory import LiveMemory
-from megatron_lancet.training.cpu_platform import cpu_platform
+from megatron_lancet.training.platform.cpu import cpu_platform
 
 VOCAB = 1024
 RECOMPUTE: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.patching import replaced
-from megatron_lancet.training.cpu_platform import cpu_platform
+from megatron_lancet.training.platform.cpu import cpu_platform
 
 
 @dataclass(frozen=True)

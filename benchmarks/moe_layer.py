@@ -296,7 +296,7 @@ def main() -> None:
     # Megatron tells of every package that it could use, and of every model that is built.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    from megatron_lancet.training.cpu_platform import cpu_platform
+    from megatron_lancet.training.platform.cpu import cpu_platform
 
     with cpu_platform():
         from megatron.core import parallel_state

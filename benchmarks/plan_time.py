@@ -16,14 +16,14 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megatron_lancet.schedule.cost_model import CostModel
-from megatron_lancet.schedule.gradient_reduction import GradientReduction
+from megatron_lancet.planning.gradient_reduction import GradientReduction
+from megatron_lancet.planning.profile import Profile
+from megatron_lancet.planning.search.planner import make_plan
+from megatron_lancet.planning.search.search_space import Limits
+from megatron_lancet.planning.simulation.cost_model import CostModel
+from megatron_lancet.planning.simulation.simulator import Simulator, simulate
+from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, fixed_plan
-from megatron_lancet.schedule.planner import make_plan
-from megatron_lancet.schedule.profile import Profile
-from megatron_lancet.schedule.search_space import Limits
-from megatron_lancet.schedule.simulator import Simulator, simulate
-from megatron_lancet.testing.synthetic_profile import Machine, synthetic_profile
 
 LAYOUTS = {"all MoE": "m", "alternating dense and MoE": "dm"}
 SHARES = {"symmetric": (0.5, 0.5), "2 ranks": (0.6, 0.4)}

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport import PerSenderTransport
+from megatron_lancet.runtime.transport.gloo import PerSenderTransport
 
 ROW_FLOATS = 1024
 

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from benchmarks.network.namespaces import NUM_RANKS, SHAPED, Namespaces, check_host, this_host
 from megatron_lancet.errors import run_command
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport import make_transport
-from megatron_lancet.runtime.wire import Armed
+from megatron_lancet.runtime.transport.base import Armed
+from megatron_lancet.runtime.transport.gloo import make_transport
 
 _BYTES = 1_000_000
 _LATER = 0.25

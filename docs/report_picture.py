@@ -4,7 +4,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.unit.report.chromium import Browser, path_of_chromium
+from tests.cli.report.chromium import Browser, path_of_chromium
 
 WIDTH, HEIGHT = 1200, 1000
 

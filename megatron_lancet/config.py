@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from megatron_lancet.schedule.micro_ops import DEFAULT_CHUNK_MB, CommPriority
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
+from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority
 
 DEFAULT_TUNE_STEPS = 10
 """Their median is known to 0.4 standard deviations of a step."""

@@ -24,8 +24,8 @@ from pathlib import Path
 from subprocess import STDOUT
 from typing import Any
 
-from megatron_lancet.commands.training_process import Progress, running, say
-from megatron_lancet.data.arguments import positive_float, positive_int
+from megatron_lancet.cli.arguments import positive_float, positive_int
+from megatron_lancet.cli.training_process import Progress, running, say
 from megatron_lancet.data.atomic import atomic_outputs
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.report.loss_curve import LossCurve, write_png

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_lancet.data.arguments import positive_int, require_output_folder
+from megatron_lancet.cli.arguments import positive_int, require_output_folder
 from megatron_lancet.data.atomic import atomic_outputs
 from megatron_lancet.inference.command import run_tool
 

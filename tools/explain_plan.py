@@ -10,15 +10,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lancet.commands.planning import load_plan, load_profile
+from megatron_lancet.cli.planning import load_plan, load_profile
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.report.explanation_text import each_layer, layer_lines, reason_lines, short_text
-from megatron_lancet.report.plan_text import LEGEND, head_lines, plan_lines
-from megatron_lancet.schedule.explain import explain
-from megatron_lancet.schedule.plan_file import PlanFile, check_fits, made_for
-from megatron_lancet.schedule.planner import make_plan
-from megatron_lancet.schedule.profile import Profile
-from megatron_lancet.schedule.records import RecordError
+from megatron_lancet.files import RecordError
+from megatron_lancet.planning.explain import explain
+from megatron_lancet.planning.plan_file import PlanFile, check_fits, made_for
+from megatron_lancet.planning.profile import Profile
+from megatron_lancet.planning.search.planner import make_plan
+from megatron_lancet.report.planning.explanation_text import each_layer, layer_lines, reason_lines, short_text
+from megatron_lancet.report.planning.plan_text import LEGEND, head_lines, plan_lines
 
 _NUM_ALTERNATIVES = 5
 

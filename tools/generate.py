@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lancet.data.arguments import positive_int, require_output_folder
+from megatron_lancet.cli.arguments import positive_int, require_output_folder
 from megatron_lancet.data.atomic import atomic_outputs
 from megatron_lancet.errors import UsageError
 from megatron_lancet.inference.command import run_tool

@@ -13,25 +13,25 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lancet.commands.planning import add_limit_arguments, check_outputs, fitting_plan, limits_of, load_profile
-from megatron_lancet.commands.what_if import (
+from megatron_lancet.cli.arguments import positive_int
+from megatron_lancet.cli.planning import add_limit_arguments, check_outputs, fitting_plan, limits_of, load_profile
+from megatron_lancet.cli.what_if import (
     add_network_arguments,
     add_reduction_arguments,
     network_of,
     reduced_as_asked,
 )
-from megatron_lancet.data.arguments import positive_int
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.report.explanation_text import short_text
-from megatron_lancet.report.packing_table import flags_for
-from megatron_lancet.schedule.expert_packing import pack_experts
-from megatron_lancet.schedule.plan_file import PlanFile, write_plan_file
-from megatron_lancet.schedule.plan_record import record_of
-from megatron_lancet.schedule.planner import PlannedStep, make_plan
-from megatron_lancet.schedule.profile import Profile
-from megatron_lancet.schedule.records import RecordError
-from megatron_lancet.schedule.search_space import Limits
-from megatron_lancet.schedule.what_if import Forecaster, NetworkChoice
+from megatron_lancet.files import RecordError
+from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
+from megatron_lancet.planning.plan_record import record_of
+from megatron_lancet.planning.profile import Profile
+from megatron_lancet.planning.search.planner import PlannedStep, make_plan
+from megatron_lancet.planning.search.search_space import Limits
+from megatron_lancet.planning.what_if.expert_packing import pack_experts
+from megatron_lancet.planning.what_if.forecast import Forecaster, NetworkChoice
+from megatron_lancet.report.planning.explanation_text import short_text
+from megatron_lancet.report.planning.packing_table import flags_for
 
 _NUM_ALTERNATIVES = 5
 _AUTO = "auto"

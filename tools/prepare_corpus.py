@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lancet.data.arguments import positive_float, require_output_folder
+from megatron_lancet.cli.arguments import positive_float, require_output_folder
 from megatron_lancet.data.atomic import atomic_outputs
 from megatron_lancet.errors import UsageError, run_command
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.report.timeline_file import read_timelines
-from megatron_lancet.report.timeline_views import write_views
-from megatron_lancet.schedule.records import RecordError
+from megatron_lancet.files import RecordError
+from megatron_lancet.report.timeline.timeline_file import read_timelines
+from megatron_lancet.report.timeline.views import write_views
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -18,7 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lancet.commands.planning import (
+from megatron_lancet.cli.arguments import positive_int
+from megatron_lancet.cli.planning import (
     add_limit_arguments,
     check_outputs,
     fitting_plan,
@@ -27,22 +28,19 @@ from megatron_lancet.commands.planning import (
     load_profile,
     write_text,
 )
-from megatron_lancet.commands.what_if import (
+from megatron_lancet.cli.what_if import (
     add_network_arguments,
     add_reduction_arguments,
     add_routing_argument,
     network_of,
     reduced_as_asked,
 )
-from megatron_lancet.data.arguments import positive_int
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.report import timeline_text, what_if_table
-from megatron_lancet.schedule.layout import Layout, split_at_stages
-from megatron_lancet.schedule.plan_file import made_for, misfits
-from megatron_lancet.schedule.profile import Profile
-from megatron_lancet.schedule.records import RecordError, to_plain
-from megatron_lancet.schedule.simulator import Simulation, simulate
-from megatron_lancet.schedule.what_if import (
+from megatron_lancet.files import RecordError, to_plain
+from megatron_lancet.planning.plan_file import made_for, misfits
+from megatron_lancet.planning.profile import Profile
+from megatron_lancet.planning.simulation.simulator import Simulation, simulate
+from megatron_lancet.planning.what_if.forecast import (
     Forecaster,
     Planner,
     SweepRow,
@@ -51,6 +49,9 @@ from megatron_lancet.schedule.what_if import (
     sweep,
     two_chunks,
 )
+from megatron_lancet.planning.what_if.layout import Layout, split_at_stages
+from megatron_lancet.report.planning import what_if_table
+from megatron_lancet.report.timeline import text
 
 _GROW = "grow"
 _NUM_WAITS = 8
@@ -154,7 +155,7 @@ def show_table(forecaster: Forecaster, arguments: argparse.Namespace) -> None:
 
 
 def _draw(rows: Sequence[SweepRow], profile: Profile, arguments: argparse.Namespace) -> None:
-    from megatron_lancet.report import what_if_picture  # matplotlib takes a second to import
+    from megatron_lancet.report.planning import what_if_picture
 
     title = f"{profile.model.name}: predicted from a profile on {profile.device}, routing {arguments.routing}"
     what_if_picture.write_png(rows, title, arguments.picture)
@@ -202,14 +203,14 @@ def print_timelines(simulation: Simulation, spans: bool) -> None:
     for timeline, num_alike in zip(simulation.timelines, simulation.same_ranks, strict=True):
         alike = f", and {num_alike - 1} more that receive as much" if num_alike > 1 else ""
         print(f"\nrank {timeline.rank}{alike}: exposed {timeline.exposed_ms():.1f} ms")
-        print("\n".join(timeline_text.lanes(timeline, until_ms)))
-        waits = timeline_text.longest_waits(timeline, _NUM_WAITS)
+        print("\n".join(text.lanes(timeline, until_ms)))
+        waits = text.longest_waits(timeline, _NUM_WAITS)
         if waits:
             print("longest waits:")
             print("\n".join(waits))
         if spans:
             print("from ms, to ms, lane, op:")
-            print("\n".join(timeline_text.all_spans(timeline)))
+            print("\n".join(text.all_spans(timeline)))
 
 
 def _origin(profile: Profile) -> dict[str, object]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from megatron_lancet.data.arguments import positive_float, positive_int, require_output_folder
+from megatron_lancet.cli.arguments import positive_float, positive_int, require_output_folder
 from megatron_lancet.data.atomic import atomic_outputs
 from megatron_lancet.data.jsonl import iter_texts, open_input
 from megatron_lancet.errors import UsageError, run_command

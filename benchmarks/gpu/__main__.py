@@ -30,8 +30,8 @@ from benchmarks.gpu.sizes import ON_CPU, SIZES
 from benchmarks.gpu.table import summarise, table
 from benchmarks.gpu.variants import PLANS, STOCK, Work
 from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.mock.link import Link
 from megatron_lancet.schedule.plan import ChunkDim
-from megatron_lancet.testing.link import Link
 
 _LINKS = {"tiny": ["100:0.01"]}
 """For which a tiny model's messages take as long as its compute."""
@@ -104,7 +104,7 @@ def run(work: Work, link: Link, args: argparse.Namespace) -> dict[str, Any]:
     """Measure and print all variants on one link; what goes into the file."""
     from megatron.core import parallel_state
 
-    from megatron_lancet.testing.mock_world import mock_world
+    from megatron_lancet.mock.mock_world import mock_world
 
     with mock_world(work.num_ranks, link):
         parallel_state.initialize_model_parallel(
@@ -132,7 +132,7 @@ def main() -> None:
     # Megatron tells of every package that it could use, and of every model that is built.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    from megatron_lancet.training.platform import platform
+    from megatron_lancet.training.platform.detect import platform
 
     with platform() as machine:
         on_gpu = machine.device.type == "cuda"

@@ -107,7 +107,7 @@ class Runner:
     def _patches(self) -> AbstractContextManager[Any]:
         if self._work.device.type == "cuda":
             return nullcontext()
-        from megatron_lancet.training.upstream import measured_stock_communication
+        from megatron_lancet.training.megatron.patches import measured_stock_communication
 
         stack = ExitStack()
         if self._is_stock:

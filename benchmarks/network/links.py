@@ -13,7 +13,7 @@ from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_lancet.patching import wrapped
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport import make_transport
+from megatron_lancet.runtime.transport.gloo import make_transport
 
 CPU = torch.device("cpu")
 

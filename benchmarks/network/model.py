@@ -21,10 +21,10 @@ from megatron_lancet.model.gpt import overlap
 from megatron_lancet.runtime.comm import Comm, Flight
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
-from megatron_lancet.schedule.micro_ops import MicroOps
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import DwPolicy
-from megatron_lancet.training.grad_reduction import reductions_in_micro_ops
+from megatron_lancet.schedule.reductions import MicroOps
+from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
 
 _SEED = 1
 _LEARNING_RATE = 1e-7

@@ -29,7 +29,7 @@ def connected() -> Iterator[tuple[str, str]]:
     from megatron.core import parallel_state
 
     from benchmarks.network.links import groups_on
-    from megatron_lancet.training.cpu_platform import cpu_platform
+    from megatron_lancet.training.platform.cpu import cpu_platform
 
     free, shaped = os.environ["GLOO_SOCKET_IFNAME"], os.environ["LANCET_SHAPED_IFNAME"]
     torch.set_num_threads(1)

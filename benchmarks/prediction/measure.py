@@ -18,20 +18,20 @@ from benchmarks.network.measure import CpuWatch, exposure, find_rate, say, set_r
 from benchmarks.network.model import BUCKET_PARAMETERS
 from benchmarks.network.step import SAMPLE_FIELDS, Step, on_both_ranks
 from benchmarks.prediction.cases import FIXED_PLANS, PLANNED, PredictionCase, PredictionJob
+from megatron_lancet.files import to_plain
 from megatron_lancet.model.gpt import set_plan
+from megatron_lancet.planning.gradient_reduction import GradientReduction
+from megatron_lancet.planning.profile import Profile
+from megatron_lancet.planning.search.gradient_overlap import measured_with
+from megatron_lancet.planning.search.planner import make_plan
+from megatron_lancet.planning.simulation.cost_model import CostModel
+from megatron_lancet.planning.simulation.replay import expect
+from megatron_lancet.planning.simulation.simulator import Simulation, Simulator
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
-from megatron_lancet.report.timeline_file import TimelineRecord, write_timelines
+from megatron_lancet.report.timeline.timeline_file import TimelineRecord, write_timelines
 from megatron_lancet.runtime.trace import Trace
-from megatron_lancet.schedule.cost_model import CostModel
-from megatron_lancet.schedule.gradient_reduction import GradientReduction
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.schedule.planner import make_plan
-from megatron_lancet.schedule.profile import Profile
-from megatron_lancet.schedule.records import to_plain
-from megatron_lancet.schedule.reduction_choice import measured_with
-from megatron_lancet.schedule.replay import expect
-from megatron_lancet.schedule.simulator import Simulation, Simulator
 from megatron_lancet.schedule.timeline import RankTimeline
 
 _WARM_UP_BPS = 2e9

@@ -29,7 +29,7 @@ SENTENCEPIECE_TYPES: tuple[str, ...] = tuple(megatron_builder.SP_TOKENIZERS)
 class TokenizerSettings:
     """The arguments that Megatron 0.19's ``build_tokenizer`` reads, under its names and with its defaults.
 
-    ``tests/unit/data/test_encode.py`` compares names and defaults with the installed Megatron.
+    ``tests/cli/data/test_encode.py`` compares names and defaults with the installed Megatron.
 
     Attributes:
         tokenizer_type: One of :data:`SENTENCEPIECE_TYPES` or ``NullTokenizer``.

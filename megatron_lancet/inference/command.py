@@ -4,8 +4,8 @@ import logging
 import warnings
 from collections.abc import Callable
 
-from megatron_lancet.training.ending import Whereabouts, run_rank
-from megatron_lancet.training.requirements import check_versions
+from megatron_lancet.training.megatron.versions import check_versions
+from megatron_lancet.training.process.exit import Whereabouts, run_rank
 
 _NOISY = ("megatron.core", "megatron.training", "torch.distributed.checkpoint", "torch.utils.cpp_extension")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lancet.inference.load import LoadedModel, check_ranks, loaded_model, number_of_ranks, tokenizer_of
-from megatron_lancet.training.checkpoint_reader import StoredRun, find_checkpoint, read_run
-from megatron_lancet.training.platform import platform
+from megatron_lancet.training.checkpoint.reader import StoredRun, find_checkpoint, read_run
+from megatron_lancet.training.platform.detect import platform
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lancet.schedule.profile import ModelFacts, Profile, read_profile
-from megatron_lancet.schedule.records import RecordError, to_plain
+from megatron_lancet.files import RecordError, to_plain
+from megatron_lancet.planning.profile import ModelFacts, Profile, read_profile
 
 _MEASURED = ("row_bytes", "grad_row_bytes", "combine_row_bytes", "combine_grad_row_bytes", "counts_bytes")
 """Fields of the model that the profiler reads off messages; they follow from the others."""

@@ -13,10 +13,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
+from megatron_lancet.planning.profile import LayerKind, ModelFacts
 from megatron_lancet.profiler.cache import ProfileKey
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.packing import RowLayout
-from megatron_lancet.schedule.profile import LayerKind, ModelFacts
 
 _PACKAGES = ("torch", "megatron-core", "megatron-lancet")
 _NAMED = (

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_lancet.planning.profile import LinkTimes
 from megatron_lancet.runtime.comm_stats import EventPair
 from megatron_lancet.runtime.trace import Point
-from megatron_lancet.runtime.wire import Transfer, Transport
-from megatron_lancet.schedule.profile import LinkTimes
+from megatron_lancet.runtime.transport.base import Transfer, Transport
 
 Points = tuple[tuple[int, float], ...]
 """(bytes, ms), ascending in bytes."""

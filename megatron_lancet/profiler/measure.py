@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_lancet.planning.profile import LayerKind, LinkTimes, MemoryUse, Profile
 from megatron_lancet.profiler.facts import ProfiledModel, key_of
 from megatron_lancet.profiler.links import Wires, measure_links
 from megatron_lancet.profiler.memory import SavedActivations
@@ -36,7 +37,6 @@ from megatron_lancet.profiler.routing import (
 )
 from megatron_lancet.runtime.trace import StepTrace, Trace
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
-from megatron_lancet.schedule.profile import LayerKind, LinkTimes, MemoryUse, Profile
 
 NUM_TRACED_STEPS = 3
 """Of each plan: medians over them, over all layers and all micro-batches."""

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megatron_lancet.planning.profile import LayerKind, ModelFacts, OpTime, WeightGradTime
 from megatron_lancet.runtime.trace import StepTrace
 from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan
-from megatron_lancet.schedule.profile import LayerKind, ModelFacts, OpTime, WeightGradTime
 from megatron_lancet.schedule.timeline import Lane, Span
 
 _IN_LAYER = re.compile(r"L(\d+)\.c(\d+)\.([FI])\.(\w+)")

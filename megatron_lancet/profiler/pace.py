@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from megatron_lancet.planning.profile import StepPace
 from megatron_lancet.profiler.op_times import OpKey, StepOps
 from megatron_lancet.schedule.ops import Phase
-from megatron_lancet.schedule.profile import StepPace
 
 MAX_PACES = 24
 """Each is a simulation more when a step time is predicted, and a few lines in the profile."""

@@ -5,10 +5,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from megatron_lancet.planning.profile import ChunkRouting, ModelFacts
 from megatron_lancet.profiler.op_times import op_key
 from megatron_lancet.runtime.trace import StepTrace
 from megatron_lancet.schedule.plan import ChunkDim, Plan
-from megatron_lancet.schedule.profile import ChunkRouting, ModelFacts
 from megatron_lancet.schedule.timeline import Lane
 
 

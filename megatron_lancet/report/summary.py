@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_lancet.files import from_plain, to_plain
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.tuning import tuning_text
 from megatron_lancet.runtime.comm_stats import CommTimes
-from megatron_lancet.schedule.records import from_plain, to_plain
 
 NUM_WARM_UP_STEPS = 3
 """Left out of the medians: the first steps allocate, connect and learn their order of reductions."""

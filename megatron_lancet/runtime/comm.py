@@ -26,8 +26,8 @@ from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.packing import RowLayout
 from megatron_lancet.runtime.peers import Peers, listed
 from megatron_lancet.runtime.trace import Trace, waiting
+from megatron_lancet.runtime.transport.base import Armed, CountsTransfer, Transfer, Transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
-from megatron_lancet.runtime.wire import Armed, CountsTransfer, Transfer, Transport
 from megatron_lancet.schedule.ops import Op
 
 _WAITING = "waiting for"

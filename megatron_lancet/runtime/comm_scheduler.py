@@ -17,8 +17,8 @@ from collections import deque
 from typing import Protocol
 
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.schedule.micro_ops import MicroOps
 from megatron_lancet.schedule.ops import Op
+from megatron_lancet.schedule.reductions import MicroOps
 
 
 class MicroOp(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_lancet.schedule.records import parse_record, to_plain
+from megatron_lancet.files import parse_record, to_plain
 
 PLAN_VERSION = 3
 ALL_TO_ALLS_PER_LAYER = 2

@@ -18,14 +18,14 @@ from megatron.training.global_vars import set_global_variables
 from megatron_lancet import __version__
 from megatron_lancet.config import DEFAULT_TUNE_STEPS, AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError, reason_of
-from megatron_lancet.schedule.micro_ops import DEFAULT_CHUNK_MB, CommPriority
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
-from megatron_lancet.training.checkpoints import check_before_start
+from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority
+from megatron_lancet.training.checkpoint.ep_resize import check_experts_apart
+from megatron_lancet.training.checkpoint.load_save import check_before_start
 from megatron_lancet.training.dry_run.flags import add_dry_run_arguments, check_flags
 from megatron_lancet.training.input_files import check_datasets, missing_files
-from megatron_lancet.training.mocked import add_mock_arguments, check_mock_arguments
-from megatron_lancet.training.other_ep_size import check_experts_apart
-from megatron_lancet.training.plan_choice import OWN_SPEC
+from megatron_lancet.training.plan.select import OWN_SPEC
+from megatron_lancet.training.platform.mock import add_mock_arguments, check_mock_arguments
 
 
 def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -17,12 +17,12 @@ from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.peers import Peers
-from megatron_lancet.runtime.transport import make_transport
+from megatron_lancet.runtime.transport.gloo import make_transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
-from megatron_lancet.schedule.micro_ops import CommPriority, MicroOps
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.schedule.plan_difference import plan_differences
-from megatron_lancet.training.other_ep_size import keep_experts_apart
+from megatron_lancet.schedule.reductions import CommPriority, MicroOps
+from megatron_lancet.training.checkpoint.ep_resize import keep_experts_apart
 
 
 class OverlapSetup:
@@ -138,7 +138,7 @@ class NoOverlap:
     def __init__(self, experts_apart: bool = False) -> None:
         """
         Args:
-            experts_apart: see :mod:`megatron_lancet.training.other_ep_size`.
+            experts_apart: see :mod:`megatron_lancet.training.checkpoint.ep_resize`.
         """
         self._experts_apart = experts_apart
 

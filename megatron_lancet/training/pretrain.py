@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from megatron_lancet.training.console import say
 from megatron_lancet.training.dry_run.flags import is_dry_run
-from megatron_lancet.training.ending import Whereabouts, run_rank
-from megatron_lancet.training.requirements import check_versions
+from megatron_lancet.training.megatron.versions import check_versions
+from megatron_lancet.training.process.console import say
+from megatron_lancet.training.process.exit import Whereabouts, run_rank
 
 if TYPE_CHECKING:
     import torch  # not at run time: processes that Megatron spawns while it saves import this module first
@@ -28,7 +28,7 @@ def _main(where: Whereabouts) -> None:
     check_versions()
     warnings.filterwarnings("ignore", message=_MISSING_OPTIONAL, category=UserWarning)
     # Only now: what follows imports megatron, in a version that we know.
-    from megatron_lancet.training.platform import platform
+    from megatron_lancet.training.platform.detect import platform
 
     if is_dry_run(sys.argv):
         from megatron_lancet.training.dry_run.run import run_dry
@@ -44,19 +44,21 @@ def _pretrain(device: "torch.device", where: Whereabouts) -> None:
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     from megatron_lancet.runtime.comm_stats import CommStats
-    from megatron_lancet.training import arguments, mocked, upstream, upstream_checkpoints
-    from megatron_lancet.training.adjusted import settle
-    from megatron_lancet.training.checkpoints import Checkpoints, check_before_start
-    from megatron_lancet.training.comm_priority import choose_micro_ops
-    from megatron_lancet.training.other_ep_size import check_checkpoint
-    from megatron_lancet.training.overlapped_run import enter_run
-    from megatron_lancet.training.plan_choice import choose_plan, is_tuned
-    from megatron_lancet.training.platform import apply_cpu_settings
-    from megatron_lancet.training.profiling import check_can_profile
-    from megatron_lancet.training.step_recorder import StepRecorder
-    from megatron_lancet.training.stop_request import StopRequest, saves_on_sigterm
+    from megatron_lancet.training import arguments
+    from megatron_lancet.training.checkpoint.ep_resize import check_checkpoint
+    from megatron_lancet.training.checkpoint.load_save import Checkpoints, check_before_start
+    from megatron_lancet.training.megatron import checkpoint_patches, patches
+    from megatron_lancet.training.observe.step_recorder import StepRecorder
+    from megatron_lancet.training.plan.comm_priority import choose_micro_ops
+    from megatron_lancet.training.plan.normalize import settle
+    from megatron_lancet.training.plan.select import choose_plan, is_tuned
+    from megatron_lancet.training.platform import mock
+    from megatron_lancet.training.platform.detect import apply_cpu_settings
+    from megatron_lancet.training.process.sigterm import StopRequest, saves_on_sigterm
+    from megatron_lancet.training.run import enter_run
+    from megatron_lancet.training.tuning.profiling import check_can_profile
 
-    upstream.check_seams()
+    patches.check_seams()
     args, config = arguments.parse()
     if device.type == "cpu":
         apply_cpu_settings(args)
@@ -64,8 +66,8 @@ def _pretrain(device: "torch.device", where: Whereabouts) -> None:
         say(f"Megatron-Lancet flags: {change}")
     arguments.validate(args)
     check_before_start(args)
-    if mocked.is_mocked(args):
-        say(f"Megatron-Lancet world: {mocked.describe_mocked_world(args)}")
+    if mock.is_mocked(args):
+        say(f"Megatron-Lancet world: {mock.describe_mocked_world(args)}")
     plan, line = choose_plan(args, config)
     micro_ops = choose_micro_ops(args, config, plan)
     check_can_profile(args, config, plan)
@@ -80,12 +82,12 @@ def _pretrain(device: "torch.device", where: Whereabouts) -> None:
         run_config = pretrain_cfg_container_from_args(args, model_config)
 
     with ExitStack() as stack:
-        stack.enter_context(mocked.mocked_world_of(args))
+        stack.enter_context(mock.mocked_world_of(args))
         stack.enter_context(Checkpoints(args).watched())
-        stack.enter_context(upstream_checkpoints.arguments_before_loading(functools.partial(check_checkpoint, args)))
+        stack.enter_context(checkpoint_patches.arguments_before_loading(functools.partial(check_checkpoint, args)))
         if stop is not None:
-            stack.enter_context(upstream_checkpoints.asked_to_stop(stop, stop.begin))
-        stack.enter_context(upstream_checkpoints.queue_lives_with_the_rank())
+            stack.enter_context(checkpoint_patches.asked_to_stop(stop, stop.begin))
+        stack.enter_context(checkpoint_patches.queue_lives_with_the_rank())
         setup, report = enter_run(stack, args, config, plan, device, stats, recorder, micro_ops)
         if plan is not None:
             run_config.ddp.delay_wgrad_compute = setup.delays_weight_grads
@@ -100,7 +102,7 @@ def _run(run_config: object, report: Callable[[], None]) -> None:
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
 
-    from megatron_lancet.training.gpt_data import build_datasets, forward_step
+    from megatron_lancet.training.megatron.gpt_data import build_datasets, forward_step
 
     status: str | int | None = 0
     try:

@@ -18,16 +18,16 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import USAGE_EXIT_CODE, UsageError, exit_with_usage_error
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.training import upstream
 from megatron_lancet.training.arguments import config_from_words
-from megatron_lancet.training.comm_priority import choose_micro_ops
-from megatron_lancet.training.console import say
-from megatron_lancet.training.ending import leave
-from megatron_lancet.training.flag_mapping import refuse_mapped_flags
-from megatron_lancet.training.overlapped_run import enter_run
-from megatron_lancet.training.plan_choice import against_overlap, choose_plan, is_tuned
-from megatron_lancet.training.requirements import check_versions
-from megatron_lancet.training.step_recorder import StepRecorder
+from megatron_lancet.training.megatron import patches
+from megatron_lancet.training.megatron.versions import check_versions
+from megatron_lancet.training.observe.step_recorder import StepRecorder
+from megatron_lancet.training.plan.comm_priority import choose_micro_ops
+from megatron_lancet.training.plan.flag_mapping import refuse_mapped_flags
+from megatron_lancet.training.plan.select import against_overlap, choose_plan, is_tuned
+from megatron_lancet.training.process.console import say
+from megatron_lancet.training.process.exit import leave
+from megatron_lancet.training.run import enter_run
 
 FLAGS_VARIABLE = "LANCET_FLAGS"
 """Environment variable with ``--lancet-*`` flags: Megatron's own script does not know them."""
@@ -62,7 +62,7 @@ class _SpecRun:
             UsageError: the run asks for something that it can't have.
         """
         check_versions()
-        upstream.check_seams()
+        patches.check_seams()
         args = get_args()
         config = _config_from_environment()
         for obstacle in against_overlap(args, config):
@@ -79,9 +79,9 @@ class _SpecRun:
         # Kept by the model's configuration, which lives as long as training: what it holds is undone with it.
         self._stack = ExitStack()
         self._setup, report = enter_run(self._stack, args, config, plan, device, stats, recorder, micro_ops)
-        self._stack.enter_context(upstream.after_training(report))
+        self._stack.enter_context(patches.after_training(report))
         if self._setup.delays_weight_grads:
-            self._stack.enter_context(upstream.late_weight_grads())
+            self._stack.enter_context(patches.late_weight_grads())
 
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Called on all ranks with the unwrapped pipeline stages of this one."""

@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lancet.mock.link import Link
+from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport import StreamTransport
+from megatron_lancet.runtime.transport.gloo import StreamTransport
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.testing.link import Link
-from megatron_lancet.testing.mock_world import mock_world
 
 pytestmark = [
     pytest.mark.gpu,

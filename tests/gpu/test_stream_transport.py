@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport import StreamTransport
+from megatron_lancet.runtime.transport.gloo import StreamTransport
 from megatron_lancet.schedule.ops import Op, Phase
 
 pytestmark = [

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from megatron_lancet.commands.planning import load_plan, load_profile
+from megatron_lancet.cli.planning import load_plan, load_profile
 from megatron_lancet.data.encode import (
     EncodeJob,
     TokenizerSettings,
@@ -31,16 +31,16 @@ from megatron_lancet.data.encode import (
 from megatron_lancet.data.indexed import check_dataset
 from megatron_lancet.data.jsonl import iter_line_batches
 from megatron_lancet.errors import UsageError
+from megatron_lancet.files import RecordError
 from megatron_lancet.inference.evaluate import read_stream
+from megatron_lancet.planning.plan_file import PlanFile, Source, made_for
+from megatron_lancet.planning.search.planner import make_plan
+from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.profiler import cache
-from megatron_lancet.report.timeline_file import read_timelines, write_timelines
+from megatron_lancet.report.timeline.timeline_file import read_timelines, write_timelines
 from megatron_lancet.report.train_log import RunLog
-from megatron_lancet.schedule.plan_file import PlanFile, Source, made_for
-from megatron_lancet.schedule.planner import make_plan
-from megatron_lancet.schedule.records import RecordError
-from megatron_lancet.testing.synthetic_profile import Machine, synthetic_profile
-from megatron_lancet.training.checkpoint_reader import find_checkpoint, read_run
-from megatron_lancet.training.tuned_plan import TunedPlan
+from megatron_lancet.training.checkpoint.reader import find_checkpoint, read_run
+from megatron_lancet.training.tuning.tuned_plan import TunedPlan
 from tests.damage import leaves, replaced
 from tests.unit.report import steps
 
@@ -204,7 +204,7 @@ def test_timelines(folder):
 
 
 def test_tuned_plans_in_checkpoints():
-    from tests.unit.training.test_tuned_plan import TUNED
+    from tests.unit.training.tuning.test_tuned_plan import TUNED
 
     @fuzzed(150)
     @given(damaged_json(TUNED.to_json().encode()))

@@ -6,11 +6,11 @@ from pathlib import Path
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.profiler.measure import num_profile_steps
 from megatron_lancet.schedule.plan import DwPolicy, Plan
-from megatron_lancet.training.comm_priority import choose_micro_ops
-from megatron_lancet.training.plan_choice import choose_plan, is_tuned, uses_sdpa
-from megatron_lancet.training.plan_limits import planning_limits
-from megatron_lancet.training.profiling import check_can_profile, plans_within
-from megatron_lancet.training.tuning import Tuning
+from megatron_lancet.training.plan.comm_priority import choose_micro_ops
+from megatron_lancet.training.plan.limits import planning_limits
+from megatron_lancet.training.plan.select import choose_plan, is_tuned, uses_sdpa
+from megatron_lancet.training.tuning.controller import Tuning
+from megatron_lancet.training.tuning.profiling import check_can_profile, plans_within
 
 
 def plan_lines(args: argparse.Namespace, config: LancetConfig) -> list[str]:

@@ -16,10 +16,7 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import validate_args
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training import arguments, upstream
-from megatron_lancet.training.adjusted import settle
-from megatron_lancet.training.console import say
-from megatron_lancet.training.cpu_platform import gpu_available
+from megatron_lancet.training import arguments
 from megatron_lancet.training.dry_run.cluster import assumptions, missing_settings, on_the_cluster
 from megatron_lancet.training.dry_run.flags import choose_world
 from megatron_lancet.training.dry_run.layout import Layout, check_shares, layout_of
@@ -35,8 +32,12 @@ from megatron_lancet.training.dry_run.plan import plan_lines, saves_scores
 from megatron_lancet.training.dry_run.stages import PipelineStage, pipeline_stages
 from megatron_lancet.training.dry_run.vocabulary import settle_vocabulary
 from megatron_lancet.training.input_files import missing_files
-from megatron_lancet.training.mocked import is_mocked
-from megatron_lancet.training.platform import apply_cpu_settings
+from megatron_lancet.training.megatron import patches
+from megatron_lancet.training.plan.normalize import settle
+from megatron_lancet.training.platform.cpu import gpu_available
+from megatron_lancet.training.platform.detect import apply_cpu_settings
+from megatron_lancet.training.platform.mock import is_mocked
+from megatron_lancet.training.process.console import say
 
 
 @dataclass
@@ -69,7 +70,7 @@ def examine() -> Findings:
     Raises:
         UsageError: what the run would refuse.
     """
-    upstream.check_seams()
+    patches.check_seams()
     args, config = arguments.parse()
     unset = list(missing_settings(args))
     with _megatrons_remarks() as remarks, on_the_cluster():

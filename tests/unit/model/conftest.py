@@ -4,7 +4,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_lancet.training.cpu_platform import cpu_platform
+from megatron_lancet.training.platform.cpu import cpu_platform
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import torch
 from megatron_lancet.model import context_parallel
 from megatron_lancet.model.context_parallel import gather_positions, own_slices
 from megatron_lancet.patching import replaced
-from megatron_lancet.training.cpu_platform import cpu_platform
+from megatron_lancet.training.platform.cpu import cpu_platform
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

@@ -11,7 +11,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.model.hooks import refuse_bypassed_hooks
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport import NoTransport
+from megatron_lancet.runtime.transport.gloo import NoTransport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.plan import fixed_plan
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from megatron_lancet.files import RecordError
+from megatron_lancet.planning.profile import LinkTimes, Profile, read_profile
 from megatron_lancet.profiler import cache
 from megatron_lancet.profiler.cache import ProfileKey
-from megatron_lancet.schedule.profile import LinkTimes, Profile, read_profile
-from megatron_lancet.schedule.records import RecordError
 from tests.unit.profiler.synthetic import FACTS
 
 KEY = ProfileKey(FACTS, "a CPU", {"torch": "2.11"})

@@ -2,10 +2,10 @@
 
 import pytest
 
+from megatron_lancet.planning.profile import LayerKind, MemoryUse
 from megatron_lancet.profiler.measure import median_memory, num_profile_steps, plans_to_profile
 from megatron_lancet.profiler.routing import RankRouting, received_shares
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
-from megatron_lancet.schedule.profile import LayerKind, MemoryUse
 
 
 def cuts(*args, **kwargs):

@@ -2,10 +2,10 @@
 
 import pytest
 
+from megatron_lancet.planning.profile import LayerKind
 from megatron_lancet.profiler.op_times import Samples, op_key, op_times, over_ranks, weight_grad_times
 from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, fixed_plan
-from megatron_lancet.schedule.profile import LayerKind
 from tests.unit.profiler.synthetic import FACTS, step
 
 WHOLE, HALVES = fixed_plan(1), fixed_plan(2)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from megatron_lancet.planning.profile import ChunkRouting
 from megatron_lancet.profiler.routing import ChunkKey, RankRouting, chunk_routing, received_shares
 from megatron_lancet.schedule.plan import ChunkDim
-from megatron_lancet.schedule.profile import ChunkRouting
 
 FIRST, SECOND = ChunkKey(1, ChunkDim.BATCH, 2, 0), ChunkKey(1, ChunkDim.BATCH, 2, 1)
 

@@ -8,7 +8,7 @@ import torch
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.wire import Armed
+from megatron_lancet.runtime.transport.base import Armed
 from megatron_lancet.schedule.ops import Op, Phase
 
 

@@ -9,7 +9,7 @@ import torch
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, CountsFlight, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport import NoTransport
+from megatron_lancet.runtime.transport.gloo import NoTransport
 from megatron_lancet.schedule.ops import Op, Phase
 
 SPLITS = RowSplits(sent=(2,), received=(2,))

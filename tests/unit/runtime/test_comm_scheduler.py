@@ -5,8 +5,8 @@ import torch
 
 from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReduction
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.schedule.micro_ops import MicroOps
 from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.reductions import MicroOps
 
 
 class Part:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_lancet.runtime import transport
-from megatron_lancet.runtime.transport import PerSenderTransport
+from megatron_lancet.runtime.transport import gloo
+from megatron_lancet.runtime.transport.gloo import PerSenderTransport
 
 
 def test_that_there_is_room_is_told_before_the_own_rows_leave(monkeypatch):
@@ -17,8 +17,8 @@ def test_that_there_is_room_is_told_before_the_own_rows_leave(monkeypatch):
         log.append(f"from {group[-1]}" if len(received) else "send")
         return SimpleNamespace(get_future=lambda: SimpleNamespace(add_done_callback=lambda callback: None))
 
-    monkeypatch.setattr(transport, "_gloo_groups_like", lambda group, copies, timeout: [f"{i}" for i in range(copies)])
-    monkeypatch.setattr(transport, "_exchange", exchange)
+    monkeypatch.setattr(gloo, "_gloo_groups_like", lambda group, copies, timeout: [f"{i}" for i in range(copies)])
+    monkeypatch.setattr(gloo, "_exchange", exchange)
     monkeypatch.setattr(os, "sched_yield", lambda: log.append("yield"))
     group = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
     sent, received = torch.arange(6.0), torch.zeros(6)

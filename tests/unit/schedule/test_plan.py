@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from megatron_lancet.files import RecordError
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
-from megatron_lancet.schedule.records import RecordError
 
 GAP = Gap("L3.c0.I.combine", ("L4.W.mlp.linear_fc1", "L4.W.mlp.linear_fc1"))
 SEGMENTS = Plan(

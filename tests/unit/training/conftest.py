@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_lancet.patching import wrapped
-from megatron_lancet.training.checkpoint_files import TRACKER
+from megatron_lancet.training.checkpoint.files import TRACKER
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,11 +9,11 @@ import pytest
 from megatron_lancet import __version__
 from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.micro_ops import CommPriority
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
+from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.training import arguments
 from megatron_lancet.training.dry_run.cluster import has_package
-from megatron_lancet.training.plan_choice import OWN_SPEC
+from megatron_lancet.training.plan.select import OWN_SPEC
 
 
 @pytest.fixture

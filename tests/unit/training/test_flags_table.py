@@ -11,8 +11,8 @@ import pytest
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training import arguments
-from megatron_lancet.training.flag_mapping import map_overlap_flags
-from megatron_lancet.training.plan_choice import choose_plan
+from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
+from megatron_lancet.training.plan.select import choose_plan
 
 REPO = Path(__file__).parents[3]
 STATUSES = {"works and tested", "works", "mapped", "refused", "no effect"}

@@ -1,0 +1,288 @@
+"""A c10d process group of N ranks in which one process plays a rank and nobody plays the others.
+
+An all-to-all is a loopback: from rank j comes back what was sent to rank j. Other collectives act as if all ranks
+held what this one holds. Every message takes the time that the group's link gives it.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from megatron_lancet.mock.link import Link, Queue
+from megatron_lancet.mock.mock_work import Clock, DeviceWork, HostWork, device_cycles_per_us
+
+BACKEND = "mock"
+
+_KEEPS = (ReduceOp.AVG, ReduceOp.MAX, ReduceOp.MIN)
+"""Reductions of equal values that give the value."""
+
+
+def _unsupported(op: str) -> Callable[..., NoReturn]:
+    def refuse(group: "MockProcessGroup", *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"the mock process group has no {op}: the other {group.size() - 1} ranks of the group do not exist. It "
+            "knows all-to-all, all-reduce, all-gather, reduce-scatter, broadcast, gather, scatter, reduce, barrier."
+        )
+
+    return refuse
+
+
+_NUM_SPLITS_SHOWN = 8
+
+# Typed as Any: c10d's stub lists the overloads that callers may use; a subclass implements one form of each.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class MockProcessGroup(_ProcessGroup):
+    """The mocked group. Names of methods and of their arguments' order are c10d's.
+
+    What is filled is written through ``.data``: like a wire, it does not count as a change of the tensor for autograd.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, link: Link, timeout: timedelta, clock: Clock) -> None:
+        """
+        Args:
+            link: shared by all messages of this group, and by no other group's.
+            timeout: how long a wait lasts at most.
+        """
+        super().__init__(rank, size)
+        self._name = name
+        self._link = link if size > 1 else Link()
+        self._timeout = timeout
+        self._clock = clock
+        self._queue = Queue()
+        self._stream: torch.cuda.Stream | None = None
+        self._cycles_per_us = 0.0
+
+    @property
+    def group_name(self) -> Any:
+        """The name under which c10d finds the group."""
+        return self._name
+
+    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
+        """As in ``dist.get_backend``."""
+        return BACKEND
+
+    def shutdown(self) -> None:
+        """Nothing to end: the clock belongs to the world."""
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        """Loopback of rows: ``output`` becomes ``input``.
+
+        Raises:
+            ValueError: what is to be received differs from what is sent.
+        """
+        receive, send = (
+            [int(rows) for rows in splits] or [len(tensor) // self.size()] * self.size()
+            for splits, tensor in ((output_split_sizes, output), (input_split_sizes, input))
+        )
+        if receive != send or sum(send) != len(input) or input.shape != output.shape:
+            raise ValueError(
+                "the mock's all_to_all is a loopback, from each rank comes back what was sent to it: receive splits "
+                f"must equal send splits and add up to the rows. Got {_shortened(receive)} for {list(output.shape)} "
+                f"received and {_shortened(send)} for {list(input.shape)} sent. Learn counts by an all_to_all of the "
+                "group."
+            )
+        num_rows_to_others = len(input) - send[self.rank()]
+        row_bytes = input.element_size() * input.shape[1:].numel()
+        return self._issue(
+            "all_to_all", lambda: output.data.copy_(input.data), [input], [output], num_rows_to_others * row_bytes
+        )
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        """Loopback of a list of tensors, one per rank."""
+        if [tensor.shape for tensor in outputs] != [tensor.shape for tensor in inputs]:
+            raise ValueError(
+                "the mock's all_to_all is a loopback, from each rank comes back what was sent to it: got shapes "
+                f"{[list(t.shape) for t in outputs]} to receive and {[list(t.shape) for t in inputs]} to send."
+            )
+        to_others = sum(tensor.nbytes for rank, tensor in enumerate(inputs) if rank != self.rank())
+        return self._issue("all_to_all", lambda: _copy_each(outputs, inputs), inputs, outputs, to_others)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        """``tensors`` times the number of ranks (SUM), or as they are (AVG, MAX, MIN)."""
+        factor = self._factor(opts, "all_reduce")
+        num_bytes = 2 * self._other_share() * _bytes(tensors)
+        return self._issue("all_reduce", lambda: _scale(tensors, factor), [], tensors, num_bytes)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        """As all-reduce; what it leaves on ranks other than the root is not defined anyway."""
+        factor = self._factor(opts, "reduce")
+        return self._issue("reduce", lambda: _scale(tensors, factor), [], tensors, _bytes(tensors))
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        """``tensors`` as they are."""
+        return self._issue("broadcast", _nothing, [], tensors, _bytes(tensors))
+
+    def allgather(
+        self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """A copy of each input for every rank."""
+        return self._all_gather(list(zip(output_lists, inputs, strict=True)))
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """N copies of ``input`` along the first dimension of ``output``."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Several all-gathers as one message."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._all_gather([(self._parts(output), input) for output, input in pairs])
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any = None
+    ) -> dist.Work:
+        """The part of this rank, times the number of ranks (SUM), or as it is (AVG, MAX, MIN)."""
+        return self._reduce_scatter(list(zip(outputs, input_lists, strict=True)), opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """The slice of this rank along the first dimension of ``input``, reduced as above."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Several reduce-scatters as one message."""
+        pairs = zip(outputs, inputs, strict=True)
+        return self._reduce_scatter([(output, self._parts(input)) for output, input in pairs], opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        """N copies where this rank is the root, nothing elsewhere."""
+        pairs = zip(output_lists, inputs, strict=True) if output_lists else ()
+        return self._all_gather(list(pairs))
+
+    def scatter(
+        self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any = None
+    ) -> dist.Work:
+        """The part of this rank of what it scatters.
+
+        Raises:
+            ValueError: another rank is the root: what it would send is unknown.
+        """
+        if not input_lists:
+            raise ValueError(f"the mock can't scatter from rank {opts.rootRank}, which does not exist.")
+        parts = [parts[self.rank()] for parts in input_lists]
+        num_bytes = _bytes(tensor for parts in input_lists for tensor in parts) - _bytes(parts)
+        return self._issue("scatter", lambda: _copy_each(outputs, parts), parts, outputs, num_bytes)
+
+    def barrier(self, *_: Any, **__: Any) -> dist.Work:
+        """Nobody to wait for, but the link takes its time."""
+        return self._issue("barrier", _nothing, [], [], 0)
+
+    send = _unsupported("send")
+    recv = _unsupported("recv")
+    recv_anysource = _unsupported("recv_anysource")
+    allgather_coalesced = _unsupported("allgather_coalesced")
+    monitored_barrier = _unsupported("monitored_barrier")
+    split_group = _unsupported("split_group")
+    merge_remote_group = _unsupported("merge_remote_group")
+    _start_coalescing = _unsupported("batch of sends and receives")
+
+    def _all_gather(self, gathered: list[tuple[list[torch.Tensor], torch.Tensor]]) -> dist.Work:
+        def deliver() -> None:
+            for copies, tensor in gathered:
+                _copy_each(copies, [tensor] * len(copies))
+
+        inputs = [tensor for _, tensor in gathered]
+        outputs = [copy for copies, _ in gathered for copy in copies]
+        return self._issue("all_gather", deliver, inputs, outputs, (self.size() - 1) * _bytes(inputs))
+
+    def _reduce_scatter(self, scattered: list[tuple[torch.Tensor, list[torch.Tensor]]], opts: Any) -> dist.Work:
+        factor = self._factor(opts, "reduce_scatter")
+        outputs = [output for output, _ in scattered]
+        own_parts = [parts[self.rank()] for _, parts in scattered]
+
+        def deliver() -> None:
+            _copy_each(outputs, own_parts)
+            _scale(outputs, factor)
+
+        to_others = (self.size() - 1) * _bytes(own_parts)
+        return self._issue("reduce_scatter", deliver, own_parts, outputs, to_others)
+
+    def _factor(self, opts: Any, op: str) -> int:
+        """What the reduction of N equal values multiplies them by."""
+        reduction = opts.reduceOp if opts is not None else ReduceOp.SUM
+        if reduction == ReduceOp.SUM:
+            return self.size()
+        if any(reduction == kept for kept in _KEEPS):
+            return 1
+        raise NotImplementedError(f"the mock's {op} knows SUM, AVG, MAX and MIN, not {reduction}.")
+
+    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The slices of the ranks."""
+        return list(tensor.view(-1).view(self.size(), -1).unbind())
+
+    def _other_share(self) -> float:
+        return (self.size() - 1) / self.size()
+
+    def _issue(
+        self,
+        op: str,
+        deliver: Callable[[], Any],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        bytes_to_others: float,
+    ) -> dist.Work:
+        duration_us = self._link.time_us(bytes_to_others)
+        if outputs and outputs[0].is_cuda:
+            return self._issue_on_device(deliver, inputs, outputs, duration_us)
+        return HostWork(op, deliver, outputs, self._queue.enter(duration_us), self._timeout, self._clock)
+
+    def _issue_on_device(
+        self,
+        deliver: Callable[[], Any],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        duration_us: float,
+    ) -> dist.Work:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(outputs[0].device)
+            self._cycles_per_us = device_cycles_per_us(outputs[0].device)
+        return DeviceWork(deliver, inputs, outputs, self._stream, round(duration_us * self._cycles_per_us))
+
+
+def _shortened(splits: Sequence[int]) -> str:
+    return str(splits[:_NUM_SPLITS_SHOWN])[:-1] + (", ...]" if len(splits) > _NUM_SPLITS_SHOWN else "]")
+
+
+def _nothing() -> None: ...
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _copy_each(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    for output, input in zip(outputs, inputs, strict=True):
+        output.data.copy_(input.data.view_as(output))
+
+
+def _scale(tensors: Sequence[torch.Tensor], factor: int) -> None:
+    if factor != 1:
+        for tensor in tensors:
+            tensor.data.mul_(factor)

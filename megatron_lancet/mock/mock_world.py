@@ -1,0 +1,62 @@
+"""The mocked world of a process: torch.distributed initialised with N ranks of which only this one exists."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron_lancet.mock.link import Link
+from megatron_lancet.mock.mock_group import BACKEND, MockProcessGroup
+from megatron_lancet.mock.mock_work import Clock
+from megatron_lancet.mock.stock_counts import loopback_counts
+from megatron_lancet.patching import wrapped
+
+_FREE = Link()
+_DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+@contextmanager
+def mock_world(num_ranks: int, link: Link = _FREE, timeout: timedelta = _DEFAULT_TIMEOUT) -> Iterator[None]:
+    """``torch.distributed`` as rank 0 of ``num_ranks``, and stock Megatron's token counts fitting to it.
+
+    All process groups made inside are mocked, also those that ask for gloo. All are gone at the end.
+
+    Args:
+        link: of each group whose creator gives none (``new_group(pg_options=Link(...))``).
+    """
+    clock = Clock()
+    _register(link, clock)
+    try:
+        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=num_ranks, timeout=timeout)
+        with (
+            wrapped(dist, "new_group", _always_mocked),
+            wrapped(distributed_c10d, "new_group", _always_mocked),
+            loopback_counts(),
+        ):
+            yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        clock.close()
+
+
+def _register(default_link: Link, clock: Clock) -> None:
+    def create(options: Any, pg_options: Any) -> MockProcessGroup:
+        link = pg_options if isinstance(pg_options, Link) else default_link
+        return MockProcessGroup(options.group_id, options.group_rank, options.group_size, link, options.timeout, clock)
+
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _always_mocked(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def new_group(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **kwargs: Any
+    ) -> Any:
+        return stock(ranks, timeout, BACKEND, pg_options, **kwargs)
+
+    return new_group

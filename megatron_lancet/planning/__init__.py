@@ -1,0 +1,1 @@
+"""From a measured profile to a plan: simulation, search, explanation and what-if; no torch, no Megatron."""

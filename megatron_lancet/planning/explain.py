@@ -1,0 +1,308 @@
+"""Why a plan is what it is: by layer, what fills its gaps, what stays exposed, and why that can't be hidden."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_lancet.planning.profile import LayerKind, Profile
+from megatron_lancet.planning.search.planner import PlannedStep
+from megatron_lancet.planning.search.search_space import Exclusion
+from megatron_lancet.planning.simulation.buckets import REDUCTION
+from megatron_lancet.planning.simulation.cost_model import CostModel
+from megatron_lancet.planning.simulation.engine import Wait
+from megatron_lancet.planning.simulation.simulator import Prediction, Simulation, Simulator
+from megatron_lancet.schedule.plan import DwPolicy, OverlapRange, Plan
+from megatron_lancet.schedule.timeline import Lane, Span
+
+_SHOWN_MS = 5e-4
+"""Exposed time below this is not listed."""
+_NUM_ALTERNATIVES = 5
+
+
+class Reason(StrEnum):
+    """Why a message is waited for."""
+
+    DEPENDENCY = "dependency"
+    NO_DW = "weight gradients at once"
+    NOTHING_LEFT = "nothing left to run"
+    MEMORY = "memory"
+    LINK = "link-bound"
+    PEER = "another rank"
+
+    @property
+    def in_words(self) -> str:
+        """For a reader who does not know the names."""
+        return _IN_WORDS[self]
+
+
+_IN_WORDS = {
+    Reason.DEPENDENCY: "all that could run here needs a message that is still on its way",
+    Reason.NO_DW: "the plan computes weight gradients at once, and the other chunks wait too",
+    Reason.NOTHING_LEFT: "every weight gradient that was ready has run",
+    Reason.MEMORY: "what would fill it does not fit into memory",
+    Reason.LINK: "the wire is the bottleneck: it is busy with earlier messages, or for longer than there is to compute",
+    Reason.PEER: "another rank sends its part late: it has more rows to compute",
+}
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """A message that compute stands still for.
+
+    Attributes:
+        op: of the message.
+        ms: of a micro-batch.
+        reason: why it can't be hidden.
+    """
+
+    op: str
+    ms: float
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Weight gradients that run while a message is in flight.
+
+    Attributes:
+        op: of the message.
+        weight_grads: in the order in which they run.
+        num_planned: how many of them the plan names for this gap.
+    """
+
+    op: str
+    weight_grads: tuple[str, ...]
+    num_planned: int
+
+
+@dataclass(frozen=True)
+class LayerExplanation:
+    """One layer of a plan, on the rank of its stage that stands still longest.
+
+    Attributes:
+        layer: global number.
+        exposed: messages that are waited for, in the order of time.
+        filled: gaps with weight gradients, in the order of time.
+    """
+
+    layer: int
+    layer_kind: LayerKind
+    stage: int
+    num_chunks: int
+    chunk_dim: str
+    range: OverlapRange
+    exposed: tuple[Exposed, ...]
+    filled: tuple[Filled, ...]
+
+    @property
+    def exposed_ms(self) -> float:
+        """Of a micro-batch, listed messages only."""
+        return sum(message.ms for message in self.exposed)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A plan in detail.
+
+    Attributes:
+        layers: in order.
+        no_overlap: prediction without chunks and deferral, None if unknown.
+        alternatives: other plans as text, step_ms, and whether they fit into memory; best first.
+        excluded: what was not considered, and why.
+    """
+
+    plan: Plan
+    prediction: Prediction
+    num_micro_batches: int
+    layers: tuple[LayerExplanation, ...]
+    no_overlap: Prediction | None
+    alternatives: tuple[tuple[str, float, bool], ...]
+    excluded: tuple[Exclusion, ...]
+    warning: str | None
+
+    def exposed_by_reason(self) -> dict[Reason, float]:
+        """Time of a micro-batch over all layers, longest first."""
+        total: dict[Reason, float] = {}
+        for layer in self.layers:
+            for message in layer.exposed:
+                total[message.reason] = total.get(message.reason, 0.0) + message.ms
+        return dict(sorted(total.items(), key=lambda part: -part[1]))
+
+    def to_text(self) -> str:
+        """For people."""
+        return "\n".join(
+            [*self._head(), *(line for layer in self.layers for line in _layer_lines(layer)), *self._tail()]
+        )
+
+    def _head(self) -> Iterator[str]:
+        predicted = self.prediction
+        yield f"plan: {self.plan}"
+        if self.warning:
+            yield f"warning: {self.warning}"
+        beside = "" if self.no_overlap is None else f" (without overlap {self.no_overlap.step_ms:.1f} ms)"
+        yield f"predicted step: {predicted.step_ms:.1f} ms{beside}, exposed {predicted.exposed_ms:.1f} ms"
+        yield (
+            f"predicted memory: activations and weight gradients {predicted.peak_bytes / 1e6:.1f} MB, "
+            f"of that deferred weight gradients {predicted.peak_dw_bytes / 1e6:.1f} MB"
+        )
+        for reason, ms in self.exposed_by_reason().items():
+            yield f"exposed because of {reason}: {ms:.2f} ms a micro-batch ({reason.in_words})"
+
+    def _tail(self) -> Iterator[str]:
+        for text, step_ms, fits in self.alternatives[:_NUM_ALTERNATIVES]:
+            yield f"considered: {step_ms:.1f} ms{'' if fits else ', does not fit into memory'}: {text}"
+        for exclusion in self.excluded:
+            yield f"not considered: {exclusion.what}: {exclusion.reason}"
+
+
+def explain(profile: Profile, plan: Plan, planned: PlannedStep | None = None) -> Explanation:
+    """What a plan does on the machine of a profile, and why no more is hidden.
+
+    Args:
+        planned: the search that found it, for its alternatives and limits.
+
+    Raises:
+        RecordError: plan and profile don't fit together.
+    """
+    costs = CostModel(profile)
+    simulator = Simulator(costs)
+    layers: list[LayerExplanation] = []
+    for stage in sorted(set(costs.model.stage_of_layer)):
+        simulation = simulator.simulate(plan, stage)
+        layers += _StageReader(simulator, plan, simulation, planned).layers()
+    others: dict[str, tuple[str, float, bool]] = {}
+    for other in planned.alternatives if planned else ():
+        others.setdefault(str(other.plan), (str(other.plan), other.prediction.step_ms, other.fits))
+    others.pop(str(plan), None)
+    return Explanation(
+        plan=plan,
+        prediction=simulator.predict(plan),
+        num_micro_batches=costs.model.num_micro_batches,
+        layers=tuple(sorted(layers, key=lambda layer: layer.layer)),
+        no_overlap=planned.no_overlap if planned else None,
+        alternatives=tuple(others.values()),
+        excluded=planned.excluded if planned else (),
+        warning=planned.warning if planned else None,
+    )
+
+
+class _StageReader:
+    """Reads the simulation of one stage, on the rank that stands still longest."""
+
+    def __init__(self, simulator: Simulator, plan: Plan, simulation: Simulation, planned: PlannedStep | None) -> None:
+        self._model = simulator.model
+        self._plan = plan
+        self._stage = simulation.stage
+        exposed_ms = [timeline.exposed_ms() for timeline in simulation.timelines]
+        column = exposed_ms.index(max(exposed_ms))
+        self._waits = simulation.waits[column]
+        self._is_link_bound = _link_bound_phases(simulator, simulation, column)
+        self._num_early = simulation.prediction.num_early
+        bound_by_memory = planned is not None and any(
+            not other.fits and other.prediction.step_ms < planned.prediction.step_ms for other in planned.alternatives
+        )
+        self._lacks_memory = bound_by_memory
+        self._num_planned = {gap.op: Counter(gap.weight_grads) for gap in plan.gaps}
+
+    def layers(self) -> Iterator[LayerExplanation]:
+        """Those of the stage."""
+        waits: dict[int, list[Wait]] = {}
+        for wait in self._waits:
+            waits.setdefault(_layer_of(wait.name), []).append(wait)
+        for number, kind in enumerate(self._model.layer_kinds, start=1):
+            if self._model.stage_of_layer[number - 1] != self._stage:
+                continue
+            segment = self._plan.segment_of(number)
+            own = waits.get(number, [])
+            yield LayerExplanation(
+                number,
+                kind,
+                self._stage,
+                segment.num_chunks,
+                segment.chunk_dim,
+                segment.range,
+                tuple(self._exposed(wait, segment.num_chunks) for wait in own if _exposed_ms(wait) > _SHOWN_MS),
+                tuple(self._filled(wait) for wait in own if wait.filled),
+            )
+
+    def _filled(self, wait: Wait) -> Filled:
+        planned = self._num_planned.get(wait.name, Counter())
+        return Filled(wait.name, wait.filled, (Counter(wait.filled) & planned).total())
+
+    def _exposed(self, wait: Wait, num_chunks: int) -> Exposed:
+        return Exposed(wait.name, _exposed_ms(wait), self._reason(wait, num_chunks))
+
+    def _reason(self, wait: Wait, num_chunks: int) -> Reason:
+        half_ms = _exposed_ms(wait) / 2
+        is_backward = not _is_forward(wait.name)
+        if wait.peers_ms > wait.sent_ms and min(wait.peers_ms, wait.end_ms) - wait.exposed_from_ms >= half_ms:
+            return Reason.PEER
+        # A dispatch also waits for its counts before it is sent; they don't occupy the wire.
+        is_queued = not _waits_for_counts(wait) and wait.sent_ms - max(wait.issued_ms, wait.exposed_from_ms) >= half_ms
+        if is_queued or (num_chunks > 1 and self._is_link_bound[is_backward]):
+            return Reason.LINK
+        defers = self._plan.dw_policy is DwPolicy.FILL
+        if self._lacks_memory or (is_backward and defers and self._num_early):
+            return Reason.MEMORY
+        if is_backward and not defers:
+            return Reason.NO_DW
+        return Reason.NOTHING_LEFT if wait.filled else Reason.DEPENDENCY
+
+
+def _link_bound_phases(simulator: Simulator, simulation: Simulation, column: int) -> tuple[bool, bool]:
+    """Of forward and backward: whether some rank's messages take longer than this one has to compute."""
+    compute_ms = _ms_by_phase(
+        (span, span.ms) for span in simulation.timelines[column].spans if span.lane is Lane.COMPUTE
+    )
+    link_ms = [
+        _ms_by_phase(
+            (span, simulator.costs.message_ms(span.num_bytes))
+            for span in timeline.spans
+            if span.lane is Lane.COMM and not span.name.startswith(REDUCTION)
+        )
+        for timeline in simulation.timelines
+    ]
+    return max(ms[0] for ms in link_ms) > compute_ms[0], max(ms[1] for ms in link_ms) > compute_ms[1]
+
+
+def _ms_by_phase(spans: Iterable[tuple[Span, float]]) -> tuple[float, float]:
+    """Sums for forward and backward."""
+    total_ms = [0.0, 0.0]
+    for span, ms in spans:
+        total_ms[not _is_forward(span.name)] += ms
+    return total_ms[0], total_ms[1]
+
+
+def _exposed_ms(wait: Wait) -> float:
+    return wait.end_ms - wait.exposed_from_ms
+
+
+def _is_forward(name: str) -> bool:
+    return name.startswith("F.") or ".F." in name
+
+
+def _waits_for_counts(wait: Wait) -> bool:
+    return wait.name.endswith(".F.dispatch")
+
+
+def _layer_of(name: str) -> int:
+    """Of an op's name such as ``L3.c0.I.dispatch``."""
+    return int(name.split(".", 1)[0].removeprefix("L"))
+
+
+def _layer_lines(layer: LayerExplanation) -> Iterator[str]:
+    chunks = "one chunk" if layer.num_chunks == 1 else f"{layer.num_chunks} chunks along {layer.chunk_dim}"
+    where = "" if layer.num_chunks == 1 else f", range {layer.range}"
+    forward_ms = sum(message.ms for message in layer.exposed if _is_forward(message.op))
+    yield (
+        f"layer {layer.layer} ({layer.layer_kind}): {chunks}{where}; exposed {forward_ms:.2f} ms forward, "
+        f"{layer.exposed_ms - forward_ms:.2f} ms backward"
+    )
+    for gap in layer.filled:
+        names = ", ".join(
+            name if number == 1 else f"{number} x {name}" for name, number in Counter(gap.weight_grads).items()
+        )
+        yield f"  {gap.op} is filled with {names}"
+    for message in layer.exposed:
+        yield f"  {message.op} is exposed {message.ms:.2f} ms: {message.reason}"

@@ -1,0 +1,253 @@
+"""A plan as a file: the plan, the model that it was made for, what was predicted, and from which profile.
+
+Only ``plan`` is needed. A file written by hand may leave ``made_for`` out: then nothing but the layer numbers of the
+plan ties it to a model, and it is up to its author that it fits. What :func:`write_plan_file` writes from a profile
+always has it.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from megatron_lancet.files import RecordError, from_plain, parse_object, read_text, take_version, to_plain
+from megatron_lancet.planning.profile import LayerKind, ModelFacts
+from megatron_lancet.schedule.plan import PLAN_VERSION, Plan
+
+PLAN_FILE_VERSION = 1
+_MAX_LAYERS = 100_000
+"""No model has more; a damaged number must not fill the memory."""
+
+
+def fold_numbers(numbers: Iterable[int]) -> str:
+    """Sorted numbers as a reader likes them: ``1, 3-40``; ``none`` if there are none."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
+
+
+def unfold_numbers(text: str) -> list[int]:
+    """What :func:`fold_numbers` folded.
+
+    Raises:
+        ValueError: it did not write this text.
+    """
+    numbers: list[int] = []
+    for run in [] if text == "none" else text.split(", "):
+        first, _, last = run.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()) or int(last or first) > _MAX_LAYERS:
+            raise ValueError(f"expected numbers such as '1, 3-40', found {text!r}")
+        numbers += range(int(first), int(last or first) + 1)
+    if fold_numbers(numbers) != text:
+        raise ValueError(f"expected numbers such as '1, 3-40', found {text!r}")
+    return numbers
+
+
+@dataclass(frozen=True)
+class MadeFor:
+    """The model and the layout that a plan is for: what makes it another planning problem.
+
+    Times depend on more (hidden size, device), but a plan made elsewhere is then only slower, not wrong.
+
+    Attributes:
+        num_layers: of the model.
+        moe_layers: numbers of its MoE layers, from 1, as text: ``2, 4-12``.
+        num_stages: of the pipeline.
+        micro_batch_size: samples.
+        seq_length: positions of a sample on a rank.
+        num_experts: of a MoE layer, on all ranks.
+        topk: experts of a token.
+        ep_size: ranks that share the experts.
+    """
+
+    num_layers: int
+    moe_layers: str
+    num_stages: int
+    micro_batch_size: int
+    seq_length: int
+    num_experts: int
+    topk: int
+    ep_size: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_layers <= _MAX_LAYERS:
+            raise ValueError(f"num_layers must be 1 to {_MAX_LAYERS}, not {self.num_layers}")
+        if any(not 1 <= layer <= self.num_layers for layer in unfold_numbers(self.moe_layers)):
+            raise ValueError(f"moe_layers {self.moe_layers} are not all among the {self.num_layers} layers")
+
+
+def made_for(facts: ModelFacts) -> MadeFor:
+    """What a plan for a profiled model is tied to."""
+    moe = [number for number, kind in enumerate(facts.layer_kinds, start=1) if kind is LayerKind.MOE]
+    return MadeFor(
+        num_layers=len(facts.layer_kinds),
+        moe_layers=fold_numbers(moe),
+        num_stages=len(set(facts.stage_of_layer)),
+        micro_batch_size=facts.micro_batch_size,
+        seq_length=facts.seq_length,
+        num_experts=facts.num_experts,
+        topk=facts.topk,
+        ep_size=facts.ep_size,
+    )
+
+
+@dataclass(frozen=True)
+class LayerExposure:
+    """Predicted exposed time of one layer in one step, all micro-batches together, on the rank that has most of it."""
+
+    layer: int
+    exposed_ms: float
+
+
+@dataclass(frozen=True)
+class ExpectedStep:
+    """What the cost model says of the plan on the profile that it was made from.
+
+    Attributes:
+        step_ms: of the whole step.
+        no_overlap_step_ms: the same without overlap, for comparison.
+        exposed_ms: time in which compute stands still for messages, on the rank that does most.
+        peak_bytes: activations and deferred weight gradients of a rank.
+        peak_dw_bytes: the most that deferred weight gradients keep alive.
+        layers: those with exposed time.
+    """
+
+    step_ms: float
+    no_overlap_step_ms: float
+    exposed_ms: float
+    peak_bytes: int
+    peak_dw_bytes: int
+    layers: tuple[LayerExposure, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The profile that a plan comes from.
+
+    Attributes:
+        profile: what it is of.
+        device: what it was measured on.
+        versions: of the packages that matter, by name.
+    """
+
+    profile: str
+    device: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """Content of a plan file.
+
+    Attributes:
+        made_for: None in a file written by hand that leaves it out: fits every model with these layers.
+        prediction: None where nobody predicted.
+        source: None where it comes from no profile.
+    """
+
+    plan: Plan
+    made_for: MadeFor | None = None
+    prediction: ExpectedStep | None = None
+    source: Source | None = None
+
+    def to_json(self) -> str:
+        """As readable JSON; parts that are None are left out."""
+        parts = {"plan": {"version": PLAN_VERSION, **to_plain(self.plan)}}
+        for name in ("made_for", "prediction", "source"):
+            if (part := getattr(self, name)) is not None:
+                parts[name] = to_plain(part)
+        return json.dumps({"version": PLAN_FILE_VERSION, **parts}, indent=1) + "\n"
+
+
+def write_plan_file(path: Path, content: PlanFile) -> None:
+    """Writes a plan file; it appears complete or not at all.
+
+    Raises:
+        OSError: the folder does not exist or can't be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(content.to_json(), encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_plan_file(path: Path) -> PlanFile:
+    """What :func:`write_plan_file` wrote, or a hand-written file.
+
+    Raises:
+        RecordError: the file can't be read, is damaged, of another version, or no plan file.
+    """
+    value = parse_object(read_text(path), str(path))
+    if {"ops", "weight_grads"} <= value.keys():
+        raise RecordError(f"{path}: this is a profile; tools/make_plan.py makes a plan of it")
+    if "segments" in value:
+        raise RecordError(f"{path}: this is a bare plan; a plan file has it as its field 'plan'")
+    take_version(value, PLAN_FILE_VERSION, "the plan file", str(path))
+    plan = value.get("plan")
+    if isinstance(plan, dict):
+        take_version(plan, PLAN_VERSION, "the plan", f"{path}.plan")
+    content = from_plain(PlanFile, value, str(path))
+    _check_layers(content, path)
+    return content
+
+
+def _check_layers(content: PlanFile, path: Path) -> None:
+    """A plan and what it was made for must speak of the same number of layers."""
+    if content.made_for is not None:
+        problem = layers_beyond(content.plan, content.made_for.num_layers)
+        if problem:
+            raise RecordError(f"{path}: the plan contradicts its made_for: {problem}")
+
+
+def layers_beyond(plan: Plan, num_layers: int) -> str | None:
+    """Why a plan's segments do not cover a model of ``num_layers`` layers exactly, or None if they do."""
+    last = plan.segments[-1]
+    if last.first_layer > num_layers or (last.last_layer or num_layers) > num_layers:
+        return f"its last segment is layers {last.first_layer}-{last.last_layer or 'end'} of {num_layers}"
+    if last.last_layer is not None and last.last_layer < num_layers:
+        return f"it says nothing of layers {last.last_layer + 1}-{num_layers}"
+    return None
+
+
+def misfits(content: PlanFile, model: MadeFor) -> list[str]:
+    """One text per field in which a run's model differs from the one that the plan was made for.
+
+    For example ``num_layers is 12 in the plan file, 24 in the run``. Empty if it fits.
+    """
+    if content.made_for is not None:
+        pairs = [
+            (field.name, getattr(content.made_for, field.name), getattr(model, field.name)) for field in fields(MadeFor)
+        ]
+        different = [
+            f"{name} is {planned} in the plan file, {ours} in the run"
+            for name, planned, ours in pairs
+            if planned != ours
+        ]
+        if different:
+            return different
+    problem = layers_beyond(content.plan, model.num_layers)
+    return [problem] if problem else []
+
+
+def check_fits(content: PlanFile, model: MadeFor, where: str) -> None:
+    """Refuses a plan that was made for another model.
+
+    Args:
+        where: the file, for the message.
+
+    Raises:
+        RecordError: names every field that differs.
+    """
+    different = misfits(content, model)
+    if different:
+        raise RecordError(
+            f"{where} was made for another model or layout: {'; '.join(different)}. Make one for this run with "
+            "tools/make_plan.py from a profile of it"
+        )

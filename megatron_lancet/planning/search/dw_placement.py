@@ -1,0 +1,86 @@
+"""Which deferred weight gradients go into which gap: the best-fit greedy of Lancet section 4.1."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_lancet.planning.simulation.dw_queue import DwRules, DwTask
+from megatron_lancet.planning.simulation.lowering import COMPUTE, WAIT, Action, Step
+from megatron_lancet.planning.simulation.simulator import Simulator, Stage
+from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.plan import Gap, Plan
+
+_LONGEST = 2.0
+"""A dW longer than this times what is left of a gap is not added to others there."""
+
+
+@dataclass
+class _Ready:
+    """A dW that nobody took yet, and the number of all-to-alls that had passed when it became ready."""
+
+    task: DwTask
+    is_used: bool = False
+
+
+def best_fit_gaps(simulator: Simulator, plan: Plan) -> tuple[Gap, ...]:
+    """Gaps for a plan that defers.
+
+    A gap is as long as compute stands still for a backward all-to-all when no dW runs at all, on the slowest rank: the
+    other chunks' work is in it already. Gaps are visited in the order in which messages are waited for. Each takes
+    the unused dW whose time is nearest to what is left of it, the earliest of equals, until nothing is left, or the
+    nearest is longer than twice the rest. Candidates are ready and within the plan's window. What nobody took runs
+    as the runtime sees fit, so that the window and the memory bound hold all the same.
+    """
+    gaps: list[Gap] = []
+    for stage in simulator.stages(plan):
+        gaps += _of_stage(simulator, plan, stage)
+    return tuple(gaps)
+
+
+def _of_stage(simulator: Simulator, plan: Plan, stage: Stage) -> Iterator[Gap]:
+    column, exposed_ms = _exposed_without_dws(simulator, stage)
+    ready: list[_Ready] = []
+    num_passed = 0
+    for code, layer, action in stage.backward:
+        if code == COMPUTE:
+            due = num_passed + plan.dw_window
+            ready += [_Ready(DwTask(layer, cost, due)) for cost in action.weight_grads[column]]
+        elif code == WAIT:
+            name = str(Op(layer, action.chunk, Phase.INPUT_GRAD, action.kind))
+            ready = [one for one in ready if not one.is_used and one.task.due > num_passed]
+            taken = _fill(ready, exposed_ms.get(name, 0.0))
+            if taken:
+                yield Gap(name, tuple(task.name for task in taken))
+            num_passed += 1
+
+
+def _fill(ready: list[_Ready], remaining_ms: float) -> list[DwTask]:
+    taken: list[DwTask] = []
+    while remaining_ms > 0:
+        unused = [one for one in ready if not one.is_used]
+        if not unused:
+            break
+        left_ms = remaining_ms
+        best = min(unused, key=lambda one: abs(one.task.cost.ms - left_ms))
+        if taken and best.task.cost.ms > _LONGEST * remaining_ms:
+            break
+        best.is_used = True
+        taken.append(best.task)
+        remaining_ms -= best.task.cost.ms
+    return taken
+
+
+def _exposed_without_dws(simulator: Simulator, stage: Stage) -> tuple[int, dict[str, float]]:
+    """The slowest rank's column, and how long it stands still for each backward all-to-all."""
+    without: dict[int, Action] = {}
+    steps: list[Step] = []
+    for code, layer, action in stage.backward:
+        if action.weight_grads:
+            key = id(action)  # the stage keeps them alive
+            if key not in without:
+                without[key] = replace(action, weight_grads=((),) * len(action.weight_grads))
+            action = without[key]
+        steps.append((code, layer, action))
+    rules = DwRules(defers=False, window=0, memory_bytes=None)
+    result = simulator.play(steps, Phase.INPUT_GRAD, rules, simulator.start_ms(), record=True)
+    column = result.end_ms.index(max(result.end_ms))
+    return column, {wait.name: wait.end_ms - wait.exposed_from_ms for wait in result.waits[column]}

@@ -1,0 +1,1 @@
+"""Predicts the step time of a plan from the costs of a profile."""

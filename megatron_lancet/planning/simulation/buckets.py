@@ -1,0 +1,244 @@
+"""Gradient buckets of a simulated backward pass: which weights complete them, and what is sent for each.
+
+A bucket is filled as Megatron's DDP does it: weights from the last layer to the first, dense ones and experts apart,
+until it has its size. It is complete when all its weights were reported, each a window of all-to-alls after its last
+dW was put, or at once where the plan defers nothing (``runtime/weight_grad_store.py``). Norms, routers and embeddings
+are not in the profile, and so not in the buckets.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import chain
+
+from megatron_lancet.files import RecordError
+from megatron_lancet.planning.profile import LayerKind
+from megatron_lancet.planning.simulation.cost_model import EXPERTS, CostModel
+from megatron_lancet.planning.simulation.dw_queue import DwRules
+from megatron_lancet.planning.simulation.lowering import COMPUTE, DISPATCH, WAIT, Step
+from megatron_lancet.schedule.reductions import CommPriority, MicroOps
+
+REDUCTION = "reduce."
+"""Names of reductions in timelines begin so."""
+_ELEMENT_BYTES = 4
+"""Of a gradient, where it is cut."""
+_MOST_MICRO_OPS = 10_000
+"""Of a bucket: nobody would run more, and to simulate them takes long."""
+
+Weight = tuple[int, str]
+"""Global layer number (0 beside the layers) and name."""
+
+
+class WeightKind(IntEnum):
+    """Who sums a gradient: all data-parallel ranks, or those with the same experts."""
+
+    DENSE = 0
+    EXPERT = 1
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One collective: a bucket's, or a micro-op of it.
+
+    Attributes:
+        name: in timelines.
+        ms: that it takes alone on the wire.
+        num_bytes: of the gradients.
+    """
+
+    name: str
+    kind: WeightKind
+    ms: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """All of a backward pass.
+
+    Attributes:
+        bucket_of: where each weight's gradient lies.
+        num_weights: of each bucket.
+        reductions: all collectives, those of a bucket next to each other.
+        first_reduction: of each bucket, and behind the last one their number.
+        num_puts: how often a dW of each weight is put.
+        late: weights whose gradients are complete only at the end.
+        num_all_to_alls: of the pass.
+        chunk_bytes: that may leave at a place between all-to-alls; None where buckets leave as soon as they are
+            complete.
+    """
+
+    bucket_of: dict[Weight, int]
+    num_weights: tuple[int, ...]
+    reductions: tuple[Reduction, ...]
+    first_reduction: tuple[int, ...]
+    num_puts: dict[Weight, int]
+    late: frozenset[Weight]
+    num_all_to_alls: int
+    chunk_bytes: int | None
+
+    @staticmethod
+    def of(costs: CostModel, backward: Sequence[Step]) -> "Buckets | None":
+        """Of a backward order of ops; None where the profile says of no reduction beside the backward pass.
+
+        Raises:
+            UnknownCost: the profile has no all-reduce times.
+            RecordError: a bucket would be cut into too many micro-ops.
+        """
+        rules = costs.profile.gradients
+        if rules is None:
+            return None
+        num_puts: dict[Weight, int] = {}
+        for code, layer, action in backward:
+            if code == COMPUTE and action.weight_grads:
+                for cost in action.weight_grads[0]:
+                    num_puts[layer, cost.name] = num_puts.get((layer, cost.name), 0) + 1
+        late = frozenset(weight for weight in num_puts if weight[0] == 0 and rules.has_late_head)
+        # Stable: inside a layer as the backward pass comes to them.
+        ordered = sorted(num_puts, key=lambda weight: (weight in late, weight[0] != 0, -weight[0]))
+        groups = list(chain.from_iterable(_filled(costs, ordered, kind) for kind in WeightKind))
+        reductions: list[Reduction] = []
+        first = [0]
+        for number, (kind, weights) in enumerate(groups):
+            reductions += _collectives(costs, number, kind, sum(_weight(costs, one)[1] for one in weights))
+            first.append(len(reductions))
+        return Buckets(
+            bucket_of={weight: number for number, (_, weights) in enumerate(groups) for weight in weights},
+            num_weights=tuple(len(weights) for _, weights in groups),
+            reductions=tuple(reductions),
+            first_reduction=tuple(first),
+            num_puts=num_puts,
+            late=late,
+            num_all_to_alls=sum(code == WAIT for code, _, _ in backward),
+            chunk_bytes=rules.chunk_bytes if rules.priority is CommPriority.ALL_TO_ALL_FIRST else None,
+        )
+
+
+def _weight(costs: CostModel, weight: Weight) -> tuple[WeightKind, int]:
+    """Its kind, and bytes of its gradient."""
+    layer, name = weight
+    layer_kind = costs.model.layer_kinds[layer - 1] if layer else LayerKind.NONE
+    after, num_bytes = costs.gradient(layer_kind, name)
+    return (WeightKind.EXPERT if after == EXPERTS else WeightKind.DENSE), num_bytes
+
+
+def _filled(costs: CostModel, ordered: Sequence[Weight], kind: WeightKind) -> Iterator[tuple[WeightKind, list[Weight]]]:
+    rules = costs.profile.gradients
+    assert rules is not None
+    if (rules.dense_ranks if kind is WeightKind.DENSE else rules.expert_ranks) == 1:
+        return
+    bucket: list[Weight] = []
+    num_bytes = 0
+    for weight in ordered:
+        its_kind, its_bytes = _weight(costs, weight)
+        if its_kind is kind and its_bytes:
+            bucket.append(weight)
+            num_bytes += its_bytes
+            if num_bytes >= rules.bucket_bytes:
+                yield kind, bucket
+                bucket, num_bytes = [], 0
+    if bucket:
+        yield kind, bucket
+
+
+def _collectives(costs: CostModel, number: int, kind: WeightKind, num_bytes: int) -> Iterator[Reduction]:
+    rules = costs.profile.gradients
+    assert rules is not None
+    num_ranks = rules.dense_ranks if kind is WeightKind.DENSE else rules.expert_ranks
+    name = f"{REDUCTION}{kind.name.lower()}.b{number}"
+    parts = [(0, num_bytes)]
+    if rules.priority is CommPriority.ALL_TO_ALL_FIRST:
+        if num_bytes > _MOST_MICRO_OPS * rules.chunk_bytes:
+            raise RecordError(
+                f"micro-ops of {rules.chunk_bytes} bytes would cut a bucket of {num_bytes} into more than "
+                f"{_MOST_MICRO_OPS}: choose larger ones or smaller buckets"
+            )
+        cut = MicroOps(rules.chunk_bytes).cut(-(-num_bytes // _ELEMENT_BYTES), _ELEMENT_BYTES)
+        parts = [(start * _ELEMENT_BYTES, min(end * _ELEMENT_BYTES, num_bytes)) for start, end in cut]
+    for index, (start, end) in enumerate(parts):
+        part = f"{name}.{index}" if len(parts) > 1 else name
+        yield Reduction(part, kind, costs.reduction_ms(end - start, num_ranks), end - start)
+
+
+class Ledger:
+    """One rank's gradients in a backward pass: which are complete, and which reductions may leave when.
+
+    Every method returns the reductions that leave now, by index, in order.
+    """
+
+    def __init__(self, buckets: Buckets, rules: DwRules) -> None:
+        self._buckets = buckets
+        self._rules = rules
+        self._puts_left = dict(buckets.num_puts)
+        self._weights_left = list(buckets.num_weights)
+        self._due: deque[tuple[int, Weight]] = deque()
+        self._queue: deque[int] = deque()
+        self._num_passed = 0
+        self._num_in_flight = 0
+
+    def put(self, weight: Weight) -> list[int]:
+        """One of its dWs was put; without deferral it has run, too."""
+        self._puts_left[weight] -= 1
+        if self._puts_left[weight] or weight in self._buckets.late:
+            return []
+        if not self._rules.defers:
+            return self._report(weight)
+        self._due.append((self._num_passed + self._rules.window, weight))
+        return []
+
+    def issue(self) -> None:
+        """A backward all-to-all was issued."""
+        self._num_in_flight += 1
+
+    def pass_all_to_all(self, kind: str) -> list[int]:
+        """A backward all-to-all was waited for, and the dWs that were due have run.
+
+        Args:
+            kind: of its op.
+        """
+        self._num_passed += 1
+        self._num_in_flight -= 1
+        leaving: list[int] = []
+        while self._due and self._due[0][0] <= self._num_passed:
+            leaving += self._report(self._due.popleft()[1])
+        if self._num_passed == self._buckets.num_all_to_alls:
+            return leaving + self._all()
+        if self._num_in_flight == 0 and kind == DISPATCH:
+            leaving += self._what_fits()
+        return leaving
+
+    def end(self) -> list[int]:
+        """The backward pass has ended, and all dWs have run."""
+        leaving: list[int] = []
+        for weight in [*(weight for _, weight in self._due), *self._buckets.late]:
+            leaving += self._report(weight)
+        self._due.clear()
+        assert not any(self._weights_left), "a gradient was never complete"
+        return leaving + self._all()
+
+    def _report(self, weight: Weight) -> list[int]:
+        bucket = self._buckets.bucket_of.get(weight)
+        if bucket is None:  # no other rank to sum it with
+            return []
+        self._weights_left[bucket] -= 1
+        if self._weights_left[bucket]:
+            return []
+        its = range(self._buckets.first_reduction[bucket], self._buckets.first_reduction[bucket + 1])
+        if self._buckets.chunk_bytes is None:
+            return list(its)
+        self._queue.extend(its)
+        return self._all() if self._num_passed >= self._buckets.num_all_to_alls else []
+
+    def _what_fits(self) -> list[int]:
+        room_bytes, reductions = self._buckets.chunk_bytes or 0, self._buckets.reductions
+        leaving: list[int] = []
+        while self._queue and reductions[self._queue[0]].num_bytes <= room_bytes:
+            room_bytes -= reductions[self._queue[0]].num_bytes
+            leaving.append(self._queue.popleft())
+        return leaving
+
+    def _all(self) -> list[int]:
+        leaving = list(self._queue)
+        self._queue.clear()
+        return leaving

@@ -1,0 +1,231 @@
+"""What an op, a message, a weight gradient and a layer's activations cost, from a profile (Lancet section 5.3).
+
+Whatever was measured at a chunk count is taken from there. Other chunk counts are read off a curve through the
+measured ones of the same dimension, over the chunk's size. A count of 1 belongs to both dimensions.
+"""
+
+from collections import defaultdict
+from functools import cache
+from typing import NamedTuple
+
+from megatron_lancet.files import RecordError
+from megatron_lancet.planning.profile import LayerKind, MemoryUse, ModelFacts, OpTime, Profile, WeightGradTime
+from megatron_lancet.planning.simulation.curve import Curve
+from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.schedule.plan import ChunkDim
+
+EXPERTS = "experts"
+_BESIDE_LAYERS = ("embedding", "head", "cut")
+
+
+class UnknownCost(RecordError):  # noqa: N818 - says what is the matter
+    """The profile holds nothing from which the cost of an op could be told."""
+
+
+class DwCost(NamedTuple):
+    """One deferred weight gradient of one chunk.
+
+    Attributes:
+        name: of the weight inside its layer.
+        ms: it takes.
+        pinned_bytes: that deferring it keeps alive.
+    """
+
+    name: str
+    ms: float
+    pinned_bytes: int
+
+
+class CostModel:
+    """Costs by layer kind, op kind, phase, chunk dimension, chunk count, chunk and rows."""
+
+    def __init__(self, profile: Profile) -> None:
+        """
+        Raises:
+            UnknownCost: the profile has no all-to-all times although its experts are on several ranks.
+        """
+        self.profile = profile
+        self.model: ModelFacts = profile.model
+        self._ops: dict[tuple[LayerKind, str, Phase], list[OpTime]] = defaultdict(list)
+        for op in profile.ops:
+            self._ops[op.layer_kind, op.kind, op.phase].append(op)
+        self._dws: dict[tuple[LayerKind, str], list[WeightGradTime]] = defaultdict(list)
+        for dw in profile.weight_grads:
+            self._dws[dw.layer_kind, dw.after].append(dw)
+        self._memory: dict[LayerKind, list[MemoryUse]] = defaultdict(list)
+        for use in profile.memory:
+            self._memory[use.layer_kind].append(use)
+        if profile.model.ep_size > 1 and not profile.link.all_to_all:
+            raise UnknownCost("the profile has no all-to-all times; profile the link too")
+        self._message = Curve(profile.link.all_to_all, flat_below=True) if profile.link.all_to_all else None
+        self._all_reduce = Curve(profile.link.all_reduce, flat_below=True) if profile.link.all_reduce else None
+        self._gradients = {(dw.layer_kind, dw.name): (dw.after, dw.weight_bytes) for dw in profile.weight_grads}
+        self._queued = Curve(profile.link.queued, flat_below=True) if profile.link.queued else self._message
+        self.op_ms = cache(self._op_ms)
+        self.weight_grads = cache(self._weight_grads)
+        self.saved_bytes = cache(self._saved_bytes)
+
+    @property
+    def knows_memory(self) -> bool:
+        """Whether the profile says what layers keep."""
+        return bool(self._memory)
+
+    def chunk_units(self, dim: ChunkDim, num_chunks: int) -> list[int]:
+        """Sizes of the chunks of a micro-batch in tokens, larger ones first."""
+        model = self.model
+        size, other = model.micro_batch_size, model.seq_length
+        if dim is ChunkDim.SEQUENCE:
+            size, other = other, size
+        base, rest = divmod(size, num_chunks)
+        return [(base + (chunk < rest)) * other for chunk in range(num_chunks)]
+
+    def can_cut(self, dim: ChunkDim, num_chunks: int) -> bool:
+        """Whether a micro-batch is long enough along ``dim``."""
+        size = self.model.micro_batch_size if dim is ChunkDim.BATCH else self.model.seq_length
+        return num_chunks <= size
+
+    def profiled_chunk_counts(self, dim: ChunkDim) -> tuple[int, ...]:
+        """Chunk counts at which layers' ops were measured along ``dim``, ascending."""
+        counts = {
+            op.num_chunks
+            for op in self.profile.ops
+            if op.layer_kind is not LayerKind.NONE and (op.chunk_dim is dim or op.num_chunks == 1)
+        }
+        return tuple(sorted(counts))
+
+    def message_ms(self, num_bytes: float) -> float:
+        """From leaving to arrival of ``num_bytes`` that a rank sends to others; 0 where it has no others."""
+        return 0.0 if self._message is None or self.model.ep_size == 1 else self._message.at(num_bytes)
+
+    def queued_ms(self, num_bytes: float) -> float:
+        """By which ``num_bytes`` come after the rank's message before them, if they leave before that has come."""
+        if self._queued is None or self.model.ep_size == 1:
+            return 0.0
+        return self._queued.at(num_bytes)
+
+    def gradient(self, layer_kind: LayerKind, name: str) -> tuple[str, int]:
+        """A weight's gradient: the op in whose backward it becomes ready, and its bytes on a rank."""
+        return self._gradients[layer_kind, name]
+
+    def reduction_ms(self, num_bytes: float, num_ranks: int) -> float:
+        """Summing gradients of ``num_bytes`` over ``num_ranks`` ranks, alone on the wire.
+
+        Raises:
+            UnknownCost: the profile has no all-reduce times.
+        """
+        rules = self.profile.gradients
+        assert rules is not None
+        if num_ranks == 1:
+            return 0.0
+        if self._all_reduce is None or rules.dense_ranks == 1:
+            raise UnknownCost("the profile has no all-reduce times; profile a run with several data-parallel ranks")
+        return rules.ring_factor(num_ranks) * self._all_reduce.at(num_bytes)
+
+    @property
+    def counts_ms(self) -> float:
+        """One exchange of token counts."""
+        return 0.0 if self.model.ep_size == 1 else self.profile.link.counts_ms
+
+    def _op_ms(
+        self,
+        layer_kind: LayerKind,
+        kind: str,
+        phase: Phase,
+        dim: ChunkDim,
+        num_chunks: int,
+        chunk: int,
+        rows: float,
+    ) -> float:
+        """Time of one op of one chunk, without weight gradients.
+
+        Args:
+            rows: received rows for ``experts``, tokens of the chunk for the others.
+
+        Raises:
+            UnknownCost: nothing of this kind, phase and dimension was profiled.
+        """
+        found = [
+            op
+            for op in self._ops.get((layer_kind, kind, phase), ())
+            if op.chunk_dim is dim or op.num_chunks == 1 or num_chunks == 1
+        ]
+        if not found and layer_kind is LayerKind.NONE and kind in _BESIDE_LAYERS:
+            return 0.0  # a middle stage of a pipeline has neither embedding nor head
+        if not found:
+            raise UnknownCost(
+                f"the profile has no time of {kind!r} ({layer_kind} layer, phase {phase}, chunks along {dim}); "
+                "profile the model with such chunks, or plan without them"
+            )
+        exact = [op for op in found if op.num_chunks == num_chunks]
+        place = (chunk + 0.5) / num_chunks
+        if exact and kind != EXPERTS:
+            return _at_place(exact, place)
+        by_count: dict[tuple[int, ChunkDim], list[OpTime]] = defaultdict(list)
+        for op in found:
+            by_count[op.num_chunks, op.chunk_dim].append(op)
+        if kind == EXPERTS:
+            # Chunks of a count get about as many rows: what more of them cost is seen between counts.
+            curve = Curve(_mean_point(ops) for ops in by_count.values())
+            mean_rows, mean_ms = _mean_point(exact or found)
+            at_mean_ms = curve.at(mean_rows)
+            return curve.at(rows) * mean_ms / at_mean_ms if exact and at_mean_ms > 0 else curve.at(rows)
+        points = [(sum(op.rows for op in ops) / len(ops), _at_place(ops, place)) for ops in by_count.values()]
+        return Curve(points).at(rows)
+
+    def _weight_grads(self, layer_kind: LayerKind, after: str, num_chunks: int, rows: float) -> tuple[DwCost, ...]:
+        """Weight gradients that become ready in the backward of one chunk's op, in the order in which they do.
+
+        The profile has an order for each measured chunk count, and they may differ: experts of a rank that run one
+        after the other without chunks run layer by layer in chunks (``model/experts.py``).
+
+        Args:
+            after: the compute op.
+            rows: received rows for ``experts``, tokens of the chunk for the others.
+        """
+
+        def unlikeness(dw: WeightGradTime) -> tuple[bool, int]:
+            return (dw.num_chunks > 1) != (num_chunks > 1), abs(dw.num_chunks - num_chunks)
+
+        costs = []
+        found = self._dws.get((layer_kind, after), [])
+        # Sorting keeps each chunk count's own order.
+        for name in dict.fromkeys(dw.name for dw in sorted(found, key=unlikeness)):
+            times = [dw for dw in found if dw.name == name]
+            used = [time for time in times if time.num_chunks == num_chunks] or times
+            ms = Curve((time.rows, time.ms) for time in used).at(rows)
+            pinned = Curve((time.rows, float(time.pinned_bytes)) for time in used).at(rows)
+            costs.append(DwCost(name, ms, round(pinned)))
+        return tuple(costs)
+
+    def _saved_bytes(self, layer_kind: LayerKind, dim: ChunkDim, num_chunks: int) -> int:
+        """What one layer keeps of a micro-batch from forward to backward.
+
+        Between profiled chunk counts of the same dimension it is linear in the count; beyond the largest, and where
+        only other dimensions were measured, the nearest count holds. Nothing where the profile has no memory at all.
+
+        Raises:
+            UnknownCost: the profile knows other layers' memory, but not that of this kind.
+        """
+        uses = self._memory.get(layer_kind, [])
+        if not uses and self._memory and layer_kind is not LayerKind.NONE:
+            raise UnknownCost(f"the profile does not say what a {layer_kind} layer keeps; profile its memory too")
+        if not uses:
+            return 0
+        of_dim = [use for use in uses if use.chunk_dim is dim or use.num_chunks == 1] or uses
+        counts = [use.num_chunks for use in of_dim]
+        inside = min(max(num_chunks, min(counts)), max(counts))
+        curve = Curve((use.num_chunks, float(use.saved_bytes)) for use in of_dim)
+        return round(curve.at(inside))
+
+
+def _mean_point(ops: list[OpTime]) -> tuple[float, float]:
+    """Rows and time."""
+    return sum(op.rows for op in ops) / len(ops), sum(op.ms for op in ops) / len(ops)
+
+
+def _at_place(ops: list[OpTime], place: float) -> float:
+    """Time at a relative place in the micro-batch, from 0 to 1, between the middles of its profiled chunks."""
+    curve = Curve(((op.chunk + 0.5) / op.num_chunks, op.ms) for op in ops)
+    first = min((op.chunk + 0.5) / op.num_chunks for op in ops)
+    last = max((op.chunk + 0.5) / op.num_chunks for op in ops)
+    return curve.at(min(max(place, first), last))

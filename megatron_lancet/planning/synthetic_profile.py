@@ -1,0 +1,161 @@
+"""Profiles that no machine was measured for: tests and benchmarks of the planner share them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_lancet.planning.profile import (
+    LayerKind,
+    LinkTimes,
+    MemoryUse,
+    ModelFacts,
+    OpTime,
+    Profile,
+    WeightGradTime,
+)
+from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.schedule.plan import ChunkDim
+
+ROW_BYTES = 1000
+MOE_OPS = ("attention", "gate", "permute", "shared_experts", "experts", "merge")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A made-up model and machine. Times are of a whole micro-batch; a chunk takes its part and ``overhead_ms``.
+
+    Attributes:
+        layers: kinds of the model's layers, ``m`` for MoE, ``d`` for dense.
+        link_ms: of a message with all rows of a balanced micro-batch.
+        latency_ms: of any message.
+        overhead_ms: that each chunk of each op takes more.
+        backward_factor: input gradients' time over forward time.
+        dw_ms: weight gradients of a layer kind's ops, by op.
+        shares: of routed rows by rank.
+        pinned_bytes: of one dW of a whole micro-batch.
+        saved_bytes: of a layer; each chunk more adds a tenth.
+    """
+
+    layers: str = "mm"
+    stages: tuple[int, ...] = ()
+    op_ms: dict[str, float] = field(
+        default_factory=lambda: {
+            "attention": 4.0, "gate": 0.5, "permute": 0.5, "experts": 6.0, "merge": 0.5, "mlp": 5.0,
+            "embedding": 0.5, "head": 3.0, "cut": 0.1,
+        }
+    )  # fmt: skip
+    dw_ms: dict[str, float] = field(default_factory=lambda: {"attention": 3.0, "experts": 6.0, "mlp": 5.0, "head": 2.0})
+    link_ms: float = 5.0
+    latency_ms: float = 0.1
+    counts_ms: float = 0.2
+    overhead_ms: float = 0.1
+    backward_factor: float = 1.0
+    shares: tuple[float, ...] = (0.5, 0.5)
+    micro_batch_size: int = 8
+    seq_length: int = 64
+    num_micro_batches: int = 1
+    chunk_counts: tuple[int, ...] = (1, 2, 4, 8)
+    dims: tuple[ChunkDim, ...] = (ChunkDim.BATCH,)
+    sends_share_link: bool = True
+    compute_slowdown: float = 1.0
+    pinned_bytes: int = 1_000_000
+    saved_bytes: int = 10_000_000
+    rest_ms: float = 1.0
+
+
+def synthetic_profile(machine: Machine) -> Profile:
+    """What profiling such a machine would have written."""
+    kinds = tuple(LayerKind.MOE if letter == "m" else LayerKind.DENSE for letter in machine.layers)
+    ep_size = len(machine.shares)
+    model = ModelFacts(
+        name="synthetic",
+        layer_kinds=kinds,
+        stage_of_layer=machine.stages or (0,) * len(kinds),
+        micro_batch_size=machine.micro_batch_size,
+        seq_length=machine.seq_length,
+        num_micro_batches=machine.num_micro_batches,
+        topk=1,
+        num_experts=2 * ep_size,
+        ep_size=ep_size,
+        world_size=ep_size,
+        row_bytes=ROW_BYTES,
+        grad_row_bytes=ROW_BYTES,
+        combine_row_bytes=ROW_BYTES,
+        combine_grad_row_bytes=ROW_BYTES,
+        counts_bytes=64,
+        has_shared_experts="shared_experts" in machine.op_ms,
+    )
+    full_bytes = round(model.num_rows * (1 - 1 / ep_size)) * ROW_BYTES or 1
+    per_byte_ms = (machine.link_ms - machine.latency_ms) / full_bytes
+    sizes = (0, full_bytes, 4 * full_bytes)
+    return Profile(
+        model=model,
+        device="synthetic",
+        versions={},
+        ops=tuple(_op_times(machine)),
+        weight_grads=tuple(_weight_grads(machine)),
+        link=LinkTimes(
+            all_to_all=tuple((size, machine.latency_ms + per_byte_ms * size) for size in sizes),
+            counts_ms=machine.counts_ms,
+            sends_share_link=machine.sends_share_link,
+            compute_slowdown=machine.compute_slowdown,
+        ),
+        memory=tuple(
+            MemoryUse(kind, dim, count, machine.saved_bytes * (9 + count) // 10)
+            for kind in (LayerKind.MOE, LayerKind.DENSE)
+            for dim, count in _cuts(machine)
+        ),
+        rest_ms=machine.rest_ms,
+        received_share=machine.shares,
+        measured_steps_ms={},
+    )
+
+
+def _cuts(machine: Machine) -> Sequence[tuple[ChunkDim, int]]:
+    """The ways of cutting that were profiled."""
+    more = [(dim, count) for dim in machine.dims for count in machine.chunk_counts if count > 1]
+    sizes = {ChunkDim.BATCH: machine.micro_batch_size, ChunkDim.SEQUENCE: machine.seq_length}
+    return [(ChunkDim.BATCH, 1), *((dim, count) for dim, count in more if count <= sizes[dim])]
+
+
+def _op_times(machine: Machine) -> list[OpTime]:
+    tokens = machine.micro_batch_size * machine.seq_length
+    times = []
+    by_layer = [(LayerKind.MOE, MOE_OPS), (LayerKind.DENSE, ("attention", "mlp")), (LayerKind.NONE, ("cut",))]
+    places = [(kind, op, cuts) for kind, ops in by_layer for op in ops for cuts in [_cuts(machine)]]
+    places += [(LayerKind.NONE, op, [(ChunkDim.BATCH, 1)]) for op in ("embedding", "head")]
+    for kind, op, cuts in places:
+        if op not in machine.op_ms:
+            continue
+        for dim, count in cuts:
+            for chunk in range(count):
+                # Attention of a late sequence chunk has more to look at.
+                weight = (2 * chunk + 1) / count if dim is ChunkDim.SEQUENCE and op == "attention" else 1.0
+                ms = machine.op_ms[op] * weight / count + (machine.overhead_ms if count > 1 else 0.0)
+                for phase, factor in ((Phase.FORWARD, 1.0), (Phase.INPUT_GRAD, machine.backward_factor)):
+                    times.append(OpTime(kind, op, phase, dim, count, chunk, tokens // count, ms * factor))
+    return times
+
+
+def _weight_grads(machine: Machine) -> list[WeightGradTime]:
+    tokens = machine.micro_batch_size * machine.seq_length
+    names = {"attention": "self_attention.linear_qkv", "experts": "mlp.experts", "mlp": "mlp.linear_fc1"}
+    places = [
+        (LayerKind.MOE, "attention"), (LayerKind.MOE, "experts"),
+        (LayerKind.DENSE, "attention"), (LayerKind.DENSE, "mlp"), (LayerKind.NONE, "head"),
+    ]  # fmt: skip
+    return [
+        WeightGradTime(
+            kind,
+            names.get(op, "output_layer"),
+            count,
+            tokens // count,
+            machine.dw_ms[op] / count,
+            machine.pinned_bytes // count,
+            machine.pinned_bytes,
+            op,
+        )
+        for kind, op in places
+        if op in machine.dw_ms
+        for count in sorted({count for _, count in _cuts(machine)})
+        if kind is not LayerKind.NONE or count == 1
+    ]

@@ -1,0 +1,201 @@
+"""How many experts a rank should hold: the expert-parallel size against replicas of experts (Lina, expert packing).
+
+With fewer expert-parallel ranks each holds more experts, sends less to others, and sums the gradients of its experts
+with more replicas. Lina doubles the experts of a device until their compute covers one micro-op of an all-to-all. Here
+a micro-op is one chunk's message under the plan that is made for the size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.planning.profile import LayerKind, ModelFacts, Profile
+from megatron_lancet.planning.simulation.cost_model import EXPERTS, CostModel
+from megatron_lancet.planning.what_if.forecast import Forecast, Forecaster, Planner, Routing, no_overlap
+from megatron_lancet.planning.what_if.layout import Layout, gradient_bytes
+from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.schedule.plan import ChunkDim, Plan
+
+type PackingPlanner = Callable[[Profile, int | None], Plan]
+"""The plan of a model in the layout of a profile, and the bytes of a rank that activations may take; None: any."""
+
+_WEIGHT_AND_GRADIENT = 2.0
+_MOMENTS = 2.0
+_BYTES_PER_MB = 1e6
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """What a rank keeps for each byte of gradients: weight, gradient and two moments of Adam, all of one precision.
+
+    Attributes:
+        is_distributed: the moments are divided among the ranks that sum a gradient (distributed optimizer).
+    """
+
+    is_distributed: bool = False
+
+    def bytes_of(self, gradients: float, num_ranks: int) -> float:
+        """For gradients that ``num_ranks`` ranks sum."""
+        return gradients * (_WEIGHT_AND_GRADIENT + _MOMENTS / (num_ranks if self.is_distributed else 1))
+
+
+@dataclass(frozen=True)
+class Packing:
+    """One expert-parallel size.
+
+    Attributes:
+        layout: with it.
+        experts_per_rank: of each MoE layer.
+        expert_replicas: ranks that hold the same experts (expert-DP).
+        num_chunks: of MoE layers in the plan, the most.
+        experts_ms: forward, one chunk on the rank that gets most rows.
+        all_to_all_ms: the longer of the chunk's dispatch and combine; 0 with a single rank.
+        state_bytes: weights, gradients and optimizer of the fullest stage's rank.
+        peak_bytes: of a rank, with activations and deferred weight gradients.
+        fits: within the memory limit.
+    """
+
+    layout: Layout
+    experts_per_rank: int
+    expert_replicas: int
+    num_chunks: int
+    experts_ms: float
+    all_to_all_ms: float
+    state_bytes: float
+    peak_bytes: float
+    fits: bool
+    forecast: Forecast
+
+    @property
+    def covers(self) -> bool:
+        """Whether a chunk's experts take at least as long as its all-to-all."""
+        return self.experts_ms >= self.all_to_all_ms
+
+
+@dataclass(frozen=True)
+class PackingChoice:
+    """All sizes, most ranks first, and what to choose.
+
+    Attributes:
+        fastest: of those that fit.
+        fewest_experts: the first that fits and covers (Lina's rule).
+    """
+
+    packings: tuple[Packing, ...]
+    fastest: Packing
+    fewest_experts: Packing
+
+
+def pack_experts(
+    forecaster: Forecaster,
+    planner: PackingPlanner,
+    world_size: int | None = None,
+    num_micro_batches: int | None = None,
+    routing: Routing | None = None,
+    memory: StateMemory | None = None,
+    limit_bytes: float | None = None,
+) -> PackingChoice:
+    """Predicts a step for each expert-parallel size that the ranks and the experts allow.
+
+    Args:
+        planner: makes the plan for each size; with a single rank there is nothing to overlap.
+        world_size: ranks; None for the profiled number.
+        num_micro_batches: of a step, on each pipeline; None for as many as profiled.
+        memory: what optimizer states take.
+        limit_bytes: of a rank; None for no limit.
+
+    Raises:
+        UsageError: nothing fits, or the model has no experts or the layout is impossible.
+        RecordError: the profile lacks something.
+    """
+    facts = forecaster.profile.model
+    world_size = world_size or facts.world_size
+    memory = memory or StateMemory()
+    packings = [
+        _packing(forecaster, planner, layout, memory, limit_bytes)
+        for size in expert_parallel_sizes(facts, world_size)
+        for layout in [forecaster.layout(world_size, size, None, num_micro_batches, routing)]
+    ]
+    fitting = [one for one in packings if one.fits]
+    if not fitting:
+        least = min(packings, key=lambda one: one.peak_bytes)
+        assert limit_bytes is not None
+        raise UsageError(
+            f"no expert-parallel size fits into {limit_bytes / _BYTES_PER_MB:g} MB: the smallest, EP "
+            f"{least.layout.ep_size}, takes about {least.peak_bytes / _BYTES_PER_MB:.0f} MB. Allow more, use more "
+            "ranks, the distributed optimizer, a smaller micro-batch or recompute"
+        )
+    # EP 1 sends nothing and always covers. Where it does not fit, the most experts that do come nearest.
+    covering = [one for one in fitting if one.covers] or fitting[-1:]
+    fastest = min(fitting, key=lambda one: (round(one.forecast.step_ms, 6), -one.layout.ep_size))
+    return PackingChoice(tuple(packings), fastest, covering[0])
+
+
+def expert_parallel_sizes(facts: ModelFacts, world_size: int) -> list[int]:
+    """Sizes that divide the experts and the ranks of a pipeline stage, largest first.
+
+    Raises:
+        UsageError: the model has no experts, or the ranks are no multiple of the stages.
+    """
+    num_stages = len(set(facts.stage_of_layer))
+    if LayerKind.MOE not in facts.layer_kinds or facts.num_experts < 1:
+        raise UsageError("the profiled model has no experts, so there is nothing to pack")
+    if world_size % num_stages:
+        raise UsageError(f"{world_size} ranks are no multiple of {num_stages} pipeline stages. Choose another number")
+    ranks = world_size // num_stages
+    return [
+        size for size in range(min(ranks, facts.num_experts), 0, -1) if ranks % size == facts.num_experts % size == 0
+    ]
+
+
+def _packing(
+    forecaster: Forecaster, planner: PackingPlanner, layout: Layout, memory: StateMemory, limit_bytes: float | None
+) -> Packing:
+    replicas = layout.ranks_per_stage // layout.ep_size
+    state_bytes = max(
+        memory.bytes_of(dense, layout.ranks_per_stage) + memory.bytes_of(experts, replicas)
+        for dense, experts in gradient_bytes(forecaster.profile, layout)
+    )
+    room_bytes = None if limit_bytes is None else max(1, round(limit_bytes - state_bytes))
+    overlapping: Planner = lambda moved: planner(moved, room_bytes)  # noqa: E731
+    forecast = forecaster.forecast(layout, overlapping if layout.ep_size > 1 else no_overlap)
+    num_chunks, dim = _chunks_of(forecast.plan, forecaster.profile.model)
+    experts_ms, all_to_all_ms = _micro_op_ms(forecaster.moved(layout), num_chunks, dim)
+    peak_bytes = state_bytes + forecast.peak_bytes
+    return Packing(
+        layout,
+        forecaster.profile.model.num_experts // layout.ep_size,
+        replicas,
+        num_chunks,
+        experts_ms,
+        all_to_all_ms,
+        state_bytes,
+        peak_bytes,
+        limit_bytes is None or peak_bytes <= limit_bytes,
+        forecast,
+    )
+
+
+def _chunks_of(plan: Plan, facts: ModelFacts) -> tuple[int, ChunkDim]:
+    """The most chunks of a MoE layer, and along which dimension."""
+    moe_layers = [number for number, kind in enumerate(facts.layer_kinds, 1) if kind is LayerKind.MOE]
+    segment = max((plan.segment_of(number) for number in moe_layers), key=lambda one: one.num_chunks)
+    return segment.num_chunks, segment.chunk_dim
+
+
+def _micro_op_ms(moved: Profile, num_chunks: int, dim: ChunkDim) -> tuple[float, float]:
+    """A chunk's experts on the busiest rank, and the longer of its two messages, forward."""
+    costs, facts = CostModel(moved), moved.model
+    sent = costs.chunk_units(dim, num_chunks)[0] * facts.topk
+    shares: Sequence[float] = moved.received_share
+    received = sent * max(shares) * facts.ep_size
+    experts_ms = costs.op_ms(LayerKind.MOE, EXPERTS, Phase.FORWARD, dim, num_chunks, 0, received)
+    messages = _message_bytes(facts, sent, shares)
+    return experts_ms, max((costs.message_ms(size) for size in messages), default=0.0)
+
+
+def _message_bytes(facts: ModelFacts, sent: int, shares: Sequence[float]) -> Iterator[float]:
+    """Of dispatch and combine on the ranks that send most."""
+    if facts.ep_size > 1:
+        yield sent * (1 - min(shares)) * facts.row_bytes
+        yield sent * max(shares) * (facts.ep_size - 1) * facts.combine_row_bytes

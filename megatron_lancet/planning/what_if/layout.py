@@ -1,0 +1,247 @@
+"""A profile as it would have been measured in another cluster, layout or routing.
+
+What changes with the layout, and how:
+
+- **messages**: a rank sends (ep - 1) / ep of its routed rows when routing is even; the table of all-to-all times is
+  made anew from the cluster's two levels. Where neither bandwidths nor latencies are given, groups of the measured size
+  keep the measured curve, and for others a latency and a bandwidth are fitted to it.
+- **experts**: with even routing a rank receives as many rows as it has itself, whatever the group's size. That its
+  experts become fewer and their matrices taller is left out.
+- **gradients**: an expert's weights are on one rank of each group, so a rank holds 1 / ep of them. Ring all-reduce of
+  the dense weights over all ranks of a stage, and of expert weights over their replicas. The profile's ``rest_ms``
+  holds the one of the profiled run, so only the difference is added. Nothing of it is hidden, unless the profile says
+  that gradients are reduced beside the backward pass: then the simulator shows what stays.
+- **pipeline**: layers are split evenly. 1F1B: (m + p - 1) times the slowest stage's micro-batch, m micro-batches, p
+  stages (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2.1),
+  which is what the simulator computes, and two passes of p - 1 messages with activations. A stage is a block of
+  neighbouring ranks.
+
+Left out: contention between groups, other jobs, stragglers, the optimizer's share in a larger or smaller rank. Tensor
+and context parallelism stay as profiled; in the gradients' rings their ranks count as data-parallel ones.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.files import RecordError
+from megatron_lancet.planning.plan_file import layers_beyond
+from megatron_lancet.planning.profile import LayerKind, LinkTimes, ModelFacts, Profile
+from megatron_lancet.planning.what_if.cluster import Cluster
+from megatron_lancet.schedule.plan import Plan, Segment
+
+_TABLE_STEPS = 4
+"""Factor between neighbouring message sizes of a table that is made from a model of the link."""
+_SMALLEST_MESSAGE_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where and how a model runs.
+
+    Attributes:
+        world_size: ranks.
+        ep_size: ranks that share the experts.
+        pp_size: stages of the pipeline.
+        num_micro_batches: of a step, on each pipeline.
+        cluster: the network; None where messages take what was measured.
+        received_share: of each rank of the expert-parallel group; sums to 1.
+    """
+
+    world_size: int
+    ep_size: int
+    pp_size: int
+    num_micro_batches: int
+    cluster: Cluster | None
+    received_share: tuple[float, ...]
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks that hold the same layers."""
+        return self.world_size // self.pp_size
+
+
+def check_layout(layout: Layout, profile: Profile) -> None:
+    """Refuses a layout that can't be.
+
+    Raises:
+        UsageError: sizes that do not divide each other.
+    """
+    if layout.world_size < 1:
+        raise UsageError("a layout has at least one rank")
+    experts, layers = profile.model.num_experts, len(profile.model.layer_kinds)
+    if layout.ep_size > 1 and experts % layout.ep_size:
+        raise UsageError(f"EP size {layout.ep_size} does not divide the {experts} experts of the profiled model")
+    if layout.pp_size > layers:
+        raise UsageError(f"{layout.pp_size} pipeline stages are more than the {layers} layers of the profiled model")
+    if layout.world_size % (layout.pp_size * layout.ep_size):
+        raise UsageError(
+            f"{layout.world_size} ranks are no multiple of EP size {layout.ep_size} x {layout.pp_size} pipeline "
+            "stages. Choose other sizes"
+        )
+
+
+def in_layout(profile: Profile, layout: Layout) -> Profile:
+    """The profile with the layout's stages, links, shares and weights; ``rest_ms`` stays.
+
+    A layout that is the profiled one gives the profile as it is.
+    """
+    before = profile.model
+    as_measured = (layout.ep_size, layout.received_share) == (before.ep_size, profile.received_share)
+    facts = dataclasses.replace(
+        before,
+        ep_size=layout.ep_size,
+        world_size=layout.world_size,
+        num_micro_batches=layout.num_micro_batches,
+        stage_of_layer=stages_of_layers(before, layout.pp_size),
+    )
+    weight_grads = tuple(
+        dataclasses.replace(grad, weight_bytes=round(grad.weight_bytes * before.ep_size / layout.ep_size))
+        if grad.after == "experts"
+        else grad
+        for grad in profile.weight_grads
+    )
+    return dataclasses.replace(
+        profile,
+        model=facts,
+        weight_grads=weight_grads,
+        link=_link(profile, layout),
+        received_share=layout.received_share,
+        routing=profile.routing if as_measured else (),
+    )
+
+
+def _link(profile: Profile, layout: Layout) -> LinkTimes:
+    """Times of messages between the ranks of the layout's expert-parallel groups."""
+    link, cluster, size = profile.link, layout.cluster, layout.ep_size
+    if cluster is None or size == 1:
+        return link
+    sizes = _table_sizes(_largest_message(profile, layout))
+    table = tuple((num_bytes, cluster.all_to_all_ms(num_bytes, size)) for num_bytes in sizes)
+    return dataclasses.replace(
+        link, all_to_all=table, queued=(), counts_ms=cluster.all_to_all_ms(profile.model.counts_bytes, size)
+    )
+
+
+def _table_sizes(largest: float) -> list[int]:
+    """Message sizes of a table, up to at least ``largest``."""
+    sizes = [_SMALLEST_MESSAGE_BYTES, _SMALLEST_MESSAGE_BYTES * _TABLE_STEPS]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] * _TABLE_STEPS)
+    return sizes
+
+
+def _largest_message(profile: Profile, layout: Layout) -> int:
+    facts = profile.model
+    row_bytes = max(facts.row_bytes, facts.grad_row_bytes, facts.combine_row_bytes, facts.combine_grad_row_bytes)
+    return facts.num_rows * row_bytes * layout.ep_size
+
+
+def gradient_ms(profile: Profile, layout: Layout, cluster: Cluster) -> float:
+    """Ring all-reduces of one stage's gradients, the fullest stage's.
+
+    Args:
+        profile: as it was measured.
+    """
+    replicas = layout.ranks_per_stage // layout.ep_size
+    return max(
+        cluster.all_reduce_ms(dense, layout.ranks_per_stage)
+        + cluster.all_reduce_ms(experts, replicas, stride=layout.ep_size)
+        for dense, experts in gradient_bytes(profile, layout)
+    )
+
+
+def gradient_bytes(profile: Profile, layout: Layout) -> list[tuple[float, float]]:
+    """Bytes of gradients on a rank of each stage: (dense, of experts). Norms, routers and embeddings are left out.
+
+    Args:
+        profile: as it was measured.
+    """
+    per_layer = _weight_bytes(profile, layout.ep_size)
+    kinds, stage_of = profile.model.layer_kinds, stages_of_layers(profile.model, layout.pp_size)
+    kinds_of = {stage: [kind for kind, its in zip(kinds, stage_of, strict=True) if its == stage] for stage in stage_of}
+    kinds_of[stage_of[-1]].append(LayerKind.NONE)  # the head
+    return [_sum_of(of_stage, per_layer) for of_stage in kinds_of.values()]
+
+
+def with_moved_reduction(profile: Profile, moved: Profile, layout: Layout, cluster: Cluster | None) -> Profile:
+    """``moved`` with its gradients summed by the layout's ranks.
+
+    Args:
+        profile: as it was measured.
+        moved: of :func:`in_layout`.
+        cluster: None where reductions of the measured number of ranks take what was measured.
+    """
+    rules, before = profile.gradients, profile.model
+    if rules is None:
+        return moved
+    ranks_before = before.world_size // len(set(before.stage_of_layer))
+    dense = max(1, rules.dense_ranks * layout.ranks_per_stage // ranks_before)
+    experts = max(1, rules.expert_ranks * layout.ranks_per_stage * before.ep_size // (ranks_before * layout.ep_size))
+    link = moved.link
+    if cluster is not None:
+        largest = max(max(stage) for stage in gradient_bytes(profile, layout))
+        sizes = _table_sizes(max(largest, rules.bucket_bytes))
+        link = dataclasses.replace(link, all_reduce=tuple((size, cluster.all_reduce_ms(size, dense)) for size in sizes))
+    moved_rules = dataclasses.replace(rules, dense_ranks=dense, expert_ranks=experts)
+    return dataclasses.replace(moved, link=link, gradients=moved_rules)
+
+
+def _weight_bytes(profile: Profile, ep_size: int) -> dict[LayerKind, tuple[float, float]]:
+    """Bytes of gradients of a layer of each kind on a rank: (dense, of experts)."""
+    found = {(grad.layer_kind, grad.name): grad for grad in profile.weight_grads}
+    per_layer = dict.fromkeys(LayerKind, (0.0, 0.0))
+    for (kind, _), grad in found.items():
+        dense, experts = per_layer[kind]
+        if grad.after == "experts":
+            experts += grad.weight_bytes * profile.model.ep_size / ep_size
+        else:
+            dense += grad.weight_bytes
+        per_layer[kind] = (dense, experts)
+    return per_layer
+
+
+def _sum_of(kinds: Sequence[LayerKind], per_layer: dict[LayerKind, tuple[float, float]]) -> tuple[float, float]:
+    """Of layers of these kinds."""
+    return sum(per_layer[kind][0] for kind in kinds), sum(per_layer[kind][1] for kind in kinds)
+
+
+def stages_of_layers(facts: ModelFacts, num_stages: int) -> tuple[int, ...]:
+    """The stage of each layer: as profiled where their number is the same, else even."""
+    if num_stages == len(set(facts.stage_of_layer)):
+        return facts.stage_of_layer
+    ranges = stage_ranges(len(facts.layer_kinds), num_stages)
+    return tuple(stage for stage, (first, last) in enumerate(ranges) for _ in range(first, last + 1))
+
+
+def stage_ranges(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
+    """First and last layer of each stage, from 1, as even as possible, larger stages first."""
+    base, rest = divmod(num_layers, num_stages)
+    ranges, first = [], 1
+    for stage in range(num_stages):
+        last = first + base + (stage < rest) - 1
+        ranges.append((first, last))
+        first = last + 1
+    return ranges
+
+
+def split_at_stages(plan: Plan, stage_of_layer: Sequence[int]) -> Plan:
+    """The same plan with every segment that crosses pipeline stages cut there: nothing overlaps across them anyway.
+
+    Raises:
+        RecordError: the plan is for another number of layers.
+    """
+    problem = layers_beyond(plan, len(stage_of_layer))
+    if problem:
+        raise RecordError(f"the plan does not fit a model of {len(stage_of_layer)} layers: {problem}")
+    segments: list[Segment] = []
+    for segment in plan.segments:
+        first, last = segment.first_layer, segment.last_layer or len(stage_of_layer)
+        for number in range(first, last + 1):
+            is_end = number == last or stage_of_layer[number] != stage_of_layer[number - 1]
+            if is_end:
+                end = segment.last_layer if number == last else number
+                segments.append(dataclasses.replace(segment, first_layer=first, last_layer=end))
+                first = number + 1
+    return dataclasses.replace(plan, segments=tuple(segments))

@@ -1,0 +1,1 @@
+"""What the planner's tools print and draw."""

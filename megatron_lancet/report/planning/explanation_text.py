@@ -1,0 +1,89 @@
+"""Why a plan's messages stay exposed, for a reader: layers that are treated alike are one paragraph."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from megatron_lancet.planning.explain import Explanation, LayerExplanation, Reason
+from megatron_lancet.planning.plan_file import fold_numbers
+from megatron_lancet.report.planning.plan_text import relative_weight_grad
+from megatron_lancet.schedule.plan import Plan
+
+_OP = re.compile(r"^L(\d+)\.(.*)$")
+_MAX_SEGMENTS_IN_LINE = 4
+
+
+def short_text(plan: Plan) -> str:
+    """A plan in one line of a list."""
+    if len(plan.segments) <= _MAX_SEGMENTS_IN_LINE:
+        return str(plan)
+    return f"{len(plan.segments)} segments, up to {plan.num_chunks} chunks; dw={plan.dw_policy}"
+
+
+def layer_lines(explanation: Explanation) -> Iterator[str]:
+    """What fills the gaps of each group of layers, and what stays exposed; times are of one micro-batch."""
+    groups: dict[tuple[object, ...], list[LayerExplanation]] = {}
+    for layer in explanation.layers:
+        groups.setdefault(_treatment(layer), []).append(layer)
+    for layers in groups.values():
+        yield from _paragraph(layers)
+
+
+def each_layer(explanation: Explanation) -> Iterator[str]:
+    """The same with a paragraph for every layer."""
+    for layer in explanation.layers:
+        yield from _paragraph([layer])
+
+
+def _paragraph(layers: Sequence[LayerExplanation]) -> Iterator[str]:
+    numbers = f"layer{'s' if len(layers) > 1 else ''} {fold_numbers(layer.layer for layer in layers)}"
+    cut = "one chunk" if layers[0].num_chunks == 1 else f"{layers[0].num_chunks} chunks, dim {layers[0].chunk_dim}"
+    ranges = "" if layers[0].num_chunks == 1 else f", range {layers[0].range}"
+    yield f"{numbers} ({layers[0].layer_kind}): {cut}{ranges}; exposed {_span([x.exposed_ms for x in layers])}"
+    yield from _filled_lines(layers)
+    yield from _exposed_lines(layers)
+
+
+def reason_lines(explanation: Explanation) -> Iterator[str]:
+    """What all layers together lose to each reason, longest first."""
+    for reason, ms in explanation.exposed_by_reason().items():
+        yield f"{ms * explanation.num_micro_batches:10.1f} ms a step: {reason} ({reason.in_words})"
+
+
+def _treatment(layer: LayerExplanation) -> tuple[object, ...]:
+    return (layer.layer_kind, layer.stage, layer.num_chunks, layer.chunk_dim, layer.range)
+
+
+def _filled_lines(layers: Sequence[LayerExplanation]) -> Iterator[str]:
+    """Per message: which weight gradients run while it is in flight, and in how many of the layers."""
+    by_message: dict[str, Counter[str]] = {}
+    for layer in layers:
+        for gap in layer.filled:
+            names = {relative_weight_grad(name, layer.layer) for name in gap.weight_grads}
+            by_message.setdefault(_without_layer(gap.op), Counter()).update(names)
+    for message, counts in by_message.items():
+        grads = ", ".join(
+            name if count == len(layers) else f"{name} (in {count} of {len(layers)} layers)"
+            for name, count in counts.most_common()
+        )
+        yield f"    {message} is filled with {grads}"
+
+
+def _exposed_lines(layers: Sequence[LayerExplanation]) -> Iterator[str]:
+    by_message: dict[tuple[str, Reason], list[float]] = {}
+    for layer in layers:
+        for message in layer.exposed:
+            by_message.setdefault((_without_layer(message.op), message.reason), []).append(message.ms)
+    for (op, reason), times_ms in by_message.items():
+        where = "" if len(times_ms) == len(layers) else f" in {len(times_ms)} of {len(layers)} layers"
+        yield f"    {op} is exposed {_span(times_ms)}{where}: {reason} ({reason.in_words})"
+
+
+def _without_layer(op: str) -> str:
+    match = _OP.match(op)
+    return match.group(2) if match else op
+
+
+def _span(times_ms: Sequence[float]) -> str:
+    low, high = f"{min(times_ms):.2f}", f"{max(times_ms):.2f}"
+    return f"{high} ms" if low == high else f"{low} to {high} ms"

@@ -1,0 +1,107 @@
+"""Expert-parallel sizes and their predicted steps as text and JSON."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_lancet.planning.profile import Profile
+from megatron_lancet.planning.what_if.expert_packing import Packing, PackingChoice
+from megatron_lancet.schedule.reductions import CommPriority
+
+_HEADER = (
+    "EP", "experts a rank", "expert-DP", "chunks", "experts ms", "all-to-all ms", "covered", "exposed ms",
+    "gradients ms", "step ms", "memory MB", "",
+)  # fmt: skip
+_BYTES_PER_MB = 1e6
+
+
+def as_text(choice: PackingChoice, profile: Profile) -> str:
+    """A table, most ranks first, and what to change; columns aligned to the right."""
+    table = [_HEADER, *(_cells(one) for one in choice.packings)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(_HEADER))]
+    lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    return "\n".join([*lines, "", *_advice(choice, profile)])
+
+
+def as_plain(choice: PackingChoice, profile: Profile) -> dict[str, Any]:
+    """What ``json.dumps`` takes."""
+    return {
+        "profiled_ep_size": profile.model.ep_size,
+        "fastest_ep_size": choice.fastest.layout.ep_size,
+        "fewest_experts_ep_size": choice.fewest_experts.layout.ep_size,
+        "flags": flags_for(choice.fastest),
+        "sizes": [
+            {
+                "ep_size": one.layout.ep_size,
+                "world_size": one.layout.world_size,
+                "experts_per_rank": one.experts_per_rank,
+                "expert_replicas": one.expert_replicas,
+                "num_chunks": one.num_chunks,
+                "experts_ms": one.experts_ms,
+                "all_to_all_ms": one.all_to_all_ms,
+                "covers": one.covers,
+                "step_ms": one.forecast.step_ms,
+                "exposed_ms": one.forecast.exposed_ms,
+                "gradient_ms": one.forecast.gradient_ms,
+                "state_bytes": one.state_bytes,
+                "peak_bytes": one.peak_bytes,
+                "fits": one.fits,
+                "plan": str(one.forecast.plan),
+            }
+            for one in choice.packings
+        ],
+    }
+
+
+def flags_for(packing: Packing) -> list[str]:
+    """What changes in the command line of a run that goes on with this size."""
+    apart = ["--lancet-experts-apart"] if packing.layout.ep_size == 1 else []
+    return ["--expert-model-parallel-size", str(packing.layout.ep_size), *apart]
+
+
+def _cells(one: Packing) -> tuple[str, ...]:
+    forecast = one.forecast
+    return (
+        str(one.layout.ep_size),
+        str(one.experts_per_rank),
+        str(one.expert_replicas),
+        str(one.num_chunks),
+        f"{one.experts_ms:.2f}",
+        f"{one.all_to_all_ms:.2f}",
+        "yes" if one.covers else "no",
+        f"{forecast.exposed_ms:.1f}",
+        f"{forecast.gradient_ms:.1f}",
+        f"{forecast.step_ms:.1f}",
+        f"{one.peak_bytes / _BYTES_PER_MB:.0f}",
+        "" if one.fits else "too large",
+    )
+
+
+def _advice(choice: PackingChoice, profile: Profile) -> Sequence[str]:
+    fewest, fastest = choice.fewest_experts, choice.fastest
+    lines = []
+    if fewest.covers:
+        lines.append(
+            f"covered with the fewest experts a rank: EP {fewest.layout.ep_size}, {_experts(fewest)}, "
+            f"{fewest.forecast.step_ms:.1f} ms a step"
+        )
+    else:
+        lines.append("no size that fits has experts that take as long as a chunk's all-to-all")
+    lines.append(f"fastest: EP {fastest.layout.ep_size}, {_experts(fastest)}, {fastest.forecast.step_ms:.1f} ms a step")
+    present = next((one for one in choice.packings if one.layout.ep_size == profile.model.ep_size), None)
+    if present is fastest:
+        lines.append("that is the profiled size: nothing to change")
+        return lines
+    if present is not None:
+        gain = present.forecast.step_ms / fastest.forecast.step_ms
+        lines.append(f"the profiled EP {profile.model.ep_size} takes {present.forecast.step_ms:.1f} ms: {gain:.2f}x")
+    lines.append(f"to apply: restart from a checkpoint with {' '.join(flags_for(fastest))}")
+    if fastest.layout.ep_size == 1:
+        lines.append("with EP 1 there is no all-to-all and nothing to overlap: the run has stock Megatron's modules")
+        rules = profile.gradients
+        if rules is not None and rules.priority is CommPriority.ALL_TO_ALL_FIRST:
+            lines.append("drop --lancet-comm-priority then: there is nothing that could go first")
+    return lines
+
+
+def _experts(one: Packing) -> str:
+    return f"{one.experts_per_rank} expert{'s' if one.experts_per_rank > 1 else ''} a rank"

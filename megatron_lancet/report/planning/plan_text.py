@@ -1,0 +1,154 @@
+"""A plan for a reader: layers that are treated alike are one paragraph."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_lancet.planning.plan_file import PlanFile, fold_numbers, unfold_numbers
+from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
+
+_OP = re.compile(r"^L(\d+)\.(.*)$")
+_WEIGHT_GRAD = re.compile(r"^(?:L(\d+)\.)?W\.(.*)$")
+_PIECES = {ChunkDim.BATCH: "samples", ChunkDim.SEQUENCE: "positions"}
+_RANGES = {
+    OverlapRange.EXPERTS: "from dispatch to combine",
+    OverlapRange.GATE: "from the router to combine",
+    OverlapRange.LAYER: "layer by layer, attention included",
+    OverlapRange.STACK: "through all of them without waiting at a layer's end",
+}
+
+
+LEGEND = "[+n] is a weight n layers further on; without it, of the layer itself"
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that a plan treats alike.
+
+    Attributes:
+        numbers: global, ascending.
+        kind: ``MoE``, ``dense``, or nothing where nobody knows.
+        gaps: lines such as ``c0.I.combine: mlp.experts[+1] x2``, with layers relative to the gap's own.
+    """
+
+    numbers: tuple[int, ...]
+    kind: str
+    segment: Segment
+    gaps: tuple[str, ...]
+
+    def __str__(self) -> str:
+        text = f"layer{'s' if len(self.numbers) > 1 else ''} {fold_numbers(self.numbers)}"
+        return f"{text} ({self.kind})" if self.kind else text
+
+
+def in_words(segment: Segment) -> str:
+    """What a segment does with a micro-batch."""
+    if segment.num_chunks == 1:
+        return "the micro-batch as a whole"
+    return (
+        f"{segment.num_chunks} chunks of {_PIECES[segment.chunk_dim]} (dim {segment.chunk_dim}), "
+        f"{_RANGES[segment.range]} (range {segment.range})"
+    )
+
+
+def layer_groups(content: PlanFile, num_layers: int | None = None) -> list[LayerGroup]:
+    """The plan's layers, folded.
+
+    Args:
+        num_layers: of the model, where the file does not say it; else up to the last segment's first layer.
+    """
+    plan = content.plan
+    kinds: dict[int, str] = {}
+    if content.made_for is not None:
+        num_layers = content.made_for.num_layers
+        moe = set(unfold_numbers(content.made_for.moe_layers))
+        kinds = {layer: "MoE" if layer in moe else "dense" for layer in range(1, num_layers + 1)}
+    end = plan.segments[-1]
+    num_layers = num_layers or end.last_layer or end.first_layer
+    gaps = _gaps_by_layer(plan)
+    groups: dict[tuple[str, Segment, tuple[str, ...]], list[int]] = {}
+    for layer in range(1, num_layers + 1):
+        treatment = (kinds.get(layer, ""), plan.segment_of(layer), tuple(gaps.get(layer, ())))
+        groups.setdefault(treatment, []).append(layer)
+    return [LayerGroup(tuple(numbers), *treatment) for treatment, numbers in groups.items()]
+
+
+def _gaps_by_layer(plan: Plan) -> dict[int, list[str]]:
+    """Each layer's gaps as lines."""
+    lines: dict[int, list[str]] = {}
+    for gap in plan.gaps:
+        match = _OP.match(gap.op)
+        layer = int(match.group(1)) if match else 0
+        name = match.group(2) if match else gap.op
+        counts = Counter(relative_weight_grad(grad, layer) for grad in gap.weight_grads)
+        grads = ", ".join(grad if count == 1 else f"{grad} x{count}" for grad, count in counts.items())
+        lines.setdefault(layer, []).append(f"{name}: {grads}")
+    return lines
+
+
+def relative_weight_grad(weight_grad: str, layer: int) -> str:
+    """``L4.W.mlp.experts`` in a gap of layer 3 as ``mlp.experts[+1]``."""
+    match = _WEIGHT_GRAD.match(weight_grad)
+    if match is None:
+        return weight_grad
+    if match.group(1) is None:
+        return f"{match.group(2)}[head]"
+    offset = int(match.group(1)) - layer
+    return f"{match.group(2)}[{offset:+d}]" if offset else match.group(2)
+
+
+def head_lines(content: PlanFile) -> Iterator[str]:
+    """What a plan is for and where it comes from."""
+    if content.made_for is None:
+        yield "made for: any model with these layers (the file does not say)"
+    else:
+        model = content.made_for
+        stages = "1 pipeline stage" if model.num_stages == 1 else f"{model.num_stages} pipeline stages"
+        yield (
+            f"made for: {model.num_layers} layers (MoE: {model.moe_layers}) on {stages}, micro-batches of "
+            f"{model.micro_batch_size} x {model.seq_length}, {model.num_experts} experts on {model.ep_size} ranks, "
+            f"top-{model.topk}"
+        )
+    if content.source is not None:
+        versions = ", ".join(f"{name} {version}" for name, version in content.source.versions.items())
+        yield f"made from: a profile of {content.source.profile} on {content.source.device}" + (
+            f" ({versions})" if versions else ""
+        )
+    yield "weight gradients: " + _dw_in_words(content.plan)
+
+
+def plan_lines(content: PlanFile, num_layers: int | None = None) -> Iterator[str]:
+    """What the file says of each group of layers, and what it predicts."""
+    exposed = {one.layer: one.exposed_ms for one in content.prediction.layers} if content.prediction else None
+    for group in layer_groups(content, num_layers):
+        yield f"{group}: {in_words(group.segment)}"
+        for line in group.gaps:
+            yield f"    gap {line}"
+        if exposed is not None and group.kind != "dense":
+            yield "    " + _exposed_in_words([exposed.get(n, 0.0) for n in group.numbers])
+    if any("[" in line for group in layer_groups(content, num_layers) for line in group.gaps):
+        yield LEGEND
+    if content.prediction is not None:
+        step = content.prediction
+        yield (
+            f"predicted: step {step.step_ms:.1f} ms, {step.no_overlap_step_ms:.1f} ms without overlap; exposed "
+            f"{step.exposed_ms:.1f} ms; {step.peak_bytes / 1e6:.0f} MB of activations and deferred weight gradients"
+        )
+
+
+def _dw_in_words(plan: Plan) -> str:
+    if plan.dw_window == 0:
+        return "computed at once"
+    bound = "" if plan.dw_memory_bytes is None else f", of at most {plan.dw_memory_bytes / 1e6:g} MB"
+    return f"run while backward all-to-alls are in flight, at most {plan.dw_window} of them later{bound}"
+
+
+def _exposed_in_words(exposed_ms: list[float]) -> str:
+    low, high = min(exposed_ms), max(exposed_ms)
+    if high < 0.05:
+        return "exposed: nothing"
+    if len(exposed_ms) == 1:
+        return f"exposed: {high:.1f} ms a step"
+    each = f"{high:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"
+    return f"exposed: {each} ms a step in each layer, {sum(exposed_ms):.1f} ms together"

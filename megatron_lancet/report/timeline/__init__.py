@@ -1,0 +1,1 @@
+"""Timelines of a step: clocks aligned over ranks, HTML page, Perfetto trace and text."""

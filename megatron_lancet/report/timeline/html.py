@@ -1,0 +1,122 @@
+"""timeline.html: the timelines of a step as one page that needs nothing else, not even a network.
+
+The page's parts lie beside this module in ``page/``. Data travels as JSON that can't end its script element.
+"""
+
+import html
+import json
+import re
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from megatron_lancet.report.exposed import ExposedChunk, exposed_table
+from megatron_lancet.report.op_names import OpName, parsed
+from megatron_lancet.report.timeline.lanes import levels
+from megatron_lancet.report.timeline.timeline_file import TimelineRecord
+from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
+
+TIMELINE_PAGE = "timeline.html"
+
+_SCRIPTS = ("data.js", "lanes.js", "view.js", "panel.js", "main.js")
+_MS_DIGITS = 4
+_MESSAGE_KINDS = ("counts", "dispatch", "combine")
+
+
+def page(record: TimelineRecord) -> str:
+    """The page as text.
+
+    Args:
+        record: with its clocks aligned.
+    """
+    parts = resources.files("megatron_lancet.report.timeline") / "page"
+    filling = {
+        "TITLE": html.escape(record.title),
+        "STYLE": (parts / "timeline.css").read_text(),
+        "DATA": _script_safe(_data(record)),
+        "SCRIPT": "\n".join((parts / name).read_text() for name in _SCRIPTS),
+    }
+    template = (parts / "timeline.html").read_text()
+    return re.sub(r"@@(\w+)@@", lambda match: filling[match[1]], template)
+
+
+def write_page(record: TimelineRecord, path: Path) -> None:
+    """Write :func:`page` into ``path``; a reader never sees half a file."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(page(record), encoding="utf-8")
+    partial.replace(path)
+
+
+def _script_safe(value: Any) -> str:
+    """JSON without a character that means something to HTML: no text in it can end the element or open another."""
+    text = json.dumps(value, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _data(record: TimelineRecord) -> dict[str, Any]:
+    every = (*record.measured, *record.predicted)
+    index_of: dict[str, int] = {}
+    for timeline in every:
+        for span in timeline.spans:
+            index_of.setdefault(span.name, len(index_of))
+    reasons = record.reasons or {}
+    table = exposed_table(record.measured, record.predicted, record.before, record.reasons)
+    return {
+        "title": record.title,
+        "names": [_name(parsed(name), reasons.get(name)) for name in index_of],
+        "groups": [
+            *(_group(timeline, "measured", index_of) for timeline in record.measured),
+            *(_group(timeline, "predicted", index_of) for timeline in record.predicted),
+        ],
+        "exposed": {
+            "rows": [_row(chunk) for chunk in table.chunks],
+            "all": [table.before_ms, table.measured_ms, table.predicted_ms],
+        },
+    }
+
+
+def _name(op: OpName, reason: str | None) -> dict[str, Any]:
+    return {
+        "text": op.text,
+        "words": op.in_words(),
+        "layer": op.layer,
+        "chunk": op.chunk,
+        "phase": op.phase,
+        "kind": op.kind if op.kind in _MESSAGE_KINDS else None,
+        "reason": reason,
+    }
+
+
+def _row(chunk: ExposedChunk) -> list[Any]:
+    return [chunk.layer, chunk.chunk, chunk.before_ms, chunk.measured_ms, chunk.predicted_ms]
+
+
+def _group(timeline: RankTimeline, source: str, index_of: dict[str, int]) -> dict[str, Any]:
+    """A rank's lanes. A track's spans don't overlap, so that the page finds those in view by bisection."""
+    messages = [span for span in timeline.spans if span.lane is Lane.COMM]
+    level_of = levels(messages)
+    comm = [
+        _track([span for span, own in zip(messages, level_of, strict=True) if own == level], index_of)
+        for level in range(max(level_of, default=-1) + 1)
+    ]
+    return {
+        "rank": timeline.rank,
+        "source": source,
+        "stepMs": timeline.step_ms,
+        "exposedMs": timeline.exposed_ms(),
+        "compute": _track([span for span in timeline.spans if span.lane is Lane.COMPUTE], index_of),
+        "wait": _track([span for span in timeline.spans if span.lane is Lane.WAIT], index_of),
+        "comm": comm,
+    }
+
+
+def _track(spans: Sequence[Span], index_of: dict[str, int]) -> dict[str, list[Any]]:
+    return {
+        "name": [index_of[span.name] for span in spans],
+        "start": [round(span.start_ms, _MS_DIGITS) for span in spans],
+        "ms": [round(span.ms, _MS_DIGITS) for span in spans],
+        "bytes": [span.num_bytes for span in spans],
+    }

@@ -1,0 +1,1 @@
+"""How all-to-alls travel: the contract and one module per backend."""

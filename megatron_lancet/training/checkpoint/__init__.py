@@ -1,0 +1,1 @@
+"""Checkpoints: complete ones, how they are loaded, saved, read and resized."""

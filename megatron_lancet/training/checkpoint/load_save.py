@@ -1,0 +1,218 @@
+"""Loading and saving as a user sees it: what can't work is said in one line that names a checkpoint which does."""
+
+import argparse
+import errno
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_lancet.errors import CheckpointError, UsageError, reason_of
+from megatron_lancet.training.checkpoint.files import (
+    INCOMPLETE,
+    check_loadable,
+    complete_steps,
+    flaw_of,
+    name_of,
+    num_bytes_of,
+    outline_flaw_of,
+    remove_leftover,
+    tracked_step,
+)
+from megatron_lancet.training.megatron import checkpoint_patches
+from megatron_lancet.training.tuning.autotune import from_rank_0
+
+_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def check_before_start(args: argparse.Namespace) -> None:
+    """Refuse ``--load`` where the checkpoint that it means is not complete in outline. Reads a handful of files.
+
+    Raises:
+        UsageError: see :func:`~megatron_lancet.training.checkpoint.files.check_loadable`; or nothing is there, under
+            ``--exit-on-missing-checkpoint``.
+    """
+    folder = _load_folder(args)
+    if folder is None:
+        return
+    check_loadable(folder, args.ckpt_step, args.ckpt_format, outline_flaw_of)
+    if args.exit_on_missing_checkpoint and not (args.ckpt_step or tracked_step(folder, args.ckpt_format)):
+        raise UsageError(f"--exit-on-missing-checkpoint: there is no checkpoint in {folder}.")
+
+
+def _load_folder(args: argparse.Namespace) -> Path | None:
+    """Where Megatron will load from; None where it will not, or from what is no plain folder."""
+    if args.non_persistent_ckpt_type is not None:
+        return None  # Megatron takes the newer one of two kinds
+    folders = [Path(folder) for folder in (args.load, args.pretrained_checkpoint) if folder and "://" not in folder]
+    if args.pretrained_checkpoint is not None:
+        folders = [folder for folder in folders if tracked_step(folder, args.ckpt_format) is not None]
+    return folders[0] if folders else None
+
+
+class Checkpoints:
+    """Stands beside Megatron's own loading and saving."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._format: str = args.ckpt_format
+        self._write_error: Exception | None = None
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Inside the context Megatron loads and saves through this object."""
+        return checkpoint_patches.watched_checkpoints(self._load, self._save, self._failed_to_write)
+
+    def _load(self, load: Callable[[], Any]) -> Any:
+        """Load, on all ranks.
+
+        Raises:
+            UsageError: the checkpoint is not complete; found out on rank 0, the same on all ranks.
+            CheckpointError: its content can't be loaded.
+        """
+        flaw = from_rank_0(self._why_not_loadable)
+        if flaw is not None:
+            raise UsageError(flaw)
+        try:
+            return load()
+        except SystemExit as request:
+            if request.code not in (None, 0):
+                raise
+            raise CheckpointError(f"can't load the checkpoint in {self._args.load}; Megatron says why above.") from None
+        except AssertionError as error:
+            raise UsageError(
+                f"Megatron refuses to go on from the checkpoint in {self._args.load}: {_reason(error)}."
+            ) from error
+        except (Exception, CheckpointException) as error:
+            folder = _load_folder(self._args)
+            raise CheckpointError(
+                f"can't load the checkpoint in {folder or self._args.load}: {_reason(error)}. {self._others(folder)}"
+            ) from error
+
+    def _why_not_loadable(self) -> str | None:
+        folder = _load_folder(self._args)
+        if folder is None:
+            return None
+        try:
+            check_loadable(folder, self._args.ckpt_step, self._format, flaw_of)
+        except (UsageError, OSError) as error:
+            return str(error)
+        return None
+
+    def _others(self, folder: Path | None) -> str:
+        if folder is None:
+            return "Nothing was changed."
+        unfit = self._args.ckpt_step or tracked_step(folder, self._format)
+        steps = [step for step in complete_steps(folder, self._format) if step != unfit]
+        if not steps:
+            return "Nothing was changed."
+        return f"Nothing was changed. Another one there is of step {steps[-1]}: --ckpt-step {steps[-1]} loads it."
+
+    def _save(self, step: int, save: Callable[[], Any]) -> Any:
+        """Save, on all ranks.
+
+        Raises:
+            CheckpointError: it could not be saved; the checkpoint before is still the latest, and complete.
+        """
+        if "://" in self._args.save:
+            return save()
+        folder = Path(self._args.save)
+        lack = from_rank_0(lambda: self._prepare(folder, step))
+        if lack is not None:
+            raise CheckpointError(f"the checkpoint of step {step} was not saved: {lack} {self._what_is_left(folder)}")
+        self._write_error = None
+        try:
+            return save()
+        except CheckpointException as error:  # on all ranks, because some could not write
+            first = self._first_write_error()
+            if first is not None:
+                who, failure = f"rank {first[0]}: ", first[1]
+            else:
+                who, failure = "", _first_cause(error)
+        except Exception as error:
+            who, failure = "", _first_cause(error)
+            if not isinstance(failure, OSError) and not _is_lost_peer(failure):
+                raise
+        raise CheckpointError(
+            f"the checkpoint of step {step} could not be saved in {folder}: {who}{_reason(failure)}. "
+            f"{_room(folder, failure)}{self._what_is_left(folder)}"
+        ) from failure
+
+    def _failed_to_write(self, error: Exception) -> None:
+        self._write_error = error
+
+    def _first_write_error(self) -> tuple[int, BaseException] | None:
+        """The first rank that could not write, and why; None if no rank knows. Collective over all ranks."""
+        errors: list[tuple[int | None, str] | None] = [None] * dist.get_world_size()
+        own = self._write_error
+        number = own.errno if isinstance(own, OSError) else None
+        dist.all_gather_object(errors, None if own is None else (number, _reason(own)))
+        for rank, error in enumerate(errors):
+            if error is not None:
+                return rank, OSError(*error) if error[0] is not None else RuntimeError(error[1])
+        return None
+
+    def _prepare(self, folder: Path, step: int) -> str | None:
+        """Make room for a checkpoint; says what is the matter if there is none."""
+        try:
+            remove_leftover(folder, step)
+            needed_bytes = self._num_bytes_of_last(folder)
+            if needed_bytes is None or (free_bytes := shutil.disk_usage(folder).free) >= needed_bytes:
+                return None
+        except OSError as error:
+            return f"{error}."
+        return (
+            f"{folder} has {free_bytes / 1e6:.1f} MB free, and the last checkpoint takes {needed_bytes / 1e6:.1f} MB: "
+            "free some space."
+        )
+
+    def _num_bytes_of_last(self, folder: Path) -> int | None:
+        steps = [int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*") if path.name[5:].isdigit()]
+        return num_bytes_of(folder / name_of(max(steps))) if steps else None
+
+    def _what_is_left(self, folder: Path) -> str:
+        """Where to go on."""
+        try:
+            step = tracked_step(folder, self._format)
+        except UsageError:
+            step = None
+        if step is None:
+            return "No checkpoint was saved before."
+        return f"The latest checkpoint there is still that of step {step}: start again with --load {folder}."
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong first, in a few words."""
+    cause = _first_cause(error)
+    if _is_lost_peer(cause):
+        return "another rank is gone"
+    if isinstance(cause, OSError):
+        return cause.strerror or str(cause)
+    text = reason_of(cause).strip().rstrip(".")
+    return text if isinstance(cause, AssertionError | RuntimeError) else f"{type(cause).__name__}: {text}"
+
+
+def _is_lost_peer(cause: BaseException) -> bool:
+    """Whether gloo or NCCL report that another rank closed its connection."""
+    return isinstance(cause, RuntimeError) and any(words in str(cause) for words in _LOST_PEER)
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Through torch's exceptions of several ranks, and what was raised while another one was handled."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        return _first_cause(next(iter(failures.values()))[0])
+    inner = error.__cause__ or (error.__context__ if not error.__suppress_context__ else None)
+    return _first_cause(inner) if inner is not None else error
+
+
+def _room(folder: Path, error: BaseException) -> str:
+    """What to do about a full disk; nothing where it was something else."""
+    cause = _first_cause(error)
+    if not isinstance(cause, OSError) or cause.errno not in _DISK_FULL:
+        return ""
+    return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB are free there: free some space; {INCOMPLETE}* can go. "

@@ -1,0 +1,203 @@
+"""Megatron DDP's gradient reductions, cut into micro-ops that a scheduler launches.
+
+DDP goes on doing everything but the collective itself: it decides when a bucket is complete (the last micro-batch, the
+first batch's order), checks for NaN, scales, chooses the operation, and waits before the optimizer. Only the
+collectives that it starts inside its coalescing manager are taken down and become micro-ops, with what the manager
+yields as the handle that DDP waits for.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import param_and_grad_buffer as ddp_buffers
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.patching import replaced, wrapped
+from megatron_lancet.runtime.comm_scheduler import CommScheduler, MicroOp, PendingReduction
+from megatron_lancet.schedule.reductions import MicroOps
+
+_BUCKET_GROUP = ddp_buffers._ParamAndGradBucketGroup
+_RELIED_ON = (
+    "_coalescing_manager(communication_group, async_ops=async_op) as cm",
+    "dist_reduce_scatter_func(",
+    "torch.distributed.all_reduce(",
+    "self.grad_reduce_handle = cm",
+)
+"""What DDP's ``start_grad_sync`` is made of."""
+
+
+def missing_seams() -> list[str]:
+    """What this module counts on and Megatron lacks, in words."""
+    source = inspect.getsource(_BUCKET_GROUP.start_grad_sync)
+    return [f"start_grad_sync's {part!r}" for part in _RELIED_ON if part not in source]
+
+
+class _AllReduce:
+    """Sums a slice of a bucket over all ranks of a group."""
+
+    def __init__(self, gradients: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
+        """
+        Args:
+            gradients: [n], a view of the bucket; reduced in place.
+        """
+        self.num_bytes = gradients.nbytes
+        self._gradients = gradients
+        self._op = op
+        self._group = group
+        self._work: dist.Work | None = None
+
+    def launch(self) -> None:
+        self._work = dist.all_reduce(self._gradients, op=self._op, group=self._group, async_op=True)
+
+    def wait(self) -> None:
+        assert self._work is not None, "a gradient micro-op was waited for before it was launched"
+        self._work.wait()
+
+    def release_if_done(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+
+class _ReduceScatter:
+    """Sums the same part of every rank's shard of a bucket; each rank gets its own."""
+
+    def __init__(
+        self,
+        own: torch.Tensor,
+        parts: list[torch.Tensor],
+        whole: torch.Tensor | None,
+        op: Any,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """
+        Args:
+            own: [n], where the sum goes: this rank's part, a view of the bucket.
+            parts: [n] each, views of the bucket, in rank order.
+            whole: [W * n], the parts where they lie side by side in the bucket; None: they are copied together.
+        """
+        self.num_bytes = len(parts) * own.nbytes
+        self._own = own
+        self._parts = parts
+        self._sent = whole
+        self._op = op
+        self._group = group
+        self._work: dist.Work | None = None
+
+    def launch(self) -> None:
+        sent = self._sent if self._sent is not None else torch.cat(self._parts)
+        self._sent = sent
+        self._work = dist.reduce_scatter_tensor(self._own, sent, op=self._op, group=self._group, async_op=True)
+
+    def wait(self) -> None:
+        assert self._work is not None, "a gradient micro-op was waited for before it was launched"
+        self._work.wait()
+        self._sent = None
+
+    def release_if_done(self) -> bool:
+        if self._work is not None and not self._work.is_completed():
+            return False
+        self._sent = None
+        return True
+
+
+def _all_reduces(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, cut: MicroOps) -> Iterator[MicroOp]:
+    for start, end in cut.cut(tensor.numel(), tensor.element_size()):
+        yield _AllReduce(tensor[start:end], op, group)
+
+
+def _reduce_scatters(
+    own: torch.Tensor, bucket: torch.Tensor, op: Any, group: dist.ProcessGroup, cut: MicroOps
+) -> Iterator[MicroOp]:
+    shards = bucket.chunk(group.size())
+    for start, end in cut.cut(bucket.numel(), bucket.element_size(), group.size()):
+        whole = bucket if end - start == own.numel() else None
+        yield _ReduceScatter(own[start:end], [shard[start:end] for shard in shards], whole, op, group)
+
+
+@contextmanager
+def _taken_down(
+    scheduler: CommScheduler, group: dist.ProcessGroup, async_ops: bool = False
+) -> Iterator[PendingReduction]:
+    """Stands in for torch's coalescing manager: no collective runs inside; what it yields is waited for later."""
+    assert async_ops, "gradients are reduced in micro-ops only beside the backward pass"
+    reduction = PendingReduction(scheduler)
+    cut = scheduler.micro_ops
+
+    def all_reduce(tensor: torch.Tensor, *, op: Any, group: dist.ProcessGroup, async_op: bool) -> None:
+        reduction.micro_ops += _all_reduces(tensor, op, group, cut)
+
+    def reduce_scatter(
+        output: torch.Tensor, input: torch.Tensor, *, op: Any, group: dist.ProcessGroup, async_op: bool
+    ) -> None:
+        reduction.micro_ops += _reduce_scatters(output, input, op, group, cut)
+
+    with (
+        replaced(dist, "all_reduce", all_reduce),
+        replaced(ddp_buffers, "dist_reduce_scatter_func", reduce_scatter),
+    ):
+        yield reduction
+    scheduler.put(reduction)
+
+
+def _collective_group(bucket_group: Any) -> dist.ProcessGroup:
+    if bucket_group.ddp_config.use_distributed_optimizer:
+        group: dist.ProcessGroup = bucket_group.intra_distributed_optimizer_instance_group
+    else:
+        group = bucket_group.data_parallel_group
+    return group
+
+
+def _check_chunk(ddp: DistributedDataParallel, cut: MicroOps) -> None:
+    """Raises UsageError if micro-ops are smaller than the smallest parameter in any bucket that they cut."""
+    smallest_bytes = min(
+        (
+            parameter.numel() * bucket.grad_data.element_size()
+            for bucket_group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups
+            if _collective_group(bucket_group).size() > 1
+            for bucket in bucket_group.buckets
+            for parameter in bucket.params_list
+        ),
+        default=0,
+    )
+    if cut.chunk_bytes < smallest_bytes:
+        raise UsageError(
+            f"--lancet-grad-chunk-mb {cut.chunk_bytes / 1e6:g} is less than the smallest parameter of the gradient "
+            f"buckets, {smallest_bytes / 1e6:g} MB. Pass at least that; 30 is the default."
+        )
+
+
+@contextmanager
+def reductions_in_micro_ops(scheduler: CommScheduler) -> Iterator[None]:
+    """While it holds, DDP's gradient reductions between several ranks go through ``scheduler``.
+
+    Raises:
+        UsageError: a model is wrapped whose smallest parameter is larger than a micro-op.
+    """
+
+    def checked(stock: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(stock)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            stock(self, *args, **kwargs)
+            _check_chunk(self, scheduler.micro_ops)
+
+        return init
+
+    def scheduled(stock: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(stock)
+        def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+            with ExitStack() as stack:
+                if _collective_group(self).size() > 1:  # a rank alone needs no wire
+                    manager: Callable[..., AbstractContextManager[PendingReduction]]
+                    manager = functools.partial(_taken_down, scheduler)
+                    stack.enter_context(replaced(ddp_buffers, "_coalescing_manager", manager))
+                stock(self, *args, **kwargs)
+
+        return start_grad_sync
+
+    with wrapped(DistributedDataParallel, "__init__", checked), wrapped(_BUCKET_GROUP, "start_grad_sync", scheduled):
+        yield

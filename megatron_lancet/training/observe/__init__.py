@@ -1,0 +1,1 @@
+"""What a run records about its steps and reports."""

@@ -1,0 +1,88 @@
+"""What a run leaves behind: the closing report, and with ``--lancet-report`` the files beside it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_lancet.files import RecordError
+from megatron_lancet.planning.explain import explain
+from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
+from megatron_lancet.planning.plan_record import record_of
+from megatron_lancet.planning.profile import Profile
+from megatron_lancet.planning.simulation.simulator import simulate
+from megatron_lancet.profiler.cache import write
+from megatron_lancet.report.exposed import ExposedTable, exposed_table
+from megatron_lancet.report.timeline.timeline_file import TIMELINE_FILE, TimelineRecord, write_timelines
+from megatron_lancet.report.timeline.views import write_views
+from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.training.observe.step_recorder import StepRecorder
+from megatron_lancet.training.observe.traced_steps import TracedSteps
+from megatron_lancet.training.overlap_setup import OverlapSetup
+from megatron_lancet.training.process.console import say
+from megatron_lancet.training.tuning.autotune import AutoTune
+from megatron_lancet.training.tuning.plan_maker import ProfilingPlanMaker
+
+PLAN_FILE = "plan.json"
+PROFILE_FILE = "profile.json"
+
+
+def report_overlap(
+    recorder: StepRecorder,
+    setup: OverlapSetup,
+    folder: Path | None,
+    traced: TracedSteps | None = None,
+    tuner: AutoTune | None = None,
+    maker: ProfilingPlanMaker | None = None,
+) -> None:
+    """The end of a run that overlaps. Collective over all ranks; rank 0 prints and writes.
+
+    Args:
+        folder: for files; None for none.
+        traced: steps to show; None if none were traced.
+        tuner: how the plan was found; None if it was given.
+        maker: has the profile behind it.
+    """
+    profile = maker.profile if maker is not None else None
+    timelines = traced.gather(str(setup.plan)) if traced is not None else None
+    table: ExposedTable | None = None
+    if timelines is not None:
+        timelines = _with_prediction(timelines, setup.plan, profile)
+        table = exposed_table(timelines.measured, timelines.predicted, timelines.before, timelines.reasons)
+    summary: dict[str, Any] | None = tuner.summary() if tuner is not None else None
+    recorder.report(setup.plan, folder, summary, table)
+    if folder is not None and dist.get_rank() == 0:
+        for path in _write(folder, setup.plan, profile, timelines):
+            say(f"                     {path}")
+
+
+def _with_prediction(record: TimelineRecord, plan: Plan, profile: Profile | None) -> TimelineRecord:
+    """What the profile says of the same step, where there is one."""
+    if profile is None:
+        return record
+    try:
+        predicted = simulate(profile, plan).timelines
+        layers = explain(profile, plan).layers
+    except RecordError:  # a fixed plan that the profile knows nothing of: then there is no prediction to show
+        return record
+    reasons = {message.op: message.reason.in_words for layer in layers for message in layer.exposed}
+    return replace(record, predicted=predicted, reasons=reasons)
+
+
+def _write(folder: Path, plan: Plan, profile: Profile | None, timelines: TimelineRecord | None) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    content = PlanFile(plan)
+    if profile is not None:
+        written.append(write(folder / PROFILE_FILE, profile))
+        try:
+            content = record_of(profile, plan)
+        except RecordError:  # as above
+            content = PlanFile(plan)
+    write_plan_file(folder / PLAN_FILE, content)
+    written.append(folder / PLAN_FILE)
+    if timelines is not None:
+        write_timelines(timelines, folder / TIMELINE_FILE)
+        written += [folder / TIMELINE_FILE, *write_views(timelines, folder)]
+    return written

@@ -1,0 +1,88 @@
+"""Two steps of a run in detail, for its report: one without overlap, one under the plan."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_lancet.report.timeline.timeline_file import TimelineRecord
+from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.timeline import RankTimeline
+from megatron_lancet.training.observe.step_recorder import StepRecorder
+from megatron_lancet.training.overlap_setup import OverlapSetup
+from megatron_lancet.training.tuning.controller import NUM_WARM_UP_STEPS, plan_without_overlap
+
+MAX_RANKS = 16
+"""Of larger worlds only rank 0's expert-parallel group is shown, and as many of its ranks: nobody reads more lanes."""
+
+
+class TracedSteps:
+    """Traces a step in the warm-up of a run that starts without overlap, and one under each plan that is settled.
+
+    A traced step is a little slower than others; medians don't notice.
+    """
+
+    def __init__(
+        self, setup: OverlapSetup, recorder: StepRecorder, device: torch.device, is_settled: Callable[[], bool]
+    ) -> None:
+        """
+        Args:
+            is_settled: whether the run has its plan; the same on all ranks.
+        """
+        self._setup = setup
+        self._recorder = recorder
+        self._device = device
+        self._is_settled = is_settled
+        self._before: RankTimeline | None = None
+        self._now: RankTimeline | None = None
+        self._plan: Plan | None = None
+
+    def observe(self, step: Callable[[], Any]) -> Any:
+        """Run a training step, and trace it if it is one for the report."""
+        num_steps = self._recorder.num_steps
+        if self._is_settled():
+            if num_steps < NUM_WARM_UP_STEPS or self._plan == self._setup.plan:
+                return step()
+            result, self._now = self._traced(step)
+            self._plan = self._setup.plan
+            return result
+        is_last_of_warm_up = num_steps == NUM_WARM_UP_STEPS - 1 and self._setup.plan == plan_without_overlap()
+        if self._before is not None or not is_last_of_warm_up:
+            return step()
+        result, self._before = self._traced(step)
+        return result
+
+    def gather(self, title: str) -> TimelineRecord | None:
+        """What was traced, on rank 0; None on others, and where no step was. Collective over all ranks."""
+        groups: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(groups, dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
+        shown = range(dist.get_world_size()) if dist.get_world_size() <= MAX_RANKS else groups[0][:MAX_RANKS]
+        own = (self._before, self._now) if dist.get_rank() in shown else (None, None)
+        everywhere: list[Any] = [(None, None)] * dist.get_world_size()
+        dist.gather_object(own, everywhere if dist.get_rank() == 0 else None)
+        # By rank: in a mocked world one of them answers for all.
+        before = {timeline.rank: timeline for timeline, _ in everywhere if timeline is not None}
+        now = {timeline.rank: timeline for _, timeline in everywhere if timeline is not None}
+        if dist.get_rank() != 0 or not now:
+            return None
+        return TimelineRecord(
+            title=title,
+            measured=tuple(now.values()),
+            before=tuple(before.values()),
+            ep_groups=tuple(dict.fromkeys(tuple(group) for group in groups)),
+        )
+
+    def _traced(self, step: Callable[[], Any]) -> tuple[Any, RankTimeline]:
+        comm = self._setup.stages[0].decoder.comm
+        trace = Trace(self._device, dist.get_rank())
+        comm.record_to(trace)
+        trace.begin_step()
+        try:
+            result = step()
+            found = trace.end_step()
+        finally:
+            comm.record_to(None)
+        return result, found.timeline

@@ -1,0 +1,73 @@
+"""Whether a run's gradient reductions give way to its all-to-alls, and what a planner is told of them."""
+
+import argparse
+
+import torch
+
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.errors import UsageError
+from megatron_lancet.planning.gradient_reduction import GradientReduction, default_bucket_bytes
+from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.reductions import CommPriority, MicroOps
+
+_BYTES_PER_MB = 1e6
+
+
+def choose_micro_ops(args: argparse.Namespace, config: LancetConfig, plan: Plan | None) -> MicroOps | None:
+    """How gradient reductions are cut; None where Megatron runs them.
+
+    Args:
+        args: Megatron's arguments, validated.
+        plan: None for stock modules.
+
+    Raises:
+        UsageError: the run asks for the priority together with something that it does not support.
+    """
+    if config.comm_priority is CommPriority.OFF:
+        return None
+    flag = f"--lancet-comm-priority {config.comm_priority}"
+    if plan is None:
+        raise UsageError(
+            f"{flag} needs the overlapping block, but this run has stock Megatron modules: it was given --lancet-plan "
+            f"off or has no expert parallelism (--expert-model-parallel-size is {args.expert_model_parallel_size}). "
+            "Drop one of the two."
+        )
+    if not args.overlap_grad_reduce:
+        raise UsageError(
+            f"{flag} orders gradient reductions in the backward pass, but they run after it: pass "
+            "--overlap-grad-reduce, or drop the flag."
+        )
+    for other, given in {
+        "--ddp-reduce-scatter-with-fp32-accumulation": args.ddp_reduce_scatter_with_fp32_accumulation,
+        f"--num-distributed-optimizer-instances {args.num_distributed_optimizer_instances}": (
+            args.num_distributed_optimizer_instances > 1
+        ),
+    }.items():
+        if given:
+            raise UsageError(f"{other} does not work with {flag}: it reduces in a way of its own. Drop one of the two.")
+    return MicroOps(round(config.grad_chunk_mb * _BYTES_PER_MB))
+
+
+def reduction_of(args: argparse.Namespace, config: LancetConfig) -> GradientReduction | None:
+    """How a run sums its gradients beside its backward pass, for the simulator; None if it does not.
+
+    Args:
+        args: Megatron's arguments, validated.
+    """
+    if not args.overlap_grad_reduce or args.data_parallel_size == 1:
+        return None
+    wide = args.params_dtype is torch.float32 or args.accumulate_allreduce_grads_in_fp32
+    element_bytes = (torch.float32 if wide else args.params_dtype).itemsize
+    bucket_bytes = default_bucket_bytes(args.data_parallel_size) * element_bytes // torch.float32.itemsize
+    if args.ddp_bucket_size is not None:
+        bucket_bytes = args.ddp_bucket_size * element_bytes
+    model_ranks = args.pipeline_model_parallel_size * (args.expert_tensor_parallel_size or 1)
+    return GradientReduction(
+        dense_ranks=args.data_parallel_size,
+        expert_ranks=max(1, args.world_size // (model_ranks * args.expert_model_parallel_size)),
+        priority=config.comm_priority,
+        bucket_bytes=max(1, bucket_bytes),
+        chunk_bytes=max(1, round(config.grad_chunk_mb * _BYTES_PER_MB)),
+        is_scatter=args.use_distributed_optimizer,
+        has_late_head=not args.untie_embeddings_and_output_weights,
+    )

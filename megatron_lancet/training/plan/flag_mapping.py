@@ -1,0 +1,86 @@
+"""Megatron's own flags for what a plan does: in a run by a plan they mean the plan."""
+
+import argparse
+import dataclasses
+import os
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.errors import UsageError
+from megatron_lancet.training.plan.select import OVERLAP_FLAGS, OWN_DISPATCHER, may_overlap
+
+_DISPATCHER_SETTINGS = ("moe_enable_deepep", "moe_flex_dispatcher_", "moe_deepep_", "moe_hybridep_", "moe_ncclep_")
+"""What other dispatchers are set up with: Megatron checks some of it against the dispatcher's type."""
+
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def map_overlap_flags(args: argparse.Namespace, config: LancetConfig) -> str | None:
+    """Put our plan in the place of Megatron's own ways to hide all-to-alls, in ``args``; and say so.
+
+    Call it between parsing and Megatron's validation, which refuses some of these flags together with what works with
+    a plan (full recompute, fp32, pipelines without virtual stages, no Transformer Engine). Where no plan will run
+    (``--lancet-plan off``, no expert parallelism) nothing changes: the flags keep Megatron's meaning.
+
+    Args:
+        args: of Megatron's parser, not validated. Changed in place.
+
+    Returns:
+        A line for the user; None where there was nothing to map.
+    """
+    if not may_overlap(args, config):
+        return None
+    notes = []
+    given = [flag for flag, name in OVERLAP_FLAGS.items() if getattr(args, name)]
+    if given:
+        for name in OVERLAP_FLAGS.values():
+            setattr(args, name, False)
+        args.wgrad_deferral_limit = 0
+        notes.append(f"the plan does what {', '.join(given)} {'asks' if len(given) == 1 else 'ask'} for")
+    notes += _own_connections(args, given)
+    dispatcher = args.moe_token_dispatcher_type
+    if dispatcher != OWN_DISPATCHER:
+        notes.append(f"--moe-token-dispatcher-type {dispatcher} runs as the plan's all-to-alls")
+        args.moe_token_dispatcher_type = OWN_DISPATCHER
+        _forget_settings_of_other_dispatchers(args)
+    if args.moe_permute_fusion:
+        args.moe_permute_fusion = False
+        notes.append("--moe-permute-fusion gives way to torch's permutation, with the same result")
+    if args.high_priority_a2a_comm_stream:
+        args.high_priority_a2a_comm_stream = False
+        notes.append("--high-priority-a2a-comm-stream gives way to the plan's own stream")
+    if args.context_parallel_size > 1 and args.cp_comm_type != ["p2p"]:
+        notes.append(f"--cp-comm-type {' '.join(args.cp_comm_type)} gives way to gathered keys and values")
+        args.cp_comm_type, args.hierarchical_context_parallel_sizes = ["p2p"], None
+    return "; ".join(notes) or None
+
+
+def refuse_mapped_flags(args: argparse.Namespace, config: LancetConfig) -> None:
+    """Where it is too late to map them.
+
+    Raises:
+        UsageError: :func:`map_overlap_flags` would have something to map.
+    """
+    mapped = map_overlap_flags(argparse.Namespace(**vars(args)), config)
+    if mapped:
+        raise UsageError(
+            f"with --spec flags can't be mapped ({mapped}): pass --moe-token-dispatcher-type {OWN_DISPATCHER} and drop "
+            "the others, or start pretrain_gpt_moe.py, which maps them."
+        )
+
+
+def _own_connections(args: argparse.Namespace, given: list[str]) -> list[str]:
+    """Megatron wants one connection for tensor and context parallelism, but not beside its own overlap."""
+    exempt = "--overlap-moe-expert-parallel-comm" in given
+    parallel = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
+    if not exempt or not parallel or os.environ.get(_CONNECTIONS) == "1":
+        return []
+    os.environ[_CONNECTIONS] = "1"
+    return [f"{_CONNECTIONS} is 1, as Megatron asks for tensor and context parallelism"]
+
+
+def _forget_settings_of_other_dispatchers(args: argparse.Namespace) -> None:
+    for field in dataclasses.fields(TransformerConfig):
+        if field.name.startswith(_DISPATCHER_SETTINGS) and hasattr(args, field.name):
+            setattr(args, field.name, field.default)

@@ -1,0 +1,119 @@
+"""What a run's arguments allow a plan to do, and which flag is in the way."""
+
+import argparse
+from collections.abc import Iterator
+
+from megatron_lancet.config import AttentionChoice, LancetConfig
+from megatron_lancet.errors import UsageError
+from megatron_lancet.planning.search.search_space import Exclusion, Limits
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
+
+
+def chunked_size(args: argparse.Namespace, dim: ChunkDim) -> tuple[int, str]:
+    """The most chunks that a micro-batch can be cut into along ``dim``, and the flags that say so."""
+    if dim is ChunkDim.BATCH:
+        return args.micro_batch_size, "--micro-batch-size"
+    flag = "--seq-length" + (" / --context-parallel-size" if args.context_parallel_size > 1 else "")
+    return args.seq_length // args.context_parallel_size, flag
+
+
+def lacking_in_sdpa(args: argparse.Namespace) -> list[str]:
+    """Flags that torch's fused attention kernel can't follow."""
+    lacking = {
+        "--window-size": args.window_size is not None,
+        f"--softmax-type {args.softmax_type}": args.softmax_type != "vanilla",
+    }
+    return [flag for flag, given in lacking.items() if given]
+
+
+def against_sequence_chunks(
+    args: argparse.Namespace, config: LancetConfig, overlap_range: OverlapRange
+) -> Iterator[str]:
+    """What keeps the sequence from being cut exactly."""
+    if args.sequence_parallel:
+        yield "--sequence-parallel"
+    if not overlap_range.has_attention:
+        return
+    if args.context_parallel_size > 1:
+        yield "--context-parallel-size"
+    if args.reset_attention_mask:
+        yield "--reset-attention-mask"
+    yield from lacking_in_sdpa(args)
+    if config.attention is AttentionChoice.STOCK:
+        yield "--lancet-attention stock"
+
+
+def routing_over_whole_micro_batch(args: argparse.Namespace) -> Iterator[str]:
+    """Routing whose decision about one token depends on the others, or draws random numbers per call."""
+    balancing = args.moe_router_load_balancing_type
+    kinds = balancing if isinstance(balancing, list) else [balancing]
+    for kind in ("sinkhorn", "quantile_balancing"):
+        if kind in kinds:
+            yield f"--moe-router-load-balancing-type {kind}"
+    for flag, given in {
+        "--moe-expert-capacity-factor": args.moe_expert_capacity_factor is not None,
+        "--moe-input-jitter-eps": args.moe_input_jitter_eps is not None,
+        "--moe-router-force-load-balancing": args.moe_router_force_load_balancing,
+        "--moe-router-force-biased": args.moe_router_force_biased is not None,
+    }.items():
+        if given:
+            yield flag
+
+
+def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
+    """What a planner may choose from for this run: what the user asks for, as far as the run allows it.
+
+    Limits are a product of dimensions and ranges. Where sequence chunks work in some ranges only, the ranges stay and
+    the dimension goes, unless the micro-batch has one sample: then only the sequence can be cut.
+
+    Args:
+        args: Megatron's arguments, validated.
+
+    Raises:
+        UsageError: a wish of the user that the run does not allow.
+    """
+    excluded: list[Exclusion] = []
+    ranges = [config.range] if config.range else list(OverlapRange)
+    whole = ", ".join(routing_over_whole_micro_batch(args))
+    if whole:
+        ranges = [OverlapRange.EXPERTS]
+        excluded.append(Exclusion("ranges before dispatch", f"{whole} looks at the whole micro-batch"))
+    dims = [config.chunk_dim] if config.chunk_dim else list(ChunkDim)
+    if ChunkDim.SEQUENCE in dims:
+        needs_sequence = config.chunk_dim is ChunkDim.SEQUENCE or args.micro_batch_size == 1
+        dims, ranges = _with_exact_sequence_chunks(args, config, dims, ranges, needs_sequence, excluded)
+    return Limits(
+        num_chunks=None if config.num_chunks is None else (config.num_chunks,),
+        chunk_dims=tuple(dims),
+        ranges=tuple(ranges),
+        dw_policies=tuple(DwPolicy) if config.dw_policy is None else (config.dw_policy,),
+        dw_memory_bytes=None if config.dw_memory_mb is None else max(1, round(config.dw_memory_mb * 1e6)),
+        excluded=tuple(excluded),
+    )
+
+
+def _with_exact_sequence_chunks(
+    args: argparse.Namespace,
+    config: LancetConfig,
+    dims: list[ChunkDim],
+    ranges: list[OverlapRange],
+    needs_sequence: bool,
+    excluded: list[Exclusion],
+) -> tuple[list[ChunkDim], list[OverlapRange]]:
+    """Dimensions and ranges of which every pair is exact."""
+    obstacles = {one: next(against_sequence_chunks(args, config, one), None) for one in ranges}
+    exact = [one for one in ranges if obstacles[one] is None]
+    if len(exact) == len(ranges):
+        return dims, ranges
+    obstacle = next(found for found in obstacles.values() if found is not None)
+    if needs_sequence and exact:
+        others = " and ".join(one for one in ranges if one not in exact)
+        excluded.append(Exclusion(f"ranges {others}", f"sequence chunks do not work there with {obstacle}"))
+        return dims, exact
+    if config.chunk_dim is ChunkDim.SEQUENCE:
+        raise UsageError(
+            f"--lancet-chunk-dim sequence does not work with {obstacle}. Drop one of the two, or pass "
+            "--lancet-range gate, or --lancet-plan off."
+        )
+    excluded.append(Exclusion("sequence chunks", f"they do not work with {obstacle}"))
+    return [ChunkDim.BATCH], ranges

@@ -1,0 +1,58 @@
+"""What becomes of a launch script's settings before anything is validated, each said in a line.
+
+Megatron's flags for its own overlap mean our plan, see ``flag_mapping.py``. And settings are put right that Megatron
+refuses although the run does not depend on them: public scripts have them, written for another version of Megatron, or
+shared by many layouts.
+"""
+
+import argparse
+
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
+
+_LEARNED_POSITIONS = "learned_absolute"
+
+
+def settle(args: argparse.Namespace, config: LancetConfig) -> list[str]:
+    """Change ``args``, which are not validated yet, in place.
+
+    Returns:
+        A line for each change.
+    """
+    mapped = map_overlap_flags(args, config)
+    return [*adjust(args), *([mapped] if mapped else [])]
+
+
+def adjust(args: argparse.Namespace) -> list[str]:
+    """Change ``args``, which are not validated yet, in place.
+
+    Returns:
+        A line for each change.
+    """
+    lines = []
+    if args.tokenizer_type is None and args.vocab_file and args.merge_file:
+        args.tokenizer_type = "GPT2BPETokenizer"
+        lines.append(
+            "--tokenizer-type is missing: GPT2BPETokenizer, because --vocab-file and --merge-file are its files"
+        )
+    if args.tp_comm_overlap and args.tensor_model_parallel_size == 1:
+        args.tp_comm_overlap = False
+        lines.append("--tp-comm-overlap is off: without tensor parallelism there is nothing for it to overlap")
+    if args.transformer_impl == "local" and args.normalization == "RMSNorm" and not args.no_persist_layer_norm:
+        args.no_persist_layer_norm = True
+        lines.append("--no-persist-layer-norm is on: there is no such kernel for RMSNorm")
+    if args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te":
+        args.cross_entropy_fusion_impl = "native"
+        lines.append(
+            "--cross-entropy-fusion-impl is native instead of te: this Megatron does not trust Transformer Engine's, "
+            "and both compute the same loss"
+        )
+    positions, length = args.max_position_embeddings, args.seq_length
+    kind = "rope" if args.use_rotary_position_embeddings else args.position_embedding_type
+    if positions and length and positions < length and kind != _LEARNED_POSITIONS:
+        args.max_position_embeddings = length
+        lines.append(
+            f"--max-position-embeddings is {length} instead of {positions}, for --seq-length {length}: "
+            f"{kind} positions have no table of that size"
+        )
+    return lines

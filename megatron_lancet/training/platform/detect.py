@@ -1,0 +1,90 @@
+"""Chooses between GPU and CPU, and sets what a CPU run needs of Megatron's arguments."""
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.training.platform.cpu import cpu_platform, gpu_available
+from megatron_lancet.training.platform.mock import is_mocked
+
+_CPU_SETTINGS = {
+    "transformer_impl": "local",
+    "gradient_accumulation_fusion": False,
+    "no_persist_layer_norm": True,
+    "masked_softmax_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "use_flash_attn": False,
+    "tp_comm_overlap": False,
+    "use_te_activation_func": False,
+}
+"""Megatron's arguments that name CUDA kernels, and their plain counterparts."""
+
+_GPU_ONLY = {
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
+    "optimizer_cpu_offload": "--optimizer-cpu-offload",
+    "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
+    "async_save": "--async-save",
+}
+"""Arguments that change what is computed or kept, and that have no counterpart on a CPU."""
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What this process computes on.
+
+    Attributes:
+        device: its device.
+        description: a line for the user.
+    """
+
+    device: torch.device
+    description: str
+
+
+@contextmanager
+def platform() -> Iterator[Platform]:
+    """Makes Megatron run on what this machine has, inside the context."""
+    if gpu_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        yield Platform(device, f"{torch.cuda.device_count()} GPU(s), NCCL")
+        return
+    # Megatron insists on it for tensor and context parallelism; it orders CUDA launches, of which there are none.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with cpu_platform():
+        yield Platform(torch.device("cpu"), "no GPU found: CPU with gloo, unfused attention, norms and losses")
+
+
+def apply_cpu_settings(args: argparse.Namespace) -> None:
+    """Replace the settings that need a GPU by their plain counterparts, in place.
+
+    Raises:
+        UsageError: a setting without a counterpart.
+    """
+    from megatron.core.transformer.enums import AttnBackend
+
+    for name, flag in _GPU_ONLY.items():
+        if getattr(args, name):
+            raise UsageError(f"{flag} needs a GPU, and this machine has none. Drop the flag to run on the CPU.")
+    if args.cuda_graph_impl != "none" or args.enable_cuda_graph or args.external_cuda_graph:
+        raise UsageError("CUDA graphs need a GPU, and this machine has none. Drop the --cuda-graph flags.")
+    for name, value in _CPU_SETTINGS.items():
+        assert hasattr(args, name), f"Megatron has no argument {name}"
+        setattr(args, name, value)
+    if not is_mocked(args):
+        args.distributed_backend = "gloo"
+    args.attention_backend = AttnBackend.unfused

@@ -1,0 +1,145 @@
+"""``--distributed-backend mock``: Megatron's training in one process that plays rank 0 of a mocked world."""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from megatron.training import arguments, training
+from megatron.training.utils import common_utils
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.mock.link import Link
+from megatron_lancet.mock.mock_group import BACKEND
+from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.patching import replaced, wrapped
+
+_BACKEND_FLAG = "--distributed-backend"
+_LINK_FLAG = "--lancet-mock-link"
+
+
+def add_mock_arguments(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
+    """Makes Megatron's parser know the backend, and the link that goes with it."""
+    _add_backend(parser)
+    group.add_argument(
+        _LINK_FLAG,
+        type=_link,
+        metavar="LATENCY_US:GBYTES_PER_S",
+        help=f"with {_BACKEND_FLAG} {BACKEND}: what each message costs on the wire, for example 20:25 "
+        "(20 microseconds, 25e9 bytes per second). By default messages are free.",
+    )
+
+
+def _add_backend(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    backend = parser._option_string_actions[_BACKEND_FLAG]
+    assert backend.choices is not None
+    backend.choices = (*backend.choices, BACKEND)
+    return parser
+
+
+def is_mocked(args: argparse.Namespace) -> bool:
+    """Whether the run asks for a mocked world."""
+    return args.distributed_backend == BACKEND
+
+
+def check_mock_arguments(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        UsageError: a mocked world that can't be, or a setting for which its collectives would not mean anything.
+    """
+    if not is_mocked(args):
+        if args.lancet_mock_link is not None:
+            raise UsageError(f"{_LINK_FLAG} is the link of a mocked world: pass {_BACKEND_FLAG} {BACKEND}, or drop it.")
+        return
+    if args.rank != 0 or int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            f"{_BACKEND_FLAG} {BACKEND} plays all ranks in one process: start it without torchrun, with WORLD_SIZE set "
+            "to the number of ranks to play and RANK=0 or unset."
+        )
+    for flag, reason in _unsupported(args):
+        raise UsageError(
+            f"{flag} does not work with {_BACKEND_FLAG} {BACKEND}: {reason}. Change it, or run on real ranks."
+        )
+
+
+def _unsupported(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    shards = "its ranks hold different parts of a tensor, and the mock's collectives act as if all held the same"
+    sends = "the mock has no sends from one rank to the next"
+    for flag, size, reason in (
+        ("--tensor-model-parallel-size", args.tensor_model_parallel_size, shards),
+        ("--expert-tensor-parallel-size", args.expert_tensor_parallel_size, shards),
+        ("--context-parallel-size", args.context_parallel_size, shards),
+        ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size, sends),
+    ):
+        if (size or 1) > 1:
+            yield f"{flag} {size}", reason
+    dispatcher = args.moe_token_dispatcher_type
+    if args.expert_model_parallel_size > 1 and dispatcher != "alltoall":
+        yield (
+            f"--moe-token-dispatcher-type {dispatcher}",
+            "it gathers the rows of all ranks, and the mock has only this one's; pass alltoall",
+        )
+    sharded_optimizers = {
+        "--use-distributed-optimizer": args.use_distributed_optimizer,
+        "--optimizer dist_muon": str(args.optimizer).startswith("dist_"),
+        "--use-megatron-fsdp": args.use_megatron_fsdp,
+        "--use-torch-fsdp2": args.use_torch_fsdp2,
+    }
+    for flag, given in sharded_optimizers.items():
+        if given:
+            yield flag, "each rank keeps a part of the weights, and the mock would gather N copies of the first"
+    for flag, given in {
+        "--save": args.save,
+        "--load": args.load,
+        "--pretrained-checkpoint": args.pretrained_checkpoint,
+    }.items():
+        if given:
+            yield flag, "it would write or read the shards of ranks that don't exist"
+    for flag, given in {"--tensorboard-dir": args.tensorboard_dir, "--wandb-project": args.wandb_project}.items():
+        if given:
+            yield flag, "Megatron writes it on the last rank, which does not exist"
+
+
+@contextmanager
+def mocked_world_of(args: argparse.Namespace) -> Iterator[None]:
+    """The world of a run, inside the context: a mocked one where the run asks for it, else left to Megatron.
+
+    Megatron initialises ``torch.distributed`` only where nobody has.
+    """
+    if not is_mocked(args):
+        yield
+        return
+
+    def with_backend(stock: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda parser: _add_backend(stock(parser))
+
+    with (
+        # Megatron logs on the last rank.
+        replaced(common_utils, "is_last_rank", lambda: True),
+        replaced(training, "is_last_rank", lambda: True),
+        # Megatron's fault tolerance parses the command line again, with flags that it does not know ignored.
+        wrapped(arguments, "add_megatron_arguments", with_backend),
+        mock_world(args.world_size, _link_of(args), timedelta(minutes=args.distributed_timeout_minutes)),
+    ):
+        yield
+
+
+def describe_mocked_world(args: argparse.Namespace) -> str:
+    """A line for the user."""
+    return (
+        f"mocked: this process plays rank 0 of {args.world_size}, link {_link_of(args)}. All-to-alls return what was "
+        "sent and all ranks count as having this one's data: losses and throughput are those of the mocked world."
+    )
+
+
+def _link_of(args: argparse.Namespace) -> Link:
+    return args.lancet_mock_link or Link()
+
+
+def _link(text: str) -> Link:
+    try:
+        return Link.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

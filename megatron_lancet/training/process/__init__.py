@@ -1,0 +1,1 @@
+"""How a training process ends: exit codes, signals, messages."""

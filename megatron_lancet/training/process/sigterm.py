@@ -1,0 +1,72 @@
+"""SIGTERM as a wish: finish the step, save, end. SLURM sends it before a time limit, and torchrun passes it on."""
+
+import argparse
+import threading
+
+import torch
+import torch.distributed as dist
+
+from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.runtime.peers import listed
+from megatron_lancet.training.process import console
+from megatron_lancet.training.process.exit import Whereabouts, say
+
+_PATIENCE_S = 20.0
+"""A rank says where it stands when a step does not end; torchrun kills after 30 s, unless told otherwise."""
+
+
+def saves_on_sigterm(args: argparse.Namespace, config: LancetConfig) -> bool:
+    """Decide whether SIGTERM saves and ends the run, and tell Megatron, whose data loaders' workers then ignore it.
+
+    So it does with ``--save``, unless the user has asked for stock (``--lancet-plan off``) or for a handler of
+    Megatron's. After :func:`~megatron.training.global_vars.set_global_variables`, which would install that.
+    """
+    if args.exit_signal_handler or args.exit_signal_handler_for_training:
+        return False
+    args.exit_signal_handler = bool(args.save) and config.plan is not PlanChoice.OFF
+    return bool(args.exit_signal_handler)
+
+
+class StopRequest:
+    """Remembers a SIGTERM until the end of the step. All ranks then stop together, also if only one was signalled.
+
+    Before the training loop begins a SIGTERM ends the process at once: there is nothing to save. Further ones during
+    the loop change nothing: SLURM signals every process of a step, and so does torchrun that was signalled itself.
+    """
+
+    def __init__(self, where: Whereabouts, device: torch.device) -> None:
+        """
+        Args:
+            where: learns whom to tell of a SIGTERM.
+            device: of the flag that the ranks exchange after each step.
+        """
+        self._where = where
+        self._device = device
+        self._asked = False
+
+    def begin(self) -> None:
+        """From now on a SIGTERM waits for the end of the step."""
+        self._where.on_sigterm = self._ask
+
+    def signals_received(self) -> list[bool]:
+        """By rank, whether it was asked to stop. Collective over all ranks, after each step."""
+        asked = torch.tensor([self._asked], dtype=torch.int32, device=self._device)
+        flags = [torch.empty_like(asked) for _ in range(dist.get_world_size())]
+        dist.all_gather(flags, asked)
+        received: list[bool] = torch.cat(flags).bool().tolist()
+        if any(received):
+            ranks = [rank for rank, one in enumerate(received) if one]
+            console.say(f"Megatron-Lancet: SIGTERM came to {listed(ranks)}: saving, then ending.")
+        return received
+
+    def _ask(self) -> None:
+        """Called by the thread that watches for signals."""
+        if self._asked:
+            return
+        self._asked = True
+        complaint = threading.Timer(_PATIENCE_S, self._complain)
+        complaint.daemon = True
+        complaint.start()
+
+    def _complain(self) -> None:
+        say(f"SIGTERM came {_PATIENCE_S:g} s ago, and the run goes on: {self._where}")

@@ -1,0 +1,1 @@
+"""Finds a plan while training: profile, plan, switch, verify."""

@@ -1,0 +1,198 @@
+"""Profiles a run during its own steps and plans by what it found; keeps profiles for later runs."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.files import RecordError, to_plain
+from megatron_lancet.planning.profile import Profile
+from megatron_lancet.planning.search.gradient_overlap import measured_with, with_reduction
+from megatron_lancet.planning.search.planner import PlannedStep, make_plan
+from megatron_lancet.planning.simulation.replay import expect
+from megatron_lancet.profiler import cache
+from megatron_lancet.profiler.cache import ProfileKey
+from megatron_lancet.profiler.facts import ProfiledModel, key_of
+from megatron_lancet.profiler.measure import ProfileRun, num_profile_steps
+from megatron_lancet.schedule.plan import DwPolicy, Plan
+from megatron_lancet.training.overlap_setup import OverlapSetup
+from megatron_lancet.training.plan.comm_priority import reduction_of
+from megatron_lancet.training.plan.limits import planning_limits
+from megatron_lancet.training.tuning.autotune import Planned, PlanningFailed, from_rank_0
+from megatron_lancet.training.tuning.controller import Prediction
+from megatron_lancet.training.tuning.memory_budget import least_room_bytes, memory_bound_bytes
+from megatron_lancet.training.tuning.profiling import plans_within, profiled_model
+
+_NUM_REFRESH_STEPS = 2
+"""Traced steps that show where rows go and what links take, when all else is known."""
+
+
+class ProfilingPlanMaker:
+    """See :class:`~megatron_lancet.training.tuning.autotune.PlanMaker`.
+
+    Attributes:
+        profile: by which the last plan was made, on rank 0; None before, and on other ranks.
+        planned: what the planner said, on rank 0.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: LancetConfig,
+        setup: OverlapSetup,
+        device: torch.device,
+        note: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            note: takes a line for the user.
+
+        Raises:
+            UsageError: a wish of the user that the run does not allow.
+        """
+        self._args = args
+        self._setup = setup
+        self._device = device
+        self._note = note
+        self._limits = planning_limits(args, config)
+        self._plans = plans_within(args, self._limits)
+        self._cache_dir = config.cache_dir
+        self._reduction = reduction_of(args, config)
+        self._key: ProfileKey | None = None
+        self._run: ProfileRun | None = None
+        self._num_done = 0
+        self._refreshes = False
+        self._looked_up = False
+        self._source = ""
+        self.profile: Profile | None = None
+        self.planned: PlannedStep | None = None
+
+    def made_for(self) -> dict[str, str]:
+        """What a plan depends on, by name. Collective."""
+        self._key = key_of(self._model())
+        return {**self._key.fields(), "limits": json.dumps(to_plain(self._limits))}
+
+    def num_steps(self) -> int:
+        """Training steps that a profile needs, 0 where one is at hand. Collective."""
+        return 0 if self._look_up() else num_profile_steps(self._plans)
+
+    def begin(self, again: bool) -> None:
+        """Start a profile. Collective.
+
+        Args:
+            again: of a run that has a plan: if its ops are known only links and shares of rows are measured.
+        """
+        is_known = self._look_up()
+        self._run, self._num_done, self._refreshes = None, 0, again and is_known
+        if self._refreshes:
+            self._run = ProfileRun(self._model(), [self._setup.plan], _NUM_REFRESH_STEPS)
+        elif not is_known:
+            self._run = ProfileRun(self._model(), self._plans)
+        if self._run is not None:
+            self._source = f"a profile of {len(self._run.plans)} steps"
+
+    def next_plan(self) -> Plan | None:
+        """The plan for the next profiled step, None when there is all that a plan needs."""
+        if self._run is None or self._num_done == len(self._run.plans):
+            return None
+        return self._run.plans[self._num_done]
+
+    def run_step(self, step: Callable[[], Any]) -> Any:
+        """Run a training step, and profile it."""
+        assert self._run is not None
+        with self._run.step(self._num_done):
+            result = step()
+        self._num_done += 1
+        return result
+
+    def make(self) -> Planned:
+        """Make the plan on rank 0, for all. Collective.
+
+        Raises:
+            PlanningFailed: there is none.
+        """
+        found = self._run.finish() if self._run is not None else None
+        room_bytes = least_room_bytes(self._device)
+        answer = from_rank_0(lambda: self._plan(found, room_bytes))
+        if isinstance(answer, str):
+            raise PlanningFailed(answer)
+        return answer
+
+    def _model(self) -> ProfiledModel:
+        return profiled_model(self._args, self._setup, self._device)
+
+    def _look_up(self) -> bool:
+        """Whether a profile is at hand, from this run or from the cache. Collective."""
+        return from_rank_0(self._look_up_here)
+
+    def _look_up_here(self) -> bool:
+        if not self._looked_up and self._cache_dir is not None:
+            assert self._key is not None
+            self._looked_up = True
+            try:
+                self.profile = cache.load(self._cache_dir, self._key)
+            except (RecordError, OSError) as error:
+                self._note(f"the profile in the cache is of no use: {error}")
+            if self.profile is not None:
+                self._source = f"the profile {self._key.path(self._cache_dir)}"
+        return self.profile is not None
+
+    def _keep(self, profile: Profile) -> None:
+        if self._cache_dir is None:
+            return
+        try:
+            cache.keep(self._cache_dir, profile)
+        except OSError as error:
+            self._note(f"the profile is not kept for later runs: {error}. --lancet-cache names another folder, or off")
+
+    def _plan(self, found: Profile | None, room_bytes: int) -> Planned | str:
+        """On rank 0: the plan, or why there is none.
+
+        Args:
+            room_bytes: that the tightest rank can take beyond its highest use so far.
+        """
+        if found is not None and self._refreshes:
+            assert self.profile is not None
+            self.profile = replace(self.profile, link=found.link, received_share=found.received_share)
+        start_s = time.perf_counter()
+        try:
+            if found is not None and not self._refreshes:
+                self.profile = self._with_own_reduction(found)
+                self._keep(self.profile)
+            assert self.profile is not None
+            profile = self.profile = with_reduction(self.profile, self._reduction)
+            ran = [self._setup.plan, *(self._run.plans if self._run is not None else ())]
+            bound_bytes = memory_bound_bytes(profile, ran, room_bytes)
+            planned = make_plan(profile, replace(self._limits, max_memory_bytes=bound_bytes))
+            prediction = _prediction(profile, planned)
+        except RecordError as error:
+            return f"no plan could be made: {error}"
+        except Exception as error:  # noqa: BLE001 training can go on without a plan, and must
+            return f"planning failed: {type(error).__name__}: {error}"
+        self.planned = planned
+        why = f"best of {planned.num_simulated}, planned in {time.perf_counter() - start_s:.1f} s from {self._source}"
+        if planned.warning is not None:
+            self._note(planned.warning)
+        return Planned(planned.plan, replace(prediction, why=why), self._profiled(profile))
+
+    def _with_own_reduction(self, found: Profile) -> Profile:
+        """What this run's steps waited for gradients is not what other runs would wait for."""
+        return found if self._reduction is None else measured_with(found, self._reduction, self._plans)
+
+    def _profiled(self, profile: Profile) -> dict[str, tuple[Plan, float]]:
+        """Plans that ran for the profile, as far as the run may use them; none where it has changed since."""
+        if self._refreshes or DwPolicy.FILL not in self._limits.dw_policies:
+            return {}
+        times_ms = profile.measured_steps_ms
+        return {str(plan): (plan, times_ms[str(plan)]) for plan in self._plans if str(plan) in times_ms}
+
+
+def _prediction(profile: Profile, planned: PlannedStep) -> Prediction:
+    """As it will be measured."""
+    expected = expect(profile, planned.plan)
+    return Prediction(expected.step_ms, expected.exposed_ms)

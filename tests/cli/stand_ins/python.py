@@ -1,0 +1,45 @@
+"""Stands in for a launch script's interpreter: a fork of a process that has imported torch and Megatron does the work.
+
+``python.py -m torch.distributed.run ARGUMENTS...`` or ``python.py SCRIPT ARGUMENTS...``, with the environment, output,
+signals and status that the interpreter itself would have. $PRELOADED names the socket of the process that forks. This
+process and its fork write their ids to the file $SLURM_STAND_IN/node<SLURM_NODEID>.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+REPO = Path(__file__).parents[3]
+sys.path.insert(0, str(REPO))
+
+from tests.ranks.preloaded import fork  # noqa: E402 it is found only now
+
+TORCHRUN = REPO / "tests" / "distributed" / "stand_ins" / "torchrun.py"
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    command = [str(TORCHRUN), *words[2:]] if words[:2] == ["-m", "torch.distributed.run"] else words
+    output = Path(f"/proc/{os.getpid()}/fd/1")
+    rank = fork(Path(os.environ["PRELOADED"]), command, {**os.environ, "PYTHONPATH": str(REPO)}, output, Path.cwd())
+
+    def forward(number: int, _: FrameType | None) -> None:
+        os.kill(rank.pid, number)
+
+    for number in FORWARDED:
+        signal.signal(number, forward)
+    node = Path(os.environ["SLURM_STAND_IN"]) / f"node{os.environ['SLURM_NODEID']}"
+    with node.open("a") as processes:
+        processes.write(f"{os.getpid()} {rank.pid}\n")
+    status = rank.wait()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

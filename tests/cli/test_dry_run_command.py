@@ -1,0 +1,48 @@
+"""The entry script with --lancet-dry-run, as a shell sees it: one process, output, exit status."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import launch
+
+SCRIPT = launch.REPO / "pretrain_gpt_moe.py"
+SMALL = (
+    "--lancet-dry-run --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    "--max-position-embeddings 32 --num-experts 8 --expert-model-parallel-size 4 --disable-bias-linear --lr 1e-3 "
+    "--tokenizer-type NullTokenizer --vocab-size 100 --eval-interval 10 --train-iters 10 --transformer-impl local "
+    "--data-path /no/such_document --moe-token-dispatcher-type alltoall"
+).split()
+pytestmark = pytest.mark.distributed
+
+
+def start(more: list[object], log_dir: Path, **environment: str) -> launch.RankResult:
+    # Whoever waits for other ranks, or connects to them, does not come back.
+    env = {"MASTER_PORT": "1", **environment}
+    (result,) = launch.run(SCRIPT, [*SMALL, *more], 1, log_dir, timeout_s=60, env=env)
+    return result
+
+
+def test_a_dry_run_ends_well_and_says_it_all(tmp_path):
+    result = start([], tmp_path, WORLD_SIZE="1024", LANCET_UNUSED="")
+    assert result.returncode == 0, result.output
+    for part in ("1024 ranks (WORLD_SIZE)", "EP 4", "expert-DP 256", "parameters", "activations", "chunks=2 dim=batch"):
+        assert part in result.output
+    assert "data file not found: /no/such_document.idx" in result.output
+    assert result.output.splitlines()[-1].startswith("dry run passed, ")
+    assert len(result.output.splitlines()) < 40  # not Megatron's thousand arguments
+
+
+def test_only_the_first_rank_speaks(tmp_path):
+    result = start([], tmp_path, WORLD_SIZE="4", RANK="3")
+    assert (result.returncode, result.output) == (0, "")
+
+
+def test_a_refusal_is_one_line(tmp_path):
+    result = start(["--num-experts", 6], tmp_path, WORLD_SIZE="1024")
+    assert result.returncode == 2
+    last = result.output.splitlines()[-1]
+    assert last.startswith(
+        "error: --num-experts must be a multiple of --expert-model-parallel-size; got 6 experts on 4"
+    )
+    assert "Traceback" not in result.output

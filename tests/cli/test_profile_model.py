@@ -1,0 +1,51 @@
+"""tools/profile_model.py on two real ranks: a profile that reads back, of the model that was asked for."""
+
+import re
+
+import pytest
+
+from megatron_lancet.planning.profile import LayerKind, read_profile
+from megatron_lancet.schedule.plan import ChunkDim
+from tests.ranks import launch
+from tests.ranks.pretraining import EP2, command_line
+
+TOOL = launch.REPO / "tools" / "profile_model.py"
+
+
+@pytest.fixture(scope="module")
+def run(token_data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profile")
+    path = folder / "profile.json"
+    results = launch.run(TOOL, ["--output", path, *command_line(token_data, EP2)], 2, folder, timeout_s=150)
+    launch.check(results)
+    return read_profile(path), [result.output for result in results]
+
+
+def test_the_profile_is_of_this_model(run):
+    profile, _ = run
+    assert profile.model.layer_kinds == (LayerKind.MOE, LayerKind.MOE)
+    assert (profile.model.ep_size, profile.model.world_size) == (2, 2)
+    assert (profile.model.micro_batch_size, profile.model.seq_length, profile.model.num_micro_batches) == (4, 32, 2)
+    assert "hidden=64" in profile.model.name
+    assert {(op.chunk_dim, op.num_chunks) for op in profile.ops if op.kind == "experts"} == {
+        (ChunkDim.BATCH, 1),
+        *((dim, count) for dim in ChunkDim for count in (2, 4)),
+    }
+
+
+def test_ranks_share_their_figures(run):
+    profile, _ = run
+    assert len(profile.received_share) == 2
+    assert sum(profile.received_share) == pytest.approx(1)
+    # A router that was just initialised sends neither of them all.
+    assert min(profile.received_share) > 0.1
+    assert len(profile.link.all_to_all) >= 2
+    assert profile.link.all_reduce
+    assert profile.link.counts_ms > 0
+
+
+def test_rank_0_shows_the_progress(run):
+    _, outputs = run
+    assert re.search(r"profile: 100%.*21/21", outputs[0])
+    assert "profile written to" in outputs[0]
+    assert "100%" not in outputs[1]

@@ -1,0 +1,64 @@
+"""Faults as a user meets them, under torchrun: one message, an exit status that is not 0, and no hang."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.ranks import launch
+from tests.ranks.pretraining import EP2, command_line
+
+pytestmark = pytest.mark.distributed
+
+
+def torchrun(arguments, env=None) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(launch.free_port()), "pretrain_gpt_moe.py"]
+    environment = {**launch.rank_environment(0, 1, 0), **(env or {})}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name)
+    return subprocess.run(
+        [*command, *map(str, arguments)], env=environment, cwd=launch.REPO, capture_output=True, text=True, timeout=90
+    )
+
+
+def test_torchrun_shows_one_message(token_data):
+    done = torchrun(command_line(token_data, [*EP2, "--train-iters", "2", "--lancet-nun-chunks", "2"]))
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count("error: unrecognized arguments: --lancet-nun-chunks 2") == 1
+    assert 'Traceback (most recent call last):\n  File "/' not in done.stderr.split("torch/distributed/elastic")[0]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--data-path", "/no/such_document"], "data file not found: /no/such_document.idx"),
+        (["--num-experts", "3"], "--num-experts must be a multiple of --expert-model-parallel-size; got 3 experts"),
+        (["--lancet-num-chunks", "99"], "--lancet-num-chunks 99 is more than the micro-batch can be cut into"),
+        (
+            ["--lancet-chunk-dim", "sequence", "--reset-attention-mask"],
+            "--lancet-chunk-dim sequence does not work with --reset-attention-mask",
+        ),
+        (["--hidden-size", "63"], "Megatron refuses the arguments"),
+    ],
+    ids=["missing data", "experts", "chunks", "chunk dim", "megatron's own check"],
+)
+def test_bad_input_is_one_message(token_data, tmp_path, extra, message):
+    arguments = command_line(token_data, [*EP2, "--train-iters", "2", *extra])
+    results = launch.run(launch.REPO / "pretrain_gpt_moe.py", arguments, 2, tmp_path)
+    for result in results:
+        assert result.returncode == 2
+        assert result.output.count(f"error: {message}") == 1
+        assert "Traceback" not in result.output
+        assert "initialized tensor model parallel" not in result.output
+
+
+def test_wrong_megatron_version(token_data, tmp_path):
+    """A megatron-core of another version comes first on the path, as far as its metadata goes."""
+    metadata = tmp_path / "megatron_core-0.16.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.16.1\n")
+    env = {"PYTHONPATH": f"{tmp_path}:{launch.REPO}"}
+    done = torchrun(command_line(token_data, [*EP2, "--train-iters", "2"]), env)
+    assert done.returncode != 0
+    assert done.stderr.count("error: expected megatron-core<0.20,>=0.19, found megatron-core 0.16.1") == 1

@@ -1,0 +1,149 @@
+"""How a rank's process ends; each case in a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PREAMBLE = """
+import os, signal, sys, threading, time
+from megatron_lancet.errors import CheckpointError, PeerError, UsageError
+from megatron_lancet.training.process.exit import run_rank
+
+def main(where):
+    where.describe = lambda: "2 steps done, waiting for L1.c0.F.dispatch"
+"""
+
+
+def ended(body: str, rank: int = 0, start_new_session: bool = False) -> subprocess.CompletedProcess:
+    """Runs ``body`` as a rank's main."""
+    script = PREAMBLE + textwrap.indent(textwrap.dedent(body), "    ") + "\nrun_rank(main)\nprint('after')\n"
+    env = {**os.environ, "RANK": str(rank)}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=60, start_new_session=start_new_session
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_one_line(number):
+    done = ended(f"os.kill(os.getpid(), {int(number)}); time.sleep(60)", rank=3)
+    assert done.returncode == 128 + number
+    assert done.stderr == f"error: {number.name} ended rank 3, 2 steps done, waiting for L1.c0.F.dispatch\n"
+    assert done.stdout == ""
+
+
+def test_a_signal_ends_a_rank_whose_main_thread_waits():
+    body = """
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        never = threading.Lock()
+        never.acquire()
+        never.acquire()
+    """
+    assert ended(body).returncode == 128 + signal.SIGINT
+
+
+def test_a_later_handler_takes_precedence():
+    """Megatron's --exit-signal-handler saves a checkpoint at SIGTERM."""
+    body = """
+        signal.signal(signal.SIGTERM, lambda *_: print("saved", flush=True))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+    """
+    done = ended(body)
+    assert (done.returncode, done.stdout) == (0, "saved\nafter\n")
+
+
+def test_signals_of_a_forked_child_are_its_own():
+    """A data loader's worker that is stopped must not end the training."""
+    body = """
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+        time.sleep(0.3)
+        os.kill(child, signal.SIGTERM)
+        print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        time.sleep(0.3)
+    """
+    done = ended(body)
+    assert (done.returncode, done.stdout) == (0, f"child {-signal.SIGTERM}\nafter\n")
+
+
+def test_a_sigterm_that_somebody_waits_for_ends_nothing():
+    """Schedulers signal every process: a child that writes a checkpoint goes on too; a daemon need not."""
+    body = """
+        import multiprocessing
+        fork = multiprocessing.get_context("fork")
+        asked = threading.Event()
+        where.on_sigterm = asked.set
+        writer = fork.Process(target=time.sleep, args=(1,))
+        loader = fork.Process(target=time.sleep, args=(60,), daemon=True)
+        for child in (writer, loader):
+            child.start()
+        time.sleep(0.3)
+        os.killpg(0, signal.SIGTERM)
+        for child in (writer, loader):
+            child.join()
+        print("asked", asked.wait(5), writer.exitcode, loader.exitcode)
+    """
+    done = ended(body, start_new_session=True)
+    assert (done.returncode, done.stdout) == (0, f"asked True 0 {128 + signal.SIGTERM}\nafter\n")
+
+
+def test_a_checkpoint_that_could_not_be_saved_is_one_line():
+    done = ended("raise CheckpointError('the disk is full')")
+    assert (done.returncode, done.stderr) == (1, "error: the disk is full\n")
+
+
+def test_a_lost_peer_is_one_line():
+    done = ended("raise PeerError('rank 0 gave up on L1.c0.F.dispatch')")
+    assert (done.returncode, done.stderr) == (1, "error: rank 0 gave up on L1.c0.F.dispatch\n")
+
+
+def test_a_failure_is_told_in_full_and_leaves_at_once():
+    """Without Python's clean-up, which would wait: here for a thread, in a training for other ranks."""
+    done = ended("threading.Thread(target=time.sleep, args=(60,)).start(); print('unflushed'); [][0]")
+    assert done.returncode == 1
+    assert done.stdout == "unflushed\n"
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith(
+        "error: rank 0, 2 steps done, waiting for L1.c0.F.dispatch: IndexError: list index out of range\n"
+    )
+
+
+@pytest.mark.parametrize("worker", ["Process(target=time.sleep, args=(90,), daemon=True).start()", "Manager()"])
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", "raise RuntimeError"])
+def test_workers_end_with_their_rank(end, worker):
+    """A worker that goes on would keep the rank's sockets open, and the output pipe here."""
+    body = f"""
+        import multiprocessing
+        kept = multiprocessing.get_context("fork").{worker}
+        {end}
+    """
+    assert ended(body).returncode != 0
+
+
+def test_a_closed_output_does_not_keep_a_rank():
+    assert ended("print('unread', end=''); os.close(1); raise RuntimeError").returncode == 1
+
+
+@pytest.mark.parametrize(("code", "status"), [("0", 0), ("16", 16), ("", 0), ("'reason'", 1)])
+def test_an_exit_status_is_kept(code, status):
+    done = ended(f"sys.exit({code})")
+    assert done.returncode == status
+    assert ("reason" in done.stderr) == ("reason" in code)
+
+
+def test_refused_input_is_one_line():
+    done = ended("raise UsageError('expected this')")
+    assert (done.returncode, done.stderr) == (2, "error: expected this\n")
+
+
+def test_handlers_are_restored():
+    script = (
+        PREAMBLE + "    pass\nrun_rank(main)\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

@@ -1,0 +1,94 @@
+"""Disturbances of our model's run: a comparison with stock must see some of them and not be moved by the others."""
+
+import math
+import random
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+
+from megatron_lancet.patching import replaced, wrapped
+
+DAMAGED = "decoder.layers.2.mlp.experts.local_experts.1.linear_fc2.weight"
+"""A parameter far from the first one, whose gradient is damaged."""
+
+
+def erratic_wire(stack: ExitStack) -> None:
+    """Makes transfers seem done, or not, at random and differently on each rank, for whoever polls them."""
+    from megatron_lancet.runtime.transport import gloo
+
+    dice = random.Random(dist.get_rank())
+    stack.enter_context(replaced(gloo._WorksTransfer, "done", lambda _: dice.random() < 0.5))
+
+
+def naive_aux_loss(stack: ExitStack) -> None:
+    """Negative control: each chunk balances itself."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from megatron_lancet.model.router import ChunkedTopKRouter
+
+    def forward(self, input, padding_mask=None, chunk=None):
+        return TopKRouter.forward(self, input, padding_mask)
+
+    stack.enter_context(replaced(ChunkedTopKRouter, "forward", forward))
+
+
+def lost_weight_grad(stack: ExitStack) -> None:
+    """Negative control: now and then a dW does not run."""
+    from megatron_lancet.runtime.weight_grad_store import DeferredWeight
+
+    seen = []
+
+    def wrap(original):
+        def add(self, *product):
+            seen.append(self)
+            if len(seen) % 29:
+                original(self, *product)
+
+        return add
+
+    stack.enter_context(wrapped(DeferredWeight, "add_product", wrap))
+
+
+def lost_flush(stack: ExitStack) -> None:
+    """Negative control: nothing runs or reports what is left at the end of a backward pass."""
+    from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+
+    stack.enter_context(replaced(WeightGradStore, "flush", lambda _: None))
+
+
+def in_second_step(damage: Callable[[torch.nn.Parameter], object]) -> Callable[[ExitStack], None]:
+    """Negative control: damages one late parameter when the gradients of the second step are complete."""
+
+    def disturb(stack: ExitStack) -> None:
+        from megatron.core.distributed import DistributedDataParallel
+
+        steps = []
+
+        def wrap(original):
+            def finish_grad_sync(ddp, *args, **kwargs):
+                original(ddp, *args, **kwargs)
+                steps.append(ddp)
+                if len(steps) == 2:
+                    damage(dict(ddp.module.named_parameters())[DAMAGED])
+
+            return finish_grad_sync
+
+        stack.enter_context(wrapped(DistributedDataParallel, "finish_grad_sync", wrap))
+
+    return disturb
+
+
+def overwrite_one_value(value: float) -> Callable[[torch.nn.Parameter], object]:
+    def damage(parameter: torch.nn.Parameter) -> None:
+        parameter.main_grad.view(-1)[-1] = value
+
+    return damage
+
+
+DAMAGED_GRADIENTS: dict[str, Callable[[ExitStack], None]] = {
+    "nan": in_second_step(overwrite_one_value(math.nan)),
+    "infinity": in_second_step(overwrite_one_value(math.inf)),
+    "frozen-in-ours-only": in_second_step(lambda parameter: parameter.requires_grad_(False)),
+}

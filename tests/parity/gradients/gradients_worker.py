@@ -1,0 +1,372 @@
+"""Stock and overlapping model side by side on two ranks: every parameter's gradient, every report to DDP.
+
+Usage: gradients_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
+"""
+
+import copy
+import faulthandler
+import json
+import re
+import signal
+import sys
+from contextlib import ExitStack, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from benchmarks.gradient_error import relative_difference, relative_error, relative_errors
+from megatron_lancet.patching import replaced
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
+from megatron_lancet.training.platform.cpu import cpu_platform
+from tests.parity.gradients.disturbances import (
+    DAMAGED_GRADIENTS,
+    erratic_wire,
+    lost_flush,
+    lost_weight_grad,
+    naive_aux_loss,
+)
+from tests.parity.gradients.observer import Observer
+from tests.parity.gradients.variants import (
+    CUTS,
+    DW_MEMORY_CASES,
+    FORCED,
+    MICRO_BATCH_OF_ONE,
+    SEGMENTED,
+    VARIANTS,
+    WITH_GAPS,
+    chunk_counts,
+    cut_name,
+)
+
+SEQ_LENGTH, MICRO_BATCH, VOCAB, NUM_MICRO_BATCHES = 16, 4, 64, 2
+
+
+def transformer_config(overrides: dict[str, Any]):
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    settings: dict[str, Any] = {
+        "num_layers": 3,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 64,
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-1,
+        "moe_z_loss_coeff": 1e-2,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": 2,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        **overrides,
+    }
+    if settings.get("bf16"):
+        settings["params_dtype"] = torch.bfloat16
+    is_mla = settings.get("multi_latent_attention", False)
+    return (MLATransformerConfig if is_mla else TransformerConfig)(**settings)
+
+
+def build(overrides: dict[str, Any]):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import Float16Module
+
+    from megatron_lancet.training.megatron.patches import core_attention_without_te
+
+    overrides = dict(overrides)
+    overrides.pop("distributed_optimizer", None)  # of DDP
+    position = overrides.pop("position_embedding_type", "learned_absolute")
+    tied = overrides.pop("share_embeddings", False)
+    frozen = overrides.pop("frozen", None)
+    expert_bias = overrides.pop("expert_bias", None)
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    config = transformer_config(overrides)
+    with core_attention_without_te(config.multi_latent_attention or config.context_parallel_size > 1):
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCAB,
+        max_sequence_length=SEQ_LENGTH,
+        position_embedding_type=position,
+        share_embeddings_and_output_weights=tied,
+    )
+    if frozen is not None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(re.search(frozen, name) is None)
+    if expert_bias is not None:
+        for layer in model.decoder.layers:
+            layer.mlp.router.expert_bias.copy_(torch.tensor(expert_bias))
+    return model, config, (Float16Module if config.bf16 else lambda _, plain: plain)
+
+
+def wrap_with_ddp(model, config, precision, deferred: bool, overlaps: bool = True, distributed_optimizer: bool = False):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    ddp_config = DistributedDataParallelConfig(
+        overlap_grad_reduce=overlaps,
+        bucket_size=4000 if overlaps else None,
+        grad_reduce_in_fp32=True,
+        delay_wgrad_compute=deferred,
+        use_distributed_optimizer=distributed_optimizer,
+    )
+    return DistributedDataParallel(config, ddp_config, precision(config, model))
+
+
+def micro_batches():
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    generator = torch.Generator().manual_seed(100 + parallel_state.get_data_parallel_rank())
+    positions = torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1)
+    for _ in range(NUM_MICRO_BATCHES):
+        tokens = torch.randint(VOCAB, (MICRO_BATCH, SEQ_LENGTH + 1), generator=generator)
+        batch = {"input_ids": tokens[:, :-1], "position_ids": positions, "labels": tokens[:, 1:]}
+        yield get_batch_on_this_cp_rank(batch, False, parallel_state.get_context_parallel_group())
+
+
+def step(ddp) -> list[float]:
+    """One training step without an optimizer: losses of the micro-batches; gradients stay in main_grad."""
+    losses = []
+    torch.manual_seed(5)  # input jitter draws from it
+    ddp.zero_grad_buffer()
+    for i, batch in enumerate(micro_batches()):
+        last = i == NUM_MICRO_BATCHES - 1
+        with nullcontext() if last else ddp.no_sync():
+            loss = ddp(**{"attention_mask": None, **batch}).float().mean()
+            (loss / NUM_MICRO_BATCHES).backward()
+        losses.append(loss.item())
+    ddp.finish_grad_sync()
+    return losses
+
+
+def logged_losses() -> dict[str, list[float]]:
+    """Auxiliary losses as Megatron's log will see them; forgotten, with their names, for the next step."""
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
+
+    values = {name: metric.values.tolist() for name, metric in get_moe_metrics_tracker().metrics.items()}
+    destroy_moe_metrics_tracker()
+    return values
+
+
+def expert_bias_counts(model) -> list[list[float]]:
+    return [
+        module.local_tokens_per_expert.tolist()
+        for module in model.modules()
+        if getattr(module, "local_tokens_per_expert", None) is not None
+    ]
+
+
+def plan_of(num_chunks: int, dw="fill", dw_memory_bytes=None, dim="batch", over="stack") -> Plan:
+    return fixed_plan(num_chunks, DwPolicy(dw), ChunkDim(dim), OverlapRange(over), dw_memory_bytes)
+
+
+def overlapping_model(model, plan: Plan, switchable: bool = False):
+    """Makes the model run by the plan; its setup, and counters that know the groups to close."""
+    from megatron_lancet.runtime.comm_stats import CommStats
+    from megatron_lancet.training.overlap_setup import OverlapSetup
+
+    stats = CommStats(torch.device("cpu"))
+    sdpa = model.config.context_parallel_size > 1
+    before = set(distributed_c10d._world.pg_map)
+    setup = OverlapSetup(plan, torch.device("cpu"), stats, timedelta(minutes=2), sdpa, switchable)
+    setup([model])
+    stats.groups = [group for group in distributed_c10d._world.pg_map if group not in before]
+    return setup, stats
+
+
+def close(stats) -> None:
+    """Ends a model's connections: with those of a hundred models the threads alone slow each other down."""
+    dist.barrier()  # nobody is still sending
+    for group in stats.groups:
+        dist.destroy_process_group(group)
+
+
+def trained(model) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: parameter.main_grad.clone() for name, parameter in trained(model).items()}
+
+
+def largest(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Each parameter's largest error in any step; it may be trained in one of them only."""
+    return {name: max(errors.get(name, 0.0) for errors in steps) for errors in steps for name in errors}
+
+
+class StockRun(NamedTuple):
+    """Two steps of Megatron's own model: what they started from, losses and gradients, what was logged and counted."""
+
+    weights: dict[str, torch.Tensor]
+    steps: list[tuple[list[float], dict[str, torch.Tensor]]]
+    logged: dict[str, list[float]]
+    expert_bias_counts: list[list[float]]
+
+
+_STOCK_RUNS: dict[str, StockRun] = {}
+
+
+def stock_run(overrides) -> StockRun:
+    """Of the model with these settings, in this layout, on these data; run once for all plans it is compared with."""
+    from megatron.core import parallel_state
+
+    layout = (
+        dist.get_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+    )
+    key = repr((overrides, layout, micro_batches.__qualname__, MICRO_BATCH))
+    if key not in _STOCK_RUNS:
+        _STOCK_RUNS[key] = run_stock(overrides)
+    return _STOCK_RUNS[key]
+
+
+def run_stock(overrides) -> StockRun:
+    model, config, precision = build(overrides)
+    weights = copy.deepcopy(model.state_dict())
+    shards = overrides.get("distributed_optimizer", False)
+    stock = wrap_with_ddp(model, config, precision, deferred=False, distributed_optimizer=shards)
+    steps = [(step(stock), gradients(model)) for _ in range(2)]
+    return StockRun(weights, steps, logged_losses(), expert_bias_counts(model))
+
+
+def compare(overrides, num_chunks: int, disturb=None, **plan: Any) -> dict[str, Any]:
+    """:func:`compare_plan` with a fixed plan: arguments of :func:`plan_of`."""
+    return compare_plan(overrides, plan_of(num_chunks, **plan), disturb)
+
+
+def compare_plan(overrides, plan: Plan, disturb=None) -> dict[str, Any]:
+    """Two steps of stock and of ours on the same weights and data; how far they are apart.
+
+    In DDP's first step reductions start at its end, from the second on as soon as gradients become ready.
+    """
+    from megatron_lancet.model import experts
+
+    stock = stock_run(overrides)
+    our_model, config, precision = build(overrides)
+    our_model.load_state_dict(copy.deepcopy(stock.weights))
+
+    setup, stats = overlapping_model(our_model, plan)
+    shards = overrides.get("distributed_optimizer", False)
+    ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, distributed_optimizer=shards)
+    with ExitStack() as stack:
+        if disturb is not None:
+            disturb(stack)
+        grouped = stack.enter_context(mock.patch.object(experts, "_products", wraps=experts._products))
+        results = [(step(ours), gradients(our_model))]
+        observer = Observer(stack, ours)
+        results.append((step(ours), gradients(our_model)))
+    times = stats.take()
+    close(stats)
+    setup.check_step(lambda: None)
+    logged = logged_losses()
+    pairs = list(zip(results, stock.steps, strict=True))
+    stored = [module.deferred for module in our_model.modules() if getattr(module, "deferred", None) is not None]
+    return {
+        "loss": max(relative_difference(a[0], b[0]) for a, b in pairs),
+        "gradients": largest([relative_errors(a[1], b[1]) for a, b in pairs]),
+        "zero_gradients": [name for name, gradient in results[0][1].items() if not gradient.any()],
+        "logged": max((relative_difference(logged[name], stock.logged[name]) for name in stock.logged), default=0.0),
+        "logged_names_equal": logged.keys() == stock.logged.keys(),
+        "expert_bias_counts_equal": expert_bias_counts(our_model) == stock.expert_bias_counts,
+        "state_keys_equal": list(our_model.state_dict()) == list(stock.weights),
+        "collectives": observer.collectives,
+        "reports": dict(observer.reports),
+        "reports_of_deferred": [weight.num_reported for weight in stored],
+        "parameters": list(trained(our_model)),
+        "grouped_layers": grouped.call_count,
+        "dw_ran_early": times.num_dw_early,
+        "peak_dw_bytes": times.peak_dw_bytes,
+    }
+
+
+def what_a_lost_flush_raises() -> str:
+    try:
+        compare({}, 2, lost_flush)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def bf16_errors(num_chunks: int) -> dict[str, list[float]]:
+    """Per parameter: error of stock's bf16 gradient and of ours against fp32 on the same (rounded) weights."""
+    stock_model, config, precision = build({"bf16": True})
+    our_model, _, _ = build({"bf16": True})
+    true_model, true_config, plain = build({})
+    for model in (our_model, true_model):
+        model.load_state_dict(copy.deepcopy(stock_model.state_dict()))
+    overlapping_model(our_model, plan_of(num_chunks))
+    for model, its_config, its_precision, deferred in (
+        (stock_model, config, precision, False),
+        (our_model, config, precision, True),
+        (true_model, true_config, plain, False),
+    ):
+        step(wrap_with_ddp(model, its_config, its_precision, deferred))
+    logged_losses()
+    truth = gradients(true_model)
+    return {
+        name: [relative_error(gradients(model)[name], truth[name]) for model in (stock_model, our_model)]
+        for name in truth
+    }
+
+
+def main() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+    from tests.parity.gradients.switching import switching_cases
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
+    results: dict[str, Any] = {}
+    for name, overrides in VARIANTS.items():
+        for num_chunks in chunk_counts(name):
+            results[f"{name}/k={num_chunks}"] = compare(overrides, num_chunks)
+    for name, overrides in FORCED.items():
+        for num_chunks in (1, 3):
+            results[f"{name}/k={num_chunks}"] = compare(overrides, num_chunks)
+    results["bf16/k=1"] = compare({"bf16": True}, 1)
+    results["bf16-errors"] = bf16_errors(2)
+    for name, overrides, num_chunks, cut in CUTS:
+        results[cut_name(name, num_chunks, cut)] = compare(overrides, num_chunks, **cut)
+    with replaced(sys.modules[__name__], "MICRO_BATCH", 1):
+        for name, (num_chunks, cut) in MICRO_BATCH_OF_ONE.items():
+            results[name] = compare({}, num_chunks, **cut)
+    results["dw-none/k=2"] = compare({}, 2, dw="none")
+    results["erratic-wire/k=2"] = compare({}, 2, erratic_wire)
+    for name, (overrides, plan) in SEGMENTED.items():
+        results[name] = compare_plan(overrides, plan)
+    for name, plan in WITH_GAPS.items():
+        results[name] = compare_plan({}, plan, erratic_wire)
+    results |= switching_cases()
+    for name, (memory_bytes, num_chunks) in DW_MEMORY_CASES.items():
+        results[name] = compare({}, num_chunks, erratic_wire, dw_memory_bytes=memory_bytes)
+    results["naive-aux-loss/k=2"] = compare({}, 2, naive_aux_loss)
+    results["lost-weight-grad/k=2"] = compare({}, 2, lost_weight_grad)
+    for name, disturb in DAMAGED_GRADIENTS.items():
+        results[f"{name}/k=2"] = compare({}, 2, disturb)
+    results["lost-flush"] = what_a_lost_flush_raises()
+    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with cpu_platform():
+        main()

@@ -1,0 +1,99 @@
+"""Stock and overlapping model side by side on four ranks, in each layout of tensor, context and expert parallelism.
+
+Usage: layouts_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
+"""
+
+import faulthandler
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_lancet.training.platform.cpu import cpu_platform
+from tests.parity.gradients.disturbances import erratic_wire
+from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "EP4": {"expert_model_parallel_size": 4},
+    "EP2xDP2": {"expert_model_parallel_size": 2},
+    "EP2xTP2": {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    "EP2xETP2": {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+    "EP2xCP2": {"expert_model_parallel_size": 2, "context_parallel_size": 2},
+    "EP4xCP2": {"expert_model_parallel_size": 4, "context_parallel_size": 2},
+    "EP2xTP2xCP2": {
+        "expert_model_parallel_size": 2,
+        "tensor_model_parallel_size": 2,
+        "context_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
+}
+SHARED_EXPERT = {
+    "moe_shared_expert_intermediate_size": 48,
+    "moe_shared_expert_gate": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}
+ONE_EXPERT_PER_RANK = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+CASES: dict[str, tuple[str, dict[str, Any], int, Any]] = {
+    "EP4/k=1": ("EP4", {}, 1, None),
+    "EP4/erratic-wire/k=2": ("EP4", {}, 2, erratic_wire),
+    "EP2xDP2/k=1": ("EP2xDP2", {}, 1, None),
+    "EP2xDP2/distributed-optimizer/k=1": ("EP2xDP2", {"distributed_optimizer": True}, 1, None),
+    "EP2xDP2/distributed-optimizer/erratic-wire/k=2": ("EP2xDP2", {"distributed_optimizer": True}, 2, erratic_wire),
+    "EP2xTP2/k=1": ("EP2xTP2", {}, 1, None),
+    "EP2xTP2/erratic-wire/k=2": ("EP2xTP2", {}, 2, erratic_wire),
+    "EP2xTP2/shared-expert/k=3": ("EP2xTP2", SHARED_EXPERT, 3, None),
+    "EP2xTP2/dropout/k=1": ("EP2xTP2", {"hidden_dropout": 0.1, "attention_dropout": 0.1}, 1, None),
+    "EP2xETP2/k=1": ("EP2xETP2", {}, 1, None),
+    "EP2xETP2/bf16/k=1": ("EP2xETP2", {"bf16": True}, 1, None),
+    "EP2xETP2/k=2": ("EP2xETP2", {}, 2, None),
+    "EP2xETP2/erratic-wire/k=2": ("EP2xETP2", {}, 2, erratic_wire),
+    "EP2xETP2/one-expert-per-rank/k=2": ("EP2xETP2", ONE_EXPERT_PER_RANK, 2, None),
+    "EP2xCP2/k=1": ("EP2xCP2", {}, 1, None),
+    "EP2xCP2/erratic-wire/k=2": ("EP2xCP2", {}, 2, erratic_wire),
+    "EP4xCP2/k=1": ("EP4xCP2", {}, 1, None),
+    "EP4xCP2/erratic-wire/k=2": ("EP4xCP2", {}, 2, erratic_wire),
+    "EP2xTP2xCP2/k=1": ("EP2xTP2xCP2", {}, 1, None),
+    "EP2xTP2xCP2/erratic-wire/k=2": ("EP2xTP2xCP2", {}, 2, erratic_wire),
+}
+"""Layout, overrides of the config, number of chunks, what disturbs the run."""
+
+
+def compare_in(layout: str) -> dict[str, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+    sizes = LAYOUTS[layout]
+    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+    # As Megatron's schedule does.
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) * sizes.get("context_parallel_size", 1) / NUM_MICRO_BATCHES)
+    config = {**sizes, "sequence_parallel": "tensor_model_parallel_size" in sizes}
+    results = {
+        name: compare({**config, **overrides}, num_chunks, disturb)
+        for name, (its_layout, overrides, num_chunks, disturb) in CASES.items()
+        if its_layout == layout
+    }
+    parallel_state.destroy_model_parallel()
+    return results
+
+
+def main() -> None:
+    from megatron_lancet.training.megatron.patches import sequence_parallel_with_torch_norm
+
+    dist.init_process_group("gloo")
+    results: dict[str, Any] = {}
+    with sequence_parallel_with_torch_norm():
+        for layout in LAYOUTS:
+            results |= compare_in(layout)
+    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with cpu_platform():
+        main()

@@ -1,0 +1,234 @@
+"""What the simulator makes of a plan, as a list of what the computing thread is to do, and the models it is for."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_lancet.planning.gradient_reduction import GradientReduction
+from megatron_lancet.planning.profile import LayerKind, Profile
+from megatron_lancet.planning.search.dw_placement import best_fit_gaps
+from megatron_lancet.planning.simulation.buckets import Buckets, Ledger, Reduction, WeightKind
+from megatron_lancet.planning.simulation.cost_model import CostModel
+from megatron_lancet.planning.simulation.dw_queue import DwRules
+from megatron_lancet.planning.simulation.lowering import COMPUTE, COUNTS, ISSUE, WAIT, Step
+from megatron_lancet.planning.simulation.simulator import Simulation, Simulator
+from megatron_lancet.report.op_names import parsed
+from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.reductions import CommPriority
+from megatron_lancet.schedule.timeline import Lane
+from tests.parity.mocked.recorded_run import (
+    EP_SIZE,
+    NUM_STAGES,
+    PINNED_BYTES,
+    Event,
+    Model,
+    Verb,
+)
+
+SHARED = {"moe_shared_expert_intermediate_size": 48}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ["core_attn", "mlp", "moe", "shared_experts"],
+}
+PIPELINE = (0, 1, 1, 1, 0, 1)
+LAYERS_PER_STAGE = len(PIPELINE) // NUM_STAGES
+MODELS = {
+    "shared-experts": Model((1, 0, 1, 1), overrides=SHARED),
+    "no-shared-experts": Model((0, 1, 1)),
+    "full-recompute": Model((0, 1, 1), overrides={**SHARED, **FULL}),
+    "selective-recompute": Model((0, 1, 1), overrides={**SHARED, **SELECTIVE}),
+    **{f"stage-{stage}": Model(PIPELINE, stage, SHARED) for stage in range(NUM_STAGES)},
+}
+"""Layers with experts and without in each of them; two experts a rank."""
+
+CUT = "cut"
+SLOW_MS, MEDIUM_MS, FAST_MS = 1000.0, 2.5, 0.01
+"""Of a message: all deferred dWs find it on its way, some do, or none. An op takes 1 ms, a dW 0.4 ms."""
+OP_MS, DW_MS = 1.0, 0.4
+ROOM_BYTES = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan to compare.
+
+    Attributes:
+        model: key of :data:`MODELS`.
+        message_ms: that each message takes in the simulation.
+        has_priority: all-to-alls go before gradient reductions.
+        has_fitted_gaps: the plan gets the gaps that a planner gives it.
+    """
+
+    plan: Plan
+    model: str = "shared-experts"
+    message_ms: float = MEDIUM_MS
+    has_priority: bool = False
+    has_fitted_gaps: bool = False
+
+    @property
+    def stage(self) -> int:
+        return MODELS[self.model].stage or 0
+
+
+def costs_of(case: Case, priority: CommPriority | None) -> CostModel:
+    """What the profiler finds in the model, with times that decide how many dWs find a message on its way.
+
+    Args:
+        priority: of gradient reductions beside the backward pass, one for each weight; None where there are none.
+    """
+    whole = case.model if MODELS[case.model].stage is None else "shared-experts"
+    profile = MODELS[whole].profile
+    if MODELS[case.model].stage is not None:
+        profile = in_stages(profile)
+    return CostModel(
+        dataclasses.replace(
+            profile,
+            model=dataclasses.replace(profile.model, num_micro_batches=1),
+            ops=tuple(dataclasses.replace(op, ms=OP_MS) for op in profile.ops),
+            weight_grads=tuple(
+                dataclasses.replace(grad, ms=DW_MS, pinned_bytes=PINNED_BYTES) for grad in profile.weight_grads
+            ),
+            link=dataclasses.replace(
+                profile.link,
+                all_to_all=((0, case.message_ms), (1, case.message_ms)),
+                all_reduce=((0, FAST_MS), (1, FAST_MS)),
+                queued=(),
+                compute_slowdown=1.0,
+            ),
+            gradients=GradientReduction(2, 2, priority, bucket_bytes=1, chunk_bytes=20_000) if priority else None,
+        )
+    )
+
+
+def in_stages(profile: Profile) -> Profile:
+    """As a model with :data:`PIPELINE`'s layers would have been profiled."""
+    facts = dataclasses.replace(
+        profile.model,
+        layer_kinds=tuple(LayerKind.MOE if has_experts else LayerKind.DENSE for has_experts in PIPELINE),
+        stage_of_layer=tuple(layer // LAYERS_PER_STAGE for layer in range(len(PIPELINE))),
+    )
+    return dataclasses.replace(profile, model=facts)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What the simulator makes of a plan.
+
+    Attributes:
+        plan: with the gaps that it got.
+        counts: names of the messages with token counts.
+        steps: by phase.
+        weight_grads: ends of ops, waits and weight gradients of the backward.
+        num_filled: dWs that found a message on its way, by the message's name.
+        reports: waits and reports of the backward.
+        places: waits and starts of reductions, if there always is one that could start.
+    """
+
+    plan: Plan
+    counts: frozenset[str]
+    steps: dict[Phase, list[Event]]
+    weight_grads: list[Event]
+    num_filled: dict[str, int]
+    reports: list[Event]
+    places: list[Event]
+
+
+def lowered(case: Case) -> Lowered:
+    costs = costs_of(case, CommPriority.ALL_TO_ALL_FIRST if case.has_priority else None)
+    # Even shares: all ranks of the group behave like the one that runs.
+    simulator = Simulator(costs, (1 / EP_SIZE,) * EP_SIZE)
+    plan = case.plan
+    if case.has_fitted_gaps:
+        plan = dataclasses.replace(plan, gaps=best_fit_gaps(simulator, plan))
+        assert plan.gaps
+    stage = simulator.stages(plan)[case.stage]
+    simulation = simulator.simulate(plan, case.stage)
+    return Lowered(
+        plan,
+        frozenset(event_of(step, Phase.FORWARD).name for step in stage.forward if step[0] == COUNTS),
+        {
+            Phase.FORWARD: [event_of(step, Phase.FORWARD) for step in stage.forward],
+            Phase.INPUT_GRAD: [event_of(step, Phase.INPUT_GRAD) for step in stage.backward],
+        },
+        played_backward(simulation),
+        {wait.name: len(wait.filled) for wait in simulation.waits[0]},
+        list(reports_of(stage.backward, costs_of(case, CommPriority.OFF), DwRules.of(plan))),
+        list(places_of(stage.backward)),
+    )
+
+
+VERBS = {COMPUTE: Verb.END, COUNTS: Verb.ISSUE, ISSUE: Verb.ISSUE, WAIT: Verb.WAIT}
+
+
+def event_of(step: Step, phase: Phase) -> Event:
+    code, layer, action = step
+    name = str(Op(layer, action.chunk, phase, action.kind)) if layer else f"{phase}.{action.kind}"
+    return Event(VERBS[code], name)
+
+
+def played_backward(simulation: Simulation) -> list[Event]:
+    """Ends of ops, waits and weight gradients, by the simulated clock; a wait that is over comes behind what ended."""
+    events = []
+    for span in simulation.timelines[0].spans:
+        phase = parsed(span.name).phase
+        if span.lane is Lane.COMPUTE and phase is not Phase.FORWARD:
+            verb = Verb.WEIGHT_GRAD if phase is Phase.WEIGHT_GRAD else Verb.END
+            events.append((span.end_ms, 0, Event(verb, span.name)))
+    for wait in simulation.waits[0]:
+        if parsed(wait.name).phase is Phase.INPUT_GRAD:
+            events.append((wait.end_ms, 1, Event(Verb.WAIT, wait.name)))
+    return [event for _, _, event in sorted(events, key=lambda event: event[:2])]
+
+
+def reports_of(backward: Sequence[Step], costs: CostModel, rules: DwRules) -> Iterator[Event]:
+    """Waits, and reports of weights that each have a bucket of their own: it is reduced when they are reported."""
+    buckets = Buckets.of(costs, backward)
+    assert buckets is not None
+    weights = {bucket: weight for weight, bucket in buckets.bucket_of.items()}
+    ledger = Ledger(buckets, rules)
+
+    def reported(reductions: Sequence[int]) -> Iterator[Event]:
+        for index in reductions:
+            layer, name = weights[index]
+            yield Event(Verb.REPORT, f"L{layer}.W.{name}" if layer else f"W.{name}")
+
+    for step in backward:
+        code, layer, action = step
+        if code == COMPUTE:
+            for cost in action.weight_grads[0]:
+                yield from reported(ledger.put((layer, cost.name)))
+        elif code == ISSUE:
+            ledger.issue()
+        else:
+            yield event_of(step, Phase.INPUT_GRAD)
+            yield from reported(ledger.pass_all_to_all(action.kind))
+    yield from reported(ledger.end())
+
+
+def places_of(backward: Sequence[Step]) -> Iterator[Event]:
+    """Waits, and starts of reductions of which one becomes ready with each message, and one fits into a place."""
+    num_messages = sum(code == ISSUE for code, _, _ in backward)
+    weights = [(0, str(index)) for index in range(num_messages)]
+    tokens = Buckets(
+        bucket_of={weight: index for index, weight in enumerate(weights)},
+        num_weights=(1,) * num_messages,
+        reductions=(Reduction("", WeightKind.DENSE, 0.0, ROOM_BYTES),) * num_messages,
+        first_reduction=tuple(range(num_messages + 1)),
+        num_puts=dict.fromkeys(weights, 1),
+        late=frozenset(),
+        num_all_to_alls=num_messages,
+        chunk_bytes=ROOM_BYTES,
+    )
+    ledger = Ledger(tokens, DwRules(defers=False, window=0, memory_bytes=None))
+    for step in backward:
+        starting: list[int] = []
+        if step[0] == ISSUE:
+            ledger.issue()
+            starting = ledger.put(weights.pop())
+        elif step[0] == WAIT:
+            yield event_of(step, Phase.INPUT_GRAD)
+            starting = ledger.pass_all_to_all(step[2].kind)
+        yield from (Event(Verb.REDUCE, "") for _ in starting)
+    assert not ledger.end()

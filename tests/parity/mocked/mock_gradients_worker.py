@@ -1,0 +1,86 @@
+"""Stock and overlapping model side by side as rank 0 of mocked worlds of 8 and 64 ranks, one process in all.
+
+Usage: mock_gradients_worker.py RESULT.json.
+"""
+
+import faulthandler
+import json
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lancet.mock.link import Link
+from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.patching import replaced
+from megatron_lancet.training.platform.cpu import cpu_platform
+from tests.parity.gradients.disturbances import naive_aux_loss
+from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare, logged_losses, run_stock
+from tests.parity.gradients.variants import VARIANTS
+
+NUM_CHUNKS = (1, 2, 3)
+ROUTERS = ("plain", "seq-aux-loss", "global-aux-loss", "sigmoid-expert-bias", "top-1", "shared-expert")
+WORLDS = {8: 16, 64: 64}
+"""Experts by number of ranks."""
+SLOW_ENOUGH = Link(latency_us=100, gbytes_per_s=1)
+"""Messages are still on their way when somebody first asks."""
+
+
+def cases(num_ranks: int) -> dict[str, tuple[dict[str, Any], int]]:
+    """Overrides of the config and chunks, by name."""
+    named = {
+        f"{name}/k={k}": ({"num_moe_experts": WORLDS[num_ranks], **VARIANTS[name]}, k)
+        for name in ROUTERS
+        for k in NUM_CHUNKS
+    }
+    named["more-experts/k=3"] = ({"num_moe_experts": 2 * WORLDS[num_ranks]}, 3)
+    return {f"ep={num_ranks}/{name}": case for name, case in named.items()}
+
+
+def run(num_ranks: int) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    with mock_world(num_ranks, SLOW_ENOUGH):
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
+        try:
+            return {
+                name: compare({"expert_model_parallel_size": num_ranks, **overrides}, num_chunks)
+                for name, (overrides, num_chunks) in cases(num_ranks).items()
+            } | controls(num_ranks)
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def controls(num_ranks: int) -> dict[str, Any]:
+    """What must be seen: chunks that balance themselves, and stock without the loopback's counts."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+    from megatron.core.transformer.moe import token_dispatcher
+
+    overrides = {"expert_model_parallel_size": num_ranks, "num_moe_experts": WORLDS[num_ranks]}
+    found: dict[str, Any] = {f"ep={num_ranks}/naive-aux-loss": compare(overrides, 2, naive_aux_loss)}
+    with ExitStack() as stack:
+        name = "gather_from_sequence_parallel_region"
+        stack.enter_context(replaced(token_dispatcher, name, gather_from_sequence_parallel_region))
+        try:
+            run_stock(overrides)
+        except ValueError as error:
+            found[f"ep={num_ranks}/stock-counts"] = str(error)
+    logged_losses()  # of the step that failed
+    return found
+
+
+def main() -> None:
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
+    results = {name: found for num_ranks in WORLDS for name, found in run(num_ranks).items()}
+    Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with cpu_platform():
+        main()

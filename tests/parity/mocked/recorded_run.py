@@ -1,0 +1,308 @@
+"""Real steps of small models in a mocked world, recorded as a list of what the computing thread did."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_lancet.patching import wrapped
+from megatron_lancet.planning.profile import Profile
+from megatron_lancet.profiler.facts import ProfiledModel
+from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReduction
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
+from megatron_lancet.schedule.plan import Plan, fixed_plan
+from megatron_lancet.schedule.reductions import MicroOps
+
+EP_SIZE, NUM_STAGES = 4, 3
+VOCAB, MICRO_BATCH, SEQ_LENGTH, NUM_MICRO_BATCHES = 64, 4, 16, 2
+PINNED_BYTES = 1000
+"""What each deferred dW counts, in place of its real size: how many fit a bound does not depend on the routing then."""
+
+
+class Verb(StrEnum):
+    """What happened to an op, a message, a weight gradient or a reduction."""
+
+    END = "end"
+    ISSUE = "issue"
+    WAIT = "wait"
+    """A wait that is over."""
+    WEIGHT_GRAD = "dW"
+    WEIGHT_GRAD_INSIDE = "dW inside"
+    """It ran before the op that made it ready, or that was the last of the pass, was reported."""
+    REPORT = "report"
+    REDUCE = "reduce"
+
+
+class Event(NamedTuple):
+    verb: Verb
+    name: str
+
+
+class _Recorder(Trace):
+    """A trace that also keeps one list of everything, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), 0)
+        self.events: list[Event] = []
+        self.is_inside_op = False
+
+    def take(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def end(self, name: str) -> None:
+        self.events.append(Event(Verb.END, name))
+        super().end(name)
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        with super().waiting(name):
+            yield
+        self.events.append(Event(Verb.WAIT, name))
+
+    @contextmanager
+    def weight_grad(self, name: str, *sizes: Any) -> Iterator[None]:
+        with super().weight_grad(name, *sizes):
+            yield
+        verb = Verb.WEIGHT_GRAD_INSIDE if self.is_inside_op else Verb.WEIGHT_GRAD
+        self.events.append(Event(verb, name))
+
+
+@dataclass
+class _Token:
+    """The smallest gradient reduction: it shows where reductions may start."""
+
+    events: list[Event]
+    num_bytes: int = 1
+
+    def launch(self) -> None:
+        self.events.append(Event(Verb.REDUCE, ""))
+
+    def wait(self) -> None: ...
+
+    def release_if_done(self) -> bool:
+        return True
+
+
+@contextmanager
+def _recorded(recorder: _Recorder, num_filled: Mapping[str, int]) -> Iterator[None]:
+    """While it holds, what a trace does not say goes to the list too, and the clock decides nothing.
+
+    Args:
+        num_filled: how many dWs find the message of a backward all-to-all still on its way, by its name.
+    """
+
+    def issues(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def start(comm: Any, op: Any, *args: Any) -> Any:
+            started = stock(comm, op, *args)
+            recorder.events.append(Event(Verb.ISSUE, str(op)))
+            return started
+
+        return start
+
+    def puts(stock: Callable[..., None]) -> Callable[..., None]:
+        def put(store: Any, weight: Any, compute: Any, num_bytes: int, *others: Any) -> None:
+            recorder.is_inside_op = True
+            stock(store, weight, compute, PINNED_BYTES, *others)
+            recorder.is_inside_op = False
+
+        return put
+
+    def flushes(stock: Callable[..., None]) -> Callable[..., None]:
+        def flush(store: Any) -> None:
+            recorder.is_inside_op = True
+            stock(store)
+            recorder.is_inside_op = False
+
+        return flush
+
+    def fills(stock: Callable[..., None]) -> Callable[..., None]:
+        def fill(store: Any, _: Any, op: Any) -> None:
+            polls = iter([True] * num_filled.get(str(op), 0))
+            stock(store, lambda: next(polls, False), op)
+
+        return fill
+
+    def reports(stock: Callable[..., None]) -> Callable[..., None]:
+        def report(weight: Any) -> None:
+            recorder.events.append(Event(Verb.REPORT, weight.name))
+            stock(weight)
+
+        return report
+
+    def queues_a_token(stock: Callable[..., None]) -> Callable[..., None]:
+        def issued(scheduler: Any) -> None:
+            stock(scheduler)
+            reduction = PendingReduction(scheduler)
+            reduction.micro_ops.append(_Token(recorder.events))
+            scheduler.put(reduction)
+
+        return issued
+
+    with ExitStack() as stack:
+        for name in ("start", "start_after", "start_counts"):
+            stack.enter_context(wrapped(Comm, name, issues))
+        stack.enter_context(wrapped(WeightGradStore, "put", puts))
+        stack.enter_context(wrapped(WeightGradStore, "flush", flushes))
+        stack.enter_context(wrapped(WeightGradStore, "fill", fills))
+        stack.enter_context(wrapped(DeferredWeight, "report", reports))
+        stack.enter_context(wrapped(CommScheduler, "issued", queues_a_token))
+        yield
+
+
+class Recorded(NamedTuple):
+    """What a micro-batch did."""
+
+    forward: list[Event]
+    backward: list[Event]
+
+
+@dataclass
+class _StageOf:
+    """Stands for the process group of a pipeline's ranks, of which this one is any."""
+
+    own: int
+    num_stages: int
+
+    def rank(self) -> int:
+        return self.own
+
+    def size(self) -> int:
+        return self.num_stages
+
+
+@dataclass
+class Model:
+    """A small GPT, whole or one stage of a pipeline, that can run by any plan.
+
+    Attributes:
+        moe_layers: for each layer of the whole model, 1 where it has experts.
+        stage: of :data:`NUM_STAGES`; None for the whole model.
+        overrides: of Megatron's config.
+    """
+
+    moe_layers: Sequence[int]
+    stage: int | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def record(self, plan: Plan, num_filled: Mapping[str, int], has_priority: bool) -> list[Recorded]:
+        """A step under ``plan``: what each micro-batch did.
+
+        Args:
+            num_filled: see :func:`_recorded`.
+            has_priority: all-to-alls go before gradient reductions.
+        """
+        setup, comm = self._setup, self._module.decoder.comm
+        setup.switch(plan)
+        recorder = _Recorder()
+        comm.record_to(recorder)
+        comm.scheduler = setup.scheduler if has_priority else None
+        with _recorded(recorder, num_filled):
+            passes = setup.check_step(lambda: list(self._step(recorder)))
+        comm.record_to(None)
+        comm.scheduler = None
+        return passes
+
+    @cached_property
+    def profile(self) -> Profile:
+        """Of the whole model, measured in the mocked world."""
+        assert self.stage is None
+        setup = self._setup
+        model = ProfiledModel((self._module,), torch.device("cpu"), MICRO_BATCH, SEQ_LENGTH, NUM_MICRO_BATCHES)
+        plans = plans_to_profile(MICRO_BATCH, SEQ_LENGTH, chunk_counts=(2,))
+        run = ProfileRun(model, plans, num_traced_steps=1)
+        for index, plan in enumerate(run.plans):
+            setup.switch(plan)
+            with run.step(index):
+                list(self._step(None))
+        return run.finish()
+
+    @cached_property
+    def _module(self) -> Any:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        from tests.parity.gradients.gradients_worker import transformer_config
+
+        torch.manual_seed(1)
+        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        num_stages, stage = (1, 0) if self.stage is None else (NUM_STAGES, self.stage)
+        config = transformer_config(
+            {
+                "num_layers": len(self.moe_layers),
+                "moe_layer_freq": list(self.moe_layers),
+                "num_moe_experts": 2 * EP_SIZE,
+                "expert_model_parallel_size": EP_SIZE,
+                "pipeline_model_parallel_size": num_stages,
+                "pipeline_dtype": torch.float32,
+                **self.overrides,
+            }
+        )
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        groups.pp = _StageOf(stage, num_stages)
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=stage)
+        return GPTModel(
+            config,
+            spec,
+            vocab_size=VOCAB,
+            max_sequence_length=SEQ_LENGTH,
+            pre_process=stage == 0,
+            post_process=stage == num_stages - 1,
+            share_embeddings_and_output_weights=False,
+            pg_collection=groups,
+        )
+
+    @cached_property
+    def _setup(self) -> Any:
+        from megatron_lancet.training.overlap_setup import OverlapSetup
+
+        device, room_for_one_token = torch.device("cpu"), MicroOps(chunk_bytes=1)
+        stats, timeout = CommStats(device), timedelta(minutes=2)
+        setup = OverlapSetup(fixed_plan(1), device, stats, timeout, switchable=True, micro_ops=room_for_one_token)
+        setup([self._module])
+        self._module.decoder.comm.scheduler = None
+        return setup
+
+    @cached_property
+    def _ddp(self) -> Any:
+        from tests.parity.gradients.gradients_worker import wrap_with_ddp
+
+        assert self._setup.delays_weight_grads
+        return wrap_with_ddp(self._module, self._module.config, lambda _, plain: plain, deferred=True)
+
+    def _step(self, recorder: _Recorder | None) -> Iterator[Recorded]:
+        from tests.parity.gradients.gradients_worker import logged_losses
+
+        ddp, module = self._ddp, self._module
+        take = recorder.take if recorder is not None else list
+        ddp.zero_grad_buffer()
+        for index in range(NUM_MICRO_BATCHES):
+            with ExitStack() as stack:
+                if index < NUM_MICRO_BATCHES - 1:
+                    stack.enter_context(ddp.no_sync())
+                if not module.pre_process:
+                    hidden = torch.randn(SEQ_LENGTH, MICRO_BATCH, module.config.hidden_size, requires_grad=True)
+                    module.set_input_tensor(hidden)
+                loss = ddp(**_batch(), attention_mask=None).float().mean()
+                forward = take()
+                (loss / NUM_MICRO_BATCHES).backward()
+                yield Recorded(forward, take())
+        ddp.finish_grad_sync()
+        logged_losses()  # the next model may have more layers
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    tokens = torch.randint(VOCAB, (MICRO_BATCH, SEQ_LENGTH + 1))
+    positions = torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1)
+    return {"input_ids": tokens[:, :-1], "position_ids": positions, "labels": tokens[:, 1:]}

@@ -1,0 +1,43 @@
+"""The real pretraining loop in one process that plays a world of 8: ours and stock, every iteration compared."""
+
+import pytest
+
+from tests.parity.runs.test_losses_equal_stock import COMPARED, TOLERANCE
+from tests.ranks.pretraining import Run, pretrain
+
+WORLD_OF_8 = (
+    "--distributed-backend mock --expert-model-parallel-size 8 --num-experts 16 --global-batch-size 64 "
+    "--overlap-grad-reduce --ddp-bucket-size 20000 --eval-iters 1 --eval-interval 3"
+).split()
+
+
+def run_mocked(token_data, folder, *extra: object) -> Run:
+    return pretrain(token_data, [*WORLD_OF_8, *extra], folder, num_ranks=1, train_iters=4, WORLD_SIZE="8")
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory, token_data):
+    return run_mocked(token_data, tmp_path_factory.mktemp("stock"), "--lancet-plan", "off")
+
+
+def test_the_run_says_what_it_is(stock):
+    (output,) = stock.outputs
+    assert output.count("mocked: this process plays rank 0 of 8, link free.") == 1
+    assert "losses and throughput are those of the mocked world" in output
+    assert len(stock.logged) == 4  # Megatron's own lines, which only the last rank prints
+    assert "validation loss at iteration 3" in output
+
+
+def test_one_chunk_equals_stock_to_the_bit(stock, token_data, tmp_path):
+    ours = run_mocked(token_data, tmp_path, "--lancet-num-chunks", 1)
+    assert "megatron_lancet.model.transformer_block" in ours.model_modules
+    for name in COMPARED:
+        assert ours.series(name) == stock.series(name), name
+
+
+def test_two_chunks_on_a_slow_link_equal_stock(stock, token_data, tmp_path):
+    ours = run_mocked(token_data, tmp_path, "--lancet-num-chunks", 2, "--lancet-mock-link", "300:1")
+    assert "chunks=2" in ours.outputs[0]
+    assert "link 300 us, 1 GB/s" in ours.outputs[0]
+    for name in COMPARED:
+        assert ours.series(name) == pytest.approx(stock.series(name), rel=TOLERANCE["fp32"][name]), name

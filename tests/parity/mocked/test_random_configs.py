@@ -1,0 +1,22 @@
+"""Configurations drawn from the space of routers, models, axes and ranges: losses and all gradients equal stock's.
+
+More of them: ``python tests/parity/mocked/random_configs_worker.py RESULT.json 500 SEED``.
+"""
+
+import json
+from pathlib import Path
+
+from tests.parity.mocked.random_configs_worker import TOLERANCE
+from tests.ranks import launch
+
+WORKER = Path(__file__).with_name("random_configs_worker.py")
+NUM_EXAMPLES = 25
+
+
+def test_random_configurations_equal_stock(tmp_path, check_gradients):
+    launch.check(launch.run(WORKER, [tmp_path / "result.json", NUM_EXAMPLES], 1, tmp_path, timeout_s=200))
+    result = json.loads((tmp_path / "result.json").read_text())
+    tried, (parameter, error) = result["tried"], result["worst"]
+    check_gradients({parameter: error}, TOLERANCE)
+    assert tried["compared"] == NUM_EXAMPLES
+    assert min(tried["batch chunks"], tried["sequence chunks"]) >= 5

@@ -1,0 +1,197 @@
+"""What a trace shows of real steps in a mocked world of 4 ranks: one dense layer, two of experts, 2 micro-batches."""
+
+import itertools
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from megatron_lancet.planning.profile import LayerKind, read_profile
+from megatron_lancet.profiler.op_times import op_key
+from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.schedule.plan import ChunkDim
+from tests.parity.gradients.gradients_worker import MICRO_BATCH, NUM_MICRO_BATCHES, SEQ_LENGTH
+from tests.parity.mocked.trace_worker import PLANS
+from tests.ranks import launch
+from tests.unit.profiler.synthetic import FACTS
+
+pytestmark = pytest.mark.alone
+
+WORKER = Path(__file__).with_name("trace_worker.py")
+NAMES = [*PLANS, "recomputed"]
+MOE = ("attention", "gate", "permute", "shared_experts", "experts", "merge")
+DENSE = ("attention", "mlp")
+MESSAGES = {"F": ("counts", "dispatch", "combine"), "I": ("dispatch", "combine")}
+ROUTED_ROWS = MICRO_BATCH * SEQ_LENGTH * 2
+FLOAT_BYTES, HIDDEN, HEAD_BYTES = 4, 32, 16
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trace")
+    launch.check(launch.run(WORKER, [folder / "result.json"], 1, folder, timeout_s=150))
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.fixture(params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def found(results, name):
+    return results[name]
+
+
+def plan_of(name):
+    return PLANS.get(name, PLANS["batch"])
+
+
+def spans_in(found, *lanes):
+    return [span for span in found["spans"] if span["lane"] in lanes]
+
+
+def chunks_of(name, layer, kind):
+    # The made-up facts have the same kinds of layers.
+    return range(op_key(f"L{layer}.c0.F.{kind}", plan_of(name), FACTS).num_chunks)
+
+
+def test_a_trace_changes_no_bit(found):
+    plain, traced, again = found["losses"]
+    assert plain == traced == again
+    assert found["gradients_equal"]
+    assert found["recorded_when_off"] == 0
+
+
+def test_the_thread_does_one_thing_at_a_time(found):
+    own = spans_in(found, "compute", "wait")
+    assert all(span["start_ms"] <= span["end_ms"] for span in own)
+    assert all(before["end_ms"] <= after["start_ms"] + 1e-9 for before, after in itertools.pairwise(own))
+
+
+def test_spans_explain_the_step_and_no_more(found):
+    busy_ms = sum(span["end_ms"] - span["start_ms"] for span in spans_in(found, "compute", "wait"))
+    assert 0.5 * found["step_ms"] < busy_ms <= found["step_ms"]
+
+
+def test_every_op_of_every_chunk_is_there_and_no_other(found, name):
+    layers = {1: DENSE, 2: MOE, 3: MOE}
+    expected = {
+        f"L{layer}.c{chunk}.{phase}.{kind}"
+        for layer, kinds in layers.items()
+        for kind in kinds
+        for chunk in chunks_of(name, layer, kind)
+        for phase in "FI"
+    }
+    beside = ("embedding", "head", *(["cut"] if plan_of(name).num_chunks > 1 else []))
+    expected |= {f"{phase}.{kind}" for phase in "FI" for kind in beside}
+    ops = {span["name"] for span in spans_in(found, "compute") if ".W." not in f".{span['name']}"}
+    assert ops == expected
+
+
+def test_an_op_that_nothing_interrupts_has_one_span_per_micro_batch(results):
+    spans = [span["name"] for span in spans_in(results["one-chunk"], "compute")]
+    for layer, kinds in {1: DENSE, 2: MOE, 3: MOE}.items():
+        for kind in set(kinds) - {"merge", "permute", "experts"}:
+            assert spans.count(f"L{layer}.c0.F.{kind}") == NUM_MICRO_BATCHES
+
+
+def test_forward_ops_come_in_the_order_of_the_layer(results):
+    names = [span["name"] for span in spans_in(results["one-chunk"], "compute")]
+    first = [names.index(f"L2.c0.F.{kind}") for kind in MOE]
+    assert first == sorted(first)
+    backward = [names.index(f"L2.c0.I.{kind}") for kind in ("merge", "experts", "permute", "gate", "attention")]
+    assert backward == sorted(backward)
+
+
+def test_every_weight_gradient_ran_once_per_chunk_and_micro_batch(found, name):
+    names = [span["name"] for span in spans_in(found, "compute") if ".W." in f".{span['name']}"]
+    linears = {
+        "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
+        "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
+        "shared_experts": ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"),
+        "experts": ("mlp.experts.local_experts.0.linear_fc1", "mlp.experts.local_experts.0.linear_fc2"),
+    }
+    for layer, kinds in {1: DENSE, 2: MOE, 3: MOE}.items():
+        for kind in set(kinds) & set(linears):
+            for linear in linears[kind]:
+                expected = NUM_MICRO_BATCHES * len(chunks_of(name, layer, kind))
+                assert names.count(f"L{layer}.W.{linear}") == expected, linear
+                facts = found["weight_grads"][f"L{layer}.W.{linear}"]
+                assert len(facts["pinned_bytes"]) == expected
+                assert min(facts["pinned_bytes"]) > 0
+    assert names.count("W.output_layer") == NUM_MICRO_BATCHES
+
+
+def test_messages(found, name):
+    messages = spans_in(found, "comm")
+    names = [span["name"] for span in messages]
+    for layer in (2, 3):
+        for chunk in chunks_of(name, layer, "experts"):
+            for phase, kinds in MESSAGES.items():
+                for kind in kinds:
+                    assert names.count(f"L{layer}.c{chunk}.{phase}.{kind}") == NUM_MICRO_BATCHES
+    assert len(names) == 2 * 5 * NUM_MICRO_BATCHES * len(chunks_of(name, 2, "experts"))
+    assert all(0 <= span["start_ms"] < span["end_ms"] <= found["step_ms"] for span in messages)
+    # The link's latency alone is 0.3 ms; of a single message, a pause of the process right after it left may hide some.
+    assert statistics.median(span["end_ms"] - span["start_ms"] for span in messages) >= 0.25
+    waits = {span["name"] for span in spans_in(found, "wait")}
+    assert waits <= set(names)
+
+
+def test_bytes_of_messages_fit_the_rows(found):
+    sent = dict.fromkeys(("F.dispatch", "F.combine", "I.dispatch", "I.combine"), 0)
+    for span in spans_in(found, "comm"):
+        kind = span["name"].split(".", 2)[2]
+        if kind in sent:
+            sent[kind] += span["num_bytes"]
+    token = HIDDEN * FLOAT_BYTES
+    assert sent["F.combine"] == sent["I.combine"] > 0
+    assert sent["F.dispatch"] == sent["I.dispatch"] == sent["F.combine"] * (token + HEAD_BYTES) // token
+
+
+def test_received_rows(found):
+    totals: dict[str, int] = {}
+    for op, rows in found["received_rows"].items():
+        assert len(rows) == NUM_MICRO_BATCHES
+        layer = op.partition(".")[0]
+        totals[layer] = totals.get(layer, 0) + sum(rows)
+    # What the mocked ranks send is what this one sends to them.
+    assert totals == {"L2": ROUTED_ROWS * NUM_MICRO_BATCHES, "L3": ROUTED_ROWS * NUM_MICRO_BATCHES}
+
+
+@pytest.fixture(scope="module")
+def profile(results, tmp_path_factory):
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    path.write_text(results["profile"])
+    return read_profile(path)
+
+
+def test_a_profile_has_every_op_of_every_profiled_cut(profile):
+    found = {(op.layer_kind, op.kind, op.phase, op.chunk_dim, op.num_chunks, op.chunk) for op in profile.ops}
+    cuts = [(ChunkDim.BATCH, 1, 0)] + [(dim, 2, chunk) for dim in ChunkDim for chunk in (0, 1)]
+    kinds = [(LayerKind.MOE, kind) for kind in MOE] + [(LayerKind.DENSE, kind) for kind in DENSE]
+    phases = (Phase.FORWARD, Phase.INPUT_GRAD)
+    expected = {(*kind, phase, *cut) for kind in kinds for phase in phases for cut in cuts}
+    assert expected == {op for op in found if op[0] is not LayerKind.NONE}
+    assert {(op[1], op[4]) for op in found if op[0] is LayerKind.NONE} == {("embedding", 1), ("head", 1), ("cut", 2)}
+    assert all(op.ms > 0 and op.rows > 0 for op in profile.ops)
+
+
+def test_a_profile_knows_messages_memory_and_the_rest(profile):
+    assert profile.model.row_bytes == HIDDEN * FLOAT_BYTES + HEAD_BYTES
+    assert profile.link.all_to_all[0][0] <= 1024
+    assert profile.link.all_to_all[0][1] >= 0.3
+    assert profile.link.all_to_all == tuple(sorted(profile.link.all_to_all))
+    assert profile.link.counts_ms >= 0.3
+    assert profile.link.compute_slowdown >= 1
+    assert {(use.layer_kind, use.chunk_dim, use.num_chunks) for use in profile.memory} == {
+        (kind, dim, count) for kind in LayerKind for dim, count in ((ChunkDim.BATCH, 1), *((d, 2) for d in ChunkDim))
+    }
+    tokens_bytes = MICRO_BATCH * SEQ_LENGTH * HIDDEN * FLOAT_BYTES
+    moe = next(use for use in profile.memory if use.layer_kind is LayerKind.MOE)
+    assert 10 * tokens_bytes < moe.saved_bytes < 100 * tokens_bytes
+    assert profile.rest_ms > 0
+    assert sum(profile.received_share) == pytest.approx(1)
+    assert len(profile.measured_steps_ms) == 3

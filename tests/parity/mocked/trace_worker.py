@@ -1,0 +1,116 @@
+"""Steps of a model in a mocked world, with and without a trace: python trace_worker.py RESULT.json."""
+
+import faulthandler
+import json
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lancet.mock.link import Link
+from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.profiler.facts import ProfiledModel
+from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
+from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
+from megatron_lancet.training.platform.cpu import cpu_platform
+from tests.parity.gradients.gradients_worker import (
+    MICRO_BATCH,
+    NUM_MICRO_BATCHES,
+    SEQ_LENGTH,
+    build,
+    overlapping_model,
+    step,
+    wrap_with_ddp,
+)
+
+MODEL = {
+    "expert_model_parallel_size": 4,
+    "moe_layer_freq": [0, 1, 1],
+    "moe_shared_expert_intermediate_size": 48,
+}
+PLANS: dict[str, Plan] = {
+    "one-chunk": fixed_plan(1),
+    "dw-at-once": fixed_plan(2, DwPolicy.NONE),
+    "batch": fixed_plan(2),
+    "bounded": fixed_plan(2, dw_memory_bytes=20_000),
+    "sequence": fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE),
+    "layer": fixed_plan(2, overlap_range=OverlapRange.LAYER),
+    "gate": fixed_plan(2, overlap_range=OverlapRange.GATE),
+    "experts": fixed_plan(2, overlap_range=OverlapRange.EXPERTS),
+}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+LINK = Link(latency_us=300, gbytes_per_s=1)
+
+
+class Model:
+    """One model that runs by one plan after the other."""
+
+    def __init__(self, overrides: dict[str, Any]) -> None:
+        self.module, config, precision = build({**MODEL, **overrides})
+        self.setup, _ = overlapping_model(self.module, fixed_plan(1), switchable=True)
+        self.ddp = wrap_with_ddp(self.module, config, precision, deferred=True)
+
+    def run(self, plan: Plan) -> dict[str, Any]:
+        """A step without a trace, one with it, and one without again."""
+        self.setup.switch(plan)
+        plain = step(self.ddp), gradients(self.module)
+        comm, trace = self.module.decoder.comm, Trace(torch.device("cpu"), 0)
+        comm.record_to(trace)
+        trace.begin_step()
+        losses = step(self.ddp)
+        found = trace.end_step()
+        comm.record_to(None)
+        num_entries = len(trace.log)
+        equal = [ours.equal(theirs) for ours, theirs in zip(gradients(self.module), plain[1], strict=True)]
+        again = step(self.ddp)
+        return {
+            "losses": [plain[0], losses, again],
+            "gradients_equal": all(equal),
+            "spans": [asdict(span) for span in found.timeline.spans],
+            "step_ms": found.timeline.step_ms,
+            "received_rows": found.received_rows,
+            "weight_grads": {name: asdict(facts) for name, facts in found.weight_grads.items()},
+            "recorded_when_off": len(trace.log) - num_entries,
+        }
+
+    def profile(self) -> str:
+        """A profile's JSON."""
+        run = ProfileRun(
+            ProfiledModel((self.module,), torch.device("cpu"), MICRO_BATCH, SEQ_LENGTH, NUM_MICRO_BATCHES),
+            plans_to_profile(MICRO_BATCH, SEQ_LENGTH, chunk_counts=(2,)),
+            num_traced_steps=2,
+        )
+        for index, plan in enumerate(run.plans):
+            self.setup.switch(plan)
+            with run.step(index):
+                step(self.ddp)
+        return run.finish().to_json()
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.main_grad.clone() for parameter in model.parameters()]
+
+
+def main() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+    with mock_world(4, LINK):
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=4)
+        model = Model({})
+        results: dict[str, Any] = {name: model.run(plan) for name, plan in PLANS.items()}
+        results["profile"] = model.profile()
+        results["recomputed"] = Model(RECOMPUTED).run(PLANS["batch"])
+        parallel_state.destroy_model_parallel()
+    Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with cpu_platform():
+        main()

@@ -1,0 +1,50 @@
+"""Megatron's own pretraining as its pretrain_gpt.py starts it, on a CPU; ours only as far as ``--spec`` names it.
+
+LANCET_TEST_RESULT names a file for the exact losses; the last rank writes it.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_lancet.patching import wrapped
+from megatron_lancet.training.platform.detect import apply_cpu_settings, platform
+from tests.ranks.pretrain_worker import recording
+
+
+def pretrain_gpt() -> None:
+    """What the script does between its imports and its end."""
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.global_vars import set_global_variables
+
+    from megatron_lancet.training.megatron.gpt_data import build_datasets, forward_step
+
+    args = parse_args()
+    apply_cpu_settings(args)
+    validate_args(args)
+    set_global_variables(args)
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with platform():
+        from megatron.training import training
+
+        losses: list[dict[str, float]] = []
+        classes: set[str] = set()
+        with wrapped(training, "train_step", recording(losses, classes)):
+            pretrain_gpt()
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        result = {"losses": losses, "model_modules": sorted(classes)}
+        Path(os.environ["LANCET_TEST_RESULT"]).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()

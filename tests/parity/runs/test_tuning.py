@@ -1,0 +1,112 @@
+"""Automatic tuning in the real loop: whatever it switches to, and back from, losses are those of stock Megatron."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_lancet.report.timeline.timeline_file import read_timelines
+from megatron_lancet.planning.plan_file import read_plan_file
+from megatron_lancet.planning.profile import read_profile
+from tests.ranks import launch
+from tests.ranks.pretraining import EP2, Run, command_line, pretrain
+
+pytestmark = pytest.mark.distributed
+
+WORKER = Path(__file__).with_name("tuning_worker.py")
+NUM_ITERS, SAVED_AT = 39, 31
+TUNED = ["--lancet-tune-steps", "3"]
+NONE = "chunks=1 dim=batch range=stack"
+TWO, FOUR, SEQUENCE = NONE.replace("1", "2"), NONE.replace("1", "4"), "chunks=2 dim=sequence range=stack"
+# As in test_losses_equal_stock.py: the order of sums.
+TOLERANCE = 1e-5
+
+
+def tuned(token_data, folder: Path, script: dict, *extra: object) -> tuple[Run, list[str], list[str]]:
+    """A run, the first segment of the plan at each step, and the lines about plans."""
+    result = folder / "result.json"
+    env = {"LANCET_TEST_RESULT": str(result), "LANCET_TEST_TUNING": json.dumps(script)}
+    command = command_line(token_data, [*EP2, *TUNED, "--train-iters", NUM_ITERS, *extra])
+    ranks = launch.run(WORKER, command, 2, folder, timeout_s=120, env=env)
+    launch.check(ranks)
+    found = json.loads(result.read_text())
+    outputs = [rank.output for rank in ranks]
+    run = Run(found["losses"], found["model_modules"], [], outputs)
+    return run, found["plans"], lines_of(run)
+
+
+def lines_of(run: Run) -> list[str]:
+    return re.findall(r"^Megatron-Lancet plan: (.*)$", "\n".join(run.outputs), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory, token_data) -> Run:
+    extra = [*EP2, "--lancet-plan", "off"]
+    return pretrain(token_data, extra, tmp_path_factory.mktemp("stock"), train_iters=NUM_ITERS)
+
+
+def assert_equal(run: Run, stock: Run, first: int = 0) -> None:
+    assert run.losses
+    for name in ("lm loss", "grad norm"):
+        expected = stock.series(name)[first : first + len(run.losses)]
+        assert run.series(name) == pytest.approx(expected, rel=TOLERANCE), name
+
+
+@pytest.mark.alone
+def test_a_slow_plan_is_left_and_drift_finds_another(stock, token_data, tmp_path):
+    script = {"profiled": ["2", "4s"], "plans": ["4", "2s"], "slow_s": {"4": 0.6, "none": 0.1}, "exposed_from": 19}
+    run, plans, lines = tuned(token_data, tmp_path, script, "--lancet-report", tmp_path)
+    assert plans[:34] == (  # then whichever was faster
+        [NONE] * 6 + [TWO, SEQUENCE.replace("2", "4")] + [FOUR] * 5  # profile, then verify
+        + [NONE] * 14 + [TWO, SEQUENCE.replace("2", "4")] + [SEQUENCE] * 5  # measured again, then three windows
+    )  # fmt: skip
+    assert len(run.losses) == NUM_ITERS
+    assert_equal(run, stock)
+    kinds = (
+        "found while training", "tunes during the first 13 steps", "without overlap: ", "chunks=4 .* predicted 50.0 ms",
+        "measured .* slower than the .* far off", "going back to chunks=1", "under chunks=1 .*: it stays",
+        "exposed time is .* planning anew", "chunks=2 dim=sequence",
+    )  # fmt: skip
+    for kind, line in zip(kinds, lines[: len(kinds)], strict=True):
+        assert re.search(kind, line), lines
+    tuning = json.loads((tmp_path / "report.json").read_text())["tuning"]
+    assert (tuning["stage"], tuning["num_plans"], tuning["lines"]) == ("watch", 2, lines[1:])
+
+
+def test_profile_plan_files_and_checkpoint(stock, token_data, tmp_path):
+    """Nothing scripted: whatever plan is found, it is in the files and in the checkpoint, and losses are stock's."""
+    shared = [*EP2, "--lancet-tune-steps", "1", "--lancet-cache", tmp_path / "cache"]
+    saving = ["--save", tmp_path / "checkpoints", "--save-interval", SAVED_AT]
+    report = ["--lancet-report", tmp_path]
+    run = pretrain(token_data, [*shared, *saving, *report], tmp_path / "first", train_iters=NUM_ITERS)
+    assert len(run.losses) == NUM_ITERS
+    assert_equal(run, stock)
+    said = lines_of(run)
+    assert any("without overlap: " in line for line in said), said
+    expected = re.compile(r"predicted .*best of \d+, planned in .* from a profile of \d+ steps")
+    assert any(expected.search(line) for line in said), said
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["tuning"]["stage"] == "watch"
+    assert str(read_plan_file(tmp_path / "plan.json").plan) == found["plan"]
+    assert read_profile(tmp_path / "profile.json").measured_steps_ms
+    timelines = read_timelines(tmp_path / "timeline.json")
+    assert [timeline.rank for timeline in timelines.measured] == [0, 1]
+    assert [timeline.rank for timeline in timelines.before] == [0, 1]
+    assert timelines.predicted
+    assert found["exposed"]["before_ms"] is not None
+    assert (tmp_path / "timeline.html").exists()
+    assert (tmp_path / "trace.json").exists()
+
+    load = ["--load", tmp_path / "checkpoints", "--ckpt-step", SAVED_AT]
+    resumed = pretrain(token_data, [*shared, *load], tmp_path / "second", train_iters=NUM_ITERS)
+    assert_equal(resumed, stock, first=SAVED_AT)
+    assert f"{found['plan']}, from the checkpoint: " in lines_of(resumed)[1]
+    assert "  tuning             taken from the checkpoint\n" in resumed.outputs[0]
+
+    off = pretrain(token_data, [*EP2, "--lancet-plan", "off", *load], tmp_path / "third", train_iters=NUM_ITERS)
+    assert_equal(off, stock, first=SAVED_AT)
+
+    again = pretrain(token_data, shared, tmp_path / "fourth", train_iters=8)
+    (profile,) = (tmp_path / "cache").iterdir()
+    assert any(f"from the profile {profile}" in line for line in lines_of(again)), lines_of(again)

@@ -1,0 +1,147 @@
+"""pretrain_gpt_moe.py whose planner and clock are scripted; training is the real one.
+
+LANCET_TEST_TUNING is a JSON object: ``profiled``, plans that run for the profile; ``plans``, the planner's answers,
+null for none; ``slow_s``, by plan, by how much its steps take longer; ``exposed_from``, the step from which half a
+second of waiting is on every step's account.
+"""
+
+import faulthandler
+import functools
+import json
+import os
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from megatron_lancet.patching import replaced, wrapped
+from megatron_lancet.schedule.plan import ChunkDim, Plan, fixed_plan
+from megatron_lancet.training.tuning import controller
+from megatron_lancet.training.pretrain import main
+from megatron_lancet.training.tuning.controller import plan_without_overlap
+from tests.ranks.pretrain_worker import recording
+
+
+def plan_of(text: str) -> Plan:
+    """``2``: two chunks along the batch; ``2s``: along the sequence; ``none``: without overlap."""
+    if text == "none":
+        return plan_without_overlap()
+    dim = ChunkDim.SEQUENCE if text.endswith("s") else ChunkDim.BATCH
+    return fixed_plan(int(text.rstrip("s")), chunk_dim=dim)
+
+
+class ScriptedMaker:
+    profile = None
+
+    def __init__(self, args: Any, *_: Any) -> None:
+        self._args = args
+        self._script = json.loads(os.environ["LANCET_TEST_TUNING"])
+        self._answers = list(self._script["plans"])
+        self._left: list[str] = []
+        self.num_begun = 0
+
+    def made_for(self) -> dict[str, str]:
+        return {"seq_length": str(self._args.seq_length), "micro_batch_size": str(self._args.micro_batch_size)}
+
+    def num_steps(self) -> int:
+        return len(self._script["profiled"])
+
+    def begin(self, again: bool) -> None:
+        assert again == (self.num_begun > 0)
+        self.num_begun += 1
+        self._left = list(self._script["profiled"])
+
+    def next_plan(self) -> Plan | None:
+        return plan_of(self._left.pop(0)) if self._left else None
+
+    def run_step(self, step):
+        return step()
+
+    def make(self):
+        from megatron_lancet.training.tuning.autotune import Planned, PlanningFailed
+        from megatron_lancet.training.tuning.controller import Prediction
+
+        answer = self._answers.pop(0)
+        if answer is None:
+            raise PlanningFailed("the profile has no all-to-all times")
+        profiled = {text: (plan_of(text), 1e6) for text in self._script["profiled"]}
+        return Planned(plan_of(answer), Prediction(50.0, 1.0, "scripted"), profiled)
+
+
+def slow_under(plans: dict[str, float], setups: list[Any]):
+    by_plan = {plan_of(text): seconds for text, seconds in plans.items()}
+
+    def wrap(train_step):
+        @functools.wraps(train_step)
+        def slow(*args, **kwargs):
+            result = train_step(*args, **kwargs)
+            time.sleep(by_plan.get(setups[0].plan, 0.0))
+            return result
+
+        return slow
+
+    return wrap
+
+
+def exposed_from(step: int):
+    num_steps = 0
+
+    def wrap(observe):
+        def observed(self, run):
+            nonlocal num_steps
+            result = observe(self, run)
+            num_steps += 1
+            if num_steps >= step:
+                self.records[-1].comm.exposed_ms += 500.0
+            return result
+
+        return observed
+
+    return wrap
+
+
+def run() -> None:
+    from megatron.training import training
+
+    from megatron_lancet.training import run
+    from megatron_lancet.training.overlap_setup import OverlapSetup
+    from megatron_lancet.training.observe.step_recorder import StepRecorder
+
+    script = json.loads(os.environ["LANCET_TEST_TUNING"])
+    losses: list[dict[str, float]] = []
+    classes: set[str] = set()
+    setups: list[Any] = []
+    plans: list[str] = []
+
+    def registered(init):
+        def build(self, *args, **kwargs):
+            setups.append(self)
+            init(self, *args, **kwargs)
+
+        return build
+
+    def noted(observe):
+        def observed(self, step):
+            plans.append(str(setups[0].plan.segments[0]))
+            return observe(self, step)
+
+        return observed
+
+    with ExitStack() as stack:
+        stack.enter_context(wrapped(training, "train_step", recording(losses, classes)))
+        stack.enter_context(wrapped(OverlapSetup, "__init__", registered))
+        stack.enter_context(wrapped(training, "train_step", slow_under(script.get("slow_s", {}), setups)))
+        stack.enter_context(wrapped(StepRecorder, "observe", exposed_from(script.get("exposed_from", 10**9))))
+        stack.enter_context(wrapped(StepRecorder, "observe", noted))
+        stack.enter_context(replaced(controller, "MIN_STEPS_BETWEEN_PLANS", 0))
+        stack.enter_context(replaced(run, "ProfilingPlanMaker", ScriptedMaker))
+        main()
+    if os.environ["RANK"] == "1":
+        result = {"losses": losses, "model_modules": sorted(classes), "plans": plans}
+        Path(os.environ["LANCET_TEST_RESULT"]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    run()

@@ -1,0 +1,149 @@
+"""Starts the ranks of a distributed test, and says where each of them stands when they don't finish."""
+
+import atexit
+import functools
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.preloaded import Preloaded, Rank
+
+REPO = Path(__file__).parents[2]
+_STACK_DUMP_S = 3.0
+_TAIL_CHARS = 4000
+_PORT_ATTEMPTS = 3
+_PORTS = range(20_000, 32_000)
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank ended: exit status (negative: signal) and everything it printed."""
+
+    returncode: int
+    output: str
+
+
+def free_port() -> int:
+    """A port on which nobody listens, below those that the kernel deals out: gloo takes hundreds of these meanwhile."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", secrets.choice(_PORTS)))
+            return probe.getsockname()[1]
+
+
+def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPO),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+@functools.cache
+def preloaded() -> Preloaded:
+    """The process that forks ranks, started once. No GPU is visible to tests that start ranks: CUDA can't be forked."""
+    folder = Path(tempfile.mkdtemp(prefix="ranks"))
+    server = Preloaded(rank_environment(0, 1, 0), folder)
+
+    def stop() -> None:
+        server.stop()
+        shutil.rmtree(folder)
+
+    atexit.register(stop)
+    return server
+
+
+def start(
+    script: Path,
+    args: Sequence[object],
+    num_ranks: int,
+    log_dir: Path,
+    env: Mapping[str, str] | None = None,
+    per_rank: Sequence[Sequence[object]] | None = None,
+) -> list[Rank]:
+    """Start one process per rank, its output in ``log_dir/rank<N>.log``.
+
+    Args:
+        per_rank: arguments that each rank gets beside the common ones.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    server = preloaded()
+    ranks: list[Rank] = []
+    for rank in range(num_ranks):
+        own = per_rank[rank] if per_rank is not None else ()
+        command = [str(script), *map(str, [*args, *own])]
+        environment = {**rank_environment(rank, num_ranks, port), **(env or {})}
+        log = log_dir / f"rank{rank}.log"
+        log.write_text("")
+        ranks.append(server.start(command, environment, log, REPO))
+    return ranks
+
+
+def finish(ranks: Sequence[Rank], log_dir: Path, timeout_s: float) -> list[RankResult]:
+    """Wait for all ranks. If one is still running after ``timeout_s``, fail with every rank's stack."""
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        statuses = [rank.wait(max(0.1, deadline_s - time.monotonic())) for rank in ranks]
+    except subprocess.TimeoutExpired:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(signal.SIGUSR1)  # the workers answer with their stacks
+        time.sleep(_STACK_DUMP_S)
+        tails = [f"--- rank {i}\n{_log(log_dir, i)[-_TAIL_CHARS:]}" for i in range(len(ranks))]
+        pytest.fail(f"ranks still running after {timeout_s} s:\n" + "\n".join(tails))
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+    return [RankResult(status, _log(log_dir, i)) for i, status in enumerate(statuses)]
+
+
+def run(
+    script: Path,
+    args: Sequence[object],
+    num_ranks: int,
+    log_dir: Path,
+    timeout_s: float = 150,
+    env: Mapping[str, str] | None = None,
+    per_rank: Sequence[Sequence[object]] | None = None,
+) -> list[RankResult]:
+    """Start the ranks and wait for them."""
+    for _ in range(_PORT_ATTEMPTS):
+        results = finish(start(script, args, num_ranks, log_dir, env, per_rank), log_dir, timeout_s)
+        # Between finding a free port and rank 0 listening on it, another test may have taken it.
+        if not any("EADDRINUSE" in result.output for result in results):
+            break
+    return results
+
+
+def check(results: Sequence[RankResult]) -> None:
+    """Fail unless all ranks ended well."""
+    failed = [
+        f"--- rank {i}: exit {r.returncode}\n{r.output[-_TAIL_CHARS:]}" for i, r in enumerate(results) if r.returncode
+    ]
+    if failed:
+        pytest.fail("\n".join(failed))
+
+
+def _log(log_dir: Path, rank: int) -> str:
+    return (log_dir / f"rank{rank}.log").read_text(errors="replace")

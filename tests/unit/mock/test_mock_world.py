@@ -1,0 +1,220 @@
+"""Collectives of a mocked world: what they give, when, and what they refuse."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_lancet.mock.link import Link
+from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.mock.stock_counts import counts_of_all_ranks
+from megatron_lancet.runtime.all_to_all import AllToAll
+from megatron_lancet.runtime.comm import Comm, RowSplits
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.transport.gloo import GroupTransport, make_transport
+from megatron_lancet.schedule.ops import Op, Phase
+
+NEVER = Link(latency_us=1e12)
+"""Longer than any test."""
+ONE_BYTE_PER_HOUR = Link(gbytes_per_s=1e-9 / 3600)
+SOON = Link(latency_us=500)
+
+
+@pytest.fixture
+def four_ranks():
+    with mock_world(4):
+        yield
+
+
+def test_the_world_is_there_and_gone_again():
+    new_group = dist.new_group
+    with mock_world(8):
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 8, "mock")
+        dist.all_reduce(torch.ones(1))
+    assert not dist.is_initialized()
+    assert dist.new_group is new_group
+    with pytest.raises(ValueError, match="loopback"), mock_world(2, SOON):
+        dist.all_to_all_single(torch.empty(2), torch.empty(4))
+    assert not dist.is_initialized()
+    assert "mocked link" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_groups_have_their_own_size_and_are_always_mocked(four_ranks):
+    group = dist.new_group([0, 2], backend="gloo", group_desc="as Megatron asks")
+    assert (dist.get_backend(group), group.size(), group.rank()) == ("mock", 2, 0)
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [2, 2, 2]
+    assert dist.new_group([1, 3]) is dist.GroupMember.NON_GROUP_MEMBER
+
+
+def test_each_rank_of_a_group_has_its_own_slice(four_ranks):
+    group = dist.new_group([2, 0], sort_ranks=False)
+    assert group.rank() == 1
+    out = torch.empty(2)
+    dist.reduce_scatter_tensor(out, torch.arange(4.0), group=group)
+    assert out.tolist() == [4, 6]
+    dist.reduce_scatter_tensor(out, torch.arange(4.0), op=dist.ReduceOp.AVG, group=group)
+    assert out.tolist() == [2, 3]
+
+
+def test_all_to_all_is_a_loopback(four_ranks):
+    sent = torch.arange(12.0).view(6, 2)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, [1, 0, 3, 2], [1, 0, 3, 2])
+    assert received.equal(sent)
+    outputs = [torch.empty(n) for n in (1, 0, 3, 2)]
+    dist.all_to_all(outputs, list(sent[:, 0].split([1, 0, 3, 2])))
+    assert torch.cat(outputs).equal(sent[:, 0])
+
+
+def test_other_splits_to_receive_than_to_send_are_an_error(four_ranks):
+    with pytest.raises(ValueError, match=r"receive splits must equal send splits.*\[2, 2, 1, 1\].*\[1, 1, 2, 2\]"):
+        dist.all_to_all_single(torch.empty(6), torch.empty(6), [2, 2, 1, 1], [1, 1, 2, 2])
+    with pytest.raises(ValueError, match="loopback"):
+        dist.all_to_all([torch.empty(2)] * 4, [torch.empty(n) for n in (1, 3, 2, 2)])
+
+
+def test_coalesced_collectives(four_ranks):
+    a, b = torch.ones(2), torch.full((3,), 2.0)
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as work:
+        dist.all_reduce(a)
+        dist.all_reduce(b)
+    work.wait()
+    assert (a.tolist(), b.tolist()) == ([4, 4], [8, 8, 8])
+    gathered, part = torch.empty(8), torch.empty(1)
+    with dist.distributed_c10d._coalescing_manager():
+        dist.all_gather_into_tensor(gathered, a)
+    with dist.distributed_c10d._coalescing_manager():
+        dist.reduce_scatter_tensor(part, torch.arange(4.0) + 1)
+    assert gathered.tolist() == [4] * 8
+    assert part.tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("call", "op"),
+    [
+        (lambda x: dist.send(x, 1), "send"),
+        (lambda x: dist.recv(x, 1), "recv"),
+        (lambda x: dist.recv(x), "recv_anysource"),
+        (lambda x: dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1)]), "send"),
+        (lambda x: dist.all_reduce(x, op=dist.ReduceOp.PRODUCT), "all_reduce knows SUM, AVG, MAX and MIN"),
+        (lambda x: dist.group.WORLD.split_group([0, 1]), "split_group"),
+        (lambda x: dist.group.WORLD.monitored_barrier(), "monitored_barrier"),
+    ],
+)
+def test_what_it_can_not_play_is_named(four_ranks, call, op):
+    with pytest.raises(NotImplementedError, match=op):
+        call(torch.ones(2))
+
+
+def test_nobody_else_can_be_the_root_of_a_scatter(four_ranks):
+    with pytest.raises(ValueError, match="can't scatter from rank 1"):
+        dist.scatter(torch.empty(1), None, src=1)
+    own = torch.empty(1)
+    dist.scatter(own, list(torch.arange(4.0).split(1)), src=0)
+    assert own.item() == 0
+
+
+def test_a_message_is_not_there_before_it_lands():
+    with mock_world(4, NEVER):
+        received = torch.zeros(4)
+        work = dist.all_to_all_single(received, torch.ones(4), async_op=True)
+        future = work.get_future()
+        assert not work.is_completed()
+        assert not future.done()
+        assert received.eq(0).all()
+
+
+def test_what_is_sent_is_read_when_it_lands():
+    """So a sender that uses its buffer again too early is found out."""
+    with mock_world(4, SOON):
+        received, sent = torch.zeros(4), torch.ones(4)
+        work = dist.all_to_all_single(received, sent, async_op=True)
+        sent.fill_(2)
+        work.wait()
+        assert work.is_completed()
+        assert received.eq(2).all()
+
+
+def test_a_future_completes_without_a_wait():
+    with mock_world(4, SOON):
+        received = torch.zeros(4)
+        seen = []
+        work = dist.all_to_all_single(received, torch.ones(4), async_op=True)
+        future = work.get_future()
+        future.add_done_callback(lambda done: seen.append(done.value()[0].tolist()))
+        future.wait()
+        assert work.get_future() is future
+        assert work.is_completed()
+        work.wait()
+        assert received.eq(1).all()
+    assert seen == [[1, 1, 1, 1]]
+
+
+def test_waits_time_out():
+    with mock_world(4, NEVER, timeout=timedelta(milliseconds=20)):
+        with pytest.raises(RuntimeError, match=r"mocked all_reduce timed out after 0.02 s.*faster link"):
+            dist.all_reduce(torch.ones(1))
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        with pytest.raises(RuntimeError, match=r"timed out after 0.001 s"):
+            work.wait(timedelta(milliseconds=1))
+
+
+def test_only_bytes_to_other_ranks_take_time():
+    with mock_world(2, ONE_BYTE_PER_HOUR):
+        alone = dist.new_group([0])
+        dist.all_reduce(torch.ones(100), group=alone)
+        x = torch.ones(3)
+        dist.all_to_all_single(torch.empty(3), x, [3, 0], [3, 0])  # all rows stay here
+        dist.barrier()
+        assert not dist.all_to_all_single(torch.empty(3), x, [2, 1], [2, 1], async_op=True).is_completed()
+
+
+def test_groups_can_have_links_of_their_own():
+    with mock_world(2, NEVER):
+        fast = dist.new_group([0, 1], pg_options=Link())
+        x = torch.ones(1)
+        dist.all_reduce(x, group=fast)
+        assert x.item() == 2
+
+
+def test_autograd_does_not_see_the_wire():
+    """c10d's collectives write past autograd; so does the mock's late delivery, from a thread or not."""
+    with mock_world(2, SOON):
+        sent = torch.ones(2, requires_grad=True)
+        received = torch.empty(2)
+        version = received._version
+        dist.all_to_all_single(received, sent, async_op=True).get_future().wait()
+        assert not received.requires_grad
+        assert received._version == version
+
+
+@pytest.mark.parametrize("link", [Link(), SOON], ids=str)
+def test_rows_and_gradients_travel_on_our_transport(link):
+    with mock_world(4, link):
+        stats = CommStats(torch.device("cpu"))
+        transport = make_transport(dist.group.WORLD, dist.group.WORLD, torch.device("cpu"), stats, timedelta(minutes=1))
+        assert isinstance(transport, GroupTransport)
+        sent_counts, received_counts = transport.exchange_counts(torch.tensor([1, 0, 3, 2])).wait()
+        assert sent_counts.equal(received_counts)
+        rows = tuple(received_counts.sum(dim=1).tolist())
+        comm = Comm(transport, None, stats, own_rank=0)
+        a = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), RowSplits(sent=rows, received=rows))
+        x = torch.randn(6, 2, requires_grad=True)
+        (y,) = a.wait(a.issue(x))
+        y.backward(torch.full_like(y, 3.0))
+        assert y.equal(x)
+        assert x.grad.eq(3).all()
+        assert stats.take().num_all_to_alls == 2
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_counts_of_the_loopback(rank):
+    own = torch.randint(9, (8,), generator=torch.Generator().manual_seed(0))
+    table = counts_of_all_ranks(own, rank, num_ranks=4).view(4, 4, 2)  # from, to, expert of the receiver
+    assert table[rank].equal(own.view(4, 2))
+    assert table[:, rank].equal(own.view(4, 2))  # from rank j comes what was sent to rank j
+    assert table.equal(table.transpose(0, 1))  # which holds for every pair of ranks

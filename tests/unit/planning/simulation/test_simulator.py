@@ -1,0 +1,321 @@
+import dataclasses
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+
+from megatron_lancet.files import RecordError
+from megatron_lancet.planning.profile import ChunkRouting
+from megatron_lancet.planning.simulation.cost_model import CostModel
+from megatron_lancet.planning.simulation.simulator import PlanMismatch, Simulator, simulate
+from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.timeline import Lane
+from tests.unit.planning.strategies import ALONE, UNEVEN, machines_and_plans
+
+OPS_MS = {"attention": 4.0, "gate": 1.0, "permute": 1.0, "experts": 6.0, "merge": 1.0, "mlp": 5.0}
+BY_HAND = Machine(
+    layers="m", op_ms=OPS_MS, dw_ms={}, link_ms=4.0, latency_ms=0.0, counts_ms=0.0, overhead_ms=0.0, rest_ms=0.0
+)
+CLOSE_MS = 1e-9
+
+
+def text_of(timeline, *lanes):
+    """One line per span, for comparison with schedules that were worked out by hand."""
+    return [
+        f"{span.lane} {span.start_ms:g}-{span.end_ms:g} {span.name}" for span in timeline.spans if span.lane in lanes
+    ]
+
+
+def test_two_chunks_by_hand():
+    simulation = simulate(synthetic_profile(BY_HAND), fixed_plan(2, DwPolicy.NONE))
+    (timeline,) = simulation.timelines
+    assert text_of(timeline, Lane.COMM, Lane.WAIT) == [
+        "comm 3-5 L1.c0.F.dispatch",
+        "comm 6-8 L1.c1.F.dispatch",
+        "comm 9-11 L1.c0.F.combine",
+        "comm 12-14 L1.c1.F.combine",
+        "wait 12.5-14 L1.c1.F.combine",
+        # The mirror: forward ends at 14.5.
+        "comm 15-17 L1.c1.I.combine",
+        "wait 15.5-17 L1.c1.I.combine",
+        "comm 15.5-19 L1.c0.I.combine",
+        "comm 20-22 L1.c1.I.dispatch",
+        "comm 23-25 L1.c0.I.dispatch",
+    ]
+    assert text_of(timeline, Lane.COMPUTE) == [
+        "compute 0-2 L1.c0.F.attention",
+        "compute 2-2.5 L1.c0.F.gate",
+        "compute 2.5-3 L1.c0.F.permute",
+        "compute 3-5 L1.c1.F.attention",
+        "compute 5-5.5 L1.c1.F.gate",
+        "compute 5.5-6 L1.c1.F.permute",
+        "compute 6-9 L1.c0.F.experts",
+        "compute 9-12 L1.c1.F.experts",
+        "compute 12-12.5 L1.c0.F.merge",
+        "compute 14-14.5 L1.c1.F.merge",
+        "compute 14.5-15 L1.c1.I.merge",
+        "compute 15-15.5 L1.c0.I.merge",
+        "compute 17-20 L1.c1.I.experts",
+        "compute 20-23 L1.c0.I.experts",
+        "compute 23-23.5 L1.c1.I.permute",
+        "compute 23.5-24 L1.c1.I.gate",
+        "compute 24-26 L1.c1.I.attention",
+        "compute 26-26.5 L1.c0.I.permute",
+        "compute 26.5-27 L1.c0.I.gate",
+        "compute 27-29 L1.c0.I.attention",
+    ]
+    assert simulation.prediction.step_ms == pytest.approx(29)
+    assert simulation.prediction.exposed_ms == pytest.approx(3)
+    assert simulation.same_ranks == (2,)
+
+
+def test_deferred_dws_by_hand():
+    machine = dataclasses.replace(BY_HAND, dw_ms={"experts": 6.0, "attention": 3.0})
+    simulation = simulate(synthetic_profile(machine), fixed_plan(1))
+    backward = [line for line in text_of(simulation.timelines[0], *Lane) if ".F." not in line]
+    assert backward == [
+        "compute 21-22 L1.c0.I.merge",
+        "comm 22-26 L1.c0.I.combine",
+        "wait 22-26 L1.c0.I.combine",  # nothing is ready yet
+        "compute 26-32 L1.c0.I.experts",
+        "comm 32-36 L1.c0.I.dispatch",
+        "compute 32-38 L1.W.mlp.experts",  # not interrupted when the message has come
+        "compute 38-39 L1.c0.I.permute",
+        "compute 39-40 L1.c0.I.gate",
+        "compute 40-44 L1.c0.I.attention",
+        "compute 44-47 L1.W.self_attention.linear_qkv",  # what is left at the end
+    ]
+    at_once = simulate(synthetic_profile(machine), fixed_plan(1, DwPolicy.NONE))
+    assert at_once.prediction.step_ms == pytest.approx(47 + 4)
+
+
+def test_one_chunk_is_the_sum_of_everything():
+    machine = Machine(layers="mdm", num_micro_batches=3)
+    moe_ms, dense_ms, rest_ms = 4 + 0.5 + 0.5 + 6 + 0.5, 4 + 5, 0.5 + 3
+    dw_ms = 2 * (3 + 6) + (3 + 5) + 2
+    exposed_ms = 2 * 4 * 5
+    expected = 3 * (2 * (2 * moe_ms + dense_ms + rest_ms) + dw_ms + exposed_ms) + 1
+    prediction = simulate(synthetic_profile(machine), fixed_plan(1, DwPolicy.NONE)).prediction
+    assert prediction.step_ms == pytest.approx(expected)
+    assert prediction.exposed_ms == pytest.approx(3 * exposed_ms)
+    assert prediction.exposed_forward_ms == pytest.approx(3 * exposed_ms / 2)
+
+
+def test_two_chunks_hide_all_but_the_ends():
+    machine = dataclasses.replace(BY_HAND, layers="m" * 10)
+    prediction = simulate(synthetic_profile(machine), fixed_plan(2, DwPolicy.NONE)).prediction
+    # As in one layer: the last combine, and its mirror.
+    assert prediction.exposed_ms == pytest.approx(3)
+    assert prediction.step_ms == pytest.approx(10 * 26 + 3)
+
+
+def test_a_dispatch_leaves_with_its_counts_and_blocks_nobody():
+    machine = dataclasses.replace(BY_HAND, counts_ms=4.0)
+    (timeline,) = simulate(synthetic_profile(machine), fixed_plan(2, DwPolicy.NONE)).timelines
+    # Counts of chunk 0 are issued at 2.5 and there at 6.5; armed at 3. Chunk 1 computes meanwhile.
+    assert text_of(timeline, Lane.COMM, Lane.WAIT)[:3] == [
+        "comm 3-8.5 L1.c0.F.dispatch",
+        "wait 6-8.5 L1.c0.F.dispatch",
+        "comm 6-11.5 L1.c1.F.dispatch",
+    ]
+
+
+def test_a_rank_waits_for_a_slower_one():
+    machine = dataclasses.replace(BY_HAND, shares=(0.75, 0.25))
+    simulation = simulate(synthetic_profile(machine), fixed_plan(1, DwPolicy.NONE))
+    busy, idle = simulation.timelines
+    # Rank 0 sends a quarter of its rows away, rank 1 three quarters: 2 and 6 ms. Experts take 9 and 3 ms.
+    # What rank 0 gets comes from rank 1; the combine goes out when rank 0 is ready for it too.
+    assert text_of(busy, Lane.COMM)[:2] == ["comm 6-12 L1.c0.F.dispatch", "comm 21-23 L1.c0.F.combine"]
+    assert text_of(idle, Lane.COMM)[:2] == ["comm 6-8 L1.c0.F.dispatch", "comm 11-27 L1.c0.F.combine"]
+    assert [span.num_bytes for span in busy.spans if span.lane is Lane.COMM][:2] == [128_000, 384_000]
+    assert simulation.prediction.exposed_ms == pytest.approx(idle.exposed_ms())
+
+
+def test_collectives_run_one_after_the_other():
+    """Whoever comes last starts one, and the largest part is what it takes."""
+    machine = dataclasses.replace(BY_HAND, shares=(0.75, 0.25), sends_share_link=False)
+    _, idle = simulate(synthetic_profile(machine), fixed_plan(1, DwPolicy.NONE)).timelines
+    assert text_of(idle, Lane.COMM)[:2] == ["comm 6-12 L1.c0.F.dispatch", "comm 15-27 L1.c0.F.combine"]
+
+
+def test_compute_beside_a_message_is_slower():
+    machine = dataclasses.replace(BY_HAND, compute_slowdown=2.0)
+    (timeline,) = simulate(synthetic_profile(machine), fixed_plan(2, DwPolicy.NONE)).timelines
+    # 2 ms of work while the message travels from 3 to 5: one of them is done by then.
+    assert "compute 3-6 L1.c1.F.attention" in text_of(timeline, Lane.COMPUTE)
+
+
+def test_planned_dws_go_first():
+    # Gradients of combine take no time, so that dWs of the layer above are left for the last gap.
+    profile = synthetic_profile(Machine(layers="mm", link_ms=1.0, latency_ms=0.0))
+    profile = dataclasses.replace(profile, model=dataclasses.replace(profile.model, combine_grad_row_bytes=0))
+    plan = dataclasses.replace(fixed_plan(1), dw_window=8)
+    gap = Gap("L1.c0.I.dispatch", ("L1.W.mlp.experts",))
+    waits = {
+        planned: next(wait for wait in simulation.waits[0] if wait.name == gap.op)
+        for planned in (False, True)
+        for simulation in [simulate(profile, dataclasses.replace(plan, gaps=(gap,) if planned else ()))]
+    }
+    assert waits[True].filled == ("L1.W.mlp.experts",)
+    assert waits[False].filled == ("L2.W.mlp.experts",)
+
+
+def test_a_full_store_runs_the_oldest_early():
+    machine = Machine(layers="mm", pinned_bytes=1000, link_ms=0.0, latency_ms=0.0)
+    plan = dataclasses.replace(fixed_plan(1, dw_memory_bytes=1000), dw_window=8)
+    prediction = simulate(synthetic_profile(machine), plan).prediction
+    assert prediction.peak_dw_bytes <= 1000
+    assert prediction.num_early > 0
+
+
+def test_a_pipeline_goes_at_the_pace_of_its_slowest_stage():
+    machine = Machine(layers="mmm", stages=(0, 0, 1), num_micro_batches=4)
+    layers = Plan((Segment(1, 2, 1), Segment(3, None, 1)), DwPolicy.NONE)
+    simulation = simulate(synthetic_profile(machine), layers)
+    stage_ms = 2 * (2 * (11.5 + 10) + 9) + 2 * 0.5
+    assert simulation.stage == 0
+    assert simulation.prediction.step_ms == pytest.approx((4 + 2 - 1) * stage_ms + 1)
+    # The first stage has two micro-batches in flight.
+    assert simulation.prediction.peak_bytes == 2 * 2 * 10_000_000
+    with pytest.raises(PlanMismatch, match="layers 1 to 3 are one segment"):
+        simulate(synthetic_profile(machine), fixed_plan(1))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan((Segment(1, 1, 1),), DwPolicy.NONE), "ends at layer 1, the model has 2"),
+        (Plan((Segment(1, 3, 1),), DwPolicy.NONE), "has a layer 3"),
+        (fixed_plan(9), "into 9 chunks along batch"),
+    ],
+)
+def test_a_foreign_plan_is_refused(plan, message):
+    with pytest.raises(PlanMismatch, match=message):
+        simulate(synthetic_profile(Machine()), plan)
+
+
+def test_shares_must_fit_the_group():
+    profile = synthetic_profile(Machine())
+    with pytest.raises(RecordError, match="expected 2 shares"):
+        simulate(profile, fixed_plan(1), ALONE)
+    with pytest.raises(RecordError, match="sum to 1"):
+        simulate(profile, fixed_plan(1), (0.0, 0.0))
+    skewed = simulate(profile, fixed_plan(1), UNEVEN).prediction
+    assert skewed.step_ms > simulate(profile, fixed_plan(1)).prediction.step_ms
+
+
+def test_ranges_wait_where_they_should():
+    """A narrower range hides less, and a layer's chunks meet at its end."""
+    profile = synthetic_profile(dataclasses.replace(BY_HAND, layers="mmm"))
+    exposed = [
+        simulate(profile, fixed_plan(2, DwPolicy.NONE, overlap_range=one)).prediction.exposed_ms
+        for one in (OverlapRange.STACK, OverlapRange.LAYER, OverlapRange.GATE, OverlapRange.EXPERTS)
+    ]
+    assert exposed == sorted(exposed)
+    assert exposed[1] == pytest.approx(3 * exposed[0])
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(machines_and_plans())
+def test_every_schedule_is_possible(machine_and_plan):
+    machine, plan = machine_and_plan
+    profile = synthetic_profile(machine)
+    simulation = simulate(profile, plan)
+    prediction = simulation.prediction
+    assert Simulator(CostModel(profile)).predict(plan) == prediction
+    if plan.dw_memory_bytes is not None and machine.pinned_bytes <= plan.dw_memory_bytes:
+        assert prediction.peak_dw_bytes <= plan.dw_memory_bytes
+    for timeline, waits in zip(simulation.timelines, simulation.waits, strict=True):
+        thread = [span for span in timeline.spans if span.lane is not Lane.COMM]
+        assert all(before.end_ms <= after.start_ms + CLOSE_MS for before, after in pairwise(thread))
+        assert [span.start_ms for span in timeline.spans] == sorted(span.start_ms for span in timeline.spans)
+        assert timeline.exposed_ms() <= prediction.exposed_ms + CLOSE_MS
+        arrival_ms = {span.name: span.end_ms for span in reversed(timeline.spans) if span.lane is Lane.COMM}
+        for wait in waits:
+            assert wait.issued_ms <= wait.sent_ms + CLOSE_MS
+            assert wait.start_ms <= wait.exposed_from_ms <= wait.end_ms + CLOSE_MS
+            assert wait.end_ms >= arrival_ms[wait.name] - CLOSE_MS
+        if machine.sends_share_link:
+            sent_ms = sorted(wait.sent_ms for wait in waits)
+            assert all(before <= after for before, after in pairwise(sent_ms))
+    if len(set(machine.stages)) == 1:
+        busy_ms = [sum(s.ms for s in t.spans if s.lane is Lane.COMPUTE) for t in simulation.timelines]
+        assert prediction.step_ms - machine.rest_ms >= max(busy_ms) - CLOSE_MS
+        assert prediction.floor_ms <= prediction.step_ms + CLOSE_MS
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(machines_and_plans())
+def test_a_step_is_no_shorter_than_its_messages(machine_and_plan):
+    machine, plan = machine_and_plan
+    machine = dataclasses.replace(machine, stages=(), sends_share_link=True)
+    profile = synthetic_profile(machine)
+    costs = CostModel(profile)
+    simulation = simulate(profile, plan)
+    for timeline in simulation.timelines:
+        link_ms = sum(costs.message_ms(span.num_bytes) for span in timeline.spans if span.lane is Lane.COMM)
+        assert simulation.prediction.step_ms - machine.rest_ms >= link_ms - 1e-6
+
+
+@settings(max_examples=30, derandomize=True, deadline=None)
+@given(machines_and_plans())
+def test_every_op_runs_once(machine_and_plan):
+    machine, plan = machine_and_plan
+    machine = dataclasses.replace(machine, stages=(), num_micro_batches=1)
+    simulation = simulate(synthetic_profile(machine), plan)
+    for timeline in simulation.timelines:
+        names = [
+            s.name for s in timeline.spans if s.lane is Lane.COMPUTE and ".W." not in s.name and "cut" not in s.name
+        ]
+        names = [name for name in names if not name.startswith("W.")]
+        assert len(names) == len(set(names))
+        forward = sorted(name.replace(".F.", ".") for name in names if ".F." in name)
+        assert forward == sorted(name.replace(".I.", ".") for name in names if ".I." in name)
+        dws = [span.name for span in timeline.spans if span.name.endswith("W.mlp.experts")]
+        chunks = {layer: plan.segment_of(layer).num_chunks for layer in range(1, len(machine.layers) + 1)}
+        expected = sum(chunks[n] for n, letter in enumerate(machine.layers, 1) if letter == "m")
+        assert len(dws) == (expected if "experts" in machine.dw_ms else 0)
+
+
+def comm_spans(queued_factor: float) -> list[str]:
+    """Messages of two chunks where one that is behind another takes this many times as long as alone."""
+    profile = synthetic_profile(BY_HAND)
+    queued = tuple((size, queued_factor * ms) for size, ms in profile.link.all_to_all)
+    profile = dataclasses.replace(profile, link=dataclasses.replace(profile.link, queued=queued))
+    (timeline,) = simulate(profile, fixed_plan(2, DwPolicy.NONE)).timelines
+    return text_of(timeline, Lane.COMM)
+
+
+def test_a_latency_counts_once_in_a_row_of_messages():
+    assert comm_spans(0.5)[4:6] == ["comm 15-17 L1.c1.I.combine", "comm 15.5-18 L1.c0.I.combine"]
+
+
+def test_a_link_that_rested_too_shortly_is_as_fast_as_it_has_rested():
+    # 2 ms alone, 4 ms after the message before; what it gains by resting it gains as time passes.
+    assert comm_spans(2)[:4] == [
+        "comm 3-5 L1.c0.F.dispatch",
+        "comm 6-9 L1.c1.F.dispatch",
+        "comm 9-13 L1.c0.F.combine",
+        "comm 12-17 L1.c1.F.combine",
+    ]
+
+
+def test_in_each_chunk_all_wait_for_the_rank_that_got_most():
+    profile = synthetic_profile(BY_HAND)
+    half = profile.model.num_rows // 2
+    rows = [(half * 3 // 4, half // 4), (half // 4, half * 3 // 4)]
+    routing = tuple(
+        ChunkRouting(1, ChunkDim.BATCH, 2, chunk, sent=(half // 2, half // 2), received=(2 * mine, 2 * theirs))
+        for chunk, (mine, theirs) in enumerate(rows)
+    )
+    first, second = simulate(dataclasses.replace(profile, routing=routing), fixed_plan(2, DwPolicy.NONE)).timelines
+    # Half of the rows take 3 ms. One rank gets half as many more, the other half as many less, and then the other way.
+    assert "compute 6-10.5 L1.c0.F.experts" in text_of(first, Lane.COMPUTE)
+    assert "compute 10.5-12 L1.c1.F.experts" in text_of(first, Lane.COMPUTE)
+    assert "compute 6-7.5 L1.c0.F.experts" in text_of(second, Lane.COMPUTE)
+    # Rank 1 waits for c0's combine until rank 0 sends it.
+    assert any(line.startswith("wait") and "L1.c0.F.combine" in line for line in text_of(second, Lane.WAIT))
+    with_shares = simulate(dataclasses.replace(profile, routing=routing), fixed_plan(4, DwPolicy.NONE)).prediction
+    assert with_shares == simulate(profile, fixed_plan(4, DwPolicy.NONE)).prediction, "no other chunk count is known"

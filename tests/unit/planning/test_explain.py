@@ -1,0 +1,76 @@
+import dataclasses
+
+import pytest
+
+from megatron_lancet.planning.explain import Filled, Reason, explain
+from megatron_lancet.planning.search.planner import make_plan
+from megatron_lancet.planning.search.search_space import Exclusion, Limits
+from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
+from megatron_lancet.schedule.plan import DwPolicy, Gap, Plan, Segment, fixed_plan
+
+
+def reasons(machine, plan, planned=None):
+    return set(explain(synthetic_profile(machine), plan, planned).exposed_by_reason())
+
+
+@pytest.mark.parametrize(
+    ("changes", "plan", "expected"),
+    [
+        ({}, fixed_plan(1, DwPolicy.NONE), {Reason.DEPENDENCY, Reason.NO_DW}),
+        ({"link_ms": 9.0}, fixed_plan(1), {Reason.DEPENDENCY, Reason.NOTHING_LEFT}),
+        ({"link_ms": 80.0}, fixed_plan(2), {Reason.LINK}),
+        ({"shares": (0.95, 0.05), "link_ms": 0.2}, fixed_plan(1, DwPolicy.NONE), {Reason.PEER}),
+    ],
+)
+def test_why_it_is_exposed(changes, plan, expected):
+    assert reasons(Machine(layers="mm", **changes), plan) >= expected
+
+
+def test_memory_is_a_reason():
+    machine = Machine(layers="mm", chunk_counts=(1, 2))
+    planned = make_plan(synthetic_profile(machine), Limits(max_memory_bytes=20_000_000))
+    assert reasons(machine, planned.plan, planned) == {Reason.MEMORY}
+    free = make_plan(synthetic_profile(machine))
+    assert Reason.MEMORY not in reasons(machine, free.plan, free)
+    bounded = dataclasses.replace(fixed_plan(2, dw_memory_bytes=1), dw_window=8)
+    assert Reason.MEMORY in reasons(machine, bounded)
+
+
+def test_layers_add_up_and_gaps_are_named():
+    profile = synthetic_profile(Machine(layers="mdm", link_ms=9.0))
+    gap = Gap("L3.c0.I.dispatch", ("L3.W.mlp.experts",))
+    plan = dataclasses.replace(fixed_plan(1), gaps=(gap,))
+    explanation = explain(profile, plan)
+    assert [layer.layer for layer in explanation.layers] == [1, 2, 3]
+    assert sum(layer.exposed_ms for layer in explanation.layers) == pytest.approx(explanation.prediction.exposed_ms)
+    assert explanation.layers[1].exposed == ()
+    last = explanation.layers[2]
+    assert Filled(gap.op, ("L3.W.mlp.experts",), 1) in last.filled
+    text = explanation.to_text()
+    assert "  L3.c0.I.dispatch is filled with L3.W.mlp.experts\n" in text
+    assert "  L3.c0.F.dispatch is exposed 9.00 ms: dependency\n" in text
+
+
+def test_text_of_a_search():
+    profile = synthetic_profile(Machine(layers="mm"))
+    why = Exclusion("range=stack", "the router needs the whole micro-batch")
+    planned = make_plan(profile, Limits(max_memory_bytes=1, excluded=(why,)))
+    text = explain(profile, planned.plan, planned).to_text()
+    assert "warning: no plan fits into" in text
+    assert "not considered: range=stack: the router needs the whole micro-batch" in text
+    assert f"(without overlap {planned.no_overlap.step_ms:.1f} ms)" in text
+    considered = [line for line in text.splitlines() if line.startswith("considered: ")]
+    assert len(considered) == len(set(considered)) > 1
+    assert all("does not fit" in line for line in considered)
+
+
+def test_every_stage_is_explained():
+    machine = Machine(layers="mmm", stages=(0, 0, 1), num_micro_batches=4)
+    plan = Plan((Segment(1, 2, 1), Segment(3, None, 2)), DwPolicy.NONE)
+    explanation = explain(synthetic_profile(machine), plan)
+    assert [(layer.layer, layer.stage, layer.num_chunks) for layer in explanation.layers] == [
+        (1, 0, 1),
+        (2, 0, 1),
+        (3, 1, 2),
+    ]
+    assert all(layer.exposed for layer in explanation.layers)

@@ -1,0 +1,84 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lancet.planning.profile import LinkTimes
+from megatron_lancet.planning.what_if.cluster import Cluster, Level, fitted_level
+from megatron_lancet.planning.what_if.routing import coarse_share, even_share, rebinned_share, zipf_share
+
+# 8 Gb/s are 10^6 bytes a ms.
+FAST, SLOW = Level(80.0, 10.0), Level(8.0, 50.0)
+NODES_OF_4 = Cluster(4, FAST, SLOW)
+
+
+@pytest.mark.parametrize(
+    ("size", "ms"),
+    [
+        (1, 0.0),
+        (2, 0.01 + 0.7),  # one peer, all bytes
+        (4, 3 * 0.01 + 0.7),  # within a node
+        (8, 4 * 0.05 + 4.0),  # 4 of 7 peers are on the other node: 4 of 7 MB at 1 MB a ms
+    ],
+)
+def test_an_all_to_all_takes_as_long_as_its_slower_level(size, ms):
+    assert NODES_OF_4.all_to_all_ms(7_000_000, size) == pytest.approx(ms)
+
+
+def test_a_ring_goes_at_the_pace_of_its_slowest_link():
+    assert NODES_OF_4.all_reduce_ms(8_000_000, 1) == 0.0
+    assert NODES_OF_4.all_reduce_ms(8_000_000, 4) == pytest.approx(2 * 3 * (0.01 + 0.2))
+    assert NODES_OF_4.all_reduce_ms(8_000_000, 8) == pytest.approx(2 * 7 * (0.05 + 1.0))
+    # Two members, four ranks apart: on different nodes.
+    assert NODES_OF_4.all_reduce_ms(8_000_000, 2, stride=4) == pytest.approx(2 * (0.05 + 4.0))
+
+
+def test_a_message_to_a_neighbour_and_to_another_node():
+    assert NODES_OF_4.message_ms(1_000_000, 3) == pytest.approx(0.01 + 0.1)
+    assert NODES_OF_4.message_ms(1_000_000, 4) == pytest.approx(0.05 + 1.0)
+
+
+def test_the_fit_of_an_alpha_beta_link_is_that_link():
+    cluster = Cluster(4, SLOW, SLOW)
+    table = tuple((size, cluster.all_to_all_ms(size, 4)) for size in (1000, 100_000, 10_000_000))
+    level = fitted_level(LinkTimes(table, 0.0), 4)
+    assert (level.gbps, level.latency_us) == (pytest.approx(8.0), pytest.approx(50.0))
+
+
+@pytest.mark.parametrize("table", [(), ((1000, 1.0),), ((1000, 0.0), (2000, 0.0))])
+def test_nothing_is_fitted_to_too_little(table):
+    assert fitted_level(LinkTimes(table, 0.0), 4) is None
+
+
+def test_a_fit_of_noise_is_the_largest_message():
+    assert fitted_level(LinkTimes(((1000, 5.0), (1_000_000, 1.0)), 0.0), 2).gbps == pytest.approx(8.0)
+
+
+shares = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=40).map(
+    lambda weights: tuple(weight / sum(weights) for weight in weights)
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shares, st.integers(1, 64))
+def test_a_histogram_over_other_ranks_sums_to_one_and_is_never_more_uneven_than_it_may_be(measured, size):
+    rebinned = rebinned_share(measured, size)
+    assert len(rebinned) == size
+    assert sum(rebinned) == pytest.approx(1.0)
+    assert max(rebinned) * size <= max(measured) * len(measured) * (1 + 1e-9)
+    coarse = coarse_share(rebinned)
+    assert len(set(coarse)) <= 6
+    assert sum(coarse) == pytest.approx(1.0)
+    assert max(coarse) == pytest.approx(max(rebinned))
+
+
+def test_a_histogram_is_merged_and_split():
+    assert rebinned_share((0.1, 0.3, 0.4, 0.2), 2) == pytest.approx((0.4, 0.6))
+    assert rebinned_share((0.4, 0.6), 4) == pytest.approx((0.2, 0.2, 0.3, 0.3))
+
+
+def test_zipf_deals_popular_experts_in_turn():
+    assert zipf_share(0.0, 8, 4) == pytest.approx(even_share(4))
+    # 1 + 1/3 and 1/2 + 1/4 of 25/12.
+    assert zipf_share(1.0, 4, 2) == pytest.approx((0.64, 0.36))
+    tops = [max(zipf_share(exponent / 4, 64, 16)) for exponent in range(9)]
+    assert tops == sorted(tops)

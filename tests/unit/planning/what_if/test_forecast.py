@@ -1,0 +1,165 @@
+"""What a step would take elsewhere: what must stay as it is, and which way things must move."""
+
+import dataclasses
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.planning.simulation.simulator import simulate
+from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
+from megatron_lancet.planning.what_if.forecast import (
+    Forecaster,
+    NetworkChoice,
+    Routing,
+    largest_ep_size,
+    no_overlap,
+    sweep,
+    two_chunks,
+)
+from megatron_lancet.planning.what_if.layout import in_layout, split_at_stages
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, Segment, fixed_plan
+
+SHARES = (0.3, 0.2, 0.25, 0.25)
+
+
+def profile_of(machine=None, **changes):
+    profile = synthetic_profile(machine or Machine("dmmm", shares=SHARES, num_micro_batches=2))
+    return dataclasses.replace(profile, model=dataclasses.replace(profile.model, num_experts=256, **changes))
+
+
+def one_chunk(profile) -> Plan:
+    return fixed_plan(1)
+
+
+def in_order(profile) -> Plan:
+    """Without deferred weight gradients the order of ops is fixed, so times can only move one way."""
+    return fixed_plan(2, DwPolicy.NONE)
+
+
+PLANNERS = [no_overlap, one_chunk, two_chunks, in_order]
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("stages", [(), (0, 0, 1, 1)])
+def test_where_it_was_profiled_the_step_is_the_simulators(planner, stages):
+    profile = profile_of(Machine("dmmm", stages=stages, shares=SHARES, num_micro_batches=3), world_size=8)
+    forecaster = Forecaster(profile, NetworkChoice())
+    layout = forecaster.layout(profile.model.world_size)
+    assert in_layout(profile, layout) == profile
+    plan = split_at_stages(planner(profile), profile.model.stage_of_layer)
+    expected = simulate(profile, plan).prediction
+    forecast = forecaster.forecast(layout, planner)
+    assert forecast.plan == plan
+    assert forecast.step_ms == pytest.approx(expected.step_ms)
+    assert forecast.exposed_ms == pytest.approx(expected.exposed_ms)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_without_expert_parallelism_there_is_no_all_to_all(planner):
+    forecaster = Forecaster(profile_of(), NetworkChoice())
+    assert forecaster.forecast(forecaster.layout(4, ep_size=1), planner).exposed_ms == 0.0
+
+
+bandwidths = st.floats(0.01, 1000.0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(bandwidths, bandwidths, st.sampled_from([2, 8, 64]), st.sampled_from([no_overlap, in_order]))
+def test_twice_the_bandwidth_is_never_slower(intra_gbps, inter_gbps, ep_size, planner):
+    profile = profile_of()
+
+    def step_ms(intra_factor, inter_factor):
+        network = NetworkChoice(4, intra_gbps * intra_factor, 5.0, inter_gbps * inter_factor, 20.0)
+        forecaster = Forecaster(profile, network)
+        return forecaster.forecast(forecaster.layout(128, ep_size), planner).step_ms
+
+    slow_ms = step_ms(1, 1)
+    assert step_ms(2, 1) <= slow_ms * (1 + 1e-9)
+    assert step_ms(1, 2) <= slow_ms * (1 + 1e-9)
+    assert step_ms(2, 2) <= slow_ms * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(0.0, 2.0), st.floats(0.0, 1.0), st.sampled_from([4, 16]), st.sampled_from([no_overlap, in_order]))
+def test_more_skew_is_never_faster(exponent, more, ep_size, planner):
+    forecaster = Forecaster(profile_of(), NetworkChoice(8, 1.0, 5.0))
+
+    def step_ms(routing):
+        return forecaster.forecast(forecaster.layout(16, ep_size, routing=routing), planner).step_ms
+
+    less_skewed_ms = step_ms(Routing("zipf", exponent))
+    assert step_ms(Routing("even")) <= less_skewed_ms * (1 + 1e-9)
+    assert less_skewed_ms <= step_ms(Routing("zipf", exponent + more)) * (1 + 1e-9)
+
+
+def test_thousands_of_ranks_take_seconds():
+    """Not a time that the machine decides: 96 layers and 4096 ranks are no more work than what is simulated."""
+    profile = profile_of(Machine("m" * 96, shares=SHARES))
+    forecaster = Forecaster(profile, NetworkChoice(8, 400.0, 5.0, 50.0, 10.0))
+    sizes = [4 * 2**power for power in range(11)]
+    layouts = [forecaster.layout(size, largest_ep_size(profile.model, size)) for size in sizes]
+    start_s = time.process_time()
+    rows = list(sweep(forecaster, layouts, {"none": no_overlap, "two": two_chunks}))
+    assert time.process_time() - start_s < 60
+    assert [row.layout.world_size for row in rows] == sizes
+    assert rows[-1].num_nodes == 512
+    assert rows[-1].layout.ep_size == 256
+    shares = [row.forecasts["none"].exposed_share for row in rows]
+    assert shares[-1] > shares[0]
+
+
+def test_gradients_are_reduced_by_a_ring():
+    profile = profile_of(Machine("mm", shares=SHARES, link_ms=0.2, rest_ms=50.0))
+    forecaster = Forecaster(profile, NetworkChoice(4, 8.0, 0.0))  # 10^6 bytes a ms
+    here, there = (forecaster.forecast(forecaster.layout(size), no_overlap) for size in (4, 8))
+    # Per rank: attention and experts of two layers and the head, 1 MB each. Experts have 1 and 2 replicas.
+    assert here.gradient_ms == pytest.approx(2 * 3 / 4 * 3)
+    assert there.gradient_ms == pytest.approx(2 * 7 / 8 * 3 + 2 * 1 / 2 * 2)
+    assert there.step_ms - here.step_ms == pytest.approx(there.gradient_ms - here.gradient_ms)
+
+
+def test_a_pipeline_fills_and_drains():
+    profile = profile_of(Machine("mmmm", shares=SHARES, num_micro_batches=4))
+    forecaster = Forecaster(profile, NetworkChoice(64, 1e6, 0.0))
+    whole = forecaster.forecast(forecaster.layout(4), no_overlap)
+    halves = forecaster.forecast(forecaster.layout(8, pp_size=2), no_overlap)
+    assert whole.bubble_ms == 0
+    # Head and embedding are on one stage each: a stage's micro-batch takes a little more than half.
+    assert halves.step_ms == pytest.approx(whole.step_ms * 5 / 4 / 2, rel=0.1)
+    assert halves.bubble_ms == pytest.approx((halves.step_ms - 1.0) / 5, rel=0.02)
+    assert [segment.last_layer for segment in halves.plan.segments] == [2, None]
+
+
+def test_segments_end_with_stages():
+    plan = Plan((Segment(1, 1, 1), Segment(2, None, 2, ChunkDim.SEQUENCE)), dw_window=4)
+    assert [(s.first_layer, s.last_layer, s.num_chunks) for s in split_at_stages(plan, (0, 0, 1, 1, 2)).segments] == [
+        (1, 1, 1),
+        (2, 2, 2),
+        (3, 4, 2),
+        (5, None, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"world_size": 6}, "6 ranks are no multiple of EP size 4"),
+        ({"world_size": 3, "ep_size": 3}, "EP size 3 does not divide the 256 experts"),
+        ({"world_size": 20, "pp_size": 5}, "5 pipeline stages are more than the 4 layers"),
+        ({"world_size": 0}, "at least one rank"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(sizes, message):
+    with pytest.raises(UsageError, match=message):
+        Forecaster(profile_of(), NetworkChoice()).layout(**sizes)
+
+
+def test_a_profile_of_one_rank_needs_a_bandwidth():
+    profile = profile_of(Machine("mm", shares=(1.0,)))
+    with pytest.raises(UsageError, match="pass --intra-gbps"):
+        Forecaster(profile, NetworkChoice()).layout(8, ep_size=8)
+    forecaster = Forecaster(profile, NetworkChoice(intra_gbps=100.0))
+    assert forecaster.forecast(forecaster.layout(8, ep_size=8), no_overlap).exposed_ms > 0

@@ -1,0 +1,145 @@
+"""Clocks of ranks with made-up offsets and latencies."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lancet.report.timeline.clocks import aligned, clock_corrections_ms
+from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
+
+TOLERANCE_MS = 1e-6
+
+
+def true_messages(seed: int, num_ranks: int, num_messages: int = 12):
+    """Starts and ends in true time, [num_messages][num_ranks], and the latency of each pair: [sender][receiver]."""
+    draw = random.Random(seed)
+    starts, ends = [], []
+    latency_ms = [
+        [[draw.uniform(0.05, 8.0) for _ in range(num_ranks)] for _ in range(num_ranks)] for _ in range(num_messages)
+    ]
+    now_ms = 0.0
+    for message in range(num_messages):
+        issued = [now_ms + draw.uniform(0, 5.0) for _ in range(num_ranks)]
+        come = [
+            max(issued[sender] + latency_ms[message][sender][rank] for sender in range(num_ranks))
+            for rank in range(num_ranks)
+        ]
+        starts.append(issued)
+        ends.append(come)
+        now_ms = max(come)
+    return starts, ends
+
+
+def timelines(starts, ends, offsets_ms):
+    """As the ranks would write them, each on its own clock."""
+    return [
+        RankTimeline(
+            rank,
+            tuple(
+                Span(
+                    f"L{1 + index // 2}.c0.F.{('dispatch', 'combine')[index % 2]}",
+                    Lane.COMM,
+                    start[rank] + offset,
+                    end[rank] + offset,
+                    64,
+                )
+                for index, (start, end) in enumerate(zip(starts, ends, strict=True))
+            ),
+            100.0,
+        )
+        for rank, offset in enumerate(offsets_ms)
+    ]
+
+
+def latencies_ms(starts, ends):
+    """The smallest latency of a message, [sender][receiver]: along other ranks too, if that is less."""
+    ranks = range(len(starts[0]))
+    found = [
+        [min(end[to] - start[sender] for start, end in zip(starts, ends, strict=True)) for to in ranks]
+        for sender in ranks
+    ]
+    for middle, sender, to in itertools.product(ranks, repeat=3):
+        found[sender][to] = min(found[sender][to], found[sender][middle] + found[middle][to])
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), num_ranks=st.integers(2, 5))
+def test_no_message_ends_before_a_peer_sent_it_and_the_error_is_bounded(seed, num_ranks):
+    draw = random.Random(seed + 1)
+    offsets_ms = [draw.uniform(-5000, 5000) for _ in range(num_ranks)]
+    starts, ends = true_messages(seed, num_ranks)
+    recorded = timelines(starts, ends, offsets_ms)
+    together = aligned(recorded)
+    for index in range(len(starts)):
+        latest_start = max(timeline.spans[index].start_ms for timeline in together)
+        assert all(timeline.spans[index].end_ms >= latest_start - TOLERANCE_MS for timeline in together)
+    corrections_ms = clock_corrections_ms(recorded)
+    latency_ms = latencies_ms(starts, ends)
+    pairs = list(itertools.permutations(range(num_ranks), 2))
+    asymmetry_ms = max(abs(latency_ms[one][other] - latency_ms[other][one]) for one, other in pairs)
+    allowed_ms = asymmetry_ms / 2 if num_ranks == 2 else asymmetry_ms  # two halves: of each rank and the others
+    for one, other in pairs:
+        recovered_ms = corrections_ms[one] - corrections_ms[other]
+        assert abs(recovered_ms - (offsets_ms[other] - offsets_ms[one])) <= allowed_ms + TOLERANCE_MS
+
+
+def test_equal_latencies_give_the_offsets_exactly():
+    recorded = timelines([[0, 0, 0], [10, 10, 10]], [[2, 2, 2], [12, 12, 12]], [0.0, 700.0, -40.0])
+    corrections_ms = clock_corrections_ms(recorded)
+    assert corrections_ms[0] - corrections_ms[1] == pytest.approx(700)
+    assert corrections_ms[2] - corrections_ms[0] == pytest.approx(40)
+
+
+def test_aligning_twice_changes_nothing_more():
+    starts, ends = true_messages(3, 3)
+    once = aligned(timelines(starts, ends, [0, 3000, -200]))
+    for before, after in zip(once, aligned(once), strict=True):
+        assert [span.start_ms for span in after.spans] == pytest.approx([span.start_ms for span in before.spans])
+
+
+def test_one_rank_and_ranks_without_messages_stay():
+    one = timelines([[0]], [[3]], [17.0])
+    assert aligned(one) == tuple(one)
+    silent = [
+        RankTimeline(rank, (Span("F.head", Lane.COMPUTE, 5.0 * rank, 9.0 * rank + 1),), 10.0) for rank in range(3)
+    ]
+    assert aligned(silent) == tuple(silent)
+    empty = [RankTimeline(rank, (), 10.0) for rank in range(2)]
+    assert aligned(empty) == tuple(empty)
+    assert aligned([]) == ()
+
+
+def test_groups_are_aligned_apart():
+    recorded = timelines([[0, 0, 50, 50]], [[2, 2, 52, 52]], [0.0, 30.0, 0.0, 90.0])
+    corrections_ms = clock_corrections_ms(recorded, [[0, 1], [2, 3]])
+    assert corrections_ms[0] - corrections_ms[1] == pytest.approx(30)
+    assert corrections_ms[2] - corrections_ms[3] == pytest.approx(90)
+    assert corrections_ms[0] == corrections_ms[2] == 0
+
+
+def test_a_rank_that_sent_nothing_holds_nobody_up():
+    late = timelines([[0, 40], [100, 100]], [[2, 42], [102, 102]], [0.0, 0.0])
+    spans = (replace(late[1].spans[0], num_bytes=0), late[1].spans[1])
+    corrections_ms = clock_corrections_ms([late[0], replace(late[1], spans=spans)])
+    assert corrections_ms == pytest.approx({0: 0, 1: 0})
+
+
+def test_times_that_contradict_each_other_are_widened_as_little_as_needed():
+    # Each rank has the message 1 ms before the other sent it: some 1 ms is wrong, and the middle shares it out.
+    contradictory = timelines([[10, 10]], [[9, 9]], [0.0, 500.0])
+    corrections_ms = clock_corrections_ms(contradictory)
+    assert corrections_ms[0] - corrections_ms[1] == pytest.approx(500)
+
+
+def test_each_micro_batch_is_matched_with_its_own():
+    def rank(number, offset_ms):
+        spans = [Span("L1.c0.F.counts", Lane.COMM, at + offset_ms, at + 1 + offset_ms, 8) for at in (0, 20, 40)]
+        return RankTimeline(number, tuple(spans), 50.0)
+
+    corrections_ms = clock_corrections_ms([rank(0, 0.0), rank(1, 23.0)])
+    assert corrections_ms[0] - corrections_ms[1] == pytest.approx(23)

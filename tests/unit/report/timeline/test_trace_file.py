@@ -1,0 +1,111 @@
+"""The trace's structure, event by event."""
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lancet.report.timeline.lanes import levels
+from megatron_lancet.report.timeline.timeline_file import TimelineRecord
+from megatron_lancet.report.timeline.trace_file import trace, write_trace
+from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
+
+STEP = RankTimeline(
+    3,
+    (
+        Span("L2.c0.F.attention", Lane.COMPUTE, 0.0, 1.5),
+        Span("L2.c0.F.dispatch", Lane.COMM, 1.5, 4.0, 2048),
+        Span("L2.c1.F.attention", Lane.COMPUTE, 1.5, 3.0),
+        Span("L2.c1.F.dispatch", Lane.COMM, 3.0, 5.0, 1024),
+        Span("L2.c0.F.dispatch", Lane.WAIT, 3.0, 4.0),
+        Span("L2.W.self_attention.linear_qkv", Lane.COMPUTE, 4.0, 4.5),
+    ),
+    6.0,
+)
+RECORD = TimelineRecord("two chunks", measured=(STEP,), predicted=(RankTimeline(3, STEP.spans[:1], 1.5),))
+
+
+def sliced(name, cat, tid, ts, dur, args, **more):
+    return {"ph": "X", "name": name, "cat": cat, "pid": 3, "tid": tid, "ts": ts, "dur": dur, "args": args, **more}
+
+
+def args_of(chunk):
+    return {"layer": 2, "chunk": chunk, "phase": "F"}
+
+
+def words(chunk, kind):
+    return f"layer 2, chunk {chunk}, forward, {kind}"
+
+
+def test_golden_trace():
+    content = json.loads(json.dumps(trace(RECORD)))
+    assert content.keys() == {"traceEvents", "displayTimeUnit", "otherData"}
+    assert content["displayTimeUnit"] == "ms"
+    events = [event for event in content["traceEvents"] if event["pid"] == 3]
+    names = [(event["name"], event["tid"], event["args"]) for event in events if event["ph"] == "M"]
+    assert names == [
+        ("process_name", 0, {"name": "rank 3 measured"}),
+        ("process_sort_index", 0, {"sort_index": 3}),
+        ("thread_name", 1, {"name": "compute"}),
+        ("thread_sort_index", 1, {"sort_index": 1}),
+        ("thread_name", 2, {"name": "communication"}),
+        ("thread_sort_index", 2, {"sort_index": 2}),
+        ("thread_name", 3, {"name": "communication 2"}),
+        ("thread_sort_index", 3, {"sort_index": 3}),
+    ]
+    weight = "L2.W.self_attention.linear_qkv"
+    weight_args = {"op": "layer 2, backward (weight gradient), self_attention.linear_qkv", "layer": 2, "phase": "W"}
+    dispatch = {"op": words(0, "dispatch"), **args_of(0)}
+    assert [event for event in events if event["ph"] == "X"] == [
+        sliced("L2.c0.F.attention", "compute", 1, 0, 1500, {"op": words(0, "attention"), **args_of(0)}),
+        sliced("L2.c1.F.attention", "compute", 1, 1500, 1500, {"op": words(1, "attention"), **args_of(1)}),
+        sliced(
+            "L2.c0.F.dispatch", "wait", 1, 3000, 1000, {**dispatch, "waits_for": "L2.c0.F.dispatch"}, cname="terrible"
+        ),
+        sliced(weight, "compute", 1, 4000, 500, weight_args),
+        sliced("L2.c0.F.dispatch", "comm", 2, 1500, 2500, {**dispatch, "bytes": 2048}),
+        sliced("L2.c1.F.dispatch", "comm", 3, 3000, 2000, {"op": words(1, "dispatch"), **args_of(1), "bytes": 1024}),
+    ]
+    arrow = {"name": "L2.c0.F.dispatch", "cat": "waits_for", "id": "3.1", "pid": 3}
+    assert [event for event in events if event["ph"] in "sf"] == [
+        {"ph": "s", **arrow, "tid": 2, "ts": 1500},
+        {"ph": "f", "bp": "e", **arrow, "tid": 1, "ts": 3000},
+    ]
+
+
+def test_the_prediction_is_a_process_of_its_own():
+    events = trace(RECORD)["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert list(processes.values()) == ["rank 3 measured", "rank 3 predicted"]
+    assert len(processes) == 2
+
+
+def test_an_arrow_starts_at_the_message_of_its_own_micro_batch():
+    spans = (
+        Span("L1.c0.F.combine", Lane.COMM, 0, 2, 8),
+        Span("L1.c0.F.combine", Lane.WAIT, 1, 2),
+        Span("L1.c0.F.combine", Lane.COMM, 10, 12, 8),
+        Span("L1.c0.F.combine", Lane.WAIT, 11, 12),
+        Span("gather", Lane.WAIT, 12, 13),
+    )
+    events = trace(TimelineRecord("", (RankTimeline(0, spans, 13),)))["traceEvents"]
+    assert [event["ts"] for event in events if event["ph"] == "s"] == [0, 10_000]
+    assert len({event["id"] for event in events if event["ph"] == "f"}) == 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=40))
+def test_spans_of_a_level_never_overlap_and_no_level_is_wasted(places):
+    spans = [Span("m", Lane.COMM, start, start + ms) for start, ms in sorted(places)]
+    chosen = levels(spans)
+    for index, span in enumerate(spans):
+        others = [other for other, level in zip(spans[:index], chosen, strict=False) if level == chosen[index]]
+        assert all(other.end_ms <= span.start_ms for other in others)
+    longest = [span for span in spans if span.ms > 0]
+    together = max((sum(o.start_ms <= s.start_ms < o.end_ms for o in longest) for s in spans), default=0)
+    assert max(chosen, default=-1) + 1 <= together + 1
+
+
+def test_the_file_appears_whole(tmp_path):
+    write_trace(RECORD, tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text()) == json.loads(json.dumps(trace(RECORD)))
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]

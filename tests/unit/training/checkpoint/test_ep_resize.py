@@ -1,0 +1,74 @@
+"""Which checkpoints a run with another expert-parallel size can go on from."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.training.checkpoint.ep_resize import check_checkpoint, check_experts_apart
+
+
+def run(ep_size: int, **changes: object) -> SimpleNamespace:
+    standard = {
+        "num_experts": 4,
+        "expert_model_parallel_size": ep_size,
+        "lancet_experts_apart": False,
+        "no_load_optim": False,
+        "finetune": False,
+        "use_distributed_optimizer": False,
+        "dist_ckpt_optim_fully_reshardable": False,
+    }
+    return SimpleNamespace(**{**standard, **changes})
+
+
+APART = {"lancet_experts_apart": True}
+CUT = {"use_distributed_optimizer": True}
+RESHARDABLE = {**CUT, "dist_ckpt_optim_fully_reshardable": True}
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (run(2), run(2)),
+        (run(1), run(1)),
+        (run(2), run(1, **APART)),
+        (run(1, **APART), run(2)),
+        (run(4), run(2)),
+        (run(2, **CUT), run(2, **CUT)),
+        (run(2, **RESHARDABLE), run(1, **RESHARDABLE, **APART)),
+        (run(2), run(1, no_load_optim=True)),
+        (run(2), run(1, finetune=True)),
+        (run(1), run(1, num_experts=None)),
+    ],
+)
+def test_these_fit(saved, resumed):
+    check_checkpoint(resumed, saved)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "message"),
+    [
+        (run(2), run(1), "saved with --expert-model-parallel-size 2, this run has 1: pass --lancet-experts-apart too"),
+        (run(1), run(2), "the optimizer's state of experts is not apart in it"),
+        (run(1), run(1, **APART), "is not apart in it"),
+        (run(1, **APART), run(1), "pass --lancet-experts-apart too"),
+        (run(4, **CUT), run(2, **RESHARDABLE), "Save it with --dist-ckpt-optim-fully-reshardable"),
+    ],
+)
+def test_these_are_refused(saved, resumed, message):
+    with pytest.raises(UsageError, match=message):
+        check_checkpoint(resumed, saved)
+
+
+def test_a_checkpoint_of_stock_has_no_flag_of_ours():
+    saved = run(2)
+    del saved.lancet_experts_apart
+    check_checkpoint(run(1, **APART), saved)
+
+
+def test_the_flag_is_for_size_one():
+    check_experts_apart(run(1, **APART))
+    with pytest.raises(UsageError, match=r"this run has size 2\. Drop it"):
+        check_experts_apart(run(2, **APART))
+    with pytest.raises(UsageError, match=r"this model has none\. Drop it"):
+        check_experts_apart(run(1, **APART, num_experts=None))

@@ -1,0 +1,172 @@
+"""What is said when a checkpoint can't be saved or loaded, and when SIGTERM saves one; a world of one rank."""
+
+import os
+import shutil
+from collections import namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.errors import CheckpointError, UsageError
+from megatron_lancet.training.checkpoint import load_save
+from megatron_lancet.training.checkpoint.load_save import Checkpoints, check_before_start
+from megatron_lancet.training.process import sigterm
+from megatron_lancet.training.process.exit import Whereabouts
+from megatron_lancet.training.process.sigterm import StopRequest, saves_on_sigterm
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def arguments(folder, **changes) -> SimpleNamespace:
+    known = {
+        "load": str(folder), "save": str(folder), "ckpt_step": None, "ckpt_format": "torch_dist",
+        "pretrained_checkpoint": None, "non_persistent_ckpt_type": None, "exit_on_missing_checkpoint": False,
+        "exit_signal_handler": False, "exit_signal_handler_for_training": False,
+    }  # fmt: skip
+    return SimpleNamespace(**{**known, **changes})
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    monkeypatch.setattr(load_save, "from_rank_0", lambda ask: ask())
+    for module in (load_save, sigterm):
+        monkeypatch.setattr(module.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(load_save.dist, "all_gather_object", lambda to, own: to.__setitem__(0, own))
+    monkeypatch.setattr(sigterm.dist, "all_gather", lambda to, own: to[0].copy_(own))
+
+
+def raising(error: BaseException):
+    def fail(*_: object):
+        raise error
+
+    return fail
+
+
+def test_too_little_room_ends_the_run_before_anything_is_written(folder, alone, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 1000))
+    expected = rf"of step 8 was not saved: {folder} has 0\.0 MB free, and the last .* takes 0\.0 MB: free some space\. "
+    with pytest.raises(CheckpointError, match=expected + "The latest checkpoint there is still that of step 6"):
+        Checkpoints(arguments(folder))._save(8, raising(AssertionError("must not be called")))
+
+
+def test_room_enough_or_no_checkpoint_to_compare_with(folder, alone, tmp_path):
+    assert Checkpoints(arguments(folder))._save(8, lambda: "saved") == "saved"
+    assert Checkpoints(arguments(tmp_path / "none"))._save(8, lambda: "saved") == "saved"
+
+
+@pytest.mark.parametrize(
+    ("noted", "expected"),
+    [
+        (OSError(28, "No space left on device"), r"rank 0: No space left on device\. \d+\.\d MB are free there: free"),
+        (OSError(5, "Input/output error"), r"rank 0: Input/output error\. The latest checkpoint there is still"),
+        (None, r"\.distcp: worker failure\. The latest"),
+    ],
+)
+def test_a_rank_that_could_not_write_is_named(folder, alone, noted, expected):
+    saving = Checkpoints(arguments(folder))
+
+    def save():
+        if noted is not None:
+            saving._failed_to_write(noted)
+        raise CheckpointException("write", {1: (RuntimeError(".distcp: worker failure"), None)})
+
+    with pytest.raises(CheckpointError, match=expected):
+        saving._save(8, save)
+
+
+def test_a_rank_that_is_gone_while_saving(folder, alone):
+    error = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:37597. This is typically")
+    with pytest.raises(CheckpointError, match=r"could not be saved in .*: another rank is gone\. The latest"):
+        Checkpoints(arguments(folder))._save(8, raising(error))
+
+
+def test_what_is_nobodys_fault_is_told_in_full(folder, alone):
+    with pytest.raises(KeyError):
+        Checkpoints(arguments(folder))._save(8, raising(KeyError("weight")))
+
+
+def test_a_folder_that_can_not_be_read(folder, alone, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", raising(PermissionError(13, "Permission denied")))
+    with pytest.raises(CheckpointError, match=r"step 8 was not saved: .*Permission denied\. The latest"):
+        Checkpoints(arguments(folder))._save(8, raising(AssertionError("must not be called")))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "expected"),
+    [
+        (SystemExit(), CheckpointError, "Megatron says why above"),
+        (AssertionError("the scheduler differs"), UsageError, "refuses to go on from .*: the scheduler differs"),
+        (KeyError("weight"), CheckpointError, "can't load .*: KeyError: 'weight'. Nothing .* step 4: --ckpt-step 4"),
+        (
+            CheckpointException("read", {3: (OSError(5, "I/O error"), None)}),
+            CheckpointError,
+            "can't load .*: I/O error",
+        ),
+    ],
+)
+def test_what_megatron_can_not_load(folder, alone, error, kind, expected):
+    """Stock prints, and ends with status 0 where it calls sys.exit()."""
+    with pytest.raises(kind, match=expected):
+        Checkpoints(arguments(folder))._load(raising(error))
+
+
+def test_a_cut_part_is_found_before_loading(folder, alone):
+    part = folder / "iter_0000006" / "__0_0.distcp"
+    os.truncate(part, part.stat().st_size - 1)
+    check_before_start(arguments(folder))  # looks at a handful of files only
+    with pytest.raises(UsageError, match=r"__0_0\.distcp is cut"):
+        Checkpoints(arguments(folder))._load(raising(AssertionError("must not be called")))
+
+
+def test_where_loading_looks(folder, tmp_path):
+    (folder / "iter_0000006" / "metadata.json").unlink()
+    for changes in ({"load": None}, {"non_persistent_ckpt_type": "global"}, {"load": "msc://bucket"}):
+        check_before_start(arguments(folder, **changes))
+    nothing = str(tmp_path / "none")
+    for changes in ({}, {"load": nothing, "pretrained_checkpoint": str(folder)}):
+        with pytest.raises(UsageError, match=r"metadata\.json is missing"):
+            check_before_start(arguments(folder, **changes))
+    check_before_start(arguments(nothing))
+    with pytest.raises(UsageError, match="--exit-on-missing-checkpoint: there is no checkpoint"):
+        check_before_start(arguments(nothing, exit_on_missing_checkpoint=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "plan", "expected"),
+    [
+        ({}, PlanChoice.AUTO, True),
+        ({}, PlanChoice.OFF, False),
+        ({"save": None}, PlanChoice.AUTO, False),
+        ({"exit_signal_handler_for_training": True}, PlanChoice.AUTO, False),
+    ],
+)
+def test_when_sigterm_saves(tmp_path, changes, plan, expected):
+    args = arguments(tmp_path, **changes)
+    assert saves_on_sigterm(args, LancetConfig(plan=plan)) is expected
+    assert args.exit_signal_handler is expected
+
+
+def test_megatrons_own_handler_is_left_alone(tmp_path):
+    args = arguments(tmp_path, exit_signal_handler=True)
+    assert not saves_on_sigterm(args, LancetConfig())
+    assert args.exit_signal_handler
+
+
+def test_a_stop_is_asked_for_once_the_loop_runs(alone, monkeypatch, capfd):
+    monkeypatch.setattr(sigterm, "_PATIENCE_S", 0.05)
+    where = Whereabouts()
+    stop = StopRequest(where, torch.device("cpu"))
+    assert where.on_sigterm is None
+    stop.begin()
+    assert stop.signals_received() == [False]
+    where.describe = lambda: "2 steps done"
+    where.on_sigterm()
+    where.on_sigterm()
+    assert stop.signals_received() == [True]
+    captured = ""
+    while "steps done" not in captured:  # pytest's own timeout bounds it
+        captured += capfd.readouterr().err
+    assert captured == "SIGTERM came 0.05 s ago, and the run goes on: rank 0, 2 steps done\n"

@@ -1,0 +1,229 @@
+"""Dry runs of real public launch scripts, and of ones that can't run."""
+
+import csv
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.training.dry_run.cluster import has_package
+from megatron_lancet.training.dry_run.report import report
+from megatron_lancet.training.dry_run.run import Findings, examine, run_dry
+
+LISTS = Path(__file__).parents[3] / "launch_args"
+with (LISTS / "MANIFEST.tsv").open() as manifest:
+    NAMES = [row["name"] for row in csv.DictReader(manifest, delimiter="\t")]
+MIXTRAL = "megatron_mixtral_8x7b"
+
+
+@pytest.fixture
+def dry_run(monkeypatch):
+    """Findings of a dry run of a list, with other arguments behind it."""
+
+    def run(name: str, *more: object) -> Findings:
+        words = shlex.split((LISTS / f"{name}.args").read_text())
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", "--lancet-dry-run", *words, *map(str, more)])
+        return examine()
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+SIZES = {
+    "megatron_mixtral_8x7b": (32, 46.70, 12.88),
+    "modelzoo_deepseek_v2_lite": (8, 15.81, 2.77),
+    "modelzoo_qwen3_30b_fullrecompute": (8, 30.43, 3.26),
+    "modelzoo_mixtral_8x22b_capacity": (64, 140.62, 39.15),
+    "modelzoo_deepseek_v3_h100_128k": (256, 683.75, 39.35),
+    "modelzoo_deepseek_v3_h100_a2aoverlap": (512, 682.64, 38.24),
+    "mcore_ft_top2router_tp2_ep": (4, 0.24, 0.09),
+    "mcore_ft_selective_recompute_pp2_ep4": (8, 1.94, 0.71),
+    "mcore_ft_cp2_pp2_ep2_sinkhorn": (4, 0.14, 0.06),
+}
+"""Ranks; billions of parameters, and of those that are active per token. Names of models say the same."""
+
+
+def test_every_list_is_known():
+    assert set(NAMES) == set(SIZES) == {path.stem for path in LISTS.glob("*.args")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_real_scripts_pass_unchanged(dry_run, name):
+    environment = dict(os.environ)
+    findings = dry_run(name)
+    assert (
+        findings.layout.num_ranks,
+        *(round(count / 1e9, 2) for count in (findings.size.total, findings.size.active)),
+    ) == (SIZES[name])
+    assert findings.plan[0].startswith("off: --transformer-impl transformer_engine does not work")
+    assert any("data file not found" in warning for warning in findings.warnings)
+    text = report(findings)
+    assert text.splitlines()[-1] == f"dry run passed, {len(findings.warnings)} warnings"
+    assert "gradient accumulation" in text
+    assert all(memory.total > 0 for memory in findings.memory)
+    # Nothing of Megatron's checks is left behind.
+    assert dict(os.environ) == environment
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_thousand_ranks(dry_run):
+    findings = dry_run("modelzoo_deepseek_v3_h100_a2aoverlap", "--lancet-world-size", 1024)
+    layout = findings.layout
+    assert (layout.tensor, layout.pipeline, layout.virtual, layout.expert, layout.expert_tensor) == (2, 8, 4, 64, 1)
+    assert (layout.data, layout.expert_data, layout.num_micro_batches) == (64, 2, 128)
+    assert len(findings.memory) == 8
+    assert [len(stage.layers) for stage in findings.stages] == [7, 8, 8, 8, 8, 8, 8, 6]
+
+
+def test_who_says_the_number_of_ranks(dry_run, monkeypatch):
+    assert "32 ranks (the fewest" in dry_run(MIXTRAL).target
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    assert "64 ranks (WORLD_SIZE)" in dry_run(MIXTRAL).target
+    assert "128 ranks (--lancet-world-size)" in dry_run(MIXTRAL, "--lancet-world-size", 128).target
+    monkeypatch.setenv("RANK", "1")
+    run_dry()  # the first rank speaks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world"),
+    [
+        ("--expert-model-parallel-size 4", 16),
+        ("--tensor-model-parallel-size 2", 64),  # experts are cut, too
+        ("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", 32),
+        ("--tensor-model-parallel-size 2 --context-parallel-size 2 --expert-model-parallel-size 2", 16),
+    ],
+)
+def test_the_fewest_ranks(dry_run, sizes, world):
+    assert dry_run(MIXTRAL, *sizes.split(), "--no-rope-fusion").layout.num_ranks == world
+
+
+def test_what_would_overlap_is_planned(dry_run):
+    overlapping = ("--transformer-impl", "local")
+    findings = dry_run(MIXTRAL, *overlapping)
+    fixed_line = "chunks=2 dim=sequence range=stack dw=fill dw-window=4"
+    assert findings.plan[0] == f"found while training, or in a short run {fixed_line}"
+    assert findings.plan[1].startswith("auto takes the first 37 steps for it")
+    fixed = dry_run(MIXTRAL, *overlapping, "--lancet-num-chunks", 4, "--lancet-dw-policy", "none")
+    assert fixed.plan == ["chunks=4 dim=sequence range=stack dw=none dw-window=0"]
+    few = dry_run(MIXTRAL, *overlapping, "--train-iters", 20, "--micro-batch-size", 2)
+    assert "chunks=2 dim=batch" in few.plan[0]
+    assert "20 steps are fewer than" in few.plan[0]
+    whole = dry_run(MIXTRAL, *overlapping, "--moe-expert-capacity-factor", 1.5)
+    assert any("not ranges before dispatch: --moe-expert-capacity-factor" in line for line in whole.plan)
+    absent = dry_run(MIXTRAL, *overlapping, "--lancet-plan", "/no/plan.json")
+    assert absent.plan == ["from /no/plan.json, which is not here: it is checked when the run starts"]
+    assert dry_run(MIXTRAL, "--lancet-plan", "off").plan == ["off: stock Megatron modules"]
+
+
+def test_megatrons_overlap_flags_are_mapped_where_a_plan_runs(dry_run):
+    flags = (
+        "--overlap-moe-expert-parallel-comm",
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        "--ep-overlap-early-attn-memory-release",
+        "--defer-embedding-wgrad-compute",
+    )
+    findings = dry_run(MIXTRAL, "--transformer-impl", "local", "--moe-permute-fusion", *flags)
+    assert any(f"the plan does what {', '.join(flags)} ask for" in line for line in findings.changes)
+    assert not findings.args.overlap_moe_expert_parallel_comm
+    kept = dry_run("modelzoo_deepseek_v3_h100_a2aoverlap")
+    assert kept.args.overlap_moe_expert_parallel_comm
+    assert kept.args.delay_wgrad_compute
+
+
+def test_what_is_missing_here_is_a_warning(dry_run):
+    warnings = dry_run("modelzoo_deepseek_v3_h100_128k").warnings
+    for package in ("transformer_engine", "deep_ep", "flash_attn", "wandb", "tensorboard", "transformers"):
+        assert any(package in warning for warning in warnings) == (not has_package(package))
+    for part in ("--load: no such folder: /load", "CUDA_DEVICE_MAX_CONNECTIONS is not set", "unsloth/DeepSeek-V3"):
+        assert any(part in warning for warning in warnings)
+
+
+def test_local_modules_need_other_packages(dry_run):
+    findings = dry_run(MIXTRAL, "--transformer-impl", "local", "--moe-router-fusion")
+    if not has_package("transformer_engine"):
+        assert sum("transformer_engine is not installed" in warning for warning in findings.warnings) == 2
+    assert "--no-persist-layer-norm is on: there is no such kernel for RMSNorm" in findings.changes
+    kernels = ("--no-rope-fusion", "--no-gradient-accumulation-fusion", "--no-persist-layer-norm")
+    plain = dry_run(MIXTRAL, "--transformer-impl", "local", *kernels)
+    assert plain.changes == []
+    assert not any(name in text for text in plain.warnings for name in ("transformer_engine", "apex"))
+    norms = dry_run(MIXTRAL, "--transformer-impl", "local", "--normalization", "LayerNorm")
+    assert any("apex is not installed" in warning for warning in norms.warnings) == (not has_package("apex"))
+
+
+def test_a_script_for_cpus_is_validated_for_cpus(dry_run):
+    findings = dry_run(MIXTRAL, "--distributed-backend", "gloo")
+    assert "CPUs" in findings.target
+    assert findings.plan[0].startswith("found while training")
+    assert findings.args.transformer_impl == "local"
+    assert not any("transformer_engine" in warning for warning in findings.warnings)
+    with pytest.raises(UsageError, match="--fp8-format needs a GPU"):
+        dry_run("modelzoo_deepseek_v3_h100_128k", "--distributed-backend", "gloo")
+
+
+REFUSED = {
+    "wrong flag": (["--num-layer", 4], r"unrecognized arguments: --num-layer 4.*did you mean --num-layers"),
+    "wrong value": (["--num-layers", "four"], "invalid int value: 'four'"),
+    "world": (["--lancet-world-size", 30], r"multiple of tensor x pipeline x context parallel size = 4; there are 30"),
+    "no world": (["--lancet-world-size", 0], "--lancet-world-size expects at least 1, got 0"),
+    "experts": (["--num-experts", 12], r"--num-experts must be a multiple .* 12 experts on 8"),
+    "stage": (["--lancet-world-size", 4], r"must divide the ranks of a pipeline stage; there are 4 ranks"),
+    "layers": (["--num-layers", 30], r"divisible by the pipeline-model-parallel size"),
+    "heads": (["--num-attention-heads", 31], r"Megatron refuses the arguments: "),
+    "batch": (["--lancet-world-size", 96], r"Megatron refuses the arguments: .*256"),
+    "width": (
+        ["--tensor-model-parallel-size", 2, "--ffn-hidden-size", 14337],
+        r"--ffn-hidden-size is 14337, which --tensor-model-parallel-size of 2 does not divide",
+    ),
+    "virtual stages": (
+        ["--num-virtual-stages-per-pipeline-rank", 2, "--global-batch-size", 40],
+        r"5 micro-batches a step do not fit to virtual pipeline stages",
+    ),
+    "size below 1": (["--pipeline-model-parallel-size", 0], "--pipeline-model-parallel-size expects at least 1, got 0"),
+    "no data": (["--data-path"], r"data"),
+    "what is gone": (["--checkpoint-activations"], "retired --checkpoint-activations"),
+    "data mode": (["--sft"], "--sft is not supported"),
+    "a wish that can't be": (
+        ["--lancet-num-chunks", 2],
+        r"--transformer-impl transformer_engine does not work .*local",
+    ),
+    "too many chunks": (
+        ["--transformer-impl", "local", "--lancet-num-chunks", 3, "--lancet-chunk-dim", "batch"],
+        r"--lancet-num-chunks 3 is more than the micro-batch can be cut into",
+    ),
+    "MTP": (
+        ["--transformer-impl", "local", "--mtp-num-layers", 1, "--lancet-range", "experts"],
+        "--mtp-num-layers does",
+    ),
+    "profile": (
+        ["--transformer-impl", "local", "--lancet-profile", "/no/p.json"],
+        "--lancet-profile: no such folder: /no",
+    ),
+    "no tokenizer size": (["--tokenizer-type", "NullTokenizer"], "NullTokenizer needs --vocab-size"),
+    "no such tokenizer": (["--tokenizer-type", "Tokenizer"], "invalid choice: 'Tokenizer'"),
+}
+
+
+@pytest.mark.parametrize(("more", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_the_run_would_refuse_is_an_error(dry_run, more, message):
+    with pytest.raises(UsageError, match=message) as refusal:
+        dry_run(MIXTRAL, *more)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_number_of_ranks_is_for_dry_runs(monkeypatch):
+    from megatron_lancet.training import arguments
+
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", "--lancet-world-size", "8"])
+    with pytest.raises(UsageError, match="--lancet-world-size 8 is for --lancet-dry-run"):
+        arguments.parse()

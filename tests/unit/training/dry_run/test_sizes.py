@@ -1,0 +1,222 @@
+"""Parameters that a dry run counts, against models that Megatron builds; memory against what autograd keeps."""
+
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.models.gpt import GPTModelBuilder
+from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+
+from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.training.dry_run.activations import _in_flight, layer_tensors
+from megatron_lancet.training.dry_run.memory import optimizer_bytes_per_parameter
+from megatron_lancet.training.dry_run.parameters import Held
+from megatron_lancet.training.dry_run.run import Findings, examine
+from megatron_lancet.training.megatron import patches
+from megatron_lancet.training.platform.cpu import cpu_platform
+
+SMALL = (
+    "--lancet-dry-run --distributed-backend gloo --num-layers 4 --hidden-size 64 --num-attention-heads 4 "
+    "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --train-iters 4 "
+    "--lr 1e-3 "
+    "--mock-data --eval-interval 10 --tokenizer-type NullTokenizer --vocab-size 100 --make-vocab-size-divisible-by 16 "
+    "--moe-token-dispatcher-type alltoall --attention-dropout 0 --hidden-dropout 0 --moe-router-topk 2 "
+)
+MOE = "--num-experts 8 --expert-model-parallel-size 2 --disable-bias-linear "
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 24 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 20 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --untie-embeddings-and-output-weights "
+)
+MODELS = {
+    "dense": "--swiglu --group-query-attention --num-query-groups 2 --position-embedding-type rope",
+    "biases": "--num-experts 8 --expert-model-parallel-size 2",
+    "query and key norms": MOE + "--qk-layernorm --add-qkv-bias --kv-channels 24",
+    "mixtral-like": MOE + "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 "
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --moe-ffn-hidden-size 96",
+    "stages": MOE + "--pipeline-model-parallel-size 2 --moe-layer-freq ([0]+[1]*3) --tensor-model-parallel-size 2 "
+    "--sequence-parallel",
+    "expert tensor": MOE + "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel "
+    "--moe-shared-expert-intermediate-size 48 --moe-shared-expert-gate",
+    "latent": MOE + LATENT + "--q-lora-rank 32 --qk-layernorm --tensor-model-parallel-size 2 --sequence-parallel "
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    "latent, whole queries": MOE + LATENT + "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
+    "multi-token prediction": MOE + LATENT + "--mtp-num-layers 1 --pipeline-model-parallel-size 2 "
+    "--pipeline-model-parallel-layout Et|tt|t|mL",
+}
+
+
+@pytest.fixture
+def examined(monkeypatch):
+    """A dry run of a small model on the CPU."""
+
+    def make(flags: str) -> Findings:
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", *shlex.split(SMALL + flags)])
+        return examine()
+
+    return make
+
+
+@contextmanager
+def world_of(findings: Findings) -> Iterator[None]:
+    """Megatron's process groups for the layout, mocked."""
+    layout = findings.layout
+    with ExitStack() as stack:
+        stack.enter_context(cpu_platform())
+        stack.enter_context(mock_world(layout.num_ranks))
+        stack.enter_context(patches.sequence_parallel_with_torch_norm())
+        stack.enter_context(patches.core_attention_without_te(findings.args.multi_latent_attention))
+        parallel_state.initialize_model_parallel(
+            layout.tensor,
+            layout.pipeline,
+            findings.args.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+        )
+        stack.callback(parallel_state.destroy_model_parallel)
+        model_parallel_cuda_manual_seed(1)
+        yield
+
+
+def built(findings: Findings, pp_rank: int) -> list[GPTModel]:
+    """The virtual stages that Megatron builds for a pipeline rank."""
+    parallel_state.set_pipeline_model_parallel_rank(pp_rank)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.pp = SimpleNamespace(rank=lambda: pp_rank, size=lambda: findings.layout.pipeline)
+    builder = GPTModelBuilder(gpt_config_from_args(findings.args))
+    virtual = findings.layout.virtual
+    return [builder.build_model(groups, vp_stage=stage) for stage in (range(virtual) if virtual > 1 else (None,))]
+
+
+@pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS.keys())
+def test_ranks_hold_what_megatron_builds(examined, flags):
+    findings = examined(flags)
+    held = []
+    with world_of(findings):
+        for rank in range(findings.layout.pipeline):
+            parameters = [parameter for chunk in built(findings, rank) for parameter in chunk.parameters()]
+            dense = sum(one.numel() for one in parameters if getattr(one, "allreduce", True))
+            held.append(Held(dense, sum(one.numel() for one in parameters) - dense))
+    assert list(findings.size.held) == held
+
+
+def saved_bytes(findings: Findings) -> int:
+    """What autograd keeps of a forward pass, without weights: each storage once."""
+    args = findings.args
+    with world_of(findings):
+        (model,) = built(findings, 0)
+        model.train()
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        kept: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        tokens = torch.randint(args.padded_vocab_size, (args.micro_batch_size, args.seq_length))
+        mask = torch.ones(1, 1, args.seq_length, args.seq_length).tril() < 0.5
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(tokens, torch.arange(args.seq_length).expand_as(tokens), mask, labels=tokens)
+        assert loss.requires_grad
+        return sum(kept.values())
+
+
+SAVING = {
+    "dense": "--ffn-hidden-size 256 --swiglu --disable-bias-linear",
+    "moe": "--num-experts 4 --expert-model-parallel-size 1 --disable-bias-linear --swiglu --moe-ffn-hidden-size 96",
+    "latent": LATENT + "--disable-bias-linear --q-lora-rank 32 --ffn-hidden-size 256",
+}
+
+
+@pytest.mark.parametrize("flags", SAVING.values(), ids=SAVING.keys())
+def test_a_layer_keeps_about_what_is_estimated(examined, flags):
+    """Less is estimated than kept here: norms and rotations on the CPU are not fused, and keep their steps."""
+    larger = f"--hidden-size 128 --seq-length 128 --max-position-embeddings 128 --global-batch-size 2 {flags}"
+    two, four = (examined(f"{larger} --num-layers {layers}") for layers in (2, 4))
+    kept = (saved_bytes(four) - saved_bytes(two)) / 2
+    # Of heads of two sizes torch's kernel for the CPU keeps the scores, like unfused attention.
+    estimated = sum(saved.num_bytes for saved in layer_tensors(two.args, "--num-experts" in flags, saves_scores=True))
+    assert 0.8 * kept < estimated < kept
+
+
+def test_states_agree_with_megatrons_own_count_where_it_is_right(examined):
+    """It spreads layers evenly and knows no biases and no learned positions."""
+    findings = examined(
+        "--num-experts 8 --expert-model-parallel-size 2 --disable-bias-linear --pipeline-model-parallel-size 2 --bf16 "
+        "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel "
+        "--position-embedding-type rope --use-distributed-optimizer --untie-embeddings-and-output-weights "
+        "--lancet-world-size 16"
+    )
+    first = findings.memory[0]
+    megatrons = compute_weight_and_optimizer_memory(findings.args)
+    final_norm = 2 * 64 / 2 * (6 + 12 / 4)  # it spreads this one, too
+    assert first.weights + first.gradients + first.optimizer == megatrons - final_norm
+
+
+@pytest.mark.parametrize(
+    ("flags", "per_parameter"),
+    [
+        ("", 8),
+        ("--bf16", 12),
+        ("--fp16", 12),
+        ("--bf16 --optimizer sgd", 8),
+        ("--bf16 --use-distributed-optimizer", 12),
+    ],
+)
+def test_bytes_of_the_optimizer(examined, flags, per_parameter):
+    assert optimizer_bytes_per_parameter(examined(f"{MOE} {flags}").args) == per_parameter
+
+
+def test_precision_of_the_optimizer():
+    flags = {"optimizer": "adam", "use_precision_aware_optimizer": True, "params_dtype": torch.bfloat16}
+    flags |= {"main_params_dtype": torch.float32, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+    flags |= {"optimizer_cpu_offload": False, "fp8_param_gather": False}
+    assert optimizer_bytes_per_parameter(Namespace(**flags)) == 2 + 2 + 2
+    assert optimizer_bytes_per_parameter(Namespace(**flags | {"fp8_param_gather": True})) == 4 + 2 + 2
+
+
+PIPELINES = [
+    # ranks of the pipeline, this one, virtual stages, micro-batches -> in flight by virtual stage
+    ((1, 0, 1, 8), {0: 1}),
+    ((4, 0, 1, 8), {0: 4}),
+    ((4, 3, 1, 8), {0: 1}),
+    ((4, 0, 1, 2), {0: 2}),
+    ((4, 0, 2, 8), {0: 7, 1: 4}),
+    ((4, 3, 2, 8), {0: 4, 1: 1}),
+    ((2, 1, 3, 2), {0: 2, 1: 2, 2: 1}),
+]
+
+
+@pytest.mark.parametrize(("pipeline", "expected"), PIPELINES)
+def test_micro_batches_in_flight(pipeline, expected):
+    args = Namespace(microbatch_group_size_per_vp_stage=None, overlap_moe_expert_parallel_comm=False)
+    assert _in_flight(args, *pipeline) == expected
+
+
+def test_recompute_keeps_less(examined):
+    flags = MOE + "--pipeline-model-parallel-size 2 --global-batch-size 8 --moe-ffn-hidden-size 512"
+    kept = {
+        name: [memory.activations for memory in examined(f"{flags} {recompute}").memory]
+        for name, recompute in {
+            "none": "",
+            "moe": "--recompute-granularity selective --recompute-modules moe",
+            "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        }.items()
+    }
+    first, last = ({name: activations[rank] for name, activations in kept.items()} for rank in (0, 1))
+    assert first["full"] < first["moe"] < first["none"]
+    assert first["full"] < first["block"] < first["none"]
+    # The last stage keeps one micro-batch, and its logits.
+    assert last["none"] < first["none"]

@@ -1,0 +1,89 @@
+"""Which runs may let all-to-alls go first."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.errors import UsageError
+from megatron_lancet.patching import replaced
+from megatron_lancet.planning.gradient_reduction import GradientReduction
+from megatron_lancet.schedule.plan import fixed_plan
+from megatron_lancet.schedule.reductions import CommPriority, MicroOps
+from megatron_lancet.training.megatron import grad_reduction, patches
+from megatron_lancet.training.plan.comm_priority import choose_micro_ops, reduction_of
+
+FIRST = LancetConfig(comm_priority=CommPriority.ALL_TO_ALL_FIRST, grad_chunk_mb=1.5)
+
+
+def arguments(**changes: object) -> SimpleNamespace:
+    standard = {
+        "overlap_grad_reduce": True,
+        "expert_model_parallel_size": 2,
+        "ddp_reduce_scatter_with_fp32_accumulation": False,
+        "num_distributed_optimizer_instances": 1,
+    }
+    return SimpleNamespace(**{**standard, **changes})
+
+
+def test_chunks_are_of_the_size_asked_for():
+    assert choose_micro_ops(arguments(), FIRST, fixed_plan(2)) == MicroOps(1_500_000)
+    assert choose_micro_ops(arguments(overlap_grad_reduce=False), LancetConfig(), fixed_plan(2)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"overlap_grad_reduce": False}, "pass --overlap-grad-reduce, or drop the flag"),
+        ({"ddp_reduce_scatter_with_fp32_accumulation": True}, "--ddp-reduce-scatter-with-fp32-accumulation does not"),
+        ({"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances 2 does not work with"),
+    ],
+)
+def test_what_does_not_work_is_said(changes, message):
+    with pytest.raises(UsageError, match=message):
+        choose_micro_ops(arguments(**changes), FIRST, fixed_plan(2))
+
+
+def test_stock_modules_have_nobody_to_ask():
+    with pytest.raises(
+        UsageError, match=r"needs the overlapping block.*--lancet-plan off or has no expert parallelism"
+    ):
+        choose_micro_ops(arguments(), FIRST, None)
+
+
+def test_another_start_grad_sync_is_noticed():
+    def start_grad_sync(self, force_all_reduce=False):
+        raise NotImplementedError
+
+    with (
+        replaced(grad_reduction._BUCKET_GROUP, "start_grad_sync", start_grad_sync),
+        pytest.raises(UsageError, match=r"start_grad_sync's '_coalescing_manager"),
+    ):
+        patches.check_seams()
+
+
+def test_a_planner_is_told_how_gradients_are_reduced():
+    layout = {
+        "world_size": 16,
+        "data_parallel_size": 8,
+        "pipeline_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "params_dtype": torch.bfloat16,
+        "accumulate_allreduce_grads_in_fp32": False,
+        "ddp_bucket_size": None,
+        "use_distributed_optimizer": True,
+        "untie_embeddings_and_output_weights": True,
+    }
+    assert reduction_of(arguments(**layout), FIRST) == GradientReduction(
+        dense_ranks=8,
+        expert_ranks=4,
+        priority=CommPriority.ALL_TO_ALL_FIRST,
+        bucket_bytes=80_000_000,
+        chunk_bytes=1_500_000,
+        is_scatter=True,
+    )
+    in_fp32 = {**layout, "accumulate_allreduce_grads_in_fp32": True, "ddp_bucket_size": 1000}
+    assert reduction_of(arguments(**in_fp32), LancetConfig()).bucket_bytes == 4000
+    assert reduction_of(arguments(**{**layout, "data_parallel_size": 1}), FIRST) is None
+    assert reduction_of(arguments(**layout, overlap_grad_reduce=False), LancetConfig()) is None

@@ -1,0 +1,183 @@
+"""``--lancet-plan FILE``: which files a run takes, and the one line that refuses the others."""
+
+import dataclasses
+import sys
+
+import pytest
+
+from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
+from megatron_lancet.errors import UsageError
+from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
+from megatron_lancet.training.plan.explicit import model_of_run
+from megatron_lancet.training.plan.limits import planning_limits
+from megatron_lancet.training.plan.select import choose_plan
+
+LAYERS_2_3 = Plan(
+    (Segment(1, 1, 1), Segment(2, None, 4, ChunkDim.SEQUENCE, OverlapRange.LAYER)), DwPolicy.FILL, dw_window=8
+)
+
+
+@pytest.fixture
+def megatron_args(monkeypatch):
+    """Megatron's arguments for a run that can overlap, with changes."""
+    from megatron.training.arguments import parse_args
+
+    def make(*changes: object):
+        command = (
+            "--num-layers 3 --num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --seq-length 32 "
+            "--transformer-impl local --moe-token-dispatcher-type alltoall --moe-router-topk 2 "
+            "--hidden-dropout 0 --attention-dropout 0"
+        )
+        monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
+        args = parse_args(ignore_unknown_args=True)
+        args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or 1
+        return args
+
+    return make
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(plan, made_for=None):
+        path = tmp_path / "plan.json"
+        write_plan_file(path, PlanFile(plan, made_for))
+        return path
+
+    return write
+
+
+def test_a_plan_that_fits_is_taken(megatron_args, written):
+    args = megatron_args("--moe-layer-freq", "[0,1,1]")
+    made_for = model_of_run(args)
+    assert (made_for.num_layers, made_for.moe_layers, made_for.seq_length, made_for.topk) == (3, "2-3", 32, 2)
+    path = written(LAYERS_2_3, made_for)
+    plan, line = choose_plan(args, LancetConfig(plan=path))
+    assert plan == LAYERS_2_3
+    assert line == f"{LAYERS_2_3} from {path}"
+
+
+def test_every_second_layer_is_moe(megatron_args):
+    assert model_of_run(megatron_args("--moe-layer-freq", 2)).moe_layers == "1, 3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        (["--micro-batch-size", 2], "micro_batch_size is 4 in the plan file, 2 in the run"),
+        (["--moe-layer-freq", 2], "moe_layers is 1-3 in the plan file, 1, 3 in the run"),
+        (["--num-layers", 6], "num_layers is 3 in the plan file, 6 in the run"),
+        (["--expert-model-parallel-size", 1], "ep_size is 2 in the plan file, 1 in the run"),
+        (["--context-parallel-size", 2], "seq_length is 32 in the plan file, 16 in the run"),
+    ],
+)
+def test_a_foreign_plan_is_refused(megatron_args, written, changes, difference):
+    path = written(fixed_plan(2), model_of_run(megatron_args()))
+    with pytest.raises(UsageError, match=r"--lancet-plan .*plan\.json was made for another model .*: .*" + difference):
+        choose_plan(megatron_args(*changes), LancetConfig(plan=path))
+
+
+@pytest.mark.parametrize(
+    ("wish", "flag"),
+    [
+        ({"num_chunks": 2}, "--lancet-num-chunks 2"),
+        ({"chunk_dim": ChunkDim.BATCH}, "--lancet-chunk-dim batch"),
+        ({"range": OverlapRange.STACK}, "--lancet-range stack"),
+        ({"dw_policy": DwPolicy.FILL}, "--lancet-dw-policy fill"),
+        ({"dw_memory_mb": 1.5}, r"--lancet-dw-memory-mb 1\.5"),
+    ],
+)
+def test_flags_that_contradict_a_file_are_refused(megatron_args, written, wish, flag):
+    with pytest.raises(UsageError, match=flag + " contradicts --lancet-plan"):
+        choose_plan(megatron_args(), LancetConfig(plan=written(fixed_plan(2)), **wish))
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "config", "message"),
+    [
+        (fixed_plan(5), [], {}, r"layers 1-end .*--micro-batch-size is 4, so at most 4 chunks fit"),
+        (fixed_plan(2), ["--moe-input-jitter-eps", 0.1], {}, "--moe-input-jitter-eps looks at the whole micro-batch"),
+        (LAYERS_2_3, ["--context-parallel-size", 2], {}, "layers 2-end .*do not work with --context-parallel-size"),
+        (LAYERS_2_3, [], {"attention": AttentionChoice.STOCK}, "do not work with --lancet-attention stock"),
+        (LAYERS_2_3, ["--num-layers", 1], {}, "its last segment is layers 2-end of 1"),
+        (fixed_plan(2), ["--expert-model-parallel-size", 1], {}, "there is none: --expert-model-parallel-size is 1"),
+    ],
+)
+def test_what_the_run_cannot_follow_is_refused(megatron_args, written, plan, changes, config, message):
+    with pytest.raises(UsageError, match=message):
+        choose_plan(megatron_args(*changes), LancetConfig(plan=written(plan), **config))
+
+
+def test_whole_layers_mind_nothing(megatron_args, written):
+    args = megatron_args("--context-parallel-size", 2, "--moe-input-jitter-eps", 0.1)
+    plan = fixed_plan(1, chunk_dim=ChunkDim.SEQUENCE)
+    assert choose_plan(args, LancetConfig(plan=written(plan)))[0] == plan
+
+
+def test_damage_is_one_line(megatron_args, written):
+    path = written(fixed_plan(2))
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(UsageError, match=r"--lancet-plan .*plan\.json: no JSON, or damaged"):
+        choose_plan(megatron_args(), LancetConfig(plan=path))
+
+
+def test_the_flag_takes_words_and_paths(monkeypatch, tmp_path):
+    from megatron_lancet.training.arguments import parse
+
+    def parsed(text):
+        monkeypatch.setattr(sys, "argv", ["pretrain", "--lancet-plan", text])
+        return parse()[1].plan
+
+    assert (parsed("auto"), parsed("off")) == (PlanChoice.AUTO, PlanChoice.OFF)
+    (tmp_path / "plan.json").touch()
+    assert parsed(str(tmp_path / "plan.json")) == tmp_path / "plan.json"
+    with pytest.raises(UsageError, match=r"--lancet-plan expects auto, off or a plan file; there is no file atuo\."):
+        parsed("atuo")
+
+
+def test_limits_of_a_free_run(megatron_args):
+    limits = planning_limits(megatron_args(), LancetConfig())
+    assert limits.num_chunks is None
+    assert set(limits.chunk_dims) == set(ChunkDim)
+    assert set(limits.ranges) == set(OverlapRange)
+    assert set(limits.dw_policies) == set(DwPolicy)
+    assert (limits.dw_memory_bytes, limits.excluded) == (None, ())
+
+
+def test_limits_follow_the_wishes(megatron_args):
+    config = LancetConfig(
+        num_chunks=4, chunk_dim=ChunkDim.SEQUENCE, range=OverlapRange.LAYER, dw_policy=DwPolicy.FILL, dw_memory_mb=2.0
+    )
+    limits = planning_limits(megatron_args(), config)
+    assert (limits.num_chunks, limits.chunk_dims, limits.ranges) == ((4,), (ChunkDim.SEQUENCE,), (OverlapRange.LAYER,))
+    assert (limits.dw_policies, limits.dw_memory_bytes) == ((DwPolicy.FILL,), 2_000_000)
+
+
+def test_limits_say_what_the_run_does_not_allow(megatron_args):
+    whole = planning_limits(megatron_args("--moe-expert-capacity-factor", 1.5), LancetConfig())
+    assert whole.ranges == (OverlapRange.EXPERTS,)
+    assert "--moe-expert-capacity-factor looks at the whole micro-batch" in whole.excluded[0].reason
+
+    args = megatron_args("--context-parallel-size", 2)
+    batch = planning_limits(args, LancetConfig())
+    assert (batch.chunk_dims, len(batch.ranges)) == ((ChunkDim.BATCH,), 4)
+    assert batch.excluded[0].reason == "they do not work with --context-parallel-size"
+    # One sample can only be cut along the sequence: then the ranges with attention go.
+    alone = planning_limits(megatron_args("--context-parallel-size", 2, "--micro-batch-size", 1), LancetConfig())
+    assert alone.ranges == (OverlapRange.EXPERTS, OverlapRange.GATE)
+    assert ChunkDim.SEQUENCE in alone.chunk_dims
+    with pytest.raises(UsageError, match="--lancet-chunk-dim sequence does not work with --context-parallel-size"):
+        planning_limits(args, LancetConfig(chunk_dim=ChunkDim.SEQUENCE, range=OverlapRange.STACK))
+
+
+def test_limits_and_refusals_agree(megatron_args, written):
+    """Whatever the limits allow is not refused as a file."""
+    for changes in ([], ["--context-parallel-size", 2], ["--moe-input-jitter-eps", 0.1], ["--micro-batch-size", 1]):
+        args = megatron_args(*changes)
+        limits = planning_limits(args, LancetConfig())
+        for dim in limits.chunk_dims:
+            for one in limits.ranges:
+                plan = fixed_plan(1 if args.micro_batch_size == 1 and dim is ChunkDim.BATCH else 2, chunk_dim=dim)
+                segments = (dataclasses.replace(plan.segments[0], range=one),)
+                plan = dataclasses.replace(plan, segments=segments)
+                assert choose_plan(args, LancetConfig(plan=written(plan)))[0] == plan

@@ -1,0 +1,107 @@
+"""Megatron's overlap flags: with a plan they mean the plan, else they keep their meaning."""
+
+import copy
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.errors import UsageError
+from megatron_lancet.schedule.plan import fixed_plan
+from megatron_lancet.training.plan.flag_mapping import map_overlap_flags, refuse_mapped_flags
+from megatron_lancet.training.plan.select import OVERLAP_FLAGS, choose_plan
+
+MOE = "--num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --seq-length 32 --transformer-impl local"
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """Megatron's arguments as its parser leaves them."""
+    from megatron.training.arguments import parse_args
+
+    def parse(flags: str):
+        monkeypatch.setattr(sys, "argv", ["pretrain", *f"{MOE} {flags}".split()])
+        return parse_args(ignore_unknown_args=True)
+
+    return parse
+
+
+def test_every_overlap_flag_becomes_the_plan_and_is_named(parsed):
+    args = parsed(f"--moe-token-dispatcher-type alltoall --wgrad-deferral-limit 3 {' '.join(OVERLAP_FLAGS)}")
+    assert all(getattr(args, name) for name in OVERLAP_FLAGS.values())
+    assert map_overlap_flags(args, LancetConfig()) == f"the plan does what {', '.join(OVERLAP_FLAGS)} ask for"
+    assert not any(getattr(args, name) for name in OVERLAP_FLAGS.values())
+    assert args.wgrad_deferral_limit == 0
+    assert choose_plan(args, LancetConfig())[0] == fixed_plan(2)
+    one = parsed("--moe-token-dispatcher-type alltoall --delay-wgrad-compute")
+    line = map_overlap_flags(one, LancetConfig(plan=Path("plan.json")))
+    assert line == "the plan does what --delay-wgrad-compute asks for"
+
+
+def test_other_dispatchers_become_all_to_alls(parsed):
+    args = parsed(
+        "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-num-sms 8 "
+        "--moe-permute-fusion"
+    )
+    line = map_overlap_flags(args, LancetConfig())
+    assert line is not None
+    assert line.startswith("--moe-token-dispatcher-type flex runs as the plan's all-to-alls; --moe-permute-fusion ")
+    assert (args.moe_token_dispatcher_type, args.moe_permute_fusion) == ("alltoall", False)
+    assert (args.moe_flex_dispatcher_backend, args.moe_hybridep_num_sms) == ("deepep", None)
+    by_default = parsed("")
+    assert "allgather runs as" in str(map_overlap_flags(by_default, LancetConfig()))
+
+
+def test_what_gives_way_is_said(parsed):
+    args = parsed(
+        "--moe-token-dispatcher-type alltoall --context-parallel-size 2 --cp-comm-type a2a "
+        "--high-priority-a2a-comm-stream"
+    )
+    assert map_overlap_flags(args, LancetConfig()) == (
+        "--high-priority-a2a-comm-stream gives way to the plan's own stream; "
+        "--cp-comm-type a2a gives way to gathered keys and values"
+    )
+    assert map_overlap_flags(args, LancetConfig()) is None
+
+
+def test_nothing_to_map_is_not_said(parsed):
+    args = parsed("--moe-token-dispatcher-type alltoall")
+    before = copy.deepcopy(vars(args))
+    assert map_overlap_flags(args, LancetConfig()) is None
+    assert vars(args) == before
+
+
+def test_where_it_is_too_late_to_map_they_are_refused(parsed):
+    args = parsed("--moe-token-dispatcher-type alltoall --moe-shared-expert-overlap")
+    with pytest.raises(
+        UsageError, match=r"can't be mapped \(the plan does what --moe-shared-expert-overlap asks for\)"
+    ):
+        refuse_mapped_flags(args, LancetConfig())
+    assert args.moe_shared_expert_overlap
+    refuse_mapped_flags(args, LancetConfig(plan=PlanChoice.OFF))
+
+
+@pytest.mark.parametrize(
+    ("flags", "config"),
+    [
+        ("", LancetConfig(plan=PlanChoice.OFF)),
+        ("--expert-model-parallel-size 1", LancetConfig()),
+        ("--num-experts 0", LancetConfig()),
+    ],
+)
+def test_without_a_plan_they_keep_their_meaning(parsed, flags, config):
+    args = parsed(f"{flags} --moe-token-dispatcher-type flex --moe-permute-fusion {' '.join(OVERLAP_FLAGS)}")
+    before = copy.deepcopy(vars(args))
+    assert map_overlap_flags(args, config) is None
+    assert vars(args) == before
+
+
+def test_connections_that_only_megatrons_overlap_may_have(parsed, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    map_overlap_flags(parsed("--overlap-moe-expert-parallel-comm"), LancetConfig())
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    args = parsed("--overlap-moe-expert-parallel-comm --tensor-model-parallel-size 2")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS is 1" in str(map_overlap_flags(args, LancetConfig()))
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"

@@ -1,0 +1,250 @@
+"""Which runs get a plan, and which are refused with the line that says what to drop."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
+from megatron_lancet.errors import UsageError
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
+from megatron_lancet.training.plan.select import choose_plan, is_tuned, needs_own_attention, uses_sdpa
+
+
+@pytest.fixture
+def megatron_args(monkeypatch):
+    """Megatron's arguments for a run that can overlap, with changes."""
+    from megatron.training.arguments import parse_args
+
+    def make(*changes: object, **attributes: object):
+        command = (
+            "--num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --transformer-impl local "
+            "--moe-token-dispatcher-type alltoall --hidden-dropout 0 --attention-dropout 0 --seq-length 32"
+        )
+        monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
+        args = parse_args(ignore_unknown_args=True)
+        args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or 1
+        vars(args).update(attributes)
+        return args
+
+    return make
+
+
+def test_auto_overlaps_with_two_chunks(megatron_args):
+    plan, line = choose_plan(megatron_args(), LancetConfig())
+    assert plan == fixed_plan(2)
+    assert line == "chunks=2 dim=batch range=stack dw=fill dw-window=4"
+
+
+@pytest.mark.parametrize(
+    ("changes", "wishes", "tunes"),
+    [
+        ([], {}, True),
+        ([], {"range": OverlapRange.EXPERTS, "dw_policy": DwPolicy.NONE, "chunk_dim": ChunkDim.BATCH}, True),
+        ([], {"num_chunks": 2}, False),
+        ([], {"plan": PlanChoice.OFF}, False),
+        ([], {"plan": Path("plan.json")}, False),
+        ([], {"profile": Path("profile.json")}, False),
+        (["--micro-batch-size", 1], {"chunk_dim": ChunkDim.BATCH}, True),  # dWs can still wait
+        (["--micro-batch-size", 1], {"chunk_dim": ChunkDim.BATCH, "dw_policy": DwPolicy.NONE}, False),
+    ],
+)
+def test_a_run_looks_for_its_plan_where_there_is_a_choice(megatron_args, changes, wishes, tunes):
+    assert is_tuned(megatron_args(*changes), LancetConfig(**wishes)) == tunes
+
+
+def test_off_is_off(megatron_args):
+    plan, line = choose_plan(megatron_args(), LancetConfig(plan=PlanChoice.OFF, num_chunks=4))
+    assert plan is None
+    assert "stock" in line
+
+
+def test_a_bound_of_deferred_weight_gradients_is_part_of_the_plan(megatron_args):
+    plan, line = choose_plan(megatron_args(), LancetConfig(dw_memory_mb=1.5))
+    assert plan == fixed_plan(2, dw_memory_bytes=1_500_000)
+    assert line.endswith("dw-memory=1.5MB")
+    with pytest.raises(UsageError, match=r"--lancet-dw-memory-mb 1\.5 .*--lancet-dw-policy none defers none"):
+        choose_plan(megatron_args(), LancetConfig(dw_policy=DwPolicy.NONE, dw_memory_mb=1.5))
+
+
+@pytest.mark.parametrize("changes", [["--expert-model-parallel-size", 1], ["--num-experts", 0]])
+def test_nothing_to_overlap_is_said(megatron_args, changes):
+    plan, line = choose_plan(megatron_args(*changes), LancetConfig())
+    assert plan is None
+    assert "nothing to overlap" in line
+    with pytest.raises(UsageError, match="there is none"):
+        choose_plan(megatron_args(*changes), LancetConfig(num_chunks=2))
+
+
+def test_more_chunks_than_samples(megatron_args):
+    with pytest.raises(UsageError, match=r"--lancet-num-chunks 8 .*--micro-batch-size is 4\. Use at most 4"):
+        choose_plan(megatron_args(), LancetConfig(num_chunks=8, chunk_dim=ChunkDim.BATCH))
+    with pytest.raises(UsageError, match=r"--lancet-num-chunks 33 .*--seq-length is 32\. Use at most 32"):
+        choose_plan(megatron_args(), LancetConfig(num_chunks=33))
+
+
+@pytest.mark.parametrize(
+    ("samples", "asked", "num_chunks", "dim"),
+    [(8, None, 2, "batch"), (2, 2, 2, "batch"), (2, 3, 3, "sequence"), (1, None, 2, "sequence"), (1, 1, 1, "batch")],
+)
+def test_auto_cuts_the_batch_where_it_has_enough_samples(megatron_args, samples, asked, num_chunks, dim):
+    plan, _ = choose_plan(megatron_args("--micro-batch-size", samples), LancetConfig(num_chunks=asked))
+    assert plan == fixed_plan(num_chunks, chunk_dim=ChunkDim(dim))
+
+
+AGAINST_SEQUENCE = [
+    (["--tensor-model-parallel-size", 2, "--sequence-parallel"], {}, "--sequence-parallel"),
+    (["--context-parallel-size", 2], {}, "--context-parallel-size"),
+    (["--reset-attention-mask"], {}, "--reset-attention-mask"),
+    (["--window-size", "4,0"], {}, "--window-size"),
+    (["--softmax-type", "learnable"], {}, "--softmax-type learnable"),
+    ([], {"attention": AttentionChoice.STOCK}, "--lancet-attention stock"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "wishes", "obstacle"), AGAINST_SEQUENCE, ids=[case[2] for case in AGAINST_SEQUENCE]
+)
+def test_sequence_chunks_are_refused_where_they_are_not_exact(megatron_args, changes, wishes, obstacle):
+    with pytest.raises(UsageError, match=f"--lancet-chunk-dim sequence does not work with {obstacle}"):
+        choose_plan(megatron_args(*changes), LancetConfig(chunk_dim=ChunkDim.SEQUENCE, **wishes))
+    with pytest.raises(UsageError, match=f"sequence chunks would do, but for {obstacle}"):
+        choose_plan(megatron_args(*changes), LancetConfig(num_chunks=8, **wishes))
+    alone = megatron_args(*changes, "--micro-batch-size", 1, tensor_model_parallel_size=1)
+    plan, line = choose_plan(alone, LancetConfig(**wishes))
+    assert plan == fixed_plan(1)
+    assert f"a micro-batch of 1 stays whole, because sequence chunks do not work with {obstacle}" in line
+
+
+def test_sequence_chunks_without_attention_do_not_mind_context_parallelism(megatron_args):
+    args = megatron_args("--context-parallel-size", 2, "--micro-batch-size", 1)
+    gate = LancetConfig(range=OverlapRange.GATE)
+    assert choose_plan(args, gate)[0] == fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE, overlap_range=OverlapRange.GATE)
+    with pytest.raises(UsageError, match=r"--seq-length / --context-parallel-size is 16\. Use at most 16"):
+        choose_plan(args, LancetConfig(range=OverlapRange.GATE, num_chunks=17))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["--moe-router-load-balancing-type", "sinkhorn"],
+        ["--moe-expert-capacity-factor", 1.5],
+        ["--moe-expert-capacity-factor", 1.5, "--moe-pad-expert-input-to-capacity"],
+        ["--moe-input-jitter-eps", 0.1],
+    ],
+)
+def test_routing_over_the_whole_micro_batch_moves_the_range_and_is_said(megatron_args, changes):
+    plan, line = choose_plan(megatron_args(*changes), LancetConfig())
+    assert plan == fixed_plan(2, overlap_range=OverlapRange.EXPERTS)
+    assert f"chunks start after the gate, because {changes[0]}" in line
+    _, line = choose_plan(megatron_args(*changes), LancetConfig(range=OverlapRange.EXPERTS))
+    assert "because" not in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "attention", "message"),
+    [
+        (["--multi-latent-attention"], "stock", "--lancet-attention stock does not work with --multi-latent-attention"),
+        (
+            ["--context-parallel-size", 2],
+            "stock",
+            "--lancet-attention stock does not work with --context-parallel-size 2",
+        ),
+        (
+            ["--window-size", "4,0", "--context-parallel-size", 2],
+            "auto",
+            "--window-size does not work with torch's fused attention, which --context-parallel-size 2 brings",
+        ),
+        (["--window-size", "4,0"], "sdpa", "--window-size does not work with torch's fused attention"),
+        (
+            ["--softmax-type", "learnable"],
+            "sdpa",
+            "--softmax-type learnable does not work with torch's fused attention",
+        ),
+    ],
+)
+def test_attention_that_can_not_be_had_is_refused(megatron_args, changes, attention, message):
+    for plan in PlanChoice:
+        with pytest.raises(UsageError, match=message):
+            choose_plan(megatron_args(*changes), LancetConfig(plan=plan, attention=AttentionChoice(attention)))
+
+
+def test_who_gets_the_fused_attention(megatron_args):
+    assert not uses_sdpa(megatron_args(), LancetConfig())
+    assert uses_sdpa(megatron_args(), LancetConfig(attention=AttentionChoice.SDPA))
+    for flag in (["--multi-latent-attention"], ["--context-parallel-size", 2]):
+        assert uses_sdpa(megatron_args(*flag), LancetConfig())
+        assert needs_own_attention(megatron_args(*flag))
+        assert not needs_own_attention(megatron_args(*flag, "--transformer-impl", "transformer_engine"))
+
+
+def test_dropout_is_allowed_and_explained(megatron_args):
+    _, line = choose_plan(megatron_args("--hidden-dropout", 0.1), LancetConfig())
+    assert "dropout draws its random numbers chunk by chunk" in line
+
+
+REFUSED: list[tuple[list, str]] = [
+    (["--transformer-impl", "transformer_engine"], "--transformer-impl transformer_engine"),
+    (["--moe-token-dispatcher-type", "allgather"], "pass --moe-token-dispatcher-type alltoall"),
+    (["--delay-wgrad-compute"], "the plan does what it asks for"),
+    (["--use-megatron-fsdp"], "use --use-distributed-optimizer"),
+    (["--moe-enable-routing-replay"], "--moe-enable-routing-replay"),
+    (["--mtp-num-layers", 1], "--mtp-num-layers"),
+    (["--recompute-granularity", "selective", "--recompute-modules", "layernorm"], "choose among core_attn, mlp, moe"),
+    (["--distribute-saved-activations"], "--distribute-saved-activations"),
+    (["--spec", "mine", "layers"], "--spec mine layers"),
+    (["--save-dgrads-interval", 5], "it would save one chunk for the whole micro-batch"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(change[0]) for change, _ in REFUSED])
+def test_what_is_not_supported_is_refused(megatron_args, changes, message):
+    with pytest.raises(UsageError, match=message) as refusal:
+        choose_plan(megatron_args(*changes), LancetConfig(num_chunks=2))
+    assert "--lancet-plan off" in str(refusal.value)
+    assert choose_plan(megatron_args(*changes), LancetConfig(plan=PlanChoice.OFF))[0] is None
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(change[0]) for change, _ in REFUSED])
+def test_who_asks_for_no_overlap_keeps_stock_modules_and_is_told_why(megatron_args, changes, message):
+    plan, line = choose_plan(megatron_args(*changes), LancetConfig())
+    assert plan is None
+    assert re.search("^off: --.*Stock Megatron modules", line)
+    assert re.search(message, line)
+    for wish in ({"range": OverlapRange.LAYER}, {"dw_policy": DwPolicy.NONE}, {"profile": Path("profile.json")}):
+        with pytest.raises(UsageError, match=message):
+            choose_plan(megatron_args(*changes), LancetConfig(**wish))
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-num-weight-shards", "--expert-tensor-parallel-num-weight-shards"])
+def test_weight_shards_are_refused(megatron_args, flag):
+    with pytest.raises(UsageError, match=r"tensor-parallel-num-weight-shards 2 .*--lancet-plan off"):
+        choose_plan(megatron_args(flag, 2), LancetConfig(num_chunks=2))
+
+
+LAYOUTS = {
+    "tensor": ["--tensor-model-parallel-size", 2, "--sequence-parallel"],
+    "expert tensor": ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-tensor-parallel-size", 2],
+    "context": ["--context-parallel-size", 2],
+    "pipeline": ["--pipeline-model-parallel-size", 2],
+    "interleaved": ["--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2],
+    "one micro-batch per step": ["--global-batch-size", 4],
+}
+
+
+@pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_parallel_layouts_overlap(megatron_args, changes):
+    assert choose_plan(megatron_args(*changes), LancetConfig())[0] == fixed_plan(2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp", "moe", "shared_experts"],
+        ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1],
+    ],
+    ids=["selective", "full"],
+)
+def test_recompute_overlaps(megatron_args, changes):
+    assert choose_plan(megatron_args(*changes), LancetConfig())[0] == fixed_plan(2)

@@ -1,0 +1,90 @@
+"""Megatron on a machine without a GPU: what is pretended, what is refused, and that all of it is undone."""
+
+import sys
+
+import pytest
+import torch
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.training.platform import cpu as stand_ins
+from megatron_lancet.training.platform.detect import apply_cpu_settings
+
+
+def replaced_names() -> list[tuple[object, str]]:
+    names: list[tuple[object, str]] = [(torch.cuda, name) for name in stand_ins._cuda_stand_ins()]
+    names += [(torch, name) for name in stand_ins._FACTORIES]
+    names += [(owner, name) for owner, name, _ in stand_ins._megatron_stand_ins()]
+    return [*names, (torch.Tensor, "cuda"), (torch.Tensor, "type"), (torch.nn.Module, "cuda")]
+
+
+def test_everything_is_restored():
+    before = [getattr(owner, name) for owner, name in replaced_names()]
+    with stand_ins.cpu_platform():
+        inside = [getattr(owner, name) for owner, name in replaced_names()]
+    assert all(a is not b for a, b in zip(before, inside, strict=True))
+    assert [getattr(owner, name) for owner, name in replaced_names()] == before
+
+
+def test_everything_is_restored_after_an_error():
+    before = [getattr(owner, name) for owner, name in replaced_names()]
+    with pytest.raises(KeyError), stand_ins.cpu_platform():
+        raise KeyError
+    assert [getattr(owner, name) for owner, name in replaced_names()] == before
+
+
+def test_what_megatron_asks_for_is_there():
+    with stand_ins.cpu_platform():
+        assert torch.cuda.is_available()
+        assert torch.tensor([1.0], device="cuda").device.type == "cpu"
+        assert torch.empty(2, device=torch.cuda.current_device()).device.type == "cpu"
+        # The optimizers compare these names.
+        assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+        assert torch.zeros(1, dtype=torch.bfloat16).cuda().type() == "torch.cuda.BFloat16Tensor"
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda.current_stream().wait_stream(stream)
+        assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
+    assert not torch.cuda.is_available()
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+def test_the_random_state_is_torchs_own():
+    with stand_ins.cpu_platform():
+        torch.cuda.manual_seed(7)
+        state = torch.cuda.get_rng_state()
+        first = torch.rand(3)
+        torch.cuda.set_rng_state(state)
+        assert torch.rand(3).equal(first)
+
+
+@pytest.fixture
+def gpu_script(monkeypatch):
+    """Arguments as a script for GPUs passes them."""
+    from megatron.training.arguments import parse_args
+
+    def make(*words: str):
+        monkeypatch.setattr(sys, "argv", ["pretrain", "--transformer-impl", "transformer_engine", *words])
+        return parse_args()
+
+    return make
+
+
+def test_a_gpu_script_needs_no_other_flags(gpu_script):
+    from megatron.core.transformer.enums import AttnBackend
+
+    args = gpu_script("--distributed-backend", "nccl", "--moe-permute-fusion", "--attention-backend", "flash")
+    apply_cpu_settings(args)
+    assert args.transformer_impl == "local"
+    assert args.distributed_backend == "gloo"
+    assert not args.gradient_accumulation_fusion
+    assert not args.moe_permute_fusion
+    assert args.attention_backend is AttnBackend.unfused
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--fp8-format", "hybrid"], ["--use-megatron-fsdp"], ["--cuda-graph-impl", "local"]],
+)
+def test_what_has_no_cpu_counterpart_is_refused(gpu_script, words):
+    with pytest.raises(UsageError, match="this machine has none"):
+        apply_cpu_settings(gpu_script(*words))

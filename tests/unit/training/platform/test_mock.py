@@ -1,0 +1,95 @@
+"""Which runs can be mocked, and what the others are told."""
+
+import sys
+
+import pytest
+import torch.distributed as dist
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.mock.link import Link
+from megatron_lancet.training import arguments
+from megatron_lancet.training.platform.mock import (
+    check_mock_arguments,
+    describe_mocked_world,
+    is_mocked,
+    mocked_world_of,
+)
+
+ALL_TO_ALL = ("--expert-model-parallel-size", 8, "--moe-token-dispatcher-type", "alltoall")
+MOCK = ("--distributed-backend", "mock")
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def parse(*words: object, **environment: str):
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", *map(str, words)])
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return arguments.parse()[0]
+
+    return parse
+
+
+def test_a_mocked_run(parsed):
+    args = parsed(*MOCK, "--lancet-mock-link", "20:12.5", WORLD_SIZE="8")
+    assert is_mocked(args)
+    check_mock_arguments(args)
+    assert args.lancet_mock_link == Link(20, 12.5)
+    assert "rank 0 of 8, link 20 us, 12.5 GB/s" in describe_mocked_world(args)
+    with mocked_world_of(args):
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 8, "mock")
+        assert is_mocked(parsed(*MOCK))  # Megatron parses again
+    assert not dist.is_initialized()
+
+
+def test_other_runs_are_left_to_megatron(parsed):
+    args = parsed("--distributed-backend", "gloo")
+    check_mock_arguments(args)
+    with mocked_world_of(args):
+        assert not dist.is_initialized()
+
+
+def test_a_link_needs_a_mocked_world(parsed):
+    with pytest.raises(UsageError, match=r"--lancet-mock-link .*pass --distributed-backend mock, or drop it"):
+        check_mock_arguments(parsed("--lancet-mock-link", "20:25"))
+
+
+def test_a_faulty_link_is_explained(parsed):
+    with pytest.raises(UsageError, match=r"--lancet-mock-link: expected LATENCY_US:GBYTES_PER_S.*got '20'") as refusal:
+        parsed(*MOCK, "--lancet-mock-link", "20")
+    assert "did you mean" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("environment", [{"RANK": "1", "WORLD_SIZE": "8"}, {"RANK": "0", "LOCAL_WORLD_SIZE": "2"}])
+def test_there_is_one_process(parsed, environment):
+    with pytest.raises(UsageError, match="start it without torchrun"):
+        check_mock_arguments(parsed(*MOCK, **environment))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--tensor-model-parallel-size", 2],
+        ["--expert-tensor-parallel-size", 2],
+        ["--context-parallel-size", 2],
+        ["--pipeline-model-parallel-size", 2],
+        ["--moe-token-dispatcher-type", "allgather"],
+        ["--use-distributed-optimizer"],
+        ["--use-megatron-fsdp"],
+        ["--save", "somewhere"],
+        ["--load", "somewhere"],
+        ["--tensorboard-dir", "somewhere"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_a_mock_can_not_play_is_refused(parsed, words):
+    args = parsed(*MOCK, *ALL_TO_ALL, *words, WORLD_SIZE="8")
+    with pytest.raises(
+        UsageError, match=rf"{words[0]}( \w+)? does not work with --distributed-backend mock: .*Change it"
+    ):
+        check_mock_arguments(args)
+    args.distributed_backend = "gloo"
+    check_mock_arguments(args)

@@ -1,0 +1,166 @@
+"""How a run begins, and what it says, without other ranks: a fixed plan, a checkpoint's, or tuning."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from megatron_lancet.report.summary import StepRecord
+from megatron_lancet.runtime.comm_stats import CommTimes
+from megatron_lancet.schedule.plan import fixed_plan
+from megatron_lancet.training.tuning import autotune
+from megatron_lancet.training.tuning.autotune import AutoTune, Planned, PlanningFailed
+from megatron_lancet.training.tuning.controller import Prediction, Stage, Tuning, plan_without_overlap
+from megatron_lancet.training.tuning.step_stats import Figures
+from megatron_lancet.training.tuning.tuned_plan import TunedPlan
+
+SHORT, PLANNED, PROFILED = fixed_plan(2), fixed_plan(3), fixed_plan(4)
+MADE_FOR = {"seq_length": "32"}
+SAVED = TunedPlan(PROFILED, MADE_FOR, Figures(90.0, 1.0, 5.0, 1.0, 40.0, 4), Figures(100.0, 1.0, 9.0, 1.0, 40.0, 4))
+
+
+class Maker:
+    def __init__(self, num_steps: int, failure: str | None = None) -> None:
+        self._num_steps = self._left = num_steps
+        self._failure = failure
+
+    def made_for(self):
+        return MADE_FOR
+
+    def num_steps(self):
+        return self._num_steps
+
+    def begin(self, again):
+        assert not again
+
+    def next_plan(self):
+        self._left -= 1
+        return PROFILED if self._left >= 0 else None
+
+    def run_step(self, step):
+        return step()
+
+    def make(self):
+        if self._failure is not None:
+            raise PlanningFailed(self._failure)
+        return Planned(PLANNED, Prediction(80.0, 3.0, "scripted"), {})
+
+
+class Run:
+    """A training loop whose steps take what their plan says."""
+
+    STEP_MS = {plan_without_overlap(): 100.0, PLANNED: 80.0, PROFILED: 90.0, SHORT: 95.0}
+
+    def __init__(self, train_iters=100, num_profile_steps=2, failure=None, resumed_at=0, saved=None) -> None:
+        self.args = SimpleNamespace(train_iters=train_iters, curr_iteration=resumed_at)
+        self.setup = SimpleNamespace(plan=plan_without_overlap(), switch=self._switch)
+        self.recorder = SimpleNamespace(records=[], restart=lambda: None)
+        self.plans: list = []
+        maker = Maker(num_profile_steps, failure)
+        self.tuner = AutoTune(self.args, Tuning(4), self.setup, self.recorder, maker, SHORT, device="cpu")
+        if saved is not None:
+            self.tuner.take_from_checkpoint(SimpleNamespace(lancet_tuned_plan=saved))
+
+    def _switch(self, plan) -> None:
+        assert plan != self.setup.plan
+        self.setup.plan = plan
+
+    def steps(self, number: int) -> list:
+        for _ in range(number):
+            assert self.tuner.observe(self._step) == "result"
+        return self.plans
+
+    def _step(self) -> str:
+        self.plans.append(self.setup.plan)
+        self.recorder.records.append(StepRecord(self.STEP_MS[self.setup.plan], 64, CommTimes(exposed_ms=5.0)))
+        self.args.curr_iteration += 1
+        return "result"
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
+    monkeypatch.setattr(dist, "all_gather", lambda rows, row: rows[0].copy_(row))
+
+
+def lines(capsys) -> list[str]:
+    return [line.removeprefix("Megatron-Lancet plan: ") for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_run_goes_through_all_stages(capsys):
+    run = Run()
+    none = plan_without_overlap()
+    assert run.steps(3 + 4 + 2 + 2 + 4) == [none] * 7 + [PROFILED] * 2 + [PLANNED] * 6
+    assert lines(capsys) == run.tuner.summary()["lines"]
+    summary = run.tuner.summary()
+    assert (summary["stage"], summary["how"], summary["num_plans"]) == ("watch", "scripted", 1)
+    assert [summary[name]["step_ms"] for name in ("baseline", "predicted", "chosen")] == [100, 80, 80]
+    tuned = TunedPlan.from_json(run.args.lancet_tuned_plan, "args")
+    assert (tuned.plan, tuned.made_for, tuned.chosen.step_ms) == (PLANNED, MADE_FOR, 80)
+
+
+def test_an_unfinished_search_leaves_nothing_in_the_checkpoint():
+    run = Run()
+    run.steps(12)
+    assert run.args.lancet_tuned_plan is None
+    assert run.tuner.summary()["how"] == "not finished: the run ended during verify"
+
+
+def test_a_profile_at_hand_takes_no_steps():
+    run = Run(num_profile_steps=0)
+    assert run.steps(9) == [plan_without_overlap()] * 7 + [PLANNED] * 2
+
+
+@pytest.mark.parametrize("resumed_at", [0, 60])
+def test_a_run_too_short_to_tune_has_a_fixed_plan(capsys, resumed_at):
+    run = Run(train_iters=resumed_at + 14, resumed_at=resumed_at)
+    assert run.steps(14) == [SHORT] * 14
+    said = f"{SHORT} (fixed, because 14 steps are too few to find one: 15 are needed)"
+    assert lines(capsys) == [said]
+    assert run.tuner.summary()["how"] == "fixed, because 14 steps are too few to find one: 15 are needed"
+    assert run.args.lancet_tuned_plan is None
+
+
+def test_a_failing_planner_ends_nothing(capsys):
+    run = Run(failure="the profile has no all-to-all times")
+    assert run.steps(12)[-3:] == [plan_without_overlap()] * 3
+    assert lines(capsys)[-1].startswith("the profile has no all-to-all times; the plan stays chunks=1")
+    assert run.tuner.summary()["how"] == "no plan was found: the profile has no all-to-all times"
+
+
+def test_a_checkpoints_plan_runs_at_once_and_is_saved_again(capsys):
+    run = Run(train_iters=5, saved=SAVED.to_json())
+    assert run.steps(8) == [PROFILED] * 8
+    assert lines(capsys)[0] == (
+        f"{PROFILED}, from the checkpoint: 90.0 ms a step, 5.0 ms of it exposed when it was chosen"
+    )
+    assert run.tuner.summary()["how"] == "taken from the checkpoint"
+    assert run.tuner.summary()["baseline"]["step_ms"] == 100
+    assert TunedPlan.from_json(run.args.lancet_tuned_plan, "args").plan == PROFILED
+
+
+@pytest.mark.parametrize(
+    ("saved", "reason"),
+    [
+        (
+            TunedPlan(PROFILED, {"seq_length": "64"}, SAVED.chosen).to_json(),
+            "the checkpoint's plan was made for another run: seq_length was 64, is 32: tuning anew",
+        ),
+        ("{}", "the checkpoint's plan: expected version "),
+    ],
+)
+def test_a_foreign_plan_in_a_checkpoint_is_not_used(capsys, saved, reason):
+    run = Run(saved=saved)
+    assert run.steps(1) == [plan_without_overlap()]
+    first, second = lines(capsys)
+    assert first.startswith(reason)
+    assert second.startswith("tunes during the first 15 steps")
+    assert run.tuner._tuning.stage is Stage.WARM_UP
+
+
+def test_rank_0_answers_for_all(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, src: objects.__setitem__(0, "rank 0's"))
+    assert autotune.from_rank_0(lambda: pytest.fail("asked on rank 1")) == "rank 0's"
