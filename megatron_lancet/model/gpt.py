@@ -27,6 +27,7 @@ from megatron_lancet.model.traced_ends import trace_ends
 from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
 from megatron_lancet.model.transformer_layer import OverlappingLayer
 from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, Segment
 
 
@@ -140,6 +141,6 @@ def _deferrable_linears(model: GPTModel) -> Iterator[tuple[torch.nn.Module, str]
     for layer in model.decoder.layers:
         for name, module in layer.named_modules():
             if can_defer(module) or delays_own_weight_grad(module):
-                yield module, f"L{layer.layer_number}.W.{name}"
+                yield module, str(Op.weight_grad(layer.layer_number, name))
     if model.post_process and not model.share_embeddings_and_output_weights and can_defer(model.output_layer):
-        yield model.output_layer, "W.output_layer"
+        yield model.output_layer, str(Op.weight_grad(None, "output_layer"))

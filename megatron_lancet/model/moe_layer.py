@@ -12,7 +12,7 @@ from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.trace import enter, leave
-from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.ops import Op, OpKind, Phase
 
 Steps = Generator[Op, None, torch.Tensor]
 """Yields each op that is in flight, so that others can run; returns hidden states."""
@@ -45,9 +45,9 @@ def moe_steps(moe: OverlappingMoE, hidden: torch.Tensor, chunk: Chunk) -> Steps:
         [s, b, H].
     """
     trace, number = moe.comm.trace, moe.stock.layer_number
-    hidden = enter(trace, hidden, number, chunk.index, "gate")
+    hidden = enter(trace, hidden, number, chunk.index, OpKind.ROUTE)
     probs, routing_map = moe.stock.router(hidden, chunk=chunk)
-    leave(trace, number, chunk.index, "gate")
+    leave(trace, number, chunk.index, OpKind.ROUTE)
     return (yield from routed_steps(moe, hidden, probs, routing_map, chunk))
 
 
@@ -65,36 +65,36 @@ def routed_steps(
         [s, b, H].
     """
 
-    def op(kind: str) -> Op:
+    def op(kind: OpKind) -> Op:
         return Op(moe.stock.layer_number, chunk.index, Phase.FORWARD, kind)
 
     dispatcher, comm, trace = moe.dispatcher, moe.comm, moe.comm.trace
     place = moe.stock.layer_number, chunk.index
-    probs = enter(trace, probs, *place, "permute")
-    counts = dispatcher.start_counts(op("counts"), routing_map)
+    probs = enter(trace, probs, *place, OpKind.PREPROCESS)
+    counts = dispatcher.start_counts(op(OpKind.COUNTS), routing_map)
     rows = dispatcher.permute(hidden, probs, routing_map, num_rows(moe.stock, routing_map))
-    dispatch = AllToAll(comm, op("dispatch"), counts)
+    dispatch = AllToAll(comm, op(OpKind.DISPATCH), counts)
     ticket = dispatch.issue(rows.tokens, rows.probs)
-    leave(trace, *place, "permute")
+    leave(trace, *place, OpKind.PREPROCESS)
     shared_output = _shared_output(moe, hidden, chunk)
     yield dispatch.op
     tokens, token_probs = dispatch.wait(ticket)
     routes = counts.land()
     if trace is not None:
-        trace.received(str(op("experts")), tokens.size(0))
+        trace.received(str(op(OpKind.EXPERTS)), tokens.size(0))
 
     output = maybe_recomputed(moe.recompute.experts, _run_experts, moe, tokens, token_probs, routes, probs.dtype)
 
-    combine = AllToAll(comm, op("combine"), routes.splits.reversed())
+    combine = AllToAll(comm, op(OpKind.COMBINE), routes.splits.reversed())
     ticket = combine.issue(output)
-    leave(trace, *place, "experts")
+    leave(trace, *place, OpKind.EXPERTS)
     yield combine.op
     (output,) = combine.wait(ticket)
 
     output = dispatcher.unpermute(output, rows)
     if shared_output is not None:
         output = output + shared_output
-    leave(trace, *place, "merge")
+    leave(trace, *place, OpKind.POSTPROCESS)
     return output
 
 
@@ -103,9 +103,9 @@ def _shared_output(moe: OverlappingMoE, hidden: torch.Tensor, chunk: Chunk) -> t
     if not moe.stock.use_shared_expert:
         return None
     place = moe.comm.trace, moe.stock.layer_number, chunk.index
-    hidden = enter(place[0], hidden, *place[1:], "shared_experts")
+    hidden = enter(place[0], hidden, *place[1:], OpKind.SHARED_EXPERTS)
     output = maybe_recomputed(moe.recompute.shared_experts, moe.stock.shared_experts_compute, hidden)
-    leave(*place, "shared_experts")
+    leave(*place, OpKind.SHARED_EXPERTS)
     return output
 
 

@@ -6,6 +6,7 @@ import torch
 
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.schedule.ops import Op, OpKind, Phase
 
 
 def trace_ends(model: torch.nn.Module, comm: Comm) -> None:
@@ -19,7 +20,7 @@ def trace_ends(model: torch.nn.Module, comm: Comm) -> None:
         if comm.trace is None or not torch.is_grad_enabled():
             return None
         if model.post_process:
-            comm.trace.end("F.head")
+            comm.trace.end(_name(Phase.FORWARD, OpKind.HEAD))
         return comm.trace.begin_backward(output)
 
     model.register_forward_pre_hook(before)
@@ -35,8 +36,8 @@ def begin_layers(trace: Trace, hidden: torch.Tensor, has_embedding: bool) -> tor
     if not has_embedding:
         trace.skip()
         return hidden
-    trace.end("F.embedding")
-    return trace.last_boundary(hidden, "I.embedding")
+    trace.end(_name(Phase.FORWARD, OpKind.EMBEDDING))
+    return trace.last_boundary(hidden, _name(Phase.INPUT_GRAD, OpKind.EMBEDDING))
 
 
 def end_layers(trace: Trace, hidden: torch.Tensor, has_head: bool) -> torch.Tensor:
@@ -45,7 +46,7 @@ def end_layers(trace: Trace, hidden: torch.Tensor, has_head: bool) -> torch.Tens
     Args:
         hidden: [S, B, H].
     """
-    return trace.boundary(hidden, "I.head") if has_head else hidden
+    return trace.boundary(hidden, _name(Phase.INPUT_GRAD, OpKind.HEAD)) if has_head else hidden
 
 
 def begin_cut(trace: Trace | None, hidden: torch.Tensor) -> torch.Tensor:
@@ -55,7 +56,7 @@ def begin_cut(trace: Trace | None, hidden: torch.Tensor) -> torch.Tensor:
         trace: None where nothing is recorded.
         hidden: [S, B, H], or that of the last chunk.
     """
-    return hidden if trace is None else trace.boundary(hidden, "I.cut")
+    return hidden if trace is None else trace.boundary(hidden, _name(Phase.INPUT_GRAD, OpKind.CUT))
 
 
 def end_cut(trace: Trace | None) -> None:
@@ -65,4 +66,8 @@ def end_cut(trace: Trace | None) -> None:
         trace: None where nothing is recorded.
     """
     if trace is not None:
-        trace.end("F.cut")
+        trace.end(_name(Phase.FORWARD, OpKind.CUT))
+
+
+def _name(phase: Phase, kind: OpKind) -> str:
+    return str(Op.beside_layers(phase, kind))

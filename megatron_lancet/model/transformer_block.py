@@ -20,6 +20,7 @@ from megatron_lancet.model.traced_ends import begin_cut, begin_layers, end_cut, 
 from megatron_lancet.model.transformer_layer import OverlappingLayer, layer_around_experts, layer_steps
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.trace import Trace, enter, leave
+from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import OverlapRange, Plan, Segment
 
 
@@ -151,9 +152,9 @@ def run_experts(segment: Segment, moe: OverlappingMoE, normed: torch.Tensor) -> 
     if segment.range is OverlapRange.GATE:
         return _in_chunks(segment, moe.comm.trace, partial(moe_steps, moe), normed)
     trace, number = moe.comm.trace, moe.stock.layer_number
-    normed = enter(trace, normed, number, 0, "gate")
+    normed = enter(trace, normed, number, 0, OpKind.ROUTE)
     routing = moe.stock.router(normed)
-    leave(trace, number, 0, "gate")
+    leave(trace, number, 0, OpKind.ROUTE)
     probs, routing_map = (split_rows(rows, normed.shape, segment) for rows in routing)
 
     def steps(part: torch.Tensor, chunk: Chunk) -> Steps:

@@ -14,6 +14,7 @@ from megatron_lancet.model.moe_layer import OverlappingMoE, Steps, moe_steps
 from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.trace import enter, leave
+from megatron_lancet.schedule.ops import OpKind
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def layer_steps(layer: OverlappingLayer, hidden: torch.Tensor, chunk: Chunk) -> 
     hidden, normed = _attend_and_norm(layer, hidden, chunk)
     output = yield from moe_steps(layer.moe, normed, chunk)
     hidden = _add_residual(layer.stock, output, hidden)
-    leave(layer.comm.trace, layer.stock.layer_number, chunk.index, "merge")
+    leave(layer.comm.trace, layer.stock.layer_number, chunk.index, OpKind.POSTPROCESS)
     return hidden
 
 
@@ -73,20 +74,20 @@ def layer_around_experts(
         return _run_dense(layer, hidden, whole)
     hidden, normed = _attend_and_norm(layer, hidden, whole)
     place = layer.stock.layer_number, whole.index
-    output = enter(layer.comm.trace, run_experts(layer.moe, normed), *place, "merge")
+    output = enter(layer.comm.trace, run_experts(layer.moe, normed), *place, OpKind.POSTPROCESS)
     hidden = _add_residual(layer.stock, output, hidden)
-    leave(layer.comm.trace, *place, "merge")
+    leave(layer.comm.trace, *place, OpKind.POSTPROCESS)
     return hidden
 
 
 def _run_dense(layer: OverlappingLayer, hidden: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     trace, place = layer.comm.trace, (layer.stock.layer_number, chunk.index)
-    hidden = enter(trace, hidden, *place, "attention")
+    hidden = enter(trace, hidden, *place, OpKind.ATTENTION)
     hidden = maybe_recomputed(layer.recompute.attention, attend, layer.stock, hidden, chunk)
-    leave(trace, *place, "attention")
-    hidden = enter(trace, hidden, *place, "mlp")
+    leave(trace, *place, OpKind.ATTENTION)
+    hidden = enter(trace, hidden, *place, OpKind.MLP)
     hidden = maybe_recomputed(layer.recompute.mlp, layer.stock._forward_mlp, hidden)
-    leave(trace, *place, "mlp")
+    leave(trace, *place, OpKind.MLP)
     return hidden
 
 
@@ -98,9 +99,9 @@ def _attend_and_norm(layer: OverlappingLayer, hidden: torch.Tensor, chunk: Chunk
         return hidden, apply_module(layer.stock.pre_mlp_layernorm)(hidden)
 
     trace, place = layer.comm.trace, (layer.stock.layer_number, chunk.index)
-    hidden = enter(trace, hidden, *place, "attention")
+    hidden = enter(trace, hidden, *place, OpKind.ATTENTION)
     hidden, normed = maybe_recomputed(layer.recompute.attention, segment, hidden)
-    leave(trace, *place, "attention")
+    leave(trace, *place, OpKind.ATTENTION)
     return hidden, normed
 
 

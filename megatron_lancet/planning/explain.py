@@ -12,6 +12,7 @@ from megatron_lancet.planning.simulation.buckets import REDUCTION
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.engine import Wait
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulation, Simulator
+from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import DwPolicy, OverlapRange, Plan
 from megatron_lancet.schedule.timeline import Lane, Span
 
@@ -279,16 +280,20 @@ def _exposed_ms(wait: Wait) -> float:
 
 
 def _is_forward(name: str) -> bool:
-    return name.startswith("F.") or ".F." in name
+    op = Op.find(name)
+    return op is not None and op.phase is Phase.FORWARD
 
 
 def _waits_for_counts(wait: Wait) -> bool:
-    return wait.name.endswith(".F.dispatch")
+    op = Op.parse(wait.name)
+    return op.phase is Phase.FORWARD and op.kind == OpKind.DISPATCH
 
 
 def _layer_of(name: str) -> int:
-    """Of an op's name such as ``L3.c0.I.dispatch``."""
-    return int(name.split(".", 1)[0].removeprefix("L"))
+    """The layer of an op's name such as ``L3.c0.I.dispatch``."""
+    layer = Op.parse(name).layer
+    assert layer is not None, name
+    return layer
 
 
 def _layer_lines(layer: LayerExplanation) -> Iterator[str]:

@@ -8,6 +8,7 @@ from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator, simulate
 from megatron_lancet.planning.what_if.layout import split_at_stages
+from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import DwPolicy, Plan, fixed_plan
 from megatron_lancet.schedule.timeline import Lane, RankTimeline
 
@@ -44,7 +45,8 @@ def exposed_by_layer(timelines: Sequence[RankTimeline]) -> tuple[LayerExposure, 
         of_rank: dict[int, float] = {}
         for span in timeline.spans:
             if span.lane is Lane.WAIT:
-                layer = int(span.name.split(".")[0].removeprefix("L"))
+                layer = Op.parse(span.name).layer
+                assert layer is not None, span.name
                 of_rank[layer] = of_rank.get(layer, 0.0) + span.ms
         most = {layer: max(of_rank.get(layer, 0.0), most.get(layer, 0.0)) for layer in of_rank | most}
     return tuple(LayerExposure(layer, exposed_ms) for layer, exposed_ms in sorted(most.items()))

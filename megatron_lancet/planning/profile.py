@@ -4,12 +4,12 @@ Legend: T tokens of a micro-batch on this rank (S * B), k chunks, n = T * top-k 
 
 The compute ops of a chunk in one layer, in the order in which they run forward:
 
-    moe layer     attention  gate  permute  [dispatch]  shared_experts  experts  [combine]  merge
+    moe layer     attention  route  preprocess  [dispatch]  shared_experts  experts  [combine]  postprocess
     dense layer   attention  mlp
 
 ``attention`` holds the layer's first norm, self-attention, the residual and, in a MoE layer, the second norm.
-``permute`` ends where the dispatch is issued, ``experts`` where the combine is. ``shared_experts`` runs while the
-dispatch is in flight. ``merge`` sums a token's rows and adds the residual. Beside the layers: ``embedding``
+``preprocess`` ends where the dispatch is issued, ``experts`` where the combine is. ``shared_experts`` runs while the
+dispatch is in flight. ``postprocess`` sums a token's rows and adds the residual. Beside the layers: ``embedding``
 and ``head`` (last norm, output layer, loss), both on the whole micro-batch, and ``cut`` (a segment's micro-batch to
 chunks and back).
 """
@@ -18,13 +18,19 @@ import json
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
-from megatron_lancet.files import parse_record, read_text, to_plain
+from megatron_lancet.files import from_plain, parse_object, read_text, take_version, to_plain
 from megatron_lancet.planning.gradient_reduction import GradientReduction
-from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
+_KINDS_IN_VERSION_1 = {
+    "gate": OpKind.ROUTE.value,
+    "permute": OpKind.PREPROCESS.value,
+    "merge": OpKind.POSTPROCESS.value,
+}
 
 
 class LayerKind(StrEnum):
@@ -247,9 +253,36 @@ class Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """What :meth:`Profile.to_json` wrote.
+    """What :meth:`Profile.to_json` wrote, now or in version 1.
 
     Raises:
         RecordError: the file can't be read, is no profile, or one of another version.
     """
-    return parse_record(Profile, read_text(path), PROFILE_VERSION, "the profile", str(path))
+    return profile_from_json(read_text(path), str(path))
+
+
+def profile_from_json(text: str, where: str) -> Profile:
+    """Like :func:`read_profile`, of the file's text.
+
+    Args:
+        where: what the text is, for messages.
+    """
+    value = parse_object(text, where)
+    if value.get("version") == 1:
+        value = {**_with_todays_kinds(value), "version": PROFILE_VERSION}
+    take_version(value, PROFILE_VERSION, "the profile", where)
+    return from_plain(Profile, value, where)
+
+
+def _with_todays_kinds(value: Any) -> Any:
+    """Parsed JSON of version 1, in which three kinds of ops had other names."""
+    if isinstance(value, list):
+        return [_with_todays_kinds(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    renamed = {
+        name: _KINDS_IN_VERSION_1[text]
+        for name, text in value.items()
+        if name in ("kind", "after") and isinstance(text, str) and text in _KINDS_IN_VERSION_1
+    }
+    return {name: _with_todays_kinds(part) for name, part in value.items()} | renamed

@@ -1,6 +1,6 @@
 """Profiles that no machine was measured for: tests and benchmarks of the planner share them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_lancet.planning.profile import (
@@ -12,11 +12,26 @@ from megatron_lancet.planning.profile import (
     Profile,
     WeightGradTime,
 )
-from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 
 ROW_BYTES = 1000
-MOE_OPS = ("attention", "gate", "permute", "shared_experts", "experts", "merge")
+MOE_OPS = (OpKind.ATTENTION, OpKind.ROUTE, OpKind.PREPROCESS, OpKind.SHARED_EXPERTS, OpKind.EXPERTS, OpKind.POSTPROCESS)
+
+
+DENSE_OPS = (OpKind.ATTENTION, OpKind.MLP)
+OP_MS: dict[str, float] = {
+    OpKind.EMBEDDING: 0.5,
+    OpKind.CUT: 0.1,
+    OpKind.ATTENTION: 4.0,
+    OpKind.ROUTE: 0.5,
+    OpKind.PREPROCESS: 0.5,
+    OpKind.EXPERTS: 6.0,
+    OpKind.POSTPROCESS: 0.5,
+    OpKind.MLP: 5.0,
+    OpKind.HEAD: 3.0,
+}
+DW_MS: dict[str, float] = {OpKind.ATTENTION: 3.0, OpKind.EXPERTS: 6.0, OpKind.MLP: 5.0, OpKind.HEAD: 2.0}
 
 
 @dataclass(frozen=True)
@@ -37,13 +52,8 @@ class Machine:
 
     layers: str = "mm"
     stages: tuple[int, ...] = ()
-    op_ms: dict[str, float] = field(
-        default_factory=lambda: {
-            "attention": 4.0, "gate": 0.5, "permute": 0.5, "experts": 6.0, "merge": 0.5, "mlp": 5.0,
-            "embedding": 0.5, "head": 3.0, "cut": 0.1,
-        }
-    )  # fmt: skip
-    dw_ms: dict[str, float] = field(default_factory=lambda: {"attention": 3.0, "experts": 6.0, "mlp": 5.0, "head": 2.0})
+    op_ms: Mapping[str, float] = field(default_factory=lambda: OP_MS)
+    dw_ms: Mapping[str, float] = field(default_factory=lambda: DW_MS)
     link_ms: float = 5.0
     latency_ms: float = 0.1
     counts_ms: float = 0.2
@@ -82,7 +92,7 @@ def synthetic_profile(machine: Machine) -> Profile:
         combine_row_bytes=ROW_BYTES,
         combine_grad_row_bytes=ROW_BYTES,
         counts_bytes=64,
-        has_shared_experts="shared_experts" in machine.op_ms,
+        has_shared_experts=OpKind.SHARED_EXPERTS in machine.op_ms,
     )
     full_bytes = round(model.num_rows * (1 - 1 / ep_size)) * ROW_BYTES or 1
     per_byte_ms = (machine.link_ms - machine.latency_ms) / full_bytes
@@ -120,16 +130,20 @@ def _cuts(machine: Machine) -> Sequence[tuple[ChunkDim, int]]:
 def _op_times(machine: Machine) -> list[OpTime]:
     tokens = machine.micro_batch_size * machine.seq_length
     times = []
-    by_layer = [(LayerKind.MOE, MOE_OPS), (LayerKind.DENSE, ("attention", "mlp")), (LayerKind.NONE, ("cut",))]
+    by_layer = [
+        (LayerKind.MOE, MOE_OPS),
+        (LayerKind.DENSE, DENSE_OPS),
+        (LayerKind.NONE, (OpKind.CUT,)),
+    ]
     places = [(kind, op, cuts) for kind, ops in by_layer for op in ops for cuts in [_cuts(machine)]]
-    places += [(LayerKind.NONE, op, [(ChunkDim.BATCH, 1)]) for op in ("embedding", "head")]
+    places += [(LayerKind.NONE, op, [(ChunkDim.BATCH, 1)]) for op in (OpKind.EMBEDDING, OpKind.HEAD)]
     for kind, op, cuts in places:
         if op not in machine.op_ms:
             continue
         for dim, count in cuts:
             for chunk in range(count):
                 # Attention of a late sequence chunk has more to look at.
-                weight = (2 * chunk + 1) / count if dim is ChunkDim.SEQUENCE and op == "attention" else 1.0
+                weight = (2 * chunk + 1) / count if dim is ChunkDim.SEQUENCE and op == OpKind.ATTENTION else 1.0
                 ms = machine.op_ms[op] * weight / count + (machine.overhead_ms if count > 1 else 0.0)
                 for phase, factor in ((Phase.FORWARD, 1.0), (Phase.INPUT_GRAD, machine.backward_factor)):
                     times.append(OpTime(kind, op, phase, dim, count, chunk, tokens // count, ms * factor))
@@ -138,10 +152,10 @@ def _op_times(machine: Machine) -> list[OpTime]:
 
 def _weight_grads(machine: Machine) -> list[WeightGradTime]:
     tokens = machine.micro_batch_size * machine.seq_length
-    names = {"attention": "self_attention.linear_qkv", "experts": "mlp.experts", "mlp": "mlp.linear_fc1"}
+    names = {OpKind.ATTENTION: "self_attention.linear_qkv", OpKind.EXPERTS: "mlp.experts", OpKind.MLP: "mlp.linear_fc1"}
     places = [
-        (LayerKind.MOE, "attention"), (LayerKind.MOE, "experts"),
-        (LayerKind.DENSE, "attention"), (LayerKind.DENSE, "mlp"), (LayerKind.NONE, "head"),
+        (LayerKind.MOE, OpKind.ATTENTION), (LayerKind.MOE, OpKind.EXPERTS),
+        (LayerKind.DENSE, OpKind.ATTENTION), (LayerKind.DENSE, OpKind.MLP), (LayerKind.NONE, OpKind.HEAD),
     ]  # fmt: skip
     return [
         WeightGradTime(

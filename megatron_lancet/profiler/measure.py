@@ -36,6 +36,7 @@ from megatron_lancet.profiler.routing import (
     rows_of_step,
 )
 from megatron_lancet.runtime.trace import StepTrace, Trace
+from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 
 NUM_TRACED_STEPS = 3
@@ -196,8 +197,7 @@ class ProfileRun:
         totals: defaultdict[LayerKind, int] = defaultdict(int)
         layers: defaultdict[LayerKind, set[str]] = defaultdict(set)
         for name, num_bytes in bytes_by_op.items():
-            key = op_key(name, plan, facts)
-            assert key is not None, name
+            key = op_key(Op.parse(name), plan, facts)
             totals[key.layer_kind] += num_bytes
             layers[key.layer_kind].add("" if key.layer_kind is LayerKind.NONE else name.partition(".")[0])
         segment = plan.segments[0]

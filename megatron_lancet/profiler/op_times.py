@@ -1,6 +1,5 @@
 """From the spans of traced steps to the median time of each op and of each weight gradient."""
 
-import re
 import statistics
 from bisect import bisect_left
 from collections import defaultdict
@@ -10,22 +9,18 @@ from typing import NamedTuple
 
 from megatron_lancet.planning.profile import LayerKind, ModelFacts, OpTime, WeightGradTime
 from megatron_lancet.runtime.trace import StepTrace
-from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan
 from megatron_lancet.schedule.timeline import Lane, Span
 
-_IN_LAYER = re.compile(r"L(\d+)\.c(\d+)\.([FI])\.(\w+)")
-_BESIDE = re.compile(r"([FI])\.(\w+)")
-_WEIGHT = re.compile(r"(?:L(\d+)\.)?W\.(.+)")
-_CUT = "cut"
-_AFTER = (
-    (re.compile(r"self_attention\."), "attention"),
-    (re.compile(r"mlp\.experts\."), "experts"),
-    (re.compile(r"mlp\.shared_experts\."), "shared_experts"),
-    (re.compile(r"mlp\.router"), "gate"),
-    (re.compile(r"mlp\."), "mlp"),
+_READY_AFTER = (
+    ("self_attention.", OpKind.ATTENTION),
+    ("mlp.experts.", OpKind.EXPERTS),
+    ("mlp.shared_experts.", OpKind.SHARED_EXPERTS),
+    ("mlp.router", OpKind.ROUTE),
+    ("mlp.", OpKind.MLP),
 )
-_HEAD = "head"
+"""The op in whose backward a weight's gradient becomes ready, by the beginning of its name; the first match counts."""
 
 
 class OpKey(NamedTuple):
@@ -97,25 +92,20 @@ class Samples:
                 by_name[span.name].append(Took(span.ms, beside.within_ms(span)))
         own: StepOps = {}
         for name, parts in by_name.items():
-            weight = _WEIGHT.fullmatch(name)
-            if weight is not None:
-                self.weight_grads[_dw_key(weight, plan, model)] += parts
+            op = Op.parse(name)
+            if op.phase is Phase.WEIGHT_GRAD:
+                self.weight_grads[_dw_key(op, plan, model)] += parts
                 continue
-            op = op_key(name, plan, model)
-            assert op is not None, name
-            own[_layer_of(name), op] = _per_micro_batch(parts, model.num_micro_batches)
-            self.ops[op] += own[_layer_of(name), op]
+            key, place = op_key(op, plan, model), op.layer or 0
+            own[place, key] = _per_micro_batch(parts, model.num_micro_batches)
+            self.ops[key] += own[place, key]
         self.steps.append(own)
         for name, rows in step.received_rows.items():
-            op = op_key(name, plan, model)
-            assert op is not None, name
-            self.received[op] += rows
+            self.received[op_key(Op.parse(name), plan, model)] += rows
         for name, facts in step.weight_grads.items():
-            weight = _WEIGHT.fullmatch(name)
-            assert weight is not None, name
-            key = _dw_key(weight, plan, model)
-            self.pinned_bytes[key] += facts.pinned_bytes
-            self.weight_bytes[key] = facts.weight_bytes
+            dw_key = _dw_key(Op.parse(name), plan, model)
+            self.pinned_bytes[dw_key] += facts.pinned_bytes
+            self.weight_bytes[dw_key] = facts.weight_bytes
         busy_ms = sum(span.ms for span in step.timeline.spans if span.lane is not Lane.COMM)
         self.rest_ms.append(step.timeline.step_ms - busy_ms)
 
@@ -186,7 +176,7 @@ def weight_grad_times(figures: Figures, model: ModelFacts) -> tuple[WeightGradTi
         after = ready_after(key)
         tokens = model.micro_batch_size * model.seq_length / key.num_chunks
         received = [rows for op, rows in figures.received.items() if op.num_chunks == key.num_chunks]
-        rows = statistics.fmean(received) if after == "experts" and received else tokens
+        rows = statistics.fmean(received) if after == OpKind.EXPERTS and received else tokens
         times.append(
             WeightGradTime(
                 layer_kind=key.layer_kind,
@@ -205,50 +195,43 @@ def weight_grad_times(figures: Figures, model: ModelFacts) -> tuple[WeightGradTi
 def ready_after(key: DwKey) -> str:
     """The compute op in whose backward a weight gradient becomes ready."""
     if key.layer_kind is LayerKind.NONE:
-        return _HEAD
-    return next(kind for pattern, kind in _AFTER if pattern.match(key.name))
+        return OpKind.HEAD
+    return next(kind for start, kind in _READY_AFTER if key.name.startswith(start))
 
 
-def op_key(name: str, plan: Plan, model: ModelFacts) -> OpKey | None:
-    """What an op's span is a sample of, None if it is no compute op's name."""
-    if match := _IN_LAYER.fullmatch(name):
-        layer, chunk, kind = int(match[1]), int(match[2]), match[4]
-        dim, num_chunks = _cut_of(plan, layer, kind)
-        return OpKey(model.layer_kinds[layer - 1], kind, Phase(match[3]), dim, num_chunks, chunk)
-    if match := _BESIDE.fullmatch(name):
-        dim, num_chunks = ChunkDim.BATCH, 1
-        if match[2] == _CUT:
-            most = max(plan.segments, key=lambda segment: segment.num_chunks)
-            dim, num_chunks = most.chunk_dim, most.num_chunks
-        return OpKey(LayerKind.NONE, match[2], Phase(match[1]), dim, num_chunks, 0)
-    return None
+def op_key(op: Op, plan: Plan, model: ModelFacts) -> OpKey:
+    """What the span of a compute op is a sample of."""
+    assert op.phase is not Phase.WEIGHT_GRAD, op
+    if op.layer is not None:
+        assert op.chunk is not None, op
+        dim, num_chunks = _cut_of(plan, op.layer, op.kind)
+        return OpKey(model.layer_kinds[op.layer - 1], op.kind, op.phase, dim, num_chunks, op.chunk)
+    dim, num_chunks = ChunkDim.BATCH, 1
+    if op.kind == OpKind.CUT:
+        most = max(plan.segments, key=lambda segment: segment.num_chunks)
+        dim, num_chunks = most.chunk_dim, most.num_chunks
+    return OpKey(LayerKind.NONE, op.kind, op.phase, dim, num_chunks, 0)
 
 
-def _layer_of(name: str) -> int:
-    match = _IN_LAYER.fullmatch(name)
-    return int(match[1]) if match else 0
-
-
-def _dw_key(match: re.Match[str], plan: Plan, model: ModelFacts) -> DwKey:
-    if match[1] is None:
-        return DwKey(LayerKind.NONE, match[2], 1)
-    layer = int(match[1])
-    after = ready_after(DwKey(model.layer_kinds[layer - 1], match[2], 1))
-    _, num_chunks = _cut_of(plan, layer, after)
-    return DwKey(model.layer_kinds[layer - 1], match[2], num_chunks)
+def _dw_key(op: Op, plan: Plan, model: ModelFacts) -> DwKey:
+    if op.layer is None:
+        return DwKey(LayerKind.NONE, op.kind, 1)
+    layer_kind = model.layer_kinds[op.layer - 1]
+    _, num_chunks = _cut_of(plan, op.layer, ready_after(DwKey(layer_kind, op.kind, 1)))
+    return DwKey(layer_kind, op.kind, num_chunks)
 
 
 def _cut_of(plan: Plan, layer: int, kind: str) -> tuple[ChunkDim, int]:
     """How an op of a layer is cut: narrow ranges leave attention, or the gate too, whole."""
     segment = plan.segment_of(layer)
-    whole = kind in ("attention", "mlp") or (kind == "gate" and segment.range is OverlapRange.EXPERTS)
+    whole = kind in (OpKind.ATTENTION, OpKind.MLP) or (kind == OpKind.ROUTE and segment.range is OverlapRange.EXPERTS)
     if segment.num_chunks == 1 or (whole and not segment.range.has_attention):
         return ChunkDim.BATCH, 1
     return segment.chunk_dim, segment.num_chunks
 
 
 def _rows(key: OpKey, figures: Figures, model: ModelFacts) -> int:
-    if key.kind == "experts":
+    if key.kind == OpKind.EXPERTS:
         # Received once, forward.
         return round(figures.received[key._replace(phase=Phase.FORWARD)])
     if key.layer_kind is LayerKind.NONE:

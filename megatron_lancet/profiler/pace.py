@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_lancet.planning.profile import StepPace
 from megatron_lancet.profiler.op_times import OpKey, StepOps
-from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.schedule.ops import OpKind, Phase
 
 MAX_PACES = 24
 """Each is a simulation more when a step time is predicted, and a few lines in the profile."""
@@ -15,7 +15,6 @@ MAX_RANKS = 8
 """As of the routing of single chunks: more ranks are not simulated one by one."""
 _DIGITS = 4
 _BESIDE_LAYERS = 0
-_EXPERTS = "experts"
 
 Place = tuple[Phase, int]
 """Phase, and global number of a layer or 0 beside the layers."""
@@ -49,7 +48,7 @@ def paces_of_rank(steps: Sequence[StepOps], op_ms: Mapping[OpKey, float], slowdo
         took_ms: defaultdict[Place, float] = defaultdict(float)
         usual_ms: defaultdict[Place, float] = defaultdict(float)
         for (layer, key), times in step.items():
-            if key.kind != _EXPERTS:
+            if key.kind != OpKind.EXPERTS:
                 took_ms[key.phase, layer] += sum(took.alone_ms(slowdown) for took in times)
                 usual_ms[key.phase, layer] += op_ms[key] * len(times)
         found.append({place: took_ms[place] / usual for place, usual in usual_ms.items() if usual > 0})

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from megatron_lancet.planning.profile import ChunkRouting, ModelFacts
 from megatron_lancet.profiler.op_times import op_key
 from megatron_lancet.runtime.trace import StepTrace
+from megatron_lancet.schedule.ops import Op, OpKind
 from megatron_lancet.schedule.plan import ChunkDim, Plan
 from megatron_lancet.schedule.timeline import Lane
 
@@ -49,16 +50,17 @@ def rows_of_step(step: StepTrace, plan: Plan, model: ModelFacts) -> Rows:
             sent_bytes.setdefault(span.name, span.num_bytes)
     found = {}
     for name, received in step.received_rows.items():
-        op = op_key(name, plan, model)
-        assert op is not None, name
+        op = op_key(Op.parse(name), plan, model)
         key = ChunkKey(layer_of(name), op.chunk_dim, op.num_chunks, op.chunk)
-        found[key] = (sent_bytes.get(name.replace("experts", "dispatch"), 0) // model.row_bytes, received[0])
+        found[key] = (sent_bytes.get(str(Op.parse(name).with_kind(OpKind.DISPATCH)), 0) // model.row_bytes, received[0])
     return found
 
 
 def layer_of(name: str) -> int:
-    """Of an op in a layer."""
-    return int(name[1:].partition(".")[0])
+    """The layer of an op that is in one."""
+    layer = Op.parse(name).layer
+    assert layer is not None, name
+    return layer
 
 
 def chunk_routing(ranks: Sequence[RankRouting], ep_size: int) -> tuple[ChunkRouting, ...]:

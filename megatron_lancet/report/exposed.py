@@ -6,7 +6,7 @@ All figures are means over ranks, per training step.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_lancet.report.op_names import parsed
+from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.timeline import Lane, RankTimeline
 
 _MAX_REASONS = 8
@@ -106,12 +106,12 @@ def exposed_table(
         reasons: why a message stayed exposed, by its name.
     """
     now_ms, predicted_ms, before_ms = (waits_ms(timelines) for timelines in (measured, predicted, before))
-    ops = [parsed(name) for name in dict.fromkeys([*now_ms, *predicted_ms])]
-    places = {(op.layer, op.chunk) for op in map(parsed, before_ms)} | {(op.layer, op.chunk) for op in ops}
+    place_of = {name: _place(name) for name in (*now_ms, *predicted_ms, *before_ms)}
     chunks = []
-    for layer, chunk in sorted(places, key=_place_order):
-        names = [op.text for op in ops if (op.layer, op.chunk) == (layer, chunk)]
-        earlier = [name for name in before_ms if (parsed(name).layer, parsed(name).chunk) == (layer, chunk)]
+    for layer, chunk in sorted(set(place_of.values()), key=_place_order):
+        here = [name for name, place in place_of.items() if place == (layer, chunk)]
+        names = [name for name in here if name in now_ms or name in predicted_ms]
+        earlier = [name for name in here if name in before_ms]
         chunks.append(
             ExposedChunk(
                 layer=layer,
@@ -146,6 +146,12 @@ def waits_ms(timelines: Sequence[RankTimeline]) -> dict[str, float]:
             if span.lane is Lane.WAIT:
                 totals[span.name] = totals.get(span.name, 0.0) + span.ms / len(timelines)
     return totals
+
+
+def _place(name: str) -> tuple[int | None, int | None]:
+    """Layer and chunk of a message; None for what its name does not say."""
+    op = Op.find(name)
+    return (None, None) if op is None else (op.layer, op.chunk)
 
 
 def _place_order(place: tuple[int | None, int | None]) -> tuple[float, float]:

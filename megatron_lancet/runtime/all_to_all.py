@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from megatron_lancet.runtime.comm import Comm, Flight, PendingSplits, RowSplits
-from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.ops import Op, OpKind, Phase
 
-_NEEDS_ROWS_OF = {"dispatch": "experts", "combine": "merge"}
+_NEEDS_ROWS_OF = {OpKind.DISPATCH: OpKind.EXPERTS, OpKind.COMBINE: OpKind.POSTPROCESS}
 """The op that the rows of an all-to-all are for: its backward ends where the gradient's all-to-all is issued."""
 
 
@@ -62,7 +62,7 @@ class AllToAll:
             self._comm.scheduler.issued()
         self._backward = self._comm.start(self.op.mirrored(), grads, splits.reversed())
         if self._comm.trace is not None:
-            kind = _NEEDS_ROWS_OF[self.op.kind]
+            kind = _NEEDS_ROWS_OF[OpKind(self.op.kind)]
             self._comm.trace.end(str(Op(self.op.layer, self.op.chunk, Phase.INPUT_GRAD, kind)))
 
     def _wait_backward(self) -> tuple[torch.Tensor, ...]:

@@ -17,7 +17,7 @@ from collections import deque
 from typing import Protocol
 
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.schedule.ops import Op
+from megatron_lancet.schedule.ops import Op, OpKind
 from megatron_lancet.schedule.reductions import MicroOps
 
 
@@ -87,7 +87,7 @@ class CommScheduler:
 
     def is_place(self, op: Op) -> bool:
         """Whether micro-ops may leave behind a backward all-to-all after which nothing is in flight."""
-        return op.kind == "dispatch"
+        return op.kind == OpKind.DISPATCH
 
     @property
     def _is_over(self) -> bool:

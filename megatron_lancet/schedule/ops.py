@@ -1,47 +1,142 @@
-"""Names of the things that a plan schedules: one string per op, in plans, logs, errors and reports."""
+"""Names of the ops of a step: the same string in plans, traces, timelines, errors and reports.
 
+An op prints as ``L3.c0.F.experts`` (layer 3, chunk 0, forward, experts), ``L3.W.mlp.linear_fc1`` (the weight gradient
+of a layer's linear layer, all chunks) or ``F.head`` (beside the layers), and is parsed from that string again.
+"""
+
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Which part of a step an op belongs to."""
+    """The part of a step that an op belongs to."""
 
     FORWARD = "F"
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
 
+    @property
+    def in_words(self) -> str:
+        """The phase for a reader who does not know the letters."""
+        return _PHASES_IN_WORDS[self]
 
-_IN_WORDS = {
+
+_PHASES_IN_WORDS = {
     Phase.FORWARD: "forward",
     Phase.INPUT_GRAD: "backward (input gradient)",
     Phase.WEIGHT_GRAD: "backward (weight gradient)",
 }
 
 
+class OpKind(StrEnum):
+    """What an op does, in Megatron's words, in the order of the data. No other file spells these strings."""
+
+    EMBEDDING = "embedding"
+    """Token and position embedding, on the whole micro-batch."""
+    CUT = "cut"
+    """Splitting a micro-batch into chunks, and concatenating them again."""
+    ATTENTION = "attention"
+    """Norm, self-attention and residual; in a MoE layer also the norm in front of the router."""
+    MLP = "mlp"
+    """The MLP of a dense layer, with its norm and residual."""
+    ROUTE = "route"
+    """The router: probabilities and the routing map."""
+    COUNTS = "counts"
+    """Message: how many tokens each expert gets from each rank."""
+    PREPROCESS = "preprocess"
+    """Permuting a chunk's tokens into rows by destination rank."""
+    DISPATCH = "dispatch"
+    """Message: rows to the ranks of their experts."""
+    SHARED_EXPERTS = "shared_experts"
+    """The experts that see all tokens."""
+    EXPERTS = "experts"
+    """The routed experts of this rank, on the rows received."""
+    COMBINE = "combine"
+    """Message: the experts' outputs back to the ranks of their tokens."""
+    POSTPROCESS = "postprocess"
+    """Summing the outputs of each token's experts, and the residual."""
+    HEAD = "head"
+    """Final norm, output layer and loss, on the whole micro-batch."""
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is communication in which all ranks of an expert-parallel group take part."""
+        return self in _MESSAGES
+
+
+_MESSAGES = frozenset({OpKind.COUNTS, OpKind.DISPATCH, OpKind.COMBINE})
+_FORM = re.compile(r"(?:L(?P<layer>\d+)\.)?(?:c(?P<chunk>\d+)\.)?(?P<phase>[FIW])\.(?P<kind>.+)", re.DOTALL)
+
+
 @dataclass(frozen=True)
 class Op:
-    """One op of one chunk in one layer, for example ``L3.c0.F.dispatch``.
+    """One op, for example ``L3.c0.F.dispatch``.
 
     Attributes:
-        layer: Megatron's global layer number, from 1.
-        chunk: index of the chunk in its micro-batch, from 0.
+        layer: Megatron's global layer number, from 1; None for an op beside the layers.
+        chunk: index of the chunk in its micro-batch, from 0; None for an op of all chunks.
         phase: forward, input gradient (dX) or weight gradient (dW).
-        kind: what it does: ``counts``, ``dispatch``, ``combine``, or a linear layer's name.
+        kind: an :class:`OpKind`; of a weight gradient the weight's name inside its layer, or in the model.
     """
 
-    layer: int
-    chunk: int
+    layer: int | None
+    chunk: int | None
     phase: Phase
     kind: str
 
     def __str__(self) -> str:
-        return f"L{self.layer}.c{self.chunk}.{self.phase}.{self.kind}"
+        layer = "" if self.layer is None else f"L{self.layer}."
+        return f"{layer}{self.within_layer()}"
+
+    @staticmethod
+    def weight_grad(layer: int | None, weight: str) -> "Op":
+        """The weight gradient of a linear layer, for example ``L3.W.self_attention.linear_qkv``."""
+        return Op(layer, None, Phase.WEIGHT_GRAD, weight)
+
+    @staticmethod
+    def beside_layers(phase: Phase, kind: str) -> "Op":
+        """An op of the whole micro-batch in no layer, for example ``F.head``."""
+        return Op(None, None, phase, kind)
+
+    @staticmethod
+    def parse(name: str) -> "Op":
+        """The op that prints as ``name``.
+
+        Raises:
+            ValueError: no op does.
+        """
+        op = Op.find(name)
+        if op is None:
+            raise ValueError(f"expected an op such as L3.c0.F.experts, L3.W.mlp.linear_fc1 or F.head, found {name!r}")
+        return op
+
+    @staticmethod
+    def find(name: str) -> "Op | None":
+        """Like :meth:`parse`; None for other names of spans, such as those of gradient reductions."""
+        match = _FORM.fullmatch(name)
+        if match is None or (match["chunk"] is not None and match["layer"] is None):
+            return None
+        layer, chunk = (None if match[part] is None else int(match[part]) for part in ("layer", "chunk"))
+        kind = match["kind"]
+        is_known = match["phase"] != Phase.WEIGHT_GRAD and kind in OpKind
+        return Op(layer, chunk, Phase(match["phase"]), OpKind(kind) if is_known else kind)
+
+    def within_layer(self) -> str:
+        """The name without its layer, for texts about several layers: ``c0.F.dispatch``."""
+        chunk = "" if self.chunk is None else f"c{self.chunk}."
+        return f"{chunk}{self.phase}.{self.kind}"
 
     def in_words(self) -> str:
-        """For a reader who does not know the names."""
-        return f"layer {self.layer}, chunk {self.chunk}, {_IN_WORDS[self.phase]}, {self.kind}"
+        """The op for a reader who does not know the names."""
+        layer = [] if self.layer is None else [f"layer {self.layer}"]
+        chunk = [] if self.chunk is None else [f"chunk {self.chunk}"]
+        return ", ".join([*layer, *chunk, self.phase.in_words, self.kind])
+
+    def with_kind(self, kind: OpKind) -> "Op":
+        """The op of another kind at the same place and in the same phase."""
+        return Op(self.layer, self.chunk, self.phase, kind)
 
     def mirrored(self) -> "Op":
-        """The op that undoes this one's data flow in the backward pass."""
+        """The op that undoes this one's data movement in the backward pass."""
         return Op(self.layer, self.chunk, Phase.INPUT_GRAD, self.kind)

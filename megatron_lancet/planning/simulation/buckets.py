@@ -14,9 +14,10 @@ from itertools import chain
 
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.profile import LayerKind
-from megatron_lancet.planning.simulation.cost_model import EXPERTS, CostModel
+from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.dw_queue import DwRules
-from megatron_lancet.planning.simulation.lowering import COMPUTE, DISPATCH, WAIT, Step
+from megatron_lancet.planning.simulation.lowering import COMPUTE, WAIT, Step
+from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.reductions import CommPriority, MicroOps
 
 REDUCTION = "reduce."
@@ -120,7 +121,7 @@ def _weight(costs: CostModel, weight: Weight) -> tuple[WeightKind, int]:
     layer, name = weight
     layer_kind = costs.model.layer_kinds[layer - 1] if layer else LayerKind.NONE
     after, num_bytes = costs.gradient(layer_kind, name)
-    return (WeightKind.EXPERT if after == EXPERTS else WeightKind.DENSE), num_bytes
+    return (WeightKind.EXPERT if after == OpKind.EXPERTS else WeightKind.DENSE), num_bytes
 
 
 def _filled(costs: CostModel, ordered: Sequence[Weight], kind: WeightKind) -> Iterator[tuple[WeightKind, list[Weight]]]:
@@ -204,7 +205,7 @@ class Ledger:
             leaving += self._report(self._due.popleft()[1])
         if self._num_passed == self._buckets.num_all_to_alls:
             return leaving + self._all()
-        if self._num_in_flight == 0 and kind == DISPATCH:
+        if self._num_in_flight == 0 and kind == OpKind.DISPATCH:
             leaving += self._what_fits()
         return leaving
 

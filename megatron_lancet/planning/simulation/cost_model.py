@@ -11,11 +11,10 @@ from typing import NamedTuple
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.profile import LayerKind, MemoryUse, ModelFacts, OpTime, Profile, WeightGradTime
 from megatron_lancet.planning.simulation.curve import Curve
-from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 
-EXPERTS = "experts"
-_BESIDE_LAYERS = ("embedding", "head", "cut")
+_BESIDE_LAYERS = (OpKind.EMBEDDING, OpKind.HEAD, OpKind.CUT)
 
 
 class UnknownCost(RecordError):  # noqa: N818 - says what is the matter
@@ -158,12 +157,12 @@ class CostModel:
             )
         exact = [op for op in found if op.num_chunks == num_chunks]
         place = (chunk + 0.5) / num_chunks
-        if exact and kind != EXPERTS:
+        if exact and kind != OpKind.EXPERTS:
             return _at_place(exact, place)
         by_count: dict[tuple[int, ChunkDim], list[OpTime]] = defaultdict(list)
         for op in found:
             by_count[op.num_chunks, op.chunk_dim].append(op)
-        if kind == EXPERTS:
+        if kind == OpKind.EXPERTS:
             # Chunks of a count get about as many rows: what more of them cost is seen between counts.
             curve = Curve(_mean_point(ops) for ops in by_count.values())
             mean_rows, mean_ms = _mean_point(exact or found)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_lancet.planning.simulation.cost_model import DwCost
+from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 
 
@@ -18,7 +19,7 @@ class DwTask(NamedTuple):
     @property
     def name(self) -> str:
         """As in plans and timelines."""
-        return f"L{self.layer}.W.{self.cost.name}" if self.layer else f"W.{self.cost.name}"
+        return str(Op.weight_grad(self.layer or None, self.cost.name))
 
 
 @dataclass(frozen=True)

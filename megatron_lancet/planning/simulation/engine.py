@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from megatron_lancet.planning.simulation.dw_queue import DwQueue, DwRules, DwTask
 from megatron_lancet.planning.simulation.lowering import COMPUTE, COUNTS, ISSUE, Action, Step
-from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.timeline import Lane, Span
 
 _SLOTS = 4096
@@ -221,8 +221,8 @@ class Engine:
 
     def _name(self, layer: int, action: Action) -> str:
         if layer == 0:
-            return f"{self._phase}.{action.kind}"
-        return f"L{layer}.c{action.chunk}.{self._phase}.{action.kind}"
+            return str(Op.beside_layers(self._phase, action.kind))
+        return str(Op(layer, action.chunk, self._phase, action.kind))
 
     def _name_of(self, key: int, action: Action) -> str:
         return self._name(key // _SLOTS, action)

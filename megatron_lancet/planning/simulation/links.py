@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from megatron_lancet.planning.simulation.buckets import Buckets, Ledger
 from megatron_lancet.planning.simulation.dw_queue import DwRules
 from megatron_lancet.planning.simulation.engine import Engine, Network, Paces, PhaseResult, _Message, _Rank
-from megatron_lancet.planning.simulation.lowering import COMPUTE, DISPATCH, Action, Step
-from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.planning.simulation.lowering import COMPUTE, Action, Step
+from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.timeline import Lane, Span
 
 _NEVER = float("inf")
@@ -207,7 +207,7 @@ class SharedWireEngine(Engine):
         )
         message.arrival_ms = [_NEVER] * len(self._ranks)
         whole = _OnWire(self._name_of(key, action) if self._record else "", num_bytes, message)
-        is_apart = self._network.dispatches_apart and self._is_forward and action.kind == DISPATCH
+        is_apart = self._network.dispatches_apart and self._is_forward and action.kind == OpKind.DISPATCH
         self._put_on_wire(whole, _DISPATCHES if is_apart else _MESSAGES, message.all_ready_ms, alone, queued)
 
     def _start_collective(self, key: int, action: Action) -> None:

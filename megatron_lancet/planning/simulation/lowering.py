@@ -2,9 +2,9 @@
 
 Forward, chunks take turns. A turn lasts until one of the chunk's messages is on its way:
 
-    turn 1   attention  gate  [issue counts]  permute  [issue dispatch]  shared_experts
+    turn 1   attention  route  [issue counts]  preprocess  [issue dispatch]  shared_experts
     turn 2   [wait dispatch]  experts  [issue combine]
-    turn 3   [wait combine]  merge, then turn 1 of the next layer
+    turn 3   [wait combine]  postprocess, then turn 1 of the next layer
 
 Backward, autograd runs nodes in the reverse order of their creation: the same list from its end, where a wait issues
 the gradient's message and an issue waits for it. There are no counts then.
@@ -18,12 +18,11 @@ from typing import NamedTuple
 
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.profile import ChunkRouting, LayerKind, ModelFacts, Profile
-from megatron_lancet.planning.simulation.cost_model import EXPERTS, CostModel, DwCost
-from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.planning.simulation.cost_model import CostModel, DwCost
+from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Segment
 
 COMPUTE, COUNTS, ISSUE, WAIT = range(4)
-DISPATCH, COMBINE = "dispatch", "combine"
 _EVEN = 1e-9
 _MAX_RANKS_WITH_ROUTING = 8
 """More ranks are told apart by their shares only, so that simulations stay quick."""
@@ -183,9 +182,9 @@ class Lowering:
 
     def _around_experts(self, number: int, kind: LayerKind, segment: Segment) -> list[Step]:
         """A layer on the whole micro-batch, of which only the experts may run in chunks."""
-        whole = ["attention", "mlp"]
+        whole = [OpKind.ATTENTION, OpKind.MLP]
         if kind is LayerKind.MOE:
-            whole = ["attention", "gate"] if segment.range is OverlapRange.EXPERTS else ["attention"]
+            whole = [OpKind.ATTENTION, OpKind.ROUTE] if segment.range is OverlapRange.EXPERTS else [OpKind.ATTENTION]
         key = ("whole", kind, *whole)
         if key not in self._cache:
             self._cache[key] = [self._compute(kind, op, ChunkDim.BATCH, 1, 0) for op in whole]
@@ -208,9 +207,9 @@ class Lowering:
         return steps
 
     def _cut(self, segment: Segment) -> list[Step]:
-        key = ("cut", segment.chunk_dim, segment.num_chunks)
+        key = (OpKind.CUT, segment.chunk_dim, segment.num_chunks)
         if key not in self._cache:
-            action = self._compute(LayerKind.NONE, "cut", segment.chunk_dim, segment.num_chunks, 0, whole=True)
+            action = self._compute(LayerKind.NONE, OpKind.CUT, segment.chunk_dim, segment.num_chunks, 0, whole=True)
             self._cache[key] = [action] if any(action.forward_ms + action.backward_ms) else []
         return [(action.code, 0, action) for action in self._cache[key]]
 
@@ -258,14 +257,15 @@ class Lowering:
             return self._compute(kind, op, dim, num_chunks, chunk, received=rows.received)
 
         if kind is LayerKind.DENSE:
-            return [compute("attention"), compute("mlp")]
-        dispatch, combine = (self._message(op, chunk, rows) for op in (DISPATCH, COMBINE))
-        way = [compute("attention")] if with_attention else []
-        way += [compute("gate")] if has_gate else []
-        way += [Action(COUNTS, "counts", chunk, (), (), slot=dispatch[0].slot), compute("permute"), dispatch[0]]
+            return [compute(OpKind.ATTENTION), compute(OpKind.MLP)]
+        dispatch, combine = (self._message(op, chunk, rows) for op in (OpKind.DISPATCH, OpKind.COMBINE))
+        way = [compute(OpKind.ATTENTION)] if with_attention else []
+        way += [compute(OpKind.ROUTE)] if has_gate else []
+        counts = Action(COUNTS, OpKind.COUNTS, chunk, (), (), slot=dispatch[0].slot)
+        way += [counts, compute(OpKind.PREPROCESS), dispatch[0]]
         if self.costs.model.has_shared_experts:
-            way.append(compute("shared_experts"))
-        return [*way, dispatch[1], compute(EXPERTS), combine[0], combine[1], compute("merge")]
+            way.append(compute(OpKind.SHARED_EXPERTS))
+        return [*way, dispatch[1], compute(OpKind.EXPERTS), combine[0], combine[1], compute(OpKind.POSTPROCESS)]
 
     def _compute(
         self,
@@ -285,7 +285,7 @@ class Lowering:
         costs = self.costs
         units = costs.chunk_units(dim, num_chunks)
         tokens = float(sum(units) if whole else units[chunk])
-        all_rows = received if op == EXPERTS else [tokens] * len(self._shares)
+        all_rows = received if op == OpKind.EXPERTS else [tokens] * len(self._shares)
         return Action(
             COMPUTE,
             op,
@@ -298,13 +298,13 @@ class Lowering:
     def _message(self, op: str, chunk: int, rows: "_Rows") -> tuple[Action, Action]:
         """Issue and wait. The gradient goes the other way."""
         model = self.costs.model
-        if op == DISPATCH:
+        if op == OpKind.DISPATCH:
             sent = tuple(number * model.row_bytes for number in rows.sent)
             sent_back = tuple(number * model.grad_row_bytes for number in rows.returned)
         else:
             sent = tuple(number * model.combine_row_bytes for number in rows.returned)
             sent_back = tuple(number * model.combine_grad_row_bytes for number in rows.sent)
-        slot = 2 * chunk + (op == COMBINE)
+        slot = 2 * chunk + (op == OpKind.COMBINE)
         alone, queued = self.costs.message_ms, self.costs.queued_ms
         issue, wait = (
             Action(

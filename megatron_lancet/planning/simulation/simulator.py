@@ -28,7 +28,7 @@ from megatron_lancet.planning.simulation.dw_queue import DwRules
 from megatron_lancet.planning.simulation.engine import Engine, Network, Paces, PhaseResult, Wait
 from megatron_lancet.planning.simulation.links import SharedWireEngine
 from megatron_lancet.planning.simulation.lowering import Loads, Lowering, Step, backward
-from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Plan, Segment
 from megatron_lancet.schedule.timeline import RankTimeline, Span
 
@@ -258,7 +258,7 @@ class Simulator:
         model, num_layers = self.model, len(self.model.layer_kinds)
         forward: dict[int, list[Step]] = {stage: [] for stage in sorted(set(model.stage_of_layer))}
         first, last = model.stage_of_layer[0], model.stage_of_layer[-1]
-        forward[first] += self.lowering.beside("embedding")
+        forward[first] += self.lowering.beside(OpKind.EMBEDDING)
         for segment in plan.segments:
             end = segment.last_layer or num_layers
             self._check(segment, end)
@@ -267,7 +267,7 @@ class Simulator:
             forward[stage] += self.lowering.forward(layers, segment)
         if (plan.segments[-1].last_layer or num_layers) != num_layers:
             raise PlanMismatch(f"the plan ends at layer {plan.segments[-1].last_layer}, the model has {num_layers}")
-        forward[last] += self.lowering.beside("head")
+        forward[last] += self.lowering.beside(OpKind.HEAD)
         kept = self._kept_bytes(plan.segments)
         return [self._stage(number, steps, kept[number]) for number, steps in forward.items()]
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.profile import LayerKind, ModelFacts, Profile
-from megatron_lancet.planning.simulation.cost_model import EXPERTS, CostModel
+from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.what_if.forecast import Forecast, Forecaster, Planner, Routing, no_overlap
 from megatron_lancet.planning.what_if.layout import Layout, gradient_bytes
-from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Plan
 
 type PackingPlanner = Callable[[Profile, int | None], Plan]
@@ -189,7 +189,7 @@ def _micro_op_ms(moved: Profile, num_chunks: int, dim: ChunkDim) -> tuple[float,
     sent = costs.chunk_units(dim, num_chunks)[0] * facts.topk
     shares: Sequence[float] = moved.received_share
     received = sent * max(shares) * facts.ep_size
-    experts_ms = costs.op_ms(LayerKind.MOE, EXPERTS, Phase.FORWARD, dim, num_chunks, 0, received)
+    experts_ms = costs.op_ms(LayerKind.MOE, OpKind.EXPERTS, Phase.FORWARD, dim, num_chunks, 0, received)
     messages = _message_bytes(facts, sent, shares)
     return experts_ms, max((costs.message_ms(size) for size in messages), default=0.0)
 

@@ -29,6 +29,7 @@ from megatron_lancet.files import RecordError
 from megatron_lancet.planning.plan_file import layers_beyond
 from megatron_lancet.planning.profile import LayerKind, LinkTimes, ModelFacts, Profile
 from megatron_lancet.planning.what_if.cluster import Cluster
+from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import Plan, Segment
 
 _TABLE_STEPS = 4
@@ -98,7 +99,7 @@ def in_layout(profile: Profile, layout: Layout) -> Profile:
     )
     weight_grads = tuple(
         dataclasses.replace(grad, weight_bytes=round(grad.weight_bytes * before.ep_size / layout.ep_size))
-        if grad.after == "experts"
+        if grad.after == OpKind.EXPERTS
         else grad
         for grad in profile.weight_grads
     )
@@ -194,7 +195,7 @@ def _weight_bytes(profile: Profile, ep_size: int) -> dict[LayerKind, tuple[float
     per_layer = dict.fromkeys(LayerKind, (0.0, 0.0))
     for (kind, _), grad in found.items():
         dense, experts = per_layer[kind]
-        if grad.after == "experts":
+        if grad.after == OpKind.EXPERTS:
             experts += grad.weight_bytes * profile.model.ep_size / ep_size
         else:
             dense += grad.weight_bytes

@@ -1,15 +1,14 @@
 """Why a plan's messages stay exposed, for a reader: layers that are treated alike are one paragraph."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from megatron_lancet.planning.explain import Explanation, LayerExplanation, Reason
 from megatron_lancet.planning.plan_file import fold_numbers
 from megatron_lancet.report.planning.plan_text import relative_weight_grad
+from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import Plan
 
-_OP = re.compile(r"^L(\d+)\.(.*)$")
 _MAX_SEGMENTS_IN_LINE = 4
 
 
@@ -79,9 +78,9 @@ def _exposed_lines(layers: Sequence[LayerExplanation]) -> Iterator[str]:
         yield f"    {op} is exposed {_span(times_ms)}{where}: {reason} ({reason.in_words})"
 
 
-def _without_layer(op: str) -> str:
-    match = _OP.match(op)
-    return match.group(2) if match else op
+def _without_layer(name: str) -> str:
+    op = Op.find(name)
+    return name if op is None else op.within_layer()
 
 
 def _span(times_ms: Sequence[float]) -> str:

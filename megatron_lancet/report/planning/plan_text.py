@@ -1,15 +1,13 @@
 """A plan for a reader: layers that are treated alike are one paragraph."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lancet.planning.plan_file import PlanFile, fold_numbers, unfold_numbers
+from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
 
-_OP = re.compile(r"^L(\d+)\.(.*)$")
-_WEIGHT_GRAD = re.compile(r"^(?:L(\d+)\.)?W\.(.*)$")
 _PIECES = {ChunkDim.BATCH: "samples", ChunkDim.SEQUENCE: "positions"}
 _RANGES = {
     OverlapRange.EXPERTS: "from dispatch to combine",
@@ -78,9 +76,9 @@ def _gaps_by_layer(plan: Plan) -> dict[int, list[str]]:
     """Each layer's gaps as lines."""
     lines: dict[int, list[str]] = {}
     for gap in plan.gaps:
-        match = _OP.match(gap.op)
-        layer = int(match.group(1)) if match else 0
-        name = match.group(2) if match else gap.op
+        op = Op.find(gap.op)
+        layer = op.layer or 0 if op is not None else 0
+        name = gap.op if op is None else op.within_layer()
         counts = Counter(relative_weight_grad(grad, layer) for grad in gap.weight_grads)
         grads = ", ".join(grad if count == 1 else f"{grad} x{count}" for grad, count in counts.items())
         lines.setdefault(layer, []).append(f"{name}: {grads}")
@@ -89,13 +87,13 @@ def _gaps_by_layer(plan: Plan) -> dict[int, list[str]]:
 
 def relative_weight_grad(weight_grad: str, layer: int) -> str:
     """``L4.W.mlp.experts`` in a gap of layer 3 as ``mlp.experts[+1]``."""
-    match = _WEIGHT_GRAD.match(weight_grad)
-    if match is None:
+    op = Op.find(weight_grad)
+    if op is None or op.phase is not Phase.WEIGHT_GRAD:
         return weight_grad
-    if match.group(1) is None:
-        return f"{match.group(2)}[head]"
-    offset = int(match.group(1)) - layer
-    return f"{match.group(2)}[{offset:+d}]" if offset else match.group(2)
+    if op.layer is None:
+        return f"{op.kind}[head]"
+    offset = op.layer - layer
+    return f"{op.kind}[{offset:+d}]" if offset else op.kind
 
 
 def head_lines(content: PlanFile) -> Iterator[str]:

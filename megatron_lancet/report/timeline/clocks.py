@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_lancet.report.op_names import EP_MESSAGES, parsed
+from megatron_lancet.schedule.ops import Op, OpKind
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 
@@ -73,11 +73,16 @@ def _messages(timeline: RankTimeline) -> dict[tuple[str, int], Span]:
     found: dict[tuple[str, int], Span] = {}
     num_seen: dict[str, int] = {}
     for span in timeline.spans:
-        if span.lane is Lane.COMM and (span.name in num_seen or parsed(span.name).kind in EP_MESSAGES):
+        if span.lane is Lane.COMM and (span.name in num_seen or _is_of_expert_parallelism(span.name)):
             occurrence = num_seen.get(span.name, 0)
             num_seen[span.name] = occurrence + 1
             found[span.name, occurrence] = span
     return found
+
+
+def _is_of_expert_parallelism(name: str) -> bool:
+    op = Op.find(name)
+    return op is not None and isinstance(op.kind, OpKind) and op.kind.is_message
 
 
 def _connected(bounds_ms: np.ndarray) -> list[list[int]]:

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lancet.report.exposed import ExposedChunk, exposed_table
-from megatron_lancet.report.op_names import OpName, parsed
 from megatron_lancet.report.timeline.lanes import levels
 from megatron_lancet.report.timeline.timeline_file import TimelineRecord
+from megatron_lancet.schedule.ops import Op, OpKind
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 TIMELINE_PAGE = "timeline.html"
 
 _SCRIPTS = ("data.js", "lanes.js", "view.js", "panel.js", "main.js")
 _MS_DIGITS = 4
-_MESSAGE_KINDS = ("counts", "dispatch", "combine")
 
 
 def page(record: TimelineRecord) -> str:
@@ -66,7 +65,7 @@ def _data(record: TimelineRecord) -> dict[str, Any]:
     table = exposed_table(record.measured, record.predicted, record.before, record.reasons)
     return {
         "title": record.title,
-        "names": [_name(parsed(name), reasons.get(name)) for name in index_of],
+        "names": [_name(name, reasons.get(name)) for name in index_of],
         "groups": [
             *(_group(timeline, "measured", index_of) for timeline in record.measured),
             *(_group(timeline, "predicted", index_of) for timeline in record.predicted),
@@ -78,14 +77,15 @@ def _data(record: TimelineRecord) -> dict[str, Any]:
     }
 
 
-def _name(op: OpName, reason: str | None) -> dict[str, Any]:
+def _name(name: str, reason: str | None) -> dict[str, Any]:
+    op = Op.find(name)
     return {
-        "text": op.text,
-        "words": op.in_words(),
-        "layer": op.layer,
-        "chunk": op.chunk,
-        "phase": op.phase,
-        "kind": op.kind if op.kind in _MESSAGE_KINDS else None,
+        "text": name,
+        "words": name if op is None else op.in_words(),
+        "layer": None if op is None else op.layer,
+        "chunk": None if op is None else op.chunk,
+        "phase": None if op is None else op.phase,
+        "kind": op.kind if op is not None and isinstance(op.kind, OpKind) and op.kind.is_message else None,
         "reason": reason,
     }
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lancet.report.op_names import parsed
 from megatron_lancet.report.timeline.lanes import levels
 from megatron_lancet.report.timeline.timeline_file import TimelineRecord
+from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 TRACE_FILE = "trace.json"
@@ -74,8 +74,10 @@ def _named(kind: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any
 
 
 def _slice(pid: int, tid: int, span: Span) -> dict[str, Any]:
-    op = parsed(span.name)
-    known = {"op": op.in_words(), "layer": op.layer, "chunk": op.chunk, "phase": op.phase}
+    op = Op.find(span.name)
+    known: dict[str, Any] = {"op": span.name}
+    if op is not None:
+        known = {"op": op.in_words(), "layer": op.layer, "chunk": op.chunk, "phase": op.phase}
     args: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
     event: dict[str, Any] = {"ph": "X", "name": span.name, "cat": span.lane.value, "pid": pid, "tid": tid}
     event |= {"ts": _us(span.start_ms), "dur": _us(span.ms), "args": args}

@@ -12,8 +12,7 @@ from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.dw_queue import DwRules
 from megatron_lancet.planning.simulation.lowering import COMPUTE, COUNTS, ISSUE, WAIT, Step
 from megatron_lancet.planning.simulation.simulator import Simulation, Simulator
-from megatron_lancet.report.op_names import parsed
-from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.schedule.timeline import Lane
@@ -43,7 +42,6 @@ MODELS = {
 }
 """Layers with experts and without in each of them; two experts a rank."""
 
-CUT = "cut"
 SLOW_MS, MEDIUM_MS, FAST_MS = 1000.0, 2.5, 0.01
 """Of a message: all deferred dWs find it on its way, some do, or none. An op takes 1 ms, a dW 0.4 ms."""
 OP_MS, DW_MS = 1.0, 0.4
@@ -172,12 +170,12 @@ def played_backward(simulation: Simulation) -> list[Event]:
     """Ends of ops, waits and weight gradients, by the simulated clock; a wait that is over comes behind what ended."""
     events = []
     for span in simulation.timelines[0].spans:
-        phase = parsed(span.name).phase
+        phase = phase_of(span.name)
         if span.lane is Lane.COMPUTE and phase is not Phase.FORWARD:
             verb = Verb.WEIGHT_GRAD if phase is Phase.WEIGHT_GRAD else Verb.END
             events.append((span.end_ms, 0, Event(verb, span.name)))
     for wait in simulation.waits[0]:
-        if parsed(wait.name).phase is Phase.INPUT_GRAD:
+        if phase_of(wait.name) is Phase.INPUT_GRAD:
             events.append((wait.end_ms, 1, Event(Verb.WAIT, wait.name)))
     return [event for _, _, event in sorted(events, key=lambda event: event[:2])]
 
@@ -232,3 +230,14 @@ def places_of(backward: Sequence[Step]) -> Iterator[Event]:
             starting = ledger.pass_all_to_all(step[2].kind)
         yield from (Event(Verb.REDUCE, "") for _ in starting)
     assert not ledger.end()
+
+
+def phase_of(name: str) -> Phase | None:
+    """None for a gradient reduction."""
+    op = Op.find(name)
+    return None if op is None else op.phase
+
+
+def is_cut(name: str) -> bool:
+    op = Op.find(name)
+    return op is not None and op.kind == OpKind.CUT

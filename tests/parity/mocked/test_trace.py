@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lancet.planning.profile import LayerKind, read_profile
 from megatron_lancet.profiler.op_times import op_key
-from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 from tests.parity.gradients.gradients_worker import MICRO_BATCH, NUM_MICRO_BATCHES, SEQ_LENGTH
 from tests.parity.mocked.trace_worker import PLANS
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.alone
 
 WORKER = Path(__file__).with_name("trace_worker.py")
 NAMES = [*PLANS, "recomputed"]
-MOE = ("attention", "gate", "permute", "shared_experts", "experts", "merge")
+MOE = ("attention", "route", "preprocess", "shared_experts", "experts", "postprocess")
 DENSE = ("attention", "mlp")
 MESSAGES = {"F": ("counts", "dispatch", "combine"), "I": ("dispatch", "combine")}
 ROUTED_ROWS = MICRO_BATCH * SEQ_LENGTH * 2
@@ -54,7 +54,7 @@ def spans_in(found, *lanes):
 
 def chunks_of(name, layer, kind):
     # The made-up facts have the same kinds of layers.
-    return range(op_key(f"L{layer}.c0.F.{kind}", plan_of(name), FACTS).num_chunks)
+    return range(op_key(Op.parse(f"L{layer}.c0.F.{kind}"), plan_of(name), FACTS).num_chunks)
 
 
 def test_a_trace_changes_no_bit(found):
@@ -93,7 +93,7 @@ def test_every_op_of_every_chunk_is_there_and_no_other(found, name):
 def test_an_op_that_nothing_interrupts_has_one_span_per_micro_batch(results):
     spans = [span["name"] for span in spans_in(results["one-chunk"], "compute")]
     for layer, kinds in {1: DENSE, 2: MOE, 3: MOE}.items():
-        for kind in set(kinds) - {"merge", "permute", "experts"}:
+        for kind in set(kinds) - {"postprocess", "preprocess", "experts"}:
             assert spans.count(f"L{layer}.c0.F.{kind}") == NUM_MICRO_BATCHES
 
 
@@ -101,7 +101,9 @@ def test_forward_ops_come_in_the_order_of_the_layer(results):
     names = [span["name"] for span in spans_in(results["one-chunk"], "compute")]
     first = [names.index(f"L2.c0.F.{kind}") for kind in MOE]
     assert first == sorted(first)
-    backward = [names.index(f"L2.c0.I.{kind}") for kind in ("merge", "experts", "permute", "gate", "attention")]
+    backward = [
+        names.index(f"L2.c0.I.{kind}") for kind in ("postprocess", "experts", "preprocess", "route", "attention")
+    ]
     assert backward == sorted(backward)
 
 

@@ -22,12 +22,10 @@ import torch
 
 from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.patching import replaced
-from megatron_lancet.report.op_names import parsed
 from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
 from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.parity.mocked.lowered_plan import (
-    CUT,
     FAST_MS,
     LAYERS_PER_STAGE,
     MODELS,
@@ -35,6 +33,7 @@ from tests.parity.mocked.lowered_plan import (
     SLOW_MS,
     Case,
     Lowered,
+    is_cut,
     lowered,
 )
 from tests.parity.mocked.recorded_run import (
@@ -211,12 +210,12 @@ def without_second_parts(events: Iterable[Event]) -> Iterator[Event]:
     is_first_cut = True
     for event in events:
         is_end = event.verb is Verb.END
-        is_cut = is_end and parsed(event.name).kind == CUT
-        behind_own_part = before is not None and (before == event or parsed(before.name).kind == CUT)
+        is_end_of_cut = is_end and is_cut(event.name)
+        behind_own_part = before is not None and (before == event or is_cut(before.name))
         is_second = is_end and event.name in ended and behind_own_part
-        if not (is_first_cut if is_cut else is_second):
+        if not (is_first_cut if is_end_of_cut else is_second):
             yield event
-        if is_cut:
+        if is_end_of_cut:
             is_first_cut = not is_first_cut
         elif is_end:
             ended.add(event.name)
@@ -317,7 +316,7 @@ def test_a_step_that_the_run_leaves_out_is_noticed(compared, phase):
             continue
         num_unnoticed += 1
     names = [event.name for event in events if event.verb is Verb.END]
-    num_doubled = sum(2 for name in set(names) if names.count(name) > 1 and parsed(name).kind != CUT)
+    num_doubled = sum(2 for name in set(names) if names.count(name) > 1 and not is_cut(name))
     num_counts_waits = sum(event.verb is Verb.WAIT and event.name in expected.counts for event in events)
     assert num_unnoticed == num_doubled + num_counts_waits
 

@@ -7,7 +7,7 @@ from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan
 
 _times = st.sampled_from([0.0, 0.3, 1.0, 2.0, 5.0])
 _op_ms = st.fixed_dictionaries(
-    dict.fromkeys(("attention", "gate", "permute", "experts", "merge", "mlp"), _times),
+    dict.fromkeys(("attention", "route", "preprocess", "experts", "postprocess", "mlp"), _times),
     optional=dict.fromkeys(("shared_experts", "embedding", "head", "cut"), _times),
 )
 _dw_ms = st.dictionaries(st.sampled_from(["attention", "experts", "mlp", "head"]), _times)

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_lancet.planning.profile import LayerKind
 from megatron_lancet.profiler.op_times import Samples, op_key, op_times, over_ranks, weight_grad_times
-from megatron_lancet.schedule.ops import Phase
+from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, fixed_plan
 from tests.unit.profiler.synthetic import FACTS, step
 
@@ -61,7 +61,7 @@ def test_weight_gradients():
 def test_what_messages_cost_beside_an_op_is_taken_out():
     samples = Samples()
     samples.add(step(WHOLE), WHOLE, FACTS)
-    key = op_key("L1.c0.F.mlp", WHOLE, FACTS)
+    key = op_key(Op.parse("L1.c0.F.mlp"), WHOLE, FACTS)
     # 1 ms in each of two micro-batches; a message is in flight for half of it in the first.
     assert samples.medians(slowdown=2.0).op_ms[key] == pytest.approx((0.75 + 1) / 2)
     assert samples.medians().op_ms[key] == pytest.approx(1)
@@ -73,8 +73,8 @@ def test_rest_is_what_no_span_covers():
 
 def test_ranks_with_other_layers_add_theirs():
     slow, fast = figures(3.0), figures(1.0)
-    key = op_key("L1.c0.F.mlp", WHOLE, FACTS)
-    only_here = op_key("L2.c0.F.experts", WHOLE, FACTS)
+    key = op_key(Op.parse("L1.c0.F.mlp"), WHOLE, FACTS)
+    only_here = op_key(Op.parse("L2.c0.F.experts"), WHOLE, FACTS)
     del fast.op_ms[only_here]
     both = over_ranks([slow, fast])
     assert both.op_ms[key] == 2.0
@@ -86,12 +86,12 @@ def test_ranks_with_other_layers_add_theirs():
     [
         (OverlapRange.STACK, "attention", 2),
         (OverlapRange.GATE, "attention", 1),
-        (OverlapRange.GATE, "gate", 2),
-        (OverlapRange.EXPERTS, "gate", 1),
+        (OverlapRange.GATE, "route", 2),
+        (OverlapRange.EXPERTS, "route", 1),
         (OverlapRange.EXPERTS, "experts", 2),
     ],
 )
 def test_narrow_ranges_leave_ops_whole(overlap_range, kind, num_chunks):
     plan = fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE, overlap_range=overlap_range)
-    key = op_key(f"L2.c0.F.{kind}", plan, FACTS)
+    key = op_key(Op.parse(f"L2.c0.F.{kind}"), plan, FACTS)
     assert (key.num_chunks, key.chunk_dim) == (num_chunks, ChunkDim.SEQUENCE if num_chunks > 1 else ChunkDim.BATCH)

@@ -45,5 +45,5 @@ def test_equal_weight_gradients_stay_apart():
 
 
 def test_an_op_that_ends_twice_in_a_row_is_one():
-    log = [Entry(END, "merge", 1.0), Entry(END, "merge", 1.5), Entry(END, "next", 2.0)]
-    assert as_rows(log) == [("merge", "compute", 0.0, 1.5), ("next", "compute", 1.5, 2.0)]
+    log = [Entry(END, "postprocess", 1.0), Entry(END, "postprocess", 1.5), Entry(END, "next", 2.0)]
+    assert as_rows(log) == [("postprocess", "compute", 0.0, 1.5), ("next", "compute", 1.5, 2.0)]

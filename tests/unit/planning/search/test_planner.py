@@ -197,7 +197,7 @@ def test_best_fit_by_hand():
     """Gaps of 8 ms: of 2 and 6 ms the 6 fit best, then the 2; of 3 and 6 ms the 6, then the 3 although 2 are left."""
     machine = Machine(
         layers="mm",
-        op_ms={"attention": 1.0, "gate": 1.0, "permute": 1.0, "experts": 1.0, "merge": 1.0},
+        op_ms={"attention": 1.0, "route": 1.0, "preprocess": 1.0, "experts": 1.0, "postprocess": 1.0},
         dw_ms={"attention": 3.0, "experts": 6.0, "head": 2.0},
         link_ms=8.0,
         latency_ms=0.0,

@@ -74,7 +74,7 @@ def test_weight_gradients_and_what_they_pin():
     costs = model_of(pinned_bytes=1000)
     (dw,) = costs.weight_grads(MOE, "experts", 2, TOKENS)
     assert (dw.name, dw.ms, dw.pinned_bytes) == ("mlp.experts", pytest.approx(6.0), 1000)
-    assert costs.weight_grads(MOE, "gate", 2, TOKENS) == ()
+    assert costs.weight_grads(MOE, "route", 2, TOKENS) == ()
 
 
 def test_memory_of_unprofiled_chunk_counts():

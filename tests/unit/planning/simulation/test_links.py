@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 
-from megatron_lancet.files import parse_record
 from megatron_lancet.planning.gradient_reduction import GradientReduction
-from megatron_lancet.planning.profile import Profile
+from megatron_lancet.planning.profile import profile_from_json
 from megatron_lancet.planning.simulation.cost_model import CostModel, UnknownCost
 from megatron_lancet.planning.simulation.dw_queue import DwRules
 from megatron_lancet.planning.simulation.engine import Engine
@@ -20,7 +19,7 @@ from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.schedule.timeline import Lane
 from tests.unit.planning.strategies import machines_and_plans
 
-OPS_MS = {"attention": 4.0, "gate": 1.0, "permute": 1.0, "experts": 6.0, "merge": 1.0, "mlp": 5.0}
+OPS_MS = {"attention": 4.0, "route": 1.0, "preprocess": 1.0, "experts": 6.0, "postprocess": 1.0, "mlp": 5.0}
 BY_HAND = Machine(
     layers="mm",
     op_ms=OPS_MS,
@@ -133,7 +132,7 @@ def test_gradients_are_reduced_in_the_last_micro_batch_only():
     assert simulation.prediction.step_ms == pytest.approx(plain_ms / 3 * 2 + 100)
     names = [span.name for span in simulation.timelines[0].spans]
     assert names.count("reduce.dense.b0") == 1
-    assert names.count("L1.c0.I.merge") == 3
+    assert names.count("L1.c0.I.postprocess") == 3
     assert names.index("reduce.dense.b0") > 2 * len(names) / 3
 
 
@@ -216,12 +215,19 @@ def test_every_gradient_is_reduced_once_and_no_step_is_faster_for_it(machine_and
             assert sum(span.num_bytes for span in reductions) == num_bytes
 
 
-def test_an_old_profile_reads_as_before_and_a_new_one_keeps_its_gradients():
-    profile = profile_of(BY_HAND, FIRST, 10.0)
-    assert parse_record(Profile, profile.to_json(), 1, "the profile", "new") == profile
-    old = synthetic_profile(BY_HAND).to_json().replace(',\n "gradients": null', "")
+def test_profiles_of_version_1_are_read():
+    today = synthetic_profile(BY_HAND)
+    old = today.to_json().replace(',\n "gradients": null', "").replace('"version": 2', '"version": 1')
+    for kind, before in {"route": "gate", "preprocess": "permute", "postprocess": "merge"}.items():
+        assert f'"{kind}"' in old
+        old = old.replace(f'"{kind}"', f'"{before}"')
     assert "gradients" not in old
-    assert parse_record(Profile, old, 1, "the profile", "old") == synthetic_profile(BY_HAND)
+    assert profile_from_json(old, "old") == today
+
+
+def test_profiles_keep_their_gradients():
+    profile = profile_of(BY_HAND, FIRST, 10.0)
+    assert profile_from_json(profile.to_json(), "new") == profile
 
 
 def test_reductions_without_times_are_refused():

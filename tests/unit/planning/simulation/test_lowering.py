@@ -17,7 +17,7 @@ from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Segment
 
 VERBS = {COMPUTE: "", COUNTS: "issue ", ISSUE: "issue ", WAIT: "wait "}
 OPS_MS = dict.fromkeys(
-    ("attention", "gate", "permute", "shared_experts", "experts", "merge", "mlp", "cut", "head"), 1.0
+    ("attention", "route", "preprocess", "shared_experts", "experts", "postprocess", "mlp", "cut", "head"), 1.0
 )
 
 
@@ -33,7 +33,7 @@ def forward(overlap_range, layers="m", num_chunks=2):
 
 
 def turn_1(layer, chunk, *before):
-    ops = ["issue {}.counts", "{}.permute", "issue {}.dispatch", "{}.shared_experts"]
+    ops = ["issue {}.counts", "{}.preprocess", "issue {}.dispatch", "{}.shared_experts"]
     return [op.format(f"L{layer}.c{chunk}") for op in [*("{}." + op for op in before), *ops]]
 
 
@@ -42,7 +42,7 @@ def turn_2(layer, chunk):
 
 
 def turn_3(layer, chunk):
-    return [f"wait L{layer}.c{chunk}.combine", f"L{layer}.c{chunk}.merge"]
+    return [f"wait L{layer}.c{chunk}.combine", f"L{layer}.c{chunk}.postprocess"]
 
 
 BOTH = (0, 1)
@@ -56,10 +56,10 @@ def in_turns(*turns):
 @pytest.mark.parametrize(
     ("overlap_range", "whole", "in_chunks"),
     [
-        (OverlapRange.STACK, (), ("attention", "gate")),
-        (OverlapRange.LAYER, (), ("attention", "gate")),
-        (OverlapRange.GATE, ("attention",), ("gate",)),
-        (OverlapRange.EXPERTS, ("attention", "gate"), ()),
+        (OverlapRange.STACK, (), ("attention", "route")),
+        (OverlapRange.LAYER, (), ("attention", "route")),
+        (OverlapRange.GATE, ("attention",), ("route",)),
+        (OverlapRange.EXPERTS, ("attention", "route"), ()),
     ],
 )
 def test_one_layer_in_each_range(overlap_range, whole, in_chunks):
@@ -74,7 +74,7 @@ def test_one_layer_in_each_range(overlap_range, whole, in_chunks):
 
 def test_a_stack_goes_on_into_the_next_layer():
     assert text_of(forward(OverlapRange.STACK, "mdm")) == [
-        *in_turns(*(turn_1(1, chunk, "attention", "gate") for chunk in BOTH)),
+        *in_turns(*(turn_1(1, chunk, "attention", "route") for chunk in BOTH)),
         *in_turns(*(turn_2(1, chunk) for chunk in BOTH)),
         *in_turns(
             *(
@@ -82,7 +82,7 @@ def test_a_stack_goes_on_into_the_next_layer():
                     *turn_3(1, chunk),
                     f"L2.c{chunk}.attention",
                     f"L2.c{chunk}.mlp",
-                    *turn_1(3, chunk, "attention", "gate"),
+                    *turn_1(3, chunk, "attention", "route"),
                 ]
                 for chunk in BOTH
             )
@@ -112,13 +112,13 @@ def test_one_chunk_is_the_same_in_every_range():
 
 def test_the_backward_is_the_mirror():
     steps = text_of(backward(forward(OverlapRange.STACK)))
-    assert steps[:5] == [CUT, "L1.c1.merge", "issue L1.c1.combine", "L1.c0.merge", "issue L1.c0.combine"]
+    assert steps[:5] == [CUT, "L1.c1.postprocess", "issue L1.c1.combine", "L1.c0.postprocess", "issue L1.c0.combine"]
     assert steps[5:8] == ["wait L1.c1.combine", "L1.c1.experts", "issue L1.c1.dispatch"]
     assert steps[11:16] == [
         "L1.c1.shared_experts",
         "wait L1.c1.dispatch",
-        "L1.c1.permute",
-        "L1.c1.gate",
+        "L1.c1.preprocess",
+        "L1.c1.route",
         "L1.c1.attention",
     ]
     assert not any("counts" in step for step in steps)

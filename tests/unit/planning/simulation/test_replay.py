@@ -10,7 +10,7 @@ from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan
 
-OPS_MS = {"attention": 4.0, "gate": 1.0, "permute": 1.0, "experts": 6.0, "merge": 1.0, "head": 3.0}
+OPS_MS = {"attention": 4.0, "route": 1.0, "preprocess": 1.0, "experts": 6.0, "postprocess": 1.0, "head": 3.0}
 AT_ONCE = fixed_plan(1, DwPolicy.NONE)
 
 

@@ -13,7 +13,7 @@ from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange,
 from megatron_lancet.schedule.timeline import Lane
 from tests.unit.planning.strategies import ALONE, UNEVEN, machines_and_plans
 
-OPS_MS = {"attention": 4.0, "gate": 1.0, "permute": 1.0, "experts": 6.0, "merge": 1.0, "mlp": 5.0}
+OPS_MS = {"attention": 4.0, "route": 1.0, "preprocess": 1.0, "experts": 6.0, "postprocess": 1.0, "mlp": 5.0}
 BY_HAND = Machine(
     layers="m", op_ms=OPS_MS, dw_ms={}, link_ms=4.0, latency_ms=0.0, counts_ms=0.0, overhead_ms=0.0, rest_ms=0.0
 )
@@ -45,24 +45,24 @@ def test_two_chunks_by_hand():
     ]
     assert text_of(timeline, Lane.COMPUTE) == [
         "compute 0-2 L1.c0.F.attention",
-        "compute 2-2.5 L1.c0.F.gate",
-        "compute 2.5-3 L1.c0.F.permute",
+        "compute 2-2.5 L1.c0.F.route",
+        "compute 2.5-3 L1.c0.F.preprocess",
         "compute 3-5 L1.c1.F.attention",
-        "compute 5-5.5 L1.c1.F.gate",
-        "compute 5.5-6 L1.c1.F.permute",
+        "compute 5-5.5 L1.c1.F.route",
+        "compute 5.5-6 L1.c1.F.preprocess",
         "compute 6-9 L1.c0.F.experts",
         "compute 9-12 L1.c1.F.experts",
-        "compute 12-12.5 L1.c0.F.merge",
-        "compute 14-14.5 L1.c1.F.merge",
-        "compute 14.5-15 L1.c1.I.merge",
-        "compute 15-15.5 L1.c0.I.merge",
+        "compute 12-12.5 L1.c0.F.postprocess",
+        "compute 14-14.5 L1.c1.F.postprocess",
+        "compute 14.5-15 L1.c1.I.postprocess",
+        "compute 15-15.5 L1.c0.I.postprocess",
         "compute 17-20 L1.c1.I.experts",
         "compute 20-23 L1.c0.I.experts",
-        "compute 23-23.5 L1.c1.I.permute",
-        "compute 23.5-24 L1.c1.I.gate",
+        "compute 23-23.5 L1.c1.I.preprocess",
+        "compute 23.5-24 L1.c1.I.route",
         "compute 24-26 L1.c1.I.attention",
-        "compute 26-26.5 L1.c0.I.permute",
-        "compute 26.5-27 L1.c0.I.gate",
+        "compute 26-26.5 L1.c0.I.preprocess",
+        "compute 26.5-27 L1.c0.I.route",
         "compute 27-29 L1.c0.I.attention",
     ]
     assert simulation.prediction.step_ms == pytest.approx(29)
@@ -75,14 +75,14 @@ def test_deferred_dws_by_hand():
     simulation = simulate(synthetic_profile(machine), fixed_plan(1))
     backward = [line for line in text_of(simulation.timelines[0], *Lane) if ".F." not in line]
     assert backward == [
-        "compute 21-22 L1.c0.I.merge",
+        "compute 21-22 L1.c0.I.postprocess",
         "comm 22-26 L1.c0.I.combine",
         "wait 22-26 L1.c0.I.combine",  # nothing is ready yet
         "compute 26-32 L1.c0.I.experts",
         "comm 32-36 L1.c0.I.dispatch",
         "compute 32-38 L1.W.mlp.experts",  # not interrupted when the message has come
-        "compute 38-39 L1.c0.I.permute",
-        "compute 39-40 L1.c0.I.gate",
+        "compute 38-39 L1.c0.I.preprocess",
+        "compute 39-40 L1.c0.I.route",
         "compute 40-44 L1.c0.I.attention",
         "compute 44-47 L1.W.self_attention.linear_qkv",  # what is left at the end
     ]
