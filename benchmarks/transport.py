@@ -54,7 +54,7 @@ class Exchange:
         if dist.get_rank() == 1:
             time.sleep(skew_ms / 1e3)
         if transport == "per-sender":
-            self.per_sender.start(self.received, self.sent, self.splits, self.splits).wait()
+            self.per_sender.launch(self.received, self.sent, self.splits, self.splits).wait()
         else:
             dist.all_to_all_single(self.received, self.sent, self.splits, self.splits)
         elapsed = torch.tensor((time.perf_counter() - start_s) * 1e3 - skew_ms)

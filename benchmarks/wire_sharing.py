@@ -25,8 +25,8 @@ import torch.distributed as dist
 from benchmarks.network.namespaces import NUM_RANKS, SHAPED, Namespaces, check_host, this_host
 from megatron_lancet.errors import run_command
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport.base import Armed
-from megatron_lancet.runtime.transport.gloo import make_transport
+from megatron_lancet.runtime.transport.base import ReadyEvent
+from megatron_lancet.runtime.transport.select import make_transport
 
 _BYTES = 1_000_000
 _LATER = 0.25
@@ -49,11 +49,11 @@ class Wire:
         self._reduced = dist.new_group(backend="gloo", timeout=timeout)
         self._rows = [0 if rank == dist.get_rank() else _BYTES for rank in range(NUM_RANKS)]
 
-    def message(self, armed: bool = False) -> Wait:
-        """An all-to-all; ``armed``: on the connections of forward dispatches."""
+    def message(self, ready: bool = False) -> Wait:
+        """An all-to-all; ``ready``: on the connections of forward dispatches."""
         sent = torch.zeros(_BYTES, 1, dtype=torch.uint8)
-        mark = Armed(sent) if armed else None
-        transfer = self._transport.start(torch.empty_like(sent), sent, self._rows, self._rows, mark)
+        mark = ReadyEvent(sent) if ready else None
+        transfer = self._transport.launch(torch.empty_like(sent), sent, self._rows, self._rows, mark)
 
         def wait() -> float:
             transfer.wait()
@@ -65,7 +65,7 @@ class Wire:
 
     def dispatch(self) -> Wait:
         """A forward dispatch."""
-        return self.message(armed=True)
+        return self.message(ready=True)
 
     def gradients(self) -> Wait:
         """An all-reduce of as many bytes: a ring of two sends each byte once."""

@@ -13,7 +13,7 @@ from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_lancet.patching import wrapped
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport.gloo import make_transport
+from megatron_lancet.runtime.transport.select import make_transport
 
 CPU = torch.device("cpu")
 
@@ -80,7 +80,7 @@ class Link:
             row_bytes = input.element_size() * input.shape[1:].numel()
             self.stats.add("num_all_to_alls", 1)
             self.stats.add("payload_bytes", row_bytes * (sum(sent) - sent[group.rank()]))
-            self.transport.start(output, input, received, sent).wait()
+            self.transport.launch(output, input, received, sent).wait()
             return None
 
         return all_to_all_single

@@ -18,7 +18,7 @@ from benchmarks.network.cases import Shape, Variant
 from benchmarks.network.links import Link
 from megatron_lancet.model.attention import attend_with_sdpa
 from megatron_lancet.model.gpt import overlap
-from megatron_lancet.runtime.comm import Comm, Flight
+from megatron_lancet.runtime.comm import Comm, Handle
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.ops import Op, Phase
@@ -34,13 +34,13 @@ BUCKET_PARAMETERS = 250_000
 
 
 class _BlockingBackward(Comm):
-    """Waits for a backward all-to-all where it is issued: the schedule of a forward-only overlap."""
+    """Waits for a backward all-to-all where it is launched: the schedule of a forward-only overlap."""
 
-    def start(self, op: Op, *args: Any, **kwargs: Any) -> Flight:
-        flight = super().start(op, *args, **kwargs)
+    def launch(self, op: Op, *args: Any, **kwargs: Any) -> Handle:
+        handle = super().launch(op, *args, **kwargs)
         if op.phase is Phase.INPUT_GRAD:
-            flight.land()
-        return flight
+            handle.wait()
+        return handle
 
 
 def build(shape: Shape) -> GPTModel:

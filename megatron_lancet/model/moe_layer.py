@@ -71,22 +71,22 @@ def routed_steps(
     dispatcher, comm, trace = moe.dispatcher, moe.comm, moe.comm.trace
     place = moe.stock.layer_number, chunk.index
     probs = enter(trace, probs, *place, OpKind.PREPROCESS)
-    counts = dispatcher.start_counts(op(OpKind.COUNTS), routing_map)
+    counts = dispatcher.launch_counts(op(OpKind.COUNTS), routing_map)
     rows = dispatcher.permute(hidden, probs, routing_map, num_rows(moe.stock, routing_map))
     dispatch = AllToAll(comm, op(OpKind.DISPATCH), counts)
-    ticket = dispatch.issue(rows.tokens, rows.probs)
+    ticket = dispatch.launch(rows.tokens, rows.probs)
     leave(trace, *place, OpKind.PREPROCESS)
     shared_output = _shared_output(moe, hidden, chunk)
     yield dispatch.op
     tokens, token_probs = dispatch.wait(ticket)
-    routes = counts.land()
+    routes = counts.wait()
     if trace is not None:
         trace.received(str(op(OpKind.EXPERTS)), tokens.size(0))
 
     output = maybe_recomputed(moe.recompute.experts, _run_experts, moe, tokens, token_probs, routes, probs.dtype)
 
     combine = AllToAll(comm, op(OpKind.COMBINE), routes.splits.reversed())
-    ticket = combine.issue(output)
+    ticket = combine.launch(output)
     leave(trace, *place, OpKind.EXPERTS)
     yield combine.op
     (output,) = combine.wait(ticket)

@@ -68,7 +68,7 @@ def measure_links(wires: Wires, largest_bytes: int) -> LinkTimes:
         largest_bytes: that a rank sends in one message of the run; the sweep goes at least as far.
     """
     all_reduce = _sweep_all_reduce(wires)
-    if wires.transport.is_alone:
+    if wires.transport.is_local:
         return LinkTimes((), 0.0, all_reduce)
     places = _from_all((wires.ep_group, wires.ep_rank))
     sizes = _sizes(largest_bytes)
@@ -173,7 +173,7 @@ def _busiest_bytes(rows: Rows) -> int:
 def _start(wires: Wires, rows: Rows) -> Transfer:
     send, receive = rows[wires.ep_rank], [row[wires.ep_rank] for row in rows]
     sent = torch.zeros(sum(send), _ROW_BYTES, dtype=torch.uint8, device=wires.device)
-    return wires.transport.start(sent.new_empty(sum(receive), _ROW_BYTES), sent, receive, send)
+    return wires.transport.launch(sent.new_empty(sum(receive), _ROW_BYTES), sent, receive, send)
 
 
 def _all_to_all_ms(wires: Wires, rows: Rows) -> float:

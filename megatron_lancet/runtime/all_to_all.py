@@ -1,7 +1,7 @@
-"""An all-to-all as two autograd functions, issue and wait.
+"""An all-to-all as two autograd functions, launch and wait.
 
-Autograd runs nodes in the reverse order of their creation. So the backward of *wait* issues the gradient's
-all-to-all, the backward of *issue* waits for it, and what other chunks created between the two runs while it is in
+Autograd runs nodes in the reverse order of their creation. So the backward of *wait* launches the gradient's
+all-to-all, the backward of *launch* waits for it, and what other chunks created between the two runs while it is in
 flight: the backward pass is the mirrored pipeline, without a schedule of its own.
 """
 
@@ -9,34 +9,34 @@ from typing import Any
 
 import torch
 
-from megatron_lancet.runtime.comm import Comm, Flight, PendingSplits, RowSplits
+from megatron_lancet.runtime.comm import Comm, Handle, PendingSplits, RowSplits
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 
 _NEEDS_ROWS_OF = {OpKind.DISPATCH: OpKind.EXPERTS, OpKind.COMBINE: OpKind.POSTPROCESS}
-"""The op that the rows of an all-to-all are for: its backward ends where the gradient's all-to-all is issued."""
+"""The op that uses the rows of an all-to-all: its backward ends where the gradient's all-to-all is launched."""
 
 
 class AllToAll:
     """One all-to-all of one chunk and its mirror image in the backward pass.
 
-    Usage: ``ticket = a.issue(*tensors)``, other work, ``tensors = a.wait(ticket)``. The ticket holds no data: it
-    is what autograd follows from one to the other while nobody knows how many rows will come.
+    Usage: ``ticket = a.launch(*tensors)``, other work, ``tensors = a.wait(ticket)``. The ticket holds no data: it
+    is the edge of the graph from one to the other while the number of rows to come is unknown.
     """
 
     def __init__(self, comm: Comm, op: Op, splits: RowSplits | PendingSplits) -> None:
         """
         Args:
-            splits: pending ones let the message leave when they are known.
+            splits: with pending ones the message is launched when they are known.
         """
         self.op = op
         self._comm = comm
         self._splits = splits
-        self._forward: Flight | None = None
-        self._backward: Flight | None = None
+        self._forward: Handle | None = None
+        self._backward: Handle | None = None
 
-    def issue(self, *tensors: torch.Tensor) -> torch.Tensor:
+    def launch(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Sends rows [N, ...] of each tensor. They must not be changed afterwards."""
-        ticket: torch.Tensor = _Issue.apply(self, *tensors)
+        ticket: torch.Tensor = _Launch.apply(self, *tensors)
         if ticket.requires_grad and self._comm.scheduler is not None:
             self._comm.scheduler.expect_backward()
         return ticket
@@ -45,58 +45,58 @@ class AllToAll:
         """The received rows, [M, ...] of each tensor."""
         return _Wait.apply(self, ticket)
 
-    def _issue_forward(self, tensors: tuple[torch.Tensor, ...]) -> None:
+    def _launch_forward(self, tensors: tuple[torch.Tensor, ...]) -> None:
         if isinstance(self._splits, RowSplits):
-            self._forward = self._comm.start(self.op, tensors, self._splits)
+            self._forward = self._comm.launch(self.op, tensors, self._splits)
         else:
-            self._forward = self._comm.start_after(self.op, tensors, self._splits)
+            self._forward = self._comm.launch_when_known(self.op, tensors, self._splits)
 
     def _wait_forward(self) -> tuple[torch.Tensor, ...]:
-        assert self._forward is not None, f"{self.op} is waited for but was not issued"
-        flight, self._forward = self._forward, None
-        return flight.land()
+        assert self._forward is not None, f"{self.op} is waited for but was not launched"
+        handle, self._forward = self._forward, None
+        return handle.wait()
 
-    def _issue_backward(self, grads: tuple[torch.Tensor, ...]) -> None:
+    def _launch_backward(self, grads: tuple[torch.Tensor, ...]) -> None:
         splits = self._splits if isinstance(self._splits, RowSplits) else self._splits.splits()
         if self._comm.scheduler is not None:
             self._comm.scheduler.issued()
-        self._backward = self._comm.start(self.op.mirrored(), grads, splits.reversed())
+        self._backward = self._comm.launch(self.op.mirrored(), grads, splits.reversed())
         if self._comm.trace is not None:
             kind = _NEEDS_ROWS_OF[OpKind(self.op.kind)]
             self._comm.trace.end(str(Op(self.op.layer, self.op.chunk, Phase.INPUT_GRAD, kind)))
 
     def _wait_backward(self) -> tuple[torch.Tensor, ...]:
-        assert self._backward is not None, f"{self.op.mirrored()} is waited for but was not issued"
-        flight, self._backward = self._backward, None
-        grads = self._land_behind_weight_grads(flight)
+        assert self._backward is not None, f"{self.op.mirrored()} is waited for but was not launched"
+        handle, self._backward = self._backward, None
+        grads = self._wait_behind_weight_grads(handle)
         if self._comm.scheduler is not None:
             self._comm.scheduler.passed(self.op)
         return grads
 
-    def _land_behind_weight_grads(self, flight: Flight) -> tuple[torch.Tensor, ...]:
+    def _wait_behind_weight_grads(self, handle: Handle) -> tuple[torch.Tensor, ...]:
         store = self._comm.store
         if store is None:
-            return flight.land()
-        if flight.on_cuda:
-            # The host runs ahead of the device and can't tell when the message lands: a fixed share goes here.
+            return handle.wait()
+        if handle.on_cuda:
+            # The host runs ahead of the device and can't tell when the message arrives: a fixed share goes here.
             store.run_up_to_previous(self.op.mirrored())
         else:
-            store.fill(flight.in_flight, self.op.mirrored())
-        grads = flight.land()
+            store.fill(handle.in_flight, self.op.mirrored())
+        grads = handle.wait()
         store.pass_all_to_all()
         return grads
 
 
-class _Issue(torch.autograd.Function):
+class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: AllToAll, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.exchange = exchange
-        exchange._issue_forward(tensors)
+        exchange._launch_forward(tensors)
         return tensors[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
-        # The ticket's gradient is empty: the real ones have been travelling since _Wait.backward.
+        # The ticket's gradient is empty: the real ones were launched by _Wait.backward.
         return (None, *ctx.exchange._wait_backward())
 
 
@@ -108,5 +108,5 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.exchange._issue_backward(grads)
+        ctx.exchange._launch_backward(grads)
         return None, grads[0].new_empty(0)

@@ -1,14 +1,14 @@
-"""All-to-alls of a model on their way: when they leave, when they have landed, and where this rank stands.
+"""The all-to-alls of a model: when each is launched, how it is waited for, and what this rank is doing meanwhile.
 
-A dispatch can't leave before its token counts have come. Nobody waits for these: the dispatch is *armed*, the
-computing thread goes on with other chunks, and it leaves
+A dispatch cannot be launched before its token counts are known, and nobody waits for these: the computing thread goes
+on with other chunks, and the dispatch is launched
 
-- where the transport has connections of its own for such messages: the moment the counts come, on the thread that
-  brings them;
-- else before the next collective is started, or when its rows are waited for: as late as an order that is the plan's
-  allows. On CUDA the device has been given another chunk's work by then.
+- by a transport that has connections of its own for such messages: at the moment when the counts arrive, on the thread
+  that receives them;
+- by the others: before the next collective is launched, or when the dispatch is waited for. That is as late as the
+  plan's order allows; on CUDA the device has been given another chunk's work by then.
 
-Either way the messages of one connection (one stream) start in the plan's order, on every rank the same.
+Either way the messages of one connection (one stream) are launched in the plan's order, on every rank the same.
 """
 
 import threading
@@ -26,11 +26,11 @@ from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.packing import RowLayout
 from megatron_lancet.runtime.peers import Peers, listed
 from megatron_lancet.runtime.trace import Trace, waiting
-from megatron_lancet.runtime.transport.base import Armed, CountsTransfer, Transfer, Transport
+from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer, Transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.ops import Op
 
-_WAITING = "waiting for"
+_LAUNCHED, _WAITING, _PAST = "launched", "waiting for", "past"
 
 
 @dataclass(frozen=True)
@@ -41,23 +41,41 @@ class RowSplits:
     received: tuple[int, ...]
 
     def reversed(self) -> "RowSplits":
-        """The way back."""
+        """The splits of the message in the other direction."""
         return RowSplits(sent=self.received, received=self.sent)
 
 
 class PendingSplits(Protocol):
-    """Splits that are known when token counts have come."""
+    """Splits that are known when token counts have arrived."""
 
     @property
-    def counts(self) -> "CountsFlight":
+    def counts(self) -> "CountsExchange":
         """These counts."""
 
     def splits(self) -> RowSplits:
         """Waits for them."""
 
 
+class Handle(Protocol):
+    """A message that was launched, or will be when its token counts are known."""
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the message moves between tensors on a CUDA device."""
+
+    def in_flight(self) -> bool:
+        """Whether the message has not arrived; never blocks."""
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """Waits, and returns the received tensors, each [M, ...]; a second call returns them again.
+
+        Raises:
+            PeerError: a peer is gone, or silent for longer than the timeout.
+        """
+
+
 class Comm:
-    """What all all-to-alls of a model share: transport, deferred dWs, counters, and where this rank stands.
+    """What all all-to-alls of a model share: transport, deferred dWs, counters, and the position of this rank.
 
     Attributes:
         trace: of the present step, None where nothing is recorded.
@@ -75,7 +93,7 @@ class Comm:
         """
         Args:
             own_rank: in the expert-parallel group.
-            peers: names the rank that is to blame when a message does not come; None leaves it unnamed.
+            peers: identifies the rank that caused a failure; None leaves it unnamed.
             scheduler: of gradient reductions that give way to all-to-alls; None where they don't.
         """
         self.transport = transport
@@ -86,11 +104,11 @@ class Comm:
         self._own_rank = own_rank
         self._peers = peers
         self._last: tuple[str, Op] | None = None
-        self._armed: deque[Flight] = deque()
-        self._leaving = threading.Lock()
+        self._pending: deque[Exchange] = deque()
+        self._launching = threading.Lock()
 
     def record_to(self, trace: Trace | None) -> None:
-        """From now on record ops, waits, dWs and messages there; None: nowhere. Call between steps."""
+        """From now on records ops, waits, dWs and messages there; None: nowhere. Call between steps."""
         self.trace = trace
         if self.store is not None:
             self.store.trace = trace
@@ -104,114 +122,168 @@ class Comm:
         sources = f" from {listed(self._peers.others)}" if doing == _WAITING and self._peers is not None else ""
         return f"{doing} {op} ({op.in_words()}){sources}"
 
-    def stands(self, doing: str, op: Op) -> None:
-        """Note where this rank is: ``issued``, ``waiting for`` or ``past`` an op."""
-        self._last = (doing, op)
-
-    def failure(self, op: Op, issued_s: float, cause: RuntimeError) -> RuntimeError:
-        """The error to raise for an op that did not complete, because of ``cause``."""
-        if self._peers is None:
-            return RuntimeError(f"all-to-all {op} did not complete: {cause}")
-        return self._peers.failure(op, time.monotonic() - issued_s, cause)
-
-    def start_counts(self, op: Op, counts: torch.Tensor) -> "CountsFlight":
-        """Starts the exchange of token counts, [E] per expert of all ranks, ordered by expert."""
-        self._keep_order()
-        self.stands("issued", op)
+    def launch_counts(self, op: Op, counts: torch.Tensor) -> "CountsExchange":
+        """Launches the exchange of token counts, [E] per expert of all ranks, ordered by expert."""
+        self._launch_pending()
+        self.mark(_LAUNCHED, op)
         transfer = self.transport.exchange_counts(counts)
-        if self.trace is not None and not self.transport.is_alone:
+        if self.trace is not None and not self.transport.is_local:
             transfer.watch()
             # Of Q equal parts one stays here. Q is the number of ranks that exchange counts, e experts each.
             self.trace.sent(str(op), counts.nbytes - transfer.own_bytes, transfer)
-        return CountsFlight(self, op, transfer)
+        return CountsExchange(self, op, transfer)
 
-    def start(self, op: Op, tensors: tuple[torch.Tensor, ...], splits: RowSplits) -> "Flight":
-        """Starts an all-to-all of ``tensors``, each [N, ...]."""
-        self._keep_order()
-        self.stands("issued", op)
-        flight = Flight(self, op, tensors)
-        flight.leave(splits)
-        return flight
+    def launch(self, op: Op, tensors: tuple[torch.Tensor, ...], splits: RowSplits) -> Handle:
+        """Launches an all-to-all of ``tensors``, each [N, ...]."""
+        self._launch_pending()
+        self.mark(_LAUNCHED, op)
+        if self.transport.is_local:
+            return LocalExchange(tensors)
+        exchange = Exchange(self, op, tensors)
+        exchange.launch(self.transport, splits)
+        return exchange
 
-    def start_after(self, op: Op, tensors: tuple[torch.Tensor, ...], pending: PendingSplits) -> "Flight":
-        """Arms an all-to-all of ``tensors``, each [N, ...]: it leaves when ``pending`` is known."""
-        self.stands("issued", op)
-        flight = Flight(self, op, tensors, pending)
-        if self.transport.is_alone:
-            return flight
-        self._armed.append(flight)
-        if self.transport.leaves_by_itself:
-            pending.counts.when_here(self._let_ready_leave)
-        return flight
+    def launch_when_known(self, op: Op, tensors: tuple[torch.Tensor, ...], pending: PendingSplits) -> Handle:
+        """Launches an all-to-all of ``tensors``, each [N, ...], as soon as ``pending`` is known; returns at once."""
+        self.mark(_LAUNCHED, op)
+        if self.transport.is_local:
+            return LocalExchange(tensors)
+        exchange = Exchange(self, op, tensors, pending)
+        self._pending.append(exchange)
+        if self.transport.launches_in_callback:
+            pending.counts.when_done(self._launch_those_known)
+        return exchange
 
-    def let_leave_up_to(self, flight: "Flight") -> None:
-        """Blocks until ``flight``, and what was armed before it, has left."""
+    def wait_for_counts(self, exchange: "CountsExchange") -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`CountsExchange.wait`."""
+        with self._failing_as(exchange.op, exchange.launched_s):
+            return exchange.transfer.wait()
+
+    def wait_for(self, exchange: "Exchange") -> None:
+        """Blocks until the rows of ``exchange`` can be used; see :meth:`Exchange.wait`."""
+        if exchange.pending is not None and (exchange.error is not None or not exchange.launched.is_set()):
+            counts = exchange.pending.counts.op
+            self.mark(_WAITING, counts)
+            with waiting(self.trace, counts):
+                self._launch_up_to(exchange)
+            if exchange.error is not None:
+                raise exchange.error
+        assert exchange.transfer is not None
+        self.mark(_WAITING, exchange.op)
+        with self._failing_as(exchange.op, exchange.created_s), waiting(self.trace, exchange.op):
+            exchange.transfer.wait()
+        self.mark(_PAST, exchange.op)
+        self._count(exchange, exchange.transfer)
+
+    def mark(self, doing: str, op: Op) -> None:
+        """Notes what this rank does with an op: ``launched``, ``waiting for`` or ``past`` it."""
+        self._last = (doing, op)
+
+    def _launch_up_to(self, exchange: "Exchange") -> None:
+        """Blocks until ``exchange``, and every message that was to be launched before it, has been launched."""
         with self._waiting_for_counts():
-            if self.transport.leaves_by_itself:
-                flight.left.wait()
-            while not flight.left.is_set():
-                self._armed.popleft().leave_when_known()
+            if self.transport.launches_in_callback:
+                exchange.launched.wait()
+            while not exchange.launched.is_set():
+                self._pending.popleft().launch_when_known(self.transport)
 
-    def _keep_order(self) -> None:
-        """Called before a collective is started: what was armed goes first where the order matters."""
-        if self._armed and not self.transport.leaves_by_itself:
-            with self._waiting_for_counts(), waiting(self.trace, self._armed[0].waits_for):
-                while self._armed:
-                    self._armed.popleft().leave_when_known()
+    def _launch_pending(self) -> None:
+        """Launches what waits for token counts, where the order among the collectives matters."""
+        if not self._pending or self.transport.launches_in_callback:
+            return
+        first = self._pending[0].pending
+        assert first is not None
+        with self._waiting_for_counts(), waiting(self.trace, first.counts.op):
+            while self._pending:
+                self._pending.popleft().launch_when_known(self.transport)
+
+    def _launch_those_known(self) -> None:
+        """Called on any thread when some token counts have arrived; keeps the order in which they were queued."""
+        with self._launching:
+            while self._pending and self._pending[0].is_known():
+                self._pending.popleft().launch_when_known(self.transport)
 
     @contextmanager
     def _waiting_for_counts(self) -> Iterator[None]:
-        """Adds up for how long the host stands still. On CUDA the device may be busy meanwhile."""
+        """Adds up for how long the host waits. On CUDA the device may be busy meanwhile."""
         start_s = time.perf_counter()
         yield
         self.stats.add("counts_exposed_ms", (time.perf_counter() - start_s) * 1e3)
 
-    def _let_ready_leave(self) -> None:
-        """Called on any thread when some counts have come."""
-        with self._leaving:
-            while self._armed and self._armed[0].is_ready():
-                self._armed.popleft().leave_when_known()
+    @contextmanager
+    def _failing_as(self, op: Op, launched_s: float) -> Iterator[None]:
+        """Turns what a transport raises inside into an error that names the op and, if possible, the failed rank."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._peers is None:
+                raise RuntimeError(f"all-to-all {op} did not complete: {error}") from error
+            raise self._peers.failure(op, time.monotonic() - launched_s, error) from error
 
-    def count(self, op: Op, splits: RowSplits, row_bytes: int, transfer: Transfer) -> None:
-        """One more all-to-all, which has come. Called on the computing thread."""
-        num_bytes = (sum(splits.sent) - splits.sent[self._own_rank]) * row_bytes
+    def _count(self, exchange: "Exchange", transfer: Transfer) -> None:
+        num_rows = sum(exchange.splits.sent) - exchange.splits.sent[self._own_rank]
+        num_bytes = num_rows * exchange.row_bytes
         self.stats.add("payload_bytes", num_bytes)
         self.stats.add("num_all_to_alls", 1)
         if self.trace is not None:
-            self.trace.sent(str(op), num_bytes, transfer)
+            self.trace.sent(str(exchange.op), num_bytes, transfer)
 
 
-class CountsFlight:
-    """Token counts on the wire."""
+class CountsExchange:
+    """The handle of an exchange of token counts."""
 
     def __init__(self, comm: Comm, op: Op, transfer: CountsTransfer) -> None:
         self.op = op
+        self.transfer = transfer
+        self.launched_s = time.monotonic()
         self._comm = comm
-        self._transfer = transfer
-        self._issued_s = time.monotonic()
 
-    def is_here(self) -> bool:
-        """Whether they have come, or will not come any more; never blocks."""
-        return self._transfer.done()
+    def done(self) -> bool:
+        """Whether the counts have arrived, or have failed to; never blocks."""
+        return self.transfer.done()
 
-    def when_here(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` when they have come or failed: at once, or on another thread."""
-        self._transfer.when_done(callback)
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` when the counts have arrived or failed to: at once, or on another thread."""
+        self.transfer.when_done(callback)
 
-    def land(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Waits; sent and received counts on the host, both [Q, e], by peer and by that peer's (own) expert.
 
         Raises:
-            PeerError: a peer is gone or silent for longer than the timeout.
+            PeerError: a peer is gone, or silent for longer than the timeout.
         """
-        try:
-            return self._transfer.wait()
-        except RuntimeError as error:
-            raise self._comm.failure(self.op, self._issued_s, error) from error
+        return self._comm.wait_for_counts(self)
 
 
-class Flight:
-    """One op's message, on the wire or armed."""
+class LocalExchange:
+    """The handle of a message in a group of one rank: its rows stay where they are."""
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._tensors = tuple(tensor.detach() for tensor in tensors)
+
+    @property
+    def on_cuda(self) -> bool:
+        return self._tensors[0].is_cuda
+
+    def in_flight(self) -> bool:
+        return False
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        return self._tensors
+
+
+class Exchange:
+    """The handle of one message: queued until its token counts are known, launched, received.
+
+    Attributes:
+        op: its name.
+        pending: the splits that it waits for; None if they were known at once.
+        created_s: when the rows were complete; ``time.monotonic``.
+        launched: set when it has been launched, or has failed to be.
+        error: why it could not be launched, kept for whoever waits; None if nothing went wrong.
+        splits: rows by rank; known when it has been launched.
+        transfer: the transport's part, None before the launch.
+    """
 
     def __init__(
         self, comm: Comm, op: Op, tensors: tuple[torch.Tensor, ...], pending: PendingSplits | None = None
@@ -219,91 +291,59 @@ class Flight:
         """
         Args:
             tensors: [N, ...] each.
-            pending: what it must wait for, None if the splits will be given.
         """
-        self.left = threading.Event()
+        self.op = op
+        self.pending = pending
+        self.created_s = time.monotonic()
+        self.launched = threading.Event()
+        self.error: Exception | None = None
+        self.splits = RowSplits((), ())
+        self.transfer: Transfer | None = None
         self._comm = comm
-        self._op = op
-        self._pending = pending
-        self._transfer: Transfer | None = None
-        self._splits = RowSplits((), ())
-        self._error: Exception | None = None
-        self._landed: tuple[torch.Tensor, ...] | None = None
-        self._issued_s = time.monotonic()
         self._layout = RowLayout.of(tensors)
-        if comm.transport.is_alone:
-            self._sent = tensors[0]
-            self._landed = tuple(tensor.detach() for tensor in tensors)
-        else:
-            self._sent = self._layout.pack(tensors)
-        self._armed = Armed(self._sent) if pending is not None else None
-        self._received = self._sent
+        self._sent = self._received = self._layout.pack(tensors)
+        self._ready = ReadyEvent(self._sent) if pending is not None else None
+        self._result: tuple[torch.Tensor, ...] | None = None
 
     @property
-    def waits_for(self) -> Op:
-        """What an armed flight waits for."""
-        assert self._pending is not None
-        return self._pending.counts.op
-
-    def is_ready(self) -> bool:
-        """Whether an armed flight need not wait any more."""
-        assert self._pending is not None
-        return self._pending.counts.is_here()
-
-    def leave_when_known(self) -> None:
-        """Waits for the splits and leaves. An error is kept for whoever waits: this may be another thread."""
-        assert self._pending is not None
-        try:
-            self.leave(self._pending.splits())
-        except Exception as error:  # noqa: BLE001 - raised again by whoever waits, on the computing thread
-            self._error = error
-            self.left.set()
-
-    def leave(self, splits: RowSplits) -> None:
-        """Starts the message."""
-        if self._landed is not None:
-            return
-        self._splits = splits
-        transport, shape = self._comm.transport, (sum(splits.received), *self._sent.shape[1:])
-        if self._armed is None:
-            self._received = self._sent.new_empty(shape)
-        else:
-            self._received = transport.make_room(shape, self._sent)
-        self._transfer = transport.start(self._received, self._sent, splits.received, splits.sent, self._armed)
-        self.left.set()
+    def row_bytes(self) -> int:
+        """Bytes of a packed row."""
+        return self._sent.element_size() * self._sent.shape[1:].numel()
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the message moves between tensors on a CUDA device."""
         return self._sent.is_cuda
 
-    def in_flight(self) -> bool:
-        """Whether the message is still on its way; never blocks."""
-        return self._landed is None and (self._transfer is None or not self._transfer.done())
+    def is_known(self) -> bool:
+        """Whether a queued message can be launched without waiting."""
+        assert self.pending is not None
+        return self.pending.counts.done()
 
-    def land(self) -> tuple[torch.Tensor, ...]:
-        """Waits, and returns the received tensors, each [M, ...]; a second call returns them again.
+    def launch(self, transport: Transport, splits: RowSplits) -> None:
+        """Launches the message."""
+        self.splits = splits
+        shape = (sum(splits.received), *self._sent.shape[1:])
+        if self._ready is None:
+            self._received = self._sent.new_empty(shape)
+        else:
+            self._received = transport.empty_receive(shape, self._sent)
+        self.transfer = transport.launch(self._received, self._sent, splits.received, splits.sent, self._ready)
+        self.launched.set()
 
-        Raises:
-            PeerError: a peer is gone or silent for longer than the timeout.
-        """
-        if self._landed is not None:
-            return self._landed
-        if self._pending is not None and (self._error is not None or not self.left.is_set()):
-            self._comm.stands(_WAITING, self._pending.counts.op)
-            with waiting(self._comm.trace, self.waits_for):
-                self._comm.let_leave_up_to(self)
-            if self._error is not None:
-                raise self._error
-        assert self._transfer is not None
-        self._comm.stands(_WAITING, self._op)
+    def launch_when_known(self, transport: Transport) -> None:
+        """Waits for the splits and launches. This may be another thread, so an error is kept for whoever waits."""
+        assert self.pending is not None
         try:
-            with waiting(self._comm.trace, self._op):
-                self._transfer.wait()
-        except RuntimeError as error:
-            raise self._comm.failure(self._op, self._issued_s, error) from error
-        self._comm.stands("past", self._op)
-        row_bytes = self._sent.element_size() * self._sent.shape[1:].numel()
-        self._comm.count(self._op, self._splits, row_bytes, self._transfer)
-        self._landed = self._layout.unpack(self._received)
-        return self._landed
+            self.launch(transport, self.pending.splits())
+        except Exception as error:  # noqa: BLE001 - raised again by the wait, on the computing thread
+            self.error = error
+            self.launched.set()
+
+    def in_flight(self) -> bool:
+        return self._result is None and (self.transfer is None or not self.transfer.done())
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        if self._result is None:
+            self._comm.wait_for(self)
+            self._result = self._layout.unpack(self._received)
+        return self._result

@@ -1,4 +1,4 @@
-"""Finds out, once a message did not come, which rank is to blame."""
+"""Identifies the rank that caused a failed collective."""
 
 import threading
 import time
@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron_lancet.errors import PeerError
 from megatron_lancet.schedule.ops import Op
 
-_ROLL_CALL_S = 2.0
-"""How long the others have to notice the failure too. They lose their connections at the same moment."""
+_REGISTRATION_S = 2.0
+"""Time for the other ranks to notice the failure too. They lose their connections at the same moment."""
 _POLL_S = 0.05
 _MAX_LISTED = 8
 
@@ -19,9 +19,9 @@ _MAX_LISTED = 8
 class Peers:
     """The ranks of an expert-parallel group.
 
-    A collective that fails does not say whose fault it is: with one rank gone, the messages between the others fail
-    as well. So whoever gives up writes its name into the store; who has not written it after a while is gone, or
-    stands still. Costs nothing before something fails.
+    A collective that fails does not say which rank caused it: with one rank gone, the messages between the others
+    fail as well. So every rank that gives up registers in the store; a rank that has not registered after a while is
+    gone or stuck. This costs nothing before something fails.
 
     Attributes:
         others: global ranks of the group without this one's.
@@ -44,7 +44,7 @@ class Peers:
         """The error to raise when ``op`` failed; asks the other ranks first, which takes up to some seconds.
 
         Args:
-            waited_s: since ``op`` was issued.
+            waited_s: since ``op`` was launched.
         """
         timeout_s = self._timeout.total_seconds()
         what = f"sent nothing for {timeout_s:g} s" if waited_s >= timeout_s else "closed the connection"
@@ -62,26 +62,26 @@ class Peers:
         )
 
     def _lost(self) -> list[int]:
-        """Global ranks that give no sign of life."""
+        """Global ranks that have not registered."""
         if len(self.others) == 1:
             return self.others
         present: set[int] = set()
-        # In a thread, because calls to a store whose host stands still don't return.
-        caller = threading.Thread(target=self._call_the_roll, args=(present,), daemon=True)
+        # In a thread, because calls to a store whose host is stuck don't return.
+        caller = threading.Thread(target=self._register_and_poll, args=(present,), daemon=True)
         caller.start()
-        caller.join(_ROLL_CALL_S + 1.0)
+        caller.join(_REGISTRATION_S + 1.0)
         return [rank for rank in self.others if rank not in present]
 
-    def _call_the_roll(self, present: set[int]) -> None:
-        """Adds the ranks that have given up, too, to ``present``, as they do."""
-        deadline_s = time.monotonic() + _ROLL_CALL_S
+    def _register_and_poll(self, present: set[int]) -> None:
+        """Adds every other rank that registers to ``present``."""
+        deadline_s = time.monotonic() + _REGISTRATION_S
         try:
             self._store.set(_key(self._own_rank), "")
             while len(present) < len(self.others) and time.monotonic() < deadline_s:
                 present.update(rank for rank in self.others if self._store.check([_key(rank)]))
                 time.sleep(_POLL_S)
         except RuntimeError:
-            # The store has gone down with its host: nobody can be told apart any more.
+            # The store is gone with its host, so the failed rank is unknown.
             present.clear()
 
 

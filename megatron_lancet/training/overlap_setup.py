@@ -17,7 +17,7 @@ from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.peers import Peers
-from megatron_lancet.runtime.transport.gloo import make_transport
+from megatron_lancet.runtime.transport.select import make_transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.schedule.plan_difference import plan_differences

@@ -112,16 +112,16 @@ def install(fault: Fault, stack: ExitStack) -> None:
     elif fault.place == "save":
         stack.enter_context(mock.patch.object(filesystem_async, "open", fault.open_part, create=True))
     else:
-        for issue in ("start", "start_after", "start_counts"):
+        for issue in ("launch", "launch_when_known", "launch_counts"):
             stack.enter_context(wrapped(Comm, issue, fault.before_issue))
 
 
-def noting_position(stands):
+def noting_position(mark):
     path = Path(os.environ["LANCET_TEST_GO"] + ".stands")
 
-    @functools.wraps(stands)
+    @functools.wraps(mark)
     def noted(comm, doing, op):
-        stands(comm, doing, op)
+        mark(comm, doing, op)
         path.write_text(f"{doing} {op}")
 
     return noted
@@ -130,7 +130,7 @@ def noting_position(stands):
 def note_position(stack: ExitStack) -> None:
     from megatron_lancet.runtime.comm import Comm
 
-    stack.enter_context(wrapped(Comm, "stands", noting_position))
+    stack.enter_context(wrapped(Comm, "mark", noting_position))
 
 
 def with_timeout(timeout_s: float, stack: ExitStack) -> None:

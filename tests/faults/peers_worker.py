@@ -35,7 +35,7 @@ def main() -> None:
             dist.barrier()  # a rank does not wait until the others have its rows, and would take layer 1's with it
         if layer == 2 and rank == num_ranks - 1:
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[sys.argv[1]])
-        comm.start(Op(layer, 0, Phase.FORWARD, "combine"), (torch.ones(2 * num_ranks, 3),), splits).land()
+        comm.launch(Op(layer, 0, Phase.FORWARD, "combine"), (torch.ones(2 * num_ranks, 3),), splits).wait()
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def main() -> None:
         expected, received = (torch.empty(sum(receive), 4, 2) for _ in range(2))
         dist.all_to_all_single(expected, sent, receive, send)
         time.sleep(own.random() * 3e-3)
-        in_flight.append((transport.start(received, sent, receive, send), received, expected))
+        in_flight.append((transport.launch(received, sent, receive, send), received, expected))
         if len(in_flight) == 3:  # several are on the wire at a time
             num_wrong += landed_wrong(*in_flight.pop(0))
     num_wrong += sum(landed_wrong(*flight) for flight in in_flight)

@@ -9,7 +9,7 @@ from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport.gloo import StreamTransport
+from megatron_lancet.runtime.transport.nccl import StreamTransport
 from megatron_lancet.schedule.ops import Op, Phase
 
 pytestmark = [
@@ -43,7 +43,7 @@ def test_our_transport_hides_the_pause(world):
     x = torch.randn(64, 32, device="cuda", requires_grad=True)
     rows = (8,) * 8
     exchange = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), RowSplits(sent=rows, received=rows))
-    (y,) = exchange.wait(exchange.issue(2 * x))
+    (y,) = exchange.wait(exchange.launch(2 * x))
     y.backward(torch.full_like(y, 3.0))
     assert y.equal(2 * x)
     assert x.grad.eq(6).all()

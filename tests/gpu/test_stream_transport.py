@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport.gloo import StreamTransport
+from megatron_lancet.runtime.transport.nccl import StreamTransport
 from megatron_lancet.schedule.ops import Op, Phase
 
 pytestmark = [
@@ -29,7 +29,7 @@ def test_compute_waits_for_the_rows(group):
     comm = Comm(StreamTransport(group, group, stats), None, stats, own_rank=0)
     x = torch.randn(4096, 1024, device="cuda", requires_grad=True)
     exchange = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), RowSplits(sent=(4096,), received=(4096,)))
-    ticket = exchange.issue(2 * x)
+    ticket = exchange.launch(2 * x)
     other = torch.randn(2048, 2048, device="cuda")
     for _ in range(20):
         other = other @ other / 2048

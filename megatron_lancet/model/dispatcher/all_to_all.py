@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 
-from megatron_lancet.runtime.comm import Comm, CountsFlight, RowSplits
+from megatron_lancet.runtime.comm import Comm, CountsExchange, RowSplits
 from megatron_lancet.schedule.ops import Op
 
 
@@ -61,23 +61,23 @@ class Routes:
     rows_per_expert: torch.Tensor
 
 
-class RoutesFlight:
-    """Routes that are known when token counts have come."""
+class PendingRoutes:
+    """Routes that are known when token counts have arrived."""
 
-    def __init__(self, counts: CountsFlight, routes_of: Callable[[torch.Tensor, torch.Tensor], Routes]) -> None:
+    def __init__(self, counts: CountsExchange, routes_of: Callable[[torch.Tensor, torch.Tensor], Routes]) -> None:
         self.counts = counts
         self._routes_of = routes_of
         self._routes: Routes | None = None
 
-    def land(self) -> Routes:
+    def wait(self) -> Routes:
         """Waits for the counts."""
         if self._routes is None:
-            self._routes = self._routes_of(*self.counts.land())
+            self._routes = self._routes_of(*self.counts.wait())
         return self._routes
 
     def splits(self) -> RowSplits:
         """Waits for the counts; rows to and from each rank of the expert-parallel group."""
-        return self.land().splits
+        return self.wait().splits
 
 
 class AllToAllDispatcher:
@@ -100,16 +100,16 @@ class AllToAllDispatcher:
         # Rows of one expert only, or from one rank only, come in both orders at once.
         self._needs_sort = self._num_local_experts > 1 and num_ranks * self._tp_size > 1
 
-    def start_counts(self, op: Op, routing_map: torch.Tensor) -> RoutesFlight:
-        """Tell every rank how many rows each of its experts gets from here.
+    def launch_counts(self, op: Op, routing_map: torch.Tensor) -> PendingRoutes:
+        """Tells every rank how many rows each of its experts gets from here.
 
         Args:
             routing_map: [t, E] bool.
         """
         counts = routing_map.sum(dim=0).long().view(self._num_ranks, 1, self._num_local_experts)
         # All holders of an expert learn of its rows, though one of them receives them from here.
-        flight = self._comm.start_counts(op, counts.expand(-1, self._tp_size, -1).flatten())
-        return RoutesFlight(flight, self._routes)
+        counts_exchange = self._comm.launch_counts(op, counts.expand(-1, self._tp_size, -1).flatten())
+        return PendingRoutes(counts_exchange, self._routes)
 
     def permute(
         self, hidden: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_rows: int

@@ -1,4 +1,4 @@
-"""What every transport does: rows, and token counts, from rank to rank.
+"""The contract of every transport: it moves rows, and token counts, from rank to rank.
 
 Legend: P = number of ranks in the expert-parallel group, Q = in the group that exchanges counts, N / M = rows sent /
 received, e = number of experts per rank.
@@ -13,7 +13,7 @@ from megatron_lancet.runtime.trace import Point
 
 
 class Transfer(Protocol):
-    """One all-to-all that is on its way."""
+    """One all-to-all that has been launched."""
 
     def done(self) -> bool:
         """Whether it has certainly completed; never blocks."""
@@ -22,17 +22,17 @@ class Transfer(Protocol):
         """Makes what compute does next see the received rows. Raises RuntimeError when a peer is gone."""
 
     def interval(self) -> tuple[Point, Point]:
-        """When it left and when it was complete; after the wait."""
+        """When it was launched and when it was complete; call it after the wait."""
 
 
-class Armed:
-    """The moment at which a message was complete that leaves later. What is computed meanwhile does not delay it."""
+class ReadyEvent:
+    """The moment at which the rows of a message were complete. What is computed after it does not delay the message."""
 
     def __init__(self, sent: torch.Tensor) -> None:
-        """Called when ``sent`` has just been written, or its writing been enqueued."""
+        """Called when ``sent`` has just been written, or its writing has been enqueued."""
         self._event = torch.cuda.current_stream().record_event() if sent.is_cuda else None
 
-    def precedes(self, stream: torch.cuda.Stream) -> None:
+    def block(self, stream: torch.cuda.Stream) -> None:
         """Makes ``stream`` wait for that moment."""
         assert self._event is not None
         stream.wait_event(self._event)
@@ -42,42 +42,43 @@ class Transport(Protocol):
     """Moves rows between the ranks of one expert-parallel group.
 
     Attributes:
-        leaves_by_itself: armed messages may start on any thread, and at any place among the others.
-        is_alone: the group has one rank, whose rows stay where they are: nothing is to be started.
+        launches_in_callback: messages that waited for token counts may be launched on any thread, and at any place
+            among the others.
+        is_local: the group has one rank, whose rows stay where they are: nothing is to be launched.
     """
 
-    leaves_by_itself: bool
-    is_alone: bool
+    launches_in_callback: bool
+    is_local: bool
 
-    def start(
+    def launch(
         self,
         received: torch.Tensor,
         sent: torch.Tensor,
         receive_rows: Sequence[int],
         send_rows: Sequence[int],
-        armed: Armed | None = None,
+        ready: ReadyEvent | None = None,
     ) -> Transfer:
-        """Starts an all-to-all.
+        """Launches an all-to-all.
 
         Args:
-            received: [M, ...] contiguous, filled by the time that the transfer was waited for.
-            sent: [N, ...] contiguous, rows ordered by destination rank; not to be changed afterwards: others may take
-                them after this rank has all of its own. The transport keeps them alive.
+            received: [M, ...] contiguous; filled when the transfer has been waited for.
+            sent: [N, ...] contiguous, rows ordered by destination rank; not to be changed afterwards: other ranks may
+                read them after this rank has received all of its own. The transport keeps them alive.
             receive_rows: rows from each of the P ranks, sums to M.
             send_rows: rows to each of the P ranks, sums to N.
-            armed: given where ``sent`` was complete some time ago. All ranks start the armed messages in the same
-                order, and the others in the same order.
+            ready: when ``sent`` was complete, of a message that had to wait for its token counts. All ranks launch
+                these messages in the same order, and the others in the same order.
         """
 
-    def make_room(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """A tensor that an armed message can be received into, of the type and device of ``like``."""
+    def empty_receive(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """An empty tensor to receive a message that is launched later, of the type and device of ``like``."""
 
     def exchange_counts(self, counts: torch.Tensor) -> "CountsTransfer":
-        """Starts the exchange of token counts: [Q * e], for each rank its experts', in rank order."""
+        """Launches the exchange of token counts: [Q * e], for each rank its experts', in rank order."""
 
 
 class CountsTransfer(Protocol):
-    """Token counts that are on their way.
+    """One exchange of token counts.
 
     Attributes:
         own_bytes: part of what is sent that stays on this rank.
@@ -86,16 +87,16 @@ class CountsTransfer(Protocol):
     own_bytes: int
 
     def watch(self) -> None:
-        """Note when they come, for :meth:`interval`."""
+        """Records when it completes, for :meth:`interval`."""
 
     def interval(self) -> tuple[Point, Point]:
-        """When they left and when they had come; after the wait, and only where they were watched."""
+        """When it was launched and when it was complete; call it after the wait, and after :meth:`watch`."""
 
     def done(self) -> bool:
-        """Whether they have come, or have failed to; never blocks."""
+        """Whether it has completed or failed; never blocks."""
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` then: at once, or on another thread. Only where the transport leaves by itself."""
+        """Calls ``callback`` then: at once, or on another thread. Only where ``launches_in_callback``."""
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Sent and received counts on the host: both [Q, e], by peer and by that peer's (own) expert."""

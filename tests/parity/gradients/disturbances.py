@@ -16,10 +16,10 @@ DAMAGED = "decoder.layers.2.mlp.experts.local_experts.1.linear_fc2.weight"
 
 def erratic_wire(stack: ExitStack) -> None:
     """Makes transfers seem done, or not, at random and differently on each rank, for whoever polls them."""
-    from megatron_lancet.runtime.transport import gloo
+    from megatron_lancet.runtime.transport.works import WorksTransfer
 
     dice = random.Random(dist.get_rank())
-    stack.enter_context(replaced(gloo._WorksTransfer, "done", lambda _: dice.random() < 0.5))
+    stack.enter_context(replaced(WorksTransfer, "done", lambda _: dice.random() < 0.5))
 
 
 def naive_aux_loss(stack: ExitStack) -> None:

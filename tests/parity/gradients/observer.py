@@ -33,7 +33,7 @@ class Observer:
         for i, group in enumerate(ddp.bucket_groups + ddp.expert_parallel_bucket_groups):
             stack.enter_context(replaced(group, "start_grad_sync", self._logged(group.start_grad_sync, f"reduce {i}")))
             stack.enter_context(replaced(group, "register_grad_ready", self._counted(group, names)))
-        for start in ("start", "start_after", "start_counts"):
+        for start in ("launch", "launch_when_known", "launch_counts"):
             stack.enter_context(wrapped(Comm, start, self._logged_start))
         for owner, name in tensor_parallel_collectives():
             stack.enter_context(wrapped(owner, name, self._logged_tensor_parallel))

@@ -149,7 +149,7 @@ def _recorded(recorder: _Recorder, num_filled: Mapping[str, int]) -> Iterator[No
         return issued
 
     with ExitStack() as stack:
-        for name in ("start", "start_after", "start_counts"):
+        for name in ("launch", "launch_when_known", "launch_counts"):
             stack.enter_context(wrapped(Comm, name, issues))
         stack.enter_context(wrapped(WeightGradStore, "put", puts))
         stack.enter_context(wrapped(WeightGradStore, "flush", flushes))

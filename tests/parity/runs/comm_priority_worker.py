@@ -91,13 +91,13 @@ def log_collectives(stack: ExitStack) -> list[str]:
 
         return start
 
-    def lands(stock):
-        def land(exchange, flight):
-            landed = stock(exchange, flight)
-            log.append(f"back {exchange.op.mirrored()}")
-            return landed
+    def waits(stock):
+        def wait(all_to_all, handle):
+            received = stock(all_to_all, handle)
+            log.append(f"back {all_to_all.op.mirrored()}")
+            return received
 
-        return land
+        return wait
 
     def launches(stock):
         def launch(micro_op):
@@ -106,9 +106,9 @@ def log_collectives(stack: ExitStack) -> list[str]:
 
         return launch
 
-    for name in ("start", "start_after", "start_counts"):
+    for name in ("launch", "launch_when_known", "launch_counts"):
         stack.enter_context(wrapped(Comm, name, starts))
-    stack.enter_context(wrapped(AllToAll, "_land_behind_weight_grads", lands))
+    stack.enter_context(wrapped(AllToAll, "_wait_behind_weight_grads", waits))
     for kind in (grad_reduction._AllReduce, grad_reduction._ReduceScatter):
         stack.enter_context(wrapped(kind, "launch", launches))
     return log

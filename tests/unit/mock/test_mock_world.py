@@ -13,7 +13,8 @@ from megatron_lancet.mock.stock_counts import counts_of_all_ranks
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport.gloo import GroupTransport, make_transport
+from megatron_lancet.runtime.transport.group import GroupTransport
+from megatron_lancet.runtime.transport.select import make_transport
 from megatron_lancet.schedule.ops import Op, Phase
 
 NEVER = Link(latency_us=1e12)
@@ -204,7 +205,7 @@ def test_rows_and_gradients_travel_on_our_transport(link):
         comm = Comm(transport, None, stats, own_rank=0)
         a = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), RowSplits(sent=rows, received=rows))
         x = torch.randn(6, 2, requires_grad=True)
-        (y,) = a.wait(a.issue(x))
+        (y,) = a.wait(a.launch(x))
         y.backward(torch.full_like(y, 3.0))
         assert y.equal(x)
         assert x.grad.eq(3).all()

@@ -11,7 +11,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.model.hooks import refuse_bypassed_hooks
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport.gloo import NoTransport
+from megatron_lancet.runtime.transport.local import LocalTransport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.plan import fixed_plan
 
@@ -47,7 +47,7 @@ def overlapped(num_chunks: int):
     model = GPTModel(config, spec, 32, 8, share_embeddings_and_output_weights=False)
     plan, stats = fixed_plan(num_chunks), CommStats(torch.device("cpu"))
     store = WeightGradStore.of(plan, stats)
-    overlap(model, plan, Comm(NoTransport(), store, stats, own_rank=0))
+    overlap(model, plan, Comm(LocalTransport(), store, stats, own_rank=0))
     return model
 
 

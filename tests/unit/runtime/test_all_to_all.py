@@ -1,4 +1,4 @@
-"""Issue and wait: what travels, in which order, forward and mirrored."""
+"""Launch and wait: what travels, in which order, forward and mirrored."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import torch
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport.base import Armed
+from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op, Phase
 
 
@@ -19,23 +19,23 @@ class Loopback:
         self.log = log
         self.fails = False
 
-    leaves_by_itself = False
-    is_alone = False
+    launches_in_callback = False
+    is_local = False
 
-    def start(
+    def launch(
         self,
         received: torch.Tensor,
         sent: torch.Tensor,
         receive_rows: Sequence[int],
         send_rows: Sequence[int],
-        armed: Armed | None = None,
+        ready: ReadyEvent | None = None,
     ) -> "LoopbackTransfer":
         assert sum(receive_rows) == len(received)
         assert sum(send_rows) == len(sent)
-        self.log.append("start")
+        self.log.append("launch")
         return LoopbackTransfer(self, received, sent)
 
-    def make_room(self, shape, like):
+    def empty_receive(self, shape, like):
         return like.new_empty(shape)
 
     def exchange_counts(self, counts: torch.Tensor):
@@ -73,7 +73,7 @@ def test_rows_and_gradients_travel():
     comm, _, _ = make([])
     x = torch.arange(8.0).view(4, 2).requires_grad_()
     a = exchange(comm)
-    (y,) = a.wait(a.issue(x))
+    (y,) = a.wait(a.launch(x))
     assert y.equal(2 * x.detach())
     y.backward(torch.full_like(y, 3.0))
     assert x.grad.equal(torch.full((4, 2), 6.0))
@@ -83,7 +83,7 @@ def test_several_tensors_are_one_op():
     comm, _, stats = make([])
     tokens, probs = torch.ones(4, 2, requires_grad=True), torch.ones(4, requires_grad=True)
     a = exchange(comm)
-    got_tokens, got_probs = a.wait(a.issue(tokens, probs))
+    got_tokens, got_probs = a.wait(a.launch(tokens, probs))
     (got_tokens.sum() + 5 * got_probs.sum()).backward()
     assert tokens.grad.eq(2).all()
     assert probs.grad.eq(10).all()
@@ -113,22 +113,22 @@ def test_backward_is_the_mirrored_pipeline():
     exchanges = [exchange(comm, chunk) for chunk in range(2)]
     on_the_wire = []
     for chunk in range(2):
-        on_the_wire.append(exchanges[chunk].issue(Compute.apply(inputs[chunk], f"before c{chunk}")))
+        on_the_wire.append(exchanges[chunk].launch(Compute.apply(inputs[chunk], f"before c{chunk}")))
     outputs = []
     for chunk in range(2):
         (y,) = exchanges[chunk].wait(on_the_wire[chunk])
         outputs.append(Compute.apply(y, f"after c{chunk}"))
-    assert log == ["F before c0", "start", "F before c1", "start", "wait", "F after c0", "wait", "F after c1"]
+    assert log == ["F before c0", "launch", "F before c1", "launch", "wait", "F after c0", "wait", "F after c1"]
     log.clear()
     sum(y.sum() for y in outputs).backward()
-    assert log == ["B after c1", "start", "B after c0", "start", "wait", "B before c1", "wait", "B before c0"]
+    assert log == ["B after c1", "launch", "B after c0", "launch", "wait", "B before c1", "wait", "B before c0"]
 
 
 def test_empty_messages():
     comm, _, _ = make([])
     x = torch.empty(0, 2, requires_grad=True)
     a = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), RowSplits(sent=(0, 0), received=(0, 0)))
-    (y,) = a.wait(a.issue(x))
+    (y,) = a.wait(a.launch(x))
     y.sum().backward()
     assert y.shape == x.grad.shape == (0, 2)
 
@@ -136,7 +136,7 @@ def test_empty_messages():
 def test_a_lost_peer_is_reported_with_the_op():
     comm, transport, _ = make([])
     a = exchange(comm, chunk=1)
-    ticket = a.issue(torch.ones(4, 2, requires_grad=True))
+    ticket = a.launch(torch.ones(4, 2, requires_grad=True))
     transport.fails = True
     with pytest.raises(RuntimeError, match=r"L1\.c1\.F\.dispatch did not complete.*Connection closed by peer"):
         a.wait(ticket)

@@ -1,4 +1,4 @@
-"""In which order a message's parts are handed to gloo."""
+"""The order in which a message's parts are handed to gloo."""
 
 import os
 from types import SimpleNamespace
@@ -9,8 +9,8 @@ from megatron_lancet.runtime.transport import gloo
 from megatron_lancet.runtime.transport.gloo import PerSenderTransport
 
 
-def test_that_there_is_room_is_told_before_the_own_rows_leave(monkeypatch):
-    """On a shared core gloo's threads run when they are let: measured, a message came 15 ms later than it could."""
+def test_gloo_receives_are_posted_before_the_own_rows_are_sent(monkeypatch):
+    """Without the yield between them, messages came 15 ms late where gloo's threads share a core with compute."""
     log = []
 
     def exchange(received, sent, receive_rows, send_rows, group):
@@ -22,6 +22,6 @@ def test_that_there_is_room_is_told_before_the_own_rows_leave(monkeypatch):
     monkeypatch.setattr(os, "sched_yield", lambda: log.append("yield"))
     group = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
     sent, received = torch.arange(6.0), torch.zeros(6)
-    PerSenderTransport(group, group, None, None).start(received, sent, [1, 3, 2], [1, 3, 2])
+    PerSenderTransport(group, group, None, None).launch(received, sent, [1, 3, 2], [1, 3, 2])
     assert log == ["from 0", "from 2", "yield", "send"]
     assert received.tolist() == [0.0, 1.0, 2.0, 3.0, 0.0, 0.0]

@@ -157,7 +157,7 @@ def test_without_a_window_nothing_waits(events):
     assert times.num_dw_hidden + times.num_dw_early + times.num_dw_late + times.peak_dw_bytes == 0
 
 
-def test_only_as_many_run_as_make_room():
+def test_only_as_many_run_as_empty_receive():
     run = Run([Put("a", 40), Put("b", 40), Put("c", 50), Enumerated("a"), Enumerated("b"), Enumerated("c")], 1, 100)
     assert run.held == [40, 80, 90, 90, 90, 90]
     assert (run.times.num_dw_early, run.times.num_dw_late) == (1, 2)

@@ -1,0 +1,39 @@
+"""The group's own asynchronous all-to-all, for backends that overlap by themselves, such as the mocked group."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer
+from megatron_lancet.runtime.transport.works import WorkCounts, WorksTransfer
+
+
+class GroupTransport:
+    """One asynchronous all-to-all of the group itself per message: for backends that need no help to overlap."""
+
+    launches_in_callback = False
+    is_local = False
+
+    def __init__(self, ep_group: dist.ProcessGroup, stats: CommStats) -> None:
+        self._group = ep_group
+        self._stats = stats
+
+    def launch(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive_rows: Sequence[int],
+        send_rows: Sequence[int],
+        ready: ReadyEvent | None = None,
+    ) -> Transfer:
+        splits = list(receive_rows), list(send_rows)
+        work = dist.all_to_all_single(received, sent, *splits, group=self._group, async_op=True)
+        return WorksTransfer([work], (received, sent), self._stats)
+
+    def empty_receive(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(shape)
+
+    def exchange_counts(self, counts: torch.Tensor) -> CountsTransfer:
+        return WorkCounts(counts, self._group)

@@ -1,0 +1,54 @@
+"""A group of one rank on a CPU: its rows stay where they are."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron_lancet.runtime.trace import Point
+from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer
+
+
+class OwnCounts:
+    """Token counts that are here already."""
+
+    def __init__(self, counts: torch.Tensor) -> None:
+        self._counts = counts.view(1, -1)
+        self.own_bytes = counts.nbytes
+
+    def done(self) -> bool:
+        return True
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        callback()
+
+    def watch(self) -> None:
+        raise AssertionError("token counts of a single rank are not sent")
+
+    def interval(self) -> tuple[Point, Point]:
+        raise AssertionError("token counts of a single rank are not sent")
+
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._counts, self._counts
+
+
+class LocalTransport:
+    """The transport of a group of one rank; :class:`~megatron_lancet.runtime.comm.Comm` launches nothing on it."""
+
+    launches_in_callback = True
+    is_local = True
+
+    def launch(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive_rows: Sequence[int],
+        send_rows: Sequence[int],
+        ready: ReadyEvent | None = None,
+    ) -> Transfer:
+        raise AssertionError("rows of a single rank are not sent")
+
+    def empty_receive(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty(shape)
+
+    def exchange_counts(self, counts: torch.Tensor) -> CountsTransfer:
+        return OwnCounts(counts)
