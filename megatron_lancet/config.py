@@ -1,18 +1,28 @@
-"""What a user asks of Megatron-Lancet, beside Megatron's own arguments."""
+"""The ``--lancet-*`` flags: name, values, default, help, unit and range of each, and what a run gets of them.
 
-from dataclasses import dataclass
+A flag is a field of a dataclass here. ``training/arguments.py`` makes the parser of the fields and the dataclass of the
+parsed arguments; a value outside its range is refused where the dataclass is made.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority
+from megatron_lancet.schedule.units import mb_to_bytes
 
-DEFAULT_TUNE_STEPS = 10
-"""Their median is known to 0.4 standard deviations of a step."""
+_METADATA_KEY = "flag"
 
 
 class PlanChoice(StrEnum):
-    """Where the plan comes from."""
+    """Source of the plan, other than a file."""
 
     OFF = "off"
     """No plan: stock Megatron modules."""
@@ -21,7 +31,7 @@ class PlanChoice(StrEnum):
 
 
 class AttentionChoice(StrEnum):
-    """Which core attention the overlapping block runs."""
+    """Core attention of the overlapping block."""
 
     AUTO = "auto"
     """Megatron's, bit for bit, where it can do what the plan needs; else the fused kernel."""
@@ -31,39 +41,273 @@ class AttentionChoice(StrEnum):
     """torch's fused kernel."""
 
 
+class CacheChoice(StrEnum):
+    """Place of measured profiles, other than a folder that the user names."""
+
+    OFF = "off"
+    """Nowhere: profiles are not kept."""
+    AUTO = "auto"
+    """The user's cache folder."""
+
+
 @dataclass(frozen=True)
-class LancetConfig:
-    """The ``--lancet-*`` arguments.
+class Flag:
+    """How the command line sets a field.
 
     Attributes:
-        plan: where the plan comes from, or a plan file. Default auto.
-        num_chunks: chunks per micro-batch, at least 1; None leaves it to the plan. Default None.
-        chunk_dim: dimension along which micro-batches are cut; None leaves it to the plan. Default None.
-        range: part of the model that runs chunk by chunk; None leaves it to the plan. Default None.
-        attention: core attention. Default auto.
-        dw_policy: what happens to weight gradients; None leaves it to the plan. Default None.
-        dw_memory_mb: MB (10^6 bytes) that deferred weight gradients may keep alive on a rank, above 0; None for no
-            bound other than the plan's window. Default None.
-        report_dir: folder for report.json; None writes no file. Default None.
-        tune_steps: training steps that automatic tuning measures at a time, at least 1. Default 10.
-        cache_dir: folder where measured profiles are kept for later runs; None keeps none.
-        comm_priority: who gets the wire, gradient reductions or all-to-alls. Default off: whoever comes.
-        grad_chunk_mb: with a priority, MB (10^6 bytes) of gradients that one collective reduces at most, above 0.
-        experts_apart: with expert-parallel size 1, experts' optimizer state is kept apart, as with larger sizes.
-        profile: file for a profile of the first steps, after which the run ends; None trains. Default None.
+        help: text of ``--help``; ``{default}`` in it is the field's default.
+        parsed_as: type of the parsed argument. It is plain, because Megatron saves its arguments in checkpoints.
+        read: makes the field's value of the parsed argument.
+        choices: words that the flag takes; empty where any text goes.
+        none_word: the choice that leaves the field at None; empty for none.
+        metavar: name of the value in ``--help``; None where the choices are listed.
+        unit: of a number, for messages; empty for a count.
+        at_least: smallest value, None for no such bound.
+        above: bound that a finite value must exceed, None for no such bound.
+        advice: sentence that follows the refusal of a value outside the range.
+        name: of the flag, where it is not made of the field's name.
     """
 
-    plan: PlanChoice | Path = PlanChoice.AUTO
-    num_chunks: int | None = None
-    chunk_dim: ChunkDim | None = None
-    range: OverlapRange | None = None
-    attention: AttentionChoice = AttentionChoice.AUTO
-    dw_policy: DwPolicy | None = None
-    dw_memory_mb: float | None = None
-    report_dir: Path | None = None
-    tune_steps: int = DEFAULT_TUNE_STEPS
-    cache_dir: Path | None = None
-    profile: Path | None = None
-    comm_priority: CommPriority = CommPriority.OFF
-    grad_chunk_mb: float = DEFAULT_CHUNK_MB
-    experts_apart: bool = False
+    help: str
+    parsed_as: type = str
+    read: Callable[[Any], Any] = lambda value: value
+    choices: tuple[str, ...] = ()
+    none_word: str = ""
+    metavar: str | None = None
+    unit: str = ""
+    at_least: int | None = None
+    above: float | None = None
+    advice: str = ""
+    name: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        """
+        Args:
+            name: of the flag.
+
+        Raises:
+            UsageError: the value is outside the range.
+        """
+        if self.at_least is not None and value < self.at_least:
+            raise UsageError(" ".join([f"{name} expects at least {self.at_least}, got {value}.", self.advice]).strip())
+        if self.above is not None and not self.above < value < math.inf:
+            expected = f"a number of {self.unit} above {self.above:g}"
+            raise UsageError(" ".join([f"{name} expects {expected}, got {value:g}.", self.advice]).strip())
+
+
+def flags_of(config_class: type) -> Iterator[tuple[str, "dataclasses.Field[Any]", Flag]]:
+    """The flags of a dataclass: (name of the flag, field, how the flag sets it)."""
+    for one in dataclasses.fields(config_class):
+        flag: Flag = one.metadata[_METADATA_KEY]
+        yield flag.name or f"--lancet-{one.name.replace('_', '-')}", one, flag
+
+
+def check_ranges(config: Any) -> None:
+    """
+    Raises:
+        UsageError: a field's value is outside the range of its flag.
+    """
+    for name, one, flag in flags_of(type(config)):
+        value = getattr(config, one.name)
+        if value is not None:
+            flag.check(name, value)
+
+
+def _flag(default: Any, **how: Any) -> Any:
+    return field(default=default, metadata={_METADATA_KEY: Flag(**how)})
+
+
+def _words(kind: type[StrEnum], none_word: str = "") -> dict[str, Any]:
+    """A flag that takes one of an enumeration's words, or one more that leaves the field at None."""
+    words = tuple(member.value for member in kind)
+    return {"choices": (none_word, *words) if none_word else words, "none_word": none_word, "read": kind}
+
+
+def _word_or_path(kind: type[StrEnum]) -> Callable[[str], StrEnum | Path]:
+    return lambda text: kind(text) if text in list(kind) else Path(text)
+
+
+@dataclass(frozen=True)
+class LancetConfig:
+    """What a user asks of Megatron-Lancet. Each field is a flag, whose help says what the field means.
+
+    A field that is None leaves the choice to the plan, or switches off what it names.
+
+    Raises:
+        UsageError: a value is outside the range of its flag.
+    """
+
+    plan: PlanChoice | Path = _flag(
+        PlanChoice.AUTO,
+        read=_word_or_path(PlanChoice),
+        metavar="{auto,off,FILE}",
+        help="auto (default): measures the first steps, finds the fastest plan and switches to it; with "
+        "--lancet-num-chunks a fixed plan instead. off: stock Megatron modules. FILE: a plan file of "
+        "tools/make_plan.py that was made for this model and layout.",
+    )
+    num_chunks: int | None = _flag(
+        None,
+        parsed_as=int,
+        at_least=1,
+        metavar="K",
+        help="cut each micro-batch into K chunks; by default the plan chooses. 1 leaves it whole.",
+    )
+    chunk_dim: ChunkDim | None = _flag(
+        None,
+        **_words(ChunkDim, none_word="auto"),
+        help="dimension along which micro-batches are cut: batch, sequence (chunks attend to the keys and values of "
+        "earlier ones: also a micro-batch of 1 can be cut), or auto (default): the plan chooses; a fixed plan takes "
+        "batch where it has enough samples.",
+    )
+    range: OverlapRange | None = _flag(
+        None,
+        **_words(OverlapRange),
+        help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), layer (with its "
+        "attention), stack (all layers without waiting at a layer's end). By default the plan chooses; a fixed plan "
+        "takes stack.",
+    )
+    attention: AttentionChoice = _flag(
+        AttentionChoice.AUTO,
+        **_words(AttentionChoice),
+        help="core attention: stock (Megatron's), sdpa (torch's fused kernel), auto (default): stock unless sequence "
+        "chunks, context parallelism or multi-latent attention need sdpa.",
+    )
+    dw_policy: DwPolicy | None = _flag(
+        None,
+        **_words(DwPolicy),
+        help="weight gradients: fill runs them while a backward all-to-all is in flight, none at once. By default the "
+        "plan chooses; a fixed plan fills.",
+    )
+    dw_memory_mb: float | None = _flag(
+        None,
+        parsed_as=float,
+        above=0,
+        unit="MB",
+        metavar="MB",
+        advice="To run weight gradients at once pass --lancet-dw-policy none; without the flag memory for them is not "
+        "bounded.",
+        help="memory (10^6 bytes) that deferred weight gradients may keep alive on a rank; when it is full the oldest "
+        "run first. By default only the plan's window bounds it.",
+    )
+    comm_priority: CommPriority = _flag(
+        CommPriority.OFF,
+        **_words(CommPriority),
+        help="all-to-all-first cuts gradient reductions into parts that run only where no all-to-all of the backward "
+        "pass is in flight or about to start; needs --overlap-grad-reduce. off (default): Megatron reduces each bucket "
+        "as soon as it is complete.",
+    )
+    grad_chunk_mb: float = _flag(
+        DEFAULT_CHUNK_MB,
+        parsed_as=float,
+        above=0,
+        unit="MB",
+        metavar="MB",
+        advice="To reduce whole buckets pass --lancet-comm-priority off.",
+        help="with --lancet-comm-priority, gradients (10^6 bytes) in one such part, and at one place between two "
+        "all-to-alls, at most (default: {default:g}).",
+    )
+    experts_apart: bool = _flag(
+        False,
+        parsed_as=bool,
+        help="with --expert-model-parallel-size 1, keep experts' gradients and optimizer state apart from dense "
+        "weights', as with larger sizes: a run may then go on from a checkpoint with the other size, and back.",
+    )
+    report_dir: Path | None = _flag(
+        None,
+        name="--lancet-report",
+        read=Path,
+        metavar="DIR",
+        help="also write the closing report to DIR/report.json, and beside it the plan, the profile and the timeline "
+        "of a step (timeline.html, trace.json).",
+    )
+    # The median of ten is known to 0.4 standard deviations of a step.
+    tune_steps: int = _flag(
+        10,
+        parsed_as=int,
+        at_least=1,
+        metavar="N",
+        help="training steps that auto measures at a time, before and after a change of plan (default: {default}).",
+    )
+    cache: CacheChoice | Path = _flag(
+        CacheChoice.AUTO,
+        read=_word_or_path(CacheChoice),
+        metavar="DIR",
+        help="where auto keeps measured profiles, so that later runs of the same model on the same device need not "
+        "measure again; off keeps none. Default: megatron-lancet in $XDG_CACHE_HOME or ~/.cache.",
+    )
+    profile: Path | None = _flag(
+        None,
+        read=Path,
+        metavar="FILE",
+        help="measure ops, links and memory in the first steps, write them to FILE (JSON) and end; "
+        "tools/profile_model.py sets it.",
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    @property
+    def dw_memory_bytes(self) -> int | None:
+        """Bound of deferred weight gradients on a rank in bytes, None for none."""
+        return None if self.dw_memory_mb is None else mb_to_bytes(self.dw_memory_mb)
+
+    @property
+    def grad_chunk_bytes(self) -> int:
+        """Most gradient bytes that one collective reduces, with a priority."""
+        return mb_to_bytes(self.grad_chunk_mb)
+
+    @property
+    def cache_dir(self) -> Path | None:
+        """Folder of measured profiles; None keeps none."""
+        if isinstance(self.cache, Path):
+            return self.cache
+        if self.cache is CacheChoice.OFF:
+            return None
+        try:
+            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-lancet"
+        except RuntimeError:  # no home, as in some containers
+            return None
+
+    def explicit_plan_flags(self) -> dict[str, object]:
+        """Flags by which the user limits the plan, with their values."""
+        limiting = ("num_chunks", "chunk_dim", "range", "dw_policy", "dw_memory_mb")
+        values = {name: getattr(self, one.name) for name, one, _ in flags_of(LancetConfig) if one.name in limiting}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class DryRunConfig:
+    """Whether the command line is only examined, and for how many ranks.
+
+    Raises:
+        UsageError: a value is outside the range of its flag, or a world size is given to a run that is no dry run.
+    """
+
+    dry_run: bool = _flag(
+        False,
+        parsed_as=bool,
+        help="parse and validate everything as for a cluster with GPUs, print model size, parallel layout, memory per "
+        "GPU and plan, and end: one process, no GPU, no data needed. Files and packages that are missing here are "
+        "warnings; what the run itself would refuse is an error.",
+    )
+    world_size: int | None = _flag(
+        None,
+        parsed_as=int,
+        at_least=1,
+        metavar="N",
+        help="with --lancet-dry-run: ranks to validate for. Default: WORLD_SIZE of the environment, else the fewest "
+        "that the parallel sizes allow.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.world_size is not None and not self.dry_run:
+            raise UsageError(
+                f"--lancet-world-size {self.world_size} is for --lancet-dry-run: a run gets its number of ranks from "
+                "its launcher. Drop it."
+            )
+        check_ranges(self)
+
+
+def is_dry_run(command_line: Sequence[str]) -> bool:
+    """Whether a command line asks for a dry run, before it is parsed; Megatron's parser takes no abbreviations."""
+    return next(name for name, one, _ in flags_of(DryRunConfig) if one.name == "dry_run") in command_line

@@ -3,26 +3,22 @@
 import argparse
 import difflib
 import functools
-import math
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.global_vars import set_global_variables
 
 from megatron_lancet import __version__
-from megatron_lancet.config import DEFAULT_TUNE_STEPS, AttentionChoice, LancetConfig, PlanChoice
+from megatron_lancet.config import DryRunConfig, Flag, LancetConfig, flags_of
 from megatron_lancet.errors import UsageError, reason_of
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
-from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority
 from megatron_lancet.training.checkpoint.ep_resize import check_experts_apart
 from megatron_lancet.training.checkpoint.load_save import check_before_start
-from megatron_lancet.training.dry_run.flags import add_dry_run_arguments, check_flags
 from megatron_lancet.training.input_files import check_datasets, missing_files
 from megatron_lancet.training.plan.select import OWN_SPEC
 from megatron_lancet.training.platform.mock import add_mock_arguments, check_mock_arguments
@@ -32,10 +28,8 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """Adds the ``--lancet-*`` flags to Megatron's parser and makes its errors short."""
     group = parser.add_argument_group("Megatron-Lancet", "hide the all-to-all of expert parallelism")
     group.add_argument("--version", action="version", version=f"megatron-lancet {__version__}")
-    _add_plan_arguments(group)
-    _add_priority_arguments(group)
-    _add_run_arguments(group)
-    add_dry_run_arguments(group)
+    add_config_arguments(group, LancetConfig)
+    add_config_arguments(group, DryRunConfig)
     add_mock_arguments(parser, group)
     parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
     for action in parser._actions:
@@ -44,115 +38,41 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _add_plan_arguments(group: argparse._ArgumentGroup) -> None:
-    """Which plan, and how it is limited."""
-    group.add_argument(
-        "--lancet-plan",
-        default=PlanChoice.AUTO.value,
-        metavar="{auto,off,FILE}",
-        help="auto (default): measures the first steps, finds the fastest plan and switches to it; with "
-        "--lancet-num-chunks a fixed plan instead. off: stock Megatron modules. FILE: a plan file of "
-        "tools/make_plan.py that was made for this model and layout.",
-    )
-    group.add_argument(
-        "--lancet-num-chunks",
-        type=int,
-        metavar="K",
-        help="cut each micro-batch into K chunks; by default the plan chooses. 1 leaves it whole.",
-    )
-    group.add_argument(
-        "--lancet-chunk-dim",
-        choices=["auto", *(dim.value for dim in ChunkDim)],
-        default="auto",
-        help="dimension along which micro-batches are cut: batch, sequence (chunks attend to the keys and values of "
-        "earlier ones: also a micro-batch of 1 can be cut), or auto (default): the plan chooses; a fixed plan takes "
-        "batch where it has enough samples.",
-    )
-    group.add_argument(
-        "--lancet-range",
-        choices=[choice.value for choice in OverlapRange],
-        help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), layer (with its "
-        "attention), stack (all layers without waiting at a layer's end). By default the plan chooses; a fixed plan "
-        "takes stack.",
-    )
-    group.add_argument(
-        "--lancet-attention",
-        choices=[choice.value for choice in AttentionChoice],
-        default=AttentionChoice.AUTO.value,
-        help="core attention: stock (Megatron's), sdpa (torch's fused kernel), auto (default): stock unless sequence "
-        "chunks, context parallelism or multi-latent attention need sdpa.",
-    )
-    group.add_argument(
-        "--lancet-dw-policy",
-        choices=[policy.value for policy in DwPolicy],
-        help="weight gradients: fill runs them while a backward all-to-all is in flight, none at once. By default the "
-        "plan chooses; a fixed plan fills.",
-    )
-    group.add_argument(
-        "--lancet-dw-memory-mb",
-        type=float,
-        metavar="MB",
-        help="memory (10^6 bytes) that deferred weight gradients may keep alive on a rank; when it is full the oldest "
-        "run first. By default only the plan's window bounds it.",
-    )
+def add_config_arguments(group: argparse._ArgumentGroup, config_class: type) -> None:
+    """Adds the flags of a dataclass of ``config.py``.
+
+    Megatron's ``ArgumentGroupFactory`` does not fit: it names flags and arguments after the bare fields, among which
+    are names of Megatron's own, spells enumerations by their member names, and can't infer unions. Only its reading of
+    help texts from source code would be left to use.
+    """
+    for name, one, flag in flags_of(config_class):
+        how: dict[str, Any] = {"help": flag.help.format(default=one.default)}
+        if flag.parsed_as is bool:
+            how["action"] = "store_true"
+        else:
+            how |= {"default": _parsed_default(one.default, flag), "metavar": flag.metavar}
+            how |= {"choices": flag.choices} if flag.choices else {"type": flag.parsed_as}
+        group.add_argument(name, **how)
 
 
-def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
-    """What a run measures, keeps and writes."""
-    group.add_argument(
-        "--lancet-report",
-        type=Path,
-        metavar="DIR",
-        help="also write the closing report to DIR/report.json, and beside it the plan, the profile and the timeline "
-        "of a step (timeline.html, trace.json).",
-    )
-    group.add_argument(
-        "--lancet-tune-steps",
-        type=int,
-        default=DEFAULT_TUNE_STEPS,
-        metavar="N",
-        help=f"training steps that auto measures at a time, before and after a change of plan (default: "
-        f"{DEFAULT_TUNE_STEPS}).",
-    )
-    group.add_argument(
-        "--lancet-cache",
-        default="auto",
-        metavar="DIR",
-        help="where auto keeps measured profiles, so that later runs of the same model on the same device need not "
-        "measure again; off keeps none. Default: megatron-lancet in $XDG_CACHE_HOME or ~/.cache.",
-    )
-    group.add_argument(
-        "--lancet-profile",
-        type=Path,
-        metavar="FILE",
-        help="measure ops, links and memory in the first steps, write them to FILE (JSON) and end; "
-        "tools/profile_model.py sets it.",
-    )
+def _parsed_default(default: Any, flag: Flag) -> Any:
+    """The argument from which the field's default would be read."""
+    if default is None:
+        return flag.none_word or None
+    return default.value if isinstance(default, Enum) else default
 
 
-def _add_priority_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--lancet-comm-priority",
-        choices=[priority.value for priority in CommPriority],
-        default=CommPriority.OFF.value,
-        help="all-to-all-first cuts gradient reductions into parts that run only where no all-to-all of the backward "
-        "pass is in flight or about to start; needs --overlap-grad-reduce. off (default): Megatron reduces each bucket "
-        "as soon as it is complete.",
-    )
-    group.add_argument(
-        "--lancet-grad-chunk-mb",
-        type=float,
-        default=DEFAULT_CHUNK_MB,
-        metavar="MB",
-        help="with --lancet-comm-priority, gradients (10^6 bytes) in one such part, and at one place between two "
-        f"all-to-alls, at most (default: {DEFAULT_CHUNK_MB:g}).",
-    )
-    group.add_argument(
-        "--lancet-experts-apart",
-        action="store_true",
-        help="with --expert-model-parallel-size 1, keep experts' gradients and optimizer state apart from dense "
-        "weights', as with larger sizes: a run may then go on from a checkpoint with the other size, and back.",
-    )
+def _config_of[Config](config_class: type[Config], args: argparse.Namespace) -> Config:
+    """
+    Raises:
+        UsageError: a value outside its range.
+    """
+    values = {}
+    for name, one, flag in flags_of(config_class):
+        value = getattr(args, name.removeprefix("--").replace("-", "_"))
+        is_none = value is None or (flag.none_word != "" and value == flag.none_word)
+        values[one.name] = None if is_none else flag.read(value)
+    return config_class(**values)
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -172,8 +92,11 @@ def parse() -> tuple[argparse.Namespace, LancetConfig]:
         UsageError: an unknown flag or a value that a flag does not take.
     """
     args = parse_args(add_lancet_arguments)
-    check_flags(args)
-    return args, _config_of(args)
+    is_dry_run = _config_of(DryRunConfig, args).dry_run
+    config = _config_of(LancetConfig, args)
+    if not is_dry_run:
+        _check_plan_file(config)
+    return args, config
 
 
 def config_from_words(words: Sequence[str]) -> LancetConfig:
@@ -184,63 +107,16 @@ def config_from_words(words: Sequence[str]) -> LancetConfig:
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     group = parser.add_argument_group()
-    _add_plan_arguments(group)
-    _add_priority_arguments(group)
-    _add_run_arguments(group)
+    add_config_arguments(group, LancetConfig)
     parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
-    return _config_of(parser.parse_args(words))
+    config = _config_of(LancetConfig, parser.parse_args(words))
+    _check_plan_file(config)
+    return config
 
 
-def _config_of(args: argparse.Namespace) -> LancetConfig:
-    if args.lancet_num_chunks is not None and args.lancet_num_chunks < 1:
-        raise UsageError(f"--lancet-num-chunks expects at least 1, got {args.lancet_num_chunks}.")
-    if args.lancet_dw_memory_mb is not None and not 0 < args.lancet_dw_memory_mb < math.inf:
-        raise UsageError(
-            f"--lancet-dw-memory-mb expects a number of MB above 0, got {args.lancet_dw_memory_mb:g}. To run "
-            "weight gradients at once pass --lancet-dw-policy none; without the flag memory for them is not bounded."
-        )
-    if args.lancet_tune_steps < 1:
-        raise UsageError(f"--lancet-tune-steps expects at least 1, got {args.lancet_tune_steps}.")
-    if not 0 < args.lancet_grad_chunk_mb < math.inf or args.lancet_grad_chunk_mb * 1e6 < 1:
-        raise UsageError(
-            f"--lancet-grad-chunk-mb expects a number of MB above 0, got {args.lancet_grad_chunk_mb:g}. To reduce "
-            "whole buckets pass --lancet-comm-priority off."
-        )
-    return LancetConfig(
-        plan=_plan_choice(args.lancet_plan, must_exist=not getattr(args, "lancet_dry_run", False)),
-        num_chunks=args.lancet_num_chunks,
-        chunk_dim=None if args.lancet_chunk_dim == "auto" else ChunkDim(args.lancet_chunk_dim),
-        range=OverlapRange(args.lancet_range) if args.lancet_range else None,
-        attention=AttentionChoice(args.lancet_attention),
-        dw_policy=DwPolicy(args.lancet_dw_policy) if args.lancet_dw_policy else None,
-        dw_memory_mb=args.lancet_dw_memory_mb,
-        report_dir=args.lancet_report,
-        tune_steps=args.lancet_tune_steps,
-        cache_dir=_cache_dir(args.lancet_cache),
-        profile=args.lancet_profile,
-        comm_priority=CommPriority(args.lancet_comm_priority),
-        grad_chunk_mb=args.lancet_grad_chunk_mb,
-        experts_apart=args.lancet_experts_apart,
-    )
-
-
-def _cache_dir(choice: str) -> Path | None:
-    if choice == "off":
-        return None
-    if choice != "auto":
-        return Path(choice)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-lancet"
-    except RuntimeError:  # no home, as in some containers
-        return None
-
-
-def _plan_choice(text: str, must_exist: bool) -> PlanChoice | Path:
-    if text in list(PlanChoice):
-        return PlanChoice(text)
-    if must_exist and not Path(text).is_file():
-        raise UsageError(f"--lancet-plan expects auto, off or a plan file; there is no file {text}.")
-    return Path(text)
+def _check_plan_file(config: LancetConfig) -> None:
+    if isinstance(config.plan, Path) and not config.plan.is_file():
+        raise UsageError(f"--lancet-plan expects auto, off or a plan file; there is no file {config.plan}.")
 
 
 def validate(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from megatron_lancet.training.dry_run.flags import is_dry_run
+from megatron_lancet.config import is_dry_run
 from megatron_lancet.training.megatron.versions import check_versions
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.process.exit import Whereabouts, run_rank

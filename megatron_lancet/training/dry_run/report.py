@@ -2,8 +2,8 @@
 
 from itertools import groupby
 
+from megatron_lancet.training.dry_run.findings import Findings
 from megatron_lancet.training.dry_run.memory import Memory
-from megatron_lancet.training.dry_run.run import Findings
 
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
 _HOW = (

@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,21 @@ from megatron.training.arguments import validate_args
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training import arguments
 from megatron_lancet.training.dry_run.cluster import assumptions, missing_settings, on_the_cluster
-from megatron_lancet.training.dry_run.flags import choose_world
-from megatron_lancet.training.dry_run.layout import Layout, check_shares, layout_of
-from megatron_lancet.training.dry_run.memory import Memory, memory_of_stages
+from megatron_lancet.training.dry_run.findings import Findings
+from megatron_lancet.training.dry_run.layout import check_shares, layout_of
+from megatron_lancet.training.dry_run.memory import memory_of_stages
 from megatron_lancet.training.dry_run.missing import (
     missing_checkpoints,
     missing_packages,
     missing_vocabulary_files,
     unknown_sizes,
 )
-from megatron_lancet.training.dry_run.parameters import ModelSize, model_size
+from megatron_lancet.training.dry_run.parameters import model_size
 from megatron_lancet.training.dry_run.plan import plan_lines, saves_scores
+from megatron_lancet.training.dry_run.report import report
 from megatron_lancet.training.dry_run.stages import PipelineStage, pipeline_stages
 from megatron_lancet.training.dry_run.vocabulary import settle_vocabulary
+from megatron_lancet.training.dry_run.world import choose_world
 from megatron_lancet.training.input_files import missing_files
 from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.plan.normalize import settle
@@ -38,30 +39,6 @@ from megatron_lancet.training.platform.cpu import gpu_available
 from megatron_lancet.training.platform.detect import apply_cpu_settings
 from megatron_lancet.training.platform.mock import is_mocked
 from megatron_lancet.training.process.console import say
-
-
-@dataclass
-class Findings:
-    """What a dry run found out.
-
-    Attributes:
-        target: for which machines, and who said how many ranks.
-        stages: of the pipeline.
-        memory: of a rank of each stage.
-        plan: lines about it.
-        changes: settings of the script that the run changes, a line for each.
-        warnings: what may be wrong, or only missing here.
-    """
-
-    args: argparse.Namespace
-    target: str
-    layout: Layout
-    stages: list[PipelineStage]
-    size: ModelSize
-    memory: list[Memory]
-    plan: list[str]
-    changes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
 
 
 def examine() -> Findings:
@@ -184,6 +161,4 @@ def run_dry() -> None:
     """
     if int(os.environ.get("RANK", "0")) != 0:
         return
-    from megatron_lancet.training.dry_run.report import report
-
     say(report(examine()))

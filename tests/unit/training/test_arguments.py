@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet import __version__
-from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
+from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, PlanChoice, flags_of
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import CommPriority
@@ -29,9 +29,11 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
     command_line("--num-layers", 4, *wishes)
     args, config = arguments.parse()
     assert args.num_layers == 4
-    assert config == LancetConfig(PlanChoice.AUTO, 3, dw_policy=DwPolicy.NONE, report_dir=Path("out"))
+    assert config == LancetConfig(
+        PlanChoice.AUTO, 3, dw_policy=DwPolicy.NONE, report_dir=Path("out"), cache=CacheChoice.OFF
+    )
     command_line("--lancet-dw-memory-mb", 0.5, "--lancet-tune-steps", 3, "--lancet-cache", "here")
-    assert arguments.parse()[1] == LancetConfig(dw_memory_mb=0.5, tune_steps=3, cache_dir=Path("here"))
+    assert arguments.parse()[1] == LancetConfig(dw_memory_mb=0.5, tune_steps=3, cache=Path("here"))
 
 
 @pytest.mark.parametrize(
@@ -56,8 +58,8 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
         ("--lancet-dw-memory-mb 0.5", {"dw_memory_mb": 0.5}),
         ("--lancet-report out", {"report_dir": Path("out")}),
         ("--lancet-tune-steps 3", {"tune_steps": 3}),
-        ("--lancet-cache off", {"cache_dir": None}),
-        ("--lancet-cache here", {"cache_dir": Path("here")}),
+        ("--lancet-cache off", {"cache": CacheChoice.OFF}),
+        ("--lancet-cache here", {"cache": Path("here")}),
         ("--lancet-profile file.json", {"profile": Path("file.json")}),
         ("--lancet-comm-priority off", {"comm_priority": CommPriority.OFF}),
         ("--lancet-comm-priority all-to-all-first", {"comm_priority": CommPriority.ALL_TO_ALL_FIRST}),
@@ -77,6 +79,32 @@ def test_help_has_megatrons_flags_and_ours(command_line, capsys):
     shown = capsys.readouterr().out
     assert "--lancet-num-chunks K" in shown
     assert "--num-experts NUM_EXPERTS" in shown
+
+
+def test_parsed_defaults_are_the_configurations(command_line):
+    command_line()
+    assert arguments.parse()[1] == LancetConfig()
+    assert arguments.config_from_words([]) == LancetConfig()
+
+
+def test_parsed_flags_are_plain_because_megatron_saves_them_in_checkpoints(command_line):
+    command_line()
+    args, _ = arguments.parse()
+    values = [getattr(args, name.removeprefix("--").replace("-", "_")) for name, *_ in flags_of(LancetConfig)]
+    assert {type(value) for value in values} <= {str, int, float, bool, type(None)}
+    assert "auto" in values
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_chunks": 0}, r"--lancet-num-chunks expects at least 1, got 0\.$"),
+        ({"grad_chunk_mb": -3.0}, r"--lancet-grad-chunk-mb expects .* above 0, got -3\. To reduce whole buckets"),
+    ],
+)
+def test_ranges_are_checked_where_a_configuration_is_made(values, message):
+    with pytest.raises(UsageError, match=message):
+        LancetConfig(**values)
 
 
 def test_version(command_line, capsys):
@@ -193,7 +221,7 @@ def test_the_reason_of_a_wordless_assert():
 def test_flags_for_another_programs_command_line():
     words = ["--lancet-num-chunks", "3", "--lancet-cache", "off", "--lancet-comm-priority", "all-to-all-first"]
     config = arguments.config_from_words(words)
-    assert config == LancetConfig(num_chunks=3, comm_priority=CommPriority.ALL_TO_ALL_FIRST)
+    assert config == LancetConfig(num_chunks=3, comm_priority=CommPriority.ALL_TO_ALL_FIRST, cache=CacheChoice.OFF)
     with pytest.raises(UsageError, match=r"--lancet-num-chunk 3.*did you mean --lancet-num-chunks"):
         arguments.config_from_words(["--lancet-num-chunk", "3"])
     with pytest.raises(UsageError, match="expects at least 1"):

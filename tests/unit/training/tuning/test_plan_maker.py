@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.config import LancetConfig
+from megatron_lancet.config import CacheChoice, LancetConfig
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.gradient_reduction import GradientReduction
 from megatron_lancet.planning.search.search_space import Limits
@@ -70,7 +70,7 @@ def make(monkeypatch):
         )
         notes: list[str] = []
         setup = SimpleNamespace(plan=PRESENT)
-        config = LancetConfig(cache_dir=cache_dir)
+        config = LancetConfig(cache=cache_dir or CacheChoice.OFF)
         maker = ProfilingPlanMaker(args, config, setup, torch.device("cpu"), notes.append)
         maker.made_for()
         maker.notes = notes
