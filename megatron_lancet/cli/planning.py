@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_lancet.cli.arguments import positive_float, positive_int, require_output_folder
 from megatron_lancet.data.atomic import atomic_outputs
@@ -14,8 +15,8 @@ from megatron_lancet.planning.profile import Profile, read_profile
 from megatron_lancet.planning.search.planner import PlannedStep, make_plan
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
+from megatron_lancet.schedule.units import BYTES_PER_MB, mb_to_bytes
 
-_BYTES_PER_MB = 1e6
 _LARGEST = 10**15
 """No time or size of a profile is larger."""
 _LARGEST_COUNT = 10**5
@@ -68,13 +69,13 @@ def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
 
 def limits_of(arguments: argparse.Namespace) -> Limits:
     """What the flags of :func:`add_limit_arguments` say."""
-    given = {
+    given: dict[str, Any] = {
         "num_chunks": arguments.num_chunks and tuple(arguments.num_chunks),
         "chunk_dims": arguments.chunk_dim and tuple(ChunkDim(dim) for dim in arguments.chunk_dim),
         "ranges": arguments.range and tuple(OverlapRange(one) for one in arguments.range),
         "dw_policies": arguments.dw_policy and tuple(DwPolicy(policy) for policy in arguments.dw_policy),
-        "max_memory_bytes": arguments.max_memory_mb and max(1, round(arguments.max_memory_mb * _BYTES_PER_MB)),
-        "dw_memory_bytes": arguments.dw_memory_mb and max(1, round(arguments.dw_memory_mb * _BYTES_PER_MB)),
+        "max_memory_bytes": arguments.max_memory_mb and mb_to_bytes(arguments.max_memory_mb),
+        "dw_memory_bytes": arguments.dw_memory_mb and mb_to_bytes(arguments.dw_memory_mb),
     }
     return Limits(**{name: value for name, value in given.items() if value is not None})
 
@@ -146,7 +147,7 @@ def fitting_plan(profile: Profile, limits: Limits) -> PlannedStep:
     best = planned.alternatives[0]
     if not best.fits:
         assert limits.max_memory_bytes is not None
-        found_mb, bound_mb = (size / _BYTES_PER_MB for size in (best.prediction.peak_bytes, limits.max_memory_bytes))
+        found_mb, bound_mb = (size / BYTES_PER_MB for size in (best.prediction.peak_bytes, limits.max_memory_bytes))
         raise UsageError(
             f"no plan fits into --max-memory-mb {bound_mb:g}: the smallest one found takes about {found_mb:.0f} MB. "
             "Allow more, or profile the model with a smaller micro-batch or recompute"

@@ -12,8 +12,7 @@ from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.gradient_overlap import with_reduction
 from megatron_lancet.planning.what_if.forecast import NetworkChoice, Routing
 from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority
-
-_BYTES_PER_MB = 1e6
+from megatron_lancet.schedule.units import mb_to_bytes
 
 
 def add_network_arguments(group: argparse._ArgumentGroup) -> None:
@@ -128,9 +127,9 @@ def _reduction(profile: Profile, arguments: argparse.Namespace) -> GradientReduc
     if arguments.comm_priority is not None:
         before = dataclasses.replace(before, priority=CommPriority(arguments.comm_priority))
     if arguments.grad_chunk_mb is not None:
-        before = dataclasses.replace(before, chunk_bytes=max(1, round(arguments.grad_chunk_mb * _BYTES_PER_MB)))
+        before = dataclasses.replace(before, chunk_bytes=mb_to_bytes(arguments.grad_chunk_mb))
     if arguments.bucket_mb is not None:
-        before = dataclasses.replace(before, bucket_bytes=max(1, round(arguments.bucket_mb * _BYTES_PER_MB)))
+        before = dataclasses.replace(before, bucket_bytes=mb_to_bytes(arguments.bucket_mb))
     if arguments.use_distributed_optimizer:
         before = dataclasses.replace(before, is_scatter=True)
     if arguments.untie_embeddings_and_output_weights:

@@ -26,6 +26,19 @@ from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.context_parallel import gather_positions, own_slices
 
 
+def sdpa_blockers(settings: Any) -> list[str]:
+    """Flags that the fused kernel does not support.
+
+    Args:
+        settings: Megatron's arguments, or the configuration that was made of them.
+    """
+    blockers = {
+        "--window-size": settings.window_size is not None,
+        f"--softmax-type {settings.softmax_type}": settings.softmax_type != "vanilla",
+    }
+    return [flag for flag, is_set in blockers.items() if is_set]
+
+
 class SdpaAttention(DotProductAttention):
     """Megatron's core attention on torch's fused kernel: no [s, s'] scores are kept, chunks may have a prefix, and the
     sequence may be cut over a context-parallel group.
@@ -218,16 +231,11 @@ class SwitchableAttention:
         Raises:
             UsageError: it has parts that the kernel lacks.
         """
-        config = self._attention.config
-        for what, used in {
-            "--window-size": config.window_size is not None,
-            f"--softmax-type {config.softmax_type}": config.softmax_type != "vanilla",
-        }.items():
-            if used:
-                raise UsageError(
-                    f"{what} does not work with sequence chunks or --lancet-attention sdpa: the fused kernel lacks it. "
-                    "Drop it, or pass --lancet-chunk-dim batch --lancet-attention stock."
-                )
+        for flag in sdpa_blockers(self._attention.config):
+            raise UsageError(
+                f"{flag} does not work with sequence chunks or --lancet-attention sdpa: the fused kernel lacks it. "
+                "Drop it, or pass --lancet-chunk-dim batch --lancet-attention stock."
+            )
 
     def use_sdpa(self) -> None:
         """Use the fused kernel; sequence chunks need it.

@@ -20,7 +20,7 @@ from megatron_lancet.errors import UsageError, reason_of
 from megatron_lancet.training.checkpoint.ep_resize import check_experts_apart
 from megatron_lancet.training.checkpoint.load_save import check_before_start
 from megatron_lancet.training.input_files import check_datasets, missing_files
-from megatron_lancet.training.plan.select import OWN_SPEC
+from megatron_lancet.training.plan.support import OWN_SPEC, refuse_other_tasks
 from megatron_lancet.training.platform.mock import add_mock_arguments, check_mock_arguments
 
 
@@ -244,29 +244,7 @@ def check_modes(args: argparse.Namespace) -> None:
         UsageError: the run is to do something else than pretrain a GPT model on plain text, or asks for it in words
             that Megatron has retired.
     """
-    for flag, given, now in (
-        ("--checkpoint-activations", args.checkpoint_activations, "--recompute-granularity"),
-        ("--model-parallel-size", args.model_parallel_size is not None, "--tensor-model-parallel-size"),
-    ):
-        if given:
-            raise UsageError(f"Megatron has retired {flag}: pass {now}.")
-    modes = {
-        "--sft": args.sft,
-        "--fim-data": args.fim_data,
-        "--hybrid-context-parallel": args.hybrid_context_parallel,
-        "--dataloader-inter-document-masking": args.dataloader_inter_document_masking,
-        "--perform-rl-step": args.perform_rl_step,
-        "--hybrid-layer-pattern": args.hybrid_layer_pattern is not None,
-        "--hybrid-override-pattern": args.hybrid_override_pattern is not None,
-        "--is-hybrid-model": args.is_hybrid_model,
-        "--logits-save-dir": args.logits_save_dir is not None,
-        "--logits-load-dir": args.logits_load_dir is not None,
-        "--yaml-cfg": args.yaml_cfg is not None,
-        "--per-dataset-sequences-path": args.per_dataset_sequences_path is not None,
-    }
-    for flag, given in modes.items():
-        if given:
-            raise UsageError(f"{flag} is not supported by pretrain_gpt_moe.py: it pretrains GPT on plain text.")
+    refuse_other_tasks(args)
     if args.spec is not None and tuple(args.spec) == OWN_SPEC:
         raise UsageError(
             f"--spec {' '.join(OWN_SPEC)} is for Megatron's own pretrain_gpt.py: pretrain_gpt_moe.py needs no --spec. "

@@ -50,7 +50,7 @@ def _pretrain(device: "torch.device", where: Whereabouts) -> None:
     from megatron_lancet.training.megatron import checkpoint_patches, patches
     from megatron_lancet.training.observe.step_recorder import StepRecorder
     from megatron_lancet.training.plan.comm_priority import choose_micro_ops
-    from megatron_lancet.training.plan.normalize import settle
+    from megatron_lancet.training.plan.normalize import normalize_args
     from megatron_lancet.training.plan.select import choose_plan, is_tuned
     from megatron_lancet.training.platform import mock
     from megatron_lancet.training.platform.detect import apply_cpu_settings
@@ -62,7 +62,7 @@ def _pretrain(device: "torch.device", where: Whereabouts) -> None:
     args, config = arguments.parse()
     if device.type == "cpu":
         apply_cpu_settings(args)
-    for change in settle(args, config):
+    for change in normalize_args(args, config):
         say(f"Megatron-Lancet flags: {change}")
     arguments.validate(args)
     check_before_start(args)

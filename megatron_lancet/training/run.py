@@ -17,7 +17,8 @@ from megatron_lancet.training.observe.run_report import report_overlap
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
 from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
-from megatron_lancet.training.plan.select import is_tuned, needs_own_attention, uses_sdpa
+from megatron_lancet.training.plan.attention import needs_own_attention, uses_sdpa
+from megatron_lancet.training.plan.select import is_tuned
 from megatron_lancet.training.tuning.autotune import AutoTune
 from megatron_lancet.training.tuning.controller import Tuning, plan_without_overlap
 from megatron_lancet.training.tuning.plan_maker import ProfilingPlanMaker

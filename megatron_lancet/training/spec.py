@@ -24,7 +24,8 @@ from megatron_lancet.training.megatron.versions import check_versions
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.plan.comm_priority import choose_micro_ops
 from megatron_lancet.training.plan.flag_mapping import refuse_mapped_flags
-from megatron_lancet.training.plan.select import against_overlap, choose_plan, is_tuned
+from megatron_lancet.training.plan.select import choose_plan, is_tuned
+from megatron_lancet.training.plan.support import overlap_blockers
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.process.exit import leave
 from megatron_lancet.training.run import enter_run
@@ -65,8 +66,8 @@ class _SpecRun:
         patches.check_seams()
         args = get_args()
         config = _config_from_environment()
-        for obstacle in against_overlap(args, config):
-            raise UsageError(f"--spec asks for the overlapping block, but {obstacle}.")
+        for blocker in overlap_blockers(args, config):
+            raise UsageError(f"--spec asks for the overlapping block, but {blocker}.")
         # Megatron has already made its configuration of them.
         refuse_mapped_flags(args, config)
         plan, line = choose_plan(args, config)

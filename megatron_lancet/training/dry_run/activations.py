@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lancet.training.dry_run.parameters import is_gated
-from megatron_lancet.training.dry_run.stages import ModelChunk, PipelineStage, moe_pattern
+from megatron_lancet.training.dry_run.stages import ModelChunk, PipelineStage
+from megatron_lancet.training.moe_pattern import moe_pattern
 
 _FP32_BYTES = 4
 

@@ -10,7 +10,8 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_lancet.training.dry_run.stages import PipelineStage, moe_pattern
+from megatron_lancet.training.dry_run.stages import PipelineStage
+from megatron_lancet.training.moe_pattern import moe_pattern
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from pathlib import Path
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.profiler.measure import num_profile_steps
 from megatron_lancet.schedule.plan import DwPolicy, Plan
+from megatron_lancet.training.plan.attention import uses_sdpa
 from megatron_lancet.training.plan.comm_priority import choose_micro_ops
 from megatron_lancet.training.plan.limits import planning_limits
-from megatron_lancet.training.plan.select import choose_plan, is_tuned, uses_sdpa
+from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.tuning.controller import Tuning
 from megatron_lancet.training.tuning.profiling import check_can_profile, plans_within
 

@@ -34,7 +34,7 @@ from megatron_lancet.training.dry_run.vocabulary import settle_vocabulary
 from megatron_lancet.training.dry_run.world import choose_world
 from megatron_lancet.training.input_files import missing_files
 from megatron_lancet.training.megatron import patches
-from megatron_lancet.training.plan.normalize import settle
+from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.platform.cpu import gpu_available
 from megatron_lancet.training.platform.detect import apply_cpu_settings
 from megatron_lancet.training.platform.mock import is_mocked
@@ -56,7 +56,7 @@ def examine() -> Findings:
         on_cpu = not gpu_available() and (is_mocked(args) or args.distributed_backend == "gloo")
         if on_cpu:
             apply_cpu_settings(args)
-        changes = settle(args, config)
+        changes = normalize_args(args, config)
         missing = _validate(args)
         plan = plan_lines(args, config)
         with arguments.megatrons_refusals():

@@ -7,6 +7,8 @@ from typing import Any
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
+from megatron_lancet.training.moe_pattern import moe_pattern
+
 
 @dataclass(frozen=True)
 class ModelChunk:
@@ -43,21 +45,6 @@ class PipelineStage:
         return tuple(layer for chunk in self.chunks for layer in chunk.layers)
 
 
-def moe_pattern(args: argparse.Namespace) -> list[bool]:
-    """Whether each layer of the model is a MoE layer.
-
-    Raises:
-        ValueError: a pattern of another length than the model.
-    """
-    if not args.num_experts:
-        return [False] * args.num_layers
-    freq = args.moe_layer_freq
-    pattern = freq if isinstance(freq, list) else [layer % freq == 0 for layer in range(args.num_layers)]
-    if len(pattern) != args.num_layers:
-        raise ValueError(f"--moe-layer-freq is a pattern of {len(pattern)} layers, --num-layers is {args.num_layers}")
-    return [bool(is_moe) for is_moe in pattern]
-
-
 def pipeline_stages(args: argparse.Namespace, config: Any) -> list[PipelineStage]:
     """All pipeline ranks, first to last.
 
@@ -67,6 +54,7 @@ def pipeline_stages(args: argparse.Namespace, config: Any) -> list[PipelineStage
 
     Raises:
         AssertionError, ValueError: Megatron's, for layers that can't be shared out.
+        UsageError: a pattern of MoE layers of another length than the model.
     """
     pp_size, vp_size = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     pattern = iter(moe_pattern(args))

@@ -10,8 +10,6 @@ from megatron_lancet.planning.gradient_reduction import GradientReduction, defau
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import CommPriority, MicroOps
 
-_BYTES_PER_MB = 1e6
-
 
 def choose_micro_ops(args: argparse.Namespace, config: LancetConfig, plan: Plan | None) -> MicroOps | None:
     """How gradient reductions are cut; None where Megatron runs them.
@@ -45,7 +43,7 @@ def choose_micro_ops(args: argparse.Namespace, config: LancetConfig, plan: Plan 
     }.items():
         if given:
             raise UsageError(f"{other} does not work with {flag}: it reduces in a way of its own. Drop one of the two.")
-    return MicroOps(round(config.grad_chunk_mb * _BYTES_PER_MB))
+    return MicroOps(config.grad_chunk_bytes)
 
 
 def reduction_of(args: argparse.Namespace, config: LancetConfig) -> GradientReduction | None:
@@ -67,7 +65,7 @@ def reduction_of(args: argparse.Namespace, config: LancetConfig) -> GradientRedu
         expert_ranks=max(1, args.world_size // (model_ranks * args.expert_model_parallel_size)),
         priority=config.comm_priority,
         bucket_bytes=max(1, bucket_bytes),
-        chunk_bytes=max(1, round(config.grad_chunk_mb * _BYTES_PER_MB)),
+        chunk_bytes=config.grad_chunk_bytes,
         is_scatter=args.use_distributed_optimizer,
         has_late_head=not args.untie_embeddings_and_output_weights,
     )

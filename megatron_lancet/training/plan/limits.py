@@ -1,10 +1,11 @@
-"""What a run's arguments allow a plan to do, and which flag is in the way."""
+"""Limits that a run's arguments set to its plan, each with the flag that sets it."""
 
 import argparse
 from collections.abc import Iterator
 
 from megatron_lancet.config import AttentionChoice, LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.model.attention import sdpa_blockers
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 
@@ -17,19 +18,8 @@ def chunked_size(args: argparse.Namespace, dim: ChunkDim) -> tuple[int, str]:
     return args.seq_length // args.context_parallel_size, flag
 
 
-def lacking_in_sdpa(args: argparse.Namespace) -> list[str]:
-    """Flags that torch's fused attention kernel can't follow."""
-    lacking = {
-        "--window-size": args.window_size is not None,
-        f"--softmax-type {args.softmax_type}": args.softmax_type != "vanilla",
-    }
-    return [flag for flag, given in lacking.items() if given]
-
-
-def against_sequence_chunks(
-    args: argparse.Namespace, config: LancetConfig, overlap_range: OverlapRange
-) -> Iterator[str]:
-    """What keeps the sequence from being cut exactly."""
+def sequence_blockers(args: argparse.Namespace, config: LancetConfig, overlap_range: OverlapRange) -> Iterator[str]:
+    """Flags with which chunks of the sequence are not exact in a range."""
     if args.sequence_parallel:
         yield "--sequence-parallel"
     if not overlap_range.has_attention:
@@ -38,13 +28,13 @@ def against_sequence_chunks(
         yield "--context-parallel-size"
     if args.reset_attention_mask:
         yield "--reset-attention-mask"
-    yield from lacking_in_sdpa(args)
+    yield from sdpa_blockers(args)
     if config.attention is AttentionChoice.STOCK:
         yield "--lancet-attention stock"
 
 
 def routing_over_whole_micro_batch(args: argparse.Namespace) -> Iterator[str]:
-    """Routing whose decision about one token depends on the others, or draws random numbers per call."""
+    """Flags of routing whose decision about a token depends on the others, or draws random numbers per call."""
     balancing = args.moe_router_load_balancing_type
     kinds = balancing if isinstance(balancing, list) else [balancing]
     for kind in ("sinkhorn", "quantile_balancing"):
@@ -61,7 +51,7 @@ def routing_over_whole_micro_batch(args: argparse.Namespace) -> Iterator[str]:
 
 
 def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
-    """What a planner may choose from for this run: what the user asks for, as far as the run allows it.
+    """Limits of a planner for this run: what the user asks for, as far as the run allows it.
 
     Limits are a product of dimensions and ranges. Where sequence chunks work in some ranges only, the ranges stay and
     the dimension goes, unless the micro-batch has one sample: then only the sequence can be cut.
@@ -70,7 +60,7 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
         args: Megatron's arguments, validated.
 
     Raises:
-        UsageError: a wish of the user that the run does not allow.
+        UsageError: the run does not allow what the user asks for.
     """
     excluded: list[Exclusion] = []
     ranges = [config.range] if config.range else list(OverlapRange)
@@ -87,7 +77,7 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
         chunk_dims=tuple(dims),
         ranges=tuple(ranges),
         dw_policies=tuple(DwPolicy) if config.dw_policy is None else (config.dw_policy,),
-        dw_memory_bytes=None if config.dw_memory_mb is None else max(1, round(config.dw_memory_mb * 1e6)),
+        dw_memory_bytes=config.dw_memory_bytes,
         excluded=tuple(excluded),
     )
 
@@ -101,19 +91,19 @@ def _with_exact_sequence_chunks(
     excluded: list[Exclusion],
 ) -> tuple[list[ChunkDim], list[OverlapRange]]:
     """Dimensions and ranges of which every pair is exact."""
-    obstacles = {one: next(against_sequence_chunks(args, config, one), None) for one in ranges}
-    exact = [one for one in ranges if obstacles[one] is None]
+    blockers = {one: next(sequence_blockers(args, config, one), None) for one in ranges}
+    exact = [one for one in ranges if blockers[one] is None]
     if len(exact) == len(ranges):
         return dims, ranges
-    obstacle = next(found for found in obstacles.values() if found is not None)
+    blocker = next(found for found in blockers.values() if found is not None)
     if needs_sequence and exact:
         others = " and ".join(one for one in ranges if one not in exact)
-        excluded.append(Exclusion(f"ranges {others}", f"sequence chunks do not work there with {obstacle}"))
+        excluded.append(Exclusion(f"ranges {others}", f"sequence chunks do not work there with {blocker}"))
         return dims, exact
     if config.chunk_dim is ChunkDim.SEQUENCE:
         raise UsageError(
-            f"--lancet-chunk-dim sequence does not work with {obstacle}. Drop one of the two, or pass "
+            f"--lancet-chunk-dim sequence does not work with {blocker}. Drop one of the two, or pass "
             "--lancet-range gate, or --lancet-plan off."
         )
-    excluded.append(Exclusion("sequence chunks", f"they do not work with {obstacle}"))
+    excluded.append(Exclusion("sequence chunks", f"they do not work with {blocker}"))
     return [ChunkDim.BATCH], ranges

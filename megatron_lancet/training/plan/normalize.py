@@ -1,7 +1,7 @@
-"""What becomes of a launch script's settings before anything is validated, each said in a line.
+"""Normalizes Megatron's arguments before they are validated, and reports every change in a line.
 
-Megatron's flags for its own overlap mean our plan, see ``flag_mapping.py``. And settings are put right that Megatron
-refuses although the run does not depend on them: public scripts have them, written for another version of Megatron, or
+Megatron's flags for its own overlap mean our plan, see ``flag_mapping.py``. Settings that Megatron refuses, although
+the run does not depend on them, are put right: public scripts have them, written for another version of Megatron or
 shared by many layouts.
 """
 
@@ -13,17 +13,17 @@ from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 _LEARNED_POSITIONS = "learned_absolute"
 
 
-def settle(args: argparse.Namespace, config: LancetConfig) -> list[str]:
+def normalize_args(args: argparse.Namespace, config: LancetConfig) -> list[str]:
     """Change ``args``, which are not validated yet, in place.
 
     Returns:
         A line for each change.
     """
     mapped = map_overlap_flags(args, config)
-    return [*adjust(args), *([mapped] if mapped else [])]
+    return [*_put_right(args), *([mapped] if mapped else [])]
 
 
-def adjust(args: argparse.Namespace) -> list[str]:
+def _put_right(args: argparse.Namespace) -> list[str]:
     """Change ``args``, which are not validated yet, in place.
 
     Returns:

@@ -13,7 +13,7 @@ from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.training import arguments
 from megatron_lancet.training.dry_run.cluster import has_package
-from megatron_lancet.training.plan.select import OWN_SPEC
+from megatron_lancet.training.plan.support import OWN_SPEC
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import fixed_plan
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags, refuse_mapped_flags
-from megatron_lancet.training.plan.select import OVERLAP_FLAGS, choose_plan
+from megatron_lancet.training.plan.select import choose_plan
+from megatron_lancet.training.plan.support import OVERLAP_FLAGS
 
 MOE = "--num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --seq-length 32 --transformer-impl local"
 

@@ -9,7 +9,8 @@ import pytest
 from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
-from megatron_lancet.training.plan.select import choose_plan, is_tuned, needs_own_attention, uses_sdpa
+from megatron_lancet.training.plan.attention import needs_own_attention, uses_sdpa
+from megatron_lancet.training.plan.select import choose_plan, is_tuned
 
 
 @pytest.fixture
