@@ -9,7 +9,7 @@ SOURCES := megatron_lancet tools tests benchmarks docs pretrain_gpt_moe.py setup
 # Without PYTEST_ARGS: everything, in two processes, each test file in one of them.
 PYTEST_ALL := -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 
-.PHONY: demo test test-gpu lint wheel bench-network bench-prediction bench-priority bench-gpu format constraints clean help
+.PHONY: demo test test-gpu lint wheel bench-network bench-prediction bench-priority bench-gpu flags format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text, with expert parallelism, and show the result"
@@ -51,6 +51,10 @@ bench-priority: $(STAMP)
 
 bench-gpu: $(STAMP)
 	@$(BIN)/python -m benchmarks.gpu $(BENCH_ARGS)
+
+# The rows of refused flags in docs/flags.md.
+flags: $(STAMP)
+	@$(BIN)/python docs/flags_table.py
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix-only $(SOURCES)

@@ -51,11 +51,12 @@ def _pretrain(device: "torch.device", where: Whereabouts) -> None:
     from megatron_lancet.training.observe.step_recorder import StepRecorder
     from megatron_lancet.training.plan.comm_priority import choose_micro_ops
     from megatron_lancet.training.plan.normalize import normalize_args
-    from megatron_lancet.training.plan.select import choose_plan, is_tuned
+    from megatron_lancet.training.plan.select import choose_plan
     from megatron_lancet.training.platform import mock
     from megatron_lancet.training.platform.detect import apply_cpu_settings
     from megatron_lancet.training.process.sigterm import StopRequest, saves_on_sigterm
     from megatron_lancet.training.run import enter_run
+    from megatron_lancet.training.tuning.announcement import announced_plan
     from megatron_lancet.training.tuning.profiling import check_can_profile
 
     patches.check_seams()
@@ -71,8 +72,7 @@ def _pretrain(device: "torch.device", where: Whereabouts) -> None:
     plan, line = choose_plan(args, config)
     micro_ops = choose_micro_ops(args, config, plan)
     check_can_profile(args, config, plan)
-    tunes = plan is not None and is_tuned(args, config)
-    say(f"Megatron-Lancet plan: {'found while training, or in a short run ' if tunes else ''}{line}")
+    say(f"Megatron-Lancet plan: {announced_plan(args, config, plan, line)}")
 
     stop = StopRequest(where, device) if saves_on_sigterm(args, config) else None
     stats = CommStats(device)

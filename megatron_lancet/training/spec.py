@@ -24,11 +24,12 @@ from megatron_lancet.training.megatron.versions import check_versions
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.plan.comm_priority import choose_micro_ops
 from megatron_lancet.training.plan.flag_mapping import refuse_mapped_flags
-from megatron_lancet.training.plan.select import choose_plan, is_tuned
+from megatron_lancet.training.plan.select import choose_plan
 from megatron_lancet.training.plan.support import overlap_blockers
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.process.exit import leave
 from megatron_lancet.training.run import enter_run
+from megatron_lancet.training.tuning.announcement import announced_plan
 
 FLAGS_VARIABLE = "LANCET_FLAGS"
 """Environment variable with ``--lancet-*`` flags: Megatron's own script does not know them."""
@@ -72,8 +73,7 @@ class _SpecRun:
         refuse_mapped_flags(args, config)
         plan, line = choose_plan(args, config)
         micro_ops = choose_micro_ops(args, config, plan)
-        tunes = plan is not None and is_tuned(args, config)
-        say(f"Megatron-Lancet plan: {'found while training, or in a short run ' if tunes else ''}{line} (--spec)")
+        say(f"Megatron-Lancet plan: {announced_plan(args, config, plan, line)} (--spec)")
         device = _device(args)
         stats = CommStats(device)
         recorder = StepRecorder(args, device, stats, config.tune_steps)

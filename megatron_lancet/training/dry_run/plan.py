@@ -4,14 +4,13 @@ import argparse
 from pathlib import Path
 
 from megatron_lancet.config import LancetConfig
-from megatron_lancet.profiler.measure import num_profile_steps
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.training.plan.attention import uses_sdpa
 from megatron_lancet.training.plan.comm_priority import choose_micro_ops
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
-from megatron_lancet.training.tuning.controller import Tuning
-from megatron_lancet.training.tuning.profiling import check_can_profile, plans_within
+from megatron_lancet.training.tuning.announcement import announced_plan, num_tuning_steps
+from megatron_lancet.training.tuning.profiling import check_can_profile
 
 
 def plan_lines(args: argparse.Namespace, config: LancetConfig) -> list[str]:
@@ -30,29 +29,28 @@ def plan_lines(args: argparse.Namespace, config: LancetConfig) -> list[str]:
     check_can_profile(args, config, plan)
     if plan is None:
         return [line]
-    lines = _tuning_lines(args, config, line) if is_tuned(args, config) else [line]
-    return [*lines, *_beside_the_estimate(plan)]
+    lines = _tuning_lines(args, config, plan, line) if is_tuned(args, config) else [line]
+    return [*lines, *_deferred_dw_note(plan)]
 
 
-def _beside_the_estimate(plan: Plan) -> list[str]:
+def _deferred_dw_note(plan: Plan) -> list[str]:
     if plan.dw_policy is DwPolicy.NONE or plan.dw_memory_bytes is not None:
         return []
     return [
-        "weight gradients that wait keep what they need, beside the estimate above: --lancet-dw-memory-mb bounds it, "
+        "deferred weight gradients need memory beyond the estimate above: --lancet-dw-memory-mb bounds it, "
         "--lancet-dw-policy none avoids it"
     ]
 
 
-def _tuning_lines(args: argparse.Namespace, config: LancetConfig, line: str) -> list[str]:
-    limits = planning_limits(args, config)
-    num_steps = Tuning(config.tune_steps).num_steps_to_plan(num_profile_steps(plans_within(args, limits)))
+def _tuning_lines(args: argparse.Namespace, config: LancetConfig, plan: Plan, line: str) -> list[str]:
+    limits, num_steps = planning_limits(args, config), num_tuning_steps(args, config)
     if args.train_iters is not None and args.train_iters < num_steps:
-        return [f"{line} (fixed: {args.train_iters} steps are fewer than the {num_steps} that finding one takes)"]
+        return [f"{line} (fixed: {args.train_iters} steps are fewer than the {num_steps} that tuning takes)"]
     excluded = [f"not {one.what}: {one.reason}" for one in limits.excluded]
     dims, ranges = " or ".join(limits.chunk_dims), ", ".join(limits.ranges)
     return [
-        f"found while training, or in a short run {line}",
-        f"auto takes the first {num_steps} steps for it (fewer with a profile in --lancet-cache), and keeps what pays",
+        announced_plan(args, config, plan, line),
+        "auto measures steps before and after the change, and keeps the plan only if it pays",
         f"it may cut along {dims}; ranges {ranges}; weight gradients {' or '.join(limits.dw_policies)}",
         *excluded,
     ]

@@ -1,6 +1,6 @@
 """Megatron's flags that the overlapping block does not support, and whether a run can overlap.
 
-``docs/flags_table.py`` writes the refused flags of ``docs/flags.md`` from these tables.
+``docs/flags_table.py`` writes the rows of refused flags in ``docs/flags.md`` from these tables.
 """
 
 import argparse
@@ -50,7 +50,8 @@ class Unsupported:
         reason: why, for the documentation.
         advice: what to do about it, for the refusal.
         topic: section of the documentation; None for a flag that is not listed there.
-        is_set: whether arguments have it, for a flag that is not simply true.
+        even_zero: whether it is refused with any value, also with 0.
+        is_set: whether it is refused with its value, for a flag of which this depends on more.
         value: of the flag, for the refusal; None where the name says enough.
     """
 
@@ -58,6 +59,7 @@ class Unsupported:
     reason: str
     advice: str = "drop it"
     topic: Topic | None = None
+    even_zero: bool = False
     is_set: Callable[[argparse.Namespace], object] | None = None
     value: Callable[[argparse.Namespace], object] | None = None
 
@@ -67,22 +69,23 @@ class Unsupported:
         Args:
             args: Megatron's arguments; validation deletes some that are not set, or are replaced by others.
         """
-        name = self.flag.removeprefix("--").replace("-", "_")
-        if not (getattr(args, name, None) if self.is_set is None else self.is_set(args)):
+        setting = getattr(args, self.flag.removeprefix("--").replace("-", "_"), None)
+        is_set = setting is not None if self.even_zero else bool(setting)
+        if not (is_set if self.is_set is None else self.is_set(args)):
             return None
         return self.flag if self.value is None else f"{self.flag} {self.value(args)}"
 
 
-def _each(topic: Topic | None, flags: str, reason: str, advice: str = "drop it") -> tuple[Unsupported, ...]:
-    return tuple(Unsupported(flag, reason, advice, topic) for flag in flags.split())
+def _each(
+    topic: Topic | None, flags: str, reason: str, advice: str = "drop it", even_zero: bool = False
+) -> tuple[Unsupported, ...]:
+    return tuple(Unsupported(flag, reason, advice, topic, even_zero) for flag in flags.split())
 
 
 _OTHER_PARALLELISM = "use expert, tensor, context, data and pipeline parallelism"
 _GATHERED_WEIGHTS = "weights that are gathered for each use; dW would have to follow"
-_TE_ONLY = "only layers of Transformer Engine look at it"
+_TE_ONLY = "for layers of Transformer Engine only"
 _TE_ADVICE = "drop it, it is for layers of Transformer Engine"
-_ONE_CHUNK = "Megatron's hooks keep the tensors of a layer's last call: one chunk for the whole micro-batch"
-_ONE_CHUNK_ADVICE = "drop it, it would save one chunk for the whole micro-batch"
 _GRAPHS = (
     "the size of a message is known only when token counts have come: no graph can hold the ops of a chunk, and single "
     "parts of a layer are not captured either"
@@ -111,7 +114,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     *_each(
         Topic.PARALLELISM,
         "--use-megatron-fsdp --use-torch-fsdp2",
-        "hooks into modules whose forward pass the block replaces",
+        "tied to modules whose forward pass the block replaces",
         "use --use-distributed-optimizer",
     ),
     *_each(Topic.PARALLELISM, "--fake-process-group", "no message would be sent", "use --distributed-backend mock"),
@@ -133,7 +136,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         is_set=lambda args: args.spec is not None and tuple(args.spec) != OWN_SPEC,
         value=lambda args: " ".join(args.spec),
     ),
-    *_each(Topic.OVERLAP, "--tp-comm-overlap", _TE_ONLY, _TE_ADVICE),
+    *_each(Topic.OVERLAP, "--tp-comm-overlap", f"{_TE_ONLY}; a CPU run switches it off", _TE_ADVICE),
     *_each(
         Topic.MODEL,
         "--use-te-activation-func --use-transformer-engine-op-fuser --te-precision-config-file",
@@ -148,35 +151,31 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         _TE_ADVICE,
     ),
     *_each(Topic.MODEL, "--fused-residual-rmsnorm --mla-down-proj-fusion", _TE_ONLY, _TE_ADVICE),
-    *_each(Topic.PRECISION, "--fp8-output-proj", "needs layers of Transformer Engine", _TE_ADVICE),
+    *_each(Topic.PRECISION, "--fp8-output-proj", _TE_ONLY, _TE_ADVICE),
     *_each(
         Topic.MODEL,
         "--symmetric-ar-type --use-kitchen-attention --qk-clip --log-max-attention-logit",
-        "only layers of Transformer Engine or of the kitchen extension look at it",
+        "for layers of Transformer Engine or of the kitchen extension only",
         _TE_ADVICE,
     ),
-    Unsupported(
-        "--fp8-format", "needs layers of Transformer Engine", topic=Topic.PRECISION, is_set=lambda args: args.fp8
-    ),
-    Unsupported(
-        "--fp4-format", "needs layers of Transformer Engine", topic=Topic.PRECISION, is_set=lambda args: args.fp4
-    ),
+    Unsupported("--fp8-format", _TE_ONLY, topic=Topic.PRECISION, is_set=lambda args: args.fp8),
+    Unsupported("--fp4-format", _TE_ONLY, topic=Topic.PRECISION, is_set=lambda args: args.fp4),
     *_each(Topic.MODEL, "--mtp-num-layers", "the block ends at the last layer; multi-token prediction comes after it"),
-    *_each(Topic.MOE, "--moe-latent-size --moe-enable-routing-replay", "the block's MoE layer has no such step"),
-    Unsupported(
+    *_each(Topic.MOE, "--moe-latent-size --moe-enable-routing-replay", "not part of the block's MoE layer"),
+    *_each(
+        Topic.MOE,
         "--moe-expert-rank-capacity-factor",
-        "the block's MoE layer has no such step",
-        topic=Topic.MOE,
-        is_set=lambda args: args.moe_expert_rank_capacity_factor is not None,
+        "not part of the block's MoE layer",
+        even_zero=True,
     ),
     *_each(
         Topic.MOE,
         "--moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-routing-trace-path",
-        "the block's MoE layer has no such step",
+        "not part of the block's MoE layer",
     ),
     Unsupported(
         "--mlp-chunks-for-training",
-        "the block lacks it",
+        "not part of the block",
         topic=Topic.MODEL,
         is_set=lambda args: args.mlp_chunks_for_training > 1,
     ),
@@ -186,7 +185,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "--experimental-attention-variant",
         "other layers",
     ),
-    *_each(Topic.MODEL, "--batch-invariant-mode --init-model-with-meta-device", "the block lacks it"),
+    *_each(Topic.MODEL, "--batch-invariant-mode --init-model-with-meta-device", "not part of the block"),
     *_each(
         Topic.MOE,
         "--moe-use-upcycling",
@@ -204,7 +203,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         Topic.MEMORY,
         "--distribute-saved-activations --cpu-offloading-num-layers --fine-grained-activation-offloading "
         "--moe-paged-stash",
-        "holds on to what Megatron's own forward pass saves",
+        "tied to what Megatron's own forward pass saves",
     ),
     # Megatron's validation turns the first two into the third, and deletes them.
     *_each(Topic.MEMORY, "--enable-cuda-graph --external-cuda-graph", _GRAPHS),
@@ -215,38 +214,24 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         is_set=lambda args: args.cuda_graph_impl != "none",
         value=lambda args: args.cuda_graph_impl,
     ),
-    Unsupported(
-        "--save-activations-interval",
-        _ONE_CHUNK,
-        _ONE_CHUNK_ADVICE,
+    *_each(
         Topic.MODEL,
-        is_set=lambda args: args.save_activations_interval is not None,
-    ),
-    Unsupported(
-        "--save-dgrads-interval",
-        _ONE_CHUNK,
-        _ONE_CHUNK_ADVICE,
-        Topic.MODEL,
-        is_set=lambda args: args.save_dgrads_interval is not None,
-    ),
-    Unsupported(
-        "--save-tokens-per-expert-interval",
-        _ONE_CHUNK,
-        _ONE_CHUNK_ADVICE,
-        Topic.MODEL,
-        is_set=lambda args: args.save_tokens_per_expert_interval is not None,
+        "--save-activations-interval --save-dgrads-interval --save-tokens-per-expert-interval",
+        "Megatron's hooks keep the tensors of a layer's last call: one chunk for the whole micro-batch",
+        "drop it, it would save one chunk for the whole micro-batch",
+        even_zero=True,
     ),
 )
 """Refused in a run that overlaps, in the order in which they are looked for."""
 
 RETIRED: tuple[Unsupported, ...] = (
     *_each(Topic.MEMORY, "--checkpoint-activations", "retired by Megatron", "pass --recompute-granularity"),
-    Unsupported(
+    *_each(
+        Topic.PARALLELISM,
         "--model-parallel-size",
         "retired by Megatron",
         "pass --tensor-model-parallel-size",
-        Topic.PARALLELISM,
-        is_set=lambda args: args.model_parallel_size is not None,
+        even_zero=True,
     ),
 )
 """Refused in every run."""

@@ -64,7 +64,7 @@ def test_a_slow_plan_is_left_and_drift_finds_another(stock, token_data, tmp_path
     assert len(run.losses) == NUM_ITERS
     assert_equal(run, stock)
     kinds = (
-        "found while training", "tunes during the first 13 steps", "without overlap: ", "chunks=4 .* predicted 50.0 ms",
+        "tuned during training", "tunes during the first 13 steps", "without overlap: ", "chunks=4 .* predicted 50.0 ms",
         "measured .* slower than the .* far off", "going back to chunks=1", "under chunks=1 .*: it stays",
         "exposed time is .* planning anew", "chunks=2 dim=sequence",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""docs/flags.md says of every flag what becomes of it: the parser, the mapping and the refusals say the same."""
+"""docs/flags.md says of every flag how it is handled: the parser, the mapping and the refusals say the same."""
 
 import argparse
 import ast
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.flags_table import with_refused_flags
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training import arguments
@@ -99,6 +100,11 @@ def test_each_flag_is_listed_once_and_no_other(parser):
     listed = [flag for flag, *_ in ROWS]
     assert sorted(listed) == sorted(action.option_strings[0] for action in listed_actions(parser))
     assert {status for _, status, _ in ROWS} == STATUSES
+
+
+def test_refused_rows_are_current():
+    document = (REPO / "docs/flags.md").read_text()
+    assert with_refused_flags(document) == document, "docs/flags.md is not current: run make flags"
 
 
 def words_for(action: argparse.Action, flag: str) -> list[str]:

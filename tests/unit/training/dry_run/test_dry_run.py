@@ -112,8 +112,10 @@ def test_what_would_overlap_is_planned(dry_run):
     overlapping = ("--transformer-impl", "local")
     findings = dry_run(MIXTRAL, *overlapping)
     fixed_line = "chunks=2 dim=sequence range=stack dw=fill dw-window=4"
-    assert findings.plan[0] == f"found while training, or in a short run {fixed_line}"
-    assert findings.plan[1].startswith("auto takes the first 37 steps for it")
+    short_runs = "runs shorter than 37 steps (fewer with a cached profile) use"
+    assert findings.plan[0] == f"auto (tuned during training); {short_runs} {fixed_line}"
+    no_cache = dry_run(MIXTRAL, *overlapping, "--lancet-cache", "off")
+    assert no_cache.plan[0] == f"auto (tuned during training); runs shorter than 37 steps use {fixed_line}"
     fixed = dry_run(MIXTRAL, *overlapping, "--lancet-num-chunks", 4, "--lancet-dw-policy", "none")
     assert fixed.plan == ["chunks=4 dim=sequence range=stack dw=none dw-window=0"]
     few = dry_run(MIXTRAL, *overlapping, "--train-iters", 20, "--micro-batch-size", 2)
@@ -165,7 +167,7 @@ def test_local_modules_need_other_packages(dry_run):
 def test_a_script_for_cpus_is_validated_for_cpus(dry_run):
     findings = dry_run(MIXTRAL, "--distributed-backend", "gloo")
     assert "CPUs" in findings.target
-    assert findings.plan[0].startswith("found while training")
+    assert findings.plan[0].startswith("auto (tuned during training)")
     assert findings.args.transformer_impl == "local"
     assert not any("transformer_engine" in warning for warning in findings.warnings)
     with pytest.raises(UsageError, match="--fp8-format needs a GPU"):

@@ -1,0 +1,30 @@
+"""The line that announces a run's plan before the first step."""
+
+import argparse
+
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.profiler.measure import num_profile_steps
+from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.training.plan.limits import planning_limits
+from megatron_lancet.training.plan.select import is_tuned
+from megatron_lancet.training.tuning.controller import Tuning
+from megatron_lancet.training.tuning.profiling import plans_within
+
+
+def announced_plan(args: argparse.Namespace, config: LancetConfig, plan: Plan | None, line: str) -> str:
+    """
+    Args:
+        args: Megatron's arguments, validated.
+        plan: of :func:`~megatron_lancet.training.plan.select.choose_plan`, None for stock modules.
+        line: what that function says of the plan.
+    """
+    if plan is None or not is_tuned(args, config):
+        return line
+    fewer = "" if config.cache_dir is None else " (fewer with a cached profile)"
+    return f"auto (tuned during training); runs shorter than {num_tuning_steps(args, config)} steps{fewer} use {line}"
+
+
+def num_tuning_steps(args: argparse.Namespace, config: LancetConfig) -> int:
+    """Training steps until a tuned plan is verified, where no profile is at hand."""
+    plans = plans_within(args, planning_limits(args, config))
+    return Tuning(config.tune_steps).num_steps_to_plan(num_profile_steps(plans))
