@@ -39,8 +39,7 @@ from megatron_lancet.planning.what_if.expert_packing import StateMemory, pack_ex
 from megatron_lancet.planning.what_if.forecast import Forecaster
 from megatron_lancet.report.planning import packing_table
 from megatron_lancet.schedule.plan import Plan
-
-_BYTES_PER_MB = 1e6
+from megatron_lancet.schedule.units import BYTES_PER_MB
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -85,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments.num_micro_batches,
             arguments.routing,
             StateMemory(arguments.use_distributed_optimizer),
-            None if arguments.memory_mb is None else arguments.memory_mb * _BYTES_PER_MB,
+            None if arguments.memory_mb is None else arguments.memory_mb * BYTES_PER_MB,
         )
     except RecordError as error:
         raise UsageError(f"no prediction from {arguments.profile}: {error}") from error

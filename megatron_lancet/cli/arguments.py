@@ -1,4 +1,4 @@
-"""Checks of command line values that several data tools share."""
+"""Checks of command line values that the tools share."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""From the command line to validated arguments: Megatron's parser, our flags, one clear line for each fault."""
+"""Parses and validates the command line: Megatron's parser with our flags, and one clear line for each fault."""
 
 import argparse
 import difflib
@@ -76,7 +76,7 @@ def _config_of[Config](config_class: type[Config], args: argparse.Namespace) -> 
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Fail like argparse, but without the usage text of a thousand flags, and with a guess at what was meant."""
+    """Fails like argparse, but without the usage text of a thousand flags, and with a guess at what was meant."""
     hints = []
     for word in message.replace(":", " ").split():
         if word.startswith("--") and word not in parser._option_string_actions:
@@ -86,7 +86,7 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def parse() -> tuple[argparse.Namespace, LancetConfig]:
-    """Parse ``sys.argv`` with Megatron's parser; nothing is validated against each other yet.
+    """Parses ``sys.argv`` with Megatron's parser; settings are not validated against each other yet.
 
     Raises:
         UsageError: an unknown flag or a value that a flag does not take.
@@ -100,7 +100,7 @@ def parse() -> tuple[argparse.Namespace, LancetConfig]:
 
 
 def config_from_words(words: Sequence[str]) -> LancetConfig:
-    """The ``--lancet-*`` flags where the command line is another program's.
+    """Parses ``--lancet-*`` flags that are not on the command line, because that is another program's.
 
     Raises:
         UsageError: an unknown flag or a value that a flag does not take.
@@ -120,10 +120,10 @@ def _check_plan_file(config: LancetConfig) -> None:
 
 
 def validate(args: argparse.Namespace) -> None:
-    """Run our checks, then Megatron's, and set Megatron's globals (tokenizer, timers, writers).
+    """Runs our checks, then Megatron's, and sets Megatron's globals (tokenizer, timers, writers).
 
     Raises:
-        UsageError: a setting that can't work, one message for the first found.
+        UsageError: a setting can't work; the message is about the first one found.
     """
     check_settings(args)
     for problem in missing_files(args):
@@ -142,10 +142,10 @@ def validate(args: argparse.Namespace) -> None:
 
 
 def check_settings(args: argparse.Namespace) -> None:
-    """Our own checks, which look at nothing but the arguments.
+    """Runs our own checks, which look at nothing but the arguments.
 
     Raises:
-        UsageError: a setting that can't work.
+        UsageError: a setting can't work.
     """
     check_mock_arguments(args)
     _check_layout(args)
@@ -158,7 +158,7 @@ def check_settings(args: argparse.Namespace) -> None:
 
 @contextmanager
 def megatrons_refusals() -> Iterator[None]:
-    """What Megatron's checks raise becomes one line for the user.
+    """Turns what Megatron's checks raise into one line for the user.
 
     Raises:
         UsageError: with Megatron's reason.

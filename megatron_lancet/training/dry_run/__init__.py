@@ -1,1 +1,1 @@
-"""``--lancet-dry-run``: everything that a launch script says is parsed, validated and explained; nothing is trained."""
+"""``--lancet-dry-run``: parses, validates and explains a launch script without training."""

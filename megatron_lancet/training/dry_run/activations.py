@@ -1,7 +1,8 @@
-"""What a rank keeps between forward and backward, estimated tensor by tensor.
+"""Estimates, tensor by tensor, what a rank keeps between forward and backward.
 
-Counted are the tensors that autograd saves with fused attention (or the score matrices without it), for balanced
-routing. Not counted: workspaces, buffers of NCCL and of the dispatcher, fragmentation. Tensors in fp8 count as bf16.
+The estimate counts the tensors that autograd saves with fused attention (or the score matrices without it), for
+balanced routing. It does not count workspaces, buffers of NCCL and of the dispatcher, or fragmentation. Tensors in fp8
+count as bf16.
 
 Legend: T tokens of a micro-batch on this rank, s the ranks that share the residual stream (tensor parallel size under
 sequence parallelism, else 1).
@@ -25,8 +26,8 @@ class Saved:
 
     Attributes:
         num_bytes: on a rank, for one micro-batch.
-        module: by which ``--recompute-modules`` drops it; empty for one that stays.
-        also: a larger module that drops it, too.
+        module: name in ``--recompute-modules`` that drops it; empty for a tensor that is always kept.
+        also: name of a larger module that drops it, too.
     """
 
     num_bytes: float
@@ -37,7 +38,7 @@ class Saved:
 def activation_bytes(
     args: argparse.Namespace, stages: list[PipelineStage], num_micro_batches: int, saves_scores: bool
 ) -> list[float]:
-    """Activations at their peak, on a rank of each pipeline stage, in bytes.
+    """Peak of activations on a rank of each pipeline stage, in bytes.
 
     Args:
         args: Megatron's arguments, validated.
@@ -56,7 +57,7 @@ def activation_bytes(
 def _in_flight(
     args: argparse.Namespace, num_stages: int, rank: int, num_chunks: int, num_micro_batches: int
 ) -> Counter[int]:
-    """Micro-batches of each virtual stage whose activations are kept at the same time at most.
+    """Counts the micro-batches of each virtual stage whose activations are kept at the same time, at most.
 
     The 1F1B schedule of Megatron: a rank runs ahead by as many forwards as the gradient of its first one needs to come
     back, then alternates.
@@ -77,7 +78,7 @@ def _in_flight(
 
 
 def _kept_bytes(args: argparse.Namespace, chunk: ModelChunk, saves_scores: bool) -> float:
-    """Of one micro-batch in a virtual stage, between its forward and its backward."""
+    """Bytes of one micro-batch in a virtual stage, between its forward and its backward."""
     layers = [*chunk.layers, *moe_pattern(args)[-1:] * chunk.num_mtp]
     if args.recompute_granularity == "full":
         num_recomputed, per_input = len(layers), 1
@@ -92,7 +93,7 @@ def _kept_bytes(args: argparse.Namespace, chunk: ModelChunk, saves_scores: bool)
 
 
 def _working_bytes(args: argparse.Namespace, stage: PipelineStage, saves_scores: bool) -> float:
-    """What exists for one micro-batch only: the output layer's, and what is being recomputed."""
+    """Bytes that exist for one micro-batch only: the output layer's, and those that are being recomputed."""
     working = 0.0
     for chunk in stage.chunks:
         if chunk.has_output or chunk.num_mtp:
@@ -120,7 +121,7 @@ def _dropped_modules(args: argparse.Namespace) -> frozenset[str]:
 def _layer_bytes(
     args: argparse.Namespace, is_moe: bool, saves_scores: bool, dropped: frozenset[str] = frozenset()
 ) -> float:
-    """What a transformer layer saves for one micro-batch, without what recompute drops."""
+    """Bytes that a transformer layer saves for one micro-batch, without those that recompute drops."""
     return sum(
         saved.num_bytes
         for saved in layer_tensors(args, is_moe, saves_scores)
@@ -129,7 +130,7 @@ def _layer_bytes(
 
 
 def layer_tensors(args: argparse.Namespace, is_moe: bool, saves_scores: bool) -> Iterator[Saved]:
-    """What a transformer layer saves for one micro-batch, as far as its size counts."""
+    """Tensors that a transformer layer saves for one micro-batch, as far as their size counts."""
     residual = _residual_bytes(args)
     yield Saved(2 * residual)  # inputs of both norms
     yield Saved(2 * residual, "layernorm")
@@ -154,19 +155,19 @@ def _tokens(args: argparse.Namespace) -> float:
 
 
 def _residual_bytes(args: argparse.Namespace) -> float:
-    """Of a tensor in the residual stream: [T / s, hidden size]."""
+    """Size of a tensor in the residual stream: [T / s, hidden size]."""
     ranks = args.tensor_model_parallel_size if args.sequence_parallel else 1
     return _tokens(args) * args.hidden_size * _value_bytes(args) / ranks
 
 
 def _layer_input_bytes(args: argparse.Namespace) -> float:
-    """What full recompute keeps of a layer."""
+    """Size of a layer's input, which is what full recompute keeps."""
     shards = args.tensor_model_parallel_size if args.distribute_saved_activations else 1
     return _residual_bytes(args) / shards
 
 
 def _attention(args: argparse.Namespace) -> Iterator[Saved]:
-    """Queries, keys and values, and what core attention gives."""
+    """Queries, keys, values, and the output of core attention."""
     per_value = _tokens(args) * _value_bytes(args) / args.tensor_model_parallel_size
     query = args.kv_channels * args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
@@ -175,7 +176,7 @@ def _attention(args: argparse.Namespace) -> Iterator[Saved]:
 
 
 def _latent_attention(args: argparse.Namespace) -> Iterator[Saved]:
-    """Compressed queries and keys, before and after their norms; what is projected up of them; the output."""
+    """Compressed queries and keys before and after their norms, their projections, and the output."""
     per_value = _tokens(args) * _value_bytes(args)
     ranks = args.tensor_model_parallel_size if args.sequence_parallel else 1
     compressed = 2 * (args.q_lora_rank or 0) + 2 * args.kv_lora_rank + args.qk_pos_emb_head_dim
@@ -194,9 +195,9 @@ def _score_bytes(args: argparse.Namespace) -> float:
 
 
 def _mlp(args: argparse.Namespace, rows: float, ffn: int, num_shards: int) -> Iterator[Saved]:
-    """What is between the two linear layers, before and after the activation function.
+    """Tensors between the two linear layers, before and after the activation function.
 
-    A gate that is not fused keeps what it multiplies, too.
+    A gate that is not fused keeps its factors, too.
     """
     inner = rows * ffn * _value_bytes(args) / num_shards
     fused = args.bias_swiglu_fusion if args.swiglu else True
@@ -205,7 +206,7 @@ def _mlp(args: argparse.Namespace, rows: float, ffn: int, num_shards: int) -> It
 
 
 def _moe(args: argparse.Namespace) -> Iterator[Saved]:
-    """The router's scores, the rows that came to the experts, what is inside of them, and the shared expert."""
+    """The router's scores, the rows that the experts received, tensors inside the experts, and the shared expert."""
     ranks = args.tensor_model_parallel_size if args.sequence_parallel else 1
     yield Saved(2 * _tokens(args) / ranks * args.num_experts * _FP32_BYTES, "moe")
     rows = _tokens(args) / ranks * args.moe_router_topk * args.expert_tensor_parallel_size

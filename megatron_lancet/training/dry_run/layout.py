@@ -1,4 +1,4 @@
-"""How the ranks of a run are shared out, and what can't be."""
+"""Sizes of a run's process groups, and their checks."""
 
 import argparse
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from megatron_lancet.errors import UsageError
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the groups of ranks.
+    """Sizes of the process groups.
 
     Attributes:
         num_ranks: of the run.
@@ -61,13 +61,13 @@ def layout_of(args: argparse.Namespace, num_micro_batches: int) -> Layout:
 
 
 def check_shares(args: argparse.Namespace, layout: Layout) -> None:
-    """What Megatron finds out only when it builds the model, or in the first step.
+    """Checks what Megatron finds out only when it builds the model, or in the first step.
 
     Args:
         args: Megatron's arguments, validated.
 
     Raises:
-        UsageError: a size that its ranks can't share, micro-batches that don't fit to virtual stages.
+        UsageError: a size is not divisible by its ranks, or the micro-batches do not fit to virtual stages.
     """
     for what, size, parts, by in _shared_sizes(args):
         if size % parts != 0:
@@ -83,7 +83,7 @@ def check_shares(args: argparse.Namespace, layout: Layout) -> None:
 
 
 def _shared_sizes(args: argparse.Namespace) -> Iterator[tuple[str, int, int, str]]:
-    """What is cut into parts: (name, size, parts, flag of the parts)."""
+    """Sizes that must be divisible: (name, size, parts, flag of the parts)."""
     tensor = (args.tensor_model_parallel_size, "--tensor-model-parallel-size")
     expert_tensor = (args.expert_tensor_parallel_size, "--expert-tensor-parallel-size")
     yield "--ffn-hidden-size", args.ffn_hidden_size, *tensor

@@ -15,11 +15,11 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Memory:
-    """Of a rank of one pipeline stage, in bytes.
+    """Memory of a rank of one pipeline stage, in bytes.
 
     Attributes:
-        optimizer: on the GPU.
-        offloaded: of the optimizer, in the host's memory.
+        optimizer: its part on the GPU.
+        offloaded: the optimizer's part in the host's memory.
     """
 
     weights: float
@@ -30,14 +30,14 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """On the GPU, in bytes."""
+        """Sum of what is on the GPU, in bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
 def memory_of_stages(
     args: argparse.Namespace, layout: Layout, stages: list[PipelineStage], size: ModelSize, saves_scores: bool
 ) -> list[Memory]:
-    """For a rank of each pipeline stage.
+    """Memory of a rank of each pipeline stage.
 
     Args:
         args: Megatron's arguments, validated.
@@ -63,7 +63,7 @@ def _memory(args: argparse.Namespace, layout: Layout, held: Held, activations: f
 
 
 def optimizer_bytes_per_parameter(args: argparse.Namespace) -> float:
-    """Copies of the weights in fp32 and moments, before they are shared out. Other optimizers count like Adam."""
+    """Bytes of fp32 weights and moments per parameter, before they are sharded. Other optimizers count like Adam."""
     master = 0 if args.params_dtype == torch.float32 else args.main_params_dtype.itemsize
     if master and args.use_precision_aware_optimizer and _stores_remainders(args):
         master -= args.params_dtype.itemsize  # the upper half is the weight itself

@@ -1,4 +1,4 @@
-"""What a run needs beside its arguments and this machine lacks: the cluster may have it, so these are warnings."""
+"""Files and packages that a run needs and this machine lacks: the cluster may have them, so these are warnings."""
 
 import argparse
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _TOKENIZER_PACKAGES = {
 
 
 def missing_packages(args: argparse.Namespace) -> Iterator[str]:
-    """Optional packages that the settings ask for, a message for each.
+    """Missing optional packages that the settings ask for, a message for each.
 
     Args:
         args: Megatron's arguments, validated.
@@ -30,7 +30,7 @@ def missing_packages(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _needed_packages(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Packages that can be imported where the run is to work, with the flag that asks for each."""
+    """Packages that the run must be able to import, with the flag that asks for each."""
     if args.transformer_impl == "transformer_engine":
         yield "transformer_engine", "--transformer-impl transformer_engine (Megatron's default)"
     elif args.transformer_impl == "local":
@@ -52,7 +52,7 @@ def _needed_packages(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 
 def _needed_by_local_modules(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Packages with kernels that Megatron's own modules use by default, and refuse to do without."""
+    """Packages with kernels that Megatron's own modules use by default, and do not run without."""
     if args.gradient_accumulation_fusion:
         yield (
             "fused_weight_gradient_mlp_cuda",
@@ -68,21 +68,21 @@ def _needed_by_local_modules(args: argparse.Namespace) -> Iterator[tuple[str, st
 
 
 def missing_checkpoints(args: argparse.Namespace) -> Iterator[str]:
-    """Folders to start from that are not here, a message for each."""
+    """Missing folders of checkpoints to start from, a message for each."""
     for flag, folder in (("--load", args.load), ("--pretrained-checkpoint", args.pretrained_checkpoint)):
         if folder is not None and "://" not in folder and not Path(folder).is_dir():
             yield f"{flag}: no such folder: {folder}"
 
 
 def missing_vocabulary_files(args: argparse.Namespace) -> Iterator[str]:
-    """Files of a byte-pair tokenizer, a message for each."""
+    """Missing files of a byte-pair tokenizer, a message for each."""
     for flag, path in (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)):
         if path is not None and not Path(path).is_file():
             yield f"{flag}: no such file: {path}"
 
 
 def unknown_sizes(args: argparse.Namespace) -> Iterator[str]:
-    """Settings that change sizes in ways which the estimate does not know, a message for each."""
+    """Settings whose effect on sizes is not estimated, a message for each."""
     for flag, given in {
         "--experimental-attention-variant": args.experimental_attention_variant,
         "--heterogeneous-layers-config-path": args.heterogeneous_layers_config_path,

@@ -1,4 +1,4 @@
-"""Which plan a run would get, in lines for the user."""
+"""The plan that a run would get, in lines for the user."""
 
 import argparse
 from pathlib import Path
@@ -14,7 +14,7 @@ from megatron_lancet.training.tuning.profiling import check_can_profile
 
 
 def plan_lines(args: argparse.Namespace, config: LancetConfig) -> list[str]:
-    """The plan and where it comes from; what automatic tuning would do.
+    """Lines about the plan, its source, and what automatic tuning would do.
 
     Args:
         args: Megatron's arguments, validated.

@@ -14,7 +14,7 @@ _HOW = (
 
 
 def report(findings: Findings) -> str:
-    """All of it, as the user sees it."""
+    """The whole report."""
     sections = [
         ("", [f"Megatron-Lancet dry run: {findings.target}"]),
         ("model", _model(findings)),
@@ -68,7 +68,7 @@ def _listed(counts: list[int]) -> str:
 
 
 def _unit(findings: Findings) -> str:
-    """In which memory is read best."""
+    """Unit in which the memory is read best."""
     return "GiB" if max(memory.total for memory in findings.memory) >= _UNITS["GiB"] else "MiB"
 
 

@@ -30,7 +30,7 @@ from megatron_lancet.training.dry_run.parameters import model_size
 from megatron_lancet.training.dry_run.plan import plan_lines, saves_scores
 from megatron_lancet.training.dry_run.report import report
 from megatron_lancet.training.dry_run.stages import PipelineStage, pipeline_stages
-from megatron_lancet.training.dry_run.vocabulary import settle_vocabulary
+from megatron_lancet.training.dry_run.vocabulary import set_vocabulary_size
 from megatron_lancet.training.dry_run.world import choose_world
 from megatron_lancet.training.input_files import missing_files
 from megatron_lancet.training.megatron import patches
@@ -42,7 +42,7 @@ from megatron_lancet.training.process.console import say
 
 
 def examine() -> Findings:
-    """Parse and validate ``sys.argv`` as the run itself would, and size what would run.
+    """Parses and validates ``sys.argv`` as the run itself would, and sizes what would run.
 
     Raises:
         UsageError: what the run would refuse.
@@ -80,18 +80,18 @@ def examine() -> Findings:
 
 
 def _validate(args: argparse.Namespace) -> list[str]:
-    """What ``arguments.validate`` does, with warnings for files that are not here, and without Megatron's globals."""
+    """Does what ``arguments.validate`` does, with warnings for missing files and without Megatron's globals."""
     arguments.check_settings(args)
     missing = [*missing_files(args), *missing_vocabulary_files(args), *missing_checkpoints(args)]
     with arguments.megatrons_refusals():
         missing += _take_checkpoint_arguments(args)
         validate_args(args)
-        missing += settle_vocabulary(args)
+        missing += set_vocabulary_size(args)
     return missing
 
 
 def _stages(args: argparse.Namespace) -> list[PipelineStage]:
-    """Make Megatron's configurations, as the run would, and look at what the model's says of pipeline stages."""
+    """Makes Megatron's configurations as the run would, and reads the pipeline stages from the model's."""
     model_config = gpt_config_from_args(args)
     pretrain_cfg_container_from_args(args, model_config)
     model_config.finalize()
@@ -104,7 +104,7 @@ def _assumed() -> str:
 
 @contextmanager
 def _megatrons_remarks() -> Iterator[list[str]]:
-    """What Megatron warns of inside the context; its log and its thousand lines of arguments are not shown."""
+    """Collects Megatron's warnings inside the context; its log and its thousand lines of arguments are not shown."""
     remarks: list[str] = []
     level = logging.root.manager.disable
     with warnings.catch_warnings(record=True) as caught, redirect_stdout(io.StringIO()):
@@ -118,7 +118,7 @@ def _megatrons_remarks() -> Iterator[list[str]]:
 
 
 def _take_checkpoint_arguments(args: argparse.Namespace) -> Iterator[str]:
-    """``--use-checkpoint-args``, where the checkpoint is here; else a warning."""
+    """Applies ``--use-checkpoint-args`` where the checkpoint is here; else yields a warning."""
     if not args.use_checkpoint_args:
         return
     if args.load is None or not Path(args.load).is_dir():
@@ -136,7 +136,7 @@ def _take_checkpoint_arguments(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _num_micro_batches(args: argparse.Namespace) -> int:
-    """Of a step, on each data-parallel rank; of the first step where the batch grows.
+    """Micro-batches of a step on each data-parallel rank; of the first step where the batch grows.
 
     Raises:
         AssertionError, ValueError: Megatron's, for a batch that can't be shared out.
@@ -154,7 +154,7 @@ def _num_micro_batches(args: argparse.Namespace) -> int:
 
 
 def run_dry() -> None:
-    """Entry point: print the report, on the first rank where somebody started several.
+    """Entry point: prints the report, on the first rank only if several were started.
 
     Raises:
         UsageError: what the run would refuse.

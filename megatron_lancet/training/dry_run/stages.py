@@ -1,4 +1,4 @@
-"""Which layers of the model a pipeline rank holds, as Megatron will share them out."""
+"""Layers of the model on each pipeline rank, as Megatron will distribute them."""
 
 import argparse
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from megatron_lancet.training.moe_pattern import moe_pattern
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """A virtual pipeline stage: what one rank runs without handing over.
+    """A virtual pipeline stage: the layers that one rank runs without communication between stages.
 
     Attributes:
         layers: whether each of its transformer layers is a MoE layer.
@@ -31,7 +31,7 @@ class ModelChunk:
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """What the ranks of one pipeline rank hold.
+    """The part of the model on one pipeline rank.
 
     Attributes:
         chunks: virtual stages, in the order in which a micro-batch passes through them; one without virtual stages.
@@ -41,7 +41,7 @@ class PipelineStage:
 
     @property
     def layers(self) -> tuple[bool, ...]:
-        """Of all chunks."""
+        """Whether each transformer layer of all chunks is a MoE layer."""
         return tuple(layer for chunk in self.chunks for layer in chunk.layers)
 
 
@@ -73,7 +73,7 @@ def pipeline_stages(args: argparse.Namespace, config: Any) -> list[PipelineStage
 
 
 def _contents(config: Any, pp_rank: int, vp_stage: int) -> list[LayerType]:
-    """What Megatron builds for a virtual stage of a pipeline rank."""
+    """Layers that Megatron builds for a virtual stage of a pipeline rank."""
     pp_size, vp_size = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     layout = config.pipeline_model_parallel_layout
     if layout is not None:

@@ -1,4 +1,4 @@
-"""The size of the vocabulary, also where the tokenizer is not here."""
+"""Finds the size of the vocabulary, also where the tokenizer is not here."""
 
 import argparse
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.training.dry_run.cluster import has_package
 
 _PIECES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-"""Tokenizers that have one vocabulary only."""
+"""Entries of tokenizers that have one vocabulary only."""
 _TYPICAL_PIECES = 128_000
-"""Of tokenizers of today's large models."""
+"""Entries of the tokenizers of today's large models."""
 _FROM_ONE_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
 
 
-def settle_vocabulary(args: argparse.Namespace) -> Iterator[str]:
-    """Set ``args.padded_vocab_size``, which Megatron takes from the tokenizer.
+def set_vocabulary_size(args: argparse.Namespace) -> Iterator[str]:
+    """Sets ``args.padded_vocab_size``, which Megatron takes from the tokenizer.
 
     Yields:
         A warning where the size is assumed.

@@ -12,7 +12,7 @@ _WORLD_FLAG = "--lancet-world-size"
 
 @dataclass(frozen=True)
 class World:
-    """How many ranks a dry run validates for.
+    """The ranks that a dry run validates for.
 
     Attributes:
         num_ranks: at least 1.
@@ -24,7 +24,7 @@ class World:
 
 
 def choose_world(args: argparse.Namespace) -> World:
-    """The number of ranks of a dry run, by the flag, the environment or the script's parallel sizes.
+    """Chooses the number of ranks by the flag, the environment or the script's parallel sizes.
 
     Raises:
         UsageError: a parallel size below 1.
@@ -37,7 +37,7 @@ def choose_world(args: argparse.Namespace) -> World:
 
 
 def _fewest_ranks(args: argparse.Namespace) -> int:
-    """The smallest world that the layout divides."""
+    """The smallest number of ranks that the layout divides."""
     sizes = {
         "--tensor-model-parallel-size": args.tensor_model_parallel_size,
         "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,

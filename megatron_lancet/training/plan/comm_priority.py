@@ -1,4 +1,4 @@
-"""Whether a run's gradient reductions give way to its all-to-alls, and what a planner is told of them."""
+"""Priority of all-to-alls over gradient reductions: its checks, and the reductions as a planner sees them."""
 
 import argparse
 
@@ -12,7 +12,7 @@ from megatron_lancet.schedule.reductions import CommPriority, MicroOps
 
 
 def choose_micro_ops(args: argparse.Namespace, config: LancetConfig, plan: Plan | None) -> MicroOps | None:
-    """How gradient reductions are cut; None where Megatron runs them.
+    """Chooses how gradient reductions are cut; None where Megatron runs them.
 
     Args:
         args: Megatron's arguments, validated.
@@ -47,7 +47,7 @@ def choose_micro_ops(args: argparse.Namespace, config: LancetConfig, plan: Plan 
 
 
 def reduction_of(args: argparse.Namespace, config: LancetConfig) -> GradientReduction | None:
-    """How a run sums its gradients beside its backward pass, for the simulator; None if it does not.
+    """Describes for the simulator how a run sums its gradients during its backward pass; None if it does not.
 
     Args:
         args: Megatron's arguments, validated.

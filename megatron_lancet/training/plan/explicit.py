@@ -1,4 +1,4 @@
-"""``--lancet-plan FILE``: the file is read and checked against the run before any process group starts."""
+"""``--lancet-plan FILE``: reads the file and checks it against the run before any process group starts."""
 
 import argparse
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from megatron_lancet.training.plan.support import has_all_to_alls
 
 
 def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -> Plan:
-    """The plan in a file.
+    """Reads the plan in a file.
 
     Args:
         args: Megatron's arguments, validated.

@@ -1,4 +1,4 @@
-"""Megatron's own flags for what a plan does: in a run by a plan they mean the plan."""
+"""Maps Megatron's own flags for what a plan does to the plan."""
 
 import argparse
 import dataclasses
@@ -11,13 +11,13 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.training.plan.support import OVERLAP_FLAGS, OWN_DISPATCHER, may_overlap
 
 _DISPATCHER_SETTINGS = ("moe_enable_deepep", "moe_flex_dispatcher_", "moe_deepep_", "moe_hybridep_", "moe_ncclep_")
-"""What other dispatchers are set up with: Megatron checks some of it against the dispatcher's type."""
+"""Settings of other dispatchers: Megatron checks some of them against the dispatcher's type."""
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def map_overlap_flags(args: argparse.Namespace, config: LancetConfig) -> str | None:
-    """Put our plan in the place of Megatron's own ways to hide all-to-alls, in ``args``; and say so.
+    """Replaces Megatron's own ways to hide all-to-alls by our plan, in ``args``.
 
     Call it between parsing and Megatron's validation, which refuses some of these flags together with what works with
     a plan (full recompute, fp32, pipelines without virtual stages, no Transformer Engine). Where no plan will run
@@ -57,7 +57,7 @@ def map_overlap_flags(args: argparse.Namespace, config: LancetConfig) -> str | N
 
 
 def refuse_mapped_flags(args: argparse.Namespace, config: LancetConfig) -> None:
-    """Where it is too late to map them.
+    """Refuses the flags where it is too late to map them.
 
     Raises:
         UsageError: :func:`map_overlap_flags` would have something to map.
@@ -71,7 +71,7 @@ def refuse_mapped_flags(args: argparse.Namespace, config: LancetConfig) -> None:
 
 
 def _own_connections(args: argparse.Namespace, given: list[str]) -> list[str]:
-    """Megatron wants one connection for tensor and context parallelism, but not beside its own overlap."""
+    """Sets one connection: Megatron asks for it with tensor or context parallelism, but not with its own overlap."""
     exempt = "--overlap-moe-expert-parallel-comm" in given
     parallel = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
     if not exempt or not parallel or os.environ.get(_CONNECTIONS) == "1":

@@ -11,7 +11,7 @@ from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 
 
 def chunked_size(args: argparse.Namespace, dim: ChunkDim) -> tuple[int, str]:
-    """The most chunks that a micro-batch can be cut into along ``dim``, and the flags that say so."""
+    """Most chunks that a micro-batch can be cut into along ``dim``, and the flags that set this number."""
     if dim is ChunkDim.BATCH:
         return args.micro_batch_size, "--micro-batch-size"
     flag = "--seq-length" + (" / --context-parallel-size" if args.context_parallel_size > 1 else "")
@@ -90,7 +90,7 @@ def _with_exact_sequence_chunks(
     needs_sequence: bool,
     excluded: list[Exclusion],
 ) -> tuple[list[ChunkDim], list[OverlapRange]]:
-    """Dimensions and ranges of which every pair is exact."""
+    """Reduces dimensions and ranges to those of which every pair is exact, and adds the rest to ``excluded``."""
     blockers = {one: next(sequence_blockers(args, config, one), None) for one in ranges}
     exact = [one for one in ranges if blockers[one] is None]
     if len(exact) == len(ranges):

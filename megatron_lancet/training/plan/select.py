@@ -20,7 +20,7 @@ _DEFAULT_NUM_CHUNKS = 2
 
 
 def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | None, str]:
-    """The plan of a run, or None for stock modules, and one line that says which and why.
+    """Chooses the plan of a run, or None for stock modules, with one line that says which and why.
 
     Args:
         args: Megatron's arguments, validated.

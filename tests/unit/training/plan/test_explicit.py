@@ -9,6 +9,7 @@ from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
+from megatron_lancet.training.moe_pattern import moe_pattern
 from megatron_lancet.training.plan.explicit import model_of_run
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan
@@ -59,6 +60,13 @@ def test_a_plan_that_fits_is_taken(megatron_args, written):
 
 def test_every_second_layer_is_moe(megatron_args):
     assert model_of_run(megatron_args("--moe-layer-freq", 2)).moe_layers == "1, 3"
+
+
+def test_moe_layer_pattern_has_the_models_length(megatron_args):
+    assert moe_pattern(megatron_args("--moe-layer-freq", "[1,0,1]")) == [True, False, True]
+    assert moe_pattern(megatron_args("--num-experts", 0)) == [False] * 3
+    with pytest.raises(UsageError, match="--moe-layer-freq is a pattern of 2 layers, --num-layers is 3"):
+        moe_pattern(megatron_args("--moe-layer-freq", "[1,0]"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""The table of unsupported flags: each entry is a flag of Megatron's parser and reads the argument that the flag sets."""
+
+import argparse
+
+import pytest
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.training.plan.support import (
+    OTHER_TASKS,
+    RETIRED,
+    UNSUPPORTED,
+    Unsupported,
+    refuse_other_tasks,
+    unsupported,
+)
+
+
+@pytest.fixture(scope="module")
+def parser():
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def parsed(parser, *words: str) -> argparse.Namespace:
+    return parser.parse_args(["--transformer-impl", "local", "--moe-token-dispatcher-type", "alltoall", *words])
+
+
+@pytest.mark.parametrize("entry", [*UNSUPPORTED, *RETIRED, *OTHER_TASKS], ids=lambda entry: entry.flag)
+def test_unsupported_flag_is_megatrons_and_its_argument_has_its_name(parser, entry):
+    action = parser._option_string_actions[entry.flag]
+    assert entry.is_set is not None or action.dest == entry.flag.removeprefix("--").replace("-", "_")
+    assert entry.found_in(parsed(parser)) is None
+
+
+def test_no_flag_is_in_two_entries():
+    flags = [entry.flag for entry in (*UNSUPPORTED, *RETIRED, *OTHER_TASKS)]
+    assert sorted(flags) == sorted(set(flags))
+
+
+def test_unsupported_value_is_shown_where_it_matters(parser):
+    shards = ["--expert-tensor-parallel-num-weight-shards", "4"]
+    args = parsed(parser, *shards, "--moe-latent-size", "8", "--cuda-graph-impl", "local")
+    flags = [flag for flag, _ in unsupported(args, validated=True)]
+    assert flags == ["--expert-tensor-parallel-num-weight-shards 4", "--moe-latent-size", "--cuda-graph-impl local"]
+    assert list(unsupported(parsed(parser, *shards, "--expert-tensor-parallel-size", "4"), validated=True)) == []
+
+
+def test_unsupported_flag_with_zero(parser):
+    args = parsed(parser, "--save-dgrads-interval", "0", "--mtp-num-layers", "0")
+    assert [flag for flag, _ in unsupported(args, validated=True)] == ["--save-dgrads-interval"]
+    assert Unsupported("--mtp-num-layers", "", even_zero=True).found_in(args) == "--mtp-num-layers"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--checkpoint-activations"],
+            r"Megatron has retired --checkpoint-activations: pass --recompute-granularity\.",
+        ),
+        (["--fim-data"], "--fim-data is not supported by pretrain_gpt_moe.py"),
+        (["--yaml-cfg", "a.yaml"], "--yaml-cfg is not supported by pretrain_gpt_moe.py"),
+    ],
+)
+def test_other_tasks_and_retired_flags_are_refused(parser, words, message):
+    with pytest.raises(UsageError, match=message):
+        refuse_other_tasks(parsed(parser, *words))
+    refuse_other_tasks(parsed(parser))
