@@ -59,12 +59,13 @@ class Flag:
         parsed_as: type of the parsed argument. It is plain, because Megatron saves its arguments in checkpoints.
         read: makes the field's value of the parsed argument.
         choices: words that the flag takes; empty where any text goes.
-        none_word: the choice that leaves the field at None; empty for none.
+        none_word: the choice that leaves the field at None; None for no such choice.
         metavar: name of the value in ``--help``; None where the choices are listed.
         unit: of a number, for messages; empty for a count.
         at_least: smallest value, None for no such bound.
         above: bound that a finite value must exceed, None for no such bound.
         advice: sentence that follows the refusal of a value outside the range.
+        limits_plan: whether a value limits the choice of a plan.
         name: of the flag, where it is not made of the field's name.
     """
 
@@ -72,13 +73,18 @@ class Flag:
     parsed_as: type = str
     read: Callable[[Any], Any] = lambda value: value
     choices: tuple[str, ...] = ()
-    none_word: str = ""
+    none_word: str | None = None
     metavar: str | None = None
     unit: str = ""
     at_least: int | None = None
     above: float | None = None
     advice: str = ""
+    limits_plan: bool = False
     name: str = ""
+
+    def value_of(self, parsed: Any) -> Any:
+        """The field's value for a parsed argument."""
+        return None if parsed in (None, self.none_word) else self.read(parsed)
 
     def check(self, name: str, value: Any) -> None:
         """
@@ -102,25 +108,24 @@ def flags_of(config_class: type) -> Iterator[tuple[str, "dataclasses.Field[Any]"
         yield flag.name or f"--lancet-{one.name.replace('_', '-')}", one, flag
 
 
-def check_ranges(config: Any) -> None:
-    """
-    Raises:
-        UsageError: a field's value is outside the range of its flag.
-    """
-    for name, one, flag in flags_of(type(config)):
-        value = getattr(config, one.name)
-        if value is not None:
-            flag.check(name, value)
+class _CheckedFlags:
+    """A dataclass of flags that refuses a value outside the range of its flag."""
+
+    def __post_init__(self) -> None:
+        for name, one, flag in flags_of(type(self)):
+            value = getattr(self, one.name)
+            if value is not None:
+                flag.check(name, value)
 
 
 def _flag(default: Any, **how: Any) -> Any:
     return field(default=default, metadata={_METADATA_KEY: Flag(**how)})
 
 
-def _words(kind: type[StrEnum], none_word: str = "") -> dict[str, Any]:
+def _words(kind: type[StrEnum], none_word: str | None = None) -> dict[str, Any]:
     """A flag that takes one of an enumeration's words, or one more that leaves the field at None."""
     words = tuple(member.value for member in kind)
-    return {"choices": (none_word, *words) if none_word else words, "none_word": none_word, "read": kind}
+    return {"choices": words if none_word is None else (none_word, *words), "none_word": none_word, "read": kind}
 
 
 def _word_or_path(kind: type[StrEnum]) -> Callable[[str], StrEnum | Path]:
@@ -128,7 +133,7 @@ def _word_or_path(kind: type[StrEnum]) -> Callable[[str], StrEnum | Path]:
 
 
 @dataclass(frozen=True)
-class LancetConfig:
+class LancetConfig(_CheckedFlags):
     """What a user asks of Megatron-Lancet. Each field is a flag, whose help says what the field means.
 
     A field that is None leaves the choice to the plan, or switches off what it names.
@@ -149,12 +154,14 @@ class LancetConfig:
         None,
         parsed_as=int,
         at_least=1,
+        limits_plan=True,
         metavar="K",
         help="cut each micro-batch into K chunks; by default the plan chooses. 1 leaves it whole.",
     )
     chunk_dim: ChunkDim | None = _flag(
         None,
         **_words(ChunkDim, none_word="auto"),
+        limits_plan=True,
         help="dimension along which micro-batches are cut: batch, sequence (chunks attend to the keys and values of "
         "earlier ones: also a micro-batch of 1 can be cut), or auto (default): the plan chooses; a fixed plan takes "
         "batch where it has enough samples.",
@@ -162,6 +169,7 @@ class LancetConfig:
     range: OverlapRange | None = _flag(
         None,
         **_words(OverlapRange),
+        limits_plan=True,
         help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), layer (with its "
         "attention), stack (all layers without waiting at a layer's end). By default the plan chooses; a fixed plan "
         "takes stack.",
@@ -175,6 +183,7 @@ class LancetConfig:
     dw_policy: DwPolicy | None = _flag(
         None,
         **_words(DwPolicy),
+        limits_plan=True,
         help="weight gradients: fill runs them while a backward all-to-all is in flight, none at once. By default the "
         "plan chooses; a fixed plan fills.",
     )
@@ -183,6 +192,7 @@ class LancetConfig:
         parsed_as=float,
         above=0,
         unit="MB",
+        limits_plan=True,
         metavar="MB",
         advice="To run weight gradients at once pass --lancet-dw-policy none; without the flag memory for them is not "
         "bounded.",
@@ -243,9 +253,6 @@ class LancetConfig:
         "tools/profile_model.py sets it.",
     )
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
     @property
     def dw_memory_bytes(self) -> int | None:
         """Bound of deferred weight gradients on a rank in bytes, None for none."""
@@ -270,13 +277,12 @@ class LancetConfig:
 
     def explicit_plan_flags(self) -> dict[str, object]:
         """Flags by which the user limits the plan, with their values."""
-        limiting = ("num_chunks", "chunk_dim", "range", "dw_policy", "dw_memory_mb")
-        values = {name: getattr(self, one.name) for name, one, _ in flags_of(LancetConfig) if one.name in limiting}
+        values = {name: getattr(self, one.name) for name, one, flag in flags_of(LancetConfig) if flag.limits_plan}
         return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
-class DryRunConfig:
+class DryRunConfig(_CheckedFlags):
     """Whether the command line is only examined, and for how many ranks.
 
     Raises:
@@ -305,7 +311,7 @@ class DryRunConfig:
                 f"--lancet-world-size {self.world_size} is for --lancet-dry-run: a run gets its number of ranks from "
                 "its launcher. Drop it."
             )
-        check_ranges(self)
+        super().__post_init__()
 
 
 def is_dry_run(command_line: Sequence[str]) -> bool:

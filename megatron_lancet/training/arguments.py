@@ -58,7 +58,7 @@ def add_config_arguments(group: argparse._ArgumentGroup, config_class: type) -> 
 def _parsed_default(default: Any, flag: Flag) -> Any:
     """The argument from which the field's default would be read."""
     if default is None:
-        return flag.none_word or None
+        return flag.none_word
     return default.value if isinstance(default, Enum) else default
 
 
@@ -69,9 +69,7 @@ def _config_of[Config](config_class: type[Config], args: argparse.Namespace) -> 
     """
     values = {}
     for name, one, flag in flags_of(config_class):
-        value = getattr(args, name.removeprefix("--").replace("-", "_"))
-        is_none = value is None or (flag.none_word != "" and value == flag.none_word)
-        values[one.name] = None if is_none else flag.read(value)
+        values[one.name] = flag.value_of(getattr(args, name.removeprefix("--").replace("-", "_")))
     return config_class(**values)
 
 
