@@ -1,5 +1,7 @@
 """Attribute replacements that are undone: the one way in which this project changes a foreign module."""
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +16,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     Raises:
         AttributeError: ``owner`` has no such attribute, so the assumption behind the replacement is void.
     """
-    if not hasattr(owner, name):
-        raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no attribute {name!r} to replace")
+    _require(owner, name)
     # vars(), not getattr: a class must get its plain function or staticmethod back, not a bound one.
     previous = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
@@ -29,7 +30,29 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace ``owner.name`` by ``wrap(owner.name)`` for the length of the context."""
-    with replaced(owner, name, wrap(getattr(owner, name))):
+def around(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
+    """Inside the context ``owner.name(*args, **kwargs)`` runs ``call(stock, *args, **kwargs)``.
+
+    Args:
+        owner: a module or a class.
+        name: of a function, a method or a static method. The name and the signature that ``inspect`` shows stay.
+        call: gets what was there as ``stock``, a plain function; of a method, ``self`` is the first of ``args``.
+
+    Raises:
+        AttributeError: ``owner`` has no such attribute.
+    """
+    _require(owner, name)
+    stock = getattr(owner, name)
+
+    @functools.wraps(stock)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return call(stock, *args, **kwargs)
+
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    with replaced(owner, name, staticmethod(replacement) if is_static else replacement):
         yield
+
+
+def _require(owner: Any, name: str) -> None:
+    if not hasattr(owner, name):
+        raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no attribute {name!r} to replace")

@@ -105,8 +105,9 @@ def run(work: Work, link: Link, args: argparse.Namespace) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from megatron_lancet.mock.mock_world import mock_world
+    from megatron_lancet.training.megatron.mock_patches import loopback_counts
 
-    with mock_world(work.num_ranks, link):
+    with mock_world(work.num_ranks, link), loopback_counts():
         parallel_state.initialize_model_parallel(
             expert_model_parallel_size=work.num_ranks, create_gloo_process_groups=False
         )

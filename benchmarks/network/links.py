@@ -1,6 +1,5 @@
 """The two links as the model sees them, and how stock modules are sent over the same transport as ours."""
 
-import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe import token_dispatcher
 
-from megatron_lancet.patching import wrapped
+from megatron_lancet.patching import around
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.select import make_transport
 
@@ -56,44 +55,38 @@ class Link:
         Every all-to-all takes the transport that ours take, and is waited for at once.
         """
         with (
-            wrapped(dist, "all_to_all_single", self._on_transport),
-            wrapped(token_dispatcher, "gather_from_sequence_parallel_region", self._counts_here),
+            around(dist, "all_to_all_single", self._on_transport),
+            around(token_dispatcher, "gather_from_sequence_parallel_region", self._counts_here),
         ):
             yield
 
-    def _on_transport(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def all_to_all_single(
-            output: torch.Tensor,
-            input: torch.Tensor,
-            output_split_sizes: Sequence[int] | None = None,
-            input_split_sizes: Sequence[int] | None = None,
-            group: dist.ProcessGroup | None = None,
-            async_op: bool = False,
-        ) -> Any:
-            if group is not self._ep_group:  # the transport's own messages
-                return original(output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
-            assert not async_op
-            assert output_split_sizes is not None
-            assert input_split_sizes is not None
-            received, sent = ([int(rows) for rows in sizes] for sizes in (output_split_sizes, input_split_sizes))
-            row_bytes = input.element_size() * input.shape[1:].numel()
-            self.stats.add("num_all_to_alls", 1)
-            self.stats.add("payload_bytes", row_bytes * (sum(sent) - sent[group.rank()]))
-            self.transport.launch(output, input, received, sent).wait()
-            return None
+    def _on_transport(
+        self,
+        stock: Callable[..., Any],
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        if group is not self._ep_group:  # the transport's own messages
+            return stock(output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
+        assert not async_op
+        assert output_split_sizes is not None
+        assert input_split_sizes is not None
+        received, sent = ([int(rows) for rows in sizes] for sizes in (output_split_sizes, input_split_sizes))
+        row_bytes = input.element_size() * input.shape[1:].numel()
+        self.stats.add("num_all_to_alls", 1)
+        self.stats.add("payload_bytes", row_bytes * (sum(sent) - sent[group.rank()]))
+        self.transport.launch(output, input, received, sent).wait()
+        return None
 
-        return all_to_all_single
-
-    def _counts_here(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def gather(input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            assert not input_.requires_grad, "without tensor parallelism only counts are gathered"
-            kwargs["group"] = self._counts_group
-            with self.stats.waiting("counts_exposed_ms"):
-                return original(input_, *args, **kwargs)
-
-        return gather
+    def _counts_here(self, stock: Callable[..., Any], input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert not input_.requires_grad, "without tensor parallelism only counts are gathered"
+        kwargs["group"] = self._counts_group
+        with self.stats.waiting("counts_exposed_ms"):
+            return stock(input_, *args, **kwargs)
 
 
 def sent_bytes(interface: str) -> int:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 
 from megatron_lancet.training.megatron.versions import check_versions
-from megatron_lancet.training.process.exit import Whereabouts, run_rank
+from megatron_lancet.training.process.exit import RankStatus, run_rank
 
 _NOISY = ("megatron.core", "megatron.training", "torch.distributed.checkpoint", "torch.utils.cpp_extension")
 
@@ -17,13 +17,13 @@ def run_tool(main: Callable[[], None], doing: str) -> None:
         doing: what it does, for the line that says what a signal ended.
     """
 
-    def run(where: Whereabouts) -> None:
+    def run(status: RankStatus) -> None:
         check_versions()
         # Megatron's remarks on optional packages and deprecated classes are not what these commands are asked for.
         warnings.simplefilter("ignore")
         for name in _NOISY:
             logging.getLogger(name).setLevel(logging.ERROR)
-        where.describe = lambda: doing
+        status.describe = lambda: doing
         main()
 
     run_rank(run)

@@ -24,7 +24,9 @@ from megatron.core.inference.utils import InferenceMode
 from megatron_lancet.data.encode import SENTENCEPIECE_TYPES, TokenizerSettings, build_tokenizer, megatron_builder
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training.checkpoint.reader import StoredRun
-from megatron_lancet.training.megatron import patches
+from megatron_lancet.training.megatron.patches import core_attention_without_te
+from megatron_lancet.training.megatron.plain_gpt import build_plain_gpt, default_arguments
+from megatron_lancet.training.megatron.seams import Seam, missing_functions, refuse_missing
 from megatron_lancet.training.platform.detect import apply_cpu_settings
 
 _NOT_FOR_INFERENCE: dict[str, Any] = {
@@ -70,7 +72,7 @@ _NOT_FOR_INFERENCE: dict[str, Any] = {
 }
 """Arguments of a training that change how the work is split or when it is done, but not the model's function."""
 
-_SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+_SEAMS: tuple[Seam, ...] = (
     (StaticInferenceContext, "__init__", ("max_batch_size", "max_sequence_length")),
     (StaticInferenceContext, "enable_decode_mode", ()),
     (GPTInferenceWrapper, "__init__", ("model", "inference_context")),
@@ -82,7 +84,7 @@ _SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (dist_checkpointing, "load", ("sharded_state_dict", "checkpoint_dir")),
     (parallel_state, "initialize_model_parallel", ("expert_model_parallel_size", "expert_tensor_parallel_size")),
 )
-"""What this package uses of Megatron beside ``training/megatron/patches.py``."""
+"""What this package uses of Megatron beside ``training/megatron/seams.py``."""
 
 _REFUSED = {
     "spec": "--spec, a Python file",
@@ -149,7 +151,7 @@ def tokenizer_of(run: StoredRun, model_file: Path | None) -> Any:
     Raises:
         UsageError: its file is missing or damaged, or it is larger than the model's vocabulary.
     """
-    args = argparse.Namespace(**{**patches.default_arguments(), **vars(run.arguments)})
+    args = argparse.Namespace(**{**default_arguments(), **vars(run.arguments)})
     args.pad_vocab_size = False
     if model_file is not None:
         args.tokenizer_model = str(model_file)
@@ -205,7 +207,7 @@ def model_arguments(run: StoredRun, device: torch.device, num_ranks: int) -> arg
     Raises:
         UsageError: the model needs a GPU, and there is none.
     """
-    args = argparse.Namespace(**{**patches.default_arguments(), **vars(run.arguments), **_NOT_FOR_INFERENCE})
+    args = argparse.Namespace(**{**default_arguments(), **vars(run.arguments), **_NOT_FOR_INFERENCE})
     args.rank, args.world_size = int(os.environ.get("RANK", "0")), num_ranks
     args.data_parallel_size = num_ranks
     args.expert_model_parallel_size = num_ranks if args.num_experts else 1
@@ -223,14 +225,14 @@ def loaded_model(run: StoredRun, device: torch.device) -> Iterator[LoadedModel]:
     Raises:
         UsageError: the weights don't fit the model that the checkpoint's arguments describe.
     """
-    patches.refuse_missing(patches.missing_functions(_SEAMS))
+    refuse_missing(missing_functions(_SEAMS))
     num_ranks = number_of_ranks()
     args = model_arguments(run, device, num_ranks)
     own_attention = bool(args.multi_latent_attention) and args.transformer_impl == "local"
     with ExitStack() as stack:
         stack.enter_context(_process_groups(device, args))
-        stack.enter_context(patches.core_attention_without_te(own_attention))
-        module = patches.build_plain_gpt(args)
+        stack.enter_context(core_attention_without_te(own_attention))
+        module = build_plain_gpt(args)
         _load_weights(module, run)
         module.eval()
         yield LoadedModel(

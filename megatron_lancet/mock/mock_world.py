@@ -1,6 +1,5 @@
 """The mocked world of a process: torch.distributed initialised with N ranks of which only this one exists."""
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,8 +11,7 @@ from torch.distributed import distributed_c10d
 from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.mock_group import BACKEND, MockProcessGroup
 from megatron_lancet.mock.mock_work import Clock
-from megatron_lancet.mock.stock_counts import loopback_counts
-from megatron_lancet.patching import wrapped
+from megatron_lancet.patching import around
 
 _FREE = Link()
 _DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -21,7 +19,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 @contextmanager
 def mock_world(num_ranks: int, link: Link = _FREE, timeout: timedelta = _DEFAULT_TIMEOUT) -> Iterator[None]:
-    """``torch.distributed`` as rank 0 of ``num_ranks``, and stock Megatron's token counts fitting to it.
+    """``torch.distributed`` as rank 0 of ``num_ranks``.
 
     All process groups made inside are mocked, also those that ask for gloo. All are gone at the end.
 
@@ -32,11 +30,7 @@ def mock_world(num_ranks: int, link: Link = _FREE, timeout: timedelta = _DEFAULT
     _register(link, clock)
     try:
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=num_ranks, timeout=timeout)
-        with (
-            wrapped(dist, "new_group", _always_mocked),
-            wrapped(distributed_c10d, "new_group", _always_mocked),
-            loopback_counts(),
-        ):
+        with around(dist, "new_group", _mocked_group), around(distributed_c10d, "new_group", _mocked_group):
             yield
     finally:
         if dist.is_initialized():
@@ -52,11 +46,13 @@ def _register(default_link: Link, clock: Clock) -> None:
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _always_mocked(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def new_group(
-        ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **kwargs: Any
-    ) -> Any:
-        return stock(ranks, timeout, BACKEND, pg_options, **kwargs)
-
-    return new_group
+def _mocked_group(
+    stock: Callable[..., Any],
+    ranks: Any = None,
+    timeout: Any = None,
+    backend: Any = None,
+    pg_options: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """``new_group`` whatever backend is asked for."""
+    return stock(ranks, timeout, BACKEND, pg_options, **kwargs)

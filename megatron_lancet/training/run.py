@@ -1,8 +1,8 @@
-"""A run that overlaps: what stands beside Megatron's loop, and in which order a step passes through it."""
+"""What surrounds Megatron's training steps in a run, with the overlap or without it."""
 
 import argparse
-from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -13,114 +13,161 @@ from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.training.megatron import checkpoint_patches, patches
 from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
+from megatron_lancet.training.megatron.patches import StepHook
 from megatron_lancet.training.observe.run_report import report_overlap
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
 from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
 from megatron_lancet.training.plan.attention import needs_own_attention, uses_sdpa
-from megatron_lancet.training.plan.select import is_tuned
+from megatron_lancet.training.plan.comm_priority import choose_micro_ops
+from megatron_lancet.training.plan.select import choose_plan, is_tuned
+from megatron_lancet.training.tuning.announcement import announced_plan
 from megatron_lancet.training.tuning.autotune import AutoTune
 from megatron_lancet.training.tuning.controller import Tuning, plan_without_overlap
 from megatron_lancet.training.tuning.plan_maker import ProfilingPlanMaker
-from megatron_lancet.training.tuning.profiling import Profiling
+from megatron_lancet.training.tuning.profile_to_file import ProfileToFile
 
 
-def enter_run(
-    stack: ExitStack,
-    args: argparse.Namespace,
-    config: LancetConfig,
-    plan: Plan | None,
-    device: torch.device,
-    stats: CommStats,
-    recorder: StepRecorder,
-    micro_ops: MicroOps | None = None,
-) -> tuple[NoOverlap | OverlapSetup, Callable[[], None]]:
+@dataclass(frozen=True)
+class RunChoice:
+    """How a run is to train; the same on all ranks.
+
+    Attributes:
+        args: Megatron's, validated.
+        plan: a fixed one, or what a tuned run gets that is too short to find its own; None for stock modules.
+        line: the plan and where it comes from, for the user.
+        micro_ops: how gradient reductions are cut, where all-to-alls go first; None where Megatron runs them.
+    """
+
+    args: argparse.Namespace
+    config: LancetConfig
+    plan: Plan | None
+    line: str
+    micro_ops: MicroOps | None
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether the run finds its plan while it trains."""
+        return self.plan is not None and is_tuned(self.args, self.config)
+
+
+def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
+    """
+    Raises:
+        UsageError: the user asks for something that the run does not allow.
+    """
+    plan, line = choose_plan(args, config)
+    line = announced_plan(args, config, plan, line)
+    return RunChoice(args, config, plan, line, choose_micro_ops(args, config, plan))
+
+
+def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "StockRun | OverlappedRun":
     """Changes Megatron for the length of ``stack``, before it builds its model.
 
-    Args:
-        plan: None for stock modules.
-        micro_ops: of gradient reductions, where all-to-alls go first; None where they don't.
-
     Returns:
-        A hook for Megatron's model builder, and what reports the end of the run. Both are collective over all ranks.
+        The run. Its ``setup`` is to become a hook of Megatron's model builder, and its ``report`` is to be called at
+        the end; both are collective over all ranks.
 
     Raises:
-        UsageError: a wish of the user that the run does not allow.
+        UsageError: the user asks for something that the run does not allow.
     """
     stack.enter_context(patches.sequence_parallel_with_torch_norm())
-    stack.enter_context(patches.core_attention_without_te(needs_own_attention(args) is not None))
+    stack.enter_context(patches.core_attention_without_te(needs_own_attention(choice.args) is not None))
     stack.enter_context(patches.resumable_distributed_optimizer())
-    if plan is None:
-        stack.enter_context(patches.measured_stock_communication(stats))
-        stack.enter_context(patches.observed_train_step(recorder.observe))
-        return NoOverlap(config.experts_apart), lambda: recorder.report(None, config.report_dir)
-    run = OverlappedRun(args, config, plan, device, stats, recorder, micro_ops)
+    run = StockRun(choice, device) if choice.plan is None else OverlappedRun(choice, choice.plan, device)
     run.enter(stack)
-    return run.setup, run.report
+    return run
 
 
-class OverlappedRun:
-    """Puts the parts together.
+class StockRun:
+    """A run of stock modules, whose steps and all-to-alls are timed.
 
     Attributes:
         setup: a hook for Megatron's model builder.
+        recorder: times the steps.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        config: LancetConfig,
-        plan: Plan,
-        device: torch.device,
-        stats: CommStats,
-        recorder: StepRecorder,
-        micro_ops: MicroOps | None = None,
-    ) -> None:
-        """
-        Args:
-            plan: a fixed one, or what a run gets that is too short to find its own.
-            micro_ops: of gradient reductions, where all-to-alls go first; None where they don't.
-
-        Raises:
-            UsageError: a wish of the user that the run does not allow.
-        """
-        self._config = config
-        self._recorder = recorder
-        self._maker: ProfilingPlanMaker | None = None
-        self._tuner: AutoTune | None = None
-        self._profiling: Profiling | None = None
-        self._traced: TracedSteps | None = None
-        profiles = config.profile is not None
-        tunes = is_tuned(args, config)
-        timeout = timedelta(minutes=args.distributed_timeout_minutes)
-        first_plan = plan_without_overlap() if tunes else plan
-        self.setup = OverlapSetup(
-            first_plan, device, stats, timeout, uses_sdpa(args, config), profiles or tunes, micro_ops
-        )
-        if profiles:
-            self._profiling = Profiling(args, config, self.setup, device)
-        if tunes:
-            tuning = Tuning(config.tune_steps)
-            self._maker = ProfilingPlanMaker(args, config, self.setup, device, tuning.note)
-            self._tuner = AutoTune(args, tuning, self.setup, recorder, self._maker, plan, device)
-        if config.report_dir is not None and not profiles:
-            is_settled = self._tuner.is_settled if self._tuner is not None else lambda: True
-            self._traced = TracedSteps(self.setup, recorder, device, is_settled)
+    def __init__(self, choice: RunChoice, device: torch.device) -> None:
+        self._config = choice.config
+        self._stats = CommStats(device)
+        self.recorder = StepRecorder(choice.args, device, self._stats, choice.config.tune_steps)
+        self.setup = NoOverlap(choice.config.experts_apart)
 
     def enter(self, stack: ExitStack) -> None:
-        """Let every training step pass through the parts: what is entered first is nearest to Megatron's step."""
-        if self.setup.scheduler is not None:
-            stack.enter_context(reductions_in_micro_ops(self.setup.scheduler))
-        stack.enter_context(patches.observed_train_step(self._recorder.observe))
-        stack.enter_context(patches.observed_train_step(self.setup.check_step))
-        for part in (self._traced, self._profiling, self._tuner):
-            if part is not None:
-                stack.enter_context(patches.observed_train_step(part.observe))
-        if self._tuner is not None:
-            stack.enter_context(checkpoint_patches.checkpoint_arguments(self._tuner.take_from_checkpoint))
+        """Change Megatron for the length of ``stack``."""
+        stack.enter_context(patches.measured_stock_communication(self._stats))
+        stack.enter_context(patches.train_step_hooks([self.recorder.observe]))
 
     def report(self) -> None:
-        """The end of the run, unless its plan changed all the time for a profile. Collective over all ranks."""
-        if self._profiling is not None:
-            return
-        report_overlap(self._recorder, self.setup, self._config.report_dir, self._traced, self._tuner, self._maker)
+        """Print and write the closing report. Collective over all ranks."""
+        self.recorder.report(None, self._config.report_dir)
+
+
+class OverlappedRun:
+    """A run of the overlapping block: under a fixed plan, while it is profiled, or while it finds its plan.
+
+    Attributes:
+        setup: a hook for Megatron's model builder.
+        recorder: times the steps.
+    """
+
+    def __init__(self, choice: RunChoice, plan: Plan, device: torch.device) -> None:
+        """
+        Args:
+            plan: of ``choice``.
+
+        Raises:
+            UsageError: the user asks for something that the run does not allow.
+        """
+        args, config = choice.args, choice.config
+        stats = CommStats(device)
+        self._config = config
+        self._maker: ProfilingPlanMaker | None = None
+        self._tuner: AutoTune | None = None
+        self._profile: ProfileToFile | None = None
+        self._traced: TracedSteps | None = None
+        profiles = config.profile is not None
+        self.recorder = StepRecorder(args, device, stats, config.tune_steps)
+        self.setup = OverlapSetup(
+            plan_without_overlap() if choice.is_tuned else plan,
+            device,
+            stats,
+            timedelta(minutes=args.distributed_timeout_minutes),
+            sdpa=uses_sdpa(args, config),
+            switchable=profiles or choice.is_tuned,
+            micro_ops=choice.micro_ops,
+        )
+        if profiles:
+            self._profile = ProfileToFile(args, config, self.setup, device)
+        if choice.is_tuned:
+            tuning = Tuning(config.tune_steps)
+            self._maker = ProfilingPlanMaker(args, config, self.setup, device, tuning.note)
+            self._tuner = AutoTune(args, tuning, self.setup, self.recorder, self._maker, plan, device)
+        if config.report_dir is not None and not profiles:
+            is_settled = self._tuner.is_settled if self._tuner is not None else lambda: True
+            self._traced = TracedSteps(self.setup, self.recorder, device, is_settled)
+
+    def enter(self, stack: ExitStack) -> None:
+        """Change Megatron for the length of ``stack``."""
+        if self.setup.scheduler is not None:
+            stack.enter_context(reductions_in_micro_ops(self.setup.scheduler))
+        if self._tuner is not None:
+            stack.enter_context(checkpoint_patches.checkpoint_arguments(self._tuner.take_from_checkpoint))
+        stack.enter_context(patches.train_step_hooks(self._step_hooks()))
+
+    def _step_hooks(self) -> list[StepHook]:
+        """What each training step runs inside, the outermost first.
+
+        The tuner and the profile come first: they choose the step's plan before it begins, and read what the others
+        have recorded after it. The recorder comes last: it times Megatron's step and none of the work around it.
+        """
+        choosing = [part.observe for part in (self._tuner, self._profile, self._traced) if part is not None]
+        return [*choosing, self.setup.check_step, self.recorder.observe]
+
+    def report(self) -> None:
+        """Print and write the closing report, unless the plan changed all the time for a profile.
+
+        Collective over all ranks.
+        """
+        if self._profile is None:
+            report_overlap(self.recorder, self.setup, self._config.report_dir, self._traced, self._tuner, self._maker)

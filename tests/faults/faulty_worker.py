@@ -17,7 +17,6 @@ With hold, the other ranks keep in LANCET_TEST_GO.stands where they stand.
 """
 
 import faulthandler
-import functools
 import os
 import signal
 import time
@@ -28,7 +27,7 @@ from unittest import mock
 
 import psutil
 
-from megatron_lancet.patching import wrapped
+from megatron_lancet.patching import around
 
 FAULTY_STEP = 2
 
@@ -40,29 +39,19 @@ class Fault:
         self.kind, _, self.place = text.partition("@")
         self.step = 0
 
-    def counting_steps(self, stock):
-        @functools.wraps(stock)
-        def train_step(*args, **kwargs):
-            self.step += 1
-            return stock(*args, **kwargs)
+    def counting_steps(self, stock, *args, **kwargs):
+        self.step += 1
+        return stock(*args, **kwargs)
 
-        return train_step
+    def before_issue(self, issue, comm, op, *args):
+        if self.step == FAULTY_STEP and str(op) == self.place:
+            self.strike()
+        return issue(comm, op, *args)
 
-    def before_issue(self, issue):
-        def start(comm, op, *args):
-            if self.step == FAULTY_STEP and str(op) == self.place:
-                self.strike()
-            return issue(comm, op, *args)
-
-        return start
-
-    def before_data(self, read):
-        def read_batch(*args):
-            if self.step == FAULTY_STEP:
-                self.strike()
-            return read(*args)
-
-        return read_batch
+    def before_data(self, read, *args):
+        if self.step == FAULTY_STEP:
+            self.strike()
+        return read(*args)
 
     def open_part(self, path, mode):
         """In place of ``open``, where a rank writes its part of a checkpoint."""
@@ -88,12 +77,9 @@ class Fault:
         else:
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.kind])
 
-    def spoiling(self, embed):
-        def forward(*args, **kwargs):
-            hidden = embed(*args, **kwargs)
-            return hidden * float("nan") if self.step >= FAULTY_STEP else hidden
-
-        return forward
+    def spoiling(self, embed, *args, **kwargs):
+        hidden = embed(*args, **kwargs)
+        return hidden * float("nan") if self.step >= FAULTY_STEP else hidden
 
 
 def install(fault: Fault, stack: ExitStack) -> None:
@@ -104,45 +90,36 @@ def install(fault: Fault, stack: ExitStack) -> None:
     from megatron_lancet.runtime.comm import Comm
     from megatron_lancet.training.megatron import gpt_data
 
-    stack.enter_context(wrapped(training, "train_step", fault.counting_steps))
+    stack.enter_context(around(training, "train_step", fault.counting_steps))
     if fault.kind == "nan":
-        stack.enter_context(wrapped(LanguageModelEmbedding, "forward", fault.spoiling))
+        stack.enter_context(around(LanguageModelEmbedding, "forward", fault.spoiling))
     elif fault.place == "data":
-        stack.enter_context(wrapped(gpt_data, "_next_batch", fault.before_data))
+        stack.enter_context(around(gpt_data, "_next_batch", fault.before_data))
     elif fault.place == "save":
         stack.enter_context(mock.patch.object(filesystem_async, "open", fault.open_part, create=True))
     else:
         for issue in ("launch", "launch_when_known", "launch_counts"):
-            stack.enter_context(wrapped(Comm, issue, fault.before_issue))
+            stack.enter_context(around(Comm, issue, fault.before_issue))
 
 
-def noting_position(mark):
-    path = Path(os.environ["LANCET_TEST_GO"] + ".stands")
-
-    @functools.wraps(mark)
-    def noted(comm, doing, op):
-        mark(comm, doing, op)
-        path.write_text(f"{doing} {op}")
-
-    return noted
+def noting_position(mark, comm, doing, op):
+    mark(comm, doing, op)
+    Path(os.environ["LANCET_TEST_GO"] + ".stands").write_text(f"{doing} {op}")
 
 
 def note_position(stack: ExitStack) -> None:
     from megatron_lancet.runtime.comm import Comm
 
-    stack.enter_context(wrapped(Comm, "mark", noting_position))
+    stack.enter_context(around(Comm, "mark", noting_position))
 
 
 def with_timeout(timeout_s: float, stack: ExitStack) -> None:
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
-    def wrap(init):
-        def short(self, plan, device, stats, timeout, *args):
-            init(self, plan, device, stats, timedelta(seconds=timeout_s), *args)
+    def short(init, self, plan, device, stats, timeout, **kwargs):
+        init(self, plan, device, stats, timedelta(seconds=timeout_s), **kwargs)
 
-        return short
-
-    stack.enter_context(wrapped(OverlapSetup, "__init__", wrap))
+    stack.enter_context(around(OverlapSetup, "__init__", short))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import os, signal, sys, threading, time
 from megatron_lancet.errors import CheckpointError, PeerError, UsageError
 from megatron_lancet.training.process.exit import run_rank
 
-def main(where):
-    where.describe = lambda: "2 steps done, waiting for L1.c0.F.dispatch"
+def main(status):
+    status.describe = lambda: "2 steps done, waiting for L1.c0.F.dispatch"
 """
 
 
@@ -78,7 +78,7 @@ def test_a_sigterm_that_somebody_waits_for_ends_nothing():
         import multiprocessing
         fork = multiprocessing.get_context("fork")
         asked = threading.Event()
-        where.on_sigterm = asked.set
+        status.on_sigterm = asked.set
         writer = fork.Process(target=time.sleep, args=(1,))
         loader = fork.Process(target=time.sleep, args=(60,), daemon=True)
         for child in (writer, loader):

@@ -27,6 +27,7 @@ MODULES = (
     "megatron_lancet.training.megatron.gpt_data",
     "megatron_lancet.training.platform.mock",
     "megatron_lancet.training.overlap_setup",
+    "megatron_lancet.training.job",
     "megatron_lancet.training.run",
     "megatron_lancet.training.plan.select",
     "megatron_lancet.training.platform.detect",

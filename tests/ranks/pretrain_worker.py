@@ -5,33 +5,28 @@ of a mocked world, the one rank that there is.
 """
 
 import faulthandler
-import functools
 import json
 import os
 import signal
 import sys
 from pathlib import Path
 
-from megatron_lancet.patching import wrapped
+from megatron_lancet.patching import around
 
 
 def recording(losses: list[dict[str, float]], classes: set[str]):
-    def wrap(stock):
-        @functools.wraps(stock)
-        def train_step(*args, **kwargs):
-            result = stock(*args, **kwargs)
-            model = args[2]
-            classes.update(type(module).__module__ for stage in model for module in stage.modules())
-            loss_dict, grad_norm = result[0], result[5]
-            losses.append({"grad norm": float(grad_norm), **{name: v.item() for name, v in loss_dict.items()}})
-            kill_at = int(os.environ.get("LANCET_TEST_KILL_AFTER_STEP", "0"))
-            if kill_at == len(losses) and os.environ["RANK"] == os.environ["LANCET_TEST_KILL_RANK"]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
+    def train_step(stock, *args, **kwargs):
+        result = stock(*args, **kwargs)
+        model = args[2]
+        classes.update(type(module).__module__ for stage in model for module in stage.modules())
+        loss_dict, grad_norm = result[0], result[5]
+        losses.append({"grad norm": float(grad_norm), **{name: v.item() for name, v in loss_dict.items()}})
+        kill_at = int(os.environ.get("LANCET_TEST_KILL_AFTER_STEP", "0"))
+        if kill_at == len(losses) and os.environ["RANK"] == os.environ["LANCET_TEST_KILL_RANK"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
 
-        return train_step
-
-    return wrap
+    return train_step
 
 
 if __name__ == "__main__":
@@ -43,7 +38,7 @@ if __name__ == "__main__":
 
     losses: list[dict[str, float]] = []
     classes: set[str] = set()
-    with wrapped(training, "train_step", recording(losses, classes)):
+    with around(training, "train_step", recording(losses, classes)):
         main()
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     if "LANCET_TEST_RESULT" in os.environ and (last or "mock" in sys.argv):

@@ -6,32 +6,19 @@ assumed where this machine has no answer stands in :func:`assumptions`, for the 
 
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core import utils
-from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.transformer.moe import moe_utils
 from packaging.version import Version
 
-from megatron_lancet.patching import replaced
+from megatron_lancet.training.megatron.cluster_patches import assumed_gpu, assumed_transformer_engine
 
 _CAPABILITY = (9, 0)
 """Hopper: the GPU for which most public MoE scripts are written."""
 _TRANSFORMER_ENGINE = Version("2.14.0")
 """Young enough for every flag of Megatron-Core 0.19."""
-_PERMUTATIONS = (
-    "fused_permute",
-    "fused_permute_with_probs",
-    "fused_sort_chunks_by_index",
-    "fused_sort_chunks_by_index_with_probs",
-    "fused_unpermute",
-)
-"""Kernels of Transformer Engine whose presence Megatron checks."""
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -58,11 +45,9 @@ def on_the_cluster() -> Iterator[None]:
     """
     with ExitStack() as stack:
         if torch.cuda.device_count() == 0:
-            properties = SimpleNamespace(name="GPU", major=_CAPABILITY[0], minor=_CAPABILITY[1])
-            stack.enter_context(replaced(torch.cuda, "get_device_capability", lambda *_: _CAPABILITY))
-            stack.enter_context(replaced(torch.cuda, "get_device_properties", lambda *_: properties))
+            stack.enter_context(assumed_gpu(_CAPABILITY))
         if not has_package("transformer_engine"):
-            _assume_transformer_engine(stack)
+            stack.enter_context(assumed_transformer_engine(_TRANSFORMER_ENGINE))
         stack.enter_context(_restored_environment())
         # Launch scripts export it; whoever only looks at one here need not.
         os.environ.setdefault(_CONNECTIONS, "1")
@@ -77,30 +62,6 @@ def missing_settings(args: Any) -> Iterator[str]:
         yield (
             f"{_CONNECTIONS} is not set: tensor and context parallelism need {_CONNECTIONS}=1 on GPUs before Blackwell"
         )
-
-
-class _FusedAdam:
-    """The signature that Megatron looks for before it accepts a precision-aware optimizer."""
-
-    def __init__(
-        self, master_weight_dtype: Any, exp_avg_dtype: Any, exp_avg_sq_dtype: Any, use_decoupled_grad: Any
-    ) -> None: ...
-
-
-def _assume_transformer_engine(stack: ExitStack) -> None:
-    optimizers = ModuleType("transformer_engine.pytorch.optimizers")
-    vars(optimizers)["FusedAdam"] = _FusedAdam
-    assert optimizers.__name__ not in sys.modules
-    sys.modules[optimizers.__name__] = optimizers
-    stack.callback(sys.modules.pop, optimizers.__name__)
-    stack.enter_context(replaced(utils, "_te_version", _TRANSFORMER_ENGINE))
-    stack.enter_context(replaced(rope_utils, "fused_apply_rotary_pos_emb", _never_called))
-    for name in _PERMUTATIONS:
-        stack.enter_context(replaced(moe_utils, name, _never_called))
-
-
-def _never_called(*_: Any, **__: Any) -> None:
-    raise AssertionError("a dry run computes nothing")
 
 
 @contextmanager

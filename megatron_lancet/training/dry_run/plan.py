@@ -10,7 +10,7 @@ from megatron_lancet.training.plan.comm_priority import choose_micro_ops
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.tuning.announcement import announced_plan, num_tuning_steps
-from megatron_lancet.training.tuning.profiling import check_can_profile
+from megatron_lancet.training.tuning.profile_to_file import check_can_profile
 
 
 def plan_lines(args: argparse.Namespace, config: LancetConfig) -> list[str]:

@@ -33,7 +33,7 @@ from megatron_lancet.training.dry_run.stages import PipelineStage, pipeline_stag
 from megatron_lancet.training.dry_run.vocabulary import set_vocabulary_size
 from megatron_lancet.training.dry_run.world import choose_world
 from megatron_lancet.training.input_files import missing_files
-from megatron_lancet.training.megatron import patches
+from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.platform.cpu import gpu_available
 from megatron_lancet.training.platform.detect import apply_cpu_settings
@@ -47,7 +47,7 @@ def examine() -> Findings:
     Raises:
         UsageError: what the run would refuse.
     """
-    patches.check_seams()
+    check_seams()
     args, config = arguments.parse()
     unset = list(missing_settings(args))
     with _megatrons_remarks() as remarks, on_the_cluster():

@@ -7,7 +7,6 @@ yields as the handle that DDP waits for.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -18,24 +17,11 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed import param_and_grad_buffer as ddp_buffers
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.patching import replaced, wrapped
+from megatron_lancet.patching import around, replaced
 from megatron_lancet.runtime.comm_scheduler import CommScheduler, MicroOp, PendingReduction
 from megatron_lancet.schedule.reductions import MicroOps
 
 _BUCKET_GROUP = ddp_buffers._ParamAndGradBucketGroup
-_RELIED_ON = (
-    "_coalescing_manager(communication_group, async_ops=async_op) as cm",
-    "dist_reduce_scatter_func(",
-    "torch.distributed.all_reduce(",
-    "self.grad_reduce_handle = cm",
-)
-"""What DDP's ``start_grad_sync`` is made of."""
-
-
-def missing_seams() -> list[str]:
-    """What this module counts on and Megatron lacks, in words."""
-    source = inspect.getsource(_BUCKET_GROUP.start_grad_sync)
-    return [f"start_grad_sync's {part!r}" for part in _RELIED_ON if part not in source]
 
 
 class _AllReduce:
@@ -179,25 +165,17 @@ def reductions_in_micro_ops(scheduler: CommScheduler) -> Iterator[None]:
         UsageError: a model is wrapped whose smallest parameter is larger than a micro-op.
     """
 
-    def checked(stock: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(stock)
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        _check_chunk(self, scheduler.micro_ops)
+
+    def start_grad_sync(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        with ExitStack() as stack:
+            if _collective_group(self).size() > 1:  # a rank alone needs no wire
+                manager: Callable[..., AbstractContextManager[PendingReduction]]
+                manager = functools.partial(_taken_down, scheduler)
+                stack.enter_context(replaced(ddp_buffers, "_coalescing_manager", manager))
             stock(self, *args, **kwargs)
-            _check_chunk(self, scheduler.micro_ops)
 
-        return init
-
-    def scheduled(stock: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(stock)
-        def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-            with ExitStack() as stack:
-                if _collective_group(self).size() > 1:  # a rank alone needs no wire
-                    manager: Callable[..., AbstractContextManager[PendingReduction]]
-                    manager = functools.partial(_taken_down, scheduler)
-                    stack.enter_context(replaced(ddp_buffers, "_coalescing_manager", manager))
-                stock(self, *args, **kwargs)
-
-        return start_grad_sync
-
-    with wrapped(DistributedDataParallel, "__init__", checked), wrapped(_BUCKET_GROUP, "start_grad_sync", scheduled):
+    with around(DistributedDataParallel, "__init__", init), around(_BUCKET_GROUP, "start_grad_sync", start_grad_sync):
         yield

@@ -3,10 +3,10 @@
 Megatron asks ``torch.cuda`` for a device, streams, events, memory figures and random number states, and names
 ``device="cuda"`` in a few dozen places. Here each of these gets a CPU meaning for the length of a context:
 there is one "device", work on it is finished when the call returns, and its random state is torch's own.
-Nothing is patched when a GPU is present, and nothing at import.
+Nothing is patched when a GPU is present, and nothing at import. What has to change in Megatron besides is in
+``training/megatron/cpu_patches.py``.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -16,10 +16,7 @@ from typing import Any
 import torch._dynamo
 import torch.utils.data
 
-# By name: the report counts calls of torch.distributed.all_to_all_single, and these are not expert parallelism's.
-from torch.distributed import all_to_all_single as _all_to_all_single
-
-from megatron_lancet.patching import replaced, wrapped
+from megatron_lancet.patching import around, replaced
 
 _CPU = torch.device("cpu")
 
@@ -96,27 +93,18 @@ def _names_cuda(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(factory)
-    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if _names_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
-        if "pin_memory" in kwargs:
-            kwargs["pin_memory"] = False  # there is no device to copy it to
-        return factory(*args, **kwargs)
-
-    return create
+def _create_on_cpu(stock: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    if _names_cuda(kwargs.get("device")):
+        kwargs["device"] = _CPU
+    if "pin_memory" in kwargs:
+        kwargs["pin_memory"] = False  # there is no device to copy it to
+    return stock(*args, **kwargs)
 
 
-def _type_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
+def _type_as_on_gpu(stock: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """``Tensor.type()`` as a GPU would answer: the optimizers compare it with ``torch.cuda.*Tensor`` names."""
-
-    @functools.wraps(original)
-    def tensor_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = original(tensor, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
-
-    return tensor_type
+    answer = stock(tensor, *args, **kwargs)
+    return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
 
 def _same() -> Callable[..., Any]:
@@ -166,59 +154,6 @@ class _NoMemoryStats(dict):
         return 0
 
 
-def _gather_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's all-gather along the first dimension, also of parts of different sizes, which gloo lacks."""
-
-    @functools.wraps(original)
-    def gather(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if output_split_sizes is None or group.size() == 1:
-            return original(input_, group, output_split_sizes, *args, **kwargs)
-        gathered = input_.new_empty((sum(output_split_sizes), *input_.shape[1:]))
-        copies = torch.cat([input_] * group.size())
-        _all_to_all_single(gathered, copies, list(output_split_sizes), [len(input_)] * group.size(), group=group)
-        return gathered
-
-    return gather
-
-
-def _scatter_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's reduce-scatter along the first dimension, also to parts of different sizes, which gloo lacks."""
-
-    @functools.wraps(original)
-    def scatter(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if input_split_sizes is None or group.size() == 1:
-            return original(input_, group, input_split_sizes, *args, **kwargs)
-        own_size = input_split_sizes[group.rank()]
-        parts = input_.new_empty((group.size(), own_size, *input_.shape[1:]))
-        sizes = [own_size] * group.size()
-        _all_to_all_single(parts.flatten(0, 1), input_.contiguous(), sizes, list(input_split_sizes), group=group)
-        return parts.sum(dim=0)
-
-    return scatter
-
-
-def _megatron_stand_ins() -> list[tuple[Any, str, Any]]:
-    """Replacements in Megatron for what ``torch.cuda`` stand-ins do not reach: (module, name, value)."""
-    from megatron.core.datasets import utils as dataset_utils
-    from megatron.core.tensor_parallel import mappings
-    from megatron.core.tensor_parallel import random as tensor_parallel_random
-    from megatron.core.transformer.moe import token_dispatcher
-
-    def split_sizes_as_ints(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # Megatron leaves CPU tensors alone here, but all_to_all_single takes no tensor as split sizes.
-        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-    return [
-        (tensor_parallel_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
-        (tensor_parallel_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
-        (token_dispatcher, "maybe_move_tensor_to_cpu", split_sizes_as_ints),
-        (mappings, "_gather_along_first_dim", _gather_uneven(mappings._gather_along_first_dim)),
-        (mappings, "_reduce_scatter_along_first_dim", _scatter_uneven(mappings._reduce_scatter_along_first_dim)),
-        # The wheel ships the helpers compiled; compile_helpers would run make in site-packages.
-        (dataset_utils, "compile_helpers", _nothing()),
-    ]
-
-
 @contextmanager
 def cpu_platform() -> Iterator[None]:
     """Lets Megatron run on the CPU inside the context; everything is restored at its end.
@@ -229,6 +164,8 @@ def cpu_platform() -> Iterator[None]:
     # Megatron decorates functions with torch.compile when it is imported, which looks torch's functions up.
     import megatron.training  # noqa: F401
 
+    from megatron_lancet.training.megatron.cpu_patches import megatron_on_cpu
+
     with ExitStack() as stack:
         for name, value in _cuda_stand_ins().items():
             stack.enter_context(replaced(torch.cuda, name, value))
@@ -236,14 +173,13 @@ def cpu_platform() -> Iterator[None]:
         for name in ("range_push", "range_pop"):
             stack.enter_context(replaced(torch.cuda.nvtx, name, _nothing()))
         for name in _FACTORIES:
-            stack.enter_context(wrapped(torch, name, _on_cpu))
-        stack.enter_context(wrapped(torch.Tensor, "type", _type_as_on_gpu))
+            stack.enter_context(around(torch, name, _create_on_cpu))
+        stack.enter_context(around(torch.Tensor, "type", _type_as_on_gpu))
         stack.enter_context(replaced(torch.Tensor, "cuda", _same()))
         stack.enter_context(replaced(torch.nn.Module, "cuda", _same()))
         # DataLoader pins memory where an accelerator is available; there is none to pin for.
         stack.enter_context(replaced(torch.accelerator, "is_available", lambda: False))
-        for owner, name, value in _megatron_stand_ins():
-            stack.enter_context(replaced(owner, name, value))
+        stack.enter_context(megatron_on_cpu())
         # Megatron's fused functions are compiled on first use, which needs a C++ compiler and takes long.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield

@@ -2,19 +2,15 @@
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
-
-from megatron.training import arguments, training
-from megatron.training.utils import common_utils
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.mock_group import BACKEND
 from megatron_lancet.mock.mock_world import mock_world
-from megatron_lancet.patching import replaced, wrapped
+from megatron_lancet.training.megatron.mock_patches import megatron_in_mocked_world
 
 _BACKEND_FLAG = "--distributed-backend"
 _LINK_FLAG = "--lancet-mock-link"
@@ -112,17 +108,8 @@ def mocked_world_of(args: argparse.Namespace) -> Iterator[None]:
         yield
         return
 
-    def with_backend(stock: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda parser: _add_backend(stock(parser))
-
-    with (
-        # Megatron logs on the last rank.
-        replaced(common_utils, "is_last_rank", lambda: True),
-        replaced(training, "is_last_rank", lambda: True),
-        # Megatron's fault tolerance parses the command line again, with flags that it does not know ignored.
-        wrapped(arguments, "add_megatron_arguments", with_backend),
-        mock_world(args.world_size, _link_of(args), timedelta(minutes=args.distributed_timeout_minutes)),
-    ):
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    with megatron_in_mocked_world(_add_backend), mock_world(args.world_size, _link_of(args), timeout):
         yield
 
 

@@ -1,4 +1,7 @@
-"""SIGTERM as a wish: finish the step, save, end. SLURM sends it before a time limit, and torchrun passes it on."""
+"""Graceful SIGTERM: finish the step, save a checkpoint, exit.
+
+SLURM sends SIGTERM before a time limit, and torchrun passes it on.
+"""
 
 import argparse
 import threading
@@ -9,17 +12,18 @@ import torch.distributed as dist
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.runtime.peers import listed
 from megatron_lancet.training.process import console
-from megatron_lancet.training.process.exit import Whereabouts, say
+from megatron_lancet.training.process.exit import RankStatus, say
 
 _PATIENCE_S = 20.0
-"""A rank says where it stands when a step does not end; torchrun kills after 30 s, unless told otherwise."""
+"""A rank whose step does not end prints its status after this time; torchrun kills after 30 s by default."""
 
 
 def saves_on_sigterm(args: argparse.Namespace, config: LancetConfig) -> bool:
     """Decide whether SIGTERM saves and ends the run, and tell Megatron, whose data loaders' workers then ignore it.
 
-    So it does with ``--save``, unless the user has asked for stock (``--lancet-plan off``) or for a handler of
-    Megatron's. After :func:`~megatron.training.global_vars.set_global_variables`, which would install that.
+    It does with ``--save``, unless the user has asked for stock (``--lancet-plan off``) or for a handler of
+    Megatron's. To be called after :func:`~megatron.training.global_vars.set_global_variables`, which would install
+    Megatron's handler.
     """
     if args.exit_signal_handler or args.exit_signal_handler_for_training:
         return False
@@ -28,28 +32,28 @@ def saves_on_sigterm(args: argparse.Namespace, config: LancetConfig) -> bool:
 
 
 class StopRequest:
-    """Remembers a SIGTERM until the end of the step. All ranks then stop together, also if only one was signalled.
+    """Keeps a SIGTERM until the end of the step. All ranks then stop together, also if only one was signalled.
 
-    Before the training loop begins a SIGTERM ends the process at once: there is nothing to save. Further ones during
-    the loop change nothing: SLURM signals every process of a step, and so does torchrun that was signalled itself.
+    Before the training loop begins, SIGTERM ends the process at once: there is nothing to save. Further SIGTERMs during
+    the loop change nothing: SLURM signals every process of a step, and a signalled torchrun signals its ranks again.
     """
 
-    def __init__(self, where: Whereabouts, device: torch.device) -> None:
+    def __init__(self, status: RankStatus, device: torch.device) -> None:
         """
         Args:
-            where: learns whom to tell of a SIGTERM.
+            status: gets the function that is called at SIGTERM.
             device: of the flag that the ranks exchange after each step.
         """
-        self._where = where
+        self._status = status
         self._device = device
         self._asked = False
 
     def begin(self) -> None:
-        """From now on a SIGTERM waits for the end of the step."""
-        self._where.on_sigterm = self._ask
+        """Keep each SIGTERM from now on until the end of the step."""
+        self._status.on_sigterm = self._ask
 
     def signals_received(self) -> list[bool]:
-        """By rank, whether it was asked to stop. Collective over all ranks, after each step."""
+        """Whether each rank was asked to stop, by rank. Collective over all ranks, after each step."""
         asked = torch.tensor([self._asked], dtype=torch.int32, device=self._device)
         flags = [torch.empty_like(asked) for _ in range(dist.get_world_size())]
         dist.all_gather(flags, asked)
@@ -64,9 +68,9 @@ class StopRequest:
         if self._asked:
             return
         self._asked = True
-        complaint = threading.Timer(_PATIENCE_S, self._complain)
-        complaint.daemon = True
-        complaint.start()
+        timer = threading.Timer(_PATIENCE_S, self._report_late)
+        timer.daemon = True
+        timer.start()
 
-    def _complain(self) -> None:
-        say(f"SIGTERM came {_PATIENCE_S:g} s ago, and the run goes on: {self._where}")
+    def _report_late(self) -> None:
+        say(f"SIGTERM came {_PATIENCE_S:g} s ago, and the run goes on: {self._status}")

@@ -8,7 +8,7 @@ from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import is_tuned
 from megatron_lancet.training.tuning.controller import Tuning
-from megatron_lancet.training.tuning.profiling import plans_within
+from megatron_lancet.training.tuning.profile_steps import plans_within
 
 
 def announced_plan(args: argparse.Namespace, config: LancetConfig, plan: Plan | None, line: str) -> str:

@@ -1,4 +1,4 @@
-"""Profiles a run during its own steps and plans by what it found; keeps profiles for later runs."""
+"""Profiles a run during its own steps, plans with that profile and keeps it for later runs."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ import torch
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.files import RecordError, to_plain
 from megatron_lancet.planning.profile import Profile
-from megatron_lancet.planning.search.gradient_overlap import measured_with, with_reduction
+from megatron_lancet.planning.search.gradient_overlap import with_reduction
 from megatron_lancet.planning.search.planner import PlannedStep, make_plan
 from megatron_lancet.planning.simulation.replay import expect
 from megatron_lancet.profiler import cache
@@ -26,7 +26,12 @@ from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.tuning.autotune import Planned, PlanningFailed, from_rank_0
 from megatron_lancet.training.tuning.controller import Prediction
 from megatron_lancet.training.tuning.memory_budget import least_room_bytes, memory_bound_bytes
-from megatron_lancet.training.tuning.profiling import plans_within, profiled_model
+from megatron_lancet.training.tuning.profile_steps import (
+    ProfileSteps,
+    plans_within,
+    profiled_model,
+    with_own_reduction,
+)
 
 _NUM_REFRESH_STEPS = 2
 """Traced steps that show where rows go and what links take, when all else is known."""
@@ -36,8 +41,8 @@ class ProfilingPlanMaker:
     """See :class:`~megatron_lancet.training.tuning.autotune.PlanMaker`.
 
     Attributes:
-        profile: by which the last plan was made, on rank 0; None before, and on other ranks.
-        planned: what the planner said, on rank 0.
+        profile: with which the last plan was made, on rank 0; None before, and on other ranks.
+        planned: the planner's answer, on rank 0.
     """
 
     def __init__(
@@ -53,7 +58,7 @@ class ProfilingPlanMaker:
             note: takes a line for the user.
 
         Raises:
-            UsageError: a wish of the user that the run does not allow.
+            UsageError: the user asks for something that the run does not allow.
         """
         self._args = args
         self._setup = setup
@@ -64,8 +69,7 @@ class ProfilingPlanMaker:
         self._cache_dir = config.cache_dir
         self._reduction = reduction_of(args, config)
         self._key: ProfileKey | None = None
-        self._run: ProfileRun | None = None
-        self._num_done = 0
+        self._steps: ProfileSteps | None = None
         self._refreshes = False
         self._looked_up = False
         self._source = ""
@@ -73,7 +77,7 @@ class ProfilingPlanMaker:
         self.planned: PlannedStep | None = None
 
     def made_for(self) -> dict[str, str]:
-        """What a plan depends on, by name. Collective."""
+        """Names and values of what a plan depends on. Collective."""
         self._key = key_of(self._model())
         return {**self._key.fields(), "limits": json.dumps(to_plain(self._limits))}
 
@@ -88,27 +92,22 @@ class ProfilingPlanMaker:
             again: of a run that has a plan: if its ops are known only links and shares of rows are measured.
         """
         is_known = self._look_up()
-        self._run, self._num_done, self._refreshes = None, 0, again and is_known
+        self._steps, self._refreshes = None, again and is_known
         if self._refreshes:
-            self._run = ProfileRun(self._model(), [self._setup.plan], _NUM_REFRESH_STEPS)
+            self._steps = ProfileSteps(ProfileRun(self._model(), [self._setup.plan], _NUM_REFRESH_STEPS))
         elif not is_known:
-            self._run = ProfileRun(self._model(), self._plans)
-        if self._run is not None:
-            self._source = f"a profile of {len(self._run.plans)} steps"
+            self._steps = ProfileSteps(ProfileRun(self._model(), self._plans))
+        if self._steps is not None:
+            self._source = f"a profile of {len(self._steps.plans)} steps"
 
     def next_plan(self) -> Plan | None:
         """The plan for the next profiled step, None when there is all that a plan needs."""
-        if self._run is None or self._num_done == len(self._run.plans):
-            return None
-        return self._run.plans[self._num_done]
+        return self._steps.next_plan if self._steps is not None else None
 
     def run_step(self, step: Callable[[], Any]) -> Any:
         """Run a training step, and profile it."""
-        assert self._run is not None
-        with self._run.step(self._num_done):
-            result = step()
-        self._num_done += 1
-        return result
+        assert self._steps is not None
+        return self._steps.run_step(step)
 
     def make(self) -> Planned:
         """Make the plan on rank 0, for all. Collective.
@@ -116,7 +115,7 @@ class ProfilingPlanMaker:
         Raises:
             PlanningFailed: there is none.
         """
-        found = self._run.finish() if self._run is not None else None
+        found = self._steps.finish() if self._steps is not None else None
         room_bytes = least_room_bytes(self._device)
         answer = from_rank_0(lambda: self._plan(found, room_bytes))
         if isinstance(answer, str):
@@ -162,11 +161,11 @@ class ProfilingPlanMaker:
         start_s = time.perf_counter()
         try:
             if found is not None and not self._refreshes:
-                self.profile = self._with_own_reduction(found)
+                self.profile = with_own_reduction(found, self._reduction, self._plans)
                 self._keep(self.profile)
             assert self.profile is not None
             profile = self.profile = with_reduction(self.profile, self._reduction)
-            ran = [self._setup.plan, *(self._run.plans if self._run is not None else ())]
+            ran = [self._setup.plan, *(self._steps.plans if self._steps is not None else ())]
             bound_bytes = memory_bound_bytes(profile, ran, room_bytes)
             planned = make_plan(profile, replace(self._limits, max_memory_bytes=bound_bytes))
             prediction = _prediction(profile, planned)
@@ -180,10 +179,6 @@ class ProfilingPlanMaker:
             self._note(planned.warning)
         return Planned(planned.plan, replace(prediction, why=why), self._profiled(profile))
 
-    def _with_own_reduction(self, found: Profile) -> Profile:
-        """What this run's steps waited for gradients is not what other runs would wait for."""
-        return found if self._reduction is None else measured_with(found, self._reduction, self._plans)
-
     def _profiled(self, profile: Profile) -> dict[str, tuple[Plan, float]]:
         """Plans that ran for the profile, as far as the run may use them; none where it has changed since."""
         if self._refreshes or DwPolicy.FILL not in self._limits.dw_policies:
@@ -193,6 +188,6 @@ class ProfilingPlanMaker:
 
 
 def _prediction(profile: Profile, planned: PlannedStep) -> Prediction:
-    """As it will be measured."""
+    """Converts the simulation of a plan to the figures that the run will measure."""
     expected = expect(profile, planned.plan)
     return Prediction(expected.step_ms, expected.exposed_ms)

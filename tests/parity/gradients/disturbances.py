@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.patching import replaced, wrapped
+from megatron_lancet.patching import around, replaced
 
 DAMAGED = "decoder.layers.2.mlp.experts.local_experts.1.linear_fc2.weight"
 """A parameter far from the first one, whose gradient is damaged."""
@@ -40,15 +40,12 @@ def lost_weight_grad(stack: ExitStack) -> None:
 
     seen = []
 
-    def wrap(original):
-        def add(self, *product):
-            seen.append(self)
-            if len(seen) % 29:
-                original(self, *product)
+    def add(stock, weight, *product):
+        seen.append(weight)
+        if len(seen) % 29:
+            stock(weight, *product)
 
-        return add
-
-    stack.enter_context(wrapped(DeferredWeight, "add_product", wrap))
+    stack.enter_context(around(DeferredWeight, "add_product", add))
 
 
 def lost_flush(stack: ExitStack) -> None:
@@ -66,16 +63,13 @@ def in_second_step(damage: Callable[[torch.nn.Parameter], object]) -> Callable[[
 
         steps = []
 
-        def wrap(original):
-            def finish_grad_sync(ddp, *args, **kwargs):
-                original(ddp, *args, **kwargs)
-                steps.append(ddp)
-                if len(steps) == 2:
-                    damage(dict(ddp.module.named_parameters())[DAMAGED])
+        def finish_grad_sync(stock, ddp, *args, **kwargs):
+            stock(ddp, *args, **kwargs)
+            steps.append(ddp)
+            if len(steps) == 2:
+                damage(dict(ddp.module.named_parameters())[DAMAGED])
 
-            return finish_grad_sync
-
-        stack.enter_context(wrapped(DistributedDataParallel, "finish_grad_sync", wrap))
+        stack.enter_context(around(DistributedDataParallel, "finish_grad_sync", finish_grad_sync))
 
     return disturb
 

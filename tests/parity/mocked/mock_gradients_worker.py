@@ -43,7 +43,9 @@ def cases(num_ranks: int) -> dict[str, tuple[dict[str, Any], int]]:
 def run(num_ranks: int) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    with mock_world(num_ranks, SLOW_ENOUGH):
+    from megatron_lancet.training.megatron.mock_patches import loopback_counts
+
+    with mock_world(num_ranks, SLOW_ENOUGH), loopback_counts():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
         try:
             return {

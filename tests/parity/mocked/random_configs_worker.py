@@ -112,6 +112,8 @@ def main() -> None:
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 
+    from megatron_lancet.training.megatron.mock_patches import loopback_counts
+
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
     tried: Counter[str] = Counter()
     deviations: list[tuple[str, float]] = []
@@ -144,7 +146,7 @@ def main() -> None:
     )(test)
     if len(sys.argv) > 3:
         test = seed(int(sys.argv[3]))(test)
-    with mock_world(NUM_RANKS, SMALL_LINK):
+    with mock_world(NUM_RANKS, SMALL_LINK), loopback_counts():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=NUM_RANKS)
         try:
             test()

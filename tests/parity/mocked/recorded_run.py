@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_lancet.patching import wrapped
+from megatron_lancet.patching import around
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
@@ -101,61 +101,43 @@ def _recorded(recorder: _Recorder, num_filled: Mapping[str, int]) -> Iterator[No
         num_filled: how many dWs find the message of a backward all-to-all still on its way, by its name.
     """
 
-    def issues(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def start(comm: Any, op: Any, *args: Any) -> Any:
-            started = stock(comm, op, *args)
-            recorder.events.append(Event(Verb.ISSUE, str(op)))
-            return started
+    def launches(stock: Callable[..., Any], comm: Any, op: Any, *args: Any) -> Any:
+        handle = stock(comm, op, *args)
+        recorder.events.append(Event(Verb.ISSUE, str(op)))
+        return handle
 
-        return start
+    def puts(stock: Callable[..., None], store: Any, weight: Any, compute: Any, num_bytes: int, *others: Any) -> None:
+        recorder.is_inside_op = True
+        stock(store, weight, compute, PINNED_BYTES, *others)
+        recorder.is_inside_op = False
 
-    def puts(stock: Callable[..., None]) -> Callable[..., None]:
-        def put(store: Any, weight: Any, compute: Any, num_bytes: int, *others: Any) -> None:
-            recorder.is_inside_op = True
-            stock(store, weight, compute, PINNED_BYTES, *others)
-            recorder.is_inside_op = False
+    def flushes(stock: Callable[..., None], store: Any) -> None:
+        recorder.is_inside_op = True
+        stock(store)
+        recorder.is_inside_op = False
 
-        return put
+    def fills(stock: Callable[..., None], store: Any, _: Any, op: Any) -> None:
+        polls = iter([True] * num_filled.get(str(op), 0))
+        stock(store, lambda: next(polls, False), op)
 
-    def flushes(stock: Callable[..., None]) -> Callable[..., None]:
-        def flush(store: Any) -> None:
-            recorder.is_inside_op = True
-            stock(store)
-            recorder.is_inside_op = False
+    def reports(stock: Callable[..., None], weight: Any) -> None:
+        recorder.events.append(Event(Verb.REPORT, weight.name))
+        stock(weight)
 
-        return flush
-
-    def fills(stock: Callable[..., None]) -> Callable[..., None]:
-        def fill(store: Any, _: Any, op: Any) -> None:
-            polls = iter([True] * num_filled.get(str(op), 0))
-            stock(store, lambda: next(polls, False), op)
-
-        return fill
-
-    def reports(stock: Callable[..., None]) -> Callable[..., None]:
-        def report(weight: Any) -> None:
-            recorder.events.append(Event(Verb.REPORT, weight.name))
-            stock(weight)
-
-        return report
-
-    def queues_a_token(stock: Callable[..., None]) -> Callable[..., None]:
-        def issued(scheduler: Any) -> None:
-            stock(scheduler)
-            reduction = PendingReduction(scheduler)
-            reduction.micro_ops.append(_Token(recorder.events))
-            scheduler.put(reduction)
-
-        return issued
+    def queues_a_token(stock: Callable[..., None], scheduler: Any) -> None:
+        stock(scheduler)
+        reduction = PendingReduction(scheduler)
+        reduction.micro_ops.append(_Token(recorder.events))
+        scheduler.put(reduction)
 
     with ExitStack() as stack:
         for name in ("launch", "launch_when_known", "launch_counts"):
-            stack.enter_context(wrapped(Comm, name, issues))
-        stack.enter_context(wrapped(WeightGradStore, "put", puts))
-        stack.enter_context(wrapped(WeightGradStore, "flush", flushes))
-        stack.enter_context(wrapped(WeightGradStore, "fill", fills))
-        stack.enter_context(wrapped(DeferredWeight, "report", reports))
-        stack.enter_context(wrapped(CommScheduler, "issued", queues_a_token))
+            stack.enter_context(around(Comm, name, launches))
+        stack.enter_context(around(WeightGradStore, "put", puts))
+        stack.enter_context(around(WeightGradStore, "flush", flushes))
+        stack.enter_context(around(WeightGradStore, "fill", fills))
+        stack.enter_context(around(DeferredWeight, "report", reports))
+        stack.enter_context(around(CommScheduler, "issued", queues_a_token))
         yield
 
 

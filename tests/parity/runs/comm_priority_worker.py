@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from benchmarks.gradient_error import relative_difference, relative_errors
-from megatron_lancet.patching import wrapped
+from megatron_lancet.patching import around
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.platform.cpu import cpu_platform
@@ -84,33 +84,24 @@ def log_collectives(stack: ExitStack) -> list[str]:
 
     log: list[str] = []
 
-    def starts(stock):
-        def start(comm, op, *args):
-            log.append(str(op))
-            return stock(comm, op, *args)
+    def starts(stock, comm, op, *args):
+        log.append(str(op))
+        return stock(comm, op, *args)
 
-        return start
+    def waits(stock, all_to_all, handle):
+        received = stock(all_to_all, handle)
+        log.append(f"back {all_to_all.op.mirrored()}")
+        return received
 
-    def waits(stock):
-        def wait(all_to_all, handle):
-            received = stock(all_to_all, handle)
-            log.append(f"back {all_to_all.op.mirrored()}")
-            return received
-
-        return wait
-
-    def launches(stock):
-        def launch(micro_op):
-            log.append(f"reduce {micro_op.num_bytes}")
-            stock(micro_op)
-
-        return launch
+    def launches(stock, micro_op):
+        log.append(f"reduce {micro_op.num_bytes}")
+        stock(micro_op)
 
     for name in ("launch", "launch_when_known", "launch_counts"):
-        stack.enter_context(wrapped(Comm, name, starts))
-    stack.enter_context(wrapped(AllToAll, "_wait_behind_weight_grads", waits))
+        stack.enter_context(around(Comm, name, starts))
+    stack.enter_context(around(AllToAll, "_wait_behind_weight_grads", waits))
     for kind in (grad_reduction._AllReduce, grad_reduction._ReduceScatter):
-        stack.enter_context(wrapped(kind, "launch", launches))
+        stack.enter_context(around(kind, "launch", launches))
     return log
 
 

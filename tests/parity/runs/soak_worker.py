@@ -6,7 +6,6 @@ at every SAMPLED_STEPS-th step its memory and how many tensors are alive.
 """
 
 import faulthandler
-import functools
 import gc
 import json
 import os
@@ -21,7 +20,7 @@ from typing import Any
 import psutil
 import torch
 
-from megatron_lancet.patching import wrapped
+from megatron_lancet.patching import around
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
 from megatron_lancet.training.pretrain import main
 
@@ -62,36 +61,24 @@ class Soak:
         self._skew: torch.Tensor | None = None
         self._setup: Any = None
 
-    def switchable(self, init):
-        @functools.wraps(init)
-        def build(setup, plan, device, stats, timeout, sdpa, switchable, *args):
-            self._setup = setup
-            init(setup, plan, device, stats, timeout, sdpa, True, *args)
+    def switchable(self, init, setup, *args, **kwargs):
+        self._setup = setup
+        init(setup, *args, **{**kwargs, "switchable": True})
 
-        return build
+    def skewed(self, gating, router, *args):
+        return gating(router, *args) + self._skew
 
-    def skewed(self, gating):
-        @functools.wraps(gating)
-        def skewed_gating(router, *args):
-            return gating(router, *args) + self._skew
-
-        return skewed_gating
-
-    def stepping(self, stock):
-        @functools.wraps(stock)
-        def train_step(*args, **kwargs):
-            strength = self._skews.choice(SKEWS)
-            self._skew = torch.tensor([strength * self._skews.gauss(0, 1) for _ in range(4)])
-            if self._setup is not None and self._plans.random() < SWITCHES_PER_STEP:
-                self._setup.switch(random_plan(self._plans, whole=len(self.losses) < self._num_whole_steps))
-                self.num_switches += 1
-            result = stock(*args, **kwargs)
-            self.losses.append((result[0]["lm loss"].item(), float(result[5])))
-            if len(self.losses) % SAMPLED_STEPS == 0:
-                self.sample()
-            return result
-
-        return train_step
+    def stepping(self, stock, *args, **kwargs):
+        strength = self._skews.choice(SKEWS)
+        self._skew = torch.tensor([strength * self._skews.gauss(0, 1) for _ in range(4)])
+        if self._setup is not None and self._plans.random() < SWITCHES_PER_STEP:
+            self._setup.switch(random_plan(self._plans, whole=len(self.losses) < self._num_whole_steps))
+            self.num_switches += 1
+        result = stock(*args, **kwargs)
+        self.losses.append((result[0]["lm loss"].item(), float(result[5])))
+        if len(self.losses) % SAMPLED_STEPS == 0:
+            self.sample()
+        return result
 
     def sample(self) -> None:
         gc.collect()
@@ -105,9 +92,9 @@ class Soak:
         from megatron_lancet.training.overlap_setup import OverlapSetup
 
         with ExitStack() as stack:
-            stack.enter_context(wrapped(training, "train_step", self.stepping))
-            stack.enter_context(wrapped(OverlapSetup, "__init__", self.switchable))
-            stack.enter_context(wrapped(TopKRouter, "gating", self.skewed))
+            stack.enter_context(around(training, "train_step", self.stepping))
+            stack.enter_context(around(OverlapSetup, "__init__", self.switchable))
+            stack.enter_context(around(TopKRouter, "gating", self.skewed))
             main()
 
 

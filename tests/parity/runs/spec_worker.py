@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_lancet.patching import wrapped
+from megatron_lancet.patching import around
 from megatron_lancet.training.platform.detect import apply_cpu_settings, platform
 from tests.ranks.pretrain_worker import recording
 
@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
         losses: list[dict[str, float]] = []
         classes: set[str] = set()
-        with wrapped(training, "train_step", recording(losses, classes)):
+        with around(training, "train_step", recording(losses, classes)):
             pretrain_gpt()
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         result = {"losses": losses, "model_modules": sorted(classes)}

@@ -6,7 +6,6 @@ second of waiting is on every step's account.
 """
 
 import faulthandler
-import functools
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from megatron_lancet.patching import replaced, wrapped
+from megatron_lancet.patching import around, replaced
 from megatron_lancet.schedule.plan import ChunkDim, Plan, fixed_plan
 from megatron_lancet.training.tuning import controller
 from megatron_lancet.training.pretrain import main
@@ -72,33 +71,26 @@ class ScriptedMaker:
 def slow_under(plans: dict[str, float], setups: list[Any]):
     by_plan = {plan_of(text): seconds for text, seconds in plans.items()}
 
-    def wrap(train_step):
-        @functools.wraps(train_step)
-        def slow(*args, **kwargs):
-            result = train_step(*args, **kwargs)
-            time.sleep(by_plan.get(setups[0].plan, 0.0))
-            return result
+    def slow(train_step, *args, **kwargs):
+        result = train_step(*args, **kwargs)
+        time.sleep(by_plan.get(setups[0].plan, 0.0))
+        return result
 
-        return slow
-
-    return wrap
+    return slow
 
 
 def exposed_from(step: int):
     num_steps = 0
 
-    def wrap(observe):
-        def observed(self, run):
-            nonlocal num_steps
-            result = observe(self, run)
-            num_steps += 1
-            if num_steps >= step:
-                self.records[-1].comm.exposed_ms += 500.0
-            return result
+    def observed(observe, self, run):
+        nonlocal num_steps
+        result = observe(self, run)
+        num_steps += 1
+        if num_steps >= step:
+            self.records[-1].comm.exposed_ms += 500.0
+        return result
 
-        return observed
-
-    return wrap
+    return observed
 
 
 def run() -> None:
@@ -114,26 +106,20 @@ def run() -> None:
     setups: list[Any] = []
     plans: list[str] = []
 
-    def registered(init):
-        def build(self, *args, **kwargs):
-            setups.append(self)
-            init(self, *args, **kwargs)
+    def registered(init, self, *args, **kwargs):
+        setups.append(self)
+        init(self, *args, **kwargs)
 
-        return build
-
-    def noted(observe):
-        def observed(self, step):
-            plans.append(str(setups[0].plan.segments[0]))
-            return observe(self, step)
-
-        return observed
+    def noted(observe, self, step):
+        plans.append(str(setups[0].plan.segments[0]))
+        return observe(self, step)
 
     with ExitStack() as stack:
-        stack.enter_context(wrapped(training, "train_step", recording(losses, classes)))
-        stack.enter_context(wrapped(OverlapSetup, "__init__", registered))
-        stack.enter_context(wrapped(training, "train_step", slow_under(script.get("slow_s", {}), setups)))
-        stack.enter_context(wrapped(StepRecorder, "observe", exposed_from(script.get("exposed_from", 10**9))))
-        stack.enter_context(wrapped(StepRecorder, "observe", noted))
+        stack.enter_context(around(training, "train_step", recording(losses, classes)))
+        stack.enter_context(around(OverlapSetup, "__init__", registered))
+        stack.enter_context(around(training, "train_step", slow_under(script.get("slow_s", {}), setups)))
+        stack.enter_context(around(StepRecorder, "observe", exposed_from(script.get("exposed_from", 10**9))))
+        stack.enter_context(around(StepRecorder, "observe", noted))
         stack.enter_context(replaced(controller, "MIN_STEPS_BETWEEN_PLANS", 0))
         stack.enter_context(replaced(run, "ProfilingPlanMaker", ScriptedMaker))
         main()

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.mock.link import Link
+from megatron_lancet.mock.loopback_counts import counts_of_all_ranks
 from megatron_lancet.mock.mock_world import mock_world
-from megatron_lancet.mock.stock_counts import counts_of_all_ranks
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats

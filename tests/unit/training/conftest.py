@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_lancet.patching import wrapped
+from megatron_lancet.patching import around
 from megatron_lancet.training.checkpoint.files import TRACKER
 
 
@@ -18,17 +18,14 @@ def docstrings_read_once():
     """Megatron's parser parses the sources of its classes each time it is made: most of what a command line takes."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
-    def once(stock: Callable[[Any, type], dict[str, str]]) -> Callable[[Any, type], dict[str, str]]:
-        known: dict[type, dict[str, str]] = {}
+    known: dict[type, dict[str, str]] = {}
 
-        def read(factory: Any, source: type) -> dict[str, str]:
-            if source not in known:
-                known[source] = stock(factory, source)
-            return known[source]
+    def read(stock: Callable[[Any, type], dict[str, str]], factory: Any, source: type) -> dict[str, str]:
+        if source not in known:
+            known[source] = stock(factory, source)
+        return known[source]
 
-        return read
-
-    with wrapped(ArgumentGroupFactory, "_get_field_docstrings", once):
+    with around(ArgumentGroupFactory, "_get_field_docstrings", read):
         yield
 
 

@@ -14,7 +14,7 @@ from megatron_lancet.errors import CheckpointError, UsageError
 from megatron_lancet.training.checkpoint import load_save
 from megatron_lancet.training.checkpoint.load_save import Checkpoints, check_before_start
 from megatron_lancet.training.process import sigterm
-from megatron_lancet.training.process.exit import Whereabouts
+from megatron_lancet.training.process.exit import RankStatus
 from megatron_lancet.training.process.sigterm import StopRequest, saves_on_sigterm
 
 Usage = namedtuple("Usage", "total used free")
@@ -157,14 +157,14 @@ def test_megatrons_own_handler_is_left_alone(tmp_path):
 
 def test_a_stop_is_asked_for_once_the_loop_runs(alone, monkeypatch, capfd):
     monkeypatch.setattr(sigterm, "_PATIENCE_S", 0.05)
-    where = Whereabouts()
-    stop = StopRequest(where, torch.device("cpu"))
-    assert where.on_sigterm is None
+    status = RankStatus()
+    stop = StopRequest(status, torch.device("cpu"))
+    assert status.on_sigterm is None
     stop.begin()
     assert stop.signals_received() == [False]
-    where.describe = lambda: "2 steps done"
-    where.on_sigterm()
-    where.on_sigterm()
+    status.describe = lambda: "2 steps done"
+    status.on_sigterm()
+    status.on_sigterm()
     assert stop.signals_received() == [True]
     captured = ""
     while "steps done" not in captured:  # pytest's own timeout bounds it

@@ -1,19 +1,20 @@
-"""The assumptions on Megatron and torch hold, and a violated one is a message."""
+"""The seams of Megatron and torch exist, and a missing one is a message; hooks run in their order."""
 
 import importlib.metadata
 
 import pytest
-import torch
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.training import training
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.patching import replaced, wrapped
-from megatron_lancet.training.megatron import patches, versions
+from megatron_lancet.patching import replaced
+from megatron_lancet.training.megatron import seams, versions
+from megatron_lancet.training.megatron.patches import train_step_hooks, training_loop_hooks
 
 
 def test_this_megatron_is_known():
     versions.check_versions()
-    patches.check_seams()
+    seams.check_seams()
 
 
 def test_a_lost_parameter_is_named():
@@ -24,7 +25,7 @@ def test_a_lost_parameter_is_named():
         replaced(TopKRouter, "gating", gating),
         pytest.raises(UsageError, match=r"TopKRouter\.gating\(input\)"),
     ):
-        patches.check_seams()
+        seams.check_seams()
 
 
 @pytest.mark.parametrize(
@@ -56,21 +57,54 @@ def test_a_missing_package_is_named(monkeypatch):
         versions.check_versions()
 
 
-def test_replacing_what_is_not_there_fails():
-    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"), replaced(torch, "no_such_name", 1):
-        pass
+def test_step_hooks_run_from_the_outermost_to_the_last(monkeypatch):
+    calls = []
+
+    def hook(name):
+        def observe(step):
+            calls.append(f"before {name}")
+            result = step()
+            calls.append(f"after {name}")
+            return [name, *result]
+
+        return observe
+
+    def train_step(*args, **kwargs):
+        calls.append(("step", args, kwargs))
+        return ["stock"]
+
+    monkeypatch.setattr(training, "train_step", train_step)
+    with train_step_hooks([hook("first"), hook("last")]):
+        assert training.train_step(1, model=2) == ["first", "last", "stock"]
+    assert calls == ["before first", "before last", ("step", (1,), {"model": 2}), "after last", "after first"]
+    assert training.train_step is train_step
 
 
-def test_wrapping_a_class_attribute_restores_it_untouched():
-    class Base:
-        def method(self):
-            return 1
+def loop_calls(monkeypatch, error: BaseException | None) -> list[str]:
+    """What runs around a training loop that ends with ``error``."""
+    calls = []
 
-    class Derived(Base):
-        pass
+    def train(*_):
+        calls.append("loop")
+        if error is not None:
+            raise error
+        return "result"
 
-    with wrapped(Derived, "method", lambda stock: lambda self: stock(self) + 1):
-        assert Derived().method() == 2
-        assert Base().method() == 1
-    assert "method" not in vars(Derived)
-    assert Derived().method() == 1
+    monkeypatch.setattr(training, "train", train)
+    with training_loop_hooks(before=lambda: calls.append("before"), after=lambda: calls.append("after")):
+        if error is None:
+            assert training.train("model") == "result"
+        else:
+            with pytest.raises(type(error)):
+                training.train("model")
+    return calls
+
+
+@pytest.mark.parametrize("error", [None, SystemExit(0), SystemExit(3)])
+def test_training_loop_hooks_run_also_at_an_exit_condition(monkeypatch, error):
+    assert loop_calls(monkeypatch, error) == ["before", "loop", "after"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("lost a peer"), SystemExit()])
+def test_training_loop_hooks_end_nothing_after_a_failure(monkeypatch, error):
+    assert loop_calls(monkeypatch, error) == ["before", "loop"]

@@ -11,7 +11,7 @@ from megatron_lancet.patching import replaced
 from megatron_lancet.planning.gradient_reduction import GradientReduction
 from megatron_lancet.schedule.plan import fixed_plan
 from megatron_lancet.schedule.reductions import CommPriority, MicroOps
-from megatron_lancet.training.megatron import grad_reduction, patches
+from megatron_lancet.training.megatron import grad_reduction, seams
 from megatron_lancet.training.plan.comm_priority import choose_micro_ops, reduction_of
 
 FIRST = LancetConfig(comm_priority=CommPriority.ALL_TO_ALL_FIRST, grad_chunk_mb=1.5)
@@ -60,7 +60,7 @@ def test_another_start_grad_sync_is_noticed():
         replaced(grad_reduction._BUCKET_GROUP, "start_grad_sync", start_grad_sync),
         pytest.raises(UsageError, match=r"start_grad_sync's '_coalescing_manager"),
     ):
-        patches.check_seams()
+        seams.check_seams()
 
 
 def test_a_planner_is_told_how_gradients_are_reduced():

@@ -1,4 +1,4 @@
-"""The table of unsupported flags: each entry is a flag of Megatron's parser and reads the argument that the flag sets."""
+"""The table of unsupported flags: each entry is one of Megatron's flags and reads the argument that the flag sets."""
 
 import argparse
 

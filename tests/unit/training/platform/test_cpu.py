@@ -4,6 +4,9 @@ import sys
 
 import pytest
 import torch
+from megatron.core.datasets import utils as dataset_utils
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training.platform import cpu as stand_ins
@@ -13,7 +16,12 @@ from megatron_lancet.training.platform.detect import apply_cpu_settings
 def replaced_names() -> list[tuple[object, str]]:
     names: list[tuple[object, str]] = [(torch.cuda, name) for name in stand_ins._cuda_stand_ins()]
     names += [(torch, name) for name in stand_ins._FACTORIES]
-    names += [(owner, name) for owner, name, _ in stand_ins._megatron_stand_ins()]
+    names += [
+        (mappings, "_gather_along_first_dim"),
+        (mappings, "_reduce_scatter_along_first_dim"),
+        (token_dispatcher, "maybe_move_tensor_to_cpu"),
+        (dataset_utils, "compile_helpers"),
+    ]
     return [*names, (torch.Tensor, "cuda"), (torch.Tensor, "type"), (torch.nn.Module, "cuda")]
 
 

@@ -1,0 +1,111 @@
+"""Megatron's pretraining loop over a GPT-MoE, from the command line to the report.
+
+The phases: read the arguments, choose the plan, make Megatron's configurations, change Megatron, train, report.
+"""
+
+import argparse
+import functools
+import sys
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.training import arguments
+from megatron_lancet.training.checkpoint.ep_resize import check_checkpoint
+from megatron_lancet.training.checkpoint.load_save import Checkpoints, check_before_start
+from megatron_lancet.training.megatron import checkpoint_patches
+from megatron_lancet.training.megatron.gpt_data import build_datasets, forward_step
+from megatron_lancet.training.megatron.seams import check_seams
+from megatron_lancet.training.plan.normalize import normalize_args
+from megatron_lancet.training.platform import mock
+from megatron_lancet.training.platform.detect import apply_cpu_settings
+from megatron_lancet.training.process.console import say
+from megatron_lancet.training.process.exit import RankStatus
+from megatron_lancet.training.process.sigterm import StopRequest, saves_on_sigterm
+from megatron_lancet.training.run import RunChoice, choose_run, enter_run
+from megatron_lancet.training.tuning.profile_to_file import check_can_profile
+
+
+def run_job(device: torch.device, status: RankStatus) -> None:
+    """Train as the command line says.
+
+    Args:
+        device: of this rank.
+        status: learns how far the rank is.
+
+    Raises:
+        UsageError: the command line, a file or this machine does not allow the run.
+        CheckpointError: a checkpoint can't be loaded or saved.
+        SystemExit: Megatron ended the run with a status that is not 0.
+    """
+    check_seams()
+    args, config = _read_arguments(device)
+    choice = _choose(args, config)
+    stop = StopRequest(status, device) if saves_on_sigterm(args, config) else None
+    with arguments.megatrons_refusals():
+        model_config = gpt_config_from_args(args)
+        run_config = pretrain_cfg_container_from_args(args, model_config)
+
+    with ExitStack() as stack:
+        _change_megatron(stack, args, stop)
+        run = enter_run(stack, choice, device)
+        if choice.plan is not None:
+            run_config.ddp.delay_wgrad_compute = run.setup.delays_weight_grads
+        model_config.pre_wrap_hooks.append(run.setup)
+        status.describe = lambda: f"{run.recorder.num_done} steps done, {run.setup.position}"
+        exit_status = _train(run_config)
+        run.report()
+        dist.barrier()
+        dist.destroy_process_group()
+        if exit_status != 0:
+            sys.exit(exit_status)
+
+
+def _read_arguments(device: torch.device) -> tuple[argparse.Namespace, LancetConfig]:
+    """Parse and validate ``sys.argv``, and print every setting that is changed."""
+    args, config = arguments.parse()
+    if device.type == "cpu":
+        apply_cpu_settings(args)
+    for change in normalize_args(args, config):
+        say(f"Megatron-Lancet flags: {change}")
+    arguments.validate(args)
+    check_before_start(args)
+    return args, config
+
+
+def _choose(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
+    """Choose the plan, and print it."""
+    if mock.is_mocked(args):
+        say(f"Megatron-Lancet world: {mock.describe_mocked_world(args)}")
+    choice = choose_run(args, config)
+    check_can_profile(args, config, choice.plan)
+    say(f"Megatron-Lancet plan: {choice.line}")
+    return choice
+
+
+def _change_megatron(stack: ExitStack, args: argparse.Namespace, stop: StopRequest | None) -> None:
+    """Change what lies around the training steps: the world, checkpoints and SIGTERM, for the length of ``stack``."""
+    stack.enter_context(mock.mocked_world_of(args))
+    stack.enter_context(Checkpoints(args).watched())
+    stack.enter_context(checkpoint_patches.arguments_before_loading(functools.partial(check_checkpoint, args)))
+    if stop is not None:
+        stack.enter_context(checkpoint_patches.asked_to_stop(stop, stop.begin))
+    stack.enter_context(checkpoint_patches.queue_lives_with_the_rank())
+
+
+def _train(run_config: object) -> str | int | None:
+    """Run Megatron's training; returns its exit status, also where Megatron ends the process at an exit condition."""
+    try:
+        pretrain(run_config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+    except SystemExit as request:
+        if request.code is None:
+            # Not the end of the loop, which gives a status: the other ranks may be anywhere.
+            raise SystemExit("error: Megatron ended this rank without a status; it says why above.") from None
+        # Not the request itself: its traceback keeps data loaders alive, whose workers must end before this process.
+        return request.code
+    return 0

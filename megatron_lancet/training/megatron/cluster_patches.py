@@ -1,0 +1,63 @@
+"""Megatron's validation in a dry run: which GPU and which packages it finds on the cluster that the run is for."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core import utils
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer.moe import moe_utils
+from packaging.version import Version
+
+from megatron_lancet.patching import replaced
+
+_PERMUTATIONS = (
+    "fused_permute",
+    "fused_permute_with_probs",
+    "fused_sort_chunks_by_index",
+    "fused_sort_chunks_by_index_with_probs",
+    "fused_unpermute",
+)
+"""Kernels of Transformer Engine whose presence Megatron checks."""
+
+
+@contextmanager
+def assumed_gpu(capability: tuple[int, int]) -> Iterator[None]:
+    """Inside the context Megatron's checks find a GPU of this compute capability. It can't compute anything."""
+    properties = SimpleNamespace(name="GPU", major=capability[0], minor=capability[1])
+    with (
+        replaced(torch.cuda, "get_device_capability", lambda *_: capability),
+        replaced(torch.cuda, "get_device_properties", lambda *_: properties),
+    ):
+        yield
+
+
+@contextmanager
+def assumed_transformer_engine(version: Version) -> Iterator[None]:
+    """Inside the context Megatron's checks find this Transformer Engine. Its kernels must not be called."""
+    optimizers = ModuleType("transformer_engine.pytorch.optimizers")
+    vars(optimizers)["FusedAdam"] = _FusedAdam
+    assert optimizers.__name__ not in sys.modules
+    with ExitStack() as stack:
+        sys.modules[optimizers.__name__] = optimizers
+        stack.callback(sys.modules.pop, optimizers.__name__)
+        stack.enter_context(replaced(utils, "_te_version", version))
+        stack.enter_context(replaced(rope_utils, "fused_apply_rotary_pos_emb", _never_called))
+        for name in _PERMUTATIONS:
+            stack.enter_context(replaced(moe_utils, name, _never_called))
+        yield
+
+
+class _FusedAdam:
+    """The signature that Megatron looks for before it accepts a precision-aware optimizer."""
+
+    def __init__(
+        self, master_weight_dtype: Any, exp_avg_dtype: Any, exp_avg_sq_dtype: Any, use_decoupled_grad: Any
+    ) -> None: ...
+
+
+def _never_called(*_: Any, **__: Any) -> None:
+    raise AssertionError("a dry run computes nothing")

@@ -1,0 +1,52 @@
+"""Megatron in a mocked world: its command line, its logging on the last rank, and stock's token counts."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.training import arguments, training
+from megatron.training.utils import common_utils
+
+from megatron_lancet.mock.loopback_counts import counts_of_all_ranks
+from megatron_lancet.patching import around, replaced
+
+
+@contextmanager
+def megatron_in_mocked_world(
+    add_backend: Callable[[argparse.ArgumentParser], argparse.ArgumentParser],
+) -> Iterator[None]:
+    """Lets the one rank that there is do what Megatron does on the last one.
+
+    Args:
+        add_backend: makes a parser of Megatron's know the mock: its fault tolerance parses the command line again.
+    """
+    with (
+        replaced(common_utils, "is_last_rank", lambda: True),  # which logs
+        replaced(training, "is_last_rank", lambda: True),
+        around(arguments, "add_megatron_arguments", lambda stock, parser: add_backend(stock(parser))),
+        loopback_counts(),
+    ):
+        yield
+
+
+def loopback_counts() -> AbstractContextManager[None]:
+    """Gives stock's all-to-all dispatcher the token counts of a loopback; the exchange takes as long as before.
+
+    Stock learns them by an all-gather, in the mock N copies of this rank's counts: every rank would send to this
+    rank's experts what this rank sends to them. But in a loopback rank j sends here what was sent to rank j.
+    """
+
+    def gather(
+        stock: Any, input_: torch.Tensor, *args: Any, group: dist.ProcessGroup | None = None, **kwargs: Any
+    ) -> Any:
+        gathered = stock(input_, *args, group=group, **kwargs)
+        # Counts are the only thing that it gathers in one dimension and without a gradient.
+        if group is None or input_.dim() != 1 or input_.is_floating_point():
+            return gathered
+        return counts_of_all_ranks(input_, group.rank(), group.size())
+
+    return around(token_dispatcher, "gather_from_sequence_parallel_region", gather)

@@ -1,0 +1,33 @@
+"""Megatron's GPT and its default arguments outside of a training run."""
+
+import argparse
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.training import arguments
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.models.gpt import GPTModelBuilder
+
+from megatron_lancet.errors import UsageError
+
+
+def default_arguments() -> dict[str, Any]:
+    """Megatron's arguments, all at their defaults."""
+    return vars(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
+
+
+def build_plain_gpt(args: argparse.Namespace) -> torch.nn.Module:
+    """Megatron's GPT for a set of arguments, without DDP. The process groups must exist.
+
+    Raises:
+        UsageError: Megatron refuses the arguments.
+    """
+    try:
+        config = gpt_config_from_args(args)
+        config.finalize()
+    except (AssertionError, ValueError, ImportError) as error:
+        raise UsageError(f"Megatron can't build this model: {error}") from error
+    module: torch.nn.Module = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    return Float16Module(config.transformer, module) if args.fp16 or args.bf16 else module

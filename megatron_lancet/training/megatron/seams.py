@@ -1,0 +1,160 @@
+"""What this project uses of Megatron's internals: every function and parameter, checked before training starts.
+
+Another version of Megatron then fails with one sentence that names what it lacks, and not in the middle of a step.
+What the project changes of Megatron is in the other files of this folder.
+"""
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megatron.core import utils
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import param_and_grad_buffer as ddp_buffers
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.training import arguments, checkpointing, global_vars, training
+from megatron.training.utils import common_utils
+
+from megatron_lancet.errors import UsageError
+
+type Seam = tuple[Any, str, tuple[str, ...]]
+"""A module or class, the name of a function in it, and those of its parameters that are used."""
+
+_MODEL: tuple[Seam, ...] = (
+    (GPTModel, "forward", ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask")),
+    (TransformerBlock, "forward", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
+    (TransformerLayer, "_forward_attention", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
+    (TransformerLayer, "_forward_mlp", ("hidden_states",)),
+    (DotProductAttention, "__init__", ("config", "pg_collection")),
+    (
+        DotProductAttention,
+        "forward",
+        ("query", "key", "value", "attention_mask", "attention_bias", "packed_seq_params"),
+    ),
+    (RotaryEmbedding, "forward", ("max_seq_len", "offset")),
+    (LocalSpecProvider, "core_attention", ()),
+    (mappings, "gather_from_sequence_parallel_region", ("input_", "group")),
+    (utils, "get_batch_on_this_cp_rank", ("batch", "is_hybrid_cp", "cp_group")),
+    (MoELayer, "shared_experts_compute", ("hidden_states",)),
+    (SequentialMLP, "forward", ("permuted_local_hidden_states", "tokens_per_expert", "permuted_probs")),
+    (MLP, "forward", ("hidden_states", "per_token_scale")),
+    (TopKRouter, "forward", ("input", "padding_mask")),
+    (TopKRouter, "gating", ("input",)),
+    (TopKRouter, "apply_z_loss", ("logits",)),
+    (TopKRouter, "_apply_aux_loss", ("probs", "scores_for_aux_loss", "routing_map")),
+    (TopKRouter, "_apply_seq_aux_loss", ("probs", "scores_for_aux_loss", "routing_map", "seq_length", "bsz")),
+    (TopKRouter, "_apply_global_aux_loss", ("probs", "scores_for_aux_loss", "routing_map")),
+    (TopKRouter, "_apply_expert_bias", ("routing_map",)),
+    (TopKRouter, "_maintain_float32_expert_bias", ()),
+    (moe_utils, "permute", ("tokens", "routing_map", "probs", "num_out_tokens")),
+    (moe_utils, "unpermute", ("permuted_tokens", "sorted_indices", "restore_shape", "routing_map")),
+    (moe_utils, "sort_chunks_by_idxs", ("input", "split_sizes", "sorted_idxs", "probs")),
+    (moe_utils, "compute_routing_scores_for_aux_loss", ("logits", "topk", "score_function", "fused")),
+    (token_dispatcher, "gather_from_sequence_parallel_region", ("input_",)),
+    (ColumnParallelLinear, "_forward_impl", ("input", "weight")),
+    (RowParallelLinear, "_forward_impl", ("input", "weight")),
+)
+
+_TRAINING: tuple[Seam, ...] = (
+    (DistributedDataParallel, "__init__", ("ddp_config",)),
+    (DistributedDataParallel, "_make_backward_post_hook", ("param",)),
+    (distrib_optimizer.DistributedOptimizer, "state_dict", ()),
+    (distrib_optimizer.DistributedOptimizer, "load_state_dict", ("state_dict",)),
+    (training, "pretrain", ("cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func")),
+    (training, "train", ()),
+    (training, "train_step", ("forward_step_func", "data_iterator", "model")),
+    (training, "get_signal_handler", ()),
+    (training, "is_last_rank", ()),
+    (common_utils, "is_last_rank", ()),
+    (global_vars, "get_tensorboard_writer", ()),
+    (arguments, "add_megatron_arguments", ("parser",)),
+)
+
+_CHECKPOINTS: tuple[Seam, ...] = (
+    (training, "load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler")),
+    (training, "save_checkpoint", ("iteration", "model", "optimizer", "non_persistent_ckpt")),
+    (filesystem_async, "get_write_results_queue", ("mp_mode",)),
+    (FileSystemWriterAsync, "write_preloaded_data", ()),
+    (checkpointing.wandb_utils, "on_save_checkpoint_success", ("checkpoint_path",)),
+    (checkpointing, "get_checkpoint_name", ("checkpoints_path", "iteration", "release")),
+    (checkpointing, "check_checkpoint_args", ("checkpoint_args",)),
+    (checkpointing, "_load_base_checkpoint", ("load_dir", "args", "rank0")),
+)
+
+_DDP_PROTOCOLS = ("skip_backward_post_hook", "register_wgrad_accumulation_and_reduce_hooks")
+"""Attributes of weights by which DDP lets their gradients come later."""
+
+_START_GRAD_SYNC = (
+    "_coalescing_manager(communication_group, async_ops=async_op) as cm",
+    "dist_reduce_scatter_func(",
+    "torch.distributed.all_reduce(",
+    "self.grad_reduce_handle = cm",
+)
+"""Parts of DDP's ``start_grad_sync`` that ``grad_reduction.py`` relies on."""
+
+_TWO_SLICES_PER_RANK = (
+    (utils, "_get_batch_on_this_cp_rank_per_sequence_balancing"),
+    (rope_utils, "get_pos_emb_on_this_cp_rank"),
+)
+"""Where Megatron cuts sequences for context parallelism as ``model/context_parallel.py`` expects."""
+
+
+def check_seams() -> None:
+    """
+    Raises:
+        UsageError: Megatron lacks a function, a parameter or a piece of code that we use; names all of them.
+    """
+    missing = missing_functions((*_MODEL, *_TRAINING, *_CHECKPOINTS))
+    ddp_source = inspect.getsource(DistributedDataParallel.__init__)
+    missing += [f"DistributedDataParallel's {protocol}" for protocol in _DDP_PROTOCOLS if protocol not in ddp_source]
+    sync_source = inspect.getsource(ddp_buffers._ParamAndGradBucketGroup.start_grad_sync)
+    missing += [f"start_grad_sync's {part!r}" for part in _START_GRAD_SYNC if part not in sync_source]
+    for module, name in _TWO_SLICES_PER_RANK:
+        if "2 * cp_size - cp_rank - 1" not in inspect.getsource(getattr(module, name, module)):
+            missing.append(f"the cut of a sequence into two slices per rank in {module.__name__}.{name}")
+    if "maybe_msc.open(tracker_filename, 'w')" not in inspect.getsource(checkpointing.save_checkpoint):
+        missing.append("the place in checkpointing.save_checkpoint that writes the tracker file")
+    refuse_missing(missing)
+
+
+def missing_functions(seams: Iterable[Seam]) -> list[str]:
+    """Names the functions and parameters of ``seams`` that Megatron lacks."""
+    missing = []
+    for owner, name, parameters in seams:
+        function = getattr(owner, name, None)
+        where = f"{owner.__name__}.{name}"
+        if function is None:
+            missing.append(where)
+            continue
+        # jit-fused functions are compiled wrappers: the signature is that of the function inside.
+        known = inspect.signature(inspect.unwrap(function)).parameters
+        missing += [f"{where}({parameter})" for parameter in parameters if parameter not in known]
+    return missing
+
+
+def refuse_missing(missing: Sequence[str]) -> None:
+    """
+    Raises:
+        UsageError: anything is missing.
+    """
+    if missing:
+        raise UsageError(
+            "this megatron-core differs from the versions that we know: it lacks " + ", ".join(missing) + ". "
+            "Install megatron-core 0.19.2."
+        )

@@ -1,0 +1,85 @@
+"""Training steps that are profiled: which plans they run by, and the profile that comes of them."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+from megatron_lancet.planning.gradient_reduction import GradientReduction
+from megatron_lancet.planning.profile import Profile
+from megatron_lancet.planning.search.gradient_overlap import measured_with
+from megatron_lancet.planning.search.search_space import Limits
+from megatron_lancet.profiler.facts import ProfiledModel
+from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
+from megatron_lancet.schedule.plan import OverlapRange, Plan
+from megatron_lancet.training.overlap_setup import OverlapSetup
+
+
+def profiled_model(args: argparse.Namespace, setup: OverlapSetup, device: torch.device) -> ProfiledModel:
+    """The model that Megatron has built and the layout of its batch, for the profiler."""
+    return ProfiledModel(
+        stages=setup.stages,
+        device=device,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        num_micro_batches=get_num_microbatches(),
+    )
+
+
+def plans_within(args: argparse.Namespace, limits: Limits) -> list[Plan]:
+    """Plans to profile for a planner that keeps to ``limits``."""
+    plans = plans_to_profile(
+        args.micro_batch_size,
+        args.seq_length // args.context_parallel_size,
+        limits.chunk_dims,
+        overlap_range=max(limits.ranges, key=list(OverlapRange).index),
+    )
+    return [replace(plan, dw_memory_bytes=limits.dw_memory_bytes) for plan in plans]
+
+
+def with_own_reduction(profile: Profile, reduction: GradientReduction | None, plans: Sequence[Plan]) -> Profile:
+    """The profile of a run without the time that its own steps waited for gradients: other runs would wait otherwise.
+
+    Args:
+        reduction: how the run reduced its gradients beside the backward pass; None if it did not.
+        plans: that were profiled.
+
+    Raises:
+        UnknownCost: the profile has no all-reduce times.
+    """
+    return profile if reduction is None else measured_with(profile, reduction, plans)
+
+
+class ProfileSteps:
+    """Drives a :class:`ProfileRun` through the steps of a training run.
+
+    Between two steps the caller switches all ranks to :attr:`next_plan`, until that is None.
+    """
+
+    def __init__(self, run: ProfileRun) -> None:
+        self._run = run
+        self._num_done = 0
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plan of each step, in order. Neighbours are often equal."""
+        return self._run.plans
+
+    @property
+    def next_plan(self) -> Plan | None:
+        """The plan of the next step; None when all steps are done."""
+        return self.plans[self._num_done] if self._num_done < len(self.plans) else None
+
+    def run_step(self, step: Callable[[], Any]) -> Any:
+        """Run a training step under :attr:`next_plan` and measure it; returns the step's result."""
+        with self._run.step(self._num_done):
+            result = step()
+        self._num_done += 1
+        return result
+
+    def finish(self) -> Profile:
+        """Measure the links and make the profile. Collective over all ranks, after the last step."""
+        return self._run.finish()

@@ -1,0 +1,179 @@
+"""Attributes of foreign modules and classes are replaced for the length of a context, in one folder alone."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lancet.patching import around, replaced
+
+PACKAGE = Path(__file__).parents[2] / "megatron_lancet"
+OWNERS = {
+    "mock": ("torch.distributed",),  # it is a world of torch.distributed's, for whoever asks for one
+    "training/megatron": ("megatron", "torch"),
+    "training/platform": ("torch",),  # stand-ins for torch.cuda
+}
+"""Whose attributes the files of a folder may replace."""
+REPLACING = {"around", "replaced", "setattr", "delattr"}
+
+
+class Stock:
+    def method(self, x, *, factor=1):
+        """Doc."""
+        return self, x * factor
+
+    @staticmethod
+    def static(x):
+        return x
+
+
+class Derived(Stock):
+    pass
+
+
+def test_replacing_a_missing_attribute_fails():
+    for patch in (replaced(torch, "no_such_name", 1), around(torch, "no_such_name", lambda stock: stock())):
+        with pytest.raises(AttributeError, match="torch has no attribute 'no_such_name' to replace"), patch:
+            pass
+
+
+def test_around_a_method_of_a_parent_restores_the_class_untouched():
+    def doubled(stock, self, x, **kwargs):
+        return stock(self, 2 * x, **kwargs)
+
+    one = Derived()
+    with around(Derived, "method", doubled):
+        assert one.method(3, factor=5) == (one, 30)
+        assert Stock().method(3)[1] == 3
+        assert Derived.method.__doc__ == "Doc."
+        assert list(inspect.signature(Derived.method).parameters) == ["self", "x", "factor"]
+    assert "method" not in vars(Derived)
+    assert one.method(3) == (one, 3)
+
+
+def test_around_a_static_method_stays_static():
+    before = vars(Stock)["static"]
+    with around(Stock, "static", lambda stock, x: stock(x) + 1):
+        assert (Stock.static(1), Stock().static(1)) == (2, 2)
+    assert vars(Stock)["static"] is before
+
+
+def test_around_the_same_function_twice_runs_the_later_one_first():
+    with (
+        around(Stock, "static", lambda stock, x: [*stock(x), "inner"]),
+        around(Stock, "static", lambda stock, x: [*stock(x), "outer"]),
+    ):
+        assert Stock.static(["stock"]) == ["stock", "inner", "outer"]
+
+
+def test_around_restores_after_an_error():
+    before = Stock.method
+    with pytest.raises(KeyError), around(Stock, "method", lambda stock, *_: None):
+        raise KeyError
+    assert Stock.method is before
+
+
+def foreign_names(tree: ast.AST) -> dict[str, str]:
+    """What the names that a file imports stand for, dotted."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                root = alias.name.split(".")[0]
+                names[alias.asname or root] = alias.name if alias.asname else root
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def dotted(node: ast.AST, names: dict[str, str]) -> str | None:
+    """The dotted name of an expression; None if it does not begin with an imported name."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value, names)
+        return owner and f"{owner}.{node.attr}"
+    return None
+
+
+def replaced_owners(source: str) -> list[str]:
+    """Whose attributes a file replaces: dotted names, "?" where it calls our helpers with something else."""
+    tree = ast.parse(source)
+    names = foreign_names(tree)
+    # A name that stands for an imported one: optimizer = distrib_optimizer.DistributedOptimizer.
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and (value := dotted(node.value, names))
+        ):
+            names.setdefault(node.targets[0].id, value)
+    owners = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (function := called(node)) in REPLACING:
+            owner = dotted(node.args[0], names)
+            if owner or function in ("around", "replaced"):
+                owners.append(owner or "?")
+        elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete):
+            targets = [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else node.targets
+            owners += [
+                owner
+                for target in targets
+                if isinstance(target, ast.Attribute) and (owner := dotted(target.value, names))
+            ]
+    return owners
+
+
+def called(call: ast.Call) -> str | None:
+    if isinstance(call.func, ast.Name):
+        return call.func.id
+    return call.func.attr if isinstance(call.func, ast.Attribute) else None
+
+
+def may_replace(path: Path, owner: str) -> bool:
+    folder = path.parent.relative_to(PACKAGE).as_posix()
+    if not any(owner == mine or owner.startswith(f"{mine}.") for mine in OWNERS.get(folder, ())):
+        return False
+    return folder != "training/platform" or not owner.startswith("torch.distributed")
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_foreign_attributes_are_replaced_in_one_folder(path):
+    if path.name != "patching.py":
+        owners = replaced_owners(path.read_text())
+        assert [owner for owner in owners if not may_replace(path, owner)] == []
+
+
+def test_every_folder_that_may_replace_does():
+    owners = {
+        folder: [owner for path in (PACKAGE / folder).glob("*.py") for owner in replaced_owners(path.read_text())]
+        for folder in OWNERS
+    }
+    assert all(owners.values())
+    assert any(owner.startswith("megatron.") for owner in owners["training/megatron"])
+
+
+@pytest.mark.parametrize(
+    ("line", "owner"),
+    [
+        ("around(training, 'train_step', call)", "megatron.training.training"),
+        ("patching.replaced(training.utils, 'name', 1)", "megatron.training.training.utils"),
+        ("stack.enter_context(replaced(dist, 'new_group', 1))", "torch.distributed"),
+        ("setattr(training, 'train', train)", "megatron.training.training"),
+        ("training.train = train", "megatron.training.training"),
+        ("del torch.cuda.Stream", "torch.cuda"),
+        ("owner = training.Loop; owner.size: int = 3", "megatron.training.training.Loop"),
+        ("around(anything(), 'name', call)", "?"),
+    ],
+)
+def test_each_way_to_replace_an_attribute_is_seen(line, owner):
+    imports = "import torch\nimport torch.distributed as dist\nfrom megatron.training import training\n"
+    assert replaced_owners(imports + line) == [owner]
+    for folder in (PACKAGE / "model", PACKAGE / "training/dry_run"):
+        assert not may_replace(folder / "file.py", owner)
+
+
+def test_attributes_of_own_objects_may_be_set():
+    assert replaced_owners("import torch\nself.x = 1\nargs.name = torch.ones(1)\nsetattr(args, 'name', 2)") == []
