@@ -34,7 +34,7 @@ def around(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
     """Inside the context ``owner.name(*args, **kwargs)`` runs ``call(stock, *args, **kwargs)``.
 
     Args:
-        owner: a module or a class.
+        owner: a module or a class, or an object whose functions ``__getattr__`` finds.
         name: of a function, a method or a static method. The name and the signature that ``inspect`` shows stay.
         call: gets what was there as ``stock``, a plain function; of a method, ``self`` is the first of ``args``.
 
@@ -48,7 +48,7 @@ def around(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return call(stock, *args, **kwargs)
 
-    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    is_static = isinstance(inspect.getattr_static(owner, name, None), staticmethod)
     with replaced(owner, name, staticmethod(replacement) if is_static else replacement):
         yield
 

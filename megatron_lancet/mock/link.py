@@ -49,6 +49,6 @@ class Queue:
         self._free_at_s = 0.0
 
     def enter(self, duration_us: float) -> float:
-        """Puts a message in; returns when it lands, in seconds of ``time.perf_counter``."""
+        """Puts a message in; returns the time at which it completes, by ``time.perf_counter``."""
         self._free_at_s = max(time.perf_counter(), self._free_at_s) + duration_us * 1e-6
         return self._free_at_s

@@ -1,7 +1,7 @@
-"""Messages of a mocked group that are on their way: they land at a time that the link model gives.
+"""Pending messages of a mocked group: each completes at the time that the link model gives.
 
-The data moves when the message lands, not when it is issued. So whoever reads too early, or changes what is being
-sent, gets wrong figures here too, as on a real wire.
+The data moves when a message completes, not when it is issued. So code that reads too early, or changes a tensor that
+is being sent, computes wrong values here, too, as on a real link.
 """
 
 import heapq
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 _NO_TIMEOUT = timedelta(0)
-"""What c10d passes where the caller gave none: the group's own then holds."""
+"""The value that c10d passes where the caller gave no timeout: the group's own then holds."""
 
 
 class Clock:
@@ -65,33 +65,33 @@ class HostWork(dist.Work):
         op: str,
         deliver: Callable[[], None],
         outputs: Sequence[torch.Tensor],
-        lands_at_s: float,
-        patience: timedelta,
+        done_at_s: float,
+        timeout: timedelta,
         clock: Clock,
     ) -> None:
         """
         Args:
-            deliver: moves the data; called once, when the message has landed.
-            outputs: what it fills.
-            lands_at_s: when, by ``time.perf_counter``.
-            patience: how long a wait lasts that gives no timeout of its own.
+            deliver: moves the data; called once, when the message completes.
+            outputs: tensors that it fills.
+            done_at_s: time at which the message completes, by ``time.perf_counter``.
+            timeout: of waits that have no timeout of their own.
         """
         super().__init__()
         self._op = op
         self._deliver = deliver
         self._outputs = list(outputs)
-        self._lands_at_s = lands_at_s
-        self._patience = patience
+        self._done_at_s = done_at_s
+        self._timeout = timeout
         self._clock = clock
         self._delivered = False
         self._delivering = threading.Lock()
         self._future: torch.futures.Future | None = None
 
     def is_completed(self) -> bool:
-        """Whether the message has landed; never blocks."""
-        if time.perf_counter() < self._lands_at_s:
+        """Whether the message is complete; never blocks."""
+        if time.perf_counter() < self._done_at_s:
             return False
-        self._land()
+        self._complete()
         return True
 
     def is_success(self) -> bool:
@@ -107,40 +107,40 @@ class HostWork(dist.Work):
         self.wait()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Sleeps until the message has landed.
+        """Sleeps until the message is complete.
 
         Raises:
-            RuntimeError: that is later than ``timeout`` from now.
+            RuntimeError: the message completes later than ``timeout`` from now.
         """
-        patience_s = (timeout if timeout > _NO_TIMEOUT else self._patience).total_seconds()
-        remaining_s = self._lands_at_s - time.perf_counter()
-        if remaining_s > patience_s:
-            time.sleep(patience_s)
+        timeout_s = (timeout if timeout > _NO_TIMEOUT else self._timeout).total_seconds()
+        remaining_s = self._done_at_s - time.perf_counter()
+        if remaining_s > timeout_s:
+            time.sleep(timeout_s)
             raise RuntimeError(
-                f"mocked {self._op} timed out after {patience_s:g} s: its link needs {remaining_s - patience_s:.3g} s "
+                f"mocked {self._op} timed out after {timeout_s:g} s: its link needs {remaining_s - timeout_s:.3g} s "
                 "more. Use a faster link or a longer timeout."
             )
         if remaining_s > 0:
             time.sleep(remaining_s)
-        self._land()
+        self._complete()
         return True
 
     def get_future(self) -> torch.futures.Future:
-        """A future that completes, with the outputs, when the message lands, whoever waits or not."""
+        """A future of the outputs that completes with the message, also if nobody waits for it."""
         if self._future is None:
             self._future = torch.futures.Future()
             if self.is_completed():
                 self._complete_future()
             else:
-                self._clock.call_at(self._lands_at_s, self._complete_future)
+                self._clock.call_at(self._done_at_s, self._complete_future)
         return self._future
 
     def _complete_future(self) -> None:
         assert self._future is not None
-        self._land()
+        self._complete()
         self._future.set_result(self._outputs)
 
-    def _land(self) -> None:
+    def _complete(self) -> None:
         with self._delivering:
             if not self._delivered:
                 # The clock's thread records gradients by default, and senders' rows may require them.
@@ -166,7 +166,7 @@ class DeviceWork(dist.Work):
         """
         Args:
             stream: of the group; messages on it queue behind each other.
-            pause_cycles: time on the wire, in cycles of the device's clock.
+            pause_cycles: time on the link, in cycles of the device's clock.
         """
         super().__init__()
         self._outputs = list(outputs)
@@ -176,13 +176,13 @@ class DeviceWork(dist.Work):
             if pause_cycles > 0:
                 torch.cuda._sleep(pause_cycles)
             deliver()
-            self._landed = stream.record_event()
+            self._done = stream.record_event()
         for tensor in (*inputs, *outputs):
             tensor.record_stream(stream)
 
     def is_completed(self) -> bool:
-        """Whether the message has landed; never blocks."""
-        return self._landed.query()
+        """Whether the message is complete; never blocks."""
+        return self._done.query()
 
     def is_success(self) -> bool:
         return self.is_completed()
@@ -198,11 +198,11 @@ class DeviceWork(dist.Work):
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Makes the current stream wait for the message."""
-        torch.cuda.current_stream().wait_event(self._landed)
+        torch.cuda.current_stream().wait_event(self._done)
         return True
 
     def get_future(self) -> torch.futures.Future:
-        """A future of the outputs; streams of its callbacks wait for the message."""
+        """A future of the outputs; the streams of its callbacks wait for the message."""
         future: torch.futures.Future = torch.futures.Future(devices=[self._stream.device])
         with torch.cuda.stream(self._stream):
             future.set_result(self._outputs)

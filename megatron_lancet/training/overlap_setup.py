@@ -1,4 +1,4 @@
-"""Puts a plan into the models that Megatron builds, on every rank the same one."""
+"""Puts a plan into the models that Megatron builds, the same plan on every rank."""
 
 import json
 from collections.abc import Callable
@@ -26,11 +26,11 @@ from megatron_lancet.training.checkpoint.ep_resize import keep_experts_apart
 
 
 class OverlapSetup:
-    """A hook for Megatron's model builder: makes the stages of a model run by a plan, before DDP wraps them.
+    """A hook for Megatron's model builder that makes the stages of a model run by a plan, before DDP wraps them.
 
     Attributes:
-        plan: by which the model runs now.
-        scheduler: of its gradient reductions; None where Megatron runs them.
+        plan: the plan by which the model runs now.
+        scheduler: runs the gradient reductions; None where Megatron runs them.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class OverlapSetup:
     ) -> None:
         """
         Args:
-            timeout: how long a rank waits for the others' messages.
+            timeout: of a wait for the other ranks' messages.
             sdpa: use torch's fused attention kernel also where a plan doesn't need it.
             switchable: prepare the model for any other plan, see :meth:`switch`.
-            micro_ops: of gradient reductions, where all-to-alls go first; None where they don't.
+            micro_ops: how gradient reductions are cut, where all-to-alls go first; None where they don't.
         """
         self.plan = plan
         self.scheduler = CommScheduler(micro_ops, stats) if micro_ops is not None else None
@@ -63,7 +63,7 @@ class OverlapSetup:
 
     @property
     def delays_weight_grads(self) -> bool:
-        """Whether linear layers are prepared for deferral: DDP's ``delay_wgrad_compute`` must say the same.
+        """Whether linear layers are prepared for deferral; DDP's ``delay_wgrad_compute`` must have the same value.
 
         A plan may still compute every dW at once.
         """
@@ -97,7 +97,7 @@ class OverlapSetup:
         Raises:
             UsageError: some rank switches to another plan, or the plan needs what the model lacks. Nothing has
                 changed then.
-            AssertionError: the setup is not switchable, or a backward pass has left something behind.
+            AssertionError: the setup is not switchable, or weight gradients of a backward pass are still deferred.
         """
         assert self._switchable, "a model that is to change its plan is prepared for it before DDP wraps it"
         assert self._comm is not None, "there is no model yet"
@@ -109,7 +109,7 @@ class OverlapSetup:
         self.plan = plan
 
     def check_step(self, step: Callable[[], Any]) -> Any:
-        """Run a training step, and assert that no weight gradient or reduction of it is left behind."""
+        """Run a training step, and assert that all its weight gradients and reductions are done."""
         result = step()
         if self.scheduler is not None:
             self.scheduler.end_step()
@@ -119,17 +119,17 @@ class OverlapSetup:
 
     @property
     def stages(self) -> tuple[GPTModel, ...]:
-        """Of this rank, once the model was built."""
+        """The pipeline stages of this rank; empty before the model is built."""
         return tuple(self._stages)
 
     @property
     def position(self) -> str:
-        """Where this rank stands among the plan's collectives."""
+        """The plan's collective that this rank has reached, for error messages."""
         return self._comm.position if self._comm is not None else "before the model was built"
 
 
 class NoOverlap:
-    """A hook for Megatron's model builder where there is no plan: finds out whether some rank has one."""
+    """A hook for Megatron's model builder where there is no plan; it checks that no other rank has one."""
 
     plan = None
     delays_weight_grads = False
@@ -143,7 +143,7 @@ class NoOverlap:
         self._experts_apart = experts_apart
 
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Called on all ranks; builds nothing."""
+        """Called on all ranks with the unwrapped pipeline stages of this one; changes none of their modules."""
         check_same_plan(None)
         if self._experts_apart:
             keep_experts_apart(stages)
@@ -151,14 +151,14 @@ class NoOverlap:
 
 
 def check_same_plan(plan: Plan | None, micro_ops: MicroOps | None = None) -> None:
-    """Compare what orders the collectives with all other ranks', before the first one. Collective over all ranks.
+    """Compare what orders the collectives between all ranks, before the first one. Collective over all ranks.
 
     Args:
         plan: None for stock modules.
-        micro_ops: of gradient reductions, None where Megatron runs them.
+        micro_ops: how gradient reductions are cut, None where Megatron runs them.
 
     Raises:
-        UsageError: some rank has another plan; says which ranks have which value of which field.
+        UsageError: some rank has another plan; names the fields that differ, their values and the ranks.
     """
     fingerprints: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(fingerprints, f"{plan.fingerprint() if plan is not None else 'none'} {micro_ops}")
@@ -173,7 +173,7 @@ def check_same_plan(plan: Plan | None, micro_ops: MicroOps | None = None) -> Non
 
 
 def _described(plan: Plan | None, micro_ops: MicroOps | None) -> str:
-    """JSON of all that must be the same on all ranks, ``null`` for stock modules."""
+    """JSON of everything that must be the same on all ranks, ``null`` for stock modules."""
     if plan is None:
         return "null"
     priority = CommPriority.OFF if micro_ops is None else CommPriority.ALL_TO_ALL_FIRST

@@ -60,6 +60,17 @@ def test_around_a_static_method_stays_static():
     assert vars(Stock)["static"] is before
 
 
+def test_around_a_function_that_getattr_finds_is_undone():
+    class Proxy:
+        def __getattr__(self, name):
+            return lambda x: f"{name} {x}"
+
+    proxy = Proxy()
+    with around(proxy, "open", lambda stock, x: stock(x).upper()):
+        assert proxy.open("file") == "OPEN FILE"
+    assert vars(proxy) == {}
+
+
 def test_around_the_same_function_twice_runs_the_later_one_first():
     with (
         around(Stock, "static", lambda stock, x: [*stock(x), "inner"]),

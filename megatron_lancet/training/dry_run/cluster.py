@@ -1,7 +1,7 @@
-"""What Megatron's validation asks of the machine, answered for the cluster that a dry run is for.
+"""The cluster that a dry run validates for: its GPU, its packages and its environment.
 
-Nothing here computes anything: Megatron asks which GPU and which packages there are before it accepts a flag. What is
-assumed where this machine has no answer stands in :func:`assumptions`, for the user.
+Megatron asks which GPU and which packages there are before it accepts a flag; nothing is computed. Where this machine
+can't tell, values are assumed; :func:`assumptions` lists them for the user.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ def has_package(name: str) -> bool:
 
 
 def assumptions() -> list[str]:
-    """What is taken for granted of the cluster because this machine can't tell."""
+    """Names the facts of the cluster that are assumed because this machine can't tell."""
     assumed = []
     if torch.cuda.device_count() == 0:
         assumed.append(f"compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]}")
@@ -39,7 +39,7 @@ def assumptions() -> list[str]:
 
 @contextmanager
 def on_the_cluster() -> Iterator[None]:
-    """Megatron's questions about GPU and packages get the cluster's answers inside the context.
+    """Inside the context Megatron's checks find the GPU and the packages of the cluster.
 
     The environment and torch's global settings are as before at its end, whatever Megatron's checks set there.
     """
@@ -49,14 +49,14 @@ def on_the_cluster() -> Iterator[None]:
         if not has_package("transformer_engine"):
             stack.enter_context(assumed_transformer_engine(_TRANSFORMER_ENGINE))
         stack.enter_context(_restored_environment())
-        # Launch scripts export it; whoever only looks at one here need not.
+        # Launch scripts export it; a dry run works without.
         os.environ.setdefault(_CONNECTIONS, "1")
         os.environ.setdefault("RANK", "0")
         yield
 
 
 def missing_settings(args: Any) -> Iterator[str]:
-    """Environment variables that the run needs and that are not set here. To be asked outside the context."""
+    """Environment variables that the run needs and that are not set here. To be called outside the context."""
     parallel = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
     if parallel and _CONNECTIONS not in os.environ:
         yield (

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the closing report, and with ``--lancet-report`` the files beside it."""
+"""The report at the end of a run, and the files of ``--lancet-report``."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,13 +36,13 @@ def report_overlap(
     tuner: AutoTune | None = None,
     maker: ProfilingPlanMaker | None = None,
 ) -> None:
-    """The end of a run that overlaps. Collective over all ranks; rank 0 prints and writes.
+    """Report a run that overlaps. Collective over all ranks; rank 0 prints and writes.
 
     Args:
-        folder: for files; None for none.
-        traced: steps to show; None if none were traced.
-        tuner: how the plan was found; None if it was given.
-        maker: has the profile behind it.
+        folder: of the files; None for no files.
+        traced: has the traced steps; None if no step was traced.
+        tuner: has found the plan; None if the plan was given.
+        maker: has the profile with which the plan was made; None if the plan was given.
     """
     profile = maker.profile if maker is not None else None
     timelines = traced.gather(str(setup.plan)) if traced is not None else None
@@ -58,7 +58,7 @@ def report_overlap(
 
 
 def _with_prediction(record: TimelineRecord, plan: Plan, profile: Profile | None) -> TimelineRecord:
-    """What the profile says of the same step, where there is one."""
+    """Adds the step that the profile predicts, where there is a profile."""
     if profile is None:
         return record
     try:

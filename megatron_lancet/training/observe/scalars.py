@@ -1,4 +1,4 @@
-"""Figures of each step in TensorBoard, beside Megatron's own."""
+"""Writes figures of each step to TensorBoard, beside Megatron's own."""
 
 from typing import Protocol
 
@@ -8,18 +8,18 @@ PREFIX = "lancet/"
 
 
 class ScalarWriter(Protocol):
-    """What we use of ``torch.utils.tensorboard.SummaryWriter``."""
+    """The part of ``torch.utils.tensorboard.SummaryWriter`` that is used here."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
 
 
 def write_scalars(writer: ScalarWriter | None, iteration: int, record: StepRecord) -> None:
-    """Write a step's figures under ``lancet/``; they are those of the rank that writes, Megatron's last one.
+    """Write a step's figures of this rank under ``lancet/``; Megatron's last rank is the one that writes.
 
     Args:
-        writer: Megatron's, None on ranks that have none and in runs without ``--tensorboard-dir``: nothing is written.
+        writer: Megatron's. None on other ranks and in runs without ``--tensorboard-dir``: nothing is written.
         iteration: training step from 1, as in Megatron's scalars.
-        record: of the step.
+        record: the step's figures.
     """
     if writer is None:
         return

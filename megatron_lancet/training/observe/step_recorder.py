@@ -1,4 +1,4 @@
-"""Times Megatron's training steps and makes the closing report of them."""
+"""Times Megatron's training steps and reports them at the end of the run."""
 
 import argparse
 import time
@@ -26,14 +26,14 @@ class StepRecorder:
     """Collects a :class:`StepRecord` per training step of this rank.
 
     Attributes:
-        records: one for each of the last steps, the newest last.
-        num_done: steps since the start.
+        records: one of each of the last steps, the newest last.
+        num_done: steps since the start of the run.
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device, stats: CommStats, num_kept: int) -> None:
         """
         Args:
-            num_kept: steps whose records are needed at least.
+            num_kept: the least number of steps whose records are kept.
         """
         self._args = args
         self._device = device
@@ -49,7 +49,7 @@ class StepRecorder:
         return len(self.records) - self._first
 
     def restart(self) -> None:
-        """The closing report is about the steps from here on: the plan changes."""
+        """Report the steps from here on: the plan changes."""
         self._first = len(self.records)
 
     def observe(self, step: Callable[[], Any]) -> Any:
@@ -86,10 +86,11 @@ class StepRecorder:
         """Gather all ranks' figures and print the report on rank 0. Collective; all ranks ran the same steps.
 
         Args:
-            plan: of the last steps, None for stock modules.
-            folder: where report.json goes, None for no file.
-            tuning: how the plan was found, see :func:`~megatron_lancet.report.tuning.tuning_text`; None: nobody did.
-            exposed: where waiting happened, on rank 0; None if no step was traced.
+            plan: by which the last steps ran, None for stock modules.
+            folder: of report.json, None for no file.
+            tuning: how the plan was found, see :func:`~megatron_lancet.report.tuning.tuning_text`; None where it was
+                given.
+            exposed: exposed communication by layer and chunk, on rank 0; None if no step was traced.
         """
         if not self.records:
             return

@@ -1,4 +1,4 @@
-"""Two steps of a run in detail, for its report: one without overlap, one under the plan."""
+"""Traces two steps of a run for its report: one without overlap, one under the plan."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +16,13 @@ from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.tuning.controller import NUM_WARM_UP_STEPS, plan_without_overlap
 
 MAX_RANKS = 16
-"""Of larger worlds only rank 0's expert-parallel group is shown, and as many of its ranks: nobody reads more lanes."""
+"""In larger worlds only this many ranks of rank 0's expert-parallel group are shown: more lanes are unreadable."""
 
 
 class TracedSteps:
     """Traces a step in the warm-up of a run that starts without overlap, and one under each plan that is settled.
 
-    A traced step is a little slower than others; medians don't notice.
+    A traced step is a little slower than others. Medians over the steps don't change with it.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class TracedSteps:
     ) -> None:
         """
         Args:
-            is_settled: whether the run has its plan; the same on all ranks.
+            is_settled: returns whether the run has its plan; the same on all ranks.
         """
         self._setup = setup
         self._recorder = recorder
@@ -56,7 +56,7 @@ class TracedSteps:
         return result
 
     def gather(self, title: str) -> TimelineRecord | None:
-        """What was traced, on rank 0; None on others, and where no step was. Collective over all ranks."""
+        """The traced steps on rank 0; None on others, and where no step was traced. Collective over all ranks."""
         groups: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(groups, dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
         shown = range(dist.get_world_size()) if dist.get_world_size() <= MAX_RANKS else groups[0][:MAX_RANKS]

@@ -1,1 +1,1 @@
-"""Devices that a run can use: CUDA, a CPU that stands in for it, a mocked group of ranks."""
+"""Machines that a run can use: GPUs, a CPU in place of a GPU, one process in place of all ranks."""

@@ -1,4 +1,4 @@
-"""Chooses between GPU and CPU, and sets what a CPU run needs of Megatron's arguments."""
+"""Chooses between GPU and CPU, and adapts Megatron's arguments to a CPU."""
 
 import argparse
 import os
@@ -45,11 +45,10 @@ _GPU_ONLY = {
 
 @dataclass(frozen=True)
 class Platform:
-    """What this process computes on.
+    """The device that this process computes on.
 
     Attributes:
-        device: its device.
-        description: a line for the user.
+        description: one line for the user.
     """
 
     device: torch.device
@@ -58,7 +57,7 @@ class Platform:
 
 @contextmanager
 def platform() -> Iterator[Platform]:
-    """Makes Megatron run on what this machine has, inside the context."""
+    """Inside the context Megatron runs on this rank's GPU, or on the CPU where there is none."""
     if gpu_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         yield Platform(device, f"{torch.cuda.device_count()} GPU(s), NCCL")
@@ -73,7 +72,7 @@ def apply_cpu_settings(args: argparse.Namespace) -> None:
     """Replace the settings that need a GPU by their plain counterparts, in place.
 
     Raises:
-        UsageError: a setting without a counterpart.
+        UsageError: a setting has no counterpart.
     """
     from megatron.core.transformer.enums import AttnBackend
 

@@ -1,4 +1,4 @@
-"""``--distributed-backend mock``: Megatron's training in one process that plays rank 0 of a mocked world."""
+"""``--distributed-backend mock``: Megatron's training in one process, as rank 0 of a mocked world."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ _LINK_FLAG = "--lancet-mock-link"
 
 
 def add_mock_arguments(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
-    """Makes Megatron's parser know the backend, and the link that goes with it."""
+    """Adds the backend to Megatron's parser, and the flag of its link."""
     _add_backend(parser)
     group.add_argument(
         _LINK_FLAG,
@@ -43,7 +43,7 @@ def is_mocked(args: argparse.Namespace) -> bool:
 def check_mock_arguments(args: argparse.Namespace) -> None:
     """
     Raises:
-        UsageError: a mocked world that can't be, or a setting for which its collectives would not mean anything.
+        UsageError: the world can't be mocked, or its collectives would be meaningless under some setting.
     """
     if not is_mocked(args):
         if args.lancet_mock_link is not None:
@@ -100,7 +100,7 @@ def _unsupported(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def mocked_world_of(args: argparse.Namespace) -> Iterator[None]:
-    """The world of a run, inside the context: a mocked one where the run asks for it, else left to Megatron.
+    """Inside the context the world of the run is mocked, if the run asks for it; else Megatron makes the world.
 
     Megatron initialises ``torch.distributed`` only where nobody has.
     """
@@ -114,7 +114,7 @@ def mocked_world_of(args: argparse.Namespace) -> Iterator[None]:
 
 
 def describe_mocked_world(args: argparse.Namespace) -> str:
-    """A line for the user."""
+    """One line for the user."""
     return (
         f"mocked: this process plays rank 0 of {args.world_size}, link {_link_of(args)}. All-to-alls return what was "
         "sent and all ranks count as having this one's data: losses and throughput are those of the mocked world."

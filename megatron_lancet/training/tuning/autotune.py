@@ -1,7 +1,7 @@
 """``--lancet-plan auto`` inside the training loop: drives :class:`Tuning` from step to step.
 
-All ranks call everything here at the same steps. Whatever is decided is computed from figures that all ranks have
-gathered, or made on rank 0 and broadcast: never from a clock of one's own.
+All ranks call everything here at the same steps. Every decision is computed from figures that all ranks have
+gathered, or made on rank 0 and broadcast. No rank decides by its own clock.
 """
 
 import argparse
@@ -24,10 +24,10 @@ from megatron_lancet.training.tuning.tuned_plan import ATTRIBUTE, TunedPlan
 
 @dataclass(frozen=True)
 class Planned:
-    """What came of planning.
+    """The result of planning.
 
     Attributes:
-        prediction: for the plan.
+        prediction: step time and exposed communication that the plan is expected to have.
         profiled: step times in ms of plans that ran for the profile, by name.
     """
 
@@ -36,7 +36,7 @@ class Planned:
     profiled: dict[str, tuple[Plan, float]]
 
 
-class PlanningFailed(Exception):  # noqa: N818 - says what is the matter
+class PlanningFailed(Exception):  # noqa: N818 - its name is what happened
     """No plan could be made; the message says why. The same on all ranks."""
 
 
@@ -44,20 +44,20 @@ class PlanMaker(Protocol):
     """Profiles during training steps, and makes a plan of it. All methods are called on all ranks at the same steps."""
 
     def made_for(self) -> dict[str, str]:
-        """What a plan depends on, by name: model, layout, device, versions, the user's limits."""
+        """Names and values of what a plan depends on: model, layout, device, versions, the user's limits."""
 
     def num_steps(self) -> int:
-        """Training steps that a profile needs, 0 where one is at hand."""
+        """Training steps that a profile needs, 0 where there is one already."""
 
     def begin(self, again: bool) -> None:
         """Start a profile.
 
         Args:
-            again: a plan runs that was made earlier, and the run has changed since.
+            again: the run has a plan already, and has changed since that was made.
         """
 
     def next_plan(self) -> Plan | None:
-        """The plan for the next profiled step, None when there is all that a plan needs."""
+        """The plan for the next profiled step, None when the profile is complete."""
 
     def run_step(self, step: Callable[[], Any]) -> Any:
         """Run a training step, and profile it."""
@@ -66,7 +66,7 @@ class PlanMaker(Protocol):
         """Make the plan.
 
         Raises:
-            PlanningFailed: there is none; on all ranks.
+            PlanningFailed: no plan could be made; on all ranks.
         """
 
 
@@ -85,10 +85,10 @@ class AutoTune:
     ) -> None:
         """
         Args:
-            args: Megatron's; the plan is left in them for checkpoints.
-            setup: switchable, and under the plan without overlap.
-            short_run_plan: for a run that ends before tuning would.
-            device: for small tensors that the ranks exchange.
+            args: Megatron's; the plan becomes one of them, so that checkpoints contain it.
+            setup: switchable; its model runs by the plan without overlap.
+            short_run_plan: the plan of a run that ends before tuning would.
+            device: of the small tensors that the ranks exchange.
         """
         self._args = args
         self._tuning = tuning
@@ -105,11 +105,11 @@ class AutoTune:
         setattr(args, ATTRIBUTE, None)
 
     def take_from_checkpoint(self, saved_args: Any) -> None:
-        """Remember the plan in a checkpoint's arguments, if there is one; before the first step."""
+        """Keep the plan in a checkpoint's arguments, if there is one. To be called before the first step."""
         self._from_checkpoint = getattr(saved_args, ATTRIBUTE, None)
 
     def observe(self, step: Callable[[], Any]) -> Any:
-        """Run a training step, and do what follows from it."""
+        """Run a training step; then profile, plan or switch as the stage of tuning requires."""
         if not self._started:
             self._started = True
             self._start()
@@ -125,11 +125,11 @@ class AutoTune:
         return result
 
     def is_settled(self) -> bool:
-        """Whether the present step runs by the plan that the run is to keep, as far as it knows."""
+        """Whether the present step runs by the plan that the run has chosen to keep."""
         return self._tuning.stage in (Stage.WATCH, Stage.FIXED)
 
     def summary(self) -> dict[str, Any]:
-        """For the closing report, see :func:`~megatron_lancet.report.tuning.tuning_text`."""
+        """Figures for the closing report, see :func:`~megatron_lancet.report.tuning.tuning_text`."""
         tuning = self._tuning
         how = self._how if tuning.settled else f"not finished: the run ended during {tuning.stage}"
         return {
@@ -143,7 +143,7 @@ class AutoTune:
         }
 
     def _start(self) -> None:
-        """Decide how to begin, once it is known where the run stands: a checkpoint may have been loaded."""
+        """Decide how to begin, in the first step: by then a checkpoint may have been loaded."""
         tuning, args = self._tuning, self._args
         self._made_for = self._maker.made_for()
         if self._from_checkpoint is not None:
@@ -172,7 +172,7 @@ class AutoTune:
         return tuned, f"{tuned.plan}, from the checkpoint: {tuned.chosen} when it was chosen"
 
     def _profile_on(self) -> None:
-        """Go on with the profile, or make a plan of it."""
+        """Continue the profile, or make a plan when it is complete."""
         plan = self._maker.next_plan()
         if plan is not None:
             self._switch(plan)
@@ -200,7 +200,7 @@ class AutoTune:
         self._recorder.restart()
 
     def _remember(self) -> None:
-        """Leave the plan where a checkpoint takes it along."""
+        """Put the plan into Megatron's arguments, which checkpoints contain."""
         tuning = self._tuning
         if tuning.stage is Stage.WATCH:
             assert tuning.chosen is not None
@@ -208,14 +208,14 @@ class AutoTune:
             setattr(self._args, ATTRIBUTE, tuned.to_json())
 
     def _say(self) -> None:
-        """What happened since the last time, once for all ranks."""
+        """Print the lines since the last call, once for all ranks."""
         lines = self._tuning.lines[self._num_lines_said :]
         self._num_lines_said += len(lines)
         for line in lines:
             say(f"Megatron-Lancet plan: {line}")
 
     def _figures(self) -> Figures:
-        """Of the last steps, over all ranks. Collective."""
+        """Median figures of the last steps over all ranks. Collective."""
         steps = [
             StepTimes(record.step_ms, record.comm.exposed_ms + record.comm.counts_exposed_ms, record.comm.all_to_all_ms)
             for record in self._recorder.records[-self._tuning.num_tune_steps :]
@@ -227,7 +227,7 @@ class AutoTune:
 
 
 def from_rank_0[Answer](ask: Callable[[], Answer]) -> Answer:
-    """What ``ask`` returns on rank 0, on all ranks. Collective."""
+    """Return on all ranks what ``ask`` returns on rank 0. Collective."""
     answers = [ask() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(answers, src=0)
     answer: Answer = answers[0]  # type: ignore[assignment]

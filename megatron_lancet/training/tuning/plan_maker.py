@@ -55,7 +55,7 @@ class ProfilingPlanMaker:
     ) -> None:
         """
         Args:
-            note: takes a line for the user.
+            note: prints a line for the user.
 
         Raises:
             UsageError: the user asks for something that the run does not allow.
@@ -82,14 +82,14 @@ class ProfilingPlanMaker:
         return {**self._key.fields(), "limits": json.dumps(to_plain(self._limits))}
 
     def num_steps(self) -> int:
-        """Training steps that a profile needs, 0 where one is at hand. Collective."""
+        """Training steps that a profile needs, 0 where there is one already. Collective."""
         return 0 if self._look_up() else num_profile_steps(self._plans)
 
     def begin(self, again: bool) -> None:
         """Start a profile. Collective.
 
         Args:
-            again: of a run that has a plan: if its ops are known only links and shares of rows are measured.
+            again: the run has a plan already: if its ops are known, only links and shares of rows are measured.
         """
         is_known = self._look_up()
         self._steps, self._refreshes = None, again and is_known
@@ -101,7 +101,7 @@ class ProfilingPlanMaker:
             self._source = f"a profile of {len(self._steps.plans)} steps"
 
     def next_plan(self) -> Plan | None:
-        """The plan for the next profiled step, None when there is all that a plan needs."""
+        """The plan for the next profiled step, None when the profile is complete."""
         return self._steps.next_plan if self._steps is not None else None
 
     def run_step(self, step: Callable[[], Any]) -> Any:
@@ -113,7 +113,7 @@ class ProfilingPlanMaker:
         """Make the plan on rank 0, for all. Collective.
 
         Raises:
-            PlanningFailed: there is none.
+            PlanningFailed: no plan could be made; on all ranks.
         """
         found = self._steps.finish() if self._steps is not None else None
         room_bytes = least_room_bytes(self._device)
@@ -126,7 +126,7 @@ class ProfilingPlanMaker:
         return profiled_model(self._args, self._setup, self._device)
 
     def _look_up(self) -> bool:
-        """Whether a profile is at hand, from this run or from the cache. Collective."""
+        """Whether there is a profile already, from this run or from the cache. Collective."""
         return from_rank_0(self._look_up_here)
 
     def _look_up_here(self) -> bool:
@@ -150,10 +150,10 @@ class ProfilingPlanMaker:
             self._note(f"the profile is not kept for later runs: {error}. --lancet-cache names another folder, or off")
 
     def _plan(self, found: Profile | None, room_bytes: int) -> Planned | str:
-        """On rank 0: the plan, or why there is none.
+        """Make the plan, or say why there is none. Called on rank 0.
 
         Args:
-            room_bytes: that the tightest rank can take beyond its highest use so far.
+            room_bytes: memory that the tightest rank can use beyond its highest use so far.
         """
         if found is not None and self._refreshes:
             assert self.profile is not None
@@ -180,7 +180,7 @@ class ProfilingPlanMaker:
         return Planned(planned.plan, replace(prediction, why=why), self._profiled(profile))
 
     def _profiled(self, profile: Profile) -> dict[str, tuple[Plan, float]]:
-        """Plans that ran for the profile, as far as the run may use them; none where it has changed since."""
+        """Step times of the profiled plans that the run may use; none where the run has changed since."""
         if self._refreshes or DwPolicy.FILL not in self._limits.dw_policies:
             return {}
         times_ms = profile.measured_steps_ms
