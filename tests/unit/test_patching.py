@@ -2,12 +2,15 @@
 
 import ast
 import inspect
+import pkgutil
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.training import checkpointing
 
 from megatron_lancet.patching import around, replaced
+from megatron_lancet.training.megatron.seams import SEAMS
 
 PACKAGE = Path(__file__).parents[2] / "megatron_lancet"
 OWNERS = {
@@ -109,18 +112,21 @@ def dotted(node: ast.AST, names: dict[str, str]) -> str | None:
     return None
 
 
+def all_names(tree: ast.AST) -> dict[str, str]:
+    """Also names that a file gives to what it imports: optimizer = distrib_optimizer.DistributedOptimizer."""
+    names = foreign_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            value = dotted(node.value, names)
+            if value is not None:
+                names.setdefault(node.targets[0].id, value)
+    return names
+
+
 def replaced_owners(source: str) -> list[str]:
     """Whose attributes a file replaces: dotted names, "?" where it calls our helpers with something else."""
     tree = ast.parse(source)
-    names = foreign_names(tree)
-    # A name that stands for an imported one: optimizer = distrib_optimizer.DistributedOptimizer.
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], ast.Name)
-            and (value := dotted(node.value, names))
-        ):
-            names.setdefault(node.targets[0].id, value)
+    names = all_names(tree)
     owners = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (function := called(node)) in REPLACING:
@@ -155,6 +161,28 @@ def test_foreign_attributes_are_replaced_in_one_folder(path):
     if path.name != "patching.py":
         owners = replaced_owners(path.read_text())
         assert [owner for owner in owners if not may_replace(path, owner)] == []
+
+
+def changed_functions(source: str) -> list[tuple[str, str]]:
+    """Owner and name of each function of Megatron's that a file puts something around."""
+    tree = ast.parse(source)
+    names = all_names(tree)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and called(node) == "around"]
+    found = [(dotted(node.args[0], names), node.args[1].value) for node in calls]
+    return [(owner, name) for owner, name in found if owner.startswith("megatron.")]
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "training/megatron").glob("*.py")), ids=lambda path: path.name)
+def test_changed_functions_are_checked_seams(path):
+    seams = {(owner, name) for owner, name, _ in SEAMS} | {(checkpointing.maybe_msc, "open")}  # checked by its source
+    unchecked = {(pkgutil.resolve_name(owner), name) for owner, name in changed_functions(path.read_text())} - seams
+    assert unchecked == set()
+
+
+def test_changed_functions_are_found():
+    found = changed_functions((PACKAGE / "training/megatron/patches.py").read_text())
+    assert ("megatron.training.training", "train_step") in found
+    assert ("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer", "state_dict") in found
 
 
 def test_every_folder_that_may_replace_does():

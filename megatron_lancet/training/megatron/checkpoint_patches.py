@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.training import checkpointing, training
 
-from megatron_lancet.patching import around, replaced
+from megatron_lancet.patching import around
 from megatron_lancet.training.checkpoint.files import INCOMPLETE, TRACKER, writing_tracker
 from megatron_lancet.training.megatron.patches import training_loop_hooks
 from megatron_lancet.training.process.queue_process import live_as_long_as
@@ -111,7 +111,7 @@ def asked_to_stop(handler: Any, begin: Callable[[], None]) -> Iterator[None]:
         handler: its ``signals_received()`` is called on all ranks, and returns whether the ranks were asked.
         begin: called when the loop begins.
     """
-    with replaced(training, "get_signal_handler", lambda: handler), training_loop_hooks(before=begin):
+    with around(training, "get_signal_handler", lambda stock: handler), training_loop_hooks(before=begin):
         yield
 
 

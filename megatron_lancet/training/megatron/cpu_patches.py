@@ -26,16 +26,16 @@ def megatron_on_cpu() -> Iterator[None]:
     with (
         replaced(tensor_parallel_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         replaced(tensor_parallel_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
-        replaced(token_dispatcher, "maybe_move_tensor_to_cpu", _split_sizes_as_ints),
+        around(token_dispatcher, "maybe_move_tensor_to_cpu", _split_sizes_as_ints),
         around(mappings, "_gather_along_first_dim", _gather_uneven),
         around(mappings, "_reduce_scatter_along_first_dim", _scatter_uneven),
         # The wheel ships the helpers compiled; compile_helpers would run make in site-packages.
-        replaced(dataset_utils, "compile_helpers", lambda: None),
+        around(dataset_utils, "compile_helpers", lambda stock: None),
     ):
         yield
 
 
-def _split_sizes_as_ints(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _split_sizes_as_ints(stock: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Converts CPU tensors, too, which Megatron leaves alone: all_to_all_single takes no tensor as split sizes."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 

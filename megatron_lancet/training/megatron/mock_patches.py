@@ -12,7 +12,7 @@ from megatron.training import arguments, training
 from megatron.training.utils import common_utils
 
 from megatron_lancet.mock.loopback_counts import counts_of_all_ranks
-from megatron_lancet.patching import around, replaced
+from megatron_lancet.patching import around
 
 
 @contextmanager
@@ -25,8 +25,8 @@ def megatron_in_mocked_world(
         add_backend: makes a parser of Megatron's know the mock: its fault tolerance parses the command line again.
     """
     with (
-        replaced(common_utils, "is_last_rank", lambda: True),  # which logs
-        replaced(training, "is_last_rank", lambda: True),
+        around(common_utils, "is_last_rank", lambda stock: True),  # which logs
+        around(training, "is_last_rank", lambda stock: True),
         around(arguments, "add_megatron_arguments", lambda stock, parser: add_backend(stock(parser))),
         loopback_counts(),
     ):

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.training import training
 
 from megatron_lancet.model.attention import SdpaAttention
-from megatron_lancet.patching import around, replaced
+from megatron_lancet.patching import around
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.training.megatron.norm import sequence_parallel_norm
 
@@ -44,7 +44,7 @@ def core_attention_without_te(needed: bool) -> AbstractContextManager[None]:
     """Lets the local spec build what stock's own core attention can't: multi-latent attention, context parallelism."""
     if not needed:
         return nullcontext()
-    return replaced(LocalSpecProvider, "core_attention", lambda self: SdpaAttention)
+    return around(LocalSpecProvider, "core_attention", lambda stock, self: SdpaAttention)
 
 
 @contextmanager

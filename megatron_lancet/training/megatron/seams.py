@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron.core import utils
+from megatron.core.datasets import utils as dataset_utils
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import DistributedDataParallel
@@ -20,6 +21,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import torch_norm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -66,7 +68,8 @@ _MODEL: tuple[Seam, ...] = (
     (moe_utils, "unpermute", ("permuted_tokens", "sorted_indices", "restore_shape", "routing_map")),
     (moe_utils, "sort_chunks_by_idxs", ("input", "split_sizes", "sorted_idxs", "probs")),
     (moe_utils, "compute_routing_scores_for_aux_loss", ("logits", "topk", "score_function", "fused")),
-    (token_dispatcher, "gather_from_sequence_parallel_region", ("input_",)),
+    (token_dispatcher, "gather_from_sequence_parallel_region", ("input_", "group")),
+    (torch_norm.WrappedTorchNorm, "__new__", ("config", "hidden_size", "eps")),
     (ColumnParallelLinear, "_forward_impl", ("input", "weight")),
     (RowParallelLinear, "_forward_impl", ("input", "weight")),
 )
@@ -74,6 +77,7 @@ _MODEL: tuple[Seam, ...] = (
 _TRAINING: tuple[Seam, ...] = (
     (DistributedDataParallel, "__init__", ("ddp_config",)),
     (DistributedDataParallel, "_make_backward_post_hook", ("param",)),
+    (ddp_buffers._ParamAndGradBucketGroup, "start_grad_sync", ()),
     (distrib_optimizer.DistributedOptimizer, "state_dict", ()),
     (distrib_optimizer.DistributedOptimizer, "load_state_dict", ("state_dict",)),
     (training, "pretrain", ("cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func")),
@@ -86,6 +90,13 @@ _TRAINING: tuple[Seam, ...] = (
     (arguments, "add_megatron_arguments", ("parser",)),
 )
 
+_ON_CPU: tuple[Seam, ...] = (
+    (dataset_utils, "compile_helpers", ()),
+    (mappings, "_gather_along_first_dim", ("input_", "group", "output_split_sizes")),
+    (mappings, "_reduce_scatter_along_first_dim", ("input_", "group", "input_split_sizes")),
+    (token_dispatcher, "maybe_move_tensor_to_cpu", ("tensor", "as_numpy", "record_stream")),
+)
+
 _CHECKPOINTS: tuple[Seam, ...] = (
     (training, "load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler")),
     (training, "save_checkpoint", ("iteration", "model", "optimizer", "non_persistent_ckpt")),
@@ -96,6 +107,9 @@ _CHECKPOINTS: tuple[Seam, ...] = (
     (checkpointing, "check_checkpoint_args", ("checkpoint_args",)),
     (checkpointing, "_load_base_checkpoint", ("load_dir", "args", "rank0")),
 )
+
+SEAMS: tuple[Seam, ...] = (*_MODEL, *_TRAINING, *_ON_CPU, *_CHECKPOINTS)
+"""All functions that this project calls, overrides or changes, with the parameters that it counts on."""
 
 _DDP_PROTOCOLS = ("skip_backward_post_hook", "register_wgrad_accumulation_and_reduce_hooks")
 """Attributes of weights by which DDP lets their gradients come later."""
@@ -120,7 +134,7 @@ def check_seams() -> None:
     Raises:
         UsageError: Megatron lacks a function, a parameter or a piece of code that we use; names all of them.
     """
-    missing = missing_functions((*_MODEL, *_TRAINING, *_CHECKPOINTS))
+    missing = missing_functions(SEAMS)
     ddp_source = inspect.getsource(DistributedDataParallel.__init__)
     missing += [f"DistributedDataParallel's {protocol}" for protocol in _DDP_PROTOCOLS if protocol not in ddp_source]
     sync_source = inspect.getsource(ddp_buffers._ParamAndGradBucketGroup.start_grad_sync)
