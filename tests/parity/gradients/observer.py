@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_lancet.patching import replaced, wrapped
+from megatron_lancet.patching import around, replaced
 
 
 def tensor_parallel_collectives() -> list[tuple[Any, str]]:
@@ -34,18 +34,15 @@ class Observer:
             stack.enter_context(replaced(group, "start_grad_sync", self._logged(group.start_grad_sync, f"reduce {i}")))
             stack.enter_context(replaced(group, "register_grad_ready", self._counted(group, names)))
         for start in ("launch", "launch_when_known", "launch_counts"):
-            stack.enter_context(wrapped(Comm, start, self._logged_start))
+            stack.enter_context(around(Comm, start, self._logged_start))
         for owner, name in tensor_parallel_collectives():
-            stack.enter_context(wrapped(owner, name, self._logged_tensor_parallel))
+            stack.enter_context(around(owner, name, self._logged_tensor_parallel))
 
-    def _logged_tensor_parallel(self, original):
-        def call(*args, **kwargs):
-            group = kwargs.get("group") or args[1]
-            if group.size() > 1:
-                self.collectives.append(original.__name__)
-            return original(*args, **kwargs)
-
-        return call
+    def _logged_tensor_parallel(self, stock, *args, **kwargs):
+        group = kwargs.get("group") or args[1]
+        if group.size() > 1:
+            self.collectives.append(stock.__name__)
+        return stock(*args, **kwargs)
 
     def _logged(self, function, text: str):
         def call(*args, **kwargs):
@@ -64,9 +61,6 @@ class Observer:
 
         return call
 
-    def _logged_start(self, original):
-        def start(comm, op, *args):
-            self.collectives.append(str(op))
-            return original(comm, op, *args)
-
-        return start
+    def _logged_start(self, stock, comm, op, *args):
+        self.collectives.append(str(op))
+        return stock(comm, op, *args)
