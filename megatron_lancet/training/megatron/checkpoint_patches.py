@@ -51,7 +51,7 @@ def watched_checkpoints(
 
     Args:
         save: gets the step, too.
-        failed_to_write: gets what went wrong when this rank wrote its part; Megatron goes on with its class alone.
+        failed_to_write: gets the error with which this rank failed to write its part; Megatron keeps only its class.
     """
 
     def load_checkpoint(stock: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def _open_tracker_atomically(stock: Any, file: Any, mode: str = "r", *args: Any,
 
 @contextmanager
 def asked_to_stop(handler: Any, begin: Callable[[], None]) -> Iterator[None]:
-    """Lets ``handler`` say after each step whether to save and end, in place of Megatron's signal handler.
+    """Makes Megatron ask ``handler`` after each step whether to save and exit, instead of its own signal handler.
 
     Args:
         handler: its ``signals_received()`` is called on all ranks, and returns whether the ranks were asked.

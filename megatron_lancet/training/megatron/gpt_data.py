@@ -1,4 +1,4 @@
-"""Batches and loss of GPT pretraining: what Megatron's training loop asks of an entry script.
+"""Batches and loss of GPT pretraining, as Megatron's training loop expects them from an entry script.
 
 Legend of shapes: B micro-batch size, S sequence length of this rank.
 """

@@ -1,9 +1,9 @@
 """Megatron DDP's gradient reductions, cut into micro-ops that a scheduler launches.
 
-DDP goes on doing everything but the collective itself: it decides when a bucket is complete (the last micro-batch, the
-first batch's order), checks for NaN, scales, chooses the operation, and waits before the optimizer. Only the
-collectives that it starts inside its coalescing manager are taken down and become micro-ops, with what the manager
-yields as the handle that DDP waits for.
+DDP does everything but the collective itself, as before: it decides when a bucket is complete (the last micro-batch,
+the first batch's order), checks for NaN, scales, chooses the operation, and waits before the optimizer. Only the
+collectives that it starts inside its coalescing manager are recorded instead and become micro-ops; the manager yields
+the handle that DDP waits for.
 """
 
 import functools
@@ -62,9 +62,9 @@ class _ReduceScatter:
     ) -> None:
         """
         Args:
-            own: [n], where the sum goes: this rank's part, a view of the bucket.
+            own: [n], this rank's part, a view of the bucket; it receives the sum.
             parts: [n] each, views of the bucket, in rank order.
-            whole: [W * n], the parts where they lie side by side in the bucket; None: they are copied together.
+            whole: [W * n], the parts where they are adjacent in the bucket; None where they have to be copied.
         """
         self.num_bytes = len(parts) * own.nbytes
         self._own = own
@@ -106,10 +106,10 @@ def _reduce_scatters(
 
 
 @contextmanager
-def _taken_down(
+def _recorded(
     scheduler: CommScheduler, group: dist.ProcessGroup, async_ops: bool = False
 ) -> Iterator[PendingReduction]:
-    """Stands in for torch's coalescing manager: no collective runs inside; what it yields is waited for later."""
+    """Replaces torch's coalescing manager: records the collectives inside and yields the handle to wait for."""
     assert async_ops, "gradients are reduced in micro-ops only beside the backward pass"
     reduction = PendingReduction(scheduler)
     cut = scheduler.micro_ops
@@ -159,10 +159,10 @@ def _check_chunk(ddp: DistributedDataParallel, cut: MicroOps) -> None:
 
 @contextmanager
 def reductions_in_micro_ops(scheduler: CommScheduler) -> Iterator[None]:
-    """While it holds, DDP's gradient reductions between several ranks go through ``scheduler``.
+    """Inside the context DDP's gradient reductions between several ranks go through ``scheduler``.
 
     Raises:
-        UsageError: a model is wrapped whose smallest parameter is larger than a micro-op.
+        UsageError: the smallest parameter of a model is larger than a micro-op; raised when DDP wraps the model.
     """
 
     def init(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -173,7 +173,7 @@ def reductions_in_micro_ops(scheduler: CommScheduler) -> Iterator[None]:
         with ExitStack() as stack:
             if _collective_group(self).size() > 1:  # a rank alone needs no wire
                 manager: Callable[..., AbstractContextManager[PendingReduction]]
-                manager = functools.partial(_taken_down, scheduler)
+                manager = functools.partial(_recorded, scheduler)
                 stack.enter_context(replaced(ddp_buffers, "_coalescing_manager", manager))
             stock(self, *args, **kwargs)
 
