@@ -77,6 +77,7 @@ class Experts:
         from megatron_lancet.model.linear import can_defer, defer_weight_grad
         from megatron_lancet.runtime.comm_stats import CommStats
         from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+        from megatron_lancet.schedule.dw_queue import DwRules
 
         dtype = getattr(torch, case.dtype)
         config = TransformerConfig(
@@ -94,7 +95,7 @@ class Experts:
         self.module = adopt(
             SequentialMLP(case.num_experts, config, linears, pg_collection=groups), GroupingSequentialMLP
         )
-        store = WeightGradStore(1, CommStats(torch.device("cpu")))
+        store = WeightGradStore(DwRules(window=1), CommStats(torch.device("cpu")))
         for linear in [part for part in self.module.modules() if can_defer(part)]:
             linear.weight.main_grad = torch.zeros(linear.weight.shape)
             defer_weight_grad(linear, "W", store)

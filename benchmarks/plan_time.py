@@ -16,7 +16,6 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megatron_lancet.planning.gradient_reduction import GradientReduction
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Limits
@@ -24,6 +23,7 @@ from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator, simulate
 from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, fixed_plan
+from megatron_lancet.schedule.reductions import GradientReduction
 
 LAYOUTS = {"all MoE": "m", "alternating dense and MoE": "dm"}
 SHARES = {"symmetric": (0.5, 0.5), "2 ranks": (0.6, 0.4)}

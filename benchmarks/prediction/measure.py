@@ -20,7 +20,6 @@ from benchmarks.network.step import SAMPLE_FIELDS, Step, on_both_ranks
 from benchmarks.prediction.cases import FIXED_PLANS, PLANNED, PredictionCase, PredictionJob
 from megatron_lancet.files import to_plain
 from megatron_lancet.model.gpt import set_plan
-from megatron_lancet.planning.gradient_reduction import GradientReduction
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.gradient_overlap import measured_with
 from megatron_lancet.planning.search.planner import make_plan
@@ -32,6 +31,7 @@ from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
 from megatron_lancet.report.timeline.timeline_file import TimelineRecord, write_timelines
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.schedule.timeline import RankTimeline
 
 _WARM_UP_BPS = 2e9

@@ -7,11 +7,10 @@ import math
 from megatron_lancet.cli.arguments import positive_float, positive_int
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.gradient_reduction import GradientReduction, default_bucket_bytes
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.gradient_overlap import with_reduction
 from megatron_lancet.planning.what_if.forecast import NetworkChoice, Routing
-from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority
+from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority, GradientReduction, default_bucket_bytes
 from megatron_lancet.schedule.units import mb_to_bytes
 
 

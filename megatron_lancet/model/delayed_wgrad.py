@@ -76,23 +76,23 @@ class _Feed:
         self._deferred.append(kind(parameter, f"{self._name}.{name}", report_ready))
         if len(self._deferred) > 1:
             return
-        # One backward function uses all parameters of the module: after the last use of one, all are enumerated.
+        # One backward function uses all parameters of the module: the last use of one is the last use of all.
         use = parameter.expand_as(parameter).grad_fn
         assert use is not None
         self._accumulate_grad = use.next_functions[0][0]  # the hook goes with the node
         assert self._accumulate_grad is not None
-        self._accumulate_grad.register_hook(lambda *_: self._enumerated())
+        self._accumulate_grad.register_hook(lambda *_: self._mark_last_use())
 
-    def _enumerated(self) -> None:
+    def _mark_last_use(self) -> None:
         for weight in self._deferred:
-            self._store.enumerated(weight)
+            self._store.mark_last_use(weight)
 
     def _put(self, tensors: Iterable[Any], function: Callable[..., Any]) -> None:
         """Called by the module's backward."""
         tensors = list(tensors)
         self._put_into_own_store(tensors, function)
         if self._deferred:
-            self._store.put(self._deferred[0], self._run_oldest, self._num_bytes(tensors), *self._deferred[1:])
+            self._store.put(self._deferred, self._run_oldest, self._num_bytes(tensors))
         else:
             self._module.backward_dw()  # no DDP, nobody to call it later
 

@@ -76,7 +76,7 @@ def set_plan(model: GPTModel, plan: Plan) -> None:
     store = block.comm.store
     assert store is not None or plan.dw_policy is DwPolicy.NONE, "dW can't be deferred in a model without a store"
     if store is not None:
-        store.follow(plan)
+        store.configure(plan)
     block.run_by(plan)
     for layer, segment in segments:
         if layer in with_sdpa:

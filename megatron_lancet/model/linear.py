@@ -102,7 +102,7 @@ class _DeferredWeightGrad:
         assert use is not None
         self._accumulate_grad = use.next_functions[0][0]
         assert self._accumulate_grad is not None
-        self._accumulate_grad.register_hook(lambda *_: self.store.enumerated(deferred))
+        self._accumulate_grad.register_hook(lambda *_: self.store.mark_last_use(deferred))
 
     def _defer(self, grad_TO: torch.Tensor, input_TI: torch.Tensor) -> None:
         deferred, in_gemm = self.deferred, self.accumulate_in_gemm
@@ -111,7 +111,7 @@ class _DeferredWeightGrad:
         def compute() -> None:
             deferred.add_product(grad_TO, input_TI, in_gemm)
 
-        self.store.put(deferred, compute, num_bytes=grad_TO.nbytes + input_TI.nbytes)
+        self.store.put([deferred], compute, num_bytes=grad_TO.nbytes + input_TI.nbytes)
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.deferred is None or not torch.is_grad_enabled() or weight is not self.weight:

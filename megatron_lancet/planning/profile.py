@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lancet.files import from_plain, parse_object, read_text, take_version, to_plain
-from megatron_lancet.planning.gradient_reduction import GradientReduction
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
+from megatron_lancet.schedule.reductions import GradientReduction
 
 PROFILE_VERSION = 2
 _KINDS_IN_VERSION_1 = {

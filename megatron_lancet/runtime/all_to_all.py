@@ -79,11 +79,11 @@ class AllToAll:
             return handle.wait()
         if handle.on_cuda:
             # The host runs ahead of the device and can't tell when the message arrives: a fixed share goes here.
-            store.run_up_to_previous(self.op.mirrored())
+            store.drain_previous(self.op.mirrored())
         else:
             store.fill(handle.in_flight, self.op.mirrored())
         grads = handle.wait()
-        store.pass_all_to_all()
+        store.advance_window()
         return grads
 
 

@@ -1,16 +1,27 @@
-"""Gradient reductions in parts: who goes first on the wire, and how a bucket is cut (Lina, training part).
+"""How gradients are summed over ranks beside all-to-alls: who goes first, how a bucket is cut, when its parts start.
 
-A running collective can't be preempted, so what may be launched between two all-to-alls must be small.
+A running collective can't be preempted, so what may be launched between two all-to-alls must be small (Lina, training
+part).
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
+
+from megatron_lancet.schedule.ops import OpKind
 
 DEFAULT_CHUNK_MB = 30.0
 """Lina's size of a micro-op."""
 _ALIGNMENT = 64
 """Elements: parts that begin at round addresses are copied and reduced faster."""
+_BYTES_PER_MB = 1e6
+_ELEMENTS_OF_A_BUCKET = 40_000_000
+"""Megatron's default, and at least a million for each rank."""
+_ELEMENT_BYTES = 4
+_BEFORE_PLACE = OpKind.DISPATCH
+"""Kind of the backward all-to-all behind which reductions may be launched."""
 
 
 class CommPriority(StrEnum):
@@ -53,3 +64,132 @@ class MicroOps:
             step -= step % _ALIGNMENT
         for start in range(0, shard, step):
             yield start, min(start + step, shard)
+
+
+def default_bucket_bytes(num_ranks: int) -> int:
+    """Megatron's default size of a bucket of float32 gradients that ``num_ranks`` ranks sum."""
+    return _ELEMENT_BYTES * max(_ELEMENTS_OF_A_BUCKET, 1_000_000 * num_ranks)
+
+
+@dataclass(frozen=True)
+class GradientReduction:
+    """Megatron's overlap-grad-reduce, as far as a schedule depends on it.
+
+    Attributes:
+        dense_ranks: that sum gradients of dense weights; the profile's all-reduce times are of so many.
+        expert_ranks: that sum gradients of the same experts.
+        priority: who gets the wire when all-to-alls want it too.
+        bucket_bytes: a bucket is full when its gradients have as much.
+        chunk_bytes: of a micro-op, at most; with the priority only.
+        is_scatter: gradients are reduce-scattered (distributed optimizer), which is half an all-reduce.
+        has_late_head: the output layer's weight is the embedding's too, so that its gradient is complete only when the
+            backward pass ends.
+    """
+
+    dense_ranks: int
+    expert_ranks: int = 1
+    priority: CommPriority = CommPriority.OFF
+    bucket_bytes: int = _ELEMENT_BYTES * _ELEMENTS_OF_A_BUCKET
+    chunk_bytes: int = round(DEFAULT_CHUNK_MB * _BYTES_PER_MB)
+    is_scatter: bool = False
+    has_late_head: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dense_ranks", "expert_ranks", "bucket_bytes", "chunk_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    def ring_factor(self, num_ranks: int) -> float:
+        """What a reduction over ``num_ranks`` takes, as a part of an all-reduce over the dense ranks (a ring)."""
+        if num_ranks == 1:
+            return 0.0
+        part = (num_ranks - 1) / num_ranks / ((self.dense_ranks - 1) / self.dense_ranks)
+        return part / 2 if self.is_scatter else part
+
+
+class _Sized(Protocol):
+    """A part of a gradient reduction."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the gradients that it reduces."""
+
+
+class ReductionQueue[PartT: _Sized]:
+    """Micro-ops that wait for a *place* in the backward pass where they may be launched.
+
+    Places are fixed points of the backward pass:
+
+    - *between*: a backward dispatch was waited for, and no other all-to-all is in flight: up to the next combine only
+      attention and dense layers are computed. As many micro-ops are launched as fit into one chunk's bytes. When a
+      combine has been reached none is, until its layer's last dispatch has been waited for: a running collective can't
+      be preempted.
+    - *the end*: no further all-to-all will come in this backward pass, or the gradients are waited for: all are
+      launched.
+
+    Where in the queue a place cuts depends on sizes and on the order of autograd, never on the clock. So the order of
+    collectives is the same on every rank. The queue is bookkeeping only: its methods return what has to be launched
+    now, in order, and the caller does it.
+    """
+
+    def __init__(self, chunk_bytes: int, num_to_come: int = 0) -> None:
+        """
+        Args:
+            chunk_bytes: that may be launched at a place between all-to-alls.
+            num_to_come: backward all-to-alls that are expected.
+        """
+        self._chunk_bytes = chunk_bytes
+        self._num_to_come = num_to_come
+        self._num_in_flight = 0
+        self._parts: deque[PartT] = deque()
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no further all-to-all is expected in this backward pass."""
+        return self._num_to_come <= 0
+
+    def expect_backward(self) -> None:
+        """One more all-to-all will come in the backward pass."""
+        self._num_to_come += 1
+
+    def issue(self) -> None:
+        """A backward all-to-all is issued."""
+        self._num_in_flight += 1
+
+    def advance(self, kind: str) -> list[PartT]:
+        """A backward all-to-all was waited for, and what it made ready was put.
+
+        Args:
+            kind: of its op.
+        """
+        self._num_in_flight -= 1
+        self._num_to_come -= 1
+        assert self._num_in_flight >= 0
+        if self.is_at_end:
+            return self.take_all()
+        return self._take_what_fits() if self._num_in_flight == 0 and kind == _BEFORE_PLACE else []
+
+    def put(self, parts: Iterable[PartT]) -> list[PartT]:
+        """Takes the micro-ops of a reduction whose gradients are complete."""
+        self._parts.extend(parts)
+        return self.take_all() if self.is_at_end else []
+
+    def take_all(self) -> list[PartT]:
+        """Gradients are waited for: what is queued is launched before, so that the order stays that of the queue."""
+        taken = list(self._parts)
+        self._parts.clear()
+        return taken
+
+    def forget_expected(self) -> None:
+        """Forward passes without a backward one may have announced all-to-alls that will not come."""
+        self._num_to_come = self._num_in_flight = 0
+
+    def _take_what_fits(self) -> list[PartT]:
+        room_bytes, taken = self._chunk_bytes, []
+        while self._parts and self._parts[0].num_bytes <= room_bytes:
+            room_bytes -= self._parts[0].num_bytes
+            taken.append(self._parts.popleft())
+        return taken

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_lancet.planning.simulation.dw_queue import DwRules, DwTask
+from megatron_lancet.planning.simulation.engine import LayerDw
 from megatron_lancet.planning.simulation.lowering import COMPUTE, WAIT, Action, Step
 from megatron_lancet.planning.simulation.simulator import Simulator, Stage
+from megatron_lancet.schedule.dw_queue import AT_ONCE
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import Gap, Plan
 
@@ -15,9 +16,10 @@ _LONGEST = 2.0
 
 @dataclass
 class _Ready:
-    """A dW that nobody took yet, and the number of all-to-alls that had passed when it became ready."""
+    """A dW that nobody took yet, and the number of all-to-alls behind which it has run in any case."""
 
-    task: DwTask
+    dw: LayerDw
+    due: int
     is_used: bool = False
 
 
@@ -43,29 +45,29 @@ def _of_stage(simulator: Simulator, plan: Plan, stage: Stage) -> Iterator[Gap]:
     for code, layer, action in stage.backward:
         if code == COMPUTE:
             due = num_passed + plan.dw_window
-            ready += [_Ready(DwTask(layer, cost, due)) for cost in action.weight_grads[column]]
+            ready += [_Ready(LayerDw(layer, cost), due) for cost in action.weight_grads[column]]
         elif code == WAIT:
             name = str(Op(layer, action.chunk, Phase.INPUT_GRAD, action.kind))
-            ready = [one for one in ready if not one.is_used and one.task.due > num_passed]
+            ready = [one for one in ready if not one.is_used and one.due > num_passed]
             taken = _fill(ready, exposed_ms.get(name, 0.0))
             if taken:
-                yield Gap(name, tuple(task.name for task in taken))
+                yield Gap(name, tuple(dw.name for dw in taken))
             num_passed += 1
 
 
-def _fill(ready: list[_Ready], remaining_ms: float) -> list[DwTask]:
-    taken: list[DwTask] = []
+def _fill(ready: list[_Ready], remaining_ms: float) -> list[LayerDw]:
+    taken: list[LayerDw] = []
     while remaining_ms > 0:
         unused = [one for one in ready if not one.is_used]
         if not unused:
             break
         left_ms = remaining_ms
-        best = min(unused, key=lambda one: abs(one.task.cost.ms - left_ms))
-        if taken and best.task.cost.ms > _LONGEST * remaining_ms:
+        best = min(unused, key=lambda one: abs(one.dw.cost.ms - left_ms))
+        if taken and best.dw.cost.ms > _LONGEST * remaining_ms:
             break
         best.is_used = True
-        taken.append(best.task)
-        remaining_ms -= best.task.cost.ms
+        taken.append(best.dw)
+        remaining_ms -= best.dw.cost.ms
     return taken
 
 
@@ -80,7 +82,6 @@ def _exposed_without_dws(simulator: Simulator, stage: Stage) -> tuple[int, dict[
                 without[key] = replace(action, weight_grads=((),) * len(action.weight_grads))
             action = without[key]
         steps.append((code, layer, action))
-    rules = DwRules(defers=False, window=0, memory_bytes=None)
-    result = simulator.play(steps, Phase.INPUT_GRAD, rules, simulator.start_ms(), record=True)
+    result = simulator.play(steps, Phase.INPUT_GRAD, AT_ONCE, simulator.start_ms(), record=True)
     column = result.end_ms.index(max(result.end_ms))
     return column, {wait.name: wait.end_ms - wait.exposed_from_ms for wait in result.waits[column]}

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from megatron_lancet.planning.profile import LayerKind
 from megatron_lancet.planning.search.search_space import SearchSpace, Way, with_open_end
-from megatron_lancet.planning.simulation.dw_queue import DwRules
 from megatron_lancet.planning.simulation.lowering import backward
 from megatron_lancet.planning.simulation.simulator import Simulator
+from megatron_lancet.schedule.dw_queue import AT_ONCE, DwRules
 from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import ALL_TO_ALLS_PER_LAYER, DwPolicy, Segment
 
@@ -198,12 +198,11 @@ class DynamicProgram:
         simulator, limits = self._simulator, self._space.limits
         layers = [(number, _KINDS[letter]) for number, letter in enumerate(kinds, start=1)]
         steps = simulator.lowering.forward(layers, way.segment(1, len(kinds)))
-        at_once = DwRules(defers=False, window=0, memory_bytes=None)
-        forward = simulator.play(steps, Phase.FORWARD, at_once, simulator.start_ms())
-        rules = at_once
+        forward = simulator.play(steps, Phase.FORWARD, AT_ONCE, simulator.start_ms())
+        rules = AT_ONCE
         if guess is DwGuess.ALONE:
             window = ALL_TO_ALLS_PER_LAYER * way.num_chunks * max(limits.dw_window_layers, default=1)
-            rules = DwRules(defers=True, window=window, memory_bytes=limits.dw_memory_bytes)
+            rules = DwRules(window, limits.dw_memory_bytes)
         result = simulator.play(backward(steps), Phase.INPUT_GRAD, rules, forward.end_ms)
         if guess is not DwGuess.ANYWHERE:
             return max(result.end_ms)

@@ -6,19 +6,19 @@ dW was put, or at once where the plan defers nothing (``runtime/weight_grad_stor
 are not in the profile, and so not in the buckets.
 """
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
+from typing import Any
 
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.profile import LayerKind
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.dw_queue import DwRules
 from megatron_lancet.planning.simulation.lowering import COMPUTE, WAIT, Step
+from megatron_lancet.schedule.dw_queue import DwQueue
 from megatron_lancet.schedule.ops import OpKind
-from megatron_lancet.schedule.reductions import CommPriority, MicroOps
+from megatron_lancet.schedule.reductions import CommPriority, MicroOps, ReductionQueue
 
 REDUCTION = "reduce."
 """Names of reductions in timelines begin so."""
@@ -163,83 +163,60 @@ def _collectives(costs: CostModel, number: int, kind: WeightKind, num_bytes: int
 
 
 class Ledger:
-    """One rank's gradients in a backward pass: which are complete, and which reductions may leave when.
+    """One rank's gradients in a backward pass: which are complete, and which reductions are launched when.
 
-    Every method returns the reductions that leave now, by index, in order.
+    Every method returns the reductions that are launched now, in order.
     """
 
-    def __init__(self, buckets: Buckets, rules: DwRules) -> None:
+    def __init__(self, buckets: Buckets, dws: DwQueue[Any, Weight]) -> None:
+        """
+        Args:
+            dws: the rank's, which says when a weight is reported.
+        """
         self._buckets = buckets
-        self._rules = rules
+        self._dws = dws
         self._puts_left = dict(buckets.num_puts)
         self._weights_left = list(buckets.num_weights)
-        self._due: deque[tuple[int, Weight]] = deque()
-        self._queue: deque[int] = deque()
-        self._num_passed = 0
-        self._num_in_flight = 0
+        self._queue: ReductionQueue[Reduction] | None = None
+        if buckets.chunk_bytes is not None:
+            self._queue = ReductionQueue(buckets.chunk_bytes, buckets.num_all_to_alls)
 
-    def put(self, weight: Weight) -> list[int]:
+    def put(self, weight: Weight) -> list[Reduction]:
         """One of its dWs was put; without deferral it has run, too."""
         self._puts_left[weight] -= 1
         if self._puts_left[weight] or weight in self._buckets.late:
             return []
-        if not self._rules.defers:
-            return self._report(weight)
-        self._due.append((self._num_passed + self._rules.window, weight))
-        return []
+        return self._report(self._dws.mark_last_use(weight))
 
     def issue(self) -> None:
         """A backward all-to-all was issued."""
-        self._num_in_flight += 1
+        if self._queue is not None:
+            self._queue.issue()
 
-    def pass_all_to_all(self, kind: str) -> list[int]:
+    def advance(self, kind: str) -> list[Reduction]:
         """A backward all-to-all was waited for, and the dWs that were due have run.
 
         Args:
             kind: of its op.
         """
-        self._num_passed += 1
-        self._num_in_flight -= 1
-        leaving: list[int] = []
-        while self._due and self._due[0][0] <= self._num_passed:
-            leaving += self._report(self._due.popleft()[1])
-        if self._num_passed == self._buckets.num_all_to_alls:
-            return leaving + self._all()
-        if self._num_in_flight == 0 and kind == OpKind.DISPATCH:
-            leaving += self._what_fits()
-        return leaving
+        launched = self._report(self._dws.take_reports())
+        return launched if self._queue is None else launched + self._queue.advance(kind)
 
-    def end(self) -> list[int]:
+    def end(self) -> list[Reduction]:
         """The backward pass has ended, and all dWs have run."""
-        leaving: list[int] = []
-        for weight in [*(weight for _, weight in self._due), *self._buckets.late]:
-            leaving += self._report(weight)
-        self._due.clear()
+        launched = self._report([*self._dws.flush_reports(), *self._buckets.late])
         assert not any(self._weights_left), "a gradient was never complete"
-        return leaving + self._all()
+        return launched if self._queue is None else launched + self._queue.take_all()
 
-    def _report(self, weight: Weight) -> list[int]:
-        bucket = self._buckets.bucket_of.get(weight)
-        if bucket is None:  # no other rank to sum it with
-            return []
-        self._weights_left[bucket] -= 1
-        if self._weights_left[bucket]:
-            return []
-        its = range(self._buckets.first_reduction[bucket], self._buckets.first_reduction[bucket + 1])
-        if self._buckets.chunk_bytes is None:
-            return list(its)
-        self._queue.extend(its)
-        return self._all() if self._num_passed >= self._buckets.num_all_to_alls else []
-
-    def _what_fits(self) -> list[int]:
-        room_bytes, reductions = self._buckets.chunk_bytes or 0, self._buckets.reductions
-        leaving: list[int] = []
-        while self._queue and reductions[self._queue[0]].num_bytes <= room_bytes:
-            room_bytes -= reductions[self._queue[0]].num_bytes
-            leaving.append(self._queue.popleft())
-        return leaving
-
-    def _all(self) -> list[int]:
-        leaving = list(self._queue)
-        self._queue.clear()
-        return leaving
+    def _report(self, weights: Sequence[Weight]) -> list[Reduction]:
+        launched: list[Reduction] = []
+        for weight in weights:
+            bucket = self._buckets.bucket_of.get(weight)
+            if bucket is None:  # no other rank to sum it with
+                continue
+            self._weights_left[bucket] -= 1
+            if self._weights_left[bucket] == 0:
+                first, end = self._buckets.first_reduction[bucket : bucket + 2]
+                its = self._buckets.reductions[first:end]
+                launched += its if self._queue is None else self._queue.put(its)
+        return launched

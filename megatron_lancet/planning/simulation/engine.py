@@ -1,50 +1,46 @@
 """Plays an order of ops on several ranks with two lanes each, compute and link (Lancet section 5.3, for all ranks).
 
-Events are handled in the order of simulated time, so the link sees messages in the order in which they leave:
-
-- *Shared link* (``sends_share_link``): a rank's messages go out one after the other. One goes out when all ranks have
-  issued it (gloo sends when the receiver is ready), and has come to a rank when the parts of all others have. A part
-  that left behind another comes no earlier than ``queued_ms`` after it, so that a latency counts once in a row of
-  messages, and the tokens that a shaped link gathers at rest are spent by the first.
-- *Collectives*: one starts when all ranks have issued it and the one before has ended, and takes as long as the
-  largest part.
-
-Compute beside a rank's messages, from their issue until they have gone, runs slower by ``compute_slowdown``. Token
-counts take no room on the link.
+Events are handled in the order of simulated time, so the links see messages in the order in which they are sent. How
+those travel is up to the links (``links.py``). Compute beside a rank's messages, from their issue until they have been
+sent, runs slower by ``compute_slowdown``. Token counts take no room on a link.
 """
 
 import heapq
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_lancet.planning.simulation.dw_queue import DwQueue, DwRules, DwTask
+from megatron_lancet.planning.simulation.buckets import Buckets, Ledger, Reduction, Weight
+from megatron_lancet.planning.simulation.cost_model import DwCost
+from megatron_lancet.planning.simulation.links import NEVER, Launch, LinkEvent, Links, Message
 from megatron_lancet.planning.simulation.lowering import COMPUTE, COUNTS, ISSUE, Action, Step
+from megatron_lancet.schedule.dw_queue import DwQueue, DwRules
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.timeline import Lane, Span
 
 _SLOTS = 4096
 """Messages of a layer, at most: its number times this, plus the slot, names a message."""
-_NEVER = float("inf")
 
 Paces = Sequence[Mapping[int, float]]
 """By simulated rank and layer, factors of the time of compute; layers that are not there run as the profile says."""
 
 
-@dataclass(frozen=True)
-class Network:
-    """How messages travel; see :class:`~megatron_lancet.planning.profile.LinkTimes`.
+class LayerDw(NamedTuple):
+    """A dW of a layer, 0 for those beside the layers, with its cost."""
 
-    Attributes:
-        same_ranks: by simulated rank, how many ranks of the group behave like it.
-    """
+    layer: int
+    cost: DwCost
 
-    counts_ms: float
-    sends_share_link: bool
-    compute_slowdown: float
-    same_ranks: tuple[int, ...]
-    dispatches_apart: bool = False
+    @property
+    def name(self) -> str:
+        """As in plans and timelines."""
+        return f"L{self.layer}.W.{self.cost.name}" if self.layer else f"W.{self.cost.name}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As the queue of dWs asks for it."""
+        return (self.name,)
 
 
 class Wait(NamedTuple):
@@ -72,37 +68,41 @@ class Wait(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Message:
-    num_left: int = 0
-    arrival_ms: list[float] = field(default_factory=list)
-    all_ready_ms: float = 0.0
-    is_known: bool = False
-    waiting: list["_Rank"] = field(default_factory=list)
-    issued_ms: dict[int, float] = field(default_factory=dict)
-    sent_ms: dict[int, float] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class _Counts:
     num_issued: int = 0
-    done_ms: float = _NEVER
-    armed: list[tuple["_Rank", int, Action]] = field(default_factory=list)
+    done_ms: float = NEVER
+    armed: list[tuple["_Rank", Message]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class _Rank:
     column: int
     time_ms: float
-    queue: DwQueue
+    queue: DwQueue[LayerDw, Weight]
+    ledger: Ledger | None = None
     index: int = 0
-    link_free_ms: float = 0.0
     num_unknown: int = 0
     exposed_ms: float = 0.0
     wait_start_ms: float = -1.0
-    planned: list[str] = field(default_factory=list)
     filled: list[str] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
+
+
+class _Resume(NamedTuple):
+    """Event: a rank goes on."""
+
+    rank: _Rank
+
+
+class _Ready(NamedTuple):
+    """Event: a rank knows how much of a message it has to send."""
+
+    rank: _Rank
+    message: Message
+
+
+_Event = _Resume | _Ready | LinkEvent
 
 
 @dataclass(frozen=True)
@@ -133,48 +133,58 @@ class Engine:
 
     def __init__(
         self,
-        network: Network,
+        links: Links,
         steps: Sequence[Step],
         phase: Phase,
         rules: DwRules,
         record: bool,
         paces: Paces = (),
+        buckets: Buckets | None = None,
     ) -> None:
         """
         Args:
+            links: of this phase alone; shared ones where there are ``buckets``.
             paces: factors of what the cost model says; empty for none.
+            buckets: gradients that are reduced beside a backward pass; None for none.
         """
-        self._network = network
+        self._links = links
+        self._free_ms = links.free_ms
+        self._counts_ms = links.network.counts_ms
+        self._slowdown = links.network.compute_slowdown
         self._paces = paces
         self._steps = steps
         self._is_forward = phase is Phase.FORWARD
         self._phase = phase
         self._rules = rules
         self._record = record
-        self._events: list[tuple[float, int, _Rank, int, Action | None]] = []
+        self._buckets = buckets
+        self._events: list[tuple[float, int, _Event]] = []
         self._num_events = 0
-        self._messages: dict[int, _Message] = defaultdict(_Message)
+        self._messages: dict[int, Message] = {}
         self._counts: dict[int, _Counts] = defaultdict(_Counts)
-        self._collectives: deque[tuple[int, Action]] = deque()
         self._ranks: list[_Rank] = []
+        self._reduced_ms = 0.0
 
     def run(self, start_ms: Sequence[float]) -> PhaseResult:
         """From each rank's clock on."""
-        self._ranks = [_Rank(column, clock, DwQueue(self._rules)) for column, clock in enumerate(start_ms)]
-        for rank in self._ranks:
-            rank.link_free_ms = -_NEVER  # it has rested
-            self._push(rank.time_ms, rank)
+        for column, clock_ms in enumerate(start_ms):
+            rank = _Rank(column, clock_ms, DwQueue(self._rules))
+            if self._buckets is not None:
+                rank.ledger = Ledger(self._buckets, rank.queue)
+            self._ranks.append(rank)
+            self.call_at(rank.time_ms, _Resume(rank))
         events = self._events
         while events:
-            time_ms, _, rank, key, action = heapq.heappop(events)
-            if action is None:
-                self._go_on(rank)
+            time_ms, _, event = heapq.heappop(events)
+            if isinstance(event, _Resume):
+                self._resume(event.rank)
+            elif isinstance(event, _Ready):
+                self._send(event.rank, event.message, time_ms)
             else:
-                self._leave(rank, key, action, time_ms)
-        for rank in self._ranks:
-            assert rank.index == len(self._steps), "a rank waits for a message that never leaves"
-            while len(rank.queue):
-                self._run_dw(rank, rank.queue.take_oldest())
+                self._links.advance(time_ms, event, self)
+        assert all(rank.index == len(self._steps) for rank in self._ranks), (
+            "a rank waits for a message that is not sent"
+        )
         return PhaseResult(
             tuple(rank.time_ms for rank in self._ranks),
             tuple(rank.exposed_ms for rank in self._ranks),
@@ -182,16 +192,18 @@ class Engine:
             tuple(rank.queue.num_early for rank in self._ranks),
             tuple(tuple(rank.spans) for rank in self._ranks),
             tuple(tuple(rank.waits) for rank in self._ranks),
+            self._reduced_ms,
         )
 
-    def _push(self, time_ms: float, rank: _Rank, key: int = 0, action: Action | None = None) -> None:
+    def call_at(self, time_ms: float, event: _Event) -> None:
+        """Handle ``event`` at that time, behind those of the same time that are known already."""
         self._num_events += 1
-        heapq.heappush(self._events, (time_ms, self._num_events, rank, key, action))
+        heapq.heappush(self._events, (time_ms, self._num_events, event))
 
-    def _go_on(self, rank: _Rank) -> None:
+    def _resume(self, rank: _Rank) -> None:
         """Run a rank until it stands still or another event comes first."""
         steps, events, is_forward = self._steps, self._events, self._is_forward
-        is_plain = self._network.compute_slowdown <= 1 and not self._record
+        is_plain = self._slowdown <= 1 and not self._record
         column, num_steps, paces = rank.column, len(steps), self._paces
         while rank.index < num_steps:
             code, layer, action = steps[rank.index]
@@ -202,195 +214,198 @@ class Engine:
                 if is_plain:
                     rank.time_ms += ms
                 else:
-                    self._compute(rank, self._name(layer, action), ms)
+                    self._compute(rank, self._name(layer, action.chunk, action.kind), ms)
                 if not is_forward and action.weight_grads[column]:
-                    self._put_all(rank, layer, action)
+                    self._put_all(rank, layer, action.weight_grads[column])
                 rank.index += 1
                 continue
             if events and events[0][0] < rank.time_ms:
-                self._push(rank.time_ms, rank)
+                self.call_at(rank.time_ms, _Resume(rank))
                 return
             key = layer * _SLOTS + action.slot
             if code == ISSUE:
-                self._issue(rank, key, action)
+                self._issue(rank, key, layer, action)
             elif code == COUNTS:
                 self._issue_counts(rank, key)
-            elif not self._wait(rank, key, layer, action):
+            elif not self._wait(rank, self._messages[key]):
                 return
             rank.index += 1
+        self._end(rank)
 
-    def _name(self, layer: int, action: Action) -> str:
+    def _name(self, layer: int, chunk: int, kind: str) -> str:
         if layer == 0:
-            return str(Op.beside_layers(self._phase, action.kind))
-        return str(Op(layer, action.chunk, self._phase, action.kind))
+            return str(Op.beside_layers(self._phase, kind))
+        return str(Op(layer, chunk, self._phase, kind))
 
-    def _name_of(self, key: int, action: Action) -> str:
-        return self._name(key // _SLOTS, action)
+    def _name_of(self, message: Message) -> str:
+        return self._name(message.layer, message.chunk, message.kind)
 
     def _compute(self, rank: _Rank, name: str, ms: float) -> None:
         """Let time pass on the compute lane."""
-        start_ms, slowdown = rank.time_ms, self._network.compute_slowdown
+        start_ms, slowdown = rank.time_ms, self._slowdown
         if slowdown > 1 and rank.num_unknown:
             ms *= slowdown
-        elif slowdown > 1 and rank.link_free_ms > start_ms:
-            beside_ms = min(ms * slowdown, rank.link_free_ms - start_ms)
+        elif slowdown > 1 and (free_ms := self._free_ms[rank.column]) > start_ms:
+            beside_ms = min(ms * slowdown, free_ms - start_ms)
             ms = beside_ms + (ms - beside_ms / slowdown)
         rank.time_ms += ms
         if self._record:
             rank.spans.append(Span(name, Lane.COMPUTE, start_ms, rank.time_ms))
 
-    def _put_all(self, rank: _Rank, layer: int, action: Action) -> None:
-        for cost in action.weight_grads[rank.column]:
-            if not self._rules.defers:
-                self._run_dw(rank, DwTask(layer, cost, 0))
-                continue
-            for task in rank.queue.put(layer, cost):
-                self._run_dw(rank, task)
+    def _put_all(self, rank: _Rank, layer: int, costs: Iterable[DwCost]) -> None:
+        """The dWs of a compute op become ready."""
+        for cost in costs:
+            for dw in rank.queue.put(LayerDw(layer, cost), cost.pinned_bytes):
+                self._run_dw(rank, dw)
+        if rank.ledger is not None:
+            for cost in costs:
+                self._launch(rank, rank.ledger.put((layer, cost.name)))
 
-    def _run_dw(self, rank: _Rank, task: DwTask) -> None:
-        ms = task.cost.ms
+    def _run_dw(self, rank: _Rank, dw: LayerDw) -> None:
+        ms = dw.cost.ms
         if self._paces:
-            ms *= self._paces[rank.column].get(task.layer, 1.0)
-        if self._record or self._network.compute_slowdown > 1:
-            self._compute(rank, task.name, ms)
+            ms *= self._paces[rank.column].get(dw.layer, 1.0)
+        if self._record or self._slowdown > 1:
+            self._compute(rank, dw.name, ms)
         else:
             rank.time_ms += ms
+
+    def _end(self, rank: _Rank) -> None:
+        """The rank's ops have run; what is left of its gradients is computed and reduced."""
+        for dw in rank.queue.flush():
+            self._run_dw(rank, dw)
+        if rank.ledger is not None:
+            self._launch(rank, rank.ledger.end())
+
+    def _launch(self, rank: _Rank, reductions: Iterable[Reduction]) -> None:
+        for reduction in reductions:
+            self.call_at(rank.time_ms, Launch(rank.column, reduction))
+
+    def reduce(self, reduction: Reduction, launched_ms: Sequence[float], end_ms: float) -> None:
+        """Called by the links when a reduction has ended on all ranks.
+
+        Args:
+            launched_ms: by simulated rank.
+        """
+        self._reduced_ms = max(self._reduced_ms, end_ms)
+        if self._record:
+            for rank in self._ranks:
+                start_ms = launched_ms[rank.column]
+                rank.spans.append(Span(reduction.name, Lane.COMM, start_ms, end_ms, reduction.num_bytes))
 
     def _issue_counts(self, rank: _Rank, key: int) -> None:
         counts = self._counts[key]
         counts.num_issued += 1
         if counts.num_issued == len(self._ranks):
-            counts.done_ms = rank.time_ms + self._network.counts_ms
-            for armed, armed_key, action in counts.armed:
-                self._push(counts.done_ms, armed, armed_key, action)
+            counts.done_ms = rank.time_ms + self._counts_ms
+            for armed, message in counts.armed:
+                self.call_at(counts.done_ms, _Ready(armed, message))
 
-    def _issue(self, rank: _Rank, key: int, action: Action) -> None:
-        """A message leaves now, or is armed until its counts have come."""
-        message = self._messages[key]
+    def _issue(self, rank: _Rank, key: int, layer: int, action: Action) -> None:
+        """A message is sent now, or is armed until its counts have come."""
+        message = self._messages.get(key)
+        if message is None:
+            message = self._messages[key] = self._new_message(layer, action)
         message.issued_ms[rank.column] = rank.time_ms
         rank.num_unknown += 1
-        if not self._network.sends_share_link and len(message.issued_ms) == 1:
-            self._collectives.append((key, action))
+        if rank.ledger is not None:
+            rank.ledger.issue()
         counts = self._counts.get(key)
         if counts is None or counts.done_ms <= rank.time_ms:
-            self._leave(rank, key, action, rank.time_ms)
-        elif counts.done_ms == _NEVER:
-            counts.armed.append((rank, key, action))
+            self._send(rank, message, rank.time_ms)
+        elif counts.done_ms == NEVER:
+            counts.armed.append((rank, message))
         else:
-            self._push(counts.done_ms, rank, key, action)
+            self.call_at(counts.done_ms, _Ready(rank, message))
 
-    def _leave(self, rank: _Rank, key: int, action: Action, time_ms: float) -> None:
-        message = self._messages[key]
-        message.num_left += 1
-        message.all_ready_ms = max(message.all_ready_ms, time_ms)
-        message.sent_ms[rank.column] = max(time_ms, rank.link_free_ms)
-        if not self._network.sends_share_link:
-            while self._collectives and self._messages[self._collectives[0][0]].num_left == len(self._ranks):
-                self._start_collective(*self._collectives.popleft())
-        elif message.num_left == len(self._ranks):
-            self._send_parts(message, key, action)
-
-    def _send_parts(self, message: _Message, key: int, action: Action) -> None:
-        """Every rank's part goes onto its own link."""
-        ready_ms, same_ranks = message.all_ready_ms, self._network.same_ranks
-        free_ms = []
-        for rank in self._ranks:
-            rank.link_free_ms = self._arrival_ms(rank, action, ready_ms)
-            free_ms.append(rank.link_free_ms)
-        if same_ranks == (1, 1):  # the same, written out: planning spends much of its time here
-            message.arrival_ms = free_ms[::-1]
-        else:
-            message.arrival_ms = [
-                # A rank without others waits for nothing.
-                max([ready_ms, *(free for other, free in enumerate(free_ms) if other != column or number > 1)])
-                for column, number in enumerate(same_ranks)
-            ]
-        self._arrives(message, key, action)
-
-    def _arrival_ms(self, rank: _Rank, action: Action, time_ms: float) -> float:
-        """Of a rank's part of a message that leaves at ``time_ms``, behind what the rank has sent before."""
-        alone, queued = (
-            (action.forward_ms, action.forward_queued_ms)
+    def _new_message(self, layer: int, action: Action) -> Message:
+        num_ranks = len(self._ranks)
+        alone_ms, queued_ms, num_bytes = (
+            (action.forward_ms, action.forward_queued_ms, action.forward_bytes)
             if self._is_forward
-            else (action.backward_ms, action.backward_queued_ms)
+            else (action.backward_ms, action.backward_queued_ms, action.backward_bytes)
         )
-        return max(time_ms + alone[rank.column], rank.link_free_ms + queued[rank.column])
+        return Message(
+            len(self._messages),
+            layer,
+            action.kind,
+            action.chunk,
+            alone_ms,
+            queued_ms,
+            num_bytes,
+            [NEVER] * num_ranks,
+            [0.0] * num_ranks,
+            [0.0] * num_ranks,
+        )
 
-    def _start_collective(self, key: int, action: Action) -> None:
-        message = self._messages[key]
-        sent_ms = max(message.all_ready_ms, self._ranks[0].link_free_ms)
-        arrival_ms = self._arrival_ms(self._ranks[0], action, message.all_ready_ms)  # all parts are equal
-        message.arrival_ms = [arrival_ms] * len(self._ranks)
-        for rank in self._ranks:
-            rank.link_free_ms = arrival_ms
-            message.sent_ms[rank.column] = sent_ms
-        self._arrives(message, key, action)
+    def _send(self, rank: _Rank, message: Message, time_ms: float) -> None:
+        """A rank's part of a message can be sent; messages are, when all parts can."""
+        message.num_ready += 1
+        if time_ms > message.ready_ms:
+            message.ready_ms = time_ms
+        message.sent_ms[rank.column] = max(time_ms, self._free_ms[rank.column])
+        if message.num_ready == len(self._ranks):
+            self._links.send(message, self)
 
-    def _arrives(self, message: _Message, key: int, action: Action) -> None:
-        message.is_known = True
-        for rank in self._ranks:
-            rank.num_unknown -= 1
-        for rank in message.waiting:
-            self._push(max(rank.time_ms, message.arrival_ms[rank.column]), rank)
+    def arrive(self, message: Message, columns: Iterable[int]) -> None:
+        """Called by the links when it is known when ``message`` comes to ranks."""
+        ranks = self._ranks
+        for column in columns:
+            ranks[column].num_unknown -= 1
+        if message.waiting:
+            for column in [column for column in message.waiting if message.arrival_ms[column] < NEVER]:
+                message.waiting.remove(column)
+                rank = ranks[column]
+                self.call_at(max(rank.time_ms, message.arrival_ms[column]), _Resume(rank))
         if self._record:
-            num_bytes = action.forward_bytes if self._is_forward else action.backward_bytes
-            name = self._name_of(key, action)
-            for rank in self._ranks:
-                issued_ms, sent = message.issued_ms[rank.column], num_bytes[rank.column]
-                rank.spans.append(Span(name, Lane.COMM, issued_ms, message.arrival_ms[rank.column], sent))
+            name = self._name_of(message)
+            for column in columns:
+                start_ms, end_ms = message.issued_ms[column], message.arrival_ms[column]
+                ranks[column].spans.append(Span(name, Lane.COMM, start_ms, end_ms, message.num_bytes[column]))
 
-    def _wait(self, rank: _Rank, key: int, layer: int, action: Action) -> bool:
+    def _wait(self, rank: _Rank, message: Message) -> bool:
         """Whether the message is there; dWs run until it is. If not, the rank will be called again."""
-        message = self._messages[key]
+        if self._links.next_ms <= rank.time_ms:
+            self.call_at(rank.time_ms, _Resume(rank))  # what comes now comes before it is waited for
+            return False
+        column = rank.column
         if rank.wait_start_ms < 0:
             rank.wait_start_ms = rank.time_ms
             if self._rules.gaps and not self._is_forward:
-                rank.planned = list(self._rules.gaps.get(self._name(layer, action), ()))
-        while not (self._is_known(message, rank.column) and message.arrival_ms[rank.column] <= rank.time_ms):
-            task = self._next_dw(rank)
-            if task is None:
+                rank.queue.begin_gap(self._name_of(message))
+        while message.arrival_ms[column] > rank.time_ms:
+            dw = rank.queue.take_next()
+            if dw is None:
                 break
-            self._run_dw(rank, task)
+            self._run_dw(rank, dw)
             if self._record:
-                rank.filled.append(task.name)
-            is_known = self._is_known(message, rank.column)
+                rank.filled.append(dw.name)
+            is_known = message.arrival_ms[column] < NEVER
             if not is_known and self._events and self._events[0][0] < rank.time_ms:
-                self._push(rank.time_ms, rank)
+                self.call_at(rank.time_ms, _Resume(rank))
                 return False
-        if not self._is_known(message, rank.column):
-            message.waiting.append(rank)
+        if message.arrival_ms[column] == NEVER:
+            message.waiting.append(column)
             return False
-        self._landed(rank, message, layer, action)
+        self._received(rank, message)
         return True
 
-    def _is_known(self, message: _Message, column: int) -> bool:
-        """Whether it is known when the message comes to the rank."""
-        return message.is_known
-
-    def _next_dw(self, rank: _Rank) -> DwTask | None:
-        """The gap's planned dWs first, in their order, then the oldest."""
-        while rank.planned:
-            task = rank.queue.take(rank.planned.pop(0))
-            if task is not None:
-                return task
-        return rank.queue.take_oldest() if len(rank.queue) else None
-
-    def _landed(self, rank: _Rank, message: _Message, layer: int, action: Action) -> None:
+    def _received(self, rank: _Rank, message: Message) -> None:
         exposed_from_ms = rank.time_ms
         rank.time_ms = max(rank.time_ms, message.arrival_ms[rank.column])
         rank.exposed_ms += rank.time_ms - exposed_from_ms
         if self._record:
-            name = self._name(layer, action)
+            name = self._name_of(message)
             if rank.time_ms > exposed_from_ms:
                 rank.spans.append(Span(name, Lane.WAIT, exposed_from_ms, rank.time_ms))
             sent_ms = message.sent_ms[rank.column]
-            peers_ms = max(message.sent_ms.values())
             issued_ms = message.issued_ms[rank.column]
-            times = (rank.wait_start_ms, exposed_from_ms, rank.time_ms, issued_ms, sent_ms, peers_ms)
+            times = (rank.wait_start_ms, exposed_from_ms, rank.time_ms, issued_ms, sent_ms, max(message.sent_ms))
             rank.waits.append(Wait(name, *times, tuple(rank.filled)))
             rank.filled.clear()
         rank.wait_start_ms = -1.0
-        rank.planned = []
         if not self._is_forward:
-            for task in rank.queue.pass_all_to_all():
-                self._run_dw(rank, task)
+            for dw in rank.queue.advance_window():
+                self._run_dw(rank, dw)
+            if rank.ledger is not None:
+                self._launch(rank, rank.ledger.advance(message.kind))

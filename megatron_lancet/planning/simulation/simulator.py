@@ -10,7 +10,7 @@ and with it an estimate, where the slowest stage sets the pace:
 
 Both are one formula. Every micro-batch starts on all ranks at once: what ranks drift apart in one is waited for at its
 end. Where the profile says how gradients are reduced beside the backward pass, the last micro-batch's all-to-alls
-share the wire with that (``links.py``), and the step waits for what is left of it. Memory is an upper bound:
+share the links with that (``shared_links.py``), and the step waits for what is left of it. Memory is an upper bound:
 everything that a stage's layers keep of the micro-batches that it has in flight (stage s of S has
 min(num_micro_batches, S - s), as in 1F1B), plus the peak of what deferred dWs keep alive.
 """
@@ -24,15 +24,14 @@ from megatron_lancet.files import RecordError
 from megatron_lancet.planning.profile import LayerKind, Profile, StepPace
 from megatron_lancet.planning.simulation.buckets import Buckets
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.dw_queue import DwRules
-from megatron_lancet.planning.simulation.engine import Engine, Network, Paces, PhaseResult, Wait
-from megatron_lancet.planning.simulation.links import SharedWireEngine
+from megatron_lancet.planning.simulation.engine import Engine, Paces, PhaseResult, Wait
+from megatron_lancet.planning.simulation.links import Collectives, Links, Network, SerialLinks
 from megatron_lancet.planning.simulation.lowering import Loads, Lowering, Step, backward
+from megatron_lancet.planning.simulation.shared_links import SharedLinks
+from megatron_lancet.schedule.dw_queue import AT_ONCE, DwRules
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Plan, Segment
 from megatron_lancet.schedule.timeline import RankTimeline, Span
-
-_NO_DWS = DwRules(defers=False, window=0, memory_bytes=None)
 
 
 class PlanMismatch(RecordError):  # noqa: N818 - says what is the matter
@@ -228,16 +227,20 @@ class Simulator:
             buckets: gradients that are reduced beside it.
             paces: of the ranks; empty for an even one.
         """
-        if buckets is not None or (phase is Phase.FORWARD and self._network.dispatches_apart):
-            return SharedWireEngine(self._network, steps, phase, rules, record, buckets, paces).run(start_ms)
-        return Engine(self._network, steps, phase, rules, record, paces).run(start_ms)
+        links = self._links(phase, has_reductions=buckets is not None)
+        return Engine(links, steps, phase, rules, record, paces, buckets).run(start_ms)
+
+    def _links(self, phase: Phase, has_reductions: bool) -> Links:
+        if has_reductions or (phase is Phase.FORWARD and self._network.dispatches_apart):
+            return SharedLinks(self._network, phase)
+        return SerialLinks(self._network) if self._network.sends_share_link else Collectives(self._network)
 
     def start_ms(self) -> tuple[float, ...]:
         """Clocks of the simulated ranks when a micro-batch starts."""
         return (0.0,) * len(self.loads.simulated)
 
     def _play_forward(self, stage: Stage, record: bool, paces: Paces = ()) -> PhaseResult:
-        return self.play(stage.forward, Phase.FORWARD, _NO_DWS, self.start_ms(), record, paces=paces)
+        return self.play(stage.forward, Phase.FORWARD, AT_ONCE, self.start_ms(), record, paces=paces)
 
     def _play_backward(
         self, stage: Stage, forward: PhaseResult, rules: DwRules, record: bool, paces: Paces = ()

@@ -6,9 +6,8 @@ import torch
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.planning.gradient_reduction import GradientReduction, default_bucket_bytes
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.schedule.reductions import CommPriority, MicroOps
+from megatron_lancet.schedule.reductions import CommPriority, GradientReduction, MicroOps, default_bucket_bytes
 
 
 def choose_micro_ops(args: argparse.Namespace, config: LancetConfig, plan: Plan | None) -> MicroOps | None:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from megatron_lancet.planning.gradient_reduction import GradientReduction
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.gradient_overlap import measured_with
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
 from megatron_lancet.schedule.plan import OverlapRange, Plan
+from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.training.overlap_setup import OverlapSetup
 
 

@@ -4,17 +4,16 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_lancet.planning.gradient_reduction import GradientReduction
 from megatron_lancet.planning.profile import LayerKind, Profile
 from megatron_lancet.planning.search.dw_placement import best_fit_gaps
 from megatron_lancet.planning.simulation.buckets import Buckets, Ledger, Reduction, WeightKind
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.dw_queue import DwRules
 from megatron_lancet.planning.simulation.lowering import COMPUTE, COUNTS, ISSUE, WAIT, Step
 from megatron_lancet.planning.simulation.simulator import Simulation, Simulator
+from megatron_lancet.schedule.dw_queue import AT_ONCE, DwQueue, DwRules
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.schedule.reductions import CommPriority
+from megatron_lancet.schedule.reductions import CommPriority, GradientReduction
 from megatron_lancet.schedule.timeline import Lane
 from tests.parity.mocked.recorded_run import (
     EP_SIZE,
@@ -184,13 +183,14 @@ def reports_of(backward: Sequence[Step], costs: CostModel, rules: DwRules) -> It
     """Waits, and reports of weights that each have a bucket of their own: it is reduced when they are reported."""
     buckets = Buckets.of(costs, backward)
     assert buckets is not None
-    weights = {bucket: weight for weight, bucket in buckets.bucket_of.items()}
-    ledger = Ledger(buckets, rules)
+    weights = {buckets.reductions[bucket].name: weight for weight, bucket in buckets.bucket_of.items()}
+    queue: DwQueue = DwQueue(rules)
+    ledger = Ledger(buckets, queue)
 
-    def reported(reductions: Sequence[int]) -> Iterator[Event]:
-        for index in reductions:
-            layer, name = weights[index]
-            yield Event(Verb.REPORT, f"L{layer}.W.{name}" if layer else f"W.{name}")
+    def reported(reductions: Sequence[Reduction]) -> Iterator[Event]:
+        for reduction in reductions:
+            layer, name = weights[reduction.name]
+            yield Event(Verb.REPORT, str(Op.weight_grad(layer or None, name)))
 
     for step in backward:
         code, layer, action = step
@@ -201,7 +201,8 @@ def reports_of(backward: Sequence[Step], costs: CostModel, rules: DwRules) -> It
             ledger.issue()
         else:
             yield event_of(step, Phase.INPUT_GRAD)
-            yield from reported(ledger.pass_all_to_all(action.kind))
+            queue.advance_window()
+            yield from reported(ledger.advance(action.kind))
     yield from reported(ledger.end())
 
 
@@ -219,15 +220,15 @@ def places_of(backward: Sequence[Step]) -> Iterator[Event]:
         num_all_to_alls=num_messages,
         chunk_bytes=ROOM_BYTES,
     )
-    ledger = Ledger(tokens, DwRules(defers=False, window=0, memory_bytes=None))
+    ledger = Ledger(tokens, DwQueue(AT_ONCE))
     for step in backward:
-        starting: list[int] = []
+        starting: list[Reduction] = []
         if step[0] == ISSUE:
             ledger.issue()
             starting = ledger.put(weights.pop())
         elif step[0] == WAIT:
             yield event_of(step, Phase.INPUT_GRAD)
-            starting = ledger.pass_all_to_all(step[2].kind)
+            starting = ledger.advance(step[2].kind)
         yield from (Event(Verb.REDUCE, "") for _ in starting)
     assert not ledger.end()
 

@@ -106,9 +106,9 @@ def _recorded(recorder: _Recorder, num_filled: Mapping[str, int]) -> Iterator[No
         recorder.events.append(Event(Verb.ISSUE, str(op)))
         return handle
 
-    def puts(stock: Callable[..., None], store: Any, weight: Any, compute: Any, num_bytes: int, *others: Any) -> None:
+    def puts(stock: Callable[..., None], store: Any, weights: Any, compute: Any, num_bytes: int) -> None:
         recorder.is_inside_op = True
-        stock(store, weight, compute, PINNED_BYTES, *others)
+        stock(store, weights, compute, PINNED_BYTES)
         recorder.is_inside_op = False
 
     def flushes(stock: Callable[..., None], store: Any) -> None:

@@ -10,6 +10,7 @@ from benchmarks.gradient_error import relative_errors
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.plan import Plan, Segment
 
 SEQ_LENGTH, MICRO_BATCH, VOCAB, HIDDEN = 8, 4, 32, 16
@@ -172,7 +173,7 @@ def test_biases_come_with_their_weights_and_all_are_reported_once(fused):
 
     plain = torch.nn.Linear(6, 4)
     module = DelayingLinear(copy.deepcopy(plain), fused)
-    store, reported = WeightGradStore(1, CommStats(torch.device("cpu"))), []
+    store, reported = WeightGradStore(DwRules(window=1), CommStats(torch.device("cpu"))), []
     assert delays_own_weight_grad(module)
     feed_from(module, "L1.W.linear", store)
     for name, parameter in module.named_parameters():
@@ -194,7 +195,7 @@ def test_bytes_are_those_that_the_module_keeps():
     stats = CommStats(torch.device("cpu"))
     module = DelayingLinear(torch.nn.Linear(6, 4, bias=False), fused=True)
     module.weight.main_grad = torch.zeros(4, 6)
-    feed_from(module, "W", WeightGradStore(1, stats))
+    feed_from(module, "W", WeightGradStore(DwRules(window=1), stats))
     module.register_wgrad_accumulation_and_reduce_hooks(lambda: None)
     module(torch.randn(10, 6))[0].sum().backward()
     assert stats.take().peak_dw_bytes == 10 * (6 + 4) * 4  # not main_grad, which stays anyway

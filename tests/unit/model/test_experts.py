@@ -6,6 +6,7 @@ import torch
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+from megatron_lancet.schedule.dw_queue import DwRules
 
 HIDDEN, FFN = 16, 32
 
@@ -38,7 +39,7 @@ class Experts:
         self.keys = list(self.module.state_dict())
         self.ready: list[str] = []
         self.stats = CommStats(torch.device("cpu"))
-        self.store = WeightGradStore(1, self.stats)
+        self.store = WeightGradStore(DwRules(window=1), self.stats)
         self.dtype = config.params_dtype
         for parameter in self.module.parameters():
             parameter.main_grad = torch.zeros(parameter.shape)

@@ -5,8 +5,9 @@ import torch
 
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
+from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.schedule.plan import DwPolicy, Gap, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.plan import DwPolicy, Plan, Segment, fixed_plan
 
 COMBINE, DISPATCH = (Op(3, 0, Phase.INPUT_GRAD, kind) for kind in ("combine", "dispatch"))
 
@@ -14,10 +15,10 @@ COMBINE, DISPATCH = (Op(3, 0, Phase.INPUT_GRAD, kind) for kind in ("combine", "d
 class Backward:
     """A store whose end-of-backward flush is called by hand, and a log of what it did."""
 
-    def __init__(self, monkeypatch, window: int, gaps: tuple[Gap, ...] = ()) -> None:
+    def __init__(self, monkeypatch, window: int, gaps: dict[str, tuple[str, ...]] | None = None) -> None:
         self.log: list[str] = []
         self.stats = CommStats(torch.device("cpu"))
-        self.store = WeightGradStore(window, self.stats, gaps=gaps)
+        self.store = WeightGradStore(DwRules(window, gaps=gaps or {}), self.stats)
         monkeypatch.setattr(self.store, "_flush_at_end_of_backward", lambda: None)
 
     def weight(self, name: str) -> DeferredWeight:
@@ -26,7 +27,7 @@ class Backward:
         return DeferredWeight(parameter, name, lambda: self.log.append(f"ready {name}"))
 
     def put(self, weight: DeferredWeight, chunk: int, num_bytes: int = 8) -> None:
-        self.store.put(weight, lambda: self.log.append(f"dW {weight.name}.c{chunk}"), num_bytes)
+        self.store.put([weight], lambda: self.log.append(f"dW {weight.name}.c{chunk}"), num_bytes)
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_oldest_runs_first_while_the_wire_is_busy(backward):
     backward.put(b, 1)
     backward.put(a, 0)
     busy = iter([True, True, False])
-    backward.store.fill(lambda: next(busy))
+    backward.store.fill(lambda: next(busy), COMBINE)
     assert backward.log == ["dW a.c1", "dW b.c1"]
     assert len(backward.store) == 1
     assert backward.stats.take().num_dw_hidden == 2
@@ -50,12 +51,12 @@ def test_nothing_is_reported_before_its_last_dw_ran(backward):
     a = backward.weight("a")
     backward.put(a, 1)
     backward.put(a, 0)
-    backward.store.enumerated(a)
+    backward.store.mark_last_use(a)
     assert a.num_pending == 2
     assert a.num_reported == 0
-    backward.store.pass_all_to_all()
+    backward.store.advance_window()
     assert backward.log == []
-    backward.store.pass_all_to_all()  # the window ends here
+    backward.store.advance_window()  # the window ends here
     assert backward.log == ["dW a.c1", "dW a.c0", "ready a"]
     assert a.num_reported == 1
 
@@ -63,12 +64,12 @@ def test_nothing_is_reported_before_its_last_dw_ran(backward):
 def test_the_report_comes_at_its_place_even_if_the_dws_ran_early(backward):
     a = backward.weight("a")
     backward.put(a, 0)
-    backward.store.enumerated(a)
-    backward.store.fill(lambda: True)
+    backward.store.mark_last_use(a)
+    backward.store.fill(lambda: True, COMBINE)
     assert backward.log == ["dW a.c0"]
-    backward.store.pass_all_to_all()
+    backward.store.advance_window()
     assert backward.log == ["dW a.c0"]
-    backward.store.pass_all_to_all()
+    backward.store.advance_window()
     assert backward.log == ["dW a.c0", "ready a"]
 
 
@@ -76,7 +77,7 @@ def test_flush_runs_and_reports_the_rest_in_order(backward):
     a, b = backward.weight("a"), backward.weight("b")
     for weight in (a, b):
         backward.put(weight, 0)
-        backward.store.enumerated(weight)
+        backward.store.mark_last_use(weight)
     backward.store.flush()
     assert backward.log == ["dW a.c0", "dW b.c0", "ready a", "ready b"]
     times = backward.stats.take()
@@ -86,16 +87,16 @@ def test_flush_runs_and_reports_the_rest_in_order(backward):
 def test_without_a_view_of_the_wire_older_dws_run(backward):
     a, b = backward.weight("a"), backward.weight("b")
     backward.put(a, 0)
-    backward.store.pass_all_to_all()
+    backward.store.advance_window()
     backward.put(b, 0)
-    backward.store.run_up_to_previous()
+    backward.store.drain_previous(COMBINE)
     assert backward.log == ["dW a.c0"]
 
 
 @pytest.fixture
 def planned(monkeypatch):
     """Two dWs of b and then one of a were planned for the combine; a, b, a, b, c are pending."""
-    backward = Backward(monkeypatch, window=2, gaps=(Gap("L3.c0.I.combine", ("b", "gone", "b", "b", "a")),))
+    backward = Backward(monkeypatch, window=2, gaps={str(COMBINE): ("b", "gone", "b", "b", "a")})
     weights = [backward.weight(name) for name in "abc"]
     for chunk in (1, 0):
         for weight in weights[: 2 + (chunk == 0)]:
@@ -118,53 +119,40 @@ def test_a_short_gap_leaves_planned_dws_to_the_next(planned):
 
 
 def test_without_a_view_of_the_wire_exactly_the_planned_dws_run(planned):
-    planned.store.pass_all_to_all()
-    planned.store.run_up_to_previous(DISPATCH)
+    planned.store.advance_window()
+    planned.store.drain_previous(DISPATCH)
     assert planned.log == []
-    planned.store.run_up_to_previous(COMBINE)
+    planned.store.drain_previous(COMBINE)
     assert planned.log == ["dW b.c1", "dW b.c0", "dW a.c1"]
     assert len(planned.store) == 2
 
 
 def test_another_plan_is_followed_from_the_next_backward_on(backward):
     a = backward.weight("a")
-    backward.store.follow(Plan(fixed_plan(1).segments, DwPolicy.NONE, dw_window=3))
+    backward.store.configure(Plan(fixed_plan(1).segments, DwPolicy.NONE, dw_window=3))
     backward.put(a, 0)
-    backward.store.enumerated(a)
+    backward.store.mark_last_use(a)
     assert backward.log == ["dW a.c0", "ready a"]
-    backward.store.follow(Plan((Segment(1, None, 2),), dw_window=1, dw_memory_bytes=10, gaps=()))
+    backward.store.configure(Plan((Segment(1, None, 2),), dw_window=1, dw_memory_bytes=10, gaps=()))
     backward.put(a, 1, num_bytes=8)
     backward.put(a, 0, num_bytes=8)
     assert backward.log[2:] == ["dW a.c1"]  # no room for both
-    backward.store.enumerated(a)
-    backward.store.pass_all_to_all()
+    backward.store.mark_last_use(a)
+    backward.store.advance_window()
     assert backward.log[2:] == ["dW a.c1", "dW a.c0", "ready a"]
     backward.store.flush()
     backward.put(a, 0)
     with pytest.raises(AssertionError, match=r"1 dW pending \['a'\]"):
-        backward.store.follow(fixed_plan(2))
+        backward.store.configure(fixed_plan(2))
 
 
 def test_window_bounds_what_is_held(backward):
     a = backward.weight("a")
     for chunk in range(10):
         backward.put(a, chunk, num_bytes=100)
-        backward.store.pass_all_to_all()
+        backward.store.advance_window()
         assert len(backward.store) <= 2
     assert backward.stats.take().peak_dw_bytes == 200
-
-
-def test_a_failed_backward_leaves_nothing_behind(backward):
-    a = backward.weight("a")
-    backward.put(a, 0)
-    backward.store.discard()
-    backward.store.flush()
-    assert backward.log == []
-    assert a.num_pending == 0
-    backward.put(a, 1)
-    backward.store.enumerated(a)
-    backward.store.flush()
-    assert backward.log == ["dW a.c1", "ready a"]
 
 
 class Deferring(torch.autograd.Function):
@@ -178,8 +166,8 @@ class Deferring(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         store, weight, fails = ctx.rest
-        store.put(weight, lambda: None, num_bytes=1)
-        store.enumerated(weight)
+        store.put([weight], lambda: None, num_bytes=1)
+        store.mark_last_use(weight)
         assert weight.num_pending == 1
         if fails:
             raise RuntimeError("out of memory")
@@ -189,7 +177,7 @@ class Deferring(torch.autograd.Function):
 @pytest.fixture
 def in_autograd():
     """A store, a weight of it, and a list that gets the store's length whenever the weight is reported."""
-    store = WeightGradStore(1, CommStats(torch.device("cpu")))
+    store = WeightGradStore(DwRules(window=1), CommStats(torch.device("cpu")))
     ready: list[int] = []
     return store, DeferredWeight(torch.nn.Parameter(torch.zeros(1)), "w", lambda: ready.append(len(store))), ready
 
@@ -211,17 +199,26 @@ def test_a_lost_flush_is_seen(in_autograd, monkeypatch):
         store.assert_idle()
 
 
-def test_after_a_failed_backward_the_next_one_is_flushed_only_if_the_first_is_discarded(in_autograd):
+def test_a_backward_that_failed_is_seen(in_autograd):
     store, weight, ready = in_autograd
-    x = torch.ones(1, requires_grad=True)
     with pytest.raises(RuntimeError, match="out of memory"):
-        Deferring.apply(x, store, weight, True).sum().backward()
-    with pytest.raises(AssertionError, match="call discard"):
+        Deferring.apply(torch.ones(1, requires_grad=True), store, weight, True).sum().backward()
+    assert ready == []
+    with pytest.raises(AssertionError, match=r"1 dW pending \['w'\]"):
         store.assert_idle()
-    store.discard()
-    store.assert_idle()
-    Deferring.apply(x, store, weight).sum().backward()
-    assert ready == [0]
+
+
+def test_a_flush_that_failed_is_seen(backward):
+    def fails():
+        raise RuntimeError("out of memory")
+
+    a = backward.weight("a")
+    backward.store._flush_is_queued = True  # as autograd's callback has it
+    backward.store.put([a], fails, num_bytes=8)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        backward.store.flush()
+    with pytest.raises(AssertionError, match="ended without its flush"):
+        backward.store.assert_idle()
 
 
 @pytest.mark.parametrize("autograd_made_one_too", [False, True])

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
+from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.schedule.plan import Gap
 
 WEIGHTS = ("a", "b", "c")
 
@@ -23,7 +23,7 @@ class Put:
 
 
 @dataclass(frozen=True)
-class Enumerated:
+class LastUse:
     weight: str
 
 
@@ -34,21 +34,21 @@ class AllToAll:
     num_filled: int | None
 
 
-def events() -> st.SearchStrategy[list[Put | Enumerated | AllToAll]]:
-    """A backward pass: puts and all-to-alls as they come; each weight is enumerated once, after its last put."""
+def events() -> st.SearchStrategy[list[Put | LastUse | AllToAll]]:
+    """A backward pass: puts and all-to-alls as they come; each weight's last use is marked once, after its last put."""
     puts = st.builds(Put, st.sampled_from(WEIGHTS), st.integers(1, 100))
     all_to_alls = st.builds(AllToAll, st.none() | st.integers(0, 3))
 
-    def with_enumerations(order):
+    def with_last_uses(order):
         last = {event.weight: i for i, event in enumerate(order) if isinstance(event, Put)}
         passes = []
         for i, event in enumerate(order):
             passes.append(event)
             if isinstance(event, Put) and last[event.weight] == i:
-                passes.append(Enumerated(event.weight))
+                passes.append(LastUse(event.weight))
         return passes
 
-    return st.lists(puts | all_to_alls, max_size=30).map(with_enumerations)
+    return st.lists(puts | all_to_alls, max_size=30).map(with_last_uses)
 
 
 class Run:
@@ -69,8 +69,8 @@ class Run:
         self.collectives: list[str] = []
         self.held: list[int] = []
         stats = CommStats(torch.device("cpu"))
-        gaps = [Gap(str(_op(index)), tuple(names)) for index, names in enumerate(planned)]
-        store = WeightGradStore(window, stats, memory_bytes, gaps)
+        gaps = {str(_op(index)): tuple(names) for index, names in enumerate(planned)}
+        store = WeightGradStore(DwRules(window, memory_bytes, gaps), stats)
         store._flush_at_end_of_backward = lambda: None
         self.puts = [event for event in events if isinstance(event, Put)]
         weights = {name: self.weight(name) for name in WEIGHTS}
@@ -78,19 +78,19 @@ class Run:
         for event in events:
             match event:
                 case Put(name, num_bytes):
-                    store.put(weights[name], lambda number=num_put: self.ran.append(number), num_bytes)
+                    store.put([weights[name]], lambda number=num_put: self.ran.append(number), num_bytes)
                     num_put += 1
-                case Enumerated(name):
-                    store.enumerated(weights[name])
+                case LastUse(name):
+                    store.mark_last_use(weights[name])
                 case AllToAll(num_filled):
                     if num_filled is None:
-                        store.run_up_to_previous(_op(num_passed))
+                        store.drain_previous(_op(num_passed))
                     else:
                         polls = iter([True] * num_filled)
                         store.fill(lambda polls=polls: next(polls, False), _op(num_passed))
                     num_passed += 1
                     self.collectives.append("all-to-all")
-                    store.pass_all_to_all()
+                    store.advance_window()
             self.held.append(sum(put.num_bytes for put in self.puts[:num_put]) - self.bytes_run())
         store.flush()
         store.assert_idle()
@@ -147,9 +147,9 @@ def test_without_a_window_nothing_waits(events):
     run = Run(events, 0, None)
     assert run.ran == list(range(len(run.puts)))
     assert set(run.held) <= {0}
-    # Reported where it is enumerated, as autograd would.
+    # Reported where its last use is marked, as autograd would.
     assert run.collectives == [
-        f"reduce {event.weight}" if isinstance(event, Enumerated) else "all-to-all"
+        f"reduce {event.weight}" if isinstance(event, LastUse) else "all-to-all"
         for event in events
         if not isinstance(event, Put)
     ]
@@ -157,8 +157,8 @@ def test_without_a_window_nothing_waits(events):
     assert times.num_dw_hidden + times.num_dw_early + times.num_dw_late + times.peak_dw_bytes == 0
 
 
-def test_only_as_many_run_as_empty_receive():
-    run = Run([Put("a", 40), Put("b", 40), Put("c", 50), Enumerated("a"), Enumerated("b"), Enumerated("c")], 1, 100)
+def test_only_as_many_run_as_make_room():
+    run = Run([Put("a", 40), Put("b", 40), Put("c", 50), LastUse("a"), LastUse("b"), LastUse("c")], 1, 100)
     assert run.held == [40, 80, 90, 90, 90, 90]
     assert (run.times.num_dw_early, run.times.num_dw_late) == (1, 2)
 

@@ -5,17 +5,17 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 
-from megatron_lancet.planning.gradient_reduction import GradientReduction
 from megatron_lancet.planning.profile import profile_from_json
 from megatron_lancet.planning.simulation.cost_model import CostModel, UnknownCost
-from megatron_lancet.planning.simulation.dw_queue import DwRules
 from megatron_lancet.planning.simulation.engine import Engine
-from megatron_lancet.planning.simulation.links import SharedWireEngine
+from megatron_lancet.planning.simulation.links import Collectives, Network, SerialLinks
+from megatron_lancet.planning.simulation.shared_links import SharedLinks
 from megatron_lancet.planning.simulation.simulator import Simulator, simulate
 from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
+from megatron_lancet.schedule.dw_queue import AT_ONCE
 from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import DwPolicy, fixed_plan
-from megatron_lancet.schedule.reductions import CommPriority
+from megatron_lancet.schedule.reductions import CommPriority, GradientReduction
 from megatron_lancet.schedule.timeline import Lane
 from tests.unit.planning.strategies import machines_and_plans
 
@@ -177,18 +177,19 @@ def messages(profile):
 
 @settings(max_examples=30, derandomize=True, deadline=None)
 @given(machines_and_plans())
-def test_with_one_flow_times_are_the_plain_engines(machine_and_plan):
+def test_with_one_flow_times_are_those_of_links_that_nothing_shares(machine_and_plan):
     machine, plan = machine_and_plan
     # How slow compute is beside a message depends on who is asked first, where ranks do things at the same moment.
     machine = dataclasses.replace(machine, stages=(), num_micro_batches=1, compute_slowdown=1.0)
     profile = synthetic_profile(machine)
     simulator = Simulator(CostModel(profile))
-    rules = DwRules.of(dataclasses.replace(plan, dw_policy=DwPolicy.NONE, dw_window=0, dw_memory_bytes=None))
+    network = Network(machine.counts_ms, machine.sends_share_link, 1.0, simulator.loads.same_ranks)
+    plain = SerialLinks if machine.sends_share_link else Collectives
     (stage,) = simulator.stages(plan)
     for phase, steps in ((Phase.FORWARD, stage.forward), (Phase.INPUT_GRAD, stage.backward)):
         results = [
-            engine(simulator._network, steps, phase, rules, False).run(simulator.start_ms())
-            for engine in (Engine, SharedWireEngine)
+            Engine(links, steps, phase, AT_ONCE, record=False).run(simulator.start_ms())
+            for links in (plain(network), SharedLinks(network, phase))
         ]
         assert results[0].end_ms == pytest.approx(results[1].end_ms)
         assert results[0].exposed_ms == pytest.approx(results[1].exposed_ms, abs=1e-6)

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.planning.gradient_reduction import GradientReduction
 from megatron_lancet.planning.search.gradient_overlap import measured_with, with_reduction
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Limits
@@ -14,6 +13,7 @@ from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profil
 from megatron_lancet.planning.what_if.expert_packing import StateMemory, expert_parallel_sizes, pack_experts
 from megatron_lancet.planning.what_if.forecast import Forecaster, NetworkChoice
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
+from megatron_lancet.schedule.reductions import GradientReduction
 
 MB = 1_000_000
 EVEN4 = (0.25,) * 4

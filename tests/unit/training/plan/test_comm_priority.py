@@ -8,9 +8,8 @@ import torch
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.patching import replaced
-from megatron_lancet.planning.gradient_reduction import GradientReduction
 from megatron_lancet.schedule.plan import fixed_plan
-from megatron_lancet.schedule.reductions import CommPriority, MicroOps
+from megatron_lancet.schedule.reductions import CommPriority, GradientReduction, MicroOps
 from megatron_lancet.training.megatron import grad_reduction, seams
 from megatron_lancet.training.plan.comm_priority import choose_micro_ops, reduction_of
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from megatron_lancet.config import CacheChoice, LancetConfig
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.gradient_reduction import GradientReduction
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.profiler.cache import ProfileKey
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan
+from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.training.tuning import plan_maker
 from megatron_lancet.training.tuning.autotune import PlanningFailed
 from megatron_lancet.training.tuning.memory_budget import memory_bound_bytes
