@@ -1,0 +1,233 @@
+"""The store of dWs and the scheduler of reductions against the simulator, for the same backward pass.
+
+Both must run dWs in the same order and launch the same micro-ops behind the same all-to-alls.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lancet.planning.simulation.buckets import Buckets, Reduction, WeightKind
+from megatron_lancet.planning.simulation.cost_model import DwCost
+from megatron_lancet.planning.simulation.engine import Engine
+from megatron_lancet.planning.simulation.links import Launch, Links, Network
+from megatron_lancet.planning.simulation.lowering import COMPUTE, ISSUE, WAIT, Action, Step
+from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReduction
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
+from megatron_lancet.schedule.dw_queue import DwRules
+from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.reductions import MicroOps
+from megatron_lancet.schedule.timeline import Lane
+
+LAYER = 1
+WEIGHTS = ("a", "b", "c")
+NUM_PARTS = 3
+LONG_MS = 1e6
+
+
+@dataclass(frozen=True)
+class Put:
+    """A dW becomes ready; ``is_last`` if it is the last one of its weight."""
+
+    weight: str
+    num_bytes: int
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Issue:
+    index: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """All-to-alls are waited for in the order of their issue."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class BackwardPass:
+    """
+    Attributes:
+        kinds: of its all-to-alls.
+        are_long: whether there is time for all pending dWs while an all-to-all is waited for, or for none.
+    """
+
+    events: tuple[Put | Issue | Wait, ...]
+    kinds: tuple[str, ...]
+    are_long: tuple[bool, ...]
+
+
+@st.composite
+def backward_passes(draw):
+    order = draw(st.lists(st.sampled_from([*WEIGHTS, "issue", "issue", "wait", "wait"]), max_size=40))
+    last = {name: index for index, name in enumerate(order)}
+    events: list[Put | Issue | Wait] = []
+    num_issued = num_waited = 0
+    for index, what in enumerate(order):
+        if what in WEIGHTS:
+            events.append(Put(what, draw(st.integers(1, 100)), last[what] == index))
+        elif what == "issue":
+            events.append(Issue(num_issued))
+            num_issued += 1
+        elif num_waited < num_issued:
+            events.append(Wait(num_waited))
+            num_waited += 1
+    events += [Wait(index) for index in range(num_waited, num_issued)]
+    kinds = draw(st.lists(st.sampled_from(["dispatch", "combine"]), min_size=num_issued, max_size=num_issued))
+    are_long = draw(st.lists(st.booleans(), min_size=num_issued, max_size=num_issued))
+    return BackwardPass(tuple(events), tuple(kinds), tuple(are_long))
+
+
+@st.composite
+def rules(draw):
+    names = st.sampled_from([*(f"L{LAYER}.W.{name}" for name in WEIGHTS), "of no model"])
+    ops = st.builds(_op, st.integers(0, 6), st.sampled_from(["dispatch", "combine"])).map(str)
+    gaps = draw(st.dictionaries(ops, st.lists(names, max_size=4).map(tuple), max_size=4))
+    return DwRules(draw(st.integers(0, 5)), draw(st.none() | st.integers(1, 250)), gaps)
+
+
+def _op(index: int, kind: str) -> Op:
+    return Op(LAYER, index, Phase.INPUT_GRAD, kind)
+
+
+class Found(NamedTuple):
+    """
+    Attributes:
+        ran: names of dWs in the order in which they ran.
+        launched: micro-ops in their order, each with the number of all-to-alls that had been waited for.
+    """
+
+    ran: list[str]
+    launched: list[tuple[str, int]]
+
+
+class Part:
+    """A micro-op."""
+
+    def __init__(self, name: str, num_bytes: int, launch) -> None:
+        self.num_bytes = num_bytes
+        self.launch = lambda: launch(name)
+
+    def wait(self) -> None:
+        pass
+
+    def release_if_done(self) -> bool:
+        return True
+
+
+def run(backward: BackwardPass, rules: DwRules, part_bytes: int, chunk_bytes: int) -> Found:
+    """By the runtime."""
+    found, num_waited = Found([], []), 0
+    stats = CommStats(torch.device("cpu"))
+    store, scheduler = WeightGradStore(rules, stats), CommScheduler(MicroOps(chunk_bytes), stats)
+    store._flush_at_end_of_backward = lambda: None
+
+    def report(name: str) -> None:
+        reduction = PendingReduction(scheduler)
+        reduction.micro_ops += [
+            Part(f"{name}.{index}", part_bytes, lambda part: found.launched.append((part, num_waited)))
+            for index in range(NUM_PARTS)
+        ]
+        scheduler.put(reduction)
+
+    weights = {
+        name: DeferredWeight(torch.nn.Parameter(torch.zeros(1)), f"L{LAYER}.W.{name}", lambda name=name: report(name))
+        for name in WEIGHTS
+    }
+    for _ in backward.kinds:
+        scheduler.expect_backward()
+    for event in backward.events:
+        match event:
+            case Put(name, num_bytes, is_last):
+                weight = weights[name]
+                store.put([weight], lambda name=weight.name: found.ran.append(name), num_bytes)
+                if is_last:
+                    store.mark_last_use(weight)
+            case Issue():
+                scheduler.issued()
+            case Wait(index):
+                op = _op(index, backward.kinds[index])
+                store.fill(lambda index=index: backward.are_long[index], op)
+                num_waited += 1
+                store.advance_window()
+                scheduler.passed(op)
+    store.flush()
+    scheduler.end_step()
+    return found
+
+
+class ScriptedLinks(Links):
+    """Each message takes as long as it says, whatever else is on its way; reductions take no time."""
+
+    def send(self, message, clock):
+        message.arrival_ms = [message.ready_ms + alone_ms for alone_ms in message.alone_ms]
+        clock.arrive(message, range(len(message.arrival_ms)))
+
+    def advance(self, time_ms, event, clock):
+        assert isinstance(event, Launch)
+        clock.reduce(event.reduction, [time_ms], time_ms)
+
+
+def steps(backward: BackwardPass) -> list[Step]:
+    """For the engine. An op of a millisecond goes before each step, so that no two things happen at once."""
+    lowered: list[Step] = []
+    for event in backward.events:
+        dws = ((DwCost(event.weight, 1.0, event.num_bytes),),) if isinstance(event, Put) else ((),)
+        lowered.append((COMPUTE, LAYER, Action(COMPUTE, "op", 0, (0.0,), (1.0,), weight_grads=dws)))
+        if not isinstance(event, Put):
+            code, index = ISSUE if isinstance(event, Issue) else WAIT, event.index
+            # Waits are in the order of issues: a long message comes later than all that was waited for before it.
+            ms = LONG_MS * (index + 1) if backward.are_long[index] else 0.0
+            action = Action(code, backward.kinds[index], index, (), (ms,), (), (0,), (), (0.0,), slot=index)
+            lowered.append((code, LAYER, action))
+    return lowered
+
+
+def simulate(backward: BackwardPass, rules: DwRules, part_bytes: int, chunk_bytes: int) -> Found:
+    """By the simulator."""
+    num_puts = Counter((LAYER, event.weight) for event in backward.events if isinstance(event, Put))
+    reductions = [
+        Reduction(f"{name}.{index}", WeightKind.DENSE, 0.0, part_bytes)
+        for _, name in num_puts
+        for index in range(NUM_PARTS)
+    ]
+    buckets = Buckets(
+        bucket_of={weight: number for number, weight in enumerate(num_puts)},
+        num_weights=(1,) * len(num_puts),
+        reductions=tuple(reductions),
+        first_reduction=tuple(range(0, len(reductions) + 1, NUM_PARTS)),
+        num_puts=dict(num_puts),
+        late=frozenset(),
+        num_all_to_alls=len(backward.kinds),
+        chunk_bytes=chunk_bytes,
+    )
+    links = ScriptedLinks(Network(0.0, True, 1.0, (2,)))
+    engine = Engine(links, steps(backward), Phase.INPUT_GRAD, rules, record=True, buckets=buckets)
+    result = engine.run([0.0])
+    (spans,), (waits,) = result.spans, result.waits
+    names = {reduction.name for reduction in reductions}
+    return Found(
+        [span.name for span in spans if span.lane is Lane.COMPUTE and ".W." in span.name],
+        [
+            (span.name, sum(wait.end_ms <= span.start_ms for wait in waits))
+            for span in spans
+            if span.lane is Lane.COMM and span.name in names
+        ],
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(backward_passes(), rules(), st.integers(1, 60), st.integers(1, 100))
+def test_runtime_and_simulator_run_dws_and_launch_reductions_alike(backward, rules, part_bytes, chunk_bytes):
+    found = run(backward, rules, part_bytes, chunk_bytes)
+    assert found == simulate(backward, rules, part_bytes, chunk_bytes)
+    puts = [event.weight for event in backward.events if isinstance(event, Put)]
+    assert len(found.ran) == len(puts)
+    assert len(found.launched) == NUM_PARTS * len(set(puts))

@@ -1,0 +1,122 @@
+"""The rules of deferred weight gradients, worked out by hand: what runs, what is reported, and when."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from megatron_lancet.schedule.dw_queue import AT_ONCE, DwQueue, DwRules
+from megatron_lancet.schedule.plan import DwPolicy, Gap, Plan, Segment
+
+
+@dataclass(frozen=True)
+class Task:
+    label: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """``a+b.0`` is the first dW that weights a and b have in common."""
+        return tuple(self.label.split(".")[0].split("+"))
+
+
+class Queue:
+    """A queue of tasks that are given by their labels."""
+
+    def __init__(self, rules: DwRules) -> None:
+        self.queue: DwQueue[Task, str] = DwQueue(rules)
+
+    def put(self, *labels: str, num_bytes: int = 10) -> list[str]:
+        return [task.label for label in labels for task in self.queue.put(Task(label), num_bytes)]
+
+    def pending(self) -> list[str]:
+        return [task.label for task in self.queue.pending]
+
+    def advance(self) -> tuple[list[str], list[str]]:
+        return [task.label for task in self.queue.advance_window()], self.queue.take_reports()
+
+
+def labels(take) -> list[str]:
+    """What a method gives until it gives nothing."""
+    found = []
+    while (task := take()) is not None:
+        found.append(task.label)
+    return found
+
+
+def test_a_dw_and_its_report_are_due_after_a_window():
+    queue = Queue(DwRules(window=2))
+    queue.put("a.0")
+    assert queue.queue.mark_last_use("a") == []
+    assert queue.advance() == ([], [])
+    queue.put("b.0")
+    assert queue.queue.mark_last_use("b") == []
+    assert queue.advance() == (["a.0"], ["a"])
+    assert queue.advance() == (["b.0"], ["b"])
+
+
+def test_without_a_window_each_runs_and_is_reported_at_once():
+    queue = Queue(AT_ONCE)
+    assert queue.put("a.0", "a.1") == ["a.0", "a.1"]
+    assert queue.queue.mark_last_use("a") == ["a"]
+    assert (len(queue.queue), queue.queue.peak_bytes, queue.queue.num_early) == (0, 0, 0)
+
+
+def test_the_oldest_make_room_where_memory_is_bounded():
+    queue = Queue(DwRules(window=9, memory_bytes=100))
+    assert queue.put("a.0", "a.1", num_bytes=40) == []
+    assert queue.put("b.0", num_bytes=50) == ["a.0"]
+    assert queue.put("c.0", num_bytes=500) == ["a.1", "b.0", "c.0"]  # larger than the bound, and in order
+    assert (queue.queue.held_bytes, queue.queue.peak_bytes, queue.queue.num_early) == (0, 90, 4)
+
+
+def test_the_planned_dws_of_a_gap_go_first_and_then_the_oldest():
+    queue = Queue(DwRules(window=9, gaps={"gap": ("b", "gone", "b", "a")}))
+    queue.put("c.0", "a.0", "b.0", "a.1", "b.1", "b.2")
+    queue.queue.begin_gap("gap")
+    assert labels(queue.queue.take_next) == ["b.0", "b.1", "a.0", "c.0", "a.1", "b.2"]
+    assert queue.queue.held_bytes == 0
+
+
+def test_what_a_gap_had_no_time_for_is_planned_for_no_other():
+    queue = Queue(DwRules(window=9, gaps={"gap": ("b", "b")}))
+    queue.put("a.0", "b.0", "a.1", "b.1")
+    queue.queue.begin_gap("gap")
+    assert queue.queue.take_next() == Task("b.0")
+    assert queue.advance() == ([], [])
+    assert labels(queue.queue.take_planned) == []
+    queue.queue.begin_gap("another")
+    assert labels(queue.queue.take_next) == ["a.0", "a.1", "b.1"]
+
+
+def test_a_dw_of_several_weights_is_found_by_each_of_their_names():
+    queue = Queue(DwRules(window=9, gaps={"gap": ("bias",)}))
+    queue.put("a.0", "weight+bias.0")
+    queue.queue.begin_gap("gap")
+    assert labels(queue.queue.take_planned) == ["weight+bias.0"]
+    assert queue.pending() == ["a.0"]
+
+
+def test_previous_dws_are_those_put_before_the_last_all_to_all():
+    queue = Queue(DwRules(window=3))
+    queue.put("a.0")
+    assert labels(queue.queue.take_previous) == []
+    queue.advance()
+    queue.put("b.0")
+    assert labels(queue.queue.take_previous) == ["a.0"]
+
+
+def test_a_flush_gives_everything_in_order():
+    queue = Queue(DwRules(window=9))
+    queue.put("a.0", "b.0", "a.1")
+    for weight in "ab":
+        queue.queue.mark_last_use(weight)
+    assert [task.label for task in queue.queue.flush()] == ["a.0", "b.0", "a.1"]
+    assert queue.queue.flush_reports() == ["a", "b"]
+    assert (queue.pending(), queue.queue.unreported, queue.queue.held_bytes) == ([], [], 0)
+
+
+@pytest.mark.parametrize(("policy", "window"), [(DwPolicy.FILL, 3), (DwPolicy.NONE, 0)])
+def test_rules_are_the_plans(policy, window):
+    gaps = (Gap("x", ("a",)), Gap("y", ("b",)), Gap("x", ("c", "a")))
+    rules = DwRules.of(Plan((Segment(1, None, 2),), policy, 3, 100, gaps))
+    assert rules == DwRules(window, 100, {"x": ("a", "c", "a"), "y": ("b",)})
+    assert rules.defers == (policy is DwPolicy.FILL)
