@@ -26,8 +26,8 @@ from typing import Any
 
 from megatron_lancet.cli.arguments import positive_float, positive_int
 from megatron_lancet.cli.training_process import Progress, running, say
-from megatron_lancet.data.atomic import atomic_outputs
 from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.files import atomic_write
 from megatron_lancet.report.loss_curve import LossCurve, write_png
 from megatron_lancet.report.summary import REPORT_FILE
 from megatron_lancet.report.train_log import RunLog, results_text, tail
@@ -113,8 +113,7 @@ def num_cores() -> int:
 
 def write_json(values: dict[str, Any], path: Path) -> None:
     """Write ``path``, complete or not at all."""
-    with atomic_outputs(path) as (temporary,):
-        temporary.write_text(json.dumps(values, indent=2) + "\n")
+    atomic_write(path, json.dumps(values, indent=2) + "\n")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_lancet.cli.arguments import positive_int, require_output_folder
-from megatron_lancet.data.atomic import atomic_outputs
+from megatron_lancet.files import atomic_write
 from megatron_lancet.inference.command import run_tool
 
 
@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if result.bits_per_byte is not None:
         print(f"  per byte      {result.bits_per_byte:.4f} bits of {stream.num_text_bytes} bytes of text")
     if arguments.output is not None:
-        with atomic_outputs(arguments.output) as (temporary,):
-            temporary.write_text(json.dumps({"iteration": session.run.iteration, **asdict(result)}, indent=2) + "\n")
+        content = {"iteration": session.run.iteration, **asdict(result)}
+        atomic_write(arguments.output, json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lancet.cli.arguments import positive_int, require_output_folder
-from megatron_lancet.data.atomic import atomic_outputs
 from megatron_lancet.errors import UsageError
+from megatron_lancet.files import atomic_write
 from megatron_lancet.inference.command import run_tool
 from megatron_lancet.inference.sampling import Sampling
 
@@ -96,8 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"[{len(result.tokens)} tokens, {result.ended}]", file=sys.stderr)
     if arguments.output is not None:
         content = {"prompt": result.prompt, "text": result.text, "tokens": result.tokens, "ended": str(result.ended)}
-        with atomic_outputs(arguments.output) as (temporary,):
-            temporary.write_text(json.dumps({"iteration": session.run.iteration, **content}, indent=2) + "\n")
+        atomic_write(arguments.output, json.dumps({"iteration": session.run.iteration, **content}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

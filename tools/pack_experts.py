@@ -22,7 +22,6 @@ from megatron_lancet.cli.planning import (
     check_outputs,
     limits_of,
     load_profile,
-    write_text,
 )
 from megatron_lancet.cli.what_if import (
     add_network_arguments,
@@ -32,7 +31,7 @@ from megatron_lancet.cli.what_if import (
     reduced_as_asked,
 )
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.files import RecordError
+from megatron_lancet.files import RecordError, atomic_write
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.what_if.expert_packing import StateMemory, pack_experts
@@ -100,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"profile: {profile.model.name} on {profile.device}")
         print(packing_table.as_text(choice, profile))
     if arguments.output is not None:
-        write_text(arguments.output, json.dumps(plain, indent=1) + "\n")
+        atomic_write(arguments.output, json.dumps(plain, indent=1) + "\n")
 
 
 if __name__ == "__main__":

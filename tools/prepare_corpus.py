@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lancet.cli.arguments import positive_float, require_output_folder
-from megatron_lancet.data.atomic import atomic_outputs
 from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.files import atomic_outputs
 
 BYTES_PER_MEGABYTE = 1_000_000
 DEFAULT_EXTENSIONS = (".py", ".pyi", ".txt", ".md", ".rst")

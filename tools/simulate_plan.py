@@ -26,7 +26,6 @@ from megatron_lancet.cli.planning import (
     limits_of,
     load_plan,
     load_profile,
-    write_text,
 )
 from megatron_lancet.cli.what_if import (
     add_network_arguments,
@@ -36,7 +35,7 @@ from megatron_lancet.cli.what_if import (
     reduced_as_asked,
 )
 from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.files import RecordError, to_plain
+from megatron_lancet.files import RecordError, atomic_write, to_plain
 from megatron_lancet.planning.plan_file import made_for, misfits
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.simulator import Simulation, simulate
@@ -149,7 +148,7 @@ def show_table(forecaster: Forecaster, arguments: argparse.Namespace) -> None:
     else:
         print(what_if_table.as_text(rows) if arguments.format == "text" else what_if_table.as_markdown(rows))
     if arguments.output is not None:
-        write_text(arguments.output, json.dumps(plain, indent=1) + "\n")
+        atomic_write(arguments.output, json.dumps(plain, indent=1) + "\n")
     if arguments.picture is not None:
         _draw(rows, forecaster.profile, arguments)
 
@@ -193,7 +192,7 @@ def show_timeline(forecaster: Forecaster, arguments: argparse.Namespace) -> None
         )
         print_timelines(simulation, arguments.spans)
     if arguments.output is not None:
-        write_text(arguments.output, json.dumps(plain, indent=1) + "\n")
+        atomic_write(arguments.output, json.dumps(plain, indent=1) + "\n")
 
 
 def print_timelines(simulation: Simulation, spans: bool) -> None:

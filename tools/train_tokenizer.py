@@ -17,9 +17,9 @@ from pathlib import Path
 import sentencepiece
 
 from megatron_lancet.cli.arguments import positive_float, positive_int, require_output_folder
-from megatron_lancet.data.atomic import atomic_outputs
 from megatron_lancet.data.jsonl import iter_texts, open_input
 from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.files import atomic_write
 
 BYTES_PER_MEGABYTE = 1_000_000
 
@@ -166,8 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     max_bytes = arguments.sample_megabytes * BYTES_PER_MEGABYTE
     sentences = sample_sentences(arguments.input, arguments.json_key, max_bytes)
     model = train_model(sentences, arguments.vocab_size)
-    with atomic_outputs(output) as (temporary,):
-        temporary.write_bytes(model)
+    atomic_write(output, model)
     print(f"{output}: {arguments.vocab_size} pieces learned from {len(sentences)} lines of text")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.network.job import read_job
+from megatron_lancet.files import atomic_write
 
 TIMEOUT = timedelta(seconds=90)
 _PR_SET_PDEATHSIG = 1
@@ -54,9 +55,7 @@ def measure_cases[C](cases: Sequence[C], measure: Callable[[C], dict[str, Any]],
     for case in cases:
         done.append(measure(case))
         if dist.get_rank() == 0:
-            partial = result.with_suffix(".partial")
-            partial.write_text(json.dumps({"torch": torch.__version__, "cases": done}))
-            partial.replace(result)
+            atomic_write(result, json.dumps({"torch": torch.__version__, "cases": done}))
 
 
 def measure(path: Path) -> None:

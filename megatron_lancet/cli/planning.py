@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lancet.cli.arguments import positive_float, positive_int, require_output_folder
-from megatron_lancet.data.atomic import atomic_outputs
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.plan_file import PlanFile, read_plan_file
@@ -176,9 +175,3 @@ def check_outputs(*paths: Path | None) -> None:
     for path in paths:
         if path is not None:
             require_output_folder(path)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file that appears complete or not at all."""
-    with atomic_outputs(path) as (temporary,):
-        temporary.write_text(text, encoding="utf-8")

@@ -6,12 +6,11 @@ always has it.
 """
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megatron_lancet.files import RecordError, from_plain, parse_object, read_text, take_version, to_plain
+from megatron_lancet.files import RecordError, atomic_write, from_plain, parse_object, read_text, take_version, to_plain
 from megatron_lancet.planning.profile import LayerKind, ModelFacts
 from megatron_lancet.schedule.plan import PLAN_VERSION, Plan
 
@@ -170,12 +169,7 @@ def write_plan_file(path: Path, content: PlanFile) -> None:
     Raises:
         OSError: the folder does not exist or can't be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(content.to_json(), encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    atomic_write(path, content.to_json())
 
 
 def read_plan_file(path: Path) -> PlanFile:

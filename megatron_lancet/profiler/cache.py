@@ -3,11 +3,10 @@
 import dataclasses
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lancet.files import RecordError, to_plain
+from megatron_lancet.files import RecordError, atomic_write, to_plain
 from megatron_lancet.planning.profile import ModelFacts, Profile, read_profile
 
 _MEASURED = ("row_bytes", "grad_row_bytes", "combine_row_bytes", "combine_grad_row_bytes", "counts_bytes")
@@ -94,10 +93,5 @@ def keep(folder: Path, profile: Profile) -> Path:
 
 def write(path: Path, profile: Profile) -> Path:
     """Writes a profile, completely or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(profile.to_json() + "\n")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    atomic_write(path, profile.to_json() + "\n")
     return path

@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from megatron_lancet.files import atomic_outputs
 from megatron_lancet.report.train_log import RunLog
 
 SMOOTHING_SPAN = 25
@@ -102,9 +103,8 @@ def draw(curve: LossCurve) -> Figure:
 
 def write_png(curve: LossCurve, path: Path) -> None:
     """Draw ``curve`` into ``path``; a reader never sees half a file."""
-    partial = path.with_name(f".{path.name}.partial")
-    draw(curve).savefig(partial, format="png")
-    partial.replace(path)
+    with atomic_outputs(path) as (temporary,):
+        draw(curve).savefig(temporary, format="png")
 
 
 def _loss_limits(curve: LossCurve) -> tuple[float, float]:

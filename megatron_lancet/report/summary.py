@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_lancet.files import from_plain, to_plain
+from megatron_lancet.files import atomic_write, from_plain, to_plain
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.tuning import tuning_text
 from megatron_lancet.runtime.comm_stats import CommTimes
@@ -124,7 +124,5 @@ def write_json(report: dict[str, Any], folder: Path) -> Path:
     """Write ``report.json`` into ``folder``, made if missing; a reader never sees half a file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / REPORT_FILE
-    partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(report, indent=2) + "\n")
-    partial.replace(path)
+    atomic_write(path, json.dumps(report, indent=2) + "\n")
     return path

@@ -1,6 +1,5 @@
 """Forecasts over cluster sizes as a picture."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from megatron_lancet.files import atomic_outputs
 from megatron_lancet.planning.what_if.forecast import SweepRow
 
 _SIZE_INCHES = (8.0, 6.4)
@@ -45,12 +45,8 @@ def draw(rows: Sequence[SweepRow], title: str) -> Figure:
 
 def write_png(rows: Sequence[SweepRow], title: str, path: Path) -> None:
     """Draw into ``path``; a reader never sees half a file."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        draw(rows, title).savefig(partial, format="png")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_outputs(path) as (temporary,):
+        draw(rows, title).savefig(temporary, format="png")
 
 
 def _finish(axes: Axes, rows: Sequence[SweepRow]) -> None:

@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from megatron_lancet.files import atomic_write
 from megatron_lancet.report.exposed import ExposedChunk, exposed_table
 from megatron_lancet.report.timeline.lanes import levels
 from megatron_lancet.report.timeline.timeline_file import TimelineRecord
@@ -42,9 +43,7 @@ def page(record: TimelineRecord) -> str:
 
 def write_page(record: TimelineRecord, path: Path) -> None:
     """Write :func:`page` into ``path``; a reader never sees half a file."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(page(record), encoding="utf-8")
-    partial.replace(path)
+    atomic_write(path, page(record))
 
 
 def _script_safe(value: Any) -> str:

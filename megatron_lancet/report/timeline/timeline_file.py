@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lancet.files import RecordError, parse_record, read_text, to_plain
+from megatron_lancet.files import RecordError, atomic_write, parse_record, read_text, to_plain
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 TIMELINE_VERSION = 1
@@ -84,9 +84,7 @@ def write_timelines(record: TimelineRecord, path: Path) -> None:
         ep_groups=record.ep_groups,
         reasons=record.reasons,
     )
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps({"version": TIMELINE_VERSION, **to_plain(content)}, separators=(",", ":")))
-    partial.replace(path)
+    atomic_write(path, json.dumps({"version": TIMELINE_VERSION, **to_plain(content)}, separators=(",", ":")))
 
 
 def read_timelines(path: Path) -> TimelineRecord:

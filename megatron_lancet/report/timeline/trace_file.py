@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_lancet.files import atomic_write
 from megatron_lancet.report.timeline.lanes import levels
 from megatron_lancet.report.timeline.timeline_file import TimelineRecord
 from megatron_lancet.schedule.ops import Op
@@ -45,9 +46,7 @@ def trace(record: TimelineRecord) -> dict[str, Any]:
 
 def write_trace(record: TimelineRecord, path: Path) -> None:
     """Write :func:`trace` into ``path``; a reader never sees half a file."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(trace(record), separators=(",", ":")))
-    partial.replace(path)
+    atomic_write(path, json.dumps(trace(record), separators=(",", ":")))
 
 
 def _process(pid: int, name: str, timeline: RankTimeline) -> Iterator[dict[str, Any]]:

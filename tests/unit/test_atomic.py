@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lancet.data.atomic import atomic_outputs
+from megatron_lancet.files import atomic_outputs, atomic_write
 
 
 def test_all_targets_appear_after_the_body(tmp_path: Path) -> None:
@@ -81,3 +81,27 @@ def test_interrupt_between_moves_waits_for_the_last(tmp_path: Path, monkeypatch:
         done.set()
         other.join()
     assert sorted(tmp_path.iterdir()) == targets
+
+
+def test_own_sigterm_handler_is_kept_and_the_file_is_written(tmp_path: Path) -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda signum, _: received.append(signum))
+    try:
+        with atomic_outputs(tmp_path / "a") as (temporary,):
+            temporary.write_text("whole")
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM]
+    assert (tmp_path / "a").read_text() == "whole"
+
+
+def test_atomic_write_replaces_text_and_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    atomic_write(path, b"old")
+    atomic_write(path, "new é")
+    assert path.read_bytes() == "new é".encode()
+    with pytest.raises(FileNotFoundError):
+        atomic_write(tmp_path / "missing" / "a", "x")
+    assert list(tmp_path.iterdir()) == [path]
