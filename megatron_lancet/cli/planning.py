@@ -1,8 +1,6 @@
 """Arguments and files of the planner's tools."""
 
 import argparse
-import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,6 @@ from megatron_lancet.planning.search.planner import PlannedStep, make_plan
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 from megatron_lancet.schedule.units import BYTES_PER_MB, mb_to_bytes
-
-_LARGEST = 10**15
-"""No time or size of a profile is larger."""
-_LARGEST_COUNT = 10**5
-"""Nor is any of these, of which there may be lists."""
 
 
 def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,53 +79,9 @@ def load_profile(path: Path) -> Profile:
         UsageError: the file can't be read or is no profile.
     """
     try:
-        profile = read_profile(path)
+        return read_profile(path)
     except RecordError as error:
         raise UsageError(f"no usable profile: {error}") from error
-    for problem in _problems(profile):
-        raise UsageError(f"no usable profile: {path}: {problem}")
-    return profile
-
-
-def _problems(profile: Profile) -> Iterator[str]:
-    """What no profile of a run can say. Types were checked when it was read."""
-    model = profile.model
-    if not model.layer_kinds or len(model.layer_kinds) != len(model.stage_of_layer):
-        yield "it must say kind and stage of the same layers, at least one"
-    stages = sorted(set(model.stage_of_layer))
-    if stages != list(range(len(stages))):
-        yield f"pipeline stages count from 0 without gaps, found {stages[:8]}"
-    for name in ("micro_batch_size", "seq_length", "num_micro_batches", "ep_size", "world_size"):
-        if getattr(model, name) < 1:
-            yield f"model.{name} must be at least 1, found {getattr(model, name)}"
-    for name in ("num_micro_batches", "topk", "num_experts", "ep_size"):
-        if getattr(model, name) > _LARGEST_COUNT:
-            yield f"model.{name} must be at most {_LARGEST_COUNT}"
-    for field in dataclasses.fields(model):
-        value = getattr(model, field.name)
-        if isinstance(value, int) and not 0 <= value <= _LARGEST:
-            yield f"model.{field.name} must be 0 to {_LARGEST}, found {str(value)[:20]}"
-    for name in ("ops", "weight_grads", "memory"):
-        for index, entry in enumerate(getattr(profile, name)):
-            wrong = [f.name for f in dataclasses.fields(entry) if _is_wild(getattr(entry, f.name))]
-            wrong += ["num_chunks"] if not 1 <= entry.num_chunks <= _LARGEST_COUNT else []
-            if wrong:
-                yield f"{name}[{index}].{wrong[0]} is {str(getattr(entry, wrong[0]))[:20]}"
-    link = profile.link
-    curves = sum(link.all_to_all + link.queued + link.all_reduce, ())
-    if any(map(_is_wild, (link.counts_ms, link.compute_slowdown, profile.rest_ms, *curves))):
-        yield "times and sizes must be numbers of at least 0"
-    gradients = profile.gradients
-    if gradients is not None and max(gradients.dense_ranks, gradients.expert_ranks) > _LARGEST_COUNT:
-        yield f"gradients.dense_ranks and expert_ranks must be at most {_LARGEST_COUNT}"
-    for index, chunk in enumerate(profile.routing):
-        rows = chunk.sent + chunk.received
-        if len(chunk.sent) != model.ep_size or len(chunk.received) != model.ep_size or any(map(_is_wild, rows)):
-            yield f"routing[{index}] must have rows of at least 0 for each of {model.ep_size} ranks"
-
-
-def _is_wild(value: object) -> bool:
-    return isinstance(value, int | float) and not 0 <= value <= _LARGEST
 
 
 def fitting_plan(profile: Profile, limits: Limits) -> PlannedStep:

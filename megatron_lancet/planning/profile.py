@@ -18,9 +18,9 @@ import json
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from megatron_lancet.files import from_plain, parse_object, read_text, take_version, to_plain
+from megatron_lancet.files import MAX_COUNT, Range, from_plain, parse_object, read_text, take_version, to_plain
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 from megatron_lancet.schedule.reductions import GradientReduction
@@ -31,6 +31,13 @@ _KINDS_IN_VERSION_1 = {
     "permute": OpKind.PREPROCESS.value,
     "merge": OpKind.POSTPROCESS.value,
 }
+_LARGEST = 10**15
+"""No time or size of a profile is larger."""
+_Count = Annotated[int, Range(0, MAX_COUNT)]
+_CountFrom1 = Annotated[int, Range(1, MAX_COUNT)]
+_Size = Annotated[int, Range(0, _LARGEST)]
+_SizeFrom1 = Annotated[int, Range(1, _LARGEST)]
+_Ms = Annotated[float, Range(0, _LARGEST)]
 
 
 class LayerKind(StrEnum):
@@ -68,19 +75,26 @@ class ModelFacts:
     name: str
     layer_kinds: tuple[LayerKind, ...]
     stage_of_layer: tuple[int, ...]
-    micro_batch_size: int
-    seq_length: int
-    num_micro_batches: int
-    topk: int
-    num_experts: int
-    ep_size: int
-    world_size: int
-    row_bytes: int
-    grad_row_bytes: int
-    combine_row_bytes: int
-    combine_grad_row_bytes: int
-    counts_bytes: int
+    micro_batch_size: _SizeFrom1
+    seq_length: _SizeFrom1
+    num_micro_batches: _CountFrom1
+    topk: _Count
+    num_experts: _Count
+    ep_size: _CountFrom1
+    world_size: _SizeFrom1
+    row_bytes: _Size
+    grad_row_bytes: _Size
+    combine_row_bytes: _Size
+    combine_grad_row_bytes: _Size
+    counts_bytes: _Size
     has_shared_experts: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.layer_kinds or len(self.layer_kinds) != len(self.stage_of_layer):
+            raise ValueError("layer_kinds and stage_of_layer must be of the same layers, at least one")
+        stages = sorted(set(self.stage_of_layer))
+        if stages != list(range(len(stages))):
+            raise ValueError(f"pipeline stages count from 0 without gaps, found {stages[:8]}")
 
     @property
     def num_rows(self) -> int:
@@ -107,10 +121,10 @@ class OpTime:
     kind: str
     phase: Phase
     chunk_dim: ChunkDim
-    num_chunks: int
-    chunk: int
-    rows: int
-    ms: float
+    num_chunks: _CountFrom1
+    chunk: _Size
+    rows: _Size
+    ms: _Ms
 
 
 @dataclass(frozen=True)
@@ -130,11 +144,11 @@ class WeightGradTime:
 
     layer_kind: LayerKind
     name: str
-    num_chunks: int
-    rows: int
-    ms: float
-    pinned_bytes: int
-    weight_bytes: int
+    num_chunks: _CountFrom1
+    rows: _Size
+    ms: _Ms
+    pinned_bytes: _Size
+    weight_bytes: _Size
     after: str
 
 
@@ -155,12 +169,12 @@ class LinkTimes:
             their way together get half of the link each; False where all go one after the other.
     """
 
-    all_to_all: tuple[tuple[int, float], ...]
-    counts_ms: float
-    all_reduce: tuple[tuple[int, float], ...] = ()
+    all_to_all: tuple[tuple[_Size, _Ms], ...]
+    counts_ms: _Ms
+    all_reduce: tuple[tuple[_Size, _Ms], ...] = ()
     sends_share_link: bool = True
-    compute_slowdown: float = 1.0
-    queued: tuple[tuple[int, float], ...] = ()
+    compute_slowdown: Annotated[float, Range(0, _LARGEST)] = 1.0
+    queued: tuple[tuple[_Size, _Ms], ...] = ()
     dispatches_apart: bool = False
 
 
@@ -175,8 +189,8 @@ class MemoryUse:
 
     layer_kind: LayerKind
     chunk_dim: ChunkDim
-    num_chunks: int
-    saved_bytes: int
+    num_chunks: _CountFrom1
+    saved_bytes: _Size
 
 
 @dataclass(frozen=True)
@@ -198,8 +212,8 @@ class ChunkRouting:
     chunk_dim: ChunkDim
     num_chunks: int
     chunk: int
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    sent: tuple[_Size, ...]
+    received: tuple[_Size, ...]
 
 
 @dataclass(frozen=True)
@@ -240,12 +254,18 @@ class Profile:
     weight_grads: tuple[WeightGradTime, ...]
     link: LinkTimes
     memory: tuple[MemoryUse, ...]
-    rest_ms: float
+    rest_ms: _Ms
     received_share: tuple[float, ...]
     measured_steps_ms: dict[str, float]
     routing: tuple[ChunkRouting, ...] = ()
     paces: tuple[StepPace, ...] = ()
     gradients: GradientReduction | None = None
+
+    def __post_init__(self) -> None:
+        ep_size = self.model.ep_size
+        for index, chunk in enumerate(self.routing):
+            if len(chunk.sent) != ep_size or len(chunk.received) != ep_size:
+                raise ValueError(f"routing[{index}] must have rows for each of {ep_size} ranks")
 
     def to_json(self) -> str:
         """As readable JSON."""

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Annotated, Protocol
 
+from megatron_lancet.files import MAX_COUNT, Range
 from megatron_lancet.schedule.ops import OpKind
 
 DEFAULT_CHUNK_MB = 30.0
@@ -86,8 +87,8 @@ class GradientReduction:
             backward pass ends.
     """
 
-    dense_ranks: int
-    expert_ranks: int = 1
+    dense_ranks: Annotated[int, Range(1, MAX_COUNT)]
+    expert_ranks: Annotated[int, Range(1, MAX_COUNT)] = 1
     priority: CommPriority = CommPriority.OFF
     bucket_bytes: int = _ELEMENT_BYTES * _ELEMENTS_OF_A_BUCKET
     chunk_bytes: int = round(DEFAULT_CHUNK_MB * _BYTES_PER_MB)

@@ -3,12 +3,13 @@
 import json
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lancet.files import RecordError, from_plain, to_plain
+from megatron_lancet.files import Range, RecordError, from_plain, to_plain
 
 
 class Colour(StrEnum):
@@ -35,6 +36,7 @@ class Whole:
     pair: tuple[int, str] = (0, "")
     best: Part | None = None
     by_name: dict[str, Part] = field(default_factory=dict)
+    num_ranks: Annotated[int, Range(1, 8)] = 1
 
 
 PLAIN = {"count": 3, "colour": "red", "is_new": True}
@@ -49,6 +51,7 @@ WHOLES = st.builds(
     st.tuples(st.integers(), st.text()),
     st.none() | PARTS,
     st.dictionaries(st.text(), PARTS),
+    st.integers(1, 8),
 )
 
 
@@ -89,7 +92,13 @@ def test_missing_fields_take_their_default_and_integers_are_numbers():
         ({"best": 7}, "record.best: expected an object, found 7"),
         ({"by_name": []}, "record.by_name: expected an object, found []"),
         ({"by_name": {"x": {"name": None}}}, "record.by_name.x.name: expected text, found None"),
-        ({"weight": 1}, "record: unknown field 'weight'; known: count, colour, is_new, parts, pair, best, by_name"),
+        ({"num_ranks": 0}, "record.num_ranks: expected 1 to 8, found 0"),
+        ({"num_ranks": 9}, "record.num_ranks: expected 1 to 8, found 9"),
+        ({"num_ranks": "9"}, "record.num_ranks: expected an integer, found '9'"),
+        (
+            {"weight": 1},
+            "record: unknown field 'weight'; known: count, colour, is_new, parts, pair, best, by_name",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_place(changes, message):
