@@ -15,7 +15,7 @@ import signal
 import threading
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import cache
@@ -67,6 +67,18 @@ def from_plain[Record](kind: type[Record], value: Any, where: str) -> Record:
     """
     converted: Record = _convert(kind, value, where)
     return converted
+
+
+def differences(*records: Mapping[str, Any], absent: Any = None) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The fields whose values are not equal in all records: name, and the value in each record.
+
+    Args:
+        absent: stands for the value where a record does not have the field.
+    """
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = tuple(record.get(name, absent) for record in records)
+        if any(value != values[0] for value in values):
+            yield name, values
 
 
 def parse_object(text: str, where: str) -> dict[str, Any]:

@@ -6,45 +6,26 @@ always has it.
 """
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lancet.files import RecordError, atomic_write, from_plain, parse_object, read_text, take_version, to_plain
+from megatron_lancet.files import (
+    RecordError,
+    atomic_write,
+    differences,
+    from_plain,
+    parse_object,
+    read_text,
+    take_version,
+    to_plain,
+)
 from megatron_lancet.planning.profile import LayerKind, ModelFacts
 from megatron_lancet.schedule.plan import PLAN_VERSION, Plan
+from megatron_lancet.schedule.ranges import parse_ranges, ranges
 
 PLAN_FILE_VERSION = 1
 _MAX_LAYERS = 100_000
 """No model has more; a damaged number must not fill the memory."""
-
-
-def fold_numbers(numbers: Iterable[int]) -> str:
-    """Sorted numbers as a reader likes them: ``1, 3-40``; ``none`` if there are none."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
-
-
-def unfold_numbers(text: str) -> list[int]:
-    """What :func:`fold_numbers` folded.
-
-    Raises:
-        ValueError: it did not write this text.
-    """
-    numbers: list[int] = []
-    for run in [] if text == "none" else text.split(", "):
-        first, _, last = run.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()) or int(last or first) > _MAX_LAYERS:
-            raise ValueError(f"expected numbers such as '1, 3-40', found {text!r}")
-        numbers += range(int(first), int(last or first) + 1)
-    if fold_numbers(numbers) != text:
-        raise ValueError(f"expected numbers such as '1, 3-40', found {text!r}")
-    return numbers
 
 
 @dataclass(frozen=True)
@@ -76,7 +57,7 @@ class MadeFor:
     def __post_init__(self) -> None:
         if not 1 <= self.num_layers <= _MAX_LAYERS:
             raise ValueError(f"num_layers must be 1 to {_MAX_LAYERS}, not {self.num_layers}")
-        if any(not 1 <= layer <= self.num_layers for layer in unfold_numbers(self.moe_layers)):
+        if any(not 1 <= layer <= self.num_layers for layer in parse_ranges(self.moe_layers)):
             raise ValueError(f"moe_layers {self.moe_layers} are not all among the {self.num_layers} layers")
 
 
@@ -85,7 +66,7 @@ def made_for(facts: ModelFacts) -> MadeFor:
     moe = [number for number, kind in enumerate(facts.layer_kinds, start=1) if kind is LayerKind.MOE]
     return MadeFor(
         num_layers=len(facts.layer_kinds),
-        moe_layers=fold_numbers(moe),
+        moe_layers=ranges(moe),
         num_stages=len(set(facts.stage_of_layer)),
         micro_batch_size=facts.micro_batch_size,
         seq_length=facts.seq_length,
@@ -216,13 +197,9 @@ def misfits(content: PlanFile, model: MadeFor) -> list[str]:
     For example ``num_layers is 12 in the plan file, 24 in the run``. Empty if it fits.
     """
     if content.made_for is not None:
-        pairs = [
-            (field.name, getattr(content.made_for, field.name), getattr(model, field.name)) for field in fields(MadeFor)
-        ]
         different = [
             f"{name} is {planned} in the plan file, {ours} in the run"
-            for name, planned, ours in pairs
-            if planned != ours
+            for name, (planned, ours) in differences(vars(content.made_for), vars(model))
         ]
         if different:
             return different

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lancet.files import RecordError, atomic_write, to_plain
+from megatron_lancet.files import RecordError, atomic_write, differences, to_plain
 from megatron_lancet.planning.profile import ModelFacts, Profile, read_profile
 
 _MEASURED = ("row_bytes", "grad_row_bytes", "combine_row_bytes", "combine_grad_row_bytes", "counts_bytes")
@@ -48,16 +48,6 @@ class ProfileKey:
         return folder / f"profile-{digest[:16]}.json"
 
 
-def differences(profile: Profile, key: ProfileKey) -> list[str]:
-    """One sentence per field in which a profile is not of ``key``; empty if it fits."""
-    theirs, ours = ProfileKey.of(profile).fields(), key.fields()
-    return [
-        f"{name} is {theirs.get(name, 'absent')} in the profile, {ours.get(name, 'absent')} here"
-        for name in dict.fromkeys([*ours, *theirs])
-        if theirs.get(name) != ours.get(name)
-    ]
-
-
 def check_fits(profile: Profile, key: ProfileKey, where: str) -> None:
     """
     Args:
@@ -66,7 +56,10 @@ def check_fits(profile: Profile, key: ProfileKey, where: str) -> None:
     Raises:
         RecordError: it is of another model, device or version; says in which fields.
     """
-    found = differences(profile, key)
+    found = [
+        f"{name} is {theirs} in the profile, {ours} here"
+        for name, (ours, theirs) in differences(key.fields(), ProfileKey.of(profile).fields(), absent="absent")
+    ]
     if found:
         raise RecordError(f"{where} does not fit this run: {'; '.join(found)}. Profile this run anew.")
 

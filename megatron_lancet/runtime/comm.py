@@ -24,11 +24,12 @@ import torch
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.packing import RowLayout
-from megatron_lancet.runtime.peers import Peers, listed
+from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.trace import Trace, waiting
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer, Transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.ops import Op
+from megatron_lancet.schedule.ranges import name_ranks
 
 _LAUNCHED, _WAITING, _PAST = "launched", "waiting for", "past"
 
@@ -119,7 +120,7 @@ class Comm:
         if self._last is None:
             return "before the first all-to-all"
         doing, op = self._last
-        sources = f" from {listed(self._peers.others)}" if doing == _WAITING and self._peers is not None else ""
+        sources = f" from {name_ranks(self._peers.others)}" if doing == _WAITING and self._peers is not None else ""
         return f"{doing} {op} ({op.in_words()}){sources}"
 
     def launch_counts(self, op: Op, counts: torch.Tensor) -> "CountsExchange":

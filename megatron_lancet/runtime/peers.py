@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from megatron_lancet.errors import PeerError
 from megatron_lancet.schedule.ops import Op
+from megatron_lancet.schedule.ranges import name_ranks
 
 _REGISTRATION_S = 2.0
 """Time for the other ranks to notice the failure too. They lose their connections at the same moment."""
 _POLL_S = 0.05
-_MAX_LISTED = 8
 
 
 class Peers:
@@ -50,11 +50,11 @@ class Peers:
         what = f"sent nothing for {timeout_s:g} s" if waited_s >= timeout_s else "closed the connection"
         lost = self._lost()
         if not lost:
-            who = f"{listed(self.others)} failed as well"
+            who = f"{name_ranks(self.others)} failed as well"
         elif len(lost) == 1:
-            who = f"{listed(lost)} {what}"
+            who = f"{name_ranks(lost)} {what}"
         else:
-            who = f"one or more of {listed(lost)} {what}"
+            who = f"one or more of {name_ranks(lost)} {what}"
         reported, _, _ = (str(cause) or repr(cause)).splitlines()[0].partition(". ")
         return PeerError(
             f"rank {self._own_rank} gave up on {op} ({op.in_words()}): {who}. What that rank printed, or its "
@@ -87,9 +87,3 @@ class Peers:
 
 def _key(rank: int) -> str:
     return f"megatron-lancet/gave-up/{rank}"
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 0, 2``; a long list is cut."""
-    shown = ", ".join(map(str, ranks[:_MAX_LISTED])) + (", ..." if len(ranks) > _MAX_LISTED else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -4,8 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_lancet.files import differences
+from megatron_lancet.schedule.ranges import name_ranks
+
 _MAX_LISTED = 8
-_ABSENT = "absent"
 
 
 def plan_differences(plans: Sequence[str]) -> list[str]:
@@ -17,20 +19,19 @@ def plan_differences(plans: Sequence[str]) -> list[str]:
     fields = [_fields(json.loads(plan)) for plan in plans]
     with_plan = [rank for rank, values in enumerate(fields) if values]
     without = [rank for rank, values in enumerate(fields) if not values]
-    differences = []
+    lines = []
     if with_plan and without:
-        differences.append(f"{_ranks(with_plan)}: overlap by a plan, {_ranks(without)}: no plan")
-    for name in dict.fromkeys(name for values in fields for name in values):
+        lines.append(f"{name_ranks(with_plan)}: overlap by a plan, {name_ranks(without)}: no plan")
+    for name, values in differences(*(fields[rank] for rank in with_plan), absent="absent"):
         ranks_by_value: dict[str, list[int]] = {}
-        for rank in with_plan:
-            ranks_by_value.setdefault(fields[rank].get(name, _ABSENT), []).append(rank)
-        if len(ranks_by_value) > 1:
-            differences.append(
-                f"{name} is " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items())
-            )
-    if len(differences) > _MAX_LISTED:
-        differences[_MAX_LISTED:] = [f"{len(differences) - _MAX_LISTED} more fields differ"]
-    return differences
+        for rank, value in zip(with_plan, values, strict=True):
+            ranks_by_value.setdefault(value, []).append(rank)
+        lines.append(
+            f"{name} is " + ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in ranks_by_value.items())
+        )
+    if len(lines) > _MAX_LISTED:
+        lines[_MAX_LISTED:] = [f"{len(lines) - _MAX_LISTED} more fields differ"]
+    return lines
 
 
 def _fields(value: Any, path: str = "") -> dict[str, str]:
@@ -42,15 +43,3 @@ def _fields(value: Any, path: str = "") -> dict[str, str]:
     else:
         return {path: str(value)} if path else {}
     return {name: text for part_path, part in parts for name, text in _fields(part, part_path).items()}
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """``rank 3`` or ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from megatron_lancet.planning.explain import Explanation, LayerExplanation, Reason
-from megatron_lancet.planning.plan_file import fold_numbers
 from megatron_lancet.report.planning.plan_text import relative_weight_grad
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.ranges import ranges
 
 _MAX_SEGMENTS_IN_LINE = 4
 
@@ -35,10 +35,10 @@ def each_layer(explanation: Explanation) -> Iterator[str]:
 
 
 def _paragraph(layers: Sequence[LayerExplanation]) -> Iterator[str]:
-    numbers = f"layer{'s' if len(layers) > 1 else ''} {fold_numbers(layer.layer for layer in layers)}"
+    numbers = f"layer{'s' if len(layers) > 1 else ''} {ranges(layer.layer for layer in layers)}"
     cut = "one chunk" if layers[0].num_chunks == 1 else f"{layers[0].num_chunks} chunks, dim {layers[0].chunk_dim}"
-    ranges = "" if layers[0].num_chunks == 1 else f", range {layers[0].range}"
-    yield f"{numbers} ({layers[0].layer_kind}): {cut}{ranges}; exposed {_span([x.exposed_ms for x in layers])}"
+    range_text = "" if layers[0].num_chunks == 1 else f", range {layers[0].range}"
+    yield f"{numbers} ({layers[0].layer_kind}): {cut}{range_text}; exposed {_span([x.exposed_ms for x in layers])}"
     yield from _filled_lines(layers)
     yield from _exposed_lines(layers)
 

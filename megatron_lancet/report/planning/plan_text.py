@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_lancet.planning.plan_file import PlanFile, fold_numbers, unfold_numbers
+from megatron_lancet.planning.plan_file import PlanFile
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
+from megatron_lancet.schedule.ranges import parse_ranges, ranges
 
 _PIECES = {ChunkDim.BATCH: "samples", ChunkDim.SEQUENCE: "positions"}
 _RANGES = {
@@ -36,7 +37,7 @@ class LayerGroup:
     gaps: tuple[str, ...]
 
     def __str__(self) -> str:
-        text = f"layer{'s' if len(self.numbers) > 1 else ''} {fold_numbers(self.numbers)}"
+        text = f"layer{'s' if len(self.numbers) > 1 else ''} {ranges(self.numbers)}"
         return f"{text} ({self.kind})" if self.kind else text
 
 
@@ -60,7 +61,7 @@ def layer_groups(content: PlanFile, num_layers: int | None = None) -> list[Layer
     kinds: dict[int, str] = {}
     if content.made_for is not None:
         num_layers = content.made_for.num_layers
-        moe = set(unfold_numbers(content.made_for.moe_layers))
+        moe = set(parse_ranges(content.made_for.moe_layers))
         kinds = {layer: "MoE" if layer in moe else "dense" for layer in range(1, num_layers + 1)}
     end = plan.segments[-1]
     num_layers = num_layers or end.last_layer or end.first_layer

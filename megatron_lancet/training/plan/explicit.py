@@ -7,8 +7,9 @@ from pathlib import Path
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.plan_file import MadeFor, check_fits, fold_numbers, read_plan_file
+from megatron_lancet.planning.plan_file import MadeFor, check_fits, read_plan_file
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
+from megatron_lancet.schedule.ranges import ranges
 from megatron_lancet.training.moe_pattern import moe_pattern
 from megatron_lancet.training.plan.limits import chunked_size, routing_over_whole_micro_batch, sequence_blockers
 from megatron_lancet.training.plan.support import has_all_to_alls
@@ -49,7 +50,7 @@ def model_of_run(args: argparse.Namespace) -> MadeFor:
     moe_layers = [number for number, is_moe in enumerate(moe_pattern(args), start=1) if is_moe]
     return MadeFor(
         num_layers=args.num_layers,
-        moe_layers=fold_numbers(moe_layers),
+        moe_layers=ranges(moe_layers),
         num_stages=args.pipeline_model_parallel_size,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length // args.context_parallel_size,

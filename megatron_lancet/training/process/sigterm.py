@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.config import LancetConfig, PlanChoice
-from megatron_lancet.runtime.peers import listed
+from megatron_lancet.schedule.ranges import name_ranks
 from megatron_lancet.training.process import console
 from megatron_lancet.training.process.exit import RankStatus, say
 
@@ -60,7 +60,7 @@ class StopRequest:
         received: list[bool] = torch.cat(flags).bool().tolist()
         if any(received):
             ranks = [rank for rank, one in enumerate(received) if one]
-            console.say(f"Megatron-Lancet: SIGTERM came to {listed(ranks)}: saving, then ending.")
+            console.say(f"Megatron-Lancet: SIGTERM came to {name_ranks(ranks)}: saving, then ending.")
         return received
 
     def _ask(self) -> None:

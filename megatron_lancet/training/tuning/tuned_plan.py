@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from megatron_lancet.files import parse_record, to_plain
+from megatron_lancet.files import differences, parse_record, to_plain
 from megatron_lancet.schedule.plan import PLAN_VERSION, Plan
 from megatron_lancet.training.tuning.controller import Prediction
 from megatron_lancet.training.tuning.step_stats import Figures
@@ -50,10 +50,10 @@ class TunedPlan:
 
         For example ``seq_length was 32, is 64``.
         """
-        names = [
-            name for name in dict.fromkeys([*self.made_for, *made_for]) if self.made_for.get(name) != made_for.get(name)
+        texts = [
+            f"{name} was {_short(before)}, is {_short(now)}"
+            for name, (before, now) in differences(self.made_for, made_for)
         ]
-        texts = [f"{name} was {_short(self.made_for.get(name))}, is {_short(made_for.get(name))}" for name in names]
         more = [f"{len(texts) - _MAX_LISTED} more"] if len(texts) > _MAX_LISTED else []
         return "; ".join([*texts[:_MAX_LISTED], *more]) or None
 

@@ -14,11 +14,9 @@ from megatron_lancet.planning.plan_file import (
     PlanFile,
     Source,
     check_fits,
-    fold_numbers,
     made_for,
     misfits,
     read_plan_file,
-    unfold_numbers,
     write_plan_file,
 )
 from megatron_lancet.planning.profile import ModelFacts
@@ -176,21 +174,3 @@ def test_without_made_for_only_the_layers_must_fit():
     assert misfits(fits_all, made_for(facts("mm"))) == ["its last segment is layers 3-end of 2"]
     short = PlanFile(Plan((Segment(1, 2, 1),), dw_window=2))
     assert misfits(short, made_for(facts())) == ["it says nothing of layers 3-4"]
-
-
-@given(st.sets(st.integers(1, 60)))
-def test_numbers_are_folded_and_unfolded(numbers):
-    assert unfold_numbers(fold_numbers(numbers)) == sorted(numbers)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "x", "3-1", "1,2", "1, 2", "1-2, 3", "2, 1", "1-99999999999", "-", "1-", "\u00b2"]
-)
-def test_other_texts_are_not_unfolded(text):
-    with pytest.raises(ValueError, match="expected numbers such as"):
-        unfold_numbers(text)
-
-
-def test_numbers_are_folded():
-    assert fold_numbers([5, 1, 3, 4]) == "1, 3-5"
-    assert fold_numbers([]) == "none"

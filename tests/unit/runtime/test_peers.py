@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron_lancet.runtime.peers import Peers, _key, listed
+from megatron_lancet.runtime.peers import Peers, _key
 from megatron_lancet.schedule.ops import Op, Phase
 
 OP = Op(3, 1, Phase.INPUT_GRAD, "combine")
@@ -33,8 +33,8 @@ def test_silence_lasts_as_long_as_the_timeout():
     ("gave_up", "blamed"),
     [
         ([0, 1, 3], "rank 2 closed"),
-        ([0, 3], "one or more of ranks 1, 2 closed"),
-        ([0, 1, 2, 3], "ranks 1, 2, 3 failed"),
+        ([0, 3], "one or more of ranks 1-2 closed"),
+        ([0, 1, 2, 3], "ranks 1-3 failed"),
     ],
 )
 def test_ranks_that_gave_up_too_are_not_to_blame(gave_up, blamed):
@@ -50,8 +50,4 @@ class LostStore:
 
 
 def test_without_the_store_all_others_are_suspect():
-    assert ": one or more of ranks 1, 2 closed " in failure([0, 1, 2], waited_s=1, store=LostStore())
-
-
-def test_long_lists_are_cut():
-    assert listed(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."
+    assert ": one or more of ranks 1-2 closed " in failure([0, 1, 2], waited_s=1, store=LostStore())
