@@ -1,6 +1,5 @@
 """Why a plan is what it is: by layer, what fills its gaps, what stays exposed, and why that can't be hidden."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,7 +17,6 @@ from megatron_lancet.schedule.timeline import Lane, Span
 
 _SHOWN_MS = 5e-4
 """Exposed time below this is not listed."""
-_NUM_ALTERNATIVES = 5
 
 
 class Reason(StrEnum):
@@ -69,12 +67,10 @@ class Filled:
     Attributes:
         op: of the message.
         weight_grads: in the order in which they run.
-        num_planned: how many of them the plan names for this gap.
     """
 
     op: str
     weight_grads: tuple[str, ...]
-    num_planned: int
 
 
 @dataclass(frozen=True)
@@ -130,32 +126,6 @@ class Explanation:
                 total[message.reason] = total.get(message.reason, 0.0) + message.ms
         return dict(sorted(total.items(), key=lambda part: -part[1]))
 
-    def to_text(self) -> str:
-        """For people."""
-        return "\n".join(
-            [*self._head(), *(line for layer in self.layers for line in _layer_lines(layer)), *self._tail()]
-        )
-
-    def _head(self) -> Iterator[str]:
-        predicted = self.prediction
-        yield f"plan: {self.plan}"
-        if self.warning:
-            yield f"warning: {self.warning}"
-        beside = "" if self.no_overlap is None else f" (without overlap {self.no_overlap.step_ms:.1f} ms)"
-        yield f"predicted step: {predicted.step_ms:.1f} ms{beside}, exposed {predicted.exposed_ms:.1f} ms"
-        yield (
-            f"predicted memory: activations and weight gradients {predicted.peak_bytes / 1e6:.1f} MB, "
-            f"of that deferred weight gradients {predicted.peak_dw_bytes / 1e6:.1f} MB"
-        )
-        for reason, ms in self.exposed_by_reason().items():
-            yield f"exposed because of {reason}: {ms:.2f} ms a micro-batch ({reason.in_words})"
-
-    def _tail(self) -> Iterator[str]:
-        for text, step_ms, fits in self.alternatives[:_NUM_ALTERNATIVES]:
-            yield f"considered: {step_ms:.1f} ms{'' if fits else ', does not fit into memory'}: {text}"
-        for exclusion in self.excluded:
-            yield f"not considered: {exclusion.what}: {exclusion.reason}"
-
 
 def explain(profile: Profile, plan: Plan, planned: PlannedStep | None = None) -> Explanation:
     """What a plan does on the machine of a profile, and why no more is hidden.
@@ -204,7 +174,6 @@ class _StageReader:
             not other.fits and other.prediction.step_ms < planned.prediction.step_ms for other in planned.alternatives
         )
         self._lacks_memory = bound_by_memory
-        self._num_planned = {gap.op: Counter(gap.weight_grads) for gap in plan.gaps}
 
     def layers(self) -> Iterator[LayerExplanation]:
         """Those of the stage."""
@@ -224,12 +193,8 @@ class _StageReader:
                 segment.chunk_dim,
                 segment.range,
                 tuple(self._exposed(wait, segment.num_chunks) for wait in own if _exposed_ms(wait) > _SHOWN_MS),
-                tuple(self._filled(wait) for wait in own if wait.filled),
+                tuple(Filled(wait.name, wait.filled) for wait in own if wait.filled),
             )
-
-    def _filled(self, wait: Wait) -> Filled:
-        planned = self._num_planned.get(wait.name, Counter())
-        return Filled(wait.name, wait.filled, (Counter(wait.filled) & planned).total())
 
     def _exposed(self, wait: Wait, num_chunks: int) -> Exposed:
         return Exposed(wait.name, _exposed_ms(wait), self._reason(wait, num_chunks))
@@ -294,20 +259,3 @@ def _layer_of(name: str) -> int:
     layer = Op.parse(name).layer
     assert layer is not None, name
     return layer
-
-
-def _layer_lines(layer: LayerExplanation) -> Iterator[str]:
-    chunks = "one chunk" if layer.num_chunks == 1 else f"{layer.num_chunks} chunks along {layer.chunk_dim}"
-    where = "" if layer.num_chunks == 1 else f", range {layer.range}"
-    forward_ms = sum(message.ms for message in layer.exposed if _is_forward(message.op))
-    yield (
-        f"layer {layer.layer} ({layer.layer_kind}): {chunks}{where}; exposed {forward_ms:.2f} ms forward, "
-        f"{layer.exposed_ms - forward_ms:.2f} ms backward"
-    )
-    for gap in layer.filled:
-        names = ", ".join(
-            name if number == 1 else f"{number} x {name}" for name, number in Counter(gap.weight_grads).items()
-        )
-        yield f"  {gap.op} is filled with {names}"
-    for message in layer.exposed:
-        yield f"  {message.op} is exposed {message.ms:.2f} ms: {message.reason}"

@@ -24,14 +24,12 @@ class Iteration:
         total: steps of the whole run, ``--train-iters``.
         lm_loss: nats per token, mean over the global batch; nan if Megatron skipped the step.
         step_ms: wall clock time of the step.
-        learning_rate: with which the step updated the weights.
     """
 
     number: int
     total: int
     lm_loss: float
     step_ms: float
-    learning_rate: float
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ def parse_iteration(line: str) -> Iteration | None:
         total=int(match[2]),
         lm_loss=_field(line, "lm loss"),
         step_ms=_field(line, r"elapsed time per iteration \(ms\)"),
-        learning_rate=_field(line, "learning rate"),
     )
 
 

@@ -23,8 +23,8 @@ from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.dw_placement import best_fit_gaps
 from megatron_lancet.planning.search.dynamic_program import DynamicProgram
 from megatron_lancet.planning.search.search_space import Exclusion, Limits, SearchSpace
+from megatron_lancet.planning.shares import merge_similar_shares
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.lowering import condensed
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulator
 from megatron_lancet.schedule.plan import DwPolicy, Plan, Segment
 
@@ -136,10 +136,10 @@ class Planner:
         plain = costs if profile.gradients is None else CostModel(replace(profile, gradients=None))
         self._simulator = Simulator(plain, costs.profile.received_share)
         shares = self._simulator.loads.shares
-        few = condensed(shares, MAX_DISTINCT)
-        self._is_condensed = few != shares
-        self._is_simplified = self._is_condensed or bool(profile.routing)
-        if self._is_condensed:
+        few = merge_similar_shares(shares, MAX_DISTINCT)
+        self._has_merged_shares = few != shares
+        self._is_simplified = self._has_merged_shares or bool(profile.routing)
+        if self._has_merged_shares:
             self._simulator = Simulator(plain, few)
         self._with_reductions = None if profile.gradients is None else Simulator(costs, few)
         self._limits = limits
@@ -162,7 +162,7 @@ class Planner:
         ordered = self._sorted()
         if self._with_reductions is not None:
             ordered = self._with_gradients(ordered, self._with_reductions)
-        if self._is_condensed:
+        if self._has_merged_shares:
             ordered = self._with_real_memory(ordered)
         best = ordered[0]
         uniform_set = set(uniform)

@@ -120,21 +120,6 @@ class Loads:
         return tuple(sum(abs(share - self.shares[rank]) <= _EVEN for share in self.shares) for rank in self.simulated)
 
 
-def condensed(shares: Sequence[float], max_distinct: int) -> tuple[float, ...]:
-    """Shares of which at most ``max_distinct`` differ: the largest as it is, neighbours among the others averaged."""
-    order = sorted(range(len(shares)), key=lambda rank: -shares[rank])
-    if len({round(share, 9) for share in shares}) <= max_distinct:
-        return tuple(shares)
-    result = list(shares)
-    num_groups, rest = max_distinct - 1, order[1:]
-    for group in range(num_groups):
-        ranks = rest[group * len(rest) // num_groups : (group + 1) * len(rest) // num_groups]
-        mean = sum(shares[rank] for rank in ranks) / len(ranks)
-        for rank in ranks:
-            result[rank] = mean
-    return tuple(result)
-
-
 class _Rows(NamedTuple):
     """Rows of a chunk in a layer, by simulated rank.
 

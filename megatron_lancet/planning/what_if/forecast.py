@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.profile import ModelFacts, Profile
+from megatron_lancet.planning.shares import merge_similar_shares
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulator
 from megatron_lancet.planning.what_if.cluster import Cluster, Level, fitted_level
@@ -17,11 +18,13 @@ from megatron_lancet.planning.what_if.layout import (
     split_at_stages,
     with_moved_reduction,
 )
-from megatron_lancet.planning.what_if.routing import coarse_share, even_share, rebinned_share, zipf_share
+from megatron_lancet.planning.what_if.routing import even_share, rebinned_share, zipf_share
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, fixed_plan
 
 type Planner = Callable[[Profile], Plan]
 """The plan of a model in the layout of a profile."""
+_MAX_DISTINCT = 6
+"""Shares of a group that may differ: one rank of each is simulated, and a large group would take minutes."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,10 @@ class Routing:
         if self.kind == "even":
             return even_share(ep_size)
         if self.kind == "zipf":
-            return coarse_share(zipf_share(self.exponent, facts.num_experts, ep_size))
+            return merge_similar_shares(zipf_share(self.exponent, facts.num_experts, ep_size), _MAX_DISTINCT)
         if ep_size == facts.ep_size:
             return tuple(measured)
-        return coarse_share(rebinned_share(measured, ep_size))
+        return merge_similar_shares(rebinned_share(measured, ep_size), _MAX_DISTINCT)
 
 
 @dataclass(frozen=True)

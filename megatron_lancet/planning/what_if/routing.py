@@ -2,9 +2,6 @@
 
 from collections.abc import Sequence
 
-_MOST_DISTINCT = 6
-"""Ranks with equal shares are simulated once, so a large group with many different ones would take minutes."""
-
 
 def even_share(size: int) -> tuple[float, ...]:
     """Every one of ``size`` ranks receives as much."""
@@ -38,19 +35,3 @@ def rebinned_share(measured: Sequence[float], size: int) -> tuple[float, ...]:
         )
     total = sum(shares)
     return tuple(share / total for share in shares)
-
-
-def coarse_share(shares: Sequence[float]) -> tuple[float, ...]:
-    """The same with few distinct values: the largest stays, the others become means of groups of neighbours by size.
-
-    The busiest rank sets a step's pace; the others differ little from their group's mean.
-    """
-    if len(set(shares)) <= _MOST_DISTINCT:
-        return tuple(shares)
-    largest, *others = sorted(range(len(shares)), key=lambda rank: -shares[rank])
-    coarse = {largest: shares[largest]}
-    for group in range(_MOST_DISTINCT - 1):
-        ranks = others[group * len(others) // (_MOST_DISTINCT - 1) : (group + 1) * len(others) // (_MOST_DISTINCT - 1)]
-        mean = sum(shares[rank] for rank in ranks) / len(ranks)
-        coarse |= dict.fromkeys(ranks, mean)
-    return tuple(coarse[rank] for rank in range(len(shares)))

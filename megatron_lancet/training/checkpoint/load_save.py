@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lancet.errors import CheckpointError, UsageError, reason_of
+from megatron_lancet.runtime.collectives import from_rank_0
 from megatron_lancet.training.checkpoint.files import (
     INCOMPLETE,
     check_loadable,
@@ -24,7 +25,6 @@ from megatron_lancet.training.checkpoint.files import (
     tracked_step,
 )
 from megatron_lancet.training.megatron import checkpoint_patches
-from megatron_lancet.training.tuning.autotune import from_rank_0
 
 _LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

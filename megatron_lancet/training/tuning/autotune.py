@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.files import RecordError
+from megatron_lancet.runtime.collectives import from_rank_0
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.overlap_setup import OverlapSetup
@@ -224,14 +225,6 @@ class AutoTune:
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
         return over_ranks([row.tolist() for row in rows])
-
-
-def from_rank_0[Answer](ask: Callable[[], Answer]) -> Answer:
-    """Return on all ranks what ``ask`` returns on rank 0. Collective."""
-    answers = [ask() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(answers, src=0)
-    answer: Answer = answers[0]  # type: ignore[assignment]
-    return answer
 
 
 def _asdict(figures: Figures | Prediction | None) -> dict[str, Any] | None:

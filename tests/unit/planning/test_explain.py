@@ -45,23 +45,23 @@ def test_layers_add_up_and_gaps_are_named():
     assert sum(layer.exposed_ms for layer in explanation.layers) == pytest.approx(explanation.prediction.exposed_ms)
     assert explanation.layers[1].exposed == ()
     last = explanation.layers[2]
-    assert Filled(gap.op, ("L3.W.mlp.experts",), 1) in last.filled
-    text = explanation.to_text()
-    assert "  L3.c0.I.dispatch is filled with L3.W.mlp.experts\n" in text
-    assert "  L3.c0.F.dispatch is exposed 9.00 ms: dependency\n" in text
+    assert Filled(gap.op, ("L3.W.mlp.experts",)) in last.filled
+    dispatch = next(message for message in last.exposed if message.op == "L3.c0.F.dispatch")
+    assert (dispatch.ms, dispatch.reason) == (pytest.approx(9.0), Reason.DEPENDENCY)
 
 
-def test_text_of_a_search():
+def test_alternatives_and_exclusions_of_a_search():
     profile = synthetic_profile(Machine(layers="mm"))
     why = Exclusion("range=stack", "the router needs the whole micro-batch")
     planned = make_plan(profile, Limits(max_memory_bytes=1, excluded=(why,)))
-    text = explain(profile, planned.plan, planned).to_text()
-    assert "warning: no plan fits into" in text
-    assert "not considered: range=stack: the router needs the whole micro-batch" in text
-    assert f"(without overlap {planned.no_overlap.step_ms:.1f} ms)" in text
-    considered = [line for line in text.splitlines() if line.startswith("considered: ")]
-    assert len(considered) == len(set(considered)) > 1
-    assert all("does not fit" in line for line in considered)
+    explanation = explain(profile, planned.plan, planned)
+    assert explanation.warning.startswith("no plan fits into")
+    assert explanation.excluded == (why,)
+    assert explanation.no_overlap == planned.no_overlap
+    others = [text for text, _, _ in explanation.alternatives]
+    assert len(others) == len(set(others)) > 1
+    assert str(planned.plan) not in others
+    assert not any(fits for _, _, fits in explanation.alternatives)
 
 
 def test_every_stage_is_explained():

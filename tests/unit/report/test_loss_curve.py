@@ -12,7 +12,7 @@ LOSSES = [6.0, 5.0, math.nan, 4.0, 3.5, 3.25]
 
 
 def curve(resumed_after: int | None = 3) -> LossCurve:
-    steps = [Iteration(i, len(LOSSES), loss, 100.0, 1e-3) for i, loss in enumerate(LOSSES, start=1)]
+    steps = [Iteration(i, len(LOSSES), loss, 100.0) for i, loss in enumerate(LOSSES, start=1)]
     run = RunLog(steps, Validation(len(LOSSES), 3.5))
     return LossCurve("a run", run, tokens_per_iteration=500, resumed_after=resumed_after, unigram_entropy=5.5)
 

@@ -10,7 +10,6 @@ from megatron_lancet.planning.simulation.lowering import (
     Loads,
     Lowering,
     backward,
-    condensed,
 )
 from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Segment
@@ -128,14 +127,6 @@ def test_ranks_that_receive_the_same_are_simulated_once():
     model = synthetic_profile(Machine(shares=(0.3, 0.2, 0.3, 0.2))).model
     assert Loads.of(model, (0.3, 0.2, 0.3, 0.2)).simulated == (0, 1)
     assert Loads.of(model, None).shares == (0.25,) * 4
-
-
-def test_similar_shares_are_made_equal():
-    shares = (0.05, 0.3, 0.1, 0.2, 0.25, 0.1)
-    assert condensed(shares, 5) == shares
-    few = condensed(shares, 3)
-    assert few == pytest.approx((0.25 / 3, 0.3, 0.25 / 3, 0.225, 0.225, 0.25 / 3))
-    assert len(set(few)) == 3
 
 
 def test_what_a_rank_sends():

@@ -3,8 +3,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lancet.planning.profile import LinkTimes
+from megatron_lancet.planning.shares import merge_similar_shares
 from megatron_lancet.planning.what_if.cluster import Cluster, Level, fitted_level
-from megatron_lancet.planning.what_if.routing import coarse_share, even_share, rebinned_share, zipf_share
+from megatron_lancet.planning.what_if.routing import even_share, rebinned_share, zipf_share
 
 # 8 Gb/s are 10^6 bytes a ms.
 FAST, SLOW = Level(80.0, 10.0), Level(8.0, 50.0)
@@ -65,8 +66,8 @@ def test_a_histogram_over_other_ranks_sums_to_one_and_is_never_more_uneven_than_
     assert len(rebinned) == size
     assert sum(rebinned) == pytest.approx(1.0)
     assert max(rebinned) * size <= max(measured) * len(measured) * (1 + 1e-9)
-    coarse = coarse_share(rebinned)
-    assert len(set(coarse)) <= 6
+    coarse = merge_similar_shares(rebinned, 6)
+    assert len({round(share, 9) for share in coarse}) <= 6
     assert sum(coarse) == pytest.approx(1.0)
     assert max(coarse) == pytest.approx(max(rebinned))
 

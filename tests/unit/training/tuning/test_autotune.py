@@ -8,7 +8,6 @@ import torch.distributed as dist
 from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.comm_stats import CommTimes
 from megatron_lancet.schedule.plan import fixed_plan
-from megatron_lancet.training.tuning import autotune
 from megatron_lancet.training.tuning.autotune import AutoTune, Planned, PlanningFailed
 from megatron_lancet.training.tuning.controller import Prediction, Stage, Tuning, plan_without_overlap
 from megatron_lancet.training.tuning.step_stats import Figures
@@ -158,9 +157,3 @@ def test_a_foreign_plan_in_a_checkpoint_is_not_used(capsys, saved, reason):
     assert first.startswith(reason)
     assert second.startswith("tunes during the first 15 steps")
     assert run.tuner._tuning.stage is Stage.WARM_UP
-
-
-def test_rank_0_answers_for_all(monkeypatch):
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, src: objects.__setitem__(0, "rank 0's"))
-    assert autotune.from_rank_0(lambda: pytest.fail("asked on rank 1")) == "rank 0's"
