@@ -252,7 +252,7 @@ class TestDamagedCheckpoints:
     def test_cut_or_missing_parts(self, tool, copy):
         part = next(copy.glob("iter_*/__1_0.distcp"))
         part.write_bytes(part.read_bytes()[:-100])
-        assert re.search(r"is truncated: __1_0.distcp has \d+ bytes of \d+", self.refusal(tool, copy))
+        assert re.search(r"is incomplete: __1_0.distcp is cut: \d+ bytes of \d+", self.refusal(tool, copy))
         part.unlink()
         assert "is incomplete: __1_0.distcp is missing" in self.refusal(tool, copy)
 
@@ -284,14 +284,15 @@ class TestDamagedCheckpoints:
 
     def test_code_beside_the_weights_does_not_run(self, tool, copy, tmp_path, monkeypatch):
         """In the place of the run's arguments."""
-        from megatron_lancet.training.checkpoint import reader
+        from megatron_lancet.training.checkpoint.index import read_index
 
         victim = tmp_path / "ran"
-        index = reader._read_index(next(copy.glob("iter_*")))
-        name, offset, length = next(part[1:] for part in reader._parts(index) if part[0].fqn.startswith("common_state"))
-        path = next(copy.glob("iter_*")) / name
+        index = read_index(next(copy.glob("iter_*")))
+        part = next(part for part in index.parts if part.key.startswith("common_state"))
+        path = next(copy.glob("iter_*")) / part.file
         content = bytearray(path.read_bytes())
-        content[offset : offset + length] = evil_archive(victim)[:length].ljust(length, b"\0")
+        evil = evil_archive(victim)[: part.num_bytes].ljust(part.num_bytes, b"\0")
+        content[part.offset : part.offset + part.num_bytes] = evil
         path.write_bytes(bytes(content))
         assert "restricted reader refuses" in self.refusal(tool, copy)
         assert not victim.exists()

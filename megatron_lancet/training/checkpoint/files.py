@@ -7,24 +7,24 @@ not complete, whenever a run is killed; unless somebody damages it later, or sto
 
 import json
 import os
-import pickle
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.training.checkpoint.index import INDEX, DamagedIndex, read_index
 
 TRACKER = "latest_checkpointed_iteration.txt"
 INCOMPLETE = "incomplete_"
 RELEASE = "release"
-INDEX = ".metadata"
-"""Torch's list of a checkpoint's parts."""
 _CONFIG = "metadata.json"
 _FORMATS_WITHOUT_CONFIG = ("torch_dcp", "fsdp_dtensor")
 _MAX_LISTED = 4
+_MAX_DIGITS = 18
+"""Of a step: a damaged number must not become a name that no file system takes."""
 
 
 def name_of(step: int | str) -> str:
@@ -38,18 +38,28 @@ def tracked_step(folder: Path, ckpt_format: str) -> int | str | None:
     Raises:
         UsageError: it names neither.
     """
+    try:
+        return read_tracker(folder)
+    except ValueError as error:
+        raise UsageError(f"{error}. {_advice(folder, None, ckpt_format)}") from None
+
+
+def read_tracker(folder: Path) -> int | str | None:
+    """As :func:`tracked_step`, where a caller has advice of its own.
+
+    Raises:
+        ValueError: the file names neither a step nor ``release``.
+    """
     tracker = folder / TRACKER
     if not tracker.is_file():
         return None
     text = tracker.read_text(errors="replace").strip()
     if text == RELEASE:
         return RELEASE
-    if text.isascii() and text.isdigit():
+    if text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS:
         return int(text)
     shown = repr(text[:40]) if text else "nothing"
-    raise UsageError(
-        f"{tracker} must hold the number of a step; it holds {shown}. {_advice(folder, None, ckpt_format)}"
-    )
+    raise ValueError(f"{tracker} must hold the number of a step; it holds {shown}")
 
 
 def flaw_of(checkpoint: Path, ckpt_format: str) -> str | None:
@@ -62,16 +72,9 @@ def flaw_of(checkpoint: Path, ckpt_format: str) -> str | None:
     if shallow is not None or not (checkpoint / INDEX).is_file():
         return shallow
     try:
-        expected = _sizes_in_index(checkpoint / INDEX)
-    except Exception:  # noqa: BLE001 damaged bytes may fail in any way
+        return read_index(checkpoint).missing_part(checkpoint)
+    except (OSError, DamagedIndex):
         return f"{INDEX} is damaged"
-    for file, num_bytes in expected.items():
-        if not (checkpoint / file).is_file():
-            return f"{file} is missing"
-        found = (checkpoint / file).stat().st_size
-        if found < num_bytes:
-            return f"{file} is cut: {found} bytes of {num_bytes}"
-    return None
 
 
 def outline_flaw_of(checkpoint: Path, ckpt_format: str) -> str | None:
@@ -101,35 +104,6 @@ def _legacy_flaw(part: Path) -> str | None:
     if not file.is_file():
         return f"{shown} is missing"
     return None if zipfile.is_zipfile(file) else f"{shown} is cut"
-
-
-class _Stub:
-    """Stands for whatever class a pickle names: takes all it is given, and does nothing."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-
-
-class _InertUnpickler(pickle.Unpickler):
-    """Reads a pickle without importing or running anything that it names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return type(name, (_Stub,), {})
-
-
-def _sizes_in_index(index: Path) -> dict[str, int]:
-    """How long each file of a checkpoint must be, in bytes, as torch's ``.metadata`` has it."""
-    with index.open("rb") as file:
-        metadata = _InertUnpickler(file).load()
-    sizes: dict[str, int] = {}
-    for part in metadata.storage_data.values():
-        end = int(part.offset) + int(part.length)
-        sizes[str(part.relative_path)] = max(sizes.get(str(part.relative_path), 0), end)
-    return sizes
 
 
 def complete_steps(folder: Path, ckpt_format: str) -> list[int]:
