@@ -107,6 +107,6 @@ quietly lancet-explain-plan plan.json
 quietly env WORLD_SIZE=2 RANK=0 pretrain-gpt-moe $model $mocked --train-iters 6 --lancet-plan plan.json --lancet-report report
 shows "Megatron-Lancet report"
 mkdir again
-quietly lancet-show-timeline report/timeline.json --output again
+quietly lancet-show-timeline report/trace.json --output again
 grep -q "<script" again/timeline.html
 step "all right"

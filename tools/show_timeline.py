@@ -1,6 +1,6 @@
-"""Make timeline.html and trace.json of timelines that a run or the simulator saved.
+"""Make timeline.html of a trace.json that a run saved.
 
-timeline.html opens in any browser and needs no network; trace.json is for ui.perfetto.dev or chrome://tracing.
+timeline.html opens in any browser and needs no network; trace.json itself is for ui.perfetto.dev or chrome://tracing.
 """
 
 import argparse
@@ -9,31 +9,31 @@ from pathlib import Path
 
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.files import RecordError
-from megatron_lancet.report.timeline.timeline_file import read_timelines
-from megatron_lancet.report.timeline.views import write_views
+from megatron_lancet.report.timeline.html import TIMELINE_PAGE, write_page
+from megatron_lancet.report.timeline.trace_file import read_trace
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the timelines, write both files, say where they are.
+    """Read the trace, write the page, say where it is.
 
     Raises:
-        UsageError: the timelines can't be read or the files can't be written.
+        UsageError: the trace can't be read or the page can't be written.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("timelines", type=Path, metavar="TIMELINE.json", help="what a run saved")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for both files (default: of TIMELINE.json)")
+    parser.add_argument("trace", type=Path, metavar="TRACE.json", help="what a run saved")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the page (default: of TRACE.json)")
     args = parser.parse_args(argv)
     try:
-        record = read_timelines(args.timelines)
+        record = read_trace(args.trace)
     except RecordError as error:
-        raise UsageError(f"these are no timelines: {error}") from error
-    folder = args.output or args.timelines.parent
+        raise UsageError(f"this is no trace of a run: {error}") from error
+    folder = args.output or args.trace.parent
     try:
-        written = write_views(record, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_page(record, folder / TIMELINE_PAGE)
     except OSError as error:
         raise UsageError(f"can't write into {folder}: {error.strerror}; name another folder with --output") from error
-    for path in written:
-        print(f"written to {path}")
+    print(f"written to {folder / TIMELINE_PAGE}")
 
 
 if __name__ == "__main__":

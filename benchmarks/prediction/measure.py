@@ -28,7 +28,9 @@ from megatron_lancet.planning.simulation.replay import expect
 from megatron_lancet.planning.simulation.simulator import Simulation, Simulator
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
-from megatron_lancet.report.timeline.timeline_file import TimelineRecord, write_timelines
+from megatron_lancet.report.timeline.clocks import aligned
+from megatron_lancet.report.timeline.record import TimelineRecord
+from megatron_lancet.report.timeline.trace_file import write_trace
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import GradientReduction
@@ -163,8 +165,8 @@ class PredictionBench:
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, found[0])
             if dist.get_rank() == 0:
-                record = TimelineRecord(f"{case.name} {name}", tuple(everyone), simulations[name].timelines)
-                write_timelines(record, self._job.timelines / f"{case.name}-{name}.json")
+                record = TimelineRecord(f"{case.name} {name}", aligned(everyone, ()), simulations[name].timelines)
+                write_trace(record, self._job.timelines / f"{case.name}-{name}.json")
 
     @staticmethod
     @contextmanager

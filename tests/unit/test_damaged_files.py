@@ -37,7 +37,7 @@ from megatron_lancet.planning.plan_file import PlanFile, Source, made_for
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.profiler import cache
-from megatron_lancet.report.timeline.timeline_file import read_timelines, write_timelines
+from megatron_lancet.report.timeline.trace_file import read_trace, write_trace
 from megatron_lancet.report.train_log import RunLog
 from megatron_lancet.training.checkpoint.reader import find_checkpoint, read_run
 from megatron_lancet.training.tuning.tuned_plan import TunedPlan
@@ -182,8 +182,8 @@ def test_kept_profiles(folder, profile):
 
 
 def test_timelines(folder):
-    path = folder / "some_timeline.json"
-    write_timelines(steps.record(num_layers=2), path)
+    path = folder / "some_trace.json"
+    write_trace(steps.record(num_layers=2), path)
     good = path.read_bytes()
     main = tool("show_timeline").main
 
@@ -191,7 +191,7 @@ def test_timelines(folder):
     @given(damaged_json(good))
     def read(content):
         path.write_bytes(content)
-        refused_or_fine(path, lambda: read_timelines(path))
+        refused_or_fine(path, lambda: read_trace(path))
 
     @fuzzed(20)
     @given(damaged_json(good))

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_lancet.files import atomic_write
 from megatron_lancet.report.exposed import ExposedChunk, exposed_table
 from megatron_lancet.report.timeline.lanes import levels
-from megatron_lancet.report.timeline.timeline_file import TimelineRecord
+from megatron_lancet.report.timeline.record import TimelineRecord
 from megatron_lancet.schedule.ops import Op, OpKind
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 

@@ -2,22 +2,34 @@
 
 A process for each rank's step as measured, one for it as predicted. Threads: compute, where waits are red, and
 communication: as many as messages were on their way at once, since a thread's slices must not cross. An arrow leads
-from a message's issue to each wait for it.
+from a message's issue to each wait for it. The field ``otherData``, which viewers ignore, holds what else a page of the
+step needs, so that :func:`read_trace` gives back what was written.
 """
 
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from megatron_lancet.files import atomic_write
+from megatron_lancet.files import (
+    Range,
+    RecordError,
+    atomic_write,
+    from_plain,
+    parse_object,
+    read_text,
+    take_version,
+    to_plain,
+)
 from megatron_lancet.report.timeline.lanes import levels
-from megatron_lancet.report.timeline.timeline_file import TimelineRecord
+from megatron_lancet.report.timeline.record import TimelineRecord
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 TRACE_FILE = "trace.json"
+TRACE_VERSION = 1
 
 _PREDICTED_PID = 1_000_000
 """Added to the rank: a process id that no measured rank has."""
@@ -25,6 +37,52 @@ _COMPUTE_THREAD = 1
 _FIRST_COMM_THREAD = 2
 _WAIT_COLOUR = "terrible"
 """The viewer's name for its red."""
+_MAX_MESSAGE = 300
+
+
+@dataclass(frozen=True)
+class _Process:
+    """A rank's timeline in the trace."""
+
+    pid: int
+    rank: int
+    step_ms: float
+
+
+@dataclass(frozen=True)
+class _Waits:
+    """A rank's step under the plan before: name, start and end in ms of each wait."""
+
+    rank: int
+    step_ms: float
+    waits: tuple[tuple[str, float, float], ...]
+
+
+@dataclass(frozen=True)
+class _OtherData:
+    """What the events do not say; see :class:`TimelineRecord`."""
+
+    title: str
+    measured: tuple[_Process, ...]
+    predicted: tuple[_Process, ...]
+    before: tuple[_Waits, ...]
+    ep_groups: tuple[tuple[int, ...], ...]
+    reasons: dict[str, str] | None
+
+
+_Microseconds = Annotated[float, Range(0, 10**15)]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """An event of the kind X, as far as it is read."""
+
+    name: str
+    cat: Lane
+    pid: int
+    ts: Annotated[float, Range(-(10**15), 10**15)]
+    dur: _Microseconds
+    bytes: int = 0
 
 
 def trace(record: TimelineRecord) -> dict[str, Any]:
@@ -34,6 +92,7 @@ def trace(record: TimelineRecord) -> dict[str, Any]:
         record: with its clocks aligned.
     """
     events: list[dict[str, Any]] = []
+    processes: dict[str, list[_Process]] = {"measured": [], "predicted": []}
     for word, first_pid, timelines in (
         ("measured", 0, record.measured),
         ("predicted", _PREDICTED_PID, record.predicted),
@@ -41,12 +100,74 @@ def trace(record: TimelineRecord) -> dict[str, Any]:
         for timeline in timelines:
             pid = first_pid + timeline.rank
             events += _process(pid, f"rank {timeline.rank} {word}", timeline)
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": record.title}}
+            processes[word].append(_Process(pid, timeline.rank, timeline.step_ms))
+    other = _OtherData(
+        title=record.title,
+        measured=tuple(processes["measured"]),
+        predicted=tuple(processes["predicted"]),
+        before=tuple(_Waits(one.rank, one.step_ms, _waits(one)) for one in record.before),
+        ep_groups=record.ep_groups,
+        reasons=record.reasons,
+    )
+    other_data = {"version": TRACE_VERSION, **to_plain(other)}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other_data}
+
+
+def _waits(timeline: RankTimeline) -> tuple[tuple[str, float, float], ...]:
+    return tuple((span.name, span.start_ms, span.end_ms) for span in timeline.spans if span.lane is Lane.WAIT)
 
 
 def write_trace(record: TimelineRecord, path: Path) -> None:
     """Write :func:`trace` into ``path``; a reader never sees half a file."""
     atomic_write(path, json.dumps(trace(record), separators=(",", ":")))
+
+
+def read_trace(path: Path) -> TimelineRecord:
+    """What :func:`write_trace` wrote; of the plan before, the waits only.
+
+    Raises:
+        RecordError: the file can't be read, is no trace of this package, or one of another version.
+    """
+    value = parse_object(read_text(path), str(path))
+    if "measured" in value:
+        raise RecordError(f"{path}: this is a timeline.json of an older version; pass {TRACE_FILE}, or run again")
+    other, events = value.get("otherData"), value.get("traceEvents")
+    if not isinstance(other, dict) or not isinstance(events, list):
+        raise RecordError(f"{path}: expected a trace with traceEvents and otherData")
+    take_version(other, TRACE_VERSION, "the trace", f"{path}.otherData")
+    content = from_plain(_OtherData, other, f"{path}.otherData")
+    spans = _spans(events, str(path))
+    pids = [process.pid for process in content.measured + content.predicted]
+    if len(set(pids)) != len(pids) or spans.keys() - set(pids):
+        raise RecordError(f"{path}.otherData: expected each process of the events once, found {pids}"[:_MAX_MESSAGE])
+    measured, predicted = (
+        tuple(RankTimeline(process.rank, tuple(spans.get(process.pid, ())), process.step_ms) for process in processes)
+        for processes in (content.measured, content.predicted)
+    )
+    before = tuple(
+        RankTimeline(one.rank, tuple(Span(name, Lane.WAIT, start, end) for name, start, end in one.waits), one.step_ms)
+        for one in content.before
+    )
+    return TimelineRecord(content.title, measured, predicted, before, content.ep_groups, content.reasons)
+
+
+def _spans(events: Sequence[Any], where: str) -> dict[int, list[Span]]:
+    """By process, ordered by start."""
+    spans: dict[int, list[Span]] = {}
+    for index, event in enumerate(events):
+        place = f"{where}.traceEvents[{index}]"
+        if not isinstance(event, dict):
+            raise RecordError(f"{place}: expected an object, found {event!r}"[:_MAX_MESSAGE])
+        if event.get("ph") != "X":
+            continue
+        args = event.get("args")
+        fields = {name: part for name, part in event.items() if name in ("name", "cat", "pid", "ts", "dur")}
+        if isinstance(args, dict) and "bytes" in args:
+            fields["bytes"] = args["bytes"]
+        one = from_plain(_Slice, fields, place)
+        span = Span(one.name, one.cat, one.ts / 1e3, (one.ts + one.dur) / 1e3, one.bytes)
+        spans.setdefault(one.pid, []).append(span)
+    return {pid: sorted(own, key=lambda span: span.start_ms) for pid, own in spans.items()}
 
 
 def _process(pid: int, name: str, timeline: RankTimeline) -> Iterator[dict[str, Any]]:

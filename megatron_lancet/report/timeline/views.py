@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_lancet.report.timeline.clocks import aligned
 from megatron_lancet.report.timeline.html import TIMELINE_PAGE, write_page
-from megatron_lancet.report.timeline.timeline_file import TimelineRecord
+from megatron_lancet.report.timeline.record import TimelineRecord
 from megatron_lancet.report.timeline.trace_file import TRACE_FILE, write_trace
 
 

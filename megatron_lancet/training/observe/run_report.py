@@ -14,7 +14,7 @@ from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.profiler.cache import write
 from megatron_lancet.report.exposed import ExposedTable, exposed_table
-from megatron_lancet.report.timeline.timeline_file import TIMELINE_FILE, TimelineRecord, write_timelines
+from megatron_lancet.report.timeline.record import TimelineRecord
 from megatron_lancet.report.timeline.views import write_views
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.observe.step_recorder import StepRecorder
@@ -83,6 +83,5 @@ def _write(folder: Path, plan: Plan, profile: Profile | None, timelines: Timelin
     write_plan_file(folder / PLAN_FILE, content)
     written.append(folder / PLAN_FILE)
     if timelines is not None:
-        write_timelines(timelines, folder / TIMELINE_FILE)
-        written += [folder / TIMELINE_FILE, *write_views(timelines, folder)]
+        written += write_views(timelines, folder)
     return written

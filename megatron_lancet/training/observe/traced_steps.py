@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_lancet.report.timeline.timeline_file import TimelineRecord
+from megatron_lancet.report.timeline.record import TimelineRecord
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.timeline import RankTimeline

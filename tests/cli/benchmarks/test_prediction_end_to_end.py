@@ -10,7 +10,7 @@ import pytest
 from megatron_lancet.files import from_plain
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.simulator import simulate
-from megatron_lancet.report.timeline.timeline_file import read_timelines
+from megatron_lancet.report.timeline.trace_file import read_trace
 from megatron_lancet.schedule.plan import Plan
 
 REPO = Path(__file__).parents[3]
@@ -42,7 +42,7 @@ def test_a_small_run_predicts_from_its_own_profile_and_measures_the_same_plans(t
         assert simulate(profile, plan).prediction.step_ms == pytest.approx(prediction["step_ms"])
         samples = case["samples"][name]
         assert [len(ranks) for ranks in samples] == [2, 2]
-        record = read_timelines(tmp_path / "timelines" / f"skewed-{name}.json")
+        record = read_trace(tmp_path / "timelines" / f"skewed-{name}.json")
         assert [timeline.rank for timeline in record.measured] == [0, 1]
         computed = {span.name for span in record.measured[0].spans if span.name.endswith(".experts")}
         assert computed == {span.name for span in record.predicted[0].spans if span.name.endswith(".experts")}

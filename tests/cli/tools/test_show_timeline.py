@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.report.timeline.timeline_file import write_timelines
+from megatron_lancet.report.timeline.html import page
+from megatron_lancet.report.timeline.trace_file import read_trace, write_trace
 from tests.unit.report import steps
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "show_timeline.py"
@@ -20,29 +21,32 @@ def main():
 
 
 @pytest.fixture
-def timelines(tmp_path):
-    path = tmp_path / "timeline.json"
-    write_timelines(steps.record(), path)
+def trace(tmp_path):
+    path = tmp_path / "trace.json"
+    write_trace(steps.record(), path)
     return path
 
 
-def test_page_and_trace_are_written_beside_the_file_or_where_asked(main, timelines, tmp_path, capsys):
-    main([str(timelines)])
-    assert {path.name for path in tmp_path.iterdir()} == {"timeline.json", "timeline.html", "trace.json"}
-    main([str(timelines), "--output", str(tmp_path / "new" / "folder")])
+def test_page_is_written_beside_the_trace_or_where_asked(main, trace, tmp_path, capsys):
+    main([str(trace)])
+    assert {path.name for path in tmp_path.iterdir()} == {"timeline.html", "trace.json"}
+    main([str(trace), "--output", str(tmp_path / "new" / "folder")])
     assert (tmp_path / "new" / "folder" / "timeline.html").read_text() == (tmp_path / "timeline.html").read_text()
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert capsys.readouterr().out.count("written to ") == 4
+    assert (tmp_path / "timeline.html").read_text() == page(read_trace(trace))
+    assert capsys.readouterr().out.count("written to ") == 2
 
 
-def test_what_is_no_timeline_is_one_message(main, timelines, tmp_path):
-    timelines.write_text("{}")
-    with pytest.raises(UsageError, match=r"these are no timelines: .*expected version 1"):
-        main([str(timelines)])
+def test_what_is_no_trace_is_one_message(main, trace, tmp_path):
+    trace.write_text("{}")
+    with pytest.raises(UsageError, match=r"this is no trace of a run: .*expected a trace with traceEvents"):
+        main([str(trace)])
+    trace.write_text(json.dumps({"version": 1, "title": "a step", "names": [], "measured": []}))
+    with pytest.raises(UsageError, match=r"a timeline\.json of an older version; pass trace\.json, or run again"):
+        main([str(trace)])
     with pytest.raises(UsageError, match=r"missing\.json"):
         main([str(tmp_path / "missing.json")])
 
 
-def test_a_folder_that_cannot_be_made_is_one_message(main, timelines):
+def test_a_folder_that_cannot_be_made_is_one_message(main, trace):
     with pytest.raises(UsageError, match=r"can't write into .*name another folder"):
-        main([str(timelines), "--output", str(timelines / "below")])
+        main([str(trace), "--output", str(trace / "below")])

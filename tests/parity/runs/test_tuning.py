@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lancet.report.timeline.timeline_file import read_timelines
+from megatron_lancet.report.timeline.trace_file import read_trace
 from megatron_lancet.planning.plan_file import read_plan_file
 from megatron_lancet.planning.profile import read_profile
 from tests.ranks import launch
@@ -90,13 +90,12 @@ def test_profile_plan_files_and_checkpoint(stock, token_data, tmp_path):
     assert found["tuning"]["stage"] == "watch"
     assert str(read_plan_file(tmp_path / "plan.json").plan) == found["plan"]
     assert read_profile(tmp_path / "profile.json").measured_steps_ms
-    timelines = read_timelines(tmp_path / "timeline.json")
+    timelines = read_trace(tmp_path / "trace.json")
     assert [timeline.rank for timeline in timelines.measured] == [0, 1]
     assert [timeline.rank for timeline in timelines.before] == [0, 1]
     assert timelines.predicted
     assert found["exposed"]["before_ms"] is not None
     assert (tmp_path / "timeline.html").exists()
-    assert (tmp_path / "trace.json").exists()
 
     load = ["--load", tmp_path / "checkpoints", "--ckpt-step", SAVED_AT]
     resumed = pretrain(token_data, [*shared, *load], tmp_path / "second", train_iters=NUM_ITERS)

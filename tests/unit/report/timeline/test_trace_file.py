@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lancet.report.timeline.lanes import levels
-from megatron_lancet.report.timeline.timeline_file import TimelineRecord
+from megatron_lancet.report.timeline.record import TimelineRecord
 from megatron_lancet.report.timeline.trace_file import trace, write_trace
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
