@@ -24,7 +24,6 @@ from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.gradient_overlap import measured_with
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.replay import expect
 from megatron_lancet.planning.simulation.simulator import Simulation, Simulator
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
@@ -78,7 +77,7 @@ class PredictionBench:
         simulator = Simulator(CostModel(profile))
         simulations = {name: simulator.simulate(plan) for name, plan in plans.items()}
         self._write_timelines(case, step, plans, simulations)
-        expected = {name: expect(profile, plan) for name, plan in plans.items()}
+        expected = {name: simulator.expected_step(plan) for name, plan in plans.items()}
         return {
             **asdict(case),
             "rate_bps": rate_bps,

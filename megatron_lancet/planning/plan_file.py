@@ -19,6 +19,7 @@ from megatron_lancet.files import (
     take_version,
     to_plain,
 )
+from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.profile import LayerKind, ModelFacts
 from megatron_lancet.schedule.plan import PLAN_VERSION, Plan
 from megatron_lancet.schedule.ranges import parse_ranges, ranges
@@ -84,24 +85,16 @@ class LayerExposure:
     exposed_ms: float
 
 
-@dataclass(frozen=True)
-class ExpectedStep:
+@dataclass(frozen=True, kw_only=True)
+class ExpectedStep(StepEstimate):
     """What the cost model says of the plan on the profile that it was made from.
 
     Attributes:
-        step_ms: of the whole step.
-        no_overlap_step_ms: the same without overlap, for comparison.
-        exposed_ms: time in which compute stands still for messages, on the rank that does most.
-        peak_bytes: activations and deferred weight gradients of a rank.
-        peak_dw_bytes: the most that deferred weight gradients keep alive.
+        no_overlap_step_ms: ``step_ms`` without overlap, for comparison.
         layers: those with exposed time.
     """
 
-    step_ms: float
     no_overlap_step_ms: float
-    exposed_ms: float
-    peak_bytes: int
-    peak_dw_bytes: int
     layers: tuple[LayerExposure, ...]
 
 

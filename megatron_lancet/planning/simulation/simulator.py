@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_lancet.files import RecordError
+from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.profile import LayerKind, Profile, StepPace
 from megatron_lancet.planning.simulation.buckets import Buckets
 from megatron_lancet.planning.simulation.cost_model import CostModel
@@ -38,30 +39,25 @@ class PlanMismatch(RecordError):  # noqa: N818 - says what is the matter
     """A plan doesn't fit the profile's model: what was expected, what is there."""
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What a step is expected to be.
+@dataclass(frozen=True, kw_only=True)
+class Prediction(StepEstimate):
+    """An estimate by simulation.
+
+    Its ``exposed_ms`` is of the rank that waits longest. ``peak_bytes`` is bounded as the module says, without
+    activations where the profile knows no memory.
 
     Attributes:
-        step_ms: of the whole step.
         forward_ms: of one micro-batch, on the slowest stage.
         backward_ms: the same.
-        exposed_ms: of the step, on the rank that stands still longest.
-        exposed_forward_ms: the part of it in the forward.
-        peak_dw_bytes: the most that deferred dWs keep alive on a rank.
-        peak_bytes: activations and deferred dWs, see the module; 0 and the dWs where the profile knows no memory.
+        exposed_forward_ms: the part of ``exposed_ms`` in the forward.
         num_early: dWs of a micro-batch that ran early because their memory was full.
         floor_ms: the step if the backward never stood still, after the same forward.
         gradient_ms: of the step, standing still for gradient reductions when the last backward has ended.
     """
 
-    step_ms: float
     forward_ms: float
     backward_ms: float
-    exposed_ms: float
     exposed_forward_ms: float
-    peak_dw_bytes: int
-    peak_bytes: int
     num_early: int
     floor_ms: float
     gradient_ms: float = 0.0
@@ -189,7 +185,31 @@ class Simulator:
             self.loads.same_ranks,
         )
 
-    def replay(self, plan: Plan, pace: StepPace) -> tuple[float, float]:
+    def expected_step(self, plan: Plan) -> StepEstimate:
+        """What a clock would show: ``exposed_ms`` is the mean over ranks. Raises like :meth:`predict`.
+
+        A simulation at an even pace is too fast. Ranks drift apart from op to op, and at every all-to-all the faster
+        one waits for the slower. So the plan is also played with each layer as fast, on each rank, as it was in traced
+        steps of the profile; the figures are medians over these. (dPRO replays traces of all ranks for the same
+        reason.) The pace is even where the profile has none, or not those of all ranks.
+        """
+        profile, num_ranks = self.costs.profile, len(self.loads.simulated)
+        even = self.predict(plan)
+        paces = [pace for pace in profile.paces if len(pace.forward[0]) == num_ranks == self.model.ep_size]
+        if paces:
+            steps, exposed = zip(*(self._paced(plan, pace) for pace in paces), strict=True)
+            step_ms, exposed_ms = statistics.median(steps), statistics.median(exposed)
+        else:
+            simulation = self.simulate(plan)
+            waits_ms = [
+                timeline.exposed_ms()
+                for timeline, same in zip(simulation.timelines, simulation.same_ranks, strict=True)
+                for _ in range(same)
+            ]
+            step_ms, exposed_ms = even.step_ms, statistics.fmean(waits_ms)
+        return StepEstimate(step_ms, exposed_ms, even.peak_bytes, even.peak_dw_bytes)
+
+    def _paced(self, plan: Plan, pace: StepPace) -> tuple[float, float]:
         """Step time and exposed time, mean over ranks, in ms, if all micro-batches' ops took as long as in one step.
 
         Args:

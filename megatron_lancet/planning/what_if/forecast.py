@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.shares import merge_similar_shares
 from megatron_lancet.planning.simulation.cost_model import CostModel
@@ -95,26 +96,20 @@ class Routing:
         return merge_similar_shares(rebinned_share(measured, ep_size), _MAX_DISTINCT)
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What one plan would take in one layout.
+@dataclass(frozen=True, kw_only=True)
+class Forecast(StepEstimate):
+    """What one plan would take in one layout. Its ``exposed_ms`` is of the slowest stage's rank that waits longest.
 
     Attributes:
         plan: of the whole model; segments end with pipeline stages.
-        step_ms: of a whole step.
-        exposed_ms: of it, standing still for all-to-alls, on the slowest stage's rank that does most.
-        bubble_ms: of it, waiting for other pipeline stages.
+        bubble_ms: of the step, waiting for other pipeline stages.
         gradient_ms: of it, standing still for gradients' reductions, by the ring model; where they run beside the
             backward pass, what the simulator leaves of them.
-        peak_bytes: activations and deferred weight gradients of a rank.
     """
 
     plan: Plan
-    step_ms: float
-    exposed_ms: float
     bubble_ms: float
     gradient_ms: float
-    peak_bytes: int
 
     @property
     def exposed_share(self) -> float:
@@ -190,6 +185,7 @@ class Forecaster:
             bubble_ms=(layout.pp_size - 1) * micro_batch_ms + activations_ms,
             gradient_ms=gradient_ms,
             peak_bytes=prediction.peak_bytes,
+            peak_dw_bytes=prediction.peak_dw_bytes,
         )
 
     def moved(self, layout: Layout) -> Profile:

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.files import RecordError
+from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.runtime.collectives import from_rank_0
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.process.console import say
-from megatron_lancet.training.tuning.controller import Decision, Prediction, Stage, Tuning
+from megatron_lancet.training.tuning.controller import Decision, Stage, Tuning
 from megatron_lancet.training.tuning.step_stats import Figures, StepTimes, figures_of_rank, over_ranks
 from megatron_lancet.training.tuning.tuned_plan import ATTRIBUTE, TunedPlan
 
@@ -29,11 +30,13 @@ class Planned:
 
     Attributes:
         prediction: step time and exposed communication that the plan is expected to have.
+        why: a few words on how the plan was found.
         profiled: step times in ms of plans that ran for the profile, by name.
     """
 
     plan: Plan
-    prediction: Prediction
+    prediction: StepEstimate
+    why: str
     profiled: dict[str, tuple[Plan, float]]
 
 
@@ -184,8 +187,8 @@ class AutoTune:
             self._how = f"no plan was found: {failure}"
             self._act(self._tuning.planning_failed(str(failure)))
             return
-        self._how = planned.prediction.why
-        self._act(self._tuning.planned(planned.plan, planned.prediction, planned.profiled))
+        self._how = planned.why
+        self._act(self._tuning.planned(planned.plan, planned.prediction, planned.profiled, planned.why))
 
     def _act(self, decision: Decision) -> None:
         if decision.make_plan:
@@ -227,5 +230,5 @@ class AutoTune:
         return over_ranks([row.tolist() for row in rows])
 
 
-def _asdict(figures: Figures | Prediction | None) -> dict[str, Any] | None:
+def _asdict(figures: Figures | StepEstimate | None) -> dict[str, Any] | None:
     return None if figures is None else asdict(figures)

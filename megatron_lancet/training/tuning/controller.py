@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.schedule.plan import DwPolicy, Plan, fixed_plan
 from megatron_lancet.training.tuning.step_stats import Figures, exposed_noise_ms, step_noise_ms
 
@@ -47,21 +48,6 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What the planner expects of a plan.
-
-    Attributes:
-        step_ms: the slowest rank's.
-        exposed_ms: mean over ranks.
-        why: a few words on how the plan was found.
-    """
-
-    step_ms: float
-    exposed_ms: float
-    why: str = ""
-
-
-@dataclass(frozen=True)
 class Decision:
     """What follows from a step's figures.
 
@@ -88,7 +74,7 @@ class _Trial:
     """
 
     plan: Plan
-    prediction: Prediction | None
+    prediction: StepEstimate | None
     before: Figures
     fallback: Plan
     others: dict[str, tuple[Plan, float]] = field(default_factory=dict)
@@ -128,7 +114,7 @@ class Tuning:
         self.plan = plan_without_overlap()
         self.settled = False
         self.baseline: Figures | None = None
-        self.prediction: Prediction | None = None
+        self.prediction: StepEstimate | None = None
         self.chosen: Figures | None = None
         self.num_plans = 0
         self.remark = ""
@@ -147,7 +133,7 @@ class Tuning:
         """Something to say beside what a decision says."""
         self.lines.append(line)
 
-    def take_over(self, plan: Plan, baseline: Figures | None, prediction: Prediction | None, line: str) -> Decision:
+    def take_over(self, plan: Plan, baseline: Figures | None, prediction: StepEstimate | None, line: str) -> Decision:
         """Use a plan that was found earlier, before the first step; what it takes is measured, and not judged."""
         assert self.stage is Stage.WARM_UP
         self.settled, self.baseline, self.prediction = True, baseline, prediction
@@ -185,12 +171,18 @@ class Tuning:
         return self._watched(figures)
 
     def planned(
-        self, plan: Plan, prediction: Prediction, profiled: Mapping[str, tuple[Plan, float]] | None = None
+        self,
+        plan: Plan,
+        prediction: StepEstimate,
+        profiled: Mapping[str, tuple[Plan, float]] | None = None,
+        why: str = "",
     ) -> Decision:
         """Go on with the planner's plan.
 
         Args:
+            prediction: as it will be measured.
             profiled: step times in ms of plans that ran for the profile, by name; tried if the planned one is slower.
+            why: a few words on how the plan was found.
         """
         assert self.stage is Stage.PROFILE
         before = self.chosen or self.baseline
@@ -200,8 +192,8 @@ class Tuning:
         self.num_plans += 1
         self.remark = ""
         self._num_steps_since_plan = 0
-        why = f" ({prediction.why})" if prediction.why else ""
-        line = f"{plan}: predicted {prediction.step_ms:.1f} ms a step, measured before {before.step_ms:.1f} ms{why}"
+        found = f" ({why})" if why else ""
+        line = f"{plan}: predicted {prediction.step_ms:.1f} ms a step, measured before {before.step_ms:.1f} ms{found}"
         others = {name: other for name, other in (profiled or {}).items() if other[0] not in (plan, self.plan)}
         trial = _Trial(plan, prediction, before, self.plan, others)
         if plan != self.plan:

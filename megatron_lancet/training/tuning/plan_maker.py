@@ -14,7 +14,8 @@ from megatron_lancet.files import RecordError, to_plain
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.gradient_overlap import with_reduction
 from megatron_lancet.planning.search.planner import PlannedStep, make_plan
-from megatron_lancet.planning.simulation.replay import expect
+from megatron_lancet.planning.simulation.cost_model import CostModel
+from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.profiler import cache
 from megatron_lancet.profiler.cache import ProfileKey
 from megatron_lancet.profiler.facts import ProfiledModel, key_of
@@ -25,7 +26,6 @@ from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.comm_priority import reduction_of
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.tuning.autotune import Planned, PlanningFailed
-from megatron_lancet.training.tuning.controller import Prediction
 from megatron_lancet.training.tuning.memory_budget import least_room_bytes, memory_bound_bytes
 from megatron_lancet.training.tuning.profile_steps import (
     ProfileSteps,
@@ -169,7 +169,7 @@ class ProfilingPlanMaker:
             ran = [self._setup.plan, *(self._steps.plans if self._steps is not None else ())]
             bound_bytes = memory_bound_bytes(profile, ran, room_bytes)
             planned = make_plan(profile, replace(self._limits, max_memory_bytes=bound_bytes))
-            prediction = _prediction(profile, planned)
+            prediction = Simulator(CostModel(profile)).expected_step(planned.plan)
         except RecordError as error:
             return f"no plan could be made: {error}"
         except Exception as error:  # noqa: BLE001 training can go on without a plan, and must
@@ -178,7 +178,7 @@ class ProfilingPlanMaker:
         why = f"best of {planned.num_simulated}, planned in {time.perf_counter() - start_s:.1f} s from {self._source}"
         if planned.warning is not None:
             self._note(planned.warning)
-        return Planned(planned.plan, replace(prediction, why=why), self._profiled(profile))
+        return Planned(planned.plan, prediction, why, self._profiled(profile))
 
     def _profiled(self, profile: Profile) -> dict[str, tuple[Plan, float]]:
         """Step times of the profiled plans that the run may use; none where the run has changed since."""
@@ -186,9 +186,3 @@ class ProfilingPlanMaker:
             return {}
         times_ms = profile.measured_steps_ms
         return {str(plan): (plan, times_ms[str(plan)]) for plan in self._plans if str(plan) in times_ms}
-
-
-def _prediction(profile: Profile, planned: PlannedStep) -> Prediction:
-    """Converts the simulation of a plan to the figures that the run will measure."""
-    expected = expect(profile, planned.plan)
-    return Prediction(expected.step_ms, expected.exposed_ms)

@@ -4,11 +4,11 @@ import json
 from dataclasses import dataclass
 
 from megatron_lancet.files import differences, parse_record, to_plain
+from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.schedule.plan import PLAN_VERSION, Plan
-from megatron_lancet.training.tuning.controller import Prediction
 from megatron_lancet.training.tuning.step_stats import Figures
 
-TUNED_PLAN_VERSION = f"1.{PLAN_VERSION}"
+TUNED_PLAN_VERSION = f"2.{PLAN_VERSION}"
 ATTRIBUTE = "lancet_tuned_plan"
 """Of Megatron's arguments, which it saves with every checkpoint: plain text there, so that stock can load it too."""
 _MAX_LISTED = 4
@@ -30,7 +30,7 @@ class TunedPlan:
     made_for: dict[str, str]
     chosen: Figures
     baseline: Figures | None = None
-    prediction: Prediction | None = None
+    prediction: StepEstimate | None = None
 
     def to_json(self) -> str:
         """As one line of JSON."""

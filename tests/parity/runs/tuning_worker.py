@@ -59,13 +59,13 @@ class ScriptedMaker:
 
     def make(self):
         from megatron_lancet.training.tuning.autotune import Planned, PlanningFailed
-        from megatron_lancet.training.tuning.controller import Prediction
+        from megatron_lancet.planning.estimate import StepEstimate
 
         answer = self._answers.pop(0)
         if answer is None:
             raise PlanningFailed("the profile has no all-to-all times")
         profiled = {text: (plan_of(text), 1e6) for text in self._script["profiled"]}
-        return Planned(plan_of(answer), Prediction(50.0, 1.0, "scripted"), profiled)
+        return Planned(plan_of(answer), StepEstimate(50.0, 1.0), "scripted", profiled)
 
 
 def slow_under(plans: dict[str, float], setups: list[Any]):

@@ -42,7 +42,7 @@ PLAN = Plan(
 WHOLE = PlanFile(
     PLAN,
     made_for(facts()),
-    ExpectedStep(100.5, 120.0, 4.0, 10**9, 10**6, (LayerExposure(2, 4.0),)),
+    ExpectedStep(100.5, 4.0, 10**9, 10**6, no_overlap_step_ms=120.0, layers=(LayerExposure(2, 4.0),)),
     Source("made up", "a laptop", {"torch": "2"}),
 )
 

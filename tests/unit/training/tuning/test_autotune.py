@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.comm_stats import CommTimes
 from megatron_lancet.schedule.plan import fixed_plan
 from megatron_lancet.training.tuning.autotune import AutoTune, Planned, PlanningFailed
-from megatron_lancet.training.tuning.controller import Prediction, Stage, Tuning, plan_without_overlap
+from megatron_lancet.training.tuning.controller import Stage, Tuning, plan_without_overlap
 from megatron_lancet.training.tuning.step_stats import Figures
 from megatron_lancet.training.tuning.tuned_plan import TunedPlan
 
@@ -42,7 +43,7 @@ class Maker:
     def make(self):
         if self._failure is not None:
             raise PlanningFailed(self._failure)
-        return Planned(PLANNED, Prediction(80.0, 3.0, "scripted"), {})
+        return Planned(PLANNED, StepEstimate(80.0, 3.0), "scripted", {})
 
 
 class Run:

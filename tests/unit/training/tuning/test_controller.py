@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.schedule.plan import Segment, fixed_plan
 from megatron_lancet.training.tuning.controller import (
     MIN_STEPS_BETWEEN_PLANS,
@@ -11,7 +12,6 @@ from megatron_lancet.training.tuning.controller import (
     NUM_SETTLE_STEPS,
     NUM_WARM_UP_STEPS,
     Decision,
-    Prediction,
     Stage,
     Tuning,
     plan_without_overlap,
@@ -44,7 +44,7 @@ def profiling(baseline_ms: float = 200.0) -> Tuning:
 
 def verifying(predicted_ms: float = 150.0, **kwargs) -> Tuning:
     tuning = profiling()
-    assert tuning.planned(PLAN, Prediction(predicted_ms, 10.0), **kwargs).plan == PLAN
+    assert tuning.planned(PLAN, StepEstimate(predicted_ms, 10.0), **kwargs).plan == PLAN
     assert tuning.stage is Stage.VERIFY
     return tuning
 
@@ -60,7 +60,7 @@ def test_a_plan_that_pays_stays():
     tuning = Tuning(NUM)
     assert (tuning.stage, tuning.plan) == (Stage.WARM_UP, BASE)
     run(tuning, figures(200), NUM_WARM_UP_STEPS)
-    tuning.planned(PLAN, Prediction(148, 10, "best of 12"))
+    tuning.planned(PLAN, StepEstimate(148, 10), why="best of 12")
     assert not tuning.settled
     decision = run(tuning, figures(150, 8), NUM_SETTLE_STEPS)
     assert decision == Decision(
@@ -109,7 +109,7 @@ def test_a_plan_that_only_looked_slow_is_taken_after_all():
     assert decision.plan == tuning.plan == PLAN
     assert f"the machine had become slower; taking {PLAN} after all: 230.0 ms a step" in decision.lines[0]
     assert (tuning.stage, tuning.settled, tuning.chosen) == (Stage.WATCH, True, figures(230, 20))
-    assert (tuning.prediction, tuning.remark) == (Prediction(150.0, 10.0), "")
+    assert (tuning.prediction, tuning.remark) == (StepEstimate(150.0, 10.0), "")
 
 
 def test_of_two_that_looked_slow_the_faster_is_taken_after_all():
@@ -150,7 +150,7 @@ def test_the_better_of_two_that_pay_is_kept():
     assert run(tuning, figures(150, 9), NUM_SETTLE_STEPS).plan == OTHER
     decision = run(tuning, figures(190), NUM_SETTLE_STEPS)
     assert decision.plan == tuning.plan == PLAN
-    assert (tuning.chosen, tuning.prediction) == (figures(150, 9), Prediction(150.0, 10.0))
+    assert (tuning.chosen, tuning.prediction) == (figures(150, 9), StepEstimate(150.0, 10.0))
 
 
 def test_a_profiled_plan_that_is_not_clearly_faster_is_not_tried():
@@ -162,7 +162,7 @@ def test_a_profiled_plan_that_is_not_clearly_faster_is_not_tried():
 def test_no_overlap_is_a_legal_answer():
     tuning = profiling()
     in_two_stages = replace(BASE, segments=(Segment(1, 2, 1), Segment(3, None, 1)))
-    decision = tuning.planned(in_two_stages, Prediction(200, 50))
+    decision = tuning.planned(in_two_stages, StepEstimate(200, 50))
     assert (tuning.stage, decision.plan) == (Stage.WATCH, BASE)
     assert "nothing else is expected to be faster" in decision.lines[0]
     assert tuning.chosen == tuning.baseline
@@ -171,7 +171,7 @@ def test_no_overlap_is_a_legal_answer():
 @pytest.mark.parametrize(("other_ms", "kept"), [(150, OTHER), (199, OTHER), (201, BASE)])
 def test_a_profiled_plan_is_tried_although_none_is_expected_to_pay(other_ms, kept):
     tuning = profiling()
-    assert tuning.planned(BASE, Prediction(200, 50), {"four": (OTHER, 160.0)}).plan == OTHER
+    assert tuning.planned(BASE, StepEstimate(200, 50), {"four": (OTHER, 160.0)}).plan == OTHER
     decision = run(tuning, figures(other_ms), NUM_SETTLE_STEPS)
     assert decision.plan == (None if kept == OTHER else BASE)
     assert (tuning.plan, tuning.stage) == (kept, Stage.WATCH)
@@ -213,7 +213,7 @@ def test_exposed_time_that_stays_elsewhere_asks_for_a_plan(exposed_ms):
         "chosen: planning anew",
     )
     # The new plan is judged by what the old one takes now, and the way back is to the old one.
-    assert tuning.planned(OTHER, Prediction(140, 5)).plan == OTHER
+    assert tuning.planned(OTHER, StepEstimate(140, 5)).plan == OTHER
     assert run(tuning, figures(180, 5), NUM_SETTLE_STEPS).plan == PLAN
     assert (tuning.chosen, tuning.num_plans) == (figures(170, exposed_ms), 2)
 
@@ -231,6 +231,6 @@ def test_plans_are_not_made_all_the_time():
     while not run(tuning, figures(170, 60)).make_plan:
         num_steps += NUM
     assert MIN_STEPS_BETWEEN_PLANS <= num_steps + NUM < MIN_STEPS_BETWEEN_PLANS + NUM
-    tuning.planned(PLAN, Prediction(165, 60))
+    tuning.planned(PLAN, StepEstimate(165, 60))
     assert run(tuning, figures(170, 60), NUM_SETTLE_STEPS) == Decision(), "what is usual now is what it showed last"
     assert tuning.stage is Stage.WATCH

@@ -95,7 +95,7 @@ def test_a_profile_gives_a_plan_and_what_else_ran(make):
     assert num_steps == 3
     assert planned.plan.num_chunks > 1
     assert planned.prediction.step_ms < sum(op.ms for op in PROFILE.ops)
-    assert planned.prediction.why.endswith("s from a profile of 3 steps")
+    assert planned.why.endswith("s from a profile of 3 steps")
     assert planned.profiled == {str(fixed_plan(2)): (fixed_plan(2), 44.0)}
     assert maker.made_for()["ep_size"] == "2"
     assert maker.notes == []
@@ -107,7 +107,7 @@ def test_a_kept_profile_needs_no_steps(make, tmp_path):
     assert again.num_steps() == 0
     planned, num_steps = profiled(again)
     assert (planned.plan, num_steps) == (first.plan, 0)
-    assert f"from the profile {tmp_path / 'cache' / 'profile-'}" in planned.prediction.why
+    assert f"from the profile {tmp_path / 'cache' / 'profile-'}" in planned.why
 
 
 def test_a_damaged_or_unwritable_cache_is_one_line_and_no_more(make, tmp_path):

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from megatron_lancet.planning.profile import ChunkRouting, Profile, StepPace, read_profile
-from megatron_lancet.planning.simulation.replay import expect
-from megatron_lancet.planning.simulation.simulator import simulate
+from megatron_lancet.planning.simulation.cost_model import CostModel
+from megatron_lancet.planning.simulation.simulator import Simulator, simulate
 from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan
 
@@ -27,6 +27,10 @@ def profile_with(*paces: StepPace, dw_ms: dict[str, float] | None = None) -> Pro
 
 def pace(layer=(1.0, 1.0), beside=(1.0, 1.0), backward=(1.0, 1.0)) -> StepPace:
     return StepPace((beside, layer), ((1.0, 1.0), backward))
+
+
+def expect(profile, plan):
+    return Simulator(CostModel(profile)).expected_step(plan)
 
 
 def test_an_even_pace_is_the_simulation():
