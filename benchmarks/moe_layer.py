@@ -95,12 +95,19 @@ class MegatronLayer:
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, B, H] to [S, B, H]."""
-        from megatron_lancet.model.transformer_block import run_experts
+        from megatron_lancet.model.chunking import Chunk
+        from megatron_lancet.model.ops import ChunkState
+        from megatron_lancet.model.transformer_block import run_program
 
         if self._plan is None:
             return self._moe(hidden)[0]
         self._block._begin_micro_batch()
-        return run_experts(self._plan.segments[0], self._block.overlapping_layers[0].moe, hidden)
+        micro_batch = ChunkState(Chunk(0, 1))
+        micro_batch.normed_sbH = hidden
+        # Between attention and the residual: what is left of the layer in the range that the plans have.
+        _, *experts, _ = self._block.segments[0].program
+        run_program(experts, self._block.segments[0], micro_batch, trace=None)
+        return micro_batch.output_sbH
 
     def weights(self) -> list[torch.nn.Parameter]:
         """Router, then both matrices of each local expert."""

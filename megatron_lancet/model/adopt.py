@@ -2,13 +2,20 @@
 
 Megatron builds the model; then the modules whose behaviour differs change their class. So initialisation, parameter
 order, checkpoint keys and process groups are Megatron's own, and no spec or constructor of its is repeated here.
+
+What a user has hooked onto a module whose parts are then called one by one would not run: it is refused.
 """
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_lancet.errors import UsageError
+
+_HANDLED = "megatron.core.distributed"
+"""Whose hooks wait for gathered parameters: each module's own, of which layers have none."""
 
 
 def adopt[ModuleT: torch.nn.Module](module: torch.nn.Module, subclass: type[ModuleT]) -> ModuleT:
@@ -25,3 +32,33 @@ def adopt[ModuleT: torch.nn.Module](module: torch.nn.Module, subclass: type[Modu
         )
     module.__class__ = subclass
     return cast(ModuleT, module)
+
+
+def refuse_bypassed_hooks(layer: torch.nn.Module) -> None:
+    """Look for hooks on a transformer layer and on its experts' layer. Hooks on their parts run, once per chunk.
+
+    Raises:
+        UsageError: there are some.
+    """
+    for module in (layer, getattr(layer, "mlp", None)):
+        if module is not layer and not isinstance(module, MoELayer):
+            continue
+        for kind, hook in _hooks(module):
+            if not getattr(hook, "__module__", "").startswith(_HANDLED):
+                name = getattr(hook, "__qualname__", type(hook).__name__)
+                raise UsageError(
+                    f"the {kind} hook {name} on {type(module).__name__} would not run: chunks pass through the parts "
+                    "of the layer one by one. Register it on a part (self_attention, mlp.router, mlp.experts), or run "
+                    "with --lancet-plan off."
+                )
+
+
+def _hooks(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    for kind, hooks in (
+        ("forward", module._forward_hooks),
+        ("forward pre-", module._forward_pre_hooks),
+        ("backward", module._backward_hooks),
+        ("backward pre-", module._backward_pre_hooks),
+    ):
+        for hook in hooks.values():
+            yield kind, hook

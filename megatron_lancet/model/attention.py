@@ -1,5 +1,8 @@
 """Self-attention of a chunk: torch's fused kernel, which sees positions of earlier chunks and of other ranks.
 
+Megatron cuts a sequence into 2N slices for the N ranks of a context-parallel group; rank r gets slices r and 2N-1-r, so
+that causal attention costs all ranks the same.
+
 Legend of shapes: s positions of the chunk on this rank, s' of keys that it sees, S of the whole sequence, b chunk
 size, n heads, g key heads, k / v channels of a head.
 """
@@ -10,9 +13,11 @@ from copy import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -23,7 +28,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.context_parallel import gather_positions, own_slices
 
 
 def sdpa_blockers(settings: Any) -> list[str]:
@@ -168,6 +172,20 @@ class SdpaAttention(DotProductAttention):
                 yield
         else:
             yield
+
+
+def own_slices(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Numbers of this rank's two slices, in the order in which it holds them."""
+    return group.rank(), 2 * group.size() - 1 - group.rank()
+
+
+def gather_positions(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """All positions in their order, [S, ...] of each rank's [s, ...] with s = S / N.
+
+    Collective, and so is its backward pass, which sums the gradients that all ranks have for this one's positions.
+    """
+    slices = gather_from_sequence_parallel_region(part, group=group).chunk(2 * group.size())
+    return torch.cat([*slices[0::2], *reversed(slices[1::2])])
 
 
 def _causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:

@@ -21,9 +21,8 @@ from megatron_lancet.model.linear import (
     defer_weight_grad,
 )
 from megatron_lancet.model.moe_layer import OverlappingMoE
-from megatron_lancet.model.recompute import recompute_of_layer
+from megatron_lancet.model.ops import recompute_of_layer, trace_ends
 from megatron_lancet.model.router import ChunkedTopKRouter
-from megatron_lancet.model.traced_ends import trace_ends
 from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
 from megatron_lancet.model.transformer_layer import OverlappingLayer
 from megatron_lancet.runtime.comm import Comm
@@ -69,7 +68,7 @@ def set_plan(model: GPTModel, plan: Plan) -> None:
     block = model.decoder
     assert isinstance(block, OverlappingTransformerBlock)
     check_layers(plan, model.config.num_layers)
-    segments = [(layer, plan.segment_of(layer.stock.layer_number)) for layer in block.overlapping_layers]
+    segments = [(layer, plan.segment_of(layer.number)) for layer in block.overlapping_layers]
     with_sdpa = [layer for layer, segment in segments if block.uses_sdpa_everywhere or _needs_sdpa(segment)]
     for layer in with_sdpa:
         layer.attention.check()

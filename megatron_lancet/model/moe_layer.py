@@ -1,21 +1,23 @@
-"""One chunk's way through a Mixture-of-Experts layer, top to bottom; stops wherever its rows are on the wire."""
+"""The ops of a Mixture-of-Experts layer on one chunk, in the order of the data.
 
-from collections.abc import Generator
+When each of them runs is in ``schedule/turns.py``.
+
+Legend of shapes: s positions, b samples, t = s * b tokens of the chunk, E experts, n rows sent (one per token and
+chosen expert), r rows received, H hidden size.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher, Routes
-from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed
+from megatron_lancet.model.ops import NOTHING, ChunkState, Recompute, maybe_recomputed
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.trace import enter, leave
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
-
-Steps = Generator[Op, None, torch.Tensor]
-"""Yields each op that is in flight, so that others can run; returns hidden states."""
+from megatron_lancet.schedule.turns import Compute, Launch, LaunchCounts, Verb, Wait
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class OverlappingMoE:
         stock: Megatron's module.
         dispatcher: moves rows between tokens' ranks and experts' ranks.
         comm: all-to-alls of the model.
-        recompute: which segments are recomputed in the backward pass.
+        recompute: which ops are recomputed in the backward pass.
     """
 
     stock: MoELayer
@@ -34,93 +36,96 @@ class OverlappingMoE:
     comm: Comm
     recompute: Recompute = NOTHING
 
-
-def moe_steps(moe: OverlappingMoE, hidden: torch.Tensor, chunk: Chunk) -> Steps:
-    """Route, dispatch, experts, combine.
-
-    Args:
-        hidden: [s, b, H], normed input of the layer.
-
-    Returns:
-        [s, b, H].
-    """
-    trace, number = moe.comm.trace, moe.stock.layer_number
-    hidden = enter(trace, hidden, number, chunk.index, OpKind.ROUTE)
-    probs, routing_map = moe.stock.router(hidden, chunk=chunk)
-    leave(trace, number, chunk.index, OpKind.ROUTE)
-    return (yield from routed_steps(moe, hidden, probs, routing_map, chunk))
+    def message_op(self, kind: OpKind, x: ChunkState) -> Op:
+        """The message of a kind that a chunk sends in this layer."""
+        return Op(self.stock.layer_number, x.chunk.index, Phase.FORWARD, kind)
 
 
-def routed_steps(
-    moe: OverlappingMoE, hidden: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, chunk: Chunk
-) -> Steps:
-    """Dispatch, experts, combine.
-
-    Args:
-        hidden: [s, b, H], normed input of the layer.
-        probs: [t, E].
-        routing_map: [t, E] bool.
-
-    Returns:
-        [s, b, H].
-    """
-
-    def op(kind: OpKind) -> Op:
-        return Op(moe.stock.layer_number, chunk.index, Phase.FORWARD, kind)
-
-    dispatcher, comm, trace = moe.dispatcher, moe.comm, moe.comm.trace
-    place = moe.stock.layer_number, chunk.index
-    probs = enter(trace, probs, *place, OpKind.PREPROCESS)
-    counts = dispatcher.launch_counts(op(OpKind.COUNTS), routing_map)
-    rows = dispatcher.permute(hidden, probs, routing_map, num_rows(moe.stock, routing_map))
-    dispatch = AllToAll(comm, op(OpKind.DISPATCH), counts)
-    ticket = dispatch.launch(rows.tokens, rows.probs)
-    leave(trace, *place, OpKind.PREPROCESS)
-    shared_output = _shared_output(moe, hidden, chunk)
-    yield dispatch.op
-    tokens, token_probs = dispatch.wait(ticket)
-    routes = counts.wait()
-    if trace is not None:
-        trace.received(str(op(OpKind.EXPERTS)), tokens.size(0))
-
-    output = maybe_recomputed(moe.recompute.experts, _run_experts, moe, tokens, token_probs, routes, probs.dtype)
-
-    combine = AllToAll(comm, op(OpKind.COMBINE), routes.splits.reversed())
-    ticket = combine.launch(output)
-    leave(trace, *place, OpKind.EXPERTS)
-    yield combine.op
-    (output,) = combine.wait(ticket)
-
-    output = dispatcher.unpermute(output, rows)
-    if shared_output is not None:
-        output = output + shared_output
-    leave(trace, *place, OpKind.POSTPROCESS)
-    return output
+def route(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Choose the experts of each token."""
+    x.probs_tE, x.routing_map_tE = moe.stock.router(x.normed_sbH, chunk=x.chunk)
 
 
-def _shared_output(moe: OverlappingMoE, hidden: torch.Tensor, chunk: Chunk) -> torch.Tensor | None:
-    """What the experts that see all tokens make of them, [s, b, H]; None without such experts."""
-    if not moe.stock.use_shared_expert:
-        return None
-    place = moe.comm.trace, moe.stock.layer_number, chunk.index
-    hidden = enter(place[0], hidden, *place[1:], OpKind.SHARED_EXPERTS)
-    output = maybe_recomputed(moe.recompute.shared_experts, moe.stock.shared_experts_compute, hidden)
-    leave(*place, OpKind.SHARED_EXPERTS)
-    return output
+def launch_counts(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Tell every rank how many rows each of its experts gets from here."""
+    x.routes = moe.dispatcher.launch_counts(moe.message_op(OpKind.COUNTS, x), x.routing_map_tE)
 
 
-def _run_experts(
-    moe: OverlappingMoE, tokens: torch.Tensor, token_probs: torch.Tensor, routes: Routes, sum_dtype: torch.dtype
-) -> torch.Tensor:
-    """Received rows [r, H] through the local experts, in the order in which they came."""
-    tokens, token_probs = moe.dispatcher.sort_by_expert(tokens, token_probs, routes)
-    output, bias = moe.stock.experts(tokens, routes.rows_per_expert, token_probs)
-    assert bias is None, "experts return their bias added to the output"
-    return moe.dispatcher.sort_by_peer(output, routes, sum_dtype)
+def preprocess(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Make one row per token and chosen expert, ordered by the rank that it goes to."""
+    x.rows, x.permutation = moe.dispatcher.permute(
+        x.normed_sbH, x.probs_tE, x.routing_map_tE, _num_rows(moe.stock, x.routing_map_tE)
+    )
+    del x.probs_tE, x.routing_map_tE
 
 
-def num_rows(moe: MoELayer, routing_map: torch.Tensor) -> int:
+def launch_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Send the rows to their experts, as soon as the counts have come."""
+    x.launch(AllToAll(moe.comm, moe.message_op(OpKind.DISPATCH, x), x.routes))
+
+
+def shared_experts(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Run the experts that see all tokens."""
+    compute = moe.stock.shared_experts_compute
+    x.shared_sbH = maybe_recomputed(moe.recompute.shared_experts, compute, x.normed_sbH)
+
+
+def wait_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Receive other tokens' rows."""
+    del x.normed_sbH
+    x.wait()
+
+
+def experts(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Run this rank's experts on the rows received."""
+    x.rows = (maybe_recomputed(moe.recompute.experts, _run_experts, moe, *x.rows, x.routes.wait()),)
+
+
+def launch_combine(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Send the experts' outputs back to where their tokens are."""
+    x.launch(AllToAll(moe.comm, moe.message_op(OpKind.COMBINE, x), x.routes.splits().reversed()))
+    del x.routes
+
+
+def wait_combine(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Receive the outputs of the chunk's own rows."""
+    x.wait()
+
+
+def postprocess(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Sum the outputs of each token's experts."""
+    (output_nH,) = x.rows
+    x.output_sbH = moe.dispatcher.unpermute(output_nH, x.permutation)
+    del x.rows, x.permutation
+    if moe.stock.use_shared_expert:
+        x.output_sbH = x.output_sbH + x.shared_sbH
+        del x.shared_sbH
+
+
+FORWARD: Mapping[Verb, Callable[[OverlappingMoE, ChunkState], None]] = {
+    Compute(OpKind.ROUTE): route,
+    LaunchCounts(OpKind.COUNTS): launch_counts,
+    Compute(OpKind.PREPROCESS): preprocess,
+    Launch(OpKind.DISPATCH): launch_dispatch,
+    Compute(OpKind.SHARED_EXPERTS): shared_experts,
+    Wait(OpKind.DISPATCH): wait_dispatch,
+    Compute(OpKind.EXPERTS): experts,
+    Launch(OpKind.COMBINE): launch_combine,
+    Wait(OpKind.COMBINE): wait_combine,
+    Compute(OpKind.POSTPROCESS): postprocess,
+}
+
+
+def _num_rows(moe: MoELayer, routing_map_tE: torch.Tensor) -> int:
     """Rows that a chunk sends: known without looking where no token is dropped and none is padded."""
     if moe.config.moe_expert_capacity_factor is None:
-        return routing_map.size(0) * moe.config.moe_router_topk
-    return int(routing_map.sum())
+        return routing_map_tE.size(0) * moe.config.moe_router_topk
+    return int(routing_map_tE.sum())
+
+
+def _run_experts(moe: OverlappingMoE, tokens_rH: torch.Tensor, probs_r: torch.Tensor, routes: Routes) -> torch.Tensor:
+    """Received rows through the local experts; [r, H], in the order in which they came."""
+    tokens_mH, probs_m = moe.dispatcher.sort_by_expert(tokens_rH, probs_r, routes)
+    output_mH, bias = moe.stock.experts(tokens_mH, routes.rows_per_expert, probs_m)
+    assert bias is None, "experts return their bias added to the output"
+    return moe.dispatcher.sort_by_peer(output_mH, routes, probs_r.dtype)

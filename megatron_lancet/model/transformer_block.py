@@ -1,8 +1,8 @@
-"""The transformer block that drives its chunks through the layers, one while another's rows are on the wire."""
+"""The transformer block, which runs the program of each of the plan's segments."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,16 +12,29 @@ from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.model.adopt import refuse_bypassed_hooks
 from megatron_lancet.model.chunking import Chunk, make_chunks, merge_hidden, split_hidden, split_rows
-from megatron_lancet.model.hooks import refuse_bypassed_hooks
-from megatron_lancet.model.moe_layer import OverlappingMoE, Steps, moe_steps, routed_steps
+from megatron_lancet.model.ops import ChunkState, begin_cut, begin_layers, end_cut, end_layers
 from megatron_lancet.model.router import ChunkedTopKRouter
-from megatron_lancet.model.traced_ends import begin_cut, begin_layers, end_cut, end_layers
-from megatron_lancet.model.transformer_layer import OverlappingLayer, layer_around_experts, layer_steps
+from megatron_lancet.model.transformer_layer import OverlappingLayer, forward_layer
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.trace import Trace, enter, leave
-from megatron_lancet.schedule.ops import OpKind
+from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.plan import OverlapRange, Plan, Segment
+from megatron_lancet.schedule.turns import Concatenate, Cut, Instruction, Program, program
+
+
+@dataclass(frozen=True)
+class SegmentForward:
+    """A segment of a plan, as far as its layers are in this block.
+
+    Attributes:
+        layers: by number.
+        program: what runs in them, in order.
+    """
+
+    segment: Segment
+    layers: Mapping[int, OverlappingLayer]
+    program: Program
 
 
 class OverlappingTransformerBlock(TransformerBlock):
@@ -31,13 +44,13 @@ class OverlappingTransformerBlock(TransformerBlock):
         comm: all-to-alls of the model.
         overlapping_layers: its layers, prepared for chunks.
         uses_sdpa_everywhere: whether the fused attention kernel runs also where a plan doesn't need it.
-        segments: the plan's segments, as far as their layers are in this block, with these layers.
+        segments: of the plan, as far as their layers are in this block, in order.
     """
 
     comm: Comm
     overlapping_layers: Sequence[OverlappingLayer]
     uses_sdpa_everywhere: bool
-    segments: Sequence[tuple[Segment, Sequence[OverlappingLayer]]]
+    segments: Sequence[SegmentForward]
 
     def run_by(self, plan: Plan) -> None:
         """From the next micro-batch on, run by ``plan``."""
@@ -75,9 +88,13 @@ class OverlappingTransformerBlock(TransformerBlock):
         trace = self.comm.trace
         if trace is not None:
             hidden = begin_layers(trace, hidden, self.pre_process)
+        chunk = Chunk(0, 1, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, attention_bias=attention_bias)
+        micro_batch = ChunkState(chunk)
+        micro_batch.hidden_sbH = hidden
         with self._random_state():
-            for segment, layers in self.segments:
-                hidden = run_segment(segment, layers, hidden, attention_mask, rotary_pos_emb, attention_bias)
+            for segment in self.segments:
+                run_program(segment.program, segment, micro_batch, trace)
+        hidden = micro_batch.hidden_sbH
         if trace is not None:
             hidden = end_layers(trace, hidden, self.post_process)
         if self.final_layernorm is not None:
@@ -110,94 +127,87 @@ class OverlappingTransformerBlock(TransformerBlock):
             )
 
 
-def segments_here(
-    plan: Plan, layers: Sequence[OverlappingLayer]
-) -> Sequence[tuple[Segment, Sequence[OverlappingLayer]]]:
-    """The plan's segments that have any of ``layers``, in order, each with those of them that are its own.
+def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[SegmentForward]:
+    """The plan's segments that have any of ``layers``, in order.
 
     Args:
         layers: of a pipeline stage; they know their number in the whole model.
     """
-    owned = [
-        (segment, [layer for layer in layers if segment.has_layer(layer.stock.layer_number)])
-        for segment in plan.segments
-    ]
-    return [(segment, own) for segment, own in owned if own]
+    segments = []
+    for segment in plan.segments:
+        own = {layer.number: layer for layer in layers if segment.has_layer(layer.number)}
+        if own:
+            verbs = [(number, layer.verbs) for number, layer in own.items()]
+            segments.append(SegmentForward(segment, own, program(verbs, segment.num_chunks, segment.range)))
+    return segments
 
 
-def run_segment(
-    segment: Segment,
-    layers: Sequence[OverlappingLayer],
-    hidden: torch.Tensor,
-    *attention_inputs: torch.Tensor | None,
-) -> torch.Tensor:
-    """Layers that run in the same way, in chunks where the segment's range has it; [S, B, H] to [S, B, H].
+def run_program(
+    instructions: Iterable[Instruction | Cut | Concatenate],
+    forward: SegmentForward,
+    micro_batch: ChunkState,
+    trace: Trace | None,
+) -> None:
+    """Run the instructions of a segment, or some of them, one after the other.
 
     Args:
-        attention_inputs: mask, rotary embedding and bias of the micro-batch, see :class:`Chunk`.
+        micro_batch: with what the first instruction needs; has what the last one made behind it.
+        trace: None where nothing is recorded.
     """
-    if segment.range is OverlapRange.STACK:
-        return _in_chunks(segment, layers[0].comm.trace, partial(_layers_steps, layers), hidden, *attention_inputs)
-    for layer in layers:
-        if segment.range is OverlapRange.LAYER:
-            hidden = _in_chunks(segment, layer.comm.trace, partial(layer_steps, layer), hidden, *attention_inputs)
+    chunks = [micro_batch]
+    for instruction in instructions:
+        if isinstance(instruction, Instruction):
+            forward_layer(forward.layers[instruction.layer], instruction, chunks[instruction.chunk])
+        elif isinstance(instruction, Cut):
+            chunks = cut(micro_batch, forward.segment, trace)
         else:
-            whole = Chunk(0, 1, 0, 0, None, *attention_inputs)
-            hidden = layer_around_experts(layer, hidden, whole, partial(run_experts, segment))
-    return hidden
+            concatenate(chunks, micro_batch, forward.segment, trace)
+            chunks = [micro_batch]
 
 
-def run_experts(segment: Segment, moe: OverlappingMoE, normed: torch.Tensor) -> torch.Tensor:
-    """From the router or from dispatch on in chunks; [S, B, H] to [S, B, H]."""
-    if segment.range is OverlapRange.GATE:
-        return _in_chunks(segment, moe.comm.trace, partial(moe_steps, moe), normed)
-    trace, number = moe.comm.trace, moe.stock.layer_number
-    normed = enter(trace, normed, number, 0, OpKind.ROUTE)
-    routing = moe.stock.router(normed)
-    leave(trace, number, 0, OpKind.ROUTE)
-    probs, routing_map = (split_rows(rows, normed.shape, segment) for rows in routing)
+def cut(micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> list[ChunkState]:
+    """Split what the first op in chunks needs: hidden states, or what router or experts get.
 
-    def steps(part: torch.Tensor, chunk: Chunk) -> Steps:
-        return routed_steps(moe, part, probs[chunk.index], routing_map[chunk.index], chunk)
-
-    return _in_chunks(segment, trace, steps, normed)
-
-
-def _layers_steps(layers: Sequence[OverlappingLayer], hidden: torch.Tensor, chunk: Chunk) -> Steps:
-    for layer in layers:
-        hidden = yield from layer_steps(layer, hidden, chunk)
-    return hidden
-
-
-def _in_chunks(
-    segment: Segment,
-    trace: Trace | None,
-    steps: Callable[[torch.Tensor, Chunk], Steps],
-    hidden: torch.Tensor,
-    *attention_inputs: torch.Tensor | None,
-) -> torch.Tensor:
-    """Cut, let the chunks take turns, put together."""
-    trace = trace if segment.num_chunks > 1 else None
-    hidden = begin_cut(trace, hidden)
-    parts = split_hidden(hidden, segment)
-    chunks = make_chunks(parts, segment, *attention_inputs)
+    Args:
+        trace: None where nothing is recorded.
+    """
+    if segment.range.has_attention:
+        whole = micro_batch.chunk
+        parts = split_hidden(begin_cut(trace, micro_batch.hidden_sbH), segment)
+        chunks = make_chunks(parts, segment, whole.attention_mask, whole.rotary_pos_emb, whole.attention_bias)
+        states = [ChunkState(chunk) for chunk in chunks]
+        for x, part_sbH in zip(states, parts, strict=True):
+            x.hidden_sbH = part_sbH
+        del micro_batch.hidden_sbH
+    else:
+        shape = micro_batch.normed_sbH.shape
+        routing = []
+        if segment.range is OverlapRange.EXPERTS:
+            routing = [split_rows(rows, shape, segment) for rows in (micro_batch.probs_tE, micro_batch.routing_map_tE)]
+            del micro_batch.probs_tE, micro_batch.routing_map_tE
+        parts = split_hidden(begin_cut(trace, micro_batch.normed_sbH), segment)
+        states = [ChunkState(chunk) for chunk in make_chunks(parts, segment)]
+        for x, part_sbH in zip(states, parts, strict=True):
+            x.normed_sbH = part_sbH
+        for x, *part_tE in zip(states, *routing, strict=True) if routing else ():
+            x.probs_tE, x.routing_map_tE = part_tE
+        del micro_batch.normed_sbH
     end_cut(trace)
-    outputs = _take_turns(segment, [steps(part, chunk) for part, chunk in zip(parts, chunks, strict=True)])
+    return states
+
+
+def concatenate(chunks: Sequence[ChunkState], micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> None:
+    """Put together what the last op in chunks has made: hidden states, or the experts' output.
+
+    Args:
+        trace: None where nothing is recorded.
+    """
+    has_residual = segment.range.has_attention
+    parts = [x.hidden_sbH if has_residual else x.output_sbH for x in chunks]
     # Of the chunks' ways back the last one's begins first: right after the micro-batch's gradient was cut.
-    outputs[-1] = begin_cut(trace, outputs[-1])
-    merged = merge_hidden(outputs, segment)
+    parts[-1] = begin_cut(trace, parts[-1])
+    if has_residual:
+        micro_batch.hidden_sbH = merge_hidden(parts, segment)
+    else:
+        micro_batch.output_sbH = merge_hidden(parts, segment)
     end_cut(trace)
-    return merged
-
-
-def _take_turns(segment: Segment, chunks: Sequence[Steps]) -> list[torch.Tensor]:
-    """Resume the chunks in the segment's order until all have returned."""
-    outputs: dict[int, torch.Tensor] = {}
-    for index in segment.turns():
-        if len(outputs) == len(chunks):
-            break
-        try:
-            next(chunks[index])
-        except StopIteration as finished:
-            outputs[index] = finished.value
-    return [outputs[index] for index in range(len(chunks))]

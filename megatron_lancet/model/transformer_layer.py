@@ -1,6 +1,9 @@
-"""A transformer layer: attention, norm, experts (or a dense MLP), residual; on one chunk, or whole around chunks."""
+"""The ops of a transformer layer on one chunk, but for those of its experts (``moe_layer.py``).
 
-from collections.abc import Callable
+Legend of shapes: s positions, b samples of the chunk, H hidden size.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,13 +11,15 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
 
+from megatron_lancet.model import moe_layer
 from megatron_lancet.model.attention import SwitchableAttention, at_positions
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.moe_layer import OverlappingMoE, Steps, moe_steps
-from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed
+from megatron_lancet.model.moe_layer import OverlappingMoE
+from megatron_lancet.model.ops import NOTHING, ChunkState, Recompute, maybe_recomputed, trace_begin, trace_end
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.trace import enter, leave
+from megatron_lancet.schedule import turns
 from megatron_lancet.schedule.ops import OpKind
+from megatron_lancet.schedule.turns import AddResidual, Compute, Instruction, Verb
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class OverlappingLayer:
         moe: its experts, None for a dense layer.
         attention: its self-attention's kernel.
         comm: all-to-alls of the model.
-        recompute: which of its segments are recomputed in the backward pass.
+        recompute: which of its ops are recomputed in the backward pass.
     """
 
     stock: TransformerLayer
@@ -35,91 +40,76 @@ class OverlappingLayer:
     comm: Comm
     recompute: Recompute = NOTHING
 
+    @property
+    def number(self) -> int:
+        """Megatron's global layer number, from 1."""
+        return self.stock.layer_number
 
-def layer_steps(layer: OverlappingLayer, hidden: torch.Tensor, chunk: Chunk) -> Steps:
-    """Run one layer on one chunk.
+    @property
+    def verbs(self) -> turns.Layer:
+        """What a chunk does in it, in order."""
+        return turns.DENSE_LAYER if self.moe is None else turns.moe_layer(self.moe.stock.use_shared_expert)
 
-    Args:
-        hidden: [s, b, H].
 
-    Returns:
-        [s, b, H].
-    """
+def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkState) -> None:
+    """Run one instruction of a layer on the chunk that it is for."""
+    trace_begin(layer.comm.trace, instruction, x)
+    if instruction.verb in FORWARD:
+        FORWARD[instruction.verb](layer, x)
+    else:
+        assert layer.moe is not None
+        moe_layer.FORWARD[instruction.verb](layer.moe, x)
+    trace_end(layer.comm.trace, instruction)
+
+
+def attention(layer: OverlappingLayer, x: ChunkState) -> None:
+    """Norm, self-attention and residual; in a MoE layer also the norm of what the router and the experts see."""
     if layer.moe is None:
-        return _run_dense(layer, hidden, chunk)
-    hidden, normed = _attend_and_norm(layer, hidden, chunk)
-    output = yield from moe_steps(layer.moe, normed, chunk)
-    hidden = _add_residual(layer.stock, output, hidden)
-    leave(layer.comm.trace, layer.stock.layer_number, chunk.index, OpKind.POSTPROCESS)
-    return hidden
+        x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _attend, layer.stock, x.hidden_sbH, x.chunk)
+    else:
+        x.hidden_sbH, x.normed_sbH = maybe_recomputed(
+            layer.recompute.attention, _attend_and_norm, layer.stock, x.hidden_sbH, x.chunk
+        )
 
 
-def layer_around_experts(
-    layer: OverlappingLayer,
-    hidden: torch.Tensor,
-    whole: Chunk,
-    run_experts: Callable[[OverlappingMoE, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Run one layer on a whole micro-batch, of which only the experts may run in chunks.
-
-    Args:
-        hidden: [S, B, H].
-        whole: the micro-batch as one chunk.
-        run_experts: from normed hidden states to the experts' output, both [S, B, H].
-
-    Returns:
-        [S, B, H].
-    """
-    if layer.moe is None:
-        return _run_dense(layer, hidden, whole)
-    hidden, normed = _attend_and_norm(layer, hidden, whole)
-    place = layer.stock.layer_number, whole.index
-    output = enter(layer.comm.trace, run_experts(layer.moe, normed), *place, OpKind.POSTPROCESS)
-    hidden = _add_residual(layer.stock, output, hidden)
-    leave(layer.comm.trace, *place, OpKind.POSTPROCESS)
-    return hidden
+def mlp(layer: OverlappingLayer, x: ChunkState) -> None:
+    """Norm, MLP and residual of a dense layer."""
+    x.hidden_sbH = maybe_recomputed(layer.recompute.mlp, layer.stock._forward_mlp, x.hidden_sbH)
 
 
-def _run_dense(layer: OverlappingLayer, hidden: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    trace, place = layer.comm.trace, (layer.stock.layer_number, chunk.index)
-    hidden = enter(trace, hidden, *place, OpKind.ATTENTION)
-    hidden = maybe_recomputed(layer.recompute.attention, attend, layer.stock, hidden, chunk)
-    leave(trace, *place, OpKind.ATTENTION)
-    hidden = enter(trace, hidden, *place, OpKind.MLP)
-    hidden = maybe_recomputed(layer.recompute.mlp, layer.stock._forward_mlp, hidden)
-    leave(trace, *place, OpKind.MLP)
-    return hidden
+def add_residual(layer: OverlappingLayer, x: ChunkState) -> None:
+    """Add what attention made to what the experts made of it."""
+    stock = layer.stock
+    residual_sbH = x.hidden_sbH.float() if stock.config.fp32_residual_connection else x.hidden_sbH
+    with stock.bias_dropout_add_exec_handler():
+        add = stock.mlp_bda(stock.training, stock.config.bias_dropout_fusion)
+        hidden_sbH = add((x.output_sbH, None), residual_sbH, stock.hidden_dropout)
+    x.hidden_sbH = make_viewless_tensor(inp=hidden_sbH, requires_grad=hidden_sbH.requires_grad, keep_graph=True)
+    del x.output_sbH
 
 
-def _attend_and_norm(layer: OverlappingLayer, hidden: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states after attention, and normed for the router and the experts; all [s, b, H]."""
-
-    def segment(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = attend(layer.stock, hidden, chunk)
-        return hidden, apply_module(layer.stock.pre_mlp_layernorm)(hidden)
-
-    trace, place = layer.comm.trace, (layer.stock.layer_number, chunk.index)
-    hidden = enter(trace, hidden, *place, OpKind.ATTENTION)
-    hidden, normed = maybe_recomputed(layer.recompute.attention, segment, hidden)
-    leave(trace, *place, OpKind.ATTENTION)
-    return hidden, normed
+FORWARD: Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]] = {
+    Compute(OpKind.ATTENTION): attention,
+    Compute(OpKind.MLP): mlp,
+    AddResidual(OpKind.POSTPROCESS): add_residual,
+}
 
 
-def attend(layer: TransformerLayer, hidden: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    """Norm, self-attention and residual of one chunk, [s, b, H] to [s, b, H]."""
+def _attend(layer: TransformerLayer, hidden_sbH: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    """Norm, self-attention and residual, [s, b, H]."""
     with at_positions(layer.self_attention, chunk):
-        hidden, _ = layer._forward_attention(
-            hidden_states=hidden,
+        hidden_sbH, _ = layer._forward_attention(
+            hidden_states=hidden_sbH,
             attention_mask=chunk.attention_mask,
             rotary_pos_emb=chunk.rotary_pos_emb,
             attention_bias=chunk.attention_bias,
         )
-    return hidden
+    return hidden_sbH
 
 
-def _add_residual(layer: TransformerLayer, output: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    residual = hidden.float() if layer.config.fp32_residual_connection else hidden
-    with layer.bias_dropout_add_exec_handler():
-        add_residual = layer.mlp_bda(layer.training, layer.config.bias_dropout_fusion)
-        hidden = add_residual((output, None), residual, layer.hidden_dropout)
-    return make_viewless_tensor(inp=hidden, requires_grad=hidden.requires_grad, keep_graph=True)
+def _attend_and_norm(
+    layer: TransformerLayer, hidden_sbH: torch.Tensor, chunk: Chunk
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states after attention, and normed, both [s, b, H]."""
+    hidden_sbH = _attend(layer, hidden_sbH, chunk)
+    return hidden_sbH, apply_module(layer.pre_mlp_layernorm)(hidden_sbH)

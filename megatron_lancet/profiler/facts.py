@@ -76,7 +76,7 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
     """The facts of a run. Collective over all ranks of the world."""
     config = model.config
     own = [
-        (layer.stock.layer_number, LayerKind.DENSE if layer.moe is None else LayerKind.MOE)
+        (layer.number, LayerKind.DENSE if layer.moe is None else LayerKind.MOE)
         for stage in model.stages
         for layer in _block(stage).overlapping_layers
     ]

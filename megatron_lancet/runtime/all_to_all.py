@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 from megatron_lancet.runtime.comm import Comm, Handle, PendingSplits, RowSplits
-from megatron_lancet.schedule.ops import Op, OpKind, Phase
-
-_NEEDS_ROWS_OF = {OpKind.DISPATCH: OpKind.EXPERTS, OpKind.COMBINE: OpKind.POSTPROCESS}
-"""The op that uses the rows of an all-to-all: its backward ends where the gradient's all-to-all is launched."""
+from megatron_lancet.schedule.ops import Op, OpKind
+from megatron_lancet.schedule.turns import ROWS_NEEDED_BY
 
 
 class AllToAll:
@@ -62,8 +60,8 @@ class AllToAll:
             self._comm.scheduler.issued()
         self._backward = self._comm.launch(self.op.mirrored(), grads, splits.reversed())
         if self._comm.trace is not None:
-            kind = _NEEDS_ROWS_OF[OpKind(self.op.kind)]
-            self._comm.trace.end(str(Op(self.op.layer, self.op.chunk, Phase.INPUT_GRAD, kind)))
+            made_by = self.op.mirrored().with_kind(ROWS_NEEDED_BY[OpKind(self.op.kind)])
+            self._comm.trace.end(str(made_by))
 
     def _wait_backward(self) -> tuple[torch.Tensor, ...]:
         assert self._backward is not None, f"{self.op.mirrored()} is waited for but was not launched"

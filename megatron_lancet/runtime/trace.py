@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 Point = float | torch.cuda.Event
@@ -224,27 +224,6 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.then()
         return grad, None
-
-
-def enter(trace: Trace | None, tensor: torch.Tensor, layer: int, chunk: int, kind: str) -> torch.Tensor:
-    """The input of an op: its gradient ends the op's backward.
-
-    Args:
-        trace: None where nothing is recorded.
-    """
-    if trace is None:
-        return tensor
-    return trace.boundary(tensor, str(Op(layer, chunk, Phase.INPUT_GRAD, kind)))
-
-
-def leave(trace: Trace | None, layer: int, chunk: int, kind: str) -> None:
-    """The forward of an op ends.
-
-    Args:
-        trace: None where nothing is recorded.
-    """
-    if trace is not None:
-        trace.end(str(Op(layer, chunk, Phase.FORWARD, kind)))
 
 
 def waiting(trace: Trace | None, op: Op) -> AbstractContextManager[None]:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -85,16 +84,6 @@ class Segment:
         assert size >= self.num_chunks
         base, rest = divmod(size, self.num_chunks)
         return [base + (chunk < rest) for chunk in range(self.num_chunks)]
-
-    def turns(self) -> Iterator[int]:
-        """Whose turn it is, without end: the chunks go on one after the other, in order.
-
-        A chunk's turn lasts until one of its collectives is in flight. Every chunk takes the same number of
-        turns, so this is the order of the collectives on every rank, whatever the tokens do; and the last
-        chunk reaches every router last.
-        """
-        while True:
-            yield from range(self.num_chunks)
 
 
 @dataclass(frozen=True)

@@ -25,21 +25,17 @@ from megatron_lancet.schedule.ops import Op
 
 
 @dataclass(frozen=True)
-class PermutedChunk:
-    """A chunk's rows, one per token and chosen expert, ordered by expert.
+class Permutation:
+    """Which tokens a chunk's rows are of.
 
     Attributes:
-        tokens: [n, H].
-        probs: [n], the weight of each row in its token's output.
-        row_ids: [n], the token of each row.
-        routing_map: [t, E] bool.
+        row_ids_n: the token of each row.
+        routing_map_tE: bool.
         hidden_shape: [s, b, H] of the chunk.
     """
 
-    tokens: torch.Tensor
-    probs: torch.Tensor
-    row_ids: torch.Tensor
-    routing_map: torch.Tensor
+    row_ids_n: torch.Tensor
+    routing_map_tE: torch.Tensor
     hidden_shape: torch.Size
 
 
@@ -100,32 +96,35 @@ class AllToAllDispatcher:
         # Rows of one expert only, or from one rank only, come in both orders at once.
         self._needs_sort = self._num_local_experts > 1 and num_ranks * self._tp_size > 1
 
-    def launch_counts(self, op: Op, routing_map: torch.Tensor) -> PendingRoutes:
+    def launch_counts(self, op: Op, routing_map_tE: torch.Tensor) -> PendingRoutes:
         """Tells every rank how many rows each of its experts gets from here.
 
         Args:
-            routing_map: [t, E] bool.
+            routing_map_tE: bool.
         """
-        counts = routing_map.sum(dim=0).long().view(self._num_ranks, 1, self._num_local_experts)
+        counts = routing_map_tE.sum(dim=0).long().view(self._num_ranks, 1, self._num_local_experts)
         # All holders of an expert learn of its rows, though one of them receives them from here.
         counts_exchange = self._comm.launch_counts(op, counts.expand(-1, self._tp_size, -1).flatten())
         return PendingRoutes(counts_exchange, self._routes)
 
     def permute(
-        self, hidden: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_rows: int
-    ) -> PermutedChunk:
-        """Order a chunk's rows by expert; needs no counts.
+        self, hidden_sbH: torch.Tensor, probs_tE: torch.Tensor, routing_map_tE: torch.Tensor, num_rows: int
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], Permutation]:
+        """Order a chunk's rows, one per token and chosen expert, by expert; needs no counts.
 
         Args:
-            hidden: [s, b, H].
-            probs: [t, E].
-            routing_map: [t, E] bool.
-            num_rows: true values in ``routing_map``.
+            routing_map_tE: bool.
+            num_rows: true values in ``routing_map_tE``.
+
+        Returns:
+            Tokens [n, H] and the weight of each row in its token's output, [n]; and how to put them back.
         """
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        tokens, row_probs, row_ids, _, _ = permute(flat, routing_map, probs=probs, num_out_tokens=num_rows)
-        assert row_probs is not None
-        return PermutedChunk(tokens, row_probs, row_ids, routing_map, hidden.shape)
+        hidden_tH = hidden_sbH.reshape(-1, hidden_sbH.shape[-1])
+        tokens_nH, probs_n, row_ids_n, _, _ = permute(
+            hidden_tH, routing_map_tE, probs=probs_tE, num_out_tokens=num_rows
+        )
+        assert probs_n is not None
+        return (tokens_nH, probs_n), Permutation(row_ids_n, routing_map_tE, hidden_sbH.shape)
 
     def _routes(self, *counts: torch.Tensor) -> Routes:
         """From sent and received counts, both [P * V, e]."""
@@ -141,9 +140,10 @@ class AllToAllDispatcher:
         )
 
     def sort_by_expert(
-        self, tokens: torch.Tensor, probs: torch.Tensor, routes: Routes
+        self, tokens_rH: torch.Tensor, probs_r: torch.Tensor, routes: Routes
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Received rows [r, H] and their probabilities [r], from rank order to the local experts' [m, H] and [m]."""
+        """Received rows and their probabilities, from rank order to the local experts' [m, H] and [m]."""
+        tokens, probs = tokens_rH, probs_r
         if self._tp_size > 1:
             holders = list(routes.rows_by_holder)
             tokens, probs = (
@@ -153,27 +153,29 @@ class AllToAllDispatcher:
         if not self._needs_sort:
             return tokens, probs
         sizes = routes.rows_by_source.ravel()
-        tokens, sorted_probs = sort_chunks_by_idxs(tokens, sizes, self._expert_major, probs=probs)
-        assert sorted_probs is not None
-        return tokens, sorted_probs
+        tokens_mH, probs_m = sort_chunks_by_idxs(tokens, sizes, self._expert_major, probs=probs)
+        assert probs_m is not None
+        return tokens_mH, probs_m
 
-    def sort_by_peer(self, output: torch.Tensor, routes: Routes, sum_dtype: torch.dtype) -> torch.Tensor:
-        """Experts' output rows [m, H], from expert order back to rank order: [r, H].
+    def sort_by_peer(self, output_mH: torch.Tensor, routes: Routes, sum_dtype: torch.dtype) -> torch.Tensor:
+        """Experts' output rows, from expert order back to rank order: [r, H].
 
         Args:
             sum_dtype: of the sum over the parts of an expert.
         """
         if self._needs_sort:
-            output, _ = sort_chunks_by_idxs(output, routes.rows_by_source.T.ravel(), self._source_major)
+            output_mH, _ = sort_chunks_by_idxs(output_mH, routes.rows_by_source.T.ravel(), self._source_major)
         if self._tp_size == 1:
-            return output
-        summed = reduce_scatter_to_sequence_parallel_region(
-            output.to(sum_dtype), group=self._tp_group, input_split_sizes=list(routes.rows_by_holder)
+            return output_mH
+        summed_rH = reduce_scatter_to_sequence_parallel_region(
+            output_mH.to(sum_dtype), group=self._tp_group, input_split_sizes=list(routes.rows_by_holder)
         )
-        return summed.to(output.dtype)
+        return summed_rH.to(output_mH.dtype)
 
-    def unpermute(self, rows: torch.Tensor, chunk: PermutedChunk) -> torch.Tensor:
-        """Sum the output rows [n, H] of each token: the chunk's output, [s, b, H]."""
-        flat_shape = torch.Size((chunk.routing_map.size(0), chunk.hidden_shape[-1]))
-        flat = unpermute(rows, chunk.row_ids, restore_shape=flat_shape, routing_map=chunk.routing_map)
-        return flat.view(chunk.hidden_shape)
+    def unpermute(self, rows_nH: torch.Tensor, permutation: Permutation) -> torch.Tensor:
+        """Sum the output rows of each token: the chunk's output, [s, b, H]."""
+        shape_tH = torch.Size((permutation.routing_map_tE.size(0), permutation.hidden_shape[-1]))
+        output_tH = unpermute(
+            rows_nH, permutation.row_ids_n, restore_shape=shape_tH, routing_map=permutation.routing_map_tE
+        )
+        return output_tH.view(permutation.hidden_shape)

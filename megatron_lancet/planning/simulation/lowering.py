@@ -1,28 +1,32 @@
-"""The order of a micro-batch's ops, exactly as the runtime runs them, with their costs.
-
-Forward, chunks take turns. A turn lasts until one of the chunk's messages is on its way:
-
-    turn 1   attention  route  [issue counts]  preprocess  [issue dispatch]  shared_experts
-    turn 2   [wait dispatch]  experts  [issue combine]
-    turn 3   [wait combine]  postprocess, then turn 1 of the next layer
-
-Backward, autograd runs nodes in the reverse order of their creation: the same list from its end, where a wait issues
-the gradient's message and an issue waits for it. There are no counts then.
-"""
+"""Puts costs on the instructions of ``schedule/turns.py``, which say what the model runs in which order."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.profile import ChunkRouting, LayerKind, ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel, DwCost
 from megatron_lancet.schedule.ops import OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Segment
+from megatron_lancet.schedule.plan import ChunkDim, Segment
+from megatron_lancet.schedule.turns import (
+    DENSE_LAYER,
+    MIRRORED,
+    Compute,
+    Cut,
+    Instruction,
+    Launch,
+    LaunchCounts,
+    Verb,
+    Wait,
+    moe_layer,
+    program,
+)
 
 COMPUTE, COUNTS, ISSUE, WAIT = range(4)
+_CODES: dict[type[Verb], int] = {Compute: COMPUTE, LaunchCounts: COUNTS, Launch: ISSUE, Wait: WAIT}
+"""Other verbs take no step of their own: the residual's time is in the op's that it belongs to."""
 _EVEN = 1e-9
 _MAX_RANKS_WITH_ROUTING = 8
 """More ranks are told apart by their shares only, so that simulations stay quick."""
@@ -134,89 +138,84 @@ class _Rows(NamedTuple):
     returned: Sequence[int]
 
 
+class _Pieces(NamedTuple):
+    """How the micro-batch is cut at an instruction."""
+
+    dim: ChunkDim = ChunkDim.BATCH
+    num_chunks: int = 1
+
+
+_WHOLE = _Pieces()
+
+
 class Lowering:
-    """Makes the order of ops of segments; what a chunk does in a layer of a kind is made once."""
+    """Makes the steps of segments; what a verb costs on a chunk is computed once."""
 
     def __init__(self, costs: CostModel, loads: Loads) -> None:
         self.costs = costs
         self.loads = loads
         self._shares = [loads.shares[rank] for rank in loads.simulated]
-        self._cache: dict[tuple[object, ...], list[Action]] = {}
+        self._actions: dict[tuple[object, ...], Action] = {}
+        self._layers = {LayerKind.DENSE: DENSE_LAYER, LayerKind.MOE: moe_layer(costs.model.has_shared_experts)}
 
     def forward(self, layers: Sequence[tuple[int, LayerKind]], segment: Segment) -> list[Step]:
-        """Forward order of the ops of a segment's layers.
+        """Steps of a segment's layers, forward.
 
         Args:
             layers: global number and kind of each.
         """
-        if segment.num_chunks == 1 or segment.range is OverlapRange.STACK:
-            return self._in_chunks(layers, segment, with_attention=True)
+        kinds = dict(layers)
+        pieces = _WHOLE
         steps: list[Step] = []
-        for number, kind in layers:
-            if segment.range is OverlapRange.LAYER:
-                steps += self._in_chunks([(number, kind)], segment, with_attention=True)
+        verbs = [(number, self._layers[kind]) for number, kind in layers]
+        for instruction in program(verbs, segment.num_chunks, segment.range):
+            if isinstance(instruction, Instruction):
+                number, code = instruction.layer, _CODES.get(type(instruction.verb))
+                if code is not None:
+                    steps.append((code, number, self._action(instruction, kinds[number], pieces)))
+            elif isinstance(instruction, Cut):
+                pieces = _Pieces(segment.chunk_dim, segment.num_chunks)
             else:
-                steps += self._around_experts(number, kind, segment)
+                steps += self._cut(pieces)
+                pieces = _WHOLE
         return steps
 
     def beside(self, kind: str) -> list[Step]:
         """Embedding or head, on the whole micro-batch."""
-        action = self._compute(LayerKind.NONE, kind, ChunkDim.BATCH, 1, 0)
-        empty = not any(action.forward_ms + action.backward_ms) and not any(action.weight_grads)
-        return [] if empty else [(COMPUTE, 0, action)]
+        action = self._compute(kind, LayerKind.NONE, _WHOLE, 0)
+        return [(COMPUTE, 0, action)] if _takes_time(action) else []
 
-    def _around_experts(self, number: int, kind: LayerKind, segment: Segment) -> list[Step]:
-        """A layer on the whole micro-batch, of which only the experts may run in chunks."""
-        whole = [OpKind.ATTENTION, OpKind.MLP]
-        if kind is LayerKind.MOE:
-            whole = [OpKind.ATTENTION, OpKind.ROUTE] if segment.range is OverlapRange.EXPERTS else [OpKind.ATTENTION]
-        key = ("whole", kind, *whole)
-        if key not in self._cache:
-            self._cache[key] = [self._compute(kind, op, ChunkDim.BATCH, 1, 0) for op in whole]
-        steps = [(action.code, number, action) for action in self._cache[key]]
-        return steps + (self._in_chunks([(number, kind)], segment, False) if kind is LayerKind.MOE else [])
+    def _cut(self, pieces: _Pieces) -> list[Step]:
+        """Splitting and concatenating together, behind the segment."""
+        key = (OpKind.CUT, pieces)
+        if key not in self._actions:
+            num_tokens = float(sum(self.costs.chunk_units(*pieces)))
+            self._actions[key] = self._compute(OpKind.CUT, LayerKind.NONE, pieces, 0, [num_tokens] * len(self._shares))
+        action = self._actions[key]
+        return [(COMPUTE, 0, action)] if _takes_time(action) else []
 
-    def _in_chunks(self, layers: Sequence[tuple[int, LayerKind]], segment: Segment, with_attention: bool) -> list[Step]:
-        """Cut, let the chunks take turns, put together."""
-        ways = []
-        for chunk in range(segment.num_chunks):
-            turns: list[list[Step]] = [[]]
-            for number, kind in layers:
-                parts = self._turns(number, kind, segment, chunk, with_attention)
-                turns[-1] += [(action.code, number, action) for action in parts[0]]
-                turns += [[(action.code, number, action) for action in part] for part in parts[1:]]
-            ways.append(turns)
-        steps = [step for turn in zip(*ways, strict=True) for part in turn for step in part]
-        if segment.num_chunks > 1:
-            steps += self._cut(segment)
-        return steps
+    def _action(self, instruction: Instruction, layer: LayerKind, pieces: _Pieces) -> Action:
+        verb, number, chunk = instruction
+        routing = self.loads.routing.get((number, *pieces, chunk)) if self.loads.routing else None
+        key = (verb, layer, pieces, chunk, None if routing is None else number)
+        action = self._actions.get(key)
+        if action is None:
+            action = self._actions[key] = self._costs_of(verb, layer, pieces, chunk, routing)
+        return action
 
-    def _cut(self, segment: Segment) -> list[Step]:
-        key = (OpKind.CUT, segment.chunk_dim, segment.num_chunks)
-        if key not in self._cache:
-            action = self._compute(LayerKind.NONE, OpKind.CUT, segment.chunk_dim, segment.num_chunks, 0, whole=True)
-            self._cache[key] = [action] if any(action.forward_ms + action.backward_ms) else []
-        return [(action.code, 0, action) for action in self._cache[key]]
+    def _costs_of(
+        self, verb: Verb, layer: LayerKind, pieces: _Pieces, chunk: int, routing: ChunkRouting | None
+    ) -> Action:
+        if isinstance(verb, LaunchCounts):
+            return Action(COUNTS, verb.kind, chunk, (), (), slot=_slot(OpKind.DISPATCH, chunk))
+        if isinstance(verb, Compute):
+            received = self._rows(pieces, chunk, routing).received if verb.kind is OpKind.EXPERTS else None
+            return self._compute(verb.kind, layer, pieces, chunk, received)
+        return self._message(verb, chunk, self._rows(pieces, chunk, routing))
 
-    def _turns(
-        self, number: int, kind: LayerKind, segment: Segment, chunk: int, with_attention: bool
-    ) -> list[list[Action]]:
-        """What a chunk does in a layer, by its turns; the first goes on from the layer before."""
-        dim, num_chunks = segment.chunk_dim, segment.num_chunks
-        has_gate = segment.range is not OverlapRange.EXPERTS or num_chunks == 1
-        routing = self.loads.routing.get((number, dim if num_chunks > 1 else ChunkDim.BATCH, num_chunks, chunk))
-        layer = number if routing is not None else None
-        key = (kind, dim if num_chunks > 1 else None, num_chunks, chunk, with_attention, has_gate, layer)
-        flat = self._cache.get(key)
-        if flat is None:
-            rows = self._rows(dim, num_chunks, chunk, routing)
-            flat = self._cache[key] = self._way(kind, dim, num_chunks, chunk, with_attention, has_gate, rows)
-        cuts = [0, *(i for i, action in enumerate(flat) if action.code == WAIT), len(flat)]
-        return [flat[start:end] for start, end in pairwise(cuts)]
-
-    def _rows(self, dim: ChunkDim, num_chunks: int, chunk: int, routing: ChunkRouting | None) -> "_Rows":
+    def _rows(self, pieces: _Pieces, chunk: int, routing: ChunkRouting | None) -> _Rows:
         """A rank keeps the rows that go from itself to itself."""
-        own = self.costs.chunk_units(dim, num_chunks)[chunk] * self.costs.model.topk
+        own = self.costs.chunk_units(*pieces)[chunk] * self.costs.model.topk
         if routing is not None:
             kept = [own - sent for sent in routing.sent]
             returned = [received - stays for received, stays in zip(routing.received, kept, strict=True)]
@@ -228,85 +227,47 @@ class Lowering:
             [round(own * share * (num_ranks - 1)) for share in self._shares],
         )
 
-    def _way(
-        self,
-        kind: LayerKind,
-        dim: ChunkDim,
-        num_chunks: int,
-        chunk: int,
-        with_attention: bool,
-        has_gate: bool,
-        rows: "_Rows",
-    ) -> list[Action]:
-        def compute(op: str) -> Action:
-            return self._compute(kind, op, dim, num_chunks, chunk, received=rows.received)
-
-        if kind is LayerKind.DENSE:
-            return [compute(OpKind.ATTENTION), compute(OpKind.MLP)]
-        dispatch, combine = (self._message(op, chunk, rows) for op in (OpKind.DISPATCH, OpKind.COMBINE))
-        way = [compute(OpKind.ATTENTION)] if with_attention else []
-        way += [compute(OpKind.ROUTE)] if has_gate else []
-        counts = Action(COUNTS, OpKind.COUNTS, chunk, (), (), slot=dispatch[0].slot)
-        way += [counts, compute(OpKind.PREPROCESS), dispatch[0]]
-        if self.costs.model.has_shared_experts:
-            way.append(compute(OpKind.SHARED_EXPERTS))
-        return [*way, dispatch[1], compute(OpKind.EXPERTS), combine[0], combine[1], compute(OpKind.POSTPROCESS)]
-
     def _compute(
-        self,
-        kind: LayerKind,
-        op: str,
-        dim: ChunkDim,
-        num_chunks: int,
-        chunk: int,
-        whole: bool = False,
-        received: Sequence[float] = (),
+        self, op: str, layer: LayerKind, pieces: _Pieces, chunk: int, rows: Sequence[float] | None = None
     ) -> Action:
         """
         Args:
-            whole: the op works on the whole micro-batch, although it is cut.
-            received: rows of the experts, by simulated rank.
+            rows: that the op works on, by simulated rank; None for the chunk's tokens.
         """
         costs = self.costs
-        units = costs.chunk_units(dim, num_chunks)
-        tokens = float(sum(units) if whole else units[chunk])
-        all_rows = received if op == OpKind.EXPERTS else [tokens] * len(self._shares)
+        if rows is None:
+            rows = [float(costs.chunk_units(*pieces)[chunk])] * len(self._shares)
         return Action(
             COMPUTE,
             op,
             chunk,
-            tuple(costs.op_ms(kind, op, Phase.FORWARD, dim, num_chunks, chunk, rows) for rows in all_rows),
-            tuple(costs.op_ms(kind, op, Phase.INPUT_GRAD, dim, num_chunks, chunk, rows) for rows in all_rows),
-            weight_grads=tuple(costs.weight_grads(kind, op, num_chunks, rows) for rows in all_rows),
+            tuple(costs.op_ms(layer, op, Phase.FORWARD, *pieces, chunk, number) for number in rows),
+            tuple(costs.op_ms(layer, op, Phase.INPUT_GRAD, *pieces, chunk, number) for number in rows),
+            weight_grads=tuple(costs.weight_grads(layer, op, pieces.num_chunks, number) for number in rows),
         )
 
-    def _message(self, op: str, chunk: int, rows: "_Rows") -> tuple[Action, Action]:
-        """Issue and wait. The gradient goes the other way."""
+    def _message(self, verb: Verb, chunk: int, rows: _Rows) -> Action:
+        """Launching a message, or waiting for it. The gradient goes the other way."""
         model = self.costs.model
-        if op == OpKind.DISPATCH:
+        if verb.kind is OpKind.DISPATCH:
             sent = tuple(number * model.row_bytes for number in rows.sent)
             sent_back = tuple(number * model.grad_row_bytes for number in rows.returned)
         else:
             sent = tuple(number * model.combine_row_bytes for number in rows.returned)
             sent_back = tuple(number * model.combine_grad_row_bytes for number in rows.sent)
-        slot = 2 * chunk + (op == OpKind.COMBINE)
         alone, queued = self.costs.message_ms, self.costs.queued_ms
-        issue, wait = (
-            Action(
-                code,
-                op,
-                chunk,
-                self._message_ms(alone, sent),
-                self._message_ms(alone, sent_back),
-                sent,
-                sent_back,
-                forward_queued_ms=self._message_ms(queued, sent),
-                backward_queued_ms=self._message_ms(queued, sent_back),
-                slot=slot,
-            )
-            for code in (ISSUE, WAIT)
+        return Action(
+            _CODES[type(verb)],
+            verb.kind,
+            chunk,
+            self._message_ms(alone, sent),
+            self._message_ms(alone, sent_back),
+            sent,
+            sent_back,
+            forward_queued_ms=self._message_ms(queued, sent),
+            backward_queued_ms=self._message_ms(queued, sent_back),
+            slot=_slot(verb.kind, chunk),
         )
-        return issue, wait
 
     def _message_ms(self, one_ms: Callable[[float], float], num_bytes: tuple[int, ...]) -> tuple[float, ...]:
         if self.costs.profile.link.sends_share_link:
@@ -314,9 +275,17 @@ class Lowering:
         return (one_ms(max(num_bytes)),) * len(num_bytes)
 
 
-_MIRRORED = {COMPUTE: COMPUTE, ISSUE: WAIT, WAIT: ISSUE}
+def _slot(message: OpKind, chunk: int) -> int:
+    return 2 * chunk + (message is OpKind.COMBINE)
+
+
+def _takes_time(action: Action) -> bool:
+    return any(action.forward_ms + action.backward_ms) or any(action.weight_grads)
+
+
+_MIRRORED = {_CODES[verb]: _CODES[mirrored] for verb, mirrored in MIRRORED.items()}
 
 
 def backward(steps: Sequence[Step]) -> list[Step]:
-    """The backward order of a forward order: its mirror, without counts."""
-    return [(_MIRRORED[code], layer, action) for code, layer, action in reversed(steps) if code != COUNTS]
+    """The backward order of a forward order: its mirror."""
+    return [(_MIRRORED[code], layer, action) for code, layer, action in reversed(steps) if code in _MIRRORED]

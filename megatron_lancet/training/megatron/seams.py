@@ -126,7 +126,7 @@ _TWO_SLICES_PER_RANK = (
     (utils, "_get_batch_on_this_cp_rank_per_sequence_balancing"),
     (rope_utils, "get_pos_emb_on_this_cp_rank"),
 )
-"""Where Megatron cuts sequences for context parallelism as ``model/context_parallel.py`` expects."""
+"""Where Megatron cuts sequences for context parallelism as ``model/attention.py`` expects."""
 
 
 def check_seams() -> None:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lancet.model import context_parallel
-from megatron_lancet.model.context_parallel import gather_positions, own_slices
+from megatron_lancet.model import attention
+from megatron_lancet.model.attention import gather_positions, own_slices
 from megatron_lancet.patching import replaced
 from megatron_lancet.training.platform.cpu import cpu_platform
 
@@ -26,5 +26,5 @@ def test_positions_come_back_in_their_order(num_ranks):
     def gather(part, group):
         return torch.cat(parts)
 
-    with replaced(context_parallel, "gather_from_sequence_parallel_region", gather):
+    with replaced(attention, "gather_from_sequence_parallel_region", gather):
         assert all(gather_positions(part, group).equal(positions) for group, part in zip(groups, parts, strict=True))

@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.hooks import refuse_bypassed_hooks
+from megatron_lancet.model.adopt import refuse_bypassed_hooks
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.local import LocalTransport

@@ -79,7 +79,7 @@ def test_each_layer_is_as_its_segment_says_and_comes_back(one_rank):
         set_plan(model, plan)
         assert decided(model) == expected
         assert model.output_layer.accumulate_in_gemm == output_layer
-        owned = [[layer.stock.layer_number for layer in layers] for _, layers in model.decoder.segments]
+        owned = [list(forward.layers) for forward in model.decoder.segments]
         assert owned == ([[1], [2], [3]] if plan is MIXED else [[1, 2, 3]])
     store.assert_idle()
 
@@ -100,7 +100,7 @@ def test_a_stage_runs_its_part_of_the_segments(one_rank):
         layer.layer_number += 3  # the second of two pipeline stages
     model.config.num_layers = 6
     set_plan(model, Plan((Segment(1, 2, 4), Segment(3, 4, 2), Segment(5, 6, 1)), dw_window=4))
-    owned = [(s.num_chunks, [layer.stock.layer_number for layer in layers]) for s, layers in model.decoder.segments]
+    owned = [(forward.segment.num_chunks, list(forward.layers)) for forward in model.decoder.segments]
     assert owned == [(2, [4]), (1, [5, 6])]
     assert decided(model) == [BATCH, STOCK, STOCK]
 
@@ -121,7 +121,7 @@ def test_a_plan_that_does_not_fit_changes_nothing(one_rank, plan, settings, mess
     with pytest.raises(UsageError, match=message):
         set_plan(model, plan)
     assert decided(model) == [STOCK] * 3
-    assert [segment for segment, _ in model.decoder.segments] == list(WHOLE.segments)
+    assert [forward.segment for forward in model.decoder.segments] == list(WHOLE.segments)
 
 
 def test_a_model_that_is_not_prepared_defers_nothing(one_rank):

@@ -1,5 +1,4 @@
 import dataclasses
-import itertools
 import json
 
 import pytest
@@ -139,10 +138,6 @@ def test_each_layer_has_its_segment():
 )
 def test_chunks_are_as_equal_as_possible(size, num_chunks, sizes):
     assert Segment(1, None, num_chunks).chunk_sizes(size) == sizes
-
-
-def test_chunks_take_turns_in_order():
-    assert list(itertools.islice(Segment(1, None, 3).turns(), 7)) == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_a_fixed_plan_carries_a_dw_over_one_layer():

@@ -1,0 +1,199 @@
+"""The order of a layer's ops and the turns of chunks: one table, which the model runs and the simulator puts costs on.
+
+A layer is a tuple of verbs. Chunks take turns: a chunk's turn lasts until it needs a message that it has launched, and
+then the next chunk goes on.
+
+    chunk 0   attention … shared_experts                                  │ wait dispatch, experts … │
+    chunk 1                                │ attention … shared_experts │                            │ wait dispatch …
+
+Every chunk has the same number of turns, so this is the order of the collectives on every rank, whatever the tokens do;
+and the last chunk reaches every router last.
+
+:func:`program` makes the flat list of instructions of a segment. ``model/transformer_block.py`` runs them one after the
+other, and ``planning/simulation/lowering.py`` adds what each costs, so what runs is what was planned. Nobody plans the
+backward: autograd runs nodes in the reverse order of their creation, which is the same list from its end with each verb
+:data:`mirrored <MIRRORED>`.
+
+Another order of ops is a change of this file. A new op also needs what it computes (``model/transformer_layer.py``,
+``model/moe_layer.py``) and what it costs (``planning/simulation/lowering.py``).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar, NamedTuple
+
+from megatron_lancet.schedule.ops import Op, OpKind, Phase
+from megatron_lancet.schedule.plan import OverlapRange
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What is done with an op. Subclasses say what."""
+
+    kind: OpKind
+    prefix: ClassVar[str] = ""
+
+
+class Compute(Verb):
+    """Run the op on the computing thread."""
+
+
+class LaunchCounts(Verb):
+    """Send token counts. A dispatch waits for them by itself, so no instruction does."""
+
+    prefix = "launch "
+
+
+class Launch(Verb):
+    """Start the message with the rows that the op before it has made."""
+
+    prefix = "launch "
+
+
+class Wait(Verb):
+    """Wait for the message whose rows the op behind it needs. A chunk's turn begins here."""
+
+    prefix = "wait "
+
+
+class AddResidual(Verb):
+    """Add the residual to the layer's output, as a part of the op."""
+
+    prefix = "add residual in "
+
+
+Layer = tuple[Verb, ...]
+"""What a chunk does in a layer, in order."""
+
+DENSE_LAYER: Layer = (
+    Compute(OpKind.ATTENTION),
+    Compute(OpKind.MLP),
+)
+
+MOE_LAYER: Layer = (
+    Compute(OpKind.ATTENTION),
+    Compute(OpKind.ROUTE),
+    LaunchCounts(OpKind.COUNTS),
+    Compute(OpKind.PREPROCESS),
+    Launch(OpKind.DISPATCH),
+    Compute(OpKind.SHARED_EXPERTS),
+    Wait(OpKind.DISPATCH),
+    Compute(OpKind.EXPERTS),
+    Launch(OpKind.COMBINE),
+    Wait(OpKind.COMBINE),
+    Compute(OpKind.POSTPROCESS),
+    AddResidual(OpKind.POSTPROCESS),
+)
+
+MIRRORED: dict[type[Verb], type[Verb]] = {Compute: Compute, Launch: Wait, Wait: Launch}
+"""What becomes of a verb in the backward: the gradient's message is launched where the rows were waited for, and waited
+for where they were launched. There are no counts then."""
+
+ROWS_MADE_BY = {after.kind: before.kind for before, after in pairwise(MOE_LAYER) if isinstance(after, Launch)}
+"""The op that makes the rows of a message. Launching the message is a part of it."""
+
+ROWS_NEEDED_BY = {before.kind: after.kind for before, after in pairwise(MOE_LAYER) if isinstance(before, Wait)}
+"""The op that needs the rows of a message. In the backward it makes their gradients."""
+
+_FIRST_IN_CHUNKS = {
+    OverlapRange.GATE: Compute(OpKind.ROUTE),
+    OverlapRange.EXPERTS: LaunchCounts(OpKind.COUNTS),
+}
+_LAST_IN_CHUNKS = Compute(OpKind.POSTPROCESS)
+"""Of the ranges without attention. The residual is added to the whole micro-batch, as attention has seen the whole."""
+
+
+class Instruction(NamedTuple):
+    """A verb at its place, for example ``wait L3.c0.F.dispatch``.
+
+    Attributes:
+        layer: Megatron's global layer number, from 1.
+        chunk: index of the chunk; 0 where the micro-batch is whole.
+    """
+
+    verb: Verb
+    layer: int
+    chunk: int
+
+    @property
+    def op(self) -> Op:
+        """The op of the forward pass that it belongs to."""
+        return Op(self.layer, self.chunk, Phase.FORWARD, self.verb.kind)
+
+    def __str__(self) -> str:
+        return f"{self.verb.prefix}{self.op}"
+
+
+class Cut(NamedTuple):
+    """Split the micro-batch into chunks: from here on every instruction is for one of them."""
+
+    def __str__(self) -> str:
+        return str(OpKind.CUT)
+
+
+class Concatenate(NamedTuple):
+    """Put the chunks together again: from here on instructions are for the whole micro-batch."""
+
+    def __str__(self) -> str:
+        return "concatenate"
+
+
+Program = list[Instruction | Cut | Concatenate]
+
+
+def moe_layer(has_shared_experts: bool) -> Layer:
+    """:data:`MOE_LAYER`, without its shared experts where a model has none."""
+    return tuple(verb for verb in MOE_LAYER if has_shared_experts or verb.kind is not OpKind.SHARED_EXPERTS)
+
+
+def program(layers: Sequence[tuple[int, Layer]], num_chunks: int, overlap_range: OverlapRange) -> Program:
+    """What runs in a segment's layers, forward, in order.
+
+    Args:
+        layers: global number and verbs of each.
+        num_chunks: of a micro-batch.
+        overlap_range: the part of the layers that runs in chunks.
+    """
+    if num_chunks == 1:
+        return [instruction for number, layer in layers for instruction in _placed(layer, number, 0)]
+    if overlap_range is OverlapRange.STACK:
+        return _in_chunks(layers, num_chunks)
+    instructions: Program = []
+    for number, layer in layers:
+        before, inside, behind = _split(layer, overlap_range)
+        instructions += _placed(before, number, 0)
+        if inside:
+            instructions += _in_chunks([(number, inside)], num_chunks)
+        instructions += _placed(behind, number, 0)
+    return instructions
+
+
+def _split(layer: Layer, overlap_range: OverlapRange) -> tuple[Layer, Layer, Layer]:
+    """What runs on the whole micro-batch, what runs in chunks then, and what runs on the whole again."""
+    if overlap_range.has_attention:
+        return (), layer, ()
+    if _FIRST_IN_CHUNKS[overlap_range] not in layer:
+        return layer, (), ()
+    first, end = layer.index(_FIRST_IN_CHUNKS[overlap_range]), layer.index(_LAST_IN_CHUNKS) + 1
+    return layer[:first], layer[first:end], layer[end:]
+
+
+def _in_chunks(layers: Sequence[tuple[int, Layer]], num_chunks: int) -> Program:
+    """Cut, let the chunks take turns, put together."""
+    turns_of_chunks = [
+        _turns([instruction for number, layer in layers for instruction in _placed(layer, number, chunk)])
+        for chunk in range(num_chunks)
+    ]
+    taken = [instruction for turn in zip(*turns_of_chunks, strict=True) for part in turn for instruction in part]
+    return [Cut(), *taken, Concatenate()]
+
+
+def _turns(instructions: Sequence[Instruction]) -> list[Sequence[Instruction]]:
+    """One chunk's instructions, cut in front of each wait."""
+    waits = (index for index, instruction in enumerate(instructions) if isinstance(instruction.verb, Wait))
+    return [instructions[start:end] for start, end in pairwise([0, *waits, len(instructions)])]
+
+
+def _placed(verbs: Layer, layer: int, chunk: int) -> Iterator[Instruction]:
+    return (Instruction(verb, layer, chunk) for verb in verbs)

@@ -1,0 +1,130 @@
+"""Programs of segments as golden text, written by hand. A line is what one chunk does until the next one goes on."""
+
+import pytest
+
+from megatron_lancet.schedule.ops import OpKind
+from megatron_lancet.schedule.plan import OverlapRange
+from megatron_lancet.schedule.turns import (
+    DENSE_LAYER,
+    MOE_LAYER,
+    ROWS_MADE_BY,
+    ROWS_NEEDED_BY,
+    Compute,
+    Launch,
+    LaunchCounts,
+    Wait,
+    moe_layer,
+    program,
+)
+
+LAYERS = {"m": MOE_LAYER, "d": DENSE_LAYER, "n": moe_layer(has_shared_experts=False)}
+TWO_CHUNKS_STACK = """
+cut
+L1.c0.F.attention, L1.c0.F.mlp, L2.c0.F.attention, L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess,\
+ launch L2.c0.F.dispatch, L2.c0.F.shared_experts
+L1.c1.F.attention, L1.c1.F.mlp, L2.c1.F.attention, L2.c1.F.route, launch L2.c1.F.counts, L2.c1.F.preprocess,\
+ launch L2.c1.F.dispatch, L2.c1.F.shared_experts
+wait L2.c0.F.dispatch, L2.c0.F.experts, launch L2.c0.F.combine
+wait L2.c1.F.dispatch, L2.c1.F.experts, launch L2.c1.F.combine
+wait L2.c0.F.combine, L2.c0.F.postprocess, add residual in L2.c0.F.postprocess, L3.c0.F.attention, L3.c0.F.mlp
+wait L2.c1.F.combine, L2.c1.F.postprocess, add residual in L2.c1.F.postprocess, L3.c1.F.attention, L3.c1.F.mlp
+concatenate
+"""
+TWO_CHUNKS_LAYER = """
+cut
+L1.c0.F.attention, L1.c0.F.mlp
+L1.c1.F.attention, L1.c1.F.mlp
+concatenate
+cut
+L2.c0.F.attention, L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess, launch L2.c0.F.dispatch
+L2.c1.F.attention, L2.c1.F.route, launch L2.c1.F.counts, L2.c1.F.preprocess, launch L2.c1.F.dispatch
+wait L2.c0.F.dispatch, L2.c0.F.experts, launch L2.c0.F.combine
+wait L2.c1.F.dispatch, L2.c1.F.experts, launch L2.c1.F.combine
+wait L2.c0.F.combine, L2.c0.F.postprocess, add residual in L2.c0.F.postprocess
+wait L2.c1.F.combine, L2.c1.F.postprocess, add residual in L2.c1.F.postprocess
+concatenate
+"""
+TWO_CHUNKS_GATE = """
+L1.c0.F.attention, L1.c0.F.mlp
+L2.c0.F.attention
+cut
+L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess, launch L2.c0.F.dispatch, L2.c0.F.shared_experts
+L2.c1.F.route, launch L2.c1.F.counts, L2.c1.F.preprocess, launch L2.c1.F.dispatch, L2.c1.F.shared_experts
+wait L2.c0.F.dispatch, L2.c0.F.experts, launch L2.c0.F.combine
+wait L2.c1.F.dispatch, L2.c1.F.experts, launch L2.c1.F.combine
+wait L2.c0.F.combine, L2.c0.F.postprocess
+wait L2.c1.F.combine, L2.c1.F.postprocess
+concatenate
+add residual in L2.c0.F.postprocess
+"""
+THREE_CHUNKS_EXPERTS = """
+L1.c0.F.attention, L1.c0.F.route
+cut
+launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.dispatch
+launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.dispatch
+launch L1.c2.F.counts, L1.c2.F.preprocess, launch L1.c2.F.dispatch
+wait L1.c0.F.dispatch, L1.c0.F.experts, launch L1.c0.F.combine
+wait L1.c1.F.dispatch, L1.c1.F.experts, launch L1.c1.F.combine
+wait L1.c2.F.dispatch, L1.c2.F.experts, launch L1.c2.F.combine
+wait L1.c0.F.combine, L1.c0.F.postprocess
+wait L1.c1.F.combine, L1.c1.F.postprocess
+wait L1.c2.F.combine, L1.c2.F.postprocess
+concatenate
+add residual in L1.c0.F.postprocess
+"""
+ONE_CHUNK = """
+L1.c0.F.attention, L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.dispatch
+L1.c0.F.shared_experts
+wait L1.c0.F.dispatch, L1.c0.F.experts, launch L1.c0.F.combine
+wait L1.c0.F.combine, L1.c0.F.postprocess, add residual in L1.c0.F.postprocess
+L2.c0.F.attention, L2.c0.F.mlp
+"""
+
+
+def text_of(layers: str, num_chunks: int, overlap_range: OverlapRange) -> list[str]:
+    numbered = [(number, LAYERS[letter]) for number, letter in enumerate(layers, start=1)]
+    return [str(instruction) for instruction in program(numbered, num_chunks, overlap_range)]
+
+
+def instructions_in(text: str) -> list[str]:
+    return [instruction for line in text.strip().splitlines() for instruction in line.split(", ")]
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_chunks", "overlap_range", "text"),
+    [
+        ("dmd", 2, OverlapRange.STACK, TWO_CHUNKS_STACK),
+        ("dn", 2, OverlapRange.LAYER, TWO_CHUNKS_LAYER),
+        ("dm", 2, OverlapRange.GATE, TWO_CHUNKS_GATE),
+        ("n", 3, OverlapRange.EXPERTS, THREE_CHUNKS_EXPERTS),
+        *(("md", 1, overlap_range, ONE_CHUNK) for overlap_range in OverlapRange),
+    ],
+)
+def test_the_program_of_a_segment_is_the_golden_text(layers, num_chunks, overlap_range, text):
+    assert text_of(layers, num_chunks, overlap_range) == instructions_in(text)
+
+
+def test_a_layer_without_shared_experts_has_all_other_verbs():
+    assert [verb for verb in MOE_LAYER if verb not in LAYERS["n"]] == [Compute(OpKind.SHARED_EXPERTS)]
+    assert LAYERS["m"] == moe_layer(has_shared_experts=True)
+
+
+def test_messages_have_an_op_that_makes_their_rows_and_one_that_needs_them():
+    assert ROWS_MADE_BY == {"dispatch": "preprocess", "combine": "experts"}
+    assert ROWS_NEEDED_BY == {"dispatch": "experts", "combine": "postprocess"}
+
+
+def test_verbs_of_the_same_op_are_different_keys():
+    verbs = [Compute, LaunchCounts, Launch, Wait]
+    assert len({verb(OpKind.DISPATCH) for verb in verbs}) == len(verbs)
+
+
+@pytest.mark.parametrize("layer", [DENSE_LAYER, MOE_LAYER])
+def test_every_verb_of_a_layer_has_one_function_and_no_other_has(layer):
+    from megatron_lancet.model import moe_layer as experts
+    from megatron_lancet.model import transformer_layer
+
+    functions = {**transformer_layer.FORWARD, **experts.FORWARD}
+    assert set(layer) <= set(functions)
+    assert set(functions) == {*DENSE_LAYER, *MOE_LAYER}
+    assert not set(transformer_layer.FORWARD) & set(experts.FORWARD)
