@@ -69,37 +69,31 @@ _FORKS: dict[Verb, str] = {
     Compute(OpKind.ROUTE): "normed_sbH",
     Compute(OpKind.PREPROCESS): "probs_tE",
     Compute(OpKind.SHARED_EXPERTS): "normed_sbH",
-    AddResidual(OpKind.POSTPROCESS): "output_sbH",
 }
 """The tensor whose complete gradient ends an op's backward. It is the one in front of the fork where a residual goes
 round the op, or the experts' input goes round the router. An op that gets its rows by a message has none: launching the
 message with their gradients ends it."""
 
 
-def trace_begin(trace: Trace | None, instruction: Instruction, x: ChunkState) -> None:
-    """Note in the graph where the backward of the op ends.
+@contextmanager
+def traced(trace: Trace | None, instruction: Instruction, x: ChunkState) -> Iterator[None]:
+    """The instruction runs on the chunk inside: note when its op ends, and in the graph where the op's backward does.
 
     Args:
         trace: None where nothing is recorded.
     """
     if trace is None:
-        return
-    if instruction.verb in _FORKS:
-        name = _FORKS[instruction.verb]
-        setattr(x, name, trace.boundary(getattr(x, name), str(instruction.op.mirrored())))
-    elif instruction.verb == Compute(OpKind.EXPERTS):
-        trace.received(str(instruction.op), len(x.rows[0]))
-
-
-def trace_end(trace: Trace | None, instruction: Instruction) -> None:
-    """Note that the op has ended: one that makes the rows of a message, with the launch of the message.
-
-    Args:
-        trace: None where nothing is recorded.
-    """
-    if trace is None:
+        yield
         return
     verb, op = instruction.verb, instruction.op
+    if verb in _FORKS:
+        setattr(x, _FORKS[verb], trace.boundary(getattr(x, _FORKS[verb]), str(op.mirrored())))
+    elif isinstance(verb, AddResidual) and x.chunk.num_chunks == 1:
+        # Behind chunks that were put together, which is another op.
+        x.output_sbH = trace.boundary(x.output_sbH, str(op.mirrored()))
+    elif verb == Compute(OpKind.EXPERTS):
+        trace.received(str(op), len(x.rows[0]))
+    yield
     if isinstance(verb, Launch):
         trace.end(str(op.with_kind(ROWS_MADE_BY[verb.kind])))
     elif isinstance(verb, Compute | AddResidual) and verb.kind not in ROWS_MADE_BY.values():

@@ -15,7 +15,7 @@ from megatron_lancet.model import moe_layer
 from megatron_lancet.model.attention import SwitchableAttention, at_positions
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.moe_layer import OverlappingMoE
-from megatron_lancet.model.ops import NOTHING, ChunkState, Recompute, maybe_recomputed, trace_begin, trace_end
+from megatron_lancet.model.ops import NOTHING, ChunkState, Recompute, maybe_recomputed, traced
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule import turns
 from megatron_lancet.schedule.ops import OpKind
@@ -53,13 +53,12 @@ class OverlappingLayer:
 
 def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkState) -> None:
     """Run one instruction of a layer on the chunk that it is for."""
-    trace_begin(layer.comm.trace, instruction, x)
-    if instruction.verb in FORWARD:
-        FORWARD[instruction.verb](layer, x)
-    else:
-        assert layer.moe is not None
-        moe_layer.FORWARD[instruction.verb](layer.moe, x)
-    trace_end(layer.comm.trace, instruction)
+    with traced(layer.comm.trace, instruction, x):
+        if instruction.verb in FORWARD:
+            FORWARD[instruction.verb](layer, x)
+        else:
+            assert layer.moe is not None
+            moe_layer.FORWARD[instruction.verb](layer.moe, x)
 
 
 def attention(layer: OverlappingLayer, x: ChunkState) -> None:
