@@ -23,7 +23,7 @@ import random
 import statistics
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -97,16 +97,15 @@ class MegatronLayer:
         """[S, B, H] to [S, B, H]."""
         from megatron_lancet.model.chunking import Chunk
         from megatron_lancet.model.ops import ChunkState
-        from megatron_lancet.model.transformer_block import run_program
 
         if self._plan is None:
             return self._moe(hidden)[0]
         self._block._begin_micro_batch()
         micro_batch = ChunkState(Chunk(0, 1))
         micro_batch.normed_sbH = hidden
-        # Between attention and the residual: what is left of the layer in the range that the plans have.
+        # In the range that the plans have, attention is the first instruction and the residual the last.
         _, *experts, _ = self._block.segments[0].program
-        run_program(experts, self._block.segments[0], micro_batch, trace=None)
+        replace(self._block.segments[0], program=experts).run(micro_batch, trace=None)
         return micro_batch.output_sbH
 
     def weights(self) -> list[torch.nn.Parameter]:

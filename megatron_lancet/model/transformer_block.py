@@ -1,6 +1,6 @@
 """The transformer block, which runs the program of each of the plan's segments."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from megatron_lancet.schedule.turns import Concatenate, Cut, Instruction, Progra
 
 @dataclass(frozen=True)
 class SegmentForward:
-    """A segment of a plan, as far as its layers are in this block.
+    """The forward pass of a plan's segment, as far as its layers are in this block.
 
     Attributes:
         layers: by number.
@@ -35,6 +35,24 @@ class SegmentForward:
     segment: Segment
     layers: Mapping[int, OverlappingLayer]
     program: Program
+
+    def run(self, micro_batch: ChunkState, trace: Trace | None) -> None:
+        """Run the program on a micro-batch.
+
+        Args:
+            micro_batch: with what the first instruction needs; left with what the last one makes.
+            trace: None where nothing is recorded.
+        """
+        chunks = [micro_batch]
+        for instruction in self.program:
+            match instruction:
+                case Instruction(_, layer, chunk):
+                    forward_layer(self.layers[layer], instruction, chunks[chunk])
+                case Cut():
+                    chunks = cut(micro_batch, self.segment, trace)
+                case Concatenate():
+                    concatenate(chunks, micro_batch, self.segment, trace)
+                    chunks = [micro_batch]
 
 
 class OverlappingTransformerBlock(TransformerBlock):
@@ -93,7 +111,7 @@ class OverlappingTransformerBlock(TransformerBlock):
         micro_batch.hidden_sbH = hidden
         with self._random_state():
             for segment in self.segments:
-                run_program(segment.program, segment, micro_batch, trace)
+                segment.run(micro_batch, trace)
         hidden = micro_batch.hidden_sbH
         if trace is not None:
             hidden = end_layers(trace, hidden, self.post_process)
@@ -142,57 +160,41 @@ def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[Se
     return segments
 
 
-def run_program(
-    instructions: Iterable[Instruction | Cut | Concatenate],
-    forward: SegmentForward,
-    micro_batch: ChunkState,
-    trace: Trace | None,
-) -> None:
-    """Run the instructions of a segment, or some of them, one after the other.
-
-    Args:
-        micro_batch: with what the first instruction needs; has what the last one made behind it.
-        trace: None where nothing is recorded.
-    """
-    chunks = [micro_batch]
-    for instruction in instructions:
-        if isinstance(instruction, Instruction):
-            forward_layer(forward.layers[instruction.layer], instruction, chunks[instruction.chunk])
-        elif isinstance(instruction, Cut):
-            chunks = cut(micro_batch, forward.segment, trace)
-        else:
-            concatenate(chunks, micro_batch, forward.segment, trace)
-            chunks = [micro_batch]
-
-
 def cut(micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> list[ChunkState]:
-    """Split what the first op in chunks needs: hidden states, or what router or experts get.
+    """Split what the first op in chunks needs: hidden states, or what the router or the experts get.
 
     Args:
         trace: None where nothing is recorded.
     """
-    if segment.range.has_attention:
-        whole = micro_batch.chunk
-        parts = split_hidden(begin_cut(trace, micro_batch.hidden_sbH), segment)
-        chunks = make_chunks(parts, segment, whole.attention_mask, whole.rotary_pos_emb, whole.attention_bias)
-        states = [ChunkState(chunk) for chunk in chunks]
-        for x, part_sbH in zip(states, parts, strict=True):
-            x.hidden_sbH = part_sbH
-        del micro_batch.hidden_sbH
-    else:
-        shape = micro_batch.normed_sbH.shape
-        routing = []
-        if segment.range is OverlapRange.EXPERTS:
-            routing = [split_rows(rows, shape, segment) for rows in (micro_batch.probs_tE, micro_batch.routing_map_tE)]
-            del micro_batch.probs_tE, micro_batch.routing_map_tE
-        parts = split_hidden(begin_cut(trace, micro_batch.normed_sbH), segment)
-        states = [ChunkState(chunk) for chunk in make_chunks(parts, segment)]
-        for x, part_sbH in zip(states, parts, strict=True):
-            x.normed_sbH = part_sbH
-        for x, *part_tE in zip(states, *routing, strict=True) if routing else ():
-            x.probs_tE, x.routing_map_tE = part_tE
-        del micro_batch.normed_sbH
+    chunks = (_cut_hidden if segment.range.has_attention else _cut_normed)(micro_batch, segment, trace)
     end_cut(trace)
+    return chunks
+
+
+def _cut_hidden(micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> list[ChunkState]:
+    parts_sbH = split_hidden(begin_cut(trace, micro_batch.hidden_sbH), segment)
+    del micro_batch.hidden_sbH
+    whole = micro_batch.chunk
+    chunks = make_chunks(parts_sbH, segment, whole.attention_mask, whole.rotary_pos_emb, whole.attention_bias)
+    states = [ChunkState(chunk) for chunk in chunks]
+    for x, hidden_sbH in zip(states, parts_sbH, strict=True):
+        x.hidden_sbH = hidden_sbH
+    return states
+
+
+def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> list[ChunkState]:
+    routing = []
+    if segment.range is OverlapRange.EXPERTS:
+        shape = micro_batch.normed_sbH.shape
+        routing = [split_rows(rows, shape, segment) for rows in (micro_batch.probs_tE, micro_batch.routing_map_tE)]
+        del micro_batch.probs_tE, micro_batch.routing_map_tE
+    parts_sbH = split_hidden(begin_cut(trace, micro_batch.normed_sbH), segment)
+    del micro_batch.normed_sbH
+    states = [ChunkState(chunk) for chunk in make_chunks(parts_sbH, segment)]
+    for index, (x, normed_sbH) in enumerate(zip(states, parts_sbH, strict=True)):
+        x.normed_sbH = normed_sbH
+        if routing:
+            x.probs_tE, x.routing_map_tE = (parts_tE[index] for parts_tE in routing)
     return states
 
 

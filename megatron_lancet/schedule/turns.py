@@ -125,14 +125,16 @@ class Instruction(NamedTuple):
         return f"{self.verb.prefix}{self.op}"
 
 
-class Cut(NamedTuple):
+@dataclass(frozen=True)
+class Cut:
     """Split the micro-batch into chunks: from here on every instruction is for one of them."""
 
     def __str__(self) -> str:
         return str(OpKind.CUT)
 
 
-class Concatenate(NamedTuple):
+@dataclass(frozen=True)
+class Concatenate:
     """Put the chunks together again: from here on instructions are for the whole micro-batch."""
 
     def __str__(self) -> str:
