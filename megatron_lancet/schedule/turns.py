@@ -18,7 +18,7 @@ Another order of ops is a change of this file. A new op also needs what it compu
 ``model/moe_layer.py``) and what it costs (``planning/simulation/lowering.py``).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
@@ -101,7 +101,7 @@ _FIRST_IN_CHUNKS = {
     OverlapRange.EXPERTS: LaunchCounts(OpKind.COUNTS),
 }
 _LAST_IN_CHUNKS = Compute(OpKind.POSTPROCESS)
-"""Of the ranges without attention. The residual is added to the whole micro-batch, as attention has seen the whole."""
+"""Of the ranges without attention, which do not cut the residual either."""
 
 
 class Instruction(NamedTuple):
@@ -197,5 +197,5 @@ def _turns(instructions: Sequence[Instruction]) -> list[Sequence[Instruction]]:
     return [instructions[start:end] for start, end in pairwise([0, *waits, len(instructions)])]
 
 
-def _placed(verbs: Layer, layer: int, chunk: int) -> Iterator[Instruction]:
-    return (Instruction(verb, layer, chunk) for verb in verbs)
+def _placed(verbs: Layer, layer: int, chunk: int) -> list[Instruction]:
+    return [Instruction(verb, layer, chunk) for verb in verbs]

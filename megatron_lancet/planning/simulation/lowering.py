@@ -197,7 +197,7 @@ class Lowering:
     def _action(self, instruction: Instruction, layer: LayerKind, pieces: _Pieces) -> Action:
         verb, number, chunk = instruction
         routing = self.loads.routing.get((number, *pieces, chunk)) if self.loads.routing else None
-        key = (verb, layer, pieces, chunk, None if routing is None else number)
+        key = (type(verb), verb.kind, layer, pieces, chunk, None if routing is None else number)
         action = self._actions.get(key)
         if action is None:
             action = self._actions[key] = self._costs_of(verb, layer, pieces, chunk, routing)
