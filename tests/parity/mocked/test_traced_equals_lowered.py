@@ -21,7 +21,9 @@ import pytest
 import torch
 
 from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.model import transformer_block
 from megatron_lancet.patching import replaced
+from megatron_lancet.schedule import turns
 from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
 from megatron_lancet.training.platform.cpu import cpu_platform
@@ -321,14 +323,21 @@ def test_a_step_that_the_run_leaves_out_is_noticed(compared, phase):
     assert num_unnoticed == num_doubled + num_counts_waits
 
 
-def test_an_order_of_turns_that_was_not_planned_is_noticed(compared):
+def test_program_that_is_not_the_planned_one_is_noticed(compared):
+    """The model and the simulator share the table of turns: here only the model's chunks take turns in reverse."""
     case, expected, _ = compared
 
-    def backwards(segment: Segment) -> Iterator[int]:
-        while True:
-            yield from reversed(range(segment.num_chunks))
+    def reversed_turns(layers, num_chunks, overlap_range):
+        def mirrored(chunk: int) -> int:
+            return num_chunks - 1 - chunk
 
-    with replaced(Segment, "turns", backwards):
+        instructions = turns.program(layers, num_chunks, overlap_range)
+        return [
+            one._replace(chunk=mirrored(one.chunk)) if isinstance(one, turns.Instruction) else one
+            for one in instructions
+        ]
+
+    with replaced(transformer_block, "program", reversed_turns):
         micro_batch = MODELS[case.model].record(expected.plan, expected.num_filled, case.has_priority)[0]
     with pytest.raises(pytest.fail.Exception, match=r"^forward, from event"):
         check(case, expected, micro_batch)
