@@ -1,61 +1,12 @@
-"""What is measured: the variants of a training step, and the cases in which they meet. Neither torch nor Megatron."""
+"""The variants of the network benchmark, and the cases in which they meet. Neither torch nor Megatron."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
+from benchmarks.harness.cases import Case, Shape, Variant, select
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model and its micro-batch.
-
-    Attributes:
-        hot_share: share of the routed rows that go to the first expert; None: all experts get the same.
-    """
-
-    layers: int = 4
-    hidden: int = 512
-    heads: int = 4
-    experts: int = 4
-    topk: int = 1
-    seq_length: int = 512
-    micro_batch: int = 4
-    vocab: int = 1024
-    hot_share: float | None = None
-
-    def expert_shares(self) -> list[float]:
-        """Share of the routed rows that each expert is to get; sums to 1."""
-        if self.hot_share is None:
-            return [1 / self.experts] * self.experts
-        return [self.hot_share] + [(1 - self.hot_share) / (self.experts - 1)] * (self.experts - 1)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to run the step.
-
-    Attributes:
-        plan: None for stock modules.
-        reference: the variant that it is compared with.
-        compute: the variant on the free link whose CPU time bounds its step from below.
-        sdpa: torch's fused attention.
-        free_link: rows and counts travel on the link that is not shaped.
-        blocks_in_backward: a backward all-to-all is waited for where it is issued.
-        overlaps_reduction: Megatron's overlap-grad-reduce: gradient buckets are reduced beside the backward pass.
-        grad_chunk_bytes: most bytes of a micro-op, where all-to-alls go first; None: whole buckets, when complete.
-    """
-
-    name: str
-    plan: Plan | None
-    reference: str = "stock"
-    compute: str = "stock-free"
-    sdpa: bool = False
-    free_link: bool = False
-    blocks_in_backward: bool = False
-    overlaps_reduction: bool = False
-    grad_chunk_bytes: int | None = None
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
 
 
 def _plain_variants() -> list[Variant]:
@@ -63,6 +14,7 @@ def _plain_variants() -> list[Variant]:
     none, batch = DwPolicy.NONE, ChunkDim.BATCH
     return [
         Variant("stock", None),
+        Variant("megatron-overlap", None, overlaps_micro_batches=True),
         Variant("experts-only-k2", fixed_plan(2, none, batch, OverlapRange.EXPERTS)),
         Variant("experts-only-k4", fixed_plan(4, none, batch, OverlapRange.EXPERTS)),
         Variant("forward-only-k2", fixed_plan(2, none), blocks_in_backward=True),
@@ -95,37 +47,27 @@ def _sdpa_variants() -> list[Variant]:
 VARIANTS = {variant.name: variant for variant in _plain_variants() + _sdpa_variants()}
 
 _QUICK = ("stock", "experts-only-k2", "all-k2", "all-k4", "stock-free", "all-free-k2", "all-free-k4")
-_EVERYTHING = tuple(name for name in VARIANTS if not name.startswith("sequence-free"))
+_EVERYTHING = tuple(name for name in VARIANTS if not name.startswith(("sequence-free", "megatron-overlap")))
 _SCHEDULES = (
     *("stock", "experts-only-k2", "forward-only-k2", "dw-only", "all-k2", "all-k4"),
     *("stock-free", "stock-sdpa", "sequence-k2", "sequence-k4", "stock-sdpa-free"),
 )
 """What depends on the link's rate, without the finer distinctions."""
 _SEQUENCE = ("stock-sdpa", "sequence-k2", "sequence-k4", "stock-sdpa-free", "sequence-free-k2", "sequence-free-k4")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, a link and the variants that take turns on them.
-
-    Attributes:
-        exposed_share: share of its forward and backward pass for which stock is to wait: it sets the link's rate.
-        baseline: the stock variant by which the rate is set.
-        optimizer: gradient reduction and optimizer step are in the timed region too.
-    """
-
-    name: str
-    title: str
-    exposed_share: float
-    variants: tuple[str, ...]
-    shape: Shape = Shape()
-    baseline: str = "stock"
-    optimizer: bool = False
+_ACCUMULATED = ("stock", "megatron-overlap", "all-k2", "all-k4", "stock-free")
+ACCUMULATED = "45-accumulated"
 
 
 def _cases() -> list[Case]:
     return [
         Case("45", "balanced top-1, stock exposes 45 %", 0.45, _EVERYTHING),
+        Case(
+            ACCUMULATED,
+            "two micro-batches in a step, balanced top-1, stock exposes 45 %",
+            0.45,
+            _ACCUMULATED,
+            Shape(micro_batches=2),
+        ),
         Case("20", "balanced top-1, stock exposes 20 %", 0.20, _SCHEDULES),
         Case("65", "balanced top-1, stock exposes 65 %", 0.65, _SCHEDULES),
         Case("skewed", "skewed top-1 (one expert gets 40 %), stock exposes 45 %", 0.45, _QUICK, Shape(hot_share=0.4)),
@@ -150,30 +92,43 @@ def _cases() -> list[Case]:
 
 
 CASES = {case.name: case for case in _cases()}
-QUICK_CASE = "45"
+QUICK_CASES = ("45",)
+HEADLINE_CASES = ("45", ACCUMULATED)
+"""The case that documents quote first, and the one with Megatron's own overlap."""
 
 
-def select(cases: list[str], variants: list[str] | None, quick: bool) -> list[Case]:
+def choose(cases: list[str], variants: list[str] | None, quick: bool = False, headline: bool = False) -> list[Case]:
     """The cases to run, in the order of :data:`CASES`, each with the variants asked for and those they refer to.
 
     Args:
-        cases: names; empty for all, or the one of a quick run.
-        variants: names; None for each case's own.
+        cases: names; empty for all, or those of a quick or headline run.
+        variants: names; None for each case's own, of which a quick or headline run leaves out finer distinctions.
 
     Raises:
         UsageError: an unknown name.
     """
-    names = cases or ([QUICK_CASE] if quick else list(CASES))
-    _refuse_unknown("case", names, list(CASES))
-    if variants is not None:
-        _refuse_unknown("variant", variants, list(VARIANTS))
-    selected = []
-    for case in CASES.values():
-        if case.name in names:
-            own = set(_QUICK) & set(case.variants) or set(case.variants) if quick else set(case.variants)
-            wanted = own if variants is None else set(variants)
-            selected.append(replace(case, variants=with_references(wanted | {case.baseline})))
-    return selected
+    names = cases or (QUICK_CASES if quick else HEADLINE_CASES if headline else ())
+
+    def complete(wanted: set[str], case: Case) -> set[str]:
+        if variants is None and (quick or headline):
+            wanted = wanted & {*_QUICK, *_ACCUMULATED} or wanted
+        return set(with_references(wanted | {case.baseline}))
+
+    return select(CASES, names, list(VARIANTS), variants, complete)
+
+
+def check(cases: Iterable[Case]) -> None:
+    """
+    Raises:
+        UsageError: a variant overlaps micro-batches where a step has only one.
+    """
+    for case in cases:
+        pairs = [name for name in case.variants if VARIANTS[name].overlaps_micro_batches]
+        if pairs and case.shape.micro_batches < 2:
+            raise UsageError(
+                f"variant {pairs[0]} overlaps two micro-batches, and a step of case {case.name} has "
+                f"{case.shape.micro_batches}. Pass --cases {ACCUMULATED}, or --micro-batches 2 or more."
+            )
 
 
 def with_references(names: set[str]) -> tuple[str, ...]:
@@ -184,9 +139,3 @@ def with_references(names: set[str]) -> tuple[str, ...]:
         if more <= needed:
             return tuple(name for name in VARIANTS if name in needed)
         needed |= more
-
-
-def _refuse_unknown(what: str, names: list[str], known: list[str]) -> None:
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise UsageError(f"there is no {what} {', '.join(unknown)}. Known: {', '.join(known)}.")

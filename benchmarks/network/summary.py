@@ -1,23 +1,22 @@
 """From raw samples to the figures of the table: medians, paired ratios, the lower bound. Plain Python."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.harness.samples import (
+    CaseSamples,
+    Ranks,
+    Spread,
+    all_exposed,
+    disturbed_sweeps,
+    mean,
+    payload_exposed,
+    slower,
+    spread,
+)
 from benchmarks.network.cases import VARIANTS
-
-Ranks = Sequence[Mapping[str, float]]
-"""One step of one variant: a sample per rank."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A median and its quartiles."""
-
-    median: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,8 @@ class Row:
 
     Attributes:
         step_ms: of the slower rank, like all passes.
+        forward_ms: forward pass; None where a step has several micro-batches, whose passes may run side by side.
+        backward_ms: backward pass, likewise.
         rest_ms: gradient reduction and optimizer.
         exposed_ms: time blocked in waits for payload, mean of the ranks.
         counts_ms: time blocked in count exchanges, mean of the ranks.
@@ -34,7 +35,8 @@ class Row:
         over_bound: step over its lower bound; None on the free link, where there is no such bound.
         bound_ms: the lower bound: the larger one of compute and link time.
         over_passes: step over what the two passes take at least, one after the other, each bounded likewise by its own
-            compute and link time: a backward pass can't carry the forward's rows.
+            compute and link time: a backward pass can't carry the forward's rows. None also where the passes of several
+            micro-batches may run side by side.
         cpu_ratio: CPU time over the reference's.
         memory_ratio: peak activation memory over the reference's, on the rank where it is larger.
         speedup: paired ratios of the reference's step to this one's.
@@ -44,8 +46,8 @@ class Row:
     name: str
     reference: str
     step_ms: float
-    forward_ms: float
-    backward_ms: float
+    forward_ms: float | None
+    backward_ms: float | None
     rest_ms: float
     exposed_ms: float
     exposed_forward_ms: float
@@ -87,57 +89,6 @@ class CaseSummary:
     rows: list[Row]
 
 
-def spread(values: Sequence[float]) -> Spread:
-    """Median and quartiles; with few values the quartiles are the extremes."""
-    if len(values) < 4:
-        return Spread(statistics.median(values), min(values), max(values))
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(median, low, high)
-
-
-def slower(field: str) -> Callable[[Ranks], float]:
-    """The larger value of the ranks."""
-    return lambda ranks: max(rank[field] for rank in ranks)
-
-
-def mean(*fields: str) -> Callable[[Ranks], float]:
-    """Mean over the ranks of the sum of ``fields``."""
-    return lambda ranks: statistics.mean(sum(rank[field] for field in fields) for rank in ranks)
-
-
-payload_exposed = mean("exposed_forward_ms", "exposed_backward_ms")
-all_exposed = mean("exposed_forward_ms", "exposed_backward_ms", "counts_ms")
-
-
-class CaseSamples:
-    """A case's samples by variant; those of one repeat belong together."""
-
-    def __init__(self, case: Mapping[str, Any]) -> None:
-        names = case["sample_fields"]
-        self.sweeps: list[dict[str, list[Ranks]]] = [
-            {
-                variant: [[dict(zip(names, rank, strict=True)) for rank in ranks] for ranks in repeats]
-                for variant, repeats in sweep["samples"].items()
-            }
-            for sweep in case["sweeps"]
-        ]
-
-    def all(self, variant: str) -> list[Ranks]:
-        """Of all sweeps."""
-        return [ranks for sweep in self.sweeps for ranks in sweep[variant]]
-
-    def median(self, variant: str, value: Callable[[Ranks], float]) -> float:
-        """Of ``value`` over all steps."""
-        return statistics.median(value(ranks) for ranks in self.all(variant))
-
-    def speedups(self, variant: str, reference: str) -> list[list[float]]:
-        """Per sweep, the reference's step time over the variant's in the same repeat."""
-        step = slower("step_ms")
-        return [
-            [step(a) / step(b) for a, b in zip(sweep[reference], sweep[variant], strict=True)] for sweep in self.sweeps
-        ]
-
-
 def summarise(case: Mapping[str, Any]) -> CaseSummary:
     """The table's figures of a case of the JSON file."""
     samples = CaseSamples(case)
@@ -154,7 +105,7 @@ def summarise(case: Mapping[str, Any]) -> CaseSummary:
         link_ms=link_ms,
         reachable_cut=1 - min(max(link_ms - compute_ms, 0.0) / exposed_ms, 1.0),
         shares=(min(flat_shares), max(flat_shares)),
-        disturbed=[i for i, sweep in enumerate(case["sweeps"], 1) if sweep["disturbance"]["is_disturbed"]],
+        disturbed=disturbed_sweeps(case),
         rows=[_row(case, samples, name) for name in case["variants"]],
     )
 
@@ -184,6 +135,7 @@ def _link_ms(samples: CaseSamples, variant: str, rate_bps: float) -> float:
 def _row(case: Mapping[str, Any], samples: CaseSamples, name: str) -> Row:
     variant = VARIANTS[name]
     reference = variant.reference
+    is_accumulated = case["shape"].get("micro_batches", 1) > 1
     own = {
         field: samples.median(name, slower(field))
         for field in ("step_ms", "forward_ms", "backward_ms", "reduce_ms", "optimizer_ms")
@@ -194,8 +146,9 @@ def _row(case: Mapping[str, Any], samples: CaseSamples, name: str) -> Row:
     if not variant.free_link:
         compute_ms, link_ms = _compute_ms(samples, name), _link_ms(samples, reference, case["rate_bps"])
         bound_ms = max(compute_ms, link_ms)
-        # Each pass sends the same rows, once there and once back. With a reduction in the step, these two are not all.
-        if not case["optimizer"]:
+        # Each pass sends the same rows, once there and once back. With a reduction in the step, these two are not all;
+        # with several micro-batches they need not come one after the other.
+        if not case["optimizer"] and not is_accumulated:
             forward_ms = compute_ms * _forward_share(samples, variant.compute)
             passes_ms = max(forward_ms, link_ms / 2) + max(compute_ms - forward_ms, link_ms / 2)
     cpu_ms = samples.median(name, mean("cpu_ms"))
@@ -205,8 +158,8 @@ def _row(case: Mapping[str, Any], samples: CaseSamples, name: str) -> Row:
         name=name,
         reference=reference,
         step_ms=own["step_ms"],
-        forward_ms=own["forward_ms"],
-        backward_ms=own["backward_ms"],
+        forward_ms=None if is_accumulated else own["forward_ms"],
+        backward_ms=None if is_accumulated else own["backward_ms"],
         rest_ms=own["reduce_ms"] + own["optimizer_ms"],
         exposed_ms=samples.median(name, payload_exposed),
         exposed_forward_ms=samples.median(name, mean("exposed_forward_ms")),

@@ -1,7 +1,10 @@
 """The results as text for a terminal and as markdown."""
 
 from collections.abc import Sequence
+from textwrap import indent
 
+from benchmarks.harness.samples import disturbance_warning
+from benchmarks.harness.tables import aligned, markdown
 from benchmarks.network.cases import VARIANTS
 from benchmarks.network.summary import CaseSummary, Row
 
@@ -36,8 +39,8 @@ def cells(row: Row, has_rest: bool) -> list[str]:
     line = [
         row.name,
         f"{row.step_ms:.0f}",
-        f"{row.forward_ms:.0f}",
-        f"{row.backward_ms:.0f}",
+        "" if row.forward_ms is None else f"{row.forward_ms:.0f}",
+        "" if row.backward_ms is None else f"{row.backward_ms:.0f}",
         f"{row.exposed_ms:.1f}",
         f"{row.counts_ms:.1f}",
         "" if row.cut is None else f"{row.cut:.1%}",
@@ -65,14 +68,13 @@ def description(case: CaseSummary) -> list[str]:
             f"the link takes longer than stock's compute: a cut of {case.reachable_cut:.0%} is all that can be reached"
         )
     if case.disturbed:
-        which = ", ".join(map(str, case.disturbed))
-        lines.append(f"DISTURBED: something else used the processor during sweep {which}; don't quote these figures")
+        lines.append(disturbance_warning(case.disturbed))
     return lines
 
 
-def _lines(case: CaseSummary) -> tuple[list[list[str]], bool]:
+def _lines(case: CaseSummary) -> list[list[str]]:
     has_rest = any(row.rest_ms > 0 for row in case.rows)
-    return [headings(has_rest), *(cells(row, has_rest) for row in case.rows)], has_rest
+    return [headings(has_rest), *(cells(row, has_rest) for row in case.rows)]
 
 
 def _references(rows: Sequence[Row]) -> str:
@@ -86,30 +88,13 @@ def _references(rows: Sequence[Row]) -> str:
 
 def as_text(cases: Sequence[CaseSummary]) -> str:
     """Aligned columns."""
-    blocks = []
-    for case in cases:
-        table, _ = _lines(case)
-        widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-        aligned = [
-            "  ".join(
-                cell.ljust(width) if column == 0 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in table
-        ]
-        blocks.append("\n".join([*description(case), *(f"  {line}" for line in aligned)]))
-    return "\n\n".join(blocks)
+    return "\n\n".join("\n".join([*description(case), indent(aligned(_lines(case)), "  ")]) for case in cases)
 
 
 def as_markdown(cases: Sequence[CaseSummary]) -> str:
     """A heading, a paragraph and a table for each case."""
     blocks = []
     for case in cases:
-        table, _ = _lines(case)
-        head, *body = (f"| {' | '.join(line)} |" for line in table)
-        rule = "|" + "---|" * len(table[0])
         text = ". ".join(description(case))
-        blocks.append(
-            f"### {case.name}\n\n{text}. Compared: {_references(case.rows)}.\n\n" + "\n".join([head, rule, *body])
-        )
+        blocks.append(f"### {case.name}\n\n{text}. Compared: {_references(case.rows)}.\n\n{markdown(_lines(case))}")
     return "\n\n".join(blocks) + "\n"

@@ -8,20 +8,14 @@ namespaces.
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.network.command import (
-    add_common_arguments,
-    check_positive,
-    new_parser,
-    rate_bps_of,
-    resized,
-    write_tables,
-)
-from benchmarks.network.runner import run_benchmark
-from benchmarks.prediction.cases import CASES, CONFIGURATIONS, PredictionJob, select
+from benchmarks.harness.command import add_common_arguments, check_positive, job_of, new_parser
+from benchmarks.harness.job import Job
+from benchmarks.harness.runner import run_benchmark
+from benchmarks.harness.tables import write_results
+from benchmarks.prediction.cases import CASES, CONFIGURATIONS, choose
 from benchmarks.prediction.errors import compare
 from benchmarks.prediction.table import as_markdown, as_text
 from megatron_lancet.errors import UsageError, run_command
@@ -41,7 +35,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--timelines", type=Path, metavar="FOLDER", help="also trace a step of each configuration, for comparison"
     )
-    add_common_arguments(parser, "prediction", timeout_minutes=60, suffixes=".json and .md")
+    add_common_arguments(parser, "prediction", timeout_minutes=60)
     args = parser.parse_args(argv)
     check_positive(args, "repeats")
     if args.timelines is not None and not args.timelines.is_dir():
@@ -49,23 +43,22 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def make_job(args: argparse.Namespace, cores: Sequence[int], result: Path) -> PredictionJob:
-    """What the ranks are to do."""
-    return PredictionJob(
-        cases=[replace(case, shape=resized(case.shape, args)) for case in select(args.cases, args.configurations)],
-        repeats=args.repeats,
-        rate_bps=rate_bps_of(args),
-        timelines=None if args.timelines is None else args.timelines.resolve(),
-        cores=list(cores),
-        result=result,
-    )
+def make_job(args: argparse.Namespace, cores: Sequence[int], result: Path) -> Job:
+    """What the ranks are to do.
+
+    Raises:
+        UsageError: an unknown case or configuration.
+    """
+    timelines = None if args.timelines is None else args.timelines.resolve()
+    return job_of(args, choose(args.cases, args.configurations), args.repeats, 1, cores, result, timelines)
 
 
 def main() -> None:
     """Entry point."""
     args = parse_arguments(sys.argv[1:])
-    write = partial(write_tables, summarise=compare, as_text=as_text, as_markdown=as_markdown)
-    run_benchmark("prediction", partial(make_job, args), args.timeout_minutes * 60, write, args.output)
+    write = partial(write_results, summarise=compare, as_text=as_text, as_markdown=as_markdown)
+    timeout_s = args.timeout_minutes * 60
+    run_benchmark("prediction", partial(make_job, args), timeout_s, write, args.output, args.default_malloc)
 
 
 if __name__ == "__main__":

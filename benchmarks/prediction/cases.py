@@ -1,13 +1,15 @@
-"""What is predicted and measured: configurations of the overlap, and the cases in which they run. No torch."""
+"""What is predicted and measured: configurations of the overlap, and the cases in which they run. No torch.
 
-import json
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+In the case ``gradients`` gradients are summed over the ranks beside the backward pass, on the same link, and Adam runs.
+"""
 
-from benchmarks.network.cases import Shape
-from megatron_lancet.errors import UsageError
+from dataclasses import replace
+
+from benchmarks.harness.cases import Case, Shape, select
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 
+BASELINE = "k1"
+"""Stock's order: by what it waits for, the link's rate is set."""
 PLANNED = "planned"
 """The configuration that the planner chooses for the case's profile."""
 
@@ -36,38 +38,26 @@ FIXED_PLANS = _fixed_plans()
 CONFIGURATIONS = (*FIXED_PLANS, PLANNED)
 
 
-@dataclass(frozen=True)
-class PredictionCase:
-    """A model, a link, and the configurations that take turns on them.
-
-    Attributes:
-        exposed_share: of the passes, for which ``k1`` (stock's order) is to wait: it sets the link's rate.
-        configurations: names, of :data:`CONFIGURATIONS`.
-        reduces: gradients are summed over the ranks beside the backward pass, on the same link, and Adam runs.
-    """
-
-    name: str
-    title: str
-    exposed_share: float
-    configurations: tuple[str, ...]
-    shape: Shape
-    reduces: bool = False
-
-
 _SHAPE = Shape(hidden=384, seq_length=256)
 _SOME = ("k1", "k1-dw", "experts-k4-dw", "layer-k2-dw", "stack-k2", "stack-k4-dw", "sequence-k2-dw", PLANNED)
 _BATCH_ONLY = ("k1", "k1-dw", "layer-k2-dw", "stack-k2", "stack-k2-dw", "stack-k4-dw")
 
 
-def _cases() -> list[PredictionCase]:
+def _cases() -> list[Case]:
     skewed = replace(_SHAPE, hot_share=0.4)
     return [
-        PredictionCase("45", "balanced routing, k1 exposes 45 %", 0.45, CONFIGURATIONS, _SHAPE),
-        PredictionCase("20", "balanced routing, k1 exposes 20 %", 0.20, _SOME, _SHAPE),
-        PredictionCase("65", "balanced routing, k1 exposes 65 %", 0.65, _SOME, _SHAPE),
-        PredictionCase("skewed", "one expert of four gets 40 %, k1 exposes 45 %", 0.45, _SOME, skewed),
-        PredictionCase(
-            "gradients", "gradients reduced beside the backward pass, k1 exposes 45 %", 0.45, _BATCH_ONLY, _SHAPE, True
+        Case("45", "balanced routing, k1 exposes 45 %", 0.45, CONFIGURATIONS, _SHAPE, BASELINE),
+        Case("20", "balanced routing, k1 exposes 20 %", 0.20, _SOME, _SHAPE, BASELINE),
+        Case("65", "balanced routing, k1 exposes 65 %", 0.65, _SOME, _SHAPE, BASELINE),
+        Case("skewed", "one expert of four gets 40 %, k1 exposes 45 %", 0.45, _SOME, skewed, BASELINE),
+        Case(
+            "gradients",
+            "gradients reduced beside the backward pass, k1 exposes 45 %",
+            0.45,
+            _BATCH_ONLY,
+            _SHAPE,
+            BASELINE,
+            optimizer=True,
         ),
     ]
 
@@ -75,7 +65,7 @@ def _cases() -> list[PredictionCase]:
 CASES = {case.name: case for case in _cases()}
 
 
-def select(cases: list[str], configurations: list[str] | None) -> list[PredictionCase]:
+def choose(cases: list[str], configurations: list[str] | None) -> list[Case]:
     """The cases to run, in the order of :data:`CASES`.
 
     Args:
@@ -85,55 +75,4 @@ def select(cases: list[str], configurations: list[str] | None) -> list[Predictio
     Raises:
         UsageError: an unknown name.
     """
-    for what, names, known in (("case", cases, CASES), ("configuration", configurations or [], CONFIGURATIONS)):
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise UsageError(f"there is no {what} {', '.join(unknown)}. Known: {', '.join(known)}.")
-    selected = [case for case in CASES.values() if not cases or case.name in cases]
-    if configurations is None:
-        return selected
-    ordered = tuple(name for name in CONFIGURATIONS if name in configurations)
-    return [replace(case, configurations=ordered) for case in selected]
-
-
-@dataclass(frozen=True)
-class PredictionJob:
-    """What the runner asks of the ranks, as a file.
-
-    Attributes:
-        repeats: interleaved steps of each configuration.
-        rate_bps: of the shaped link, in bits per second; None sets it by what ``k1`` exposes.
-        timelines: folder that gets measured and predicted timelines of each configuration; None for none.
-        cores: of the ranks.
-        result: where rank 0 writes what was measured.
-    """
-
-    cases: list[PredictionCase]
-    repeats: int
-    rate_bps: float | None
-    timelines: Path | None
-    cores: list[int]
-    result: Path
-
-    def write(self, path: Path) -> None:
-        """Write it as JSON."""
-        timelines = None if self.timelines is None else str(self.timelines)
-        path.write_text(json.dumps({**asdict(self), "result": str(self.result), "timelines": timelines}))
-
-
-def read_job(path: Path) -> PredictionJob:
-    """Read what :meth:`PredictionJob.write` wrote."""
-    fields = json.loads(path.read_text())
-    cases = [
-        PredictionCase(**{**case, "shape": Shape(**case["shape"]), "configurations": tuple(case["configurations"])})
-        for case in fields.pop("cases")
-    ]
-    timelines = fields.pop("timelines")
-    return PredictionJob(
-        **{
-            **fields,
-            "cases": cases,
-            "result": Path(fields["result"]),
-            "timelines": None if timelines is None else Path(timelines),
-        }
-    )
+    return select(CASES, cases, CONFIGURATIONS, configurations, noun="configuration")

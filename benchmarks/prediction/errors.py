@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.harness.samples import all_exposed, by_rank, slower, spread
+
 MAX_MEDIAN_ERROR = 0.04
 MAX_ERROR = 0.10
 """Of the measured step time."""
 MAX_EXPOSED_ERROR = 0.15
 MAX_EXPOSED_MS = 10.0
 """Exposed time is to be within the former of the measured one, or within the latter."""
-_EXPOSED_FIELDS = ("exposed_forward_ms", "exposed_backward_ms", "counts_ms")
+_step_ms = slower("step_ms")
 
 
 @dataclass(frozen=True)
@@ -137,31 +139,21 @@ def _between_halves(case: dict[str, Any], name: str) -> Comparison:
 
 def _measured(case: dict[str, Any], name: str) -> tuple[list[float], list[float]]:
     """Step time of the slower rank and exposed time, mean of the ranks, of each repeat."""
-    fields = case["sample_fields"]
-    repeats = [[dict(zip(fields, rank, strict=True)) for rank in ranks] for ranks in case["samples"][name]]
-    steps = [max(rank["step_ms"] for rank in ranks) for ranks in repeats]
-    exposed = [statistics.fmean(sum(rank[field] for field in _EXPOSED_FIELDS) for rank in ranks) for ranks in repeats]
-    return steps, exposed
+    repeats = by_rank(case["sample_fields"], case["samples"][name])
+    return [_step_ms(ranks) for ranks in repeats], [all_exposed(ranks) for ranks in repeats]
 
 
 def _compared(
     case: str, name: str, steps: Sequence[float], exposed: Sequence[float], predicted_ms: float, exposed_ms: float
 ) -> Comparison:
-    low, median, high = _quartiles(steps)
+    measured = spread(steps)
     return Comparison(
         case=case,
         name=name,
-        measured_ms=median,
-        low_ms=low,
-        high_ms=high,
+        measured_ms=measured.median,
+        low_ms=measured.low,
+        high_ms=measured.high,
         predicted_ms=predicted_ms,
         measured_exposed_ms=statistics.median(exposed),
         predicted_exposed_ms=exposed_ms,
     )
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, median, high

@@ -1,23 +1,21 @@
 """Profiles a case's model on its link and runs the configurations between the steps of the profile."""
 
-import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 
-from benchmarks.network.cases import Shape, Variant
-from benchmarks.network.links import CPU, Link
-from benchmarks.network.measure import CpuWatch, exposure, find_rate, say, set_rate
-from benchmarks.network.model import BUCKET_PARAMETERS
-from benchmarks.network.step import SAMPLE_FIELDS, Step, on_both_ranks
-from benchmarks.prediction.cases import FIXED_PLANS, PLANNED, PredictionCase, PredictionJob
+from benchmarks.harness.bench import Bench, CpuWatch, RankSamples, say
+from benchmarks.harness.cases import Case, Shape, Variant, rotated
+from benchmarks.prediction.cases import FIXED_PLANS, PLANNED
+from benchmarks.training_step.links import CPU
+from benchmarks.training_step.model import BUCKET_PARAMETERS
+from benchmarks.training_step.sample import SAMPLE_FIELDS, on_both_ranks
+from benchmarks.training_step.step import Step
 from megatron_lancet.files import to_plain
 from megatron_lancet.model.gpt import set_plan
 from megatron_lancet.planning.profile import Profile
@@ -35,45 +33,29 @@ from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.schedule.timeline import RankTimeline
 
-_WARM_UP_BPS = 2e9
-
 _SAMPLES_IN_A_TURN = 2
 """Traced steps of each of the profile's plans in a round, and measured steps of each configuration."""
 
-Sample = list[list[float]]
-"""One step: of each rank, in the order of SAMPLE_FIELDS."""
 
+class PredictionBench(Bench):
+    """Measures one model that is switched between plans, and predicts each of them from a profile of it."""
 
-class PredictionBench:
-    """The shaped link of this rank, and what is measured over it."""
-
-    def __init__(self, job: PredictionJob, shaped: str, timeout: timedelta) -> None:
-        """Collective."""
-        self._job = job
-        self._shaped_name = shaped
-        self._set_rate(_WARM_UP_BPS)
-        self._link = Link(shaped, parallel_state.get_expert_model_parallel_group(), timeout)
-
-    def measure(self, case: PredictionCase) -> dict[str, Any]:
+    def measure(self, case: Case) -> dict[str, Any]:
         """Everything about a case, for the JSON file."""
         say(f"case {case.name}: {case.title}")
-        gc.collect()  # the last case's model and its DDP hooks refer to each other
-        self._set_rate(_WARM_UP_BPS)
-        variant = Variant("k1", FIXED_PLANS["k1-dw"], "", overlaps_reduction=case.reduces)
-        step = Step(case.shape, variant, self._link, None, has_optimizer=case.reduces)
+        self.warm_up()
+        variant = Variant("k1", FIXED_PLANS["k1-dw"], "", overlaps_reduction=case.optimizer)
+        step = Step(case.shape, variant, self.links[False], None, has_optimizer=case.optimizer)
         step.run()
         step.take_expert_shares()
         set_plan(step.module, FIXED_PLANS["k1"])
         step.run()
         shares = step.take_expert_shares()
-        rate_bps = self._job.rate_bps
-        if rate_bps is None:
-            rate_bps = find_rate(case.exposed_share, exposure(step), step, self._set_rate)
-        self._set_rate(rate_bps)
-        watch = CpuWatch(self._job.cores)
-        plans = {name: self._plan(name, case, step) for name in case.configurations}
+        rate_bps = self.set_rate_for(case, step, step)
+        watch = CpuWatch(self.job.cores)
+        plans = {name: self._plan(name, case, step) for name in case.variants}
         profile, samples = self._profile_in_turns(case, step, plans)
-        seen = watch.seen(f"{self._job.repeats} repeats at {rate_bps / 1e6:.0f} Mbit/s")
+        seen = watch.seen(f"{self.job.repeats} repeats at {rate_bps / 1e6:.0f} Mbit/s")
         simulator = Simulator(CostModel(profile))
         simulations = {name: simulator.simulate(plan) for name, plan in plans.items()}
         self._write_timelines(case, step, plans, simulations)
@@ -93,10 +75,7 @@ class PredictionBench:
             "samples": samples,
         }
 
-    def _set_rate(self, rate_bps: float) -> None:
-        set_rate(self._shaped_name, rate_bps)
-
-    def _plan(self, name: str, case: PredictionCase, step: Step) -> Plan:
+    def _plan(self, name: str, case: Case, step: Step) -> Plan:
         """A fixed one, or the planner's for a profile of its own, which is made as a run makes it."""
         if name != PLANNED:
             return FIXED_PLANS[name]
@@ -107,10 +86,10 @@ class PredictionBench:
         return make_plan(self._finished(run, case)).plan
 
     @staticmethod
-    def _finished(run: ProfileRun, case: PredictionCase) -> Profile:
+    def _finished(run: ProfileRun, case: Case) -> Profile:
         """The profile, as a run with or without overlap-grad-reduce makes it."""
         profile = run.finish()
-        if not case.reduces:
+        if not case.optimizer:
             return profile
         reduction = GradientReduction(dense_ranks=dist.get_world_size(), bucket_bytes=4 * BUCKET_PARAMETERS)
         return measured_with(profile, reduction, list(dict.fromkeys(run.plans)))
@@ -120,16 +99,16 @@ class PredictionBench:
         return ProfiledModel((step.module,), CPU, shape.micro_batch, shape.seq_length, 1)
 
     def _profile_in_turns(
-        self, case: PredictionCase, step: Step, plans: Mapping[str, Plan]
-    ) -> tuple[Profile, dict[str, list[Sample]]]:
+        self, case: Case, step: Step, plans: Mapping[str, Plan]
+    ) -> tuple[Profile, dict[str, list[RankSamples]]]:
         """A profile as a run takes it, and the configurations, in rounds that hold each plan of both once.
 
         So all see the same machine: its speed may drift by more than what is to be found out. The order rotates.
         """
         in_one_round = plans_to_profile(case.shape.micro_batch, case.shape.seq_length)
-        num_rounds = math.ceil(self._job.repeats / _SAMPLES_IN_A_TURN)
+        num_rounds = math.ceil(self.job.repeats / _SAMPLES_IN_A_TURN)
         run = ProfileRun(self._profiled(case.shape, step), in_one_round * num_rounds, _SAMPLES_IN_A_TURN)
-        samples: dict[str, list[Sample]] = {name: [] for name in plans}
+        samples: dict[str, list[RankSamples]] = {name: [] for name in plans}
         for index, plan in enumerate(run.plans):
             set_plan(step.module, plan)
             step.run(around=partial(run.step, index))
@@ -137,24 +116,24 @@ class PredictionBench:
             if is_inside:
                 continue
             num_round, place = divmod(done - 1, len(in_one_round))
-            names = _rotated(list(plans), num_round)
+            names = rotated(list(plans), num_round)
             start, end = (at * len(names) // len(in_one_round) for at in (place, place + 1))
             for name in names[start:end]:
                 samples[name] += self._turn(step, plans[name])
         return self._finished(run, case), samples
 
     @staticmethod
-    def _turn(step: Step, plan: Plan) -> list[Sample]:
+    def _turn(step: Step, plan: Plan) -> list[RankSamples]:
         """The first step after a switch is not measured, nor does the profile: memory is of the other plan's sizes."""
         set_plan(step.module, plan)
         step.run()
         return [on_both_ranks(step.run()[0]) for _ in range(_SAMPLES_IN_A_TURN)]
 
     def _write_timelines(
-        self, case: PredictionCase, step: Step, plans: Mapping[str, Plan], simulations: Mapping[str, Simulation]
+        self, case: Case, step: Step, plans: Mapping[str, Plan], simulations: Mapping[str, Simulation]
     ) -> None:
         """One traced step of each configuration beside what was predicted for it, if asked for."""
-        if self._job.timelines is None:
+        if self.job.timelines is None:
             return
         trace = Trace(CPU, dist.get_rank())
         for name, plan in plans.items():
@@ -165,7 +144,7 @@ class PredictionBench:
             dist.all_gather_object(everyone, found[0])
             if dist.get_rank() == 0:
                 record = TimelineRecord(f"{case.name} {name}", aligned(everyone, ()), simulations[name].timelines)
-                write_trace(record, self._job.timelines / f"{case.name}-{name}.json")
+                write_trace(record, self.job.timelines / f"{case.name}-{name}.json")
 
     @staticmethod
     @contextmanager
@@ -180,6 +159,4 @@ class PredictionBench:
             comm.record_to(None)
 
 
-def _rotated(names: Sequence[str], turn: int) -> Sequence[str]:
-    place = turn % max(1, len(names))
-    return [*names[place:], *names[:place]]
+BENCH = PredictionBench

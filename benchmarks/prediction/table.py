@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from benchmarks.harness.tables import aligned, markdown
 from benchmarks.prediction.errors import (
     MAX_ERROR,
     MAX_EXPOSED_ERROR,
@@ -37,7 +38,11 @@ def _cells(one: Comparison) -> list[str]:
 
 def _description(case: CaseErrors) -> str:
     share = "" if case.measured_share is None else f", k1 exposes {case.measured_share:.1%} of its step"
-    disturbed = " DISTURBED by other load." if case.is_disturbed else ""
+    disturbed = (
+        " DISTURBED: something else used the processor; quote these figures only with this mark."
+        if case.is_disturbed
+        else ""
+    )
     return f"{case.title}: {case.rate_bps / 1e6:.0f} Mbit/s{share}; {case.num_repeats} repeats.{disturbed}"
 
 
@@ -58,31 +63,17 @@ def _conclusion(cases: Sequence[CaseErrors]) -> str:
     return text
 
 
+def _lines(case: CaseErrors) -> list[list[str]]:
+    return [list(_HEADINGS), *(_cells(one) for one in case.comparisons)]
+
+
 def as_text(cases: Sequence[CaseErrors]) -> str:
     """Aligned columns."""
-    blocks = []
-    for case in cases:
-        rows = [list(_HEADINGS), *(_cells(one) for one in case.comparisons)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column == 0 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
-        blocks.append("\n".join([f"{case.name}: {_description(case)}", *lines]))
+    blocks = [f"{case.name}: {_description(case)}\n{aligned(_lines(case))}" for case in cases]
     return "\n\n".join([*blocks, _conclusion(cases)])
 
 
-def as_markdown(cases: Sequence[CaseErrors], origin: str) -> str:
-    """
-    Args:
-        origin: command, date and machine, in a line.
-    """
-    blocks = [f"{origin}\n\n{_conclusion(cases)}"]
-    for case in cases:
-        rows = [list(_HEADINGS), ["---"] * len(_HEADINGS), *(_cells(one) for one in case.comparisons)]
-        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-        blocks.append(f"### {case.name}\n\n{_description(case)}\n\n{table}")
-    return "\n\n".join(blocks) + "\n"
+def as_markdown(cases: Sequence[CaseErrors]) -> str:
+    """The conclusion, then a heading, a paragraph and a table for each case."""
+    blocks = [f"### {case.name}\n\n{_description(case)}\n\n{markdown(_lines(case))}" for case in cases]
+    return "\n\n".join([_conclusion(cases), *blocks]) + "\n"

@@ -7,21 +7,14 @@ turns on it, and removes them again.
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.network.command import (
-    add_common_arguments,
-    check_positive,
-    new_parser,
-    rate_bps_of,
-    resized,
-    write_tables,
-)
-from benchmarks.network.job import Job
-from benchmarks.network.runner import run_benchmark
-from benchmarks.priority.cases import CASES, VARIANTS, select
+from benchmarks.harness.command import add_common_arguments, check_positive, job_of, new_parser
+from benchmarks.harness.job import Job
+from benchmarks.harness.runner import run_benchmark
+from benchmarks.harness.tables import write_results
+from benchmarks.priority.cases import CASES, VARIANTS, choose
 from benchmarks.priority.summary import as_markdown, as_text, summarise
 from megatron_lancet.errors import run_command
 
@@ -36,29 +29,27 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", metavar="VARIANT", help=f"of: {', '.join(VARIANTS)} (all)")
     parser.add_argument("--repeats", type=int, default=7, help="steps of each variant in a sweep (7)")
     parser.add_argument("--sweeps", type=int, default=2, help="sweeps of each case (2)")
-    add_common_arguments(parser, "priority", timeout_minutes=30, suffixes=".json and .md")
+    add_common_arguments(parser, "priority", timeout_minutes=30)
     args = parser.parse_args(argv)
     check_positive(args, "repeats", "sweeps")
     return args
 
 
 def make_job(args: argparse.Namespace, cores: Sequence[int], result: Path) -> Job:
-    """What the ranks are to do."""
-    return Job(
-        cases=[replace(case, shape=resized(case.shape, args)) for case in select(args.cases, args.variants)],
-        repeats=args.repeats,
-        sweeps=args.sweeps,
-        rate_bps=rate_bps_of(args),
-        cores=list(cores),
-        result=result,
-    )
+    """What the ranks are to do.
+
+    Raises:
+        UsageError: an unknown case or variant.
+    """
+    return job_of(args, choose(args.cases, args.variants), args.repeats, args.sweeps, cores, result)
 
 
 def main() -> None:
     """Entry point."""
     args = parse_arguments(sys.argv[1:])
-    write = partial(write_tables, summarise=summarise, as_text=as_text, as_markdown=as_markdown)
-    run_benchmark("priority", partial(make_job, args), args.timeout_minutes * 60, write, args.output)
+    write = partial(write_results, summarise=summarise, as_text=as_text, as_markdown=as_markdown)
+    timeout_s = args.timeout_minutes * 60
+    run_benchmark("priority", partial(make_job, args), timeout_s, write, args.output, args.default_malloc)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,6 @@
-"""What is measured: who reduces gradients when, and the links on which they meet. Neither torch nor Megatron."""
+"""Variants that reduce gradients at different times, and the links on which they meet. Neither torch nor Megatron."""
 
-from dataclasses import replace
-
-from benchmarks.network.cases import Case, Shape, Variant
-from megatron_lancet.errors import UsageError
+from benchmarks.harness.cases import Case, Shape, Variant, select
 from megatron_lancet.schedule.plan import fixed_plan
 
 BASELINE = "megatron"
@@ -45,7 +42,7 @@ def _case(percent: int) -> Case:
 CASES = {case.name: case for case in (_case(40), _case(60))}
 
 
-def select(cases: list[str], variants: list[str] | None) -> list[Case]:
+def choose(cases: list[str], variants: list[str] | None) -> list[Case]:
     """The cases to run, in the order of :data:`CASES`, each with the variants asked for and those they refer to.
 
     Args:
@@ -55,10 +52,4 @@ def select(cases: list[str], variants: list[str] | None) -> list[Case]:
     Raises:
         UsageError: an unknown name.
     """
-    for what, names, known in (("case", cases, CASES), ("variant", variants or [], VARIANTS)):
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise UsageError(f"there is no {what} {', '.join(unknown)}. Known: {', '.join(known)}.")
-    wanted = set(VARIANTS if variants is None else variants) | {BASELINE, FREE}
-    ordered = tuple(name for name in VARIANTS if name in wanted)
-    return [replace(case, variants=ordered) for case in CASES.values() if not cases or case.name in cases]
+    return select(CASES, cases, list(VARIANTS), variants, lambda wanted, _: wanted | {BASELINE, FREE})

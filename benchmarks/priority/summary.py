@@ -2,9 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import indent
 from typing import Any
 
-from benchmarks.network.summary import CaseSamples, Spread, all_exposed, slower, spread
+from benchmarks.harness.samples import (
+    CaseSamples,
+    Spread,
+    all_exposed,
+    disturbance_warning,
+    disturbed_sweeps,
+    slower,
+    spread,
+)
+from benchmarks.harness.tables import aligned, markdown
 from benchmarks.priority.cases import BASELINE, FREE, NO_PRIORITY, OVERLAPPED
 
 _HEADINGS = (
@@ -89,7 +99,7 @@ def summarise(case: Mapping[str, Any]) -> CaseSummary:
         grad_share=reduced / (sent + reduced),
         compute_ms=samples.median(FREE, slower("cpu_ms")),
         link_ms=(sent + reduced) * 8 / case["rate_bps"] * 1e3,
-        disturbed=[i for i, sweep in enumerate(case["sweeps"], 1) if sweep["disturbance"]["is_disturbed"]],
+        disturbed=disturbed_sweeps(case),
         rows=[_row(samples, name, case["variants"]) for name in case["variants"] if name != FREE],
     )
 
@@ -121,8 +131,7 @@ def description(case: CaseSummary) -> str:
         f"least {max(case.compute_ms, case.link_ms):.0f} ms: compute {case.compute_ms:.0f}, link {case.link_ms:.0f}"
     )
     if case.disturbed:
-        which = ", ".join(map(str, case.disturbed))
-        text += f". DISTURBED: something else used the processor during sweep {which}; don't quote these figures"
+        text += f". {disturbance_warning(case.disturbed)}"
     return text
 
 
@@ -148,30 +157,10 @@ def table(case: CaseSummary) -> list[list[str]]:
 
 def as_text(cases: Sequence[CaseSummary]) -> str:
     """Aligned columns."""
-    blocks = []
-    for case in cases:
-        lines = table(case)
-        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADINGS))]
-        aligned = [
-            "  ".join(
-                cell.ljust(width) if column == 0 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
-        blocks.append("\n".join([description(case), *(f"  {line}" for line in aligned)]))
-    return "\n\n".join(blocks)
+    return "\n\n".join(f"{description(case)}\n{indent(aligned(table(case)), '  ')}" for case in cases)
 
 
-def as_markdown(cases: Sequence[CaseSummary], origin: str) -> str:
-    """
-    Args:
-        origin: command, date and machine, in a line.
-    """
-    blocks = [origin]
-    for case in cases:
-        head, *body = (f"| {' | '.join(line)} |" for line in table(case))
-        blocks.append(
-            f"### {case.name}\n\n{description(case)}.\n\n" + "\n".join([head, "|" + "---|" * len(_HEADINGS), *body])
-        )
+def as_markdown(cases: Sequence[CaseSummary]) -> str:
+    """A heading, a paragraph and a table for each case."""
+    blocks = [f"### {case.name}\n\n{description(case)}.\n\n{markdown(table(case))}" for case in cases]
     return "\n\n".join(blocks) + "\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.network.namespaces import Namespaces, check_host, this_host
+from benchmarks.harness.namespaces import Namespaces, check_host, this_host
 from megatron_lancet.errors import UsageError
 
 

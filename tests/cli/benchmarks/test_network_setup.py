@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.job import read_job
+from benchmarks.harness.namespaces import CommandError, Namespaces, check_host, run_command, shaping_command
 from benchmarks.network import ranks
 from benchmarks.network.__main__ import make_job, parse_arguments
 from benchmarks.network.cases import CASES, VARIANTS, select, with_references
-from benchmarks.network.job import read_job
-from benchmarks.network.namespaces import CommandError, Namespaces, check_host, run_command, shaping_command
 from megatron_lancet.errors import UsageError
 
 REPO = Path(__file__).parents[3]

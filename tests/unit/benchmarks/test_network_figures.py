@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.harness.disturbance import CpuTimes, Disturbance, disturbance, parse_stat
+from benchmarks.harness.rate import RateSearch
 from benchmarks.network.cases import CASES
-from benchmarks.network.disturbance import CpuTimes, Disturbance, disturbance, parse_stat
 from benchmarks.network.picture import draw
-from benchmarks.network.rate import RateSearch
-from benchmarks.network.routing import bias_for_shares
 from benchmarks.network.summary import Spread, spread, summarise
 from benchmarks.network.table import as_markdown, as_text
+from benchmarks.training_step.routing import bias_for_shares
 
 FIELDS = {
     "step_ms": 100.0,

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe import token_dispatcher
 
+from benchmarks.training_step.megatron_overlap import ThreadedStats
 from megatron_lancet.patching import around
-from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.select import make_transport
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ class Link:
     """A transport and a group for stock's counts, both on one interface.
 
     Attributes:
-        stats: what travelled over it and who waited.
+        stats: what was sent over it, and how long compute waited for it.
     """
 
     def __init__(self, interface: str, ep_group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -42,7 +42,7 @@ class Link:
             ep_group: expert-parallel group, of all ranks.
         """
         self.interface = interface
-        self.stats = CommStats(CPU)
+        self.stats = ThreadedStats(CPU)
         self._ep_group = ep_group
         with groups_on(interface):
             self.transport = make_transport(ep_group, ep_group, CPU, self.stats, timeout)

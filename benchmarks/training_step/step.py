@@ -1,57 +1,21 @@
-"""One variant of the training step, ready to run, and what a run of it is measured by."""
+"""One variant of the training step, ready to run."""
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.live_memory import LiveMemory
-from benchmarks.network import model
-from benchmarks.network.cases import Shape, Variant
-from benchmarks.network.links import Link
-from benchmarks.network.routing import set_expert_shares, take_expert_shares
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One step on one rank.
-
-    Attributes:
-        step_ms: all of it, from a barrier on.
-        forward_ms: forward pass.
-        backward_ms: backward pass.
-        reduce_ms: data-parallel gradient reduction, 0 where it is not in the step.
-        optimizer_ms: optimizer step, 0 where it is not in the step.
-        exposed_forward_ms: time blocked in waits for payload in the forward pass.
-        exposed_backward_ms: the same in the backward pass.
-        counts_ms: time blocked in the exchange of token counts.
-        cpu_ms: CPU time of the process, gloo's threads included.
-        payload_bytes: bytes sent to the other rank in all-to-alls.
-        reduced_bytes: bytes that a rank has to send for the gradient reduction.
-    """
-
-    step_ms: float
-    forward_ms: float
-    backward_ms: float
-    reduce_ms: float
-    optimizer_ms: float
-    exposed_forward_ms: float
-    exposed_backward_ms: float
-    counts_ms: float
-    cpu_ms: float
-    payload_bytes: float
-    reduced_bytes: float
-
-    @property
-    def exposed_ms(self) -> float:
-        """Time blocked in waits, for counts too."""
-        return self.exposed_forward_ms + self.exposed_backward_ms + self.counts_ms
-
-
-SAMPLE_FIELDS = [field.name for field in fields(Sample)]
+from benchmarks.harness.cases import Shape, Variant
+from benchmarks.training_step import model
+from benchmarks.training_step.links import Link
+from benchmarks.training_step.live_memory import LiveMemory
+from benchmarks.training_step.megatron_overlap import CommThread
+from benchmarks.training_step.routing import set_expert_shares, take_expert_shares
+from benchmarks.training_step.sample import Sample
+from megatron_lancet.runtime.comm_stats import CommTimes
 
 
 class Step:
@@ -77,16 +41,18 @@ class Step:
         self.variant = variant
         self._link = link
         self.module = model.build(shape)
-        rank = dist.get_rank()
+        batches = model.make_batches(shape, dist.get_rank())
         if weights is not None:
             self.module.load_state_dict(weights)
         else:
             with link.carries_stock():
-                calibration = model.make_forward(self.module, shape, rank)
+                calibration = model.make_forward(self.module, model.joined(batches))
                 set_expert_shares(self.module, calibration, shape.expert_shares())
         self._context = model.prepare(self.module, variant, link)
+        self._comm_thread = CommThread(link.stats) if variant.overlaps_micro_batches else None
         self._ddp = model.wrap(self.module, variant)
-        self._forward = model.make_forward(self._ddp, shape, rank)
+        self._forward = model.make_forward(self._ddp, batches[0]) if len(batches) == 1 else None
+        self._accumulate = partial(model.run_micro_batches, self._ddp, batches)
         self._optimizer = model.make_optimizer(self._ddp) if has_optimizer else None
         self._reduced_bytes = self._reduction_bytes() if has_optimizer else 0
 
@@ -96,21 +62,26 @@ class Step:
         Args:
             around: makes a context around the timed region.
         """
-        with self._context():
+        with self._running():
             self._ddp.zero_grad_buffer()
             self._link.stats.take()
             dist.barrier()
             with around():
                 return self._timed()
 
+    @contextmanager
+    def _running(self, threaded: bool = True) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self._context())
+            if self._comm_thread is not None:
+                stack.enter_context(self._comm_thread.runs_communication(threaded))
+            yield
+
     def _timed(self) -> tuple[Sample, torch.Tensor]:
         stats, optimizer = self._link.stats, self._optimizer
         cpu_s, start_s = time.process_time(), time.perf_counter()
         with self._ddp.no_sync() if optimizer is None else nullcontext():
-            loss = self._forward()
-            forward_s = time.perf_counter()
-            in_forward = stats.take()
-            loss.backward()
+            loss, forward_s, in_forward = self._passes()
         backward_s = reduced_s = end_s = time.perf_counter()
         if optimizer is not None:
             self._ddp.finish_grad_sync()
@@ -121,8 +92,8 @@ class Step:
         in_backward = stats.take()
         sample = Sample(
             step_ms=(end_s - start_s) * 1e3,
-            forward_ms=(forward_s - start_s) * 1e3,
-            backward_ms=(backward_s - forward_s) * 1e3,
+            forward_ms=0.0 if forward_s is None else (forward_s - start_s) * 1e3,
+            backward_ms=(backward_s - (start_s if forward_s is None else forward_s)) * 1e3,
             reduce_ms=(reduced_s - backward_s) * 1e3,
             optimizer_ms=(end_s - reduced_s) * 1e3,
             exposed_forward_ms=in_forward.exposed_ms,
@@ -132,7 +103,20 @@ class Step:
             payload_bytes=float(in_forward.payload_bytes + in_backward.payload_bytes),
             reduced_bytes=float(self._reduced_bytes),
         )
-        return sample, loss.detach()
+        return sample, loss
+
+    def _passes(self) -> tuple[torch.Tensor, float | None, CommTimes]:
+        """All passes of the step: the loss, when the forward pass ended, and the communication until then.
+
+        With several micro-batches there is no such moment: None, and nothing.
+        """
+        if self._forward is None:
+            return self._accumulate(), None, CommTimes()
+        loss = self._forward()
+        forward_s = time.perf_counter()
+        in_forward = self._link.stats.take()
+        loss.backward()
+        return loss.detach(), forward_s, in_forward
 
     def _reduction_bytes(self) -> int:
         """A reduce-scatter and an all-gather of the gradients of dense parameters."""
@@ -146,21 +130,14 @@ class Step:
     def peak_activation_bytes(self) -> int:
         """Peak memory of a step beside weights, gradients and optimizer state."""
         known = [tensor for p in self.module.parameters() for tensor in (p, p.main_grad)]
-        with self._context(), LiveMemory(known) as memory:
+        # LiveMemory sees the main thread only.
+        with self._running(threaded=False), LiveMemory(known) as memory:
             self._ddp.zero_grad_buffer()
             with self._ddp.no_sync():
-                self._forward().backward()
+                self._passes()
         self._link.stats.take()
         return memory.peak_bytes
 
     def take_expert_shares(self) -> list[list[float]]:
         """Per layer, the share of routed rows of each expert since the last call. Collective."""
         return take_expert_shares(self.module)
-
-
-def on_both_ranks(sample: Sample) -> list[list[float]]:
-    """The samples of all ranks, in the order of :data:`SAMPLE_FIELDS`. Collective."""
-    own = torch.tensor(list(asdict(sample).values()), dtype=torch.float64)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)
-    return [[round(value, 4) for value in rank.tolist()] for rank in everyone]

@@ -1,6 +1,6 @@
 """What chunks cost in GEMMs alone: the same arithmetic, cut into fewer rows at a time, without anything of ours.
 
-    OMP_NUM_THREADS=1 python benchmarks/gemm_rows.py [--repeats 21] [--output FILE.json]
+    OMP_NUM_THREADS=1 python benchmarks/parts/gemm_rows.py [--repeats 21] [--output FILE.json]
 
 The linear layers of a layer of the network benchmark's model, forward, dX and dW (added within the GEMM), in 1, 2 and 4
 chunks. Variants take turns within one run, in an order that changes; the table has medians of paired ratios to 1 chunk.

@@ -1,6 +1,6 @@
 """Do two things that are on a wire at once share it, or does one wait for the other? Needs root and Linux.
 
-    python benchmarks/wire_sharing.py [--rate-mbps 100] [--repeats 5]
+    python benchmarks/parts/wire_sharing.py [--rate-mbps 100] [--repeats 5]
 
 Two ranks in network namespaces of their own with a capped link between them. A message of 1 MB leaves, and another
 thing a quarter of its time later: an all-to-all on the same connections, a forward dispatch (connections of its own),
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.network.namespaces import NUM_RANKS, SHAPED, Namespaces, check_host, this_host
+from benchmarks.harness.namespaces import NUM_RANKS, SHAPED, Namespaces, check_host, this_host
 from megatron_lancet.errors import run_command
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.base import ReadyEvent

@@ -2,7 +2,7 @@
 
 Start it with two ranks, on the network that is to be measured:
 
-    torchrun --nproc-per-node 2 benchmarks/transport.py [--megabytes 4] [--skew-ms 0 2 5] [--output FILE.json]
+    torchrun --nproc-per-node 2 benchmarks/parts/transport.py [--megabytes 4] [--skew-ms 0 2 5] [--output FILE.json]
 
 The two transports take turns within one run; the table has the median time of an exchange (slowest rank, from when the
 later rank sends) and the median of the paired ratios. Bytes are per direction.

@@ -1,6 +1,6 @@
 """Each variant's own Megatron GPT-MoE, wrapped in Megatron's DDP; the only place that touches our runtime."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,11 +11,13 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from benchmarks.network.cases import Shape, Variant
-from benchmarks.network.links import Link
+from benchmarks.harness.cases import Shape, Variant
+from benchmarks.training_step.links import Link
+from benchmarks.training_step.megatron_overlap import schedule_micro_batches
 from megatron_lancet.model.attention import attend_with_sdpa
 from megatron_lancet.model.gpt import overlap
 from megatron_lancet.runtime.comm import Comm, Handle
@@ -83,6 +85,8 @@ def prepare(model: GPTModel, variant: Variant, link: Link) -> Callable[[], Abstr
     """
     plan = variant.plan
     if plan is None:
+        if variant.overlaps_micro_batches:
+            schedule_micro_batches(model.config)
         if variant.sdpa:
             for layer in model.decoder.layers:
                 attend_with_sdpa(layer.self_attention, recomputed=False)
@@ -124,13 +128,58 @@ def make_optimizer(ddp: DistributedDataParallel) -> MegatronOptimizer:
     return get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
 
 
-def make_forward(module: Any, shape: Shape, rank: int) -> Callable[[], torch.Tensor]:
-    """A function that runs ``module`` on the rank's micro-batch, always the same one, and returns the mean loss."""
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Tokens, positions and labels of a micro-batch, each [B, S]."""
+
+
+def make_batches(shape: Shape, rank: int) -> list[Batch]:
+    """The rank's micro-batches, in every step the same ones."""
     generator = torch.Generator().manual_seed(100 + rank)
-    tokens = torch.randint(shape.vocab, (shape.micro_batch, shape.seq_length + 1), generator=generator)
     positions = torch.arange(shape.seq_length).expand(shape.micro_batch, -1)
+    batches = []
+    for _ in range(shape.micro_batches):
+        tokens = torch.randint(shape.vocab, (shape.micro_batch, shape.seq_length + 1), generator=generator)
+        batches.append((tokens[:, :-1], positions, tokens[:, 1:]))
+    return batches
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """All samples of the micro-batches as one."""
+    tokens, positions, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    return tokens, positions, labels
+
+
+def make_forward(module: Any, batch: Batch) -> Callable[[], torch.Tensor]:
+    """A function that runs ``module`` on the micro-batch and returns the mean loss."""
+    tokens, positions, labels = batch
 
     def forward() -> torch.Tensor:
-        return module(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).float().mean()
+        return module(tokens, positions, None, labels=labels).float().mean()
 
     return forward
+
+
+def run_micro_batches(ddp: DistributedDataParallel, batches: Sequence[Batch]) -> torch.Tensor:
+    """All passes of a step by Megatron's own function for it; returns the mean loss, a scalar."""
+    losses: list[torch.Tensor] = []
+
+    def mean_loss(losses_BS: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mean = losses_BS.float().mean()
+        losses.append(mean.detach())
+        return mean, {}
+
+    def forward(given: Iterator[Batch], module: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+        tokens, positions, labels = next(given)
+        run = module.build_schedule_plan if return_schedule_plan else module
+        return run(tokens, positions, None, labels=labels), mean_loss
+
+    samples, seq_length = batches[0][0].shape
+    forward_backward_no_pipelining(
+        forward_step_func=forward,
+        data_iterator=iter(batches),
+        model=ddp,
+        num_microbatches=len(batches),
+        seq_length=seq_length,
+        micro_batch_size=samples,
+    )
+    return torch.stack(losses).mean()

@@ -1,6 +1,6 @@
 """Experts of a rank one after the other, or layer by layer: where model/experts.py groups, and why.
 
-    OMP_NUM_THREADS=1 python benchmarks/experts.py [--repeats 21] [--output FILE.json]
+    OMP_NUM_THREADS=1 python benchmarks/parts/experts.py [--repeats 21] [--output FILE.json]
 
 Both are the modules that train: forward, backward and deferred dW of Megatron's sequential experts with our linear
 layers, and the same with one function for a layer of all experts. Gradients are compared before timing. They take turns

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.network.namespaces import FREE, NUM_RANKS, SHAPED, Namespaces, uninterrupted
+from benchmarks.harness.namespaces import FREE, NUM_RANKS, SHAPED, Namespaces, uninterrupted
 
 _POLL_S = 0.1
 _GRACE_S = 3.0
@@ -23,11 +23,15 @@ class RankError(Exception):
 
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 """glibc then keeps freed memory for the next step, as torch's own allocator does on a GPU. By default it gives much of
-it back, and whichever variant holds memory longer pays for new pages."""
+it back, and a variant that holds memory longer takes more page faults."""
 
 
-def rank_environment(rank: int) -> dict[str, str]:
-    """Environment of a rank: torch.distributed meets on the free link, one thread computes."""
+def rank_environment(rank: int, default_malloc: bool = False) -> dict[str, str]:
+    """Environment of a rank: torch.distributed meets on the free link, one thread computes.
+
+    Args:
+        default_malloc: the allocator keeps the settings of the caller's environment.
+    """
     return {
         **os.environ,
         "RANK": str(rank),
@@ -40,7 +44,7 @@ def rank_environment(rank: int) -> dict[str, str]:
         "LANCET_SHAPED_IFNAME": SHAPED,
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
-        **_KEEP_MEMORY,
+        **({} if default_malloc else _KEEP_MEMORY),
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": str(_REPO),
         "PYTHONUNBUFFERED": "1",
@@ -48,11 +52,18 @@ def rank_environment(rank: int) -> dict[str, str]:
 
 
 def run_ranks(
-    namespaces: Namespaces, module: str, args: Sequence[str], cores: Sequence[int], log_dir: Path, timeout_s: float
+    namespaces: Namespaces,
+    module: str,
+    args: Sequence[str],
+    cores: Sequence[int],
+    log_dir: Path,
+    timeout_s: float,
+    default_malloc: bool = False,
 ) -> None:
     """Run ``python -m module args`` once per rank, rank i in namespace i on core i. Rank 0's output is shown.
 
     Args:
+        default_malloc: see :func:`rank_environment`.
         log_dir: gets each rank's stderr, and rank 1's output.
 
     Raises:
@@ -66,7 +77,7 @@ def run_ranks(
                 ranks.append(
                     subprocess.Popen(
                         namespaces.command(rank, command),
-                        env=rank_environment(rank),
+                        env=rank_environment(rank, default_malloc),
                         cwd=_REPO,
                         stdout=None if rank == 0 else out,
                         stderr=errors,
@@ -83,17 +94,17 @@ def run_ranks(
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], log_dir: Path, deadline_s: float, timeout_s: float) -> None:
     """Until all ranks ended well."""
     while any(process.poll() is None for process in ranks):
-        failed = [rank for rank, process in enumerate(ranks) if process.poll()]
-        if failed:
+        if any(process.poll() for process in ranks):
             _linger(ranks)
-            raise RankError(_report(failed[0], ranks, log_dir))
+            break
         if time.monotonic() > deadline_s:
             stacks = _stacks(ranks, log_dir)
-            raise RankError(f"the ranks were not done after {timeout_s:.0f} s. They stood here:\n{stacks}")
+            raise RankError(f"the ranks were not done after {timeout_s:.0f} s. Their stacks:\n{stacks}")
         time.sleep(_POLL_S)
-    failed = [rank for rank, process in enumerate(ranks) if process.returncode]
+    # The rank that failed first is not the one that is seen first: the other one loses its connection at once.
+    failed = [_report(rank, ranks, log_dir) for rank, process in enumerate(ranks) if process.poll()]
     if failed:
-        raise RankError(_report(failed[0], ranks, log_dir))
+        raise RankError("\n".join(failed))
 
 
 def _linger(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -105,7 +116,7 @@ def _linger(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 def _report(failed: int, ranks: Sequence[subprocess.Popen[bytes]], log_dir: Path) -> str:
     status = ranks[failed].returncode
     how = f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
-    return f"rank {failed} {how}. The end of what it said:\n{tail(log_dir / f'rank{failed}.err')}"
+    return f"rank {failed} {how}. The end of its output:\n{tail(log_dir / f'rank{failed}.err')}"
 
 
 def _stacks(ranks: Sequence[subprocess.Popen[bytes]], log_dir: Path) -> str:
@@ -117,7 +128,7 @@ def _stacks(ranks: Sequence[subprocess.Popen[bytes]], log_dir: Path) -> str:
 
 
 def tail(path: Path) -> str:
-    """The last lines of a log, or a word that there are none."""
+    """The last lines of a log; ``(nothing)`` for an empty one."""
     lines = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
     return "\n".join(lines) if lines else "(nothing)"
 

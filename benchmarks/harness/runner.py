@@ -1,43 +1,32 @@
 """Runs a benchmark's ranks in their namespaces, and ends it with the status that says why."""
 
 import json
-import os
-import platform
-import shlex
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
-from benchmarks.network.namespaces import Namespaces, check_host, this_host
-from benchmarks.network.ranks import RankError, run_ranks
+from benchmarks.harness.job import Job
+from benchmarks.harness.namespaces import Namespaces, check_host, this_host
+from benchmarks.harness.origin import origin
+from benchmarks.harness.ranks import RankError, rank_environment, run_ranks
 
 RESULTS = Path(__file__).parents[1] / "results"
-
-
-class AnyJob(Protocol):
-    """What the runner asks of the ranks, as a file."""
-
-    @property
-    def result(self) -> Path:
-        """Where rank 0 writes what was measured."""
-
-    def write(self, path: Path) -> None:
-        """Write it for the ranks."""
+_WORKER = "benchmarks.harness.worker"
 
 
 def measure_in_network(
-    worker: str, make_job: Callable[[Sequence[int], Path], AnyJob], timeout_s: float
+    name: str, make_job: Callable[[Sequence[int], Path], Job], timeout_s: float, default_malloc: bool
 ) -> tuple[dict[str, Any], BaseException | None]:
     """Run the ranks in their namespaces; what they measured, and what ended them early: a failure or an interrupt.
 
     Args:
-        worker: the module that a rank runs.
+        name: of the benchmark.
         make_job: makes the job from the ranks' cores and the place for the result.
+        default_malloc: see :func:`rank_environment`.
 
     Raises:
         UsageError: this machine can't run the benchmark.
@@ -51,8 +40,9 @@ def measure_in_network(
         job.write(Path(folder) / "job.json")
         with Namespaces() as namespaces:
             ended_by: BaseException | None = None
+            arguments = [name, str(Path(folder) / "job.json")]
             try:
-                run_ranks(namespaces, worker, [str(Path(folder) / "job.json")], cores, Path(folder), timeout_s)
+                run_ranks(namespaces, _WORKER, arguments, cores, Path(folder), timeout_s, default_malloc)
             except (RankError, KeyboardInterrupt, SystemExit) as error:
                 if not job.result.exists():
                     raise
@@ -62,45 +52,32 @@ def measure_in_network(
 
 def run_benchmark(
     name: str,
-    make_job: Callable[[Sequence[int], Path], AnyJob],
+    make_job: Callable[[Sequence[int], Path], Job],
     timeout_s: float,
     write_results: Callable[[dict[str, Any], Path], None],
     output: Path | None,
+    default_malloc: bool,
 ) -> None:
-    """All of a benchmark whose module is ``benchmarks.NAME``: run, then write what was measured and how.
+    """All of a benchmark whose package is ``benchmarks.NAME``: run, then write what was measured and how.
 
     Args:
         output: results go to files of this name; None names them after the benchmark and the day.
+        default_malloc: see :func:`rank_environment`.
 
     Raises:
         UsageError: this machine can't run it.
         SystemExit: it was ended early; what was finished is written.
     """
     exit_on_signals()
-    date = time.strftime("%Y-%m-%d")
+    found = origin(f"benchmarks.{name}", environment=rank_environment(0, default_malloc))
     try:
-        measured, ended_by = measure_in_network(f"benchmarks.{name}.worker", make_job, timeout_s)
+        measured, ended_by = measure_in_network(name, make_job, timeout_s, default_malloc)
     except (RankError, KeyboardInterrupt) as error:
         end(error)
-    command = shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
-    if ended_by is not None:
-        command += f" (ended after {len(measured['cases'])} cases)"
-    result = {"date": date, "command": command, "machine": machine(), **measured}
-    write_results(result, output or RESULTS / f"{name}-{date}")
+    result = {**found, "is_complete": ended_by is None, **measured}
+    write_results(result, output or RESULTS / f"{name}-{found['date']}")
     if ended_by is not None:
         end(ended_by)
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
-    return {
-        "processor": ", ".join(sorted(models)) or platform.machine(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
 
 
 def exit_on_signals() -> None:

@@ -1,6 +1,6 @@
 """Peak activation memory of one micro-batch, forward and backward: stock against the overlapping block.
 
-    torchrun --nproc-per-node 2 -m benchmarks.activation_memory --output results.json
+    torchrun --nproc-per-node 2 -m benchmarks.parts.activation_memory --output results.json
 
 The storage of every tensor that an op returns is followed until it is released, so the figure is exact and free of the
 allocator's rounding. Weights and gradient buffers exist before and are not counted; what deferred weight gradients keep
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.live_memory import LiveMemory
+from benchmarks.training_step.live_memory import LiveMemory
 from megatron_lancet.training.platform.cpu import cpu_platform
 
 VOCAB = 1024

@@ -1,6 +1,6 @@
 """How long planning and simulating take, on made-up profiles of 96 layers.
 
-    python benchmarks/plan_time.py [--layers 96] [--repeats 3] [--gradients] [--output FILE.json]
+    python benchmarks/parts/plan_time.py [--layers 96] [--repeats 3] [--gradients] [--output FILE.json]
 
 One core, no GPU, nothing of torch. For each case: the median time of make_plan with four ranges, two dimensions and 1,
 2, 4 and 8 chunks, with and without a memory bound, and the time of one simulation of the whole step at 8 chunks. A
@@ -154,7 +154,7 @@ def main() -> None:
     if args.output:
         result = {
             "date": time.strftime("%Y-%m-%d"),
-            "command": f"python benchmarks/plan_time.py --layers {args.layers} --repeats {args.repeats} "
+            "command": f"python benchmarks/parts/plan_time.py --layers {args.layers} --repeats {args.repeats} "
             f"--models {args.models}" + (" --gradients" if args.gradients else ""),
             "machine": platform.machine(),
             "python": platform.python_version(),

@@ -1,6 +1,6 @@
 """The dWs of a weight over the chunks of a micro-batch: separate GEMMs or a joined one, with or without a temporary.
 
-    OMP_NUM_THREADS=1 python benchmarks/weight_grad.py [--repeats 31] [--output FILE.json]
+    OMP_NUM_THREADS=1 python benchmarks/parts/weight_grad.py [--repeats 31] [--output FILE.json]
 
 Variants take turns within one run, in an order that changes from repeat to repeat; the table has the median time of
 each and the median of its paired ratios to the first one (above 1: faster than the first).

@@ -1,0 +1,212 @@
+"""The part of a benchmark that runs on a rank: links, the rate of the shaped one, checks, and turns of variants."""
+
+import gc
+import resource
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from benchmarks.gradient_error import relative_errors, worst
+from benchmarks.harness.cases import Case, rotated
+from benchmarks.harness.disturbance import cpu_times, disturbance
+from benchmarks.harness.job import Job
+from benchmarks.harness.namespaces import run_command, shaping_command
+from benchmarks.harness.rate import RateSearch
+from benchmarks.training_step.links import Link, sent_bytes
+from benchmarks.training_step.sample import SAMPLE_FIELDS, Sample, on_both_ranks
+from benchmarks.training_step.step import Step
+
+TOLERANCE = 2e-6
+"""Of the norm of stock's gradient, and of stock's loss: fp32 sums in another order."""
+_WARM_UP_BPS = 2e9
+_RATE_CORRECTIONS = 3
+_STEPS_PER_RATE = 3
+_OTHER_TRAFFIC = 0.02
+_OTHER_TRAFFIC_BYTES = 50_000
+"""On the wire beside payload and gradients, of both and in every step: headers, counts, norms for clipping."""
+COUNTED_FIELDS = [*SAMPLE_FIELDS, "wire_bytes"]
+"""Names of the values of :meth:`Bench.counted`."""
+
+RankSamples = list[list[float]]
+"""One step: of each rank, the values in the order of :data:`SAMPLE_FIELDS` or :data:`COUNTED_FIELDS`."""
+
+
+class WrongResultError(Exception):
+    """A variant computed something else than its reference, or used the wrong link."""
+
+
+def say(text: str) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+class Bench:
+    """The links of this rank and what is measured over them.
+
+    Attributes:
+        job: what is to be measured.
+        links: the shaped one, and at ``True`` the free one.
+    """
+
+    def __init__(self, job: Job, shaped: str, free: str, timeout: timedelta) -> None:
+        """Collective.
+
+        Args:
+            shaped: name of the interface whose rate is capped.
+            free: of the other one.
+        """
+        self.job = job
+        self._shaped_name = shaped
+        self.warm_up()
+        ep_group = parallel_state.get_expert_model_parallel_group()
+        self.links = {False: Link(shaped, ep_group, timeout), True: Link(free, ep_group, timeout)}
+
+    def warm_up(self) -> None:
+        """A fast link, on which models are built and checked, and no memory of earlier ones. Collective."""
+        gc.collect()  # models and their DDP hooks refer to each other
+        self._set_rate(_WARM_UP_BPS)
+
+    def _set_rate(self, rate_bps: float) -> None:
+        """Cap what this rank sends; the other one does the same. Collective."""
+        dist.barrier()
+        run_command(shaping_command(self._shaped_name, rate_bps))
+        dist.barrier()
+
+    def set_rate_for(self, case: Case, baseline: Step, free: Step) -> float:
+        """Set the job's rate, or that at which the baseline waits for the case's share of its passes. Collective.
+
+        Args:
+            free: the same step on a link that takes no time.
+
+        Returns:
+            Bits per second.
+        """
+        rate_bps = self.job.rate_bps
+        if rate_bps is None:
+            rate_bps = self._find_rate(case.exposed_share, baseline, free)
+        self._set_rate(rate_bps)
+        return rate_bps
+
+    def _find_rate(self, share: float, baseline: Step, free: Step) -> float:
+        free.run()
+        exposed_ms, passes_ms, payload_bytes = _exposure(free)
+        search = RateSearch(share, passes_ms - exposed_ms, exposed_ms, payload_bytes)
+        for _ in range(_RATE_CORRECTIONS):
+            self._set_rate(search.rate_bps)
+            baseline.run()
+            exposed_ms, passes_ms, _ = _exposure(baseline)
+            say(f"  at {search.rate_bps / 1e6:.0f} Mbit/s {baseline.variant.name} exposes {exposed_ms / passes_ms:.1%}")
+            if not search.correct(exposed_ms, passes_ms):
+                break
+        return search.rate_bps
+
+    def counted(self, step: Step) -> tuple[RankSamples, torch.Tensor]:
+        """One step's samples of all ranks with the bytes on their shaped interfaces, and this rank's loss. Collective.
+
+        Raises:
+            WrongResultError: bytes that belong on the shaped link went elsewhere, or others went over it.
+        """
+        before = sent_bytes(self._shaped_name)
+        sample, loss = step.run()
+        dist.barrier()  # what is still in the link's queue has left
+        on_wire = float(sent_bytes(self._shaped_name) - before)
+        ranks = on_both_ranks(sample, on_wire)
+        for values in ranks:
+            _check_bytes(step, dict(zip(COUNTED_FIELDS, values, strict=True)))
+        return ranks, loss
+
+    def sweep(self, index: int, steps: Mapping[str, Step], count_bytes: bool) -> dict[str, Any]:
+        """All variants in turns, in an order that rotates from repeat to repeat; for the JSON file. Collective.
+
+        Args:
+            index: of the sweep.
+            count_bytes: samples have :data:`COUNTED_FIELDS`, and each step's bytes are checked.
+        """
+        samples: dict[str, list[RankSamples]] = {name: [] for name in steps}
+        watch = CpuWatch(self.job.cores)
+        for repeat in range(self.job.repeats):
+            for name in rotated(list(steps), repeat):
+                step = steps[name]
+                samples[name].append(self.counted(step)[0] if count_bytes else on_both_ranks(step.run()[0]))
+        return {"disturbance": watch.seen(f"sweep {index + 1} of {self.job.sweeps}"), "samples": samples}
+
+
+def _check_bytes(step: Step, sample: Mapping[str, float]) -> None:
+    payload = 0.0 if step.variant.free_link else sample["payload_bytes"]
+    due = payload + sample["reduced_bytes"]
+    others = _OTHER_TRAFFIC * (sample["payload_bytes"] + sample["reduced_bytes"]) + _OTHER_TRAFFIC_BYTES
+    if not due <= sample["wire_bytes"] <= due + others:
+        raise WrongResultError(
+            f"{step.variant.name} should send {payload:.0f} bytes of rows and {sample['reduced_bytes']:.0f} of "
+            f"gradients over the shaped link, but {sample['wire_bytes']:.0f} bytes went over it"
+        )
+
+
+def largest_error(
+    name: str, results: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], reference: str
+) -> float:
+    """Largest relative error of a loss or gradient on any rank. Collective.
+
+    Args:
+        name: of the variant whose results they are.
+        reference: the one whose results are expected.
+
+    Raises:
+        WrongResultError: it is above :data:`TOLERANCE`.
+    """
+    parameter, error = worst(relative_errors(results, expected))
+    everywhere = torch.tensor(error, dtype=torch.float64)
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
+    if not everywhere.item() <= TOLERANCE:
+        raise WrongResultError(
+            f"{name} differs from {reference} by {everywhere.item():.1e} of the norm, more than {TOLERANCE:.0e}; on "
+            f"this rank most in {parameter}: {error:.1e}"
+        )
+    return everywhere.item()
+
+
+def _exposure(step: Step) -> tuple[float, float, float]:
+    """Medians over some steps: exposed time (mean of the ranks), both passes (slower rank), bytes (larger)."""
+    exposed, passes, sent = [], [], []
+    for _ in range(_STEPS_PER_RATE):
+        ranks = [Sample(*values) for values in on_both_ranks(step.run()[0])]
+        exposed.append(statistics.mean(rank.exposed_ms for rank in ranks))
+        passes.append(max(rank.forward_ms + rank.backward_ms for rank in ranks))
+        sent.append(max(rank.payload_bytes for rank in ranks))
+    return statistics.median(exposed), statistics.median(passes), statistics.median(sent)
+
+
+class CpuWatch:
+    """From now on watches what else runs on the cores. Collective."""
+
+    def __init__(self, cores: list[int]) -> None:
+        self._cores = cores
+        self._own_s = _own_cpu_s()
+        self._before, self._start_s = cpu_times(cores), time.monotonic()
+
+    def seen(self, what: str) -> dict[str, Any]:
+        """What was seen since then, said on rank 0 and for the JSON file. Collective.
+
+        Args:
+            what: that was measured meanwhile.
+        """
+        elapsed_s, after = time.monotonic() - self._start_s, cpu_times(self._cores)
+        found = disturbance(self._before, after, _own_cpu_s() - self._own_s, elapsed_s, len(self._cores))
+        say(f"  {what}: {elapsed_s:.0f} s; {'DISTURBED: ' if found.is_disturbed else ''}{found}")
+        return {**asdict(found), "is_disturbed": found.is_disturbed}
+
+
+def _own_cpu_s() -> float:
+    """CPU time that all ranks used so far. Collective."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    total = torch.tensor(usage.ru_utime + usage.ru_stime, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item()

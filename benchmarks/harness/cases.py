@@ -1,0 +1,126 @@
+"""What is measured: shapes, variants of a training step, and cases that compare them. Neither torch nor Megatron."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.schedule.plan import Plan
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model and its micro-batch.
+
+    Attributes:
+        micro_batch: samples of a micro-batch.
+        micro_batches: of a step, on each rank.
+        hot_share: share of the routed rows that go to the first expert; None: all experts get the same.
+    """
+
+    layers: int = 4
+    hidden: int = 512
+    heads: int = 4
+    experts: int = 4
+    topk: int = 1
+    seq_length: int = 512
+    micro_batch: int = 4
+    vocab: int = 1024
+    hot_share: float | None = None
+    micro_batches: int = 1
+
+    def expert_shares(self) -> list[float]:
+        """Share of the routed rows that each expert is to get; sums to 1."""
+        if self.hot_share is None:
+            return [1 / self.experts] * self.experts
+        return [self.hot_share] + [(1 - self.hot_share) / (self.experts - 1)] * (self.experts - 1)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the step.
+
+    Attributes:
+        plan: None for stock modules.
+        reference: the variant that it is compared with.
+        compute: the variant on the free link whose CPU time bounds its step from below.
+        sdpa: torch's fused attention.
+        free_link: rows and counts travel on the link that is not shaped.
+        blocks_in_backward: a backward all-to-all is waited for where it is issued.
+        overlaps_reduction: Megatron's overlap-grad-reduce: gradient buckets are reduced beside the backward pass.
+        grad_chunk_bytes: most bytes of a micro-op, where all-to-alls go first; None: whole buckets, when complete.
+        overlaps_micro_batches: Megatron's overlap-moe-expert-parallel-comm: the all-to-alls of one micro-batch run
+            beside the compute of the next one. It needs at least two.
+    """
+
+    name: str
+    plan: Plan | None
+    reference: str = "stock"
+    compute: str = "stock-free"
+    sdpa: bool = False
+    free_link: bool = False
+    blocks_in_backward: bool = False
+    overlaps_reduction: bool = False
+    grad_chunk_bytes: int | None = None
+    overlaps_micro_batches: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a link and the variants that take turns on them.
+
+    Attributes:
+        exposed_share: share of its forward and backward pass for which the baseline is to wait: it sets the link's
+            rate.
+        variants: their names.
+        baseline: name of the variant by which the rate is set.
+        optimizer: gradient reduction and optimizer step are in the timed region too.
+    """
+
+    name: str
+    title: str
+    exposed_share: float
+    variants: tuple[str, ...]
+    shape: Shape = Shape()
+    baseline: str = "stock"
+    optimizer: bool = False
+
+
+def select(
+    cases: Mapping[str, Case],
+    names: Collection[str],
+    known_variants: Sequence[str],
+    variants: Collection[str] | None,
+    complete: Callable[[set[str], Case], set[str]] = lambda wanted, _: wanted,
+    noun: str = "variant",
+) -> list[Case]:
+    """The cases to run, in the order of ``cases``, each with its variants in the order of ``known_variants``.
+
+    Args:
+        names: of the cases; empty for all.
+        variants: names; None for each case's own.
+        complete: adds to the wanted variants of a case those that they are compared with.
+        noun: what a variant is called in messages.
+
+    Raises:
+        UsageError: an unknown name.
+    """
+    _refuse_unknown("case", names, list(cases))
+    _refuse_unknown(noun, variants or [], known_variants)
+    selected = []
+    for case in cases.values():
+        if not names or case.name in names:
+            wanted = complete(set(case.variants if variants is None else variants), case)
+            selected.append(replace(case, variants=tuple(name for name in known_variants if name in wanted)))
+    return selected
+
+
+def rotated(names: Sequence[str], repeat: int) -> list[str]:
+    """``names`` in the order of the given repeat: each comes first in its turn."""
+    start = repeat % max(1, len(names))
+    return [*names[start:], *names[:start]]
+
+
+def _refuse_unknown(noun: str, names: Collection[str], known: Sequence[str]) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UsageError(f"there is no {noun} {', '.join(unknown)}. Known: {', '.join(known)}.")

@@ -1,0 +1,97 @@
+"""Where a result comes from: the fields that every result file of a benchmark begins with. No torch."""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_REPOSITORY = Path(__file__).parents[2]
+_PACKAGES = ("torch", "megatron-core")
+_SETTINGS = ("MALLOC_", "OMP_", "MKL_", "GLIBC_TUNABLES", "LD_PRELOAD")
+"""Beginnings of the environment variables that change an allocator's or a compute library's speed."""
+
+
+def origin(
+    module: str,
+    arguments: Sequence[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    packages: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Command, date, commit, machine, versions and settings.
+
+    Args:
+        module: that ``python -m`` ran.
+        arguments: of its command line; None for this process's.
+        environment: of the processes that were measured; None for this process's.
+        packages: whose versions are wanted beside those of torch and Megatron.
+    """
+    commit, is_dirty = _commit()
+    given = os.environ if environment is None else environment
+    return {
+        "command": shlex.join(["python", "-m", module, *(sys.argv[1:] if arguments is None else arguments)]),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit,
+        "is_dirty": is_dirty,
+        "machine": _machine(),
+        "versions": {name: _version(name) for name in (*_PACKAGES, *packages)},
+        "settings": {name: value for name, value in sorted(given.items()) if name.startswith(_SETTINGS)},
+    }
+
+
+def described(found: Mapping[str, Any]) -> str:
+    """What :func:`origin` found, in a line of markdown."""
+    commit = found["commit"]
+    source = "outside a repository" if commit is None else f"commit {commit[:12]}"
+    if found["is_dirty"]:
+        source += " with uncommitted changes"
+    machine, versions = found["machine"], found["versions"]
+    settings = [f"`{name}={value}`" for name, value in found["settings"].items()]
+    parts = [
+        f"`{found['command']}`",
+        found["date"],
+        source,
+        f"{machine['cores']} cores of {machine['processor']}",
+        *(f"{name} {number}" for name, number in versions.items()),
+        *settings,
+    ]
+    return ", ".join(parts)
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """The commit, and whether tracked files differ from it; None where git or the repository is missing."""
+    # With sudo the repository belongs to another user, which git refuses without this setting.
+    git = ["git", "-C", str(_REPOSITORY), "-c", f"safe.directory={_REPOSITORY}"]
+    try:
+        commit = _output([*git, "rev-parse", "HEAD"])
+        return commit, bool(_output([*git, "status", "--porcelain", "--untracked-files=no"]))
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+
+
+def _output(command: Sequence[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _machine() -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
+    return {
+        "processor": ", ".join(sorted(models)) or platform.machine(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }

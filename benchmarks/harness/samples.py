@@ -1,0 +1,82 @@
+"""From the samples of a result file to medians, quartiles and paired ratios. Plain Python."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Ranks = Sequence[Mapping[str, float]]
+"""One step of one variant: a sample per rank."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and quartiles; with few values the quartiles are the extremes."""
+    if len(values) < 4:
+        return Spread(statistics.median(values), min(values), max(values))
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, low, high)
+
+
+def slower(field: str) -> Callable[[Ranks], float]:
+    """The larger value of the ranks."""
+    return lambda ranks: max(rank[field] for rank in ranks)
+
+
+def mean(*fields: str) -> Callable[[Ranks], float]:
+    """Mean over the ranks of the sum of ``fields``."""
+    return lambda ranks: statistics.mean(sum(rank[field] for field in fields) for rank in ranks)
+
+
+payload_exposed = mean("exposed_forward_ms", "exposed_backward_ms")
+all_exposed = mean("exposed_forward_ms", "exposed_backward_ms", "counts_ms")
+
+
+def by_rank(fields: Sequence[str], samples: Sequence[Sequence[Sequence[float]]]) -> list[Ranks]:
+    """The samples of a variant, steps of ranks of values, with the values' names."""
+    return [[dict(zip(fields, rank, strict=True)) for rank in ranks] for ranks in samples]
+
+
+class CaseSamples:
+    """A case's samples by variant; those of one repeat belong together."""
+
+    def __init__(self, case: Mapping[str, Any]) -> None:
+        names = case["sample_fields"]
+        self.sweeps: list[dict[str, list[Ranks]]] = [
+            {variant: by_rank(names, repeats) for variant, repeats in sweep["samples"].items()}
+            for sweep in case["sweeps"]
+        ]
+
+    def all(self, variant: str) -> list[Ranks]:
+        """Of all sweeps."""
+        return [ranks for sweep in self.sweeps for ranks in sweep[variant]]
+
+    def median(self, variant: str, value: Callable[[Ranks], float]) -> float:
+        """Of ``value`` over all steps."""
+        return statistics.median(value(ranks) for ranks in self.all(variant))
+
+    def speedups(self, variant: str, reference: str) -> list[list[float]]:
+        """Per sweep, the reference's step time over the variant's in the same repeat."""
+        step = slower("step_ms")
+        return [
+            [step(a) / step(b) for a, b in zip(sweep[reference], sweep[variant], strict=True)] for sweep in self.sweeps
+        ]
+
+
+def disturbed_sweeps(case: Mapping[str, Any]) -> list[int]:
+    """Numbers of the sweeps that something disturbed, from 1."""
+    return [number for number, sweep in enumerate(case["sweeps"], 1) if sweep["disturbance"]["is_disturbed"]]
+
+
+def disturbance_warning(sweeps: Sequence[int]) -> str:
+    """The sentence that marks figures of disturbed sweeps."""
+    which = ", ".join(map(str, sweeps))
+    return f"DISTURBED: something else used the processor during sweep {which}; quote these figures only with this mark"
