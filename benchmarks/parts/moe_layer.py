@@ -1,7 +1,7 @@
 """One MoE layer, forward and backward: stock Megatron's, ours with one and two chunks, and DeepSpeed's.
 
     OMP_NUM_THREADS=1 python -m benchmarks.parts.moe_layer --output results.json
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.parts.moe_layer --output results.json    # two ranks, EP=2
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.parts.moe_layer --output results.json  # two ranks
 
 Router, dispatch, experts, combine and their gradients, with the same weights and tokens; outputs and gradients are
 compared with stock's before timing. The layers take turns in random order; a step's time is that of the slower rank,

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.transformer import TransformerConfig
 
@@ -53,10 +54,16 @@ class CommThread:
 
                 def run(stock: Callable[..., Any], node: Any, *inputs: Any) -> Any:
                     arrived = self._arrived(inputs)
-                    return thread.submit(stock, node, *arrived) if _communicates(node) else stock(node, *arrived)
+                    if not _communicates(node):
+                        return stock(node, *arrived)
+                    # Our transport reports that rows were received, not that they were sent: gloo may still read them.
+                    node.free_input = False
+                    return thread.submit(stock, node, *arrived)
 
                 for name in ("_forward", "_backward"):
                     stack.enter_context(around(pipeline_utils.ScheduleNode, name, run))
+            else:
+                stack.enter_context(around(pipeline_utils.ScheduleNode, "_forward", _at_once))
             yield
 
     def _arrived(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -67,6 +74,19 @@ class CommThread:
                     found = result.result()
                 return found if isinstance(found, tuple) else (found,)
         return inputs
+
+
+def _at_once(stock: Callable[..., Any], node: Any, *inputs: Any) -> Any:
+    """Frees what a communication node has sent as Megatron does, but only when the other ranks have received it."""
+    if not (_communicates(node) and node.free_input):
+        return stock(node, *inputs)
+    node.free_input = False
+    output = stock(node, *inputs)
+    dist.barrier()
+    for tensor in inputs:
+        if tensor is not None:
+            tensor.untyped_storage().resize_(0)
+    return output
 
 
 def _communicates(node: Any) -> bool:

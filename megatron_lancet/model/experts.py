@@ -3,11 +3,8 @@
 Megatron's own grouped experts need Transformer Engine; with the local spec ``--moe-grouped-gemm`` builds sequential
 experts, and calling one costs more than its arithmetic where it has few rows. Layer by layer, each expert is one GEMM
 that reads and writes its rows of the whole, and what lies between the layers runs once for all experts. With many rows
-that is slower: what one layer wrote has left the cache when the next one reads it. ``benchmarks/parts/experts.py`` has the
-measurements.
-
-Legend of shapes: m rows of all local experts, e local experts, T rows of one expert, I inputs, O outputs of a linear
-layer, H hidden.
+that is slower: what one layer wrote has left the cache when the next one reads it. The measurements are made by
+``benchmarks/parts/experts.py``.
 """
 
 import copy
