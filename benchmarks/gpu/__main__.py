@@ -14,12 +14,8 @@ torch.profiler, in rounds of their own. On a CPU, where only the size "tiny" run
 import argparse
 import json
 import logging
-import shlex
-import sys
-import time
 import warnings
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +25,7 @@ from benchmarks.gpu.measure import measure
 from benchmarks.gpu.sizes import ON_CPU, SIZES
 from benchmarks.gpu.table import summarise, table
 from benchmarks.gpu.variants import PLANS, STOCK, Work
+from benchmarks.harness.origin import origin
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.mock.link import Link
 from megatron_lancet.schedule.plan import ChunkDim
@@ -141,12 +138,9 @@ def main() -> None:
             torch.cuda.set_device(machine.device)
         work = Work(size, args.ranks, args.micro_batches, machine.device)
         where = {
-            "date": time.strftime("%Y-%m-%d"),
-            "command": shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
+            **origin("benchmarks.gpu"),
             "device": torch.cuda.get_device_name(machine.device) if on_gpu else "CPU",
-            "torch": torch.__version__,
             "cuda": torch.version.cuda if on_gpu else None,
-            "megatron-core": version("megatron-core"),
             "size": {"name": args.size, **asdict(size)},
             "ranks": args.ranks,
             "micro_batches": args.micro_batches,

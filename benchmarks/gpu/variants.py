@@ -23,6 +23,7 @@ PLANS: dict[str, Plan | None] = {
     MEGATRON_OVERLAP: None,
 }
 """Plans by the variant's name; None where Megatron's own modules run."""
+_OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 _TIMEOUT = timedelta(minutes=5)
 
 
@@ -42,14 +43,20 @@ class Work:
     bf16: bool = True
 
 
+def why_megatron_refuses(work: Work) -> str | None:
+    """Why this Megatron refuses the configuration of its own overlap; None where it accepts it."""
+    try:
+        transformer_config(work.size, work.num_ranks, work.bf16, **_OVERLAP)
+    except (AssertionError, ImportError, ValueError) as refusal:
+        text = str(refusal).strip() or "no message"
+        return f"{type(refusal).__name__}: {text.splitlines()[0]}"
+    return None
+
+
 class Runner:
     """A model under one schedule. Its weights and data are those of every other runner of the same work."""
 
     def __init__(self, name: str, work: Work) -> None:
-        """
-        Raises:
-            AssertionError: Megatron refuses the variant's configuration, and says why.
-        """
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.transformer.module import Float16Module
 
@@ -57,7 +64,7 @@ class Runner:
         self._is_stock = PLANS[name] is None
         self._schedules_pairs = name == MEGATRON_OVERLAP
         self._stats = CommStats(work.device)
-        overrides = {"overlap_moe_expert_parallel_comm": True} if self._schedules_pairs else {}
+        overrides = _OVERLAP if self._schedules_pairs else {}
         config = transformer_config(work.size, work.num_ranks, work.bf16, **overrides)
         model = _build(config, work.size)
         deferred = _prepare(model, PLANS[name], work.device, self._stats)

@@ -8,16 +8,14 @@ alive is.
 """
 
 import argparse
-import json
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.parts.frame import megatron_ranks, new_parser, write_result
 from benchmarks.training_step.live_memory import LiveMemory
-from megatron_lancet.training.platform.cpu import cpu_platform
 
 VOCAB = 1024
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -32,12 +30,11 @@ CUTS = [("off", 1, "batch"), ("k=1", 1, "batch")] + [
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--layers", type=int, default=4, help="of the model (4)")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size (256)")
     parser.add_argument("--seq-length", type=int, default=512, help="tokens of a sample (512)")
     parser.add_argument("--micro-batch", type=int, default=4, help="samples (4)")
-    parser.add_argument("--output", type=Path, help="JSON with all figures")
     return parser.parse_args()
 
 
@@ -105,24 +102,22 @@ def peak_mb(args: argparse.Namespace, cut: str, num_chunks: int, dim: str, recom
 
 def main() -> None:
     """Measure and print."""
-    from megatron.core import parallel_state
-
     args = parse_arguments()
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
-    peaks = {name: {cut[0]: peak_mb(args, *cut, recompute) for cut in CUTS} for name, recompute in RECOMPUTE.items()}
-    if dist.get_rank() == 0:
+    with megatron_ranks():
+        if dist.get_world_size() != 2:
+            raise SystemExit(f"error: expected 2 ranks, found {dist.get_world_size()}: torchrun --nproc-per-node 2 ...")
+        is_first = dist.get_rank() == 0
+        peaks = {
+            name: {cut[0]: peak_mb(args, *cut, recompute) for cut in CUTS} for name, recompute in RECOMPUTE.items()
+        }
+    if is_first:
         print(f"{'MB (of stock)':16}" + "".join(f"{name:>18}" for name in RECOMPUTE))
         for cut, *_ in CUTS:
             cells = [(peaks[name][cut], peaks[name][cut] / peaks[name]["off"]) for name in RECOMPUTE]
             print(f"{cut:16}" + "".join(f"{mb:10.1f} ({ratio:.2f})" for mb, ratio in cells))
-        if args.output is not None:
-            shape = {key: value for key, value in vars(args).items() if key != "output"}
-            args.output.write_text(json.dumps({"shape": shape, "peak_mb": peaks}, indent=1) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
+        shape = {key: value for key, value in vars(args).items() if key != "output"}
+        write_result(args.output, "activation_memory", {"shape": shape, "peak_mb": peaks})
 
 
 if __name__ == "__main__":
-    with cpu_platform():
-        main()
+    main()

@@ -1,6 +1,6 @@
 """Experts of a rank one after the other, or layer by layer: where model/experts.py groups, and why.
 
-    OMP_NUM_THREADS=1 python benchmarks/parts/experts.py [--repeats 21] [--output FILE.json]
+    OMP_NUM_THREADS=1 python -m benchmarks.parts.experts [--repeats 21] [--output FILE.json]
 
 Both are the modules that train: forward, backward and deferred dW of Megatron's sequential experts with our linear
 layers, and the same with one function for a layer of all experts. Gradients are compared before timing. They take turns
@@ -8,22 +8,24 @@ in random order; the ratio is the median of the paired ratios, above 1 where gro
 communication.
 """
 
-import argparse
-import json
-import logging
-import platform
-import random
 import statistics
-import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from benchmarks.parts.frame import (
+    megatron_ranks,
+    new_parser,
+    paired_ratios,
+    rounded,
+    timed_ms,
+    timed_pairs,
+    write_result,
+)
 from megatron_lancet.patching import replaced
-from megatron_lancet.training.platform.cpu import cpu_platform
 
 
 @dataclass(frozen=True)
@@ -108,15 +110,13 @@ class Experts:
         self.grad = torch.randn(num_rows, case.hidden, dtype=dtype)
         self.sizes = torch.full((case.num_experts,), case.rows)
 
-    def step_us(self, grouped: bool) -> float:
+    def step(self, grouped: bool) -> None:
         """Forward, backward and dW."""
         from megatron_lancet.model import experts
 
         with replaced(experts, "grouped_is_faster", lambda *_: grouped):
-            start_s = time.perf_counter()
             output, _ = self.module(self.tokens, self.sizes, self.probs)
             output.backward(self.grad)
-            return (time.perf_counter() - start_s) * 1e6
 
     def gradients(self, grouped: bool) -> list[torch.Tensor]:
         """Of the weights and of the tokens."""
@@ -124,7 +124,7 @@ class Experts:
         for weight in weights:
             weight.main_grad.zero_()
         self.tokens.grad = None
-        self.step_us(grouped)
+        self.step(grouped)
         assert self.tokens.grad is not None
         return [self.tokens.grad.clone(), *(weight.main_grad.clone() for weight in weights)]
 
@@ -136,40 +136,39 @@ def measure(case: Case, num_repeats: int) -> dict[str, Any]:
     experts = Experts(case)
     for loop, grouped in zip(experts.gradients(False), experts.gradients(True), strict=True):
         torch.testing.assert_close(grouped, loop)
-    samples: dict[str, list[float]] = {"sequential": [], "grouped": []}
-    dice = random.Random(0)  # noqa: S311
-    for _ in range(num_repeats):
-        for name in dice.sample(list(samples), 2):
-            samples[name].append(experts.step_us(name == "grouped"))
+    steps: dict[str, Callable[[], float]] = {
+        name: partial(_step_us, experts, is_grouped) for name, is_grouped in (("sequential", False), ("grouped", True))
+    }
+    samples = timed_pairs(steps, num_repeats)
     medians = {name: round(statistics.median(times), 1) for name, times in samples.items()}
-    ratio = round(statistics.median(a / b for a, b in zip(*samples.values(), strict=True)), 3)
+    ratio = round(paired_ratios(samples["sequential"], samples["grouped"]).median, 3)
     chosen = grouped_is_faster(case.num_experts, case.num_experts * case.rows, next(experts.module.parameters()))
     shape = f"{case.num_experts} x {case.rows} rows, {case.hidden} x {case.ffn} {case.dtype}"
     print(f"{shape:40} {medians['sequential']:10.1f} {medians['grouped']:10.1f} {ratio:6.2f} {chosen}", flush=True)
-    rounded = {name: [round(us, 1) for us in times] for name, times in samples.items()}
-    return {"case": asdict(case), "median_us": medians, "median_ratio": ratio, "chosen": chosen, "samples_us": rounded}
+    return {
+        "case": asdict(case),
+        "median_us": medians,
+        "median_ratio": ratio,
+        "chosen": chosen,
+        "samples_us": rounded(samples, 1),
+    }
+
+
+def _step_us(experts: Experts, grouped: bool) -> float:
+    return 1e3 * timed_ms(lambda: experts.step(grouped))
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=21, help="of each variant in each case (21)")
-    parser.add_argument("--output", type=Path, help="JSON with every sample")
+    parser = new_parser(__doc__, repeats=21)
     args = parser.parse_args()
-    logging.disable(logging.WARNING)  # Megatron's, of every model that is built
-    with cpu_platform():
-        from megatron.core import parallel_state
+    with megatron_ranks():
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)
         print(f"{'experts':40} sequential    grouped  ratio chosen (us)")
         cases = [measure(case, args.repeats) for case in CASES]
-        dist.destroy_process_group()
-    if args.output is not None:
-        where = {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
-        args.output.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), **where, "cases": cases}) + "\n")
+    write_result(args.output, "experts", {"threads": torch.get_num_threads(), "cases": cases})
 
 
 if __name__ == "__main__":

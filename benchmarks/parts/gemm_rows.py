@@ -1,6 +1,6 @@
 """What chunks cost in GEMMs alone: the same arithmetic, cut into fewer rows at a time, without anything of ours.
 
-    OMP_NUM_THREADS=1 python benchmarks/parts/gemm_rows.py [--repeats 21] [--output FILE.json]
+    OMP_NUM_THREADS=1 python -m benchmarks.parts.gemm_rows [--repeats 21] [--output FILE.json]
 
 The linear layers of a layer of the network benchmark's model, forward, dX and dW (added within the GEMM), in 1, 2 and 4
 chunks. Variants take turns within one run, in an order that changes; the table has medians of paired ratios to 1 chunk.
@@ -8,17 +8,14 @@ chunks. Variants take turns within one run, in an order that changes; the table 
 Legend of shapes: T rows of a micro-batch, I inputs, O outputs.
 """
 
-import argparse
-import json
-import platform
-import random
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
+
+from benchmarks.parts.frame import new_parser, paired_ratios, rounded, timed_ms, timed_pairs, write_result
 
 CHUNKS = (1, 2, 4)
 
@@ -67,39 +64,36 @@ def passes(linear: Linear) -> dict[str, Callable[[int], object]]:
 def samples_ms(num_repeats: int) -> dict[str, dict[int, list[float]]]:
     """Per pass and number of chunks, the time of all layers in each repeat."""
     layers = [passes(linear) for linear in LINEARS]
-    samples: dict[str, dict[int, list[float]]] = {name: {k: [] for k in CHUNKS} for name in layers[0]}
-    dice = random.Random(0)  # noqa: S311 - an order, no secret
-    for repeat in range(num_repeats + 1):
-        turns = [(name, k) for name in samples for k in CHUNKS]
-        dice.shuffle(turns)
-        for name, num_chunks in turns:
-            start_s = time.perf_counter()
-            for layer in layers:  # another weight each time: it comes from memory, as in a step
-                layer[name](num_chunks)
-            if repeat > 0:  # the first one warms up
-                samples[name][num_chunks].append((time.perf_counter() - start_s) * 1e3)
+
+    def all_layers(name: str, num_chunks: int) -> None:
+        for layer in layers:  # another weight each time: it comes from memory, as in a step
+            layer[name](num_chunks)
+
+    names = list(layers[0])
+    runs = {f"{name} {k}": partial(timed_ms, partial(all_layers, name, k)) for name in names for k in CHUNKS}
+    for run in runs.values():
+        run()  # warms up
+    turns = timed_pairs(runs, num_repeats)
+    samples = {name: {k: turns[f"{name} {k}"] for k in CHUNKS} for name in names}
     samples["all"] = {
-        k: [sum(times) for times in zip(*(samples[name][k] for name in layers[0]), strict=True)] for k in CHUNKS
+        k: [sum(times) for times in zip(*(samples[name][k] for name in names), strict=True)] for k in CHUNKS
     }
     return samples
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=21, help="of each variant in each case (21)")
-    parser.add_argument("--output", type=Path, help="JSON with all samples")
-    args = parser.parse_args()
+    args = new_parser(__doc__, repeats=21).parse_args()
     torch.set_num_threads(1)
     samples = samples_ms(args.repeats)
     print("| GEMMs of a layer | 1 chunk | 2 chunks | 4 chunks |\n|---|---|---|---|")
     for name, by_chunks in samples.items():
-        one = by_chunks[1]
-        ratios = [statistics.median(b / a for a, b in zip(one, by_chunks[k], strict=True)) for k in CHUNKS[1:]]
-        print(f"| {name} | {statistics.median(one):.1f} ms | {' | '.join(f'{ratio:.3f}' for ratio in ratios)} |")
-    if args.output is not None:
-        about = {"torch": torch.__version__, "machine": platform.machine(), "linears": [asdict(x) for x in LINEARS]}
-        args.output.write_text(json.dumps({**about, "samples_ms": samples}) + "\n")
+        # The share of time that chunks add: the ratio of a chunked pass to the whole one.
+        ratios = [paired_ratios(by_chunks[k], by_chunks[1]).median for k in CHUNKS[1:]]
+        cells = " | ".join(f"{ratio:.3f}" for ratio in ratios)
+        print(f"| {name} | {statistics.median(by_chunks[1]):.1f} ms | {cells} |")
+    plain = {name: rounded({str(k): times for k, times in by_chunks.items()}, 3) for name, by_chunks in samples.items()}
+    write_result(args.output, "gemm_rows", {"linears": [asdict(linear) for linear in LINEARS], "samples_ms": plain})
 
 
 if __name__ == "__main__":

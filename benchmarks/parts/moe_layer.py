@@ -1,7 +1,7 @@
 """One MoE layer, forward and backward: stock Megatron's, ours with one and two chunks, and DeepSpeed's.
 
     OMP_NUM_THREADS=1 python -m benchmarks.parts.moe_layer --output results.json
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.parts.moe_layer --output results.json  # two ranks
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.parts.moe_layer --output results.json    # EP=2
 
 Router, dispatch, experts, combine and their gradients, with the same weights and tokens; outputs and gradients are
 compared with stock's before timing. The layers take turns in random order; a step's time is that of the slower rank,
@@ -12,20 +12,15 @@ a balancing loss, which is not used; and its gradients stay in ``.grad``, while 
 a buffer in both others.
 """
 
-import argparse
 import contextlib
 import importlib.util
-import json
-import logging
 import os
-import platform
-import random
 import statistics
 import time
 import warnings
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gradient_error import relative_error
+from benchmarks.parts.frame import megatron_ranks, new_parser, paired_ratios, rounded, timed_pairs, write_result
 from megatron_lancet.schedule.plan import OverlapRange, Plan, fixed_plan
 
 STOCK, DEEPSPEED = "stock", "deepspeed"
@@ -248,7 +244,7 @@ def deviation(results: list[torch.Tensor], expected: list[torch.Tensor]) -> floa
     return max(relative_error(own, true) for own, true in zip(results, expected, strict=True))
 
 
-def measure(case: Case, num_rounds: int) -> dict[str, Any]:
+def measure(case: Case, num_repeats: int) -> dict[str, Any]:
     """Compare and time all layers on one case; what goes into the file."""
     layers: dict[str, Layer] = {name: MegatronLayer(case, plan) for name, plan in PLANS.items()}
     stock = layers[STOCK]
@@ -264,19 +260,19 @@ def measure(case: Case, num_rounds: int) -> dict[str, Any]:
     for name, found in deviations.items():
         if not found <= TOLERANCE:
             raise RuntimeError(f"{case}: {name} deviates from stock by {found:.2g}, at most {TOLERANCE} was expected")
-    samples: dict[str, list[float]] = {name: [] for name in layers}
-    dice = random.Random(0)  # noqa: S311
-    for _ in range(num_rounds):
-        for name in dice.sample(list(layers), len(layers)):
-            samples[name].append(given.step_ms(layers[name]))
+    samples = timed_pairs({name: partial(given.step_ms, layer) for name, layer in layers.items()}, num_repeats)
     rows = {name: _row(samples[STOCK], times) | {"deviation": deviations[name]} for name, times in samples.items()}
-    rounded = {name: [round(ms, 3) for ms in times] for name, times in samples.items()}
-    return {"case": asdict(case), "summary": rows, "samples_ms": rounded}
+    return {"case": asdict(case), "summary": rows, "samples_ms": rounded(samples, 3)}
 
 
 def _row(stock_ms: list[float], own_ms: list[float]) -> dict[str, float]:
-    low, middle, high = statistics.quantiles([a / b for a, b in zip(stock_ms, own_ms, strict=True)], n=4)
-    return {"median_ms": statistics.median(own_ms), "ratio": middle, "ratio_low": low, "ratio_high": high}
+    ratio = paired_ratios(stock_ms, own_ms)
+    return {
+        "median_ms": statistics.median(own_ms),
+        "ratio": ratio.median,
+        "ratio_low": ratio.low,
+        "ratio_high": ratio.high,
+    }
 
 
 def show(case: Case, found: dict[str, Any]) -> None:
@@ -291,42 +287,23 @@ def show(case: Case, found: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=21, help="timed steps of each layer (21)")
+    parser = new_parser(__doc__, repeats=21)
     every_case = list(range(len(CASES)))
     parser.add_argument(
         "--cases", type=int, nargs="+", choices=every_case, default=every_case, help="rows of the table (all)"
     )
-    parser.add_argument("--output", type=Path, help="JSON with every sample")
     args = parser.parse_args()
-    # Megatron tells of every package that it could use, and of every model that is built.
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    from megatron_lancet.training.platform.cpu import cpu_platform
-
-    with cpu_platform():
-        from megatron.core import parallel_state
-
-        if "RANK" in os.environ:
-            dist.init_process_group("gloo")
-        else:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        num_ranks = dist.get_world_size()
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks, create_gloo_process_groups=False)
-        is_first = dist.get_rank() == 0
+    warnings.simplefilter("ignore")  # Megatron names every package that it could use
+    with megatron_ranks():
+        num_ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
         cases = []
         for case in (CASES[index] for index in args.cases):
-            cases.append(measure(case, args.rounds))
+            cases.append(measure(case, args.repeats))
             if is_first:
                 show(case, cases[-1])
-        dist.barrier()
-        dist.destroy_process_group()
-    if is_first and args.output is not None:
-        peers = [DEEPSPEED] if DEEPSPEED in cases[0]["summary"] else []
-        versions = {name: version(name) for name in ("torch", "megatron-core", *peers)}
-        where = {"machine": platform.machine(), "cpus": os.cpu_count(), "threads": torch.get_num_threads()}
-        found = {"date": time.strftime("%Y-%m-%d"), "ranks": num_ranks, **versions, **where, "cases": cases}
-        args.output.write_text(json.dumps(found) + "\n")
+    if is_first:
+        found = {"ranks": num_ranks, "threads": torch.get_num_threads(), "cases": cases}
+        write_result(args.output, "moe_layer", found, packages=[DEEPSPEED])
 
 
 if __name__ == "__main__":

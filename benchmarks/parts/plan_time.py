@@ -1,21 +1,18 @@
 """How long planning and simulating take, on made-up profiles of 96 layers.
 
-    python benchmarks/parts/plan_time.py [--layers 96] [--repeats 3] [--gradients] [--output FILE.json]
+    python -m benchmarks.parts.plan_time [--layers 96] [--repeats 3] [--gradients] [--output FILE.json]
 
 One core, no GPU, nothing of torch. For each case: the median time of make_plan with four ranges, two dimensions and 1,
 2, 4 and 8 chunks, with and without a memory bound, and the time of one simulation of the whole step at 8 chunks. A
 second table compares the search of large spaces with the whole search, on random small models.
 """
 
-import argparse
-import json
-import platform
 import random
 import statistics
 import time
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
+from benchmarks.parts.frame import new_parser, write_result
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Limits
@@ -125,12 +122,11 @@ def compare_with_whole_search(num_models: int, seed: int = 0) -> list[float]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--layers", type=int, default=96, help="of the made-up models (96)")
     parser.add_argument("--repeats", type=int, default=3, help="searches of each case (3)")
     parser.add_argument("--gradients", action="store_true", help="gradients are reduced beside the backward pass")
     parser.add_argument("--models", type=int, default=60, help="random models for the second table (60)")
-    parser.add_argument("--output", type=Path, help="JSON with all figures")
     args = parser.parse_args()
     cases = []
     print("layers                     ranks      link   bound  plan      8 chunks  in detail  predicted (no overlap)")
@@ -151,18 +147,12 @@ def main() -> None:
         f"longest plan: {max(max(case.plan_s) for case in cases):.2f} s; against the whole search on {len(ratios)} "
         f"random models: {exact} equal, mean {statistics.mean(ratios):.4f}, worst {max(ratios):.4f}"
     )
-    if args.output:
-        result = {
-            "date": time.strftime("%Y-%m-%d"),
-            "command": f"python benchmarks/parts/plan_time.py --layers {args.layers} --repeats {args.repeats} "
-            f"--models {args.models}" + (" --gradients" if args.gradients else ""),
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-            "num_layers": args.layers,
-            "cases": [asdict(case) for case in cases],
-            "ratio_to_whole_search": [round(ratio, 6) for ratio in ratios],
-        }
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    found = {
+        "num_layers": args.layers,
+        "cases": [asdict(case) for case in cases],
+        "ratio_to_whole_search": [round(ratio, 6) for ratio in ratios],
+    }
+    write_result(args.output, "plan_time", found)
 
 
 if __name__ == "__main__":

@@ -2,35 +2,34 @@
 
 Start it with two ranks, on the network that is to be measured:
 
-    torchrun --nproc-per-node 2 benchmarks/parts/transport.py [--megabytes 4] [--skew-ms 0 2 5] [--output FILE.json]
+    torchrun --nproc-per-node 2 -m benchmarks.parts.transport [--megabytes 4] [--skew-ms 0 2 5] [--output FILE.json]
 
 The two transports take turns within one run; the table has the median time of an exchange (slowest rank, from when the
 later rank sends) and the median of the paired ratios. Bytes are per direction.
 """
 
 import argparse
-import json
 import statistics
 import time
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.parts.frame import new_parser, paired_ratios, rounded, timed_pairs, write_result
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.gloo import PerSenderTransport
 
 ROW_FLOATS = 1024
+TRANSPORTS = ("gloo", "per-sender")
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__, repeats=20)
     parser.add_argument("--megabytes", type=float, default=4.0, help="sent to the other rank in an exchange (4)")
     parser.add_argument("--skew-ms", type=float, nargs="+", default=[0.0, 2.0, 5.0], help="rank 1 is late by (0 2 5)")
-    parser.add_argument("--repeats", type=int, default=20, help="paired exchanges per skew (20)")
-    parser.add_argument("--output", type=Path, help="JSON with every sample")
     return parser.parse_args()
 
 
@@ -69,22 +68,20 @@ def main() -> None:
     if dist.get_world_size() != 2:
         raise SystemExit(f"error: expected 2 ranks, found {dist.get_world_size()}: torchrun --nproc-per-node 2 ...")
     exchange = Exchange(args.megabytes)
-    samples: dict[str, list[dict[str, float]]] = {}
+    samples: dict[str, dict[str, list[float]]] = {}
     for skew_ms in args.skew_ms:
-        for transport in ("gloo", "per-sender"):
-            exchange.time_ms(transport, skew_ms)  # connections and buffers
-        samples[str(skew_ms)] = [
-            {transport: exchange.time_ms(transport, skew_ms) for transport in ("gloo", "per-sender")}
-            for _ in range(args.repeats)
-        ]
+        exchanges = {name: partial(exchange.time_ms, name, skew_ms) for name in TRANSPORTS}
+        for once in exchanges.values():
+            once()  # connections and buffers
+        samples[str(skew_ms)] = timed_pairs(exchanges, args.repeats)
     if dist.get_rank() == 0:
         print(f"{args.megabytes} MB per direction; {args.repeats} pairs\n skew ms   gloo ms   per sender ms   ratio")
-        for skew, pairs in samples.items():
-            gloo_ms, per_sender_ms = (statistics.median(p[name] for p in pairs) for name in ("gloo", "per-sender"))
-            ratio = statistics.median(p["gloo"] / p["per-sender"] for p in pairs)
+        for skew, times in samples.items():
+            gloo_ms, per_sender_ms = (statistics.median(times[name]) for name in TRANSPORTS)
+            ratio = paired_ratios(*(times[name] for name in TRANSPORTS)).median
             print(f"{float(skew):8.1f} {gloo_ms:9.1f} {per_sender_ms:15.1f} {ratio:7.2f}")
-        if args.output is not None:
-            args.output.write_text(json.dumps({"megabytes": args.megabytes, "samples_ms": samples}, indent=1) + "\n")
+        written = {skew: rounded(times, 4) for skew, times in samples.items()}
+        write_result(args.output, "transport", {"megabytes": args.megabytes, "samples_ms": written})
     dist.destroy_process_group()
 
 

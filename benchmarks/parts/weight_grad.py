@@ -1,6 +1,6 @@
 """The dWs of a weight over the chunks of a micro-batch: separate GEMMs or a joined one, with or without a temporary.
 
-    OMP_NUM_THREADS=1 python benchmarks/parts/weight_grad.py [--repeats 31] [--output FILE.json]
+    OMP_NUM_THREADS=1 python -m benchmarks.parts.weight_grad [--repeats 31] [--output FILE.json]
 
 Variants take turns within one run, in an order that changes from repeat to repeat; the table has the median time of
 each and the median of its paired ratios to the first one (above 1: faster than the first).
@@ -8,17 +8,14 @@ each and the median of its paired ratios to the first one (above 1: faster than 
 Legend of shapes: T rows of a chunk, I inputs, O outputs.
 """
 
-import argparse
-import json
-import platform
-import random
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
+
+from benchmarks.parts.frame import new_parser, paired_ratios, rounded, timed_ms, timed_pairs, write_result
 
 NUM_CHUNKS = 2
 Variants = Mapping[str, Callable[[], object]]
@@ -73,45 +70,33 @@ def variants(case: Linear) -> Variants:
     return runs
 
 
-def samples_us(runs: Variants, num_repeats: int) -> dict[str, list[float]]:
-    """Time of each variant in each repeat."""
+def _time_us(run: Callable[[], object]) -> float:
+    return 1e3 * timed_ms(run)
+
+
+def measure(case: Linear, num_repeats: int) -> dict[str, object]:
+    """Time a case, print its lines and return it for the JSON file."""
+    runs = variants(case)
     for run in runs.values():
         run()
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    dice = random.Random(0)  # noqa: S311
-    for _ in range(num_repeats):
-        for name in dice.sample(list(runs), len(runs)):
-            start_s = time.perf_counter()
-            runs[name]()
-            samples[name].append((time.perf_counter() - start_s) * 1e6)
-    return samples
-
-
-def report(case: Linear, samples: dict[str, list[float]]) -> dict[str, object]:
-    """Print a case's lines and return it for the JSON file."""
+    samples = timed_pairs({name: partial(_time_us, run) for name, run in runs.items()}, num_repeats)
     print(" ".join(f"{name}={value}" for name, value in asdict(case).items()))
-    first: Sequence[float] = next(iter(samples.values()))
+    first = next(iter(samples.values()))
     results = {}
     for name, times in samples.items():
-        ratio = statistics.median(a / b for a, b in zip(first, times, strict=True))
+        ratio = paired_ratios(first, times).median
         results[name] = {"median_us": round(statistics.median(times), 1), "median_ratio": round(ratio, 3)}
         print(f"  {name:36} {results[name]['median_us']:10.1f} us {ratio:6.2f}")
-    rounded = {name: [round(us, 1) for us in times] for name, times in samples.items()}
-    return {"case": asdict(case), "results": results, "samples_us": rounded}
+    return {"case": asdict(case), "results": results, "samples_us": rounded(samples, 1)}
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=31, help="of each variant in each case (31)")
-    parser.add_argument("--output", type=Path, help="JSON with every sample")
-    args = parser.parse_args()
+    args = new_parser(__doc__, repeats=31).parse_args()
     torch.manual_seed(0)
     with torch.no_grad():
-        results = [report(case, samples_us(variants(case), args.repeats)) for case in LINEARS]
-    if args.output is not None:
-        where = {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
-        args.output.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), **where, "cases": results}) + "\n")
+        cases = [measure(case, args.repeats) for case in LINEARS]
+    write_result(args.output, "weight_grad", {"threads": torch.get_num_threads(), "cases": cases})
 
 
 if __name__ == "__main__":

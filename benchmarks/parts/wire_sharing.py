@@ -1,11 +1,11 @@
 """Do two things that are on a wire at once share it, or does one wait for the other? Needs root and Linux.
 
-    python benchmarks/parts/wire_sharing.py [--rate-mbps 100] [--repeats 5]
+    python -m benchmarks.parts.wire_sharing [--rate-mbps 100] [--repeats 5]
 
-Two ranks in network namespaces of their own with a capped link between them. A message of 1 MB leaves, and another
-thing a quarter of its time later: an all-to-all on the same connections, a forward dispatch (connections of its own),
-or a gradient all-reduce. Printed is when each has come, in times of one message alone, next to what one after the
-other (the first at 1, the second at 2) and equal parts (processor sharing: 1.75 and 2) would be.
+Two ranks in network namespaces of their own with a capped link between them. A message of 1 MB is sent, and a second
+one a quarter of its time later: an all-to-all on the same connections, a forward dispatch (connections of its own), or
+a gradient all-reduce. The table has the time at which each has arrived, in times of one message alone. One after the
+other would be 1 and 2, equal parts (processor sharing) 1.75 and 2.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.namespaces import NUM_RANKS, SHAPED, Namespaces, check_host, this_host
+from benchmarks.parts.frame import new_parser, write_result
 from megatron_lancet.errors import run_command
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.base import ReadyEvent
@@ -34,7 +35,7 @@ _TIMEOUT_S = 120
 _CPU = torch.device("cpu")
 
 Wait = Callable[[], float]
-"""Waits for something, and returns the time when it had come, in seconds."""
+"""Waits for a message, and returns the time at which it had arrived, in seconds."""
 
 
 class Wire:
@@ -82,14 +83,15 @@ class Wire:
         return wait
 
 
-def measure(repeats: int) -> None:
-    """On each rank; rank 0 prints."""
+def measure(repeats: int, rate_mbps: float, output: Path | None) -> None:
+    """On each rank; rank 0 prints and writes."""
     wire = Wire()
     kinds: dict[str, Callable[[], Wait]] = {
         "all-to-all": wire.message, "dispatch": wire.dispatch, "gradients": wire.gradients,
     }  # fmt: skip
 
-    def median_s(first: Callable[[], Wait], second: Callable[[], Wait] | None, later_s: float) -> list[float]:
+    def samples_s(first: Callable[[], Wait], second: Callable[[], Wait] | None, later_s: float) -> list[list[float]]:
+        """Per repeat, the times at which the one or the two have arrived."""
         samples = []
         for _ in range(1 + repeats):
             dist.barrier()
@@ -101,19 +103,26 @@ def measure(repeats: int) -> None:
                 time.sleep(later_s)
                 waits.append(second())
             samples.append([wait() - start_s for wait in waits])
-        return [statistics.median(times) for times in zip(*samples[1:], strict=True)]
+        return samples[1:]
 
-    alone_s = {name: median_s(start, None, 0.0)[0] for name, start in kinds.items()}
+    samples = {name: samples_s(start, None, 0.0) for name, start in kinds.items()}
+    alone_s = {name: _medians(times)[0] for name, times in samples.items()}
     lines = [f"alone: {', '.join(f'{name} {1e3 * alone:.1f} ms' for name, alone in alone_s.items())}"]
     unit_s = alone_s["all-to-all"]
     for first, second in [
         ("all-to-all", "all-to-all"), ("all-to-all", "dispatch"), ("dispatch", "all-to-all"),
         ("all-to-all", "gradients"), ("gradients", "all-to-all"), ("gradients", "gradients"),
     ]:  # fmt: skip
-        ends = [end / unit_s for end in median_s(kinds[first], kinds[second], _LATER * unit_s)]
+        both = samples[f"{first}, {second}"] = samples_s(kinds[first], kinds[second], _LATER * unit_s)
+        ends = [end / unit_s for end in _medians(both)]
         lines.append(f"{first:10} then {second:10}: {ends[0]:.2f} {ends[1]:.2f}")
     if dist.get_rank() == 0:
         print("\n".join(lines))
+        write_result(output, "wire_sharing", {"rate_mbps": rate_mbps, "bytes": _BYTES, "samples_s": samples})
+
+
+def _medians(samples: list[list[float]]) -> list[float]:
+    return [statistics.median(times) for times in zip(*samples, strict=True)]
 
 
 def run_ranks(arguments: argparse.Namespace) -> None:
@@ -125,7 +134,14 @@ def run_ranks(arguments: argparse.Namespace) -> None:
         processes = []
         for rank in range(NUM_RANKS):
             environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "GLOO_SOCKET_IFNAME": SHAPED}
-            command = [sys.executable, *sys.argv, "--store", str(Path(folder) / "store")]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.parts.wire_sharing",
+                *sys.argv[1:],
+                "--store",
+                str(Path(folder) / "store"),
+            ]
             processes.append(subprocess.Popen(network.command(rank, command), env=environment))
         try:
             statuses = [process.wait(_TIMEOUT_S) for process in processes]
@@ -138,9 +154,8 @@ def run_ranks(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Runs the ranks, or is one of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate-mbps", type=float, default=100.0)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = new_parser(__doc__, repeats=5)
+    parser.add_argument("--rate-mbps", type=float, default=100.0, help="of the link, in Mbit/s (100)")
     parser.add_argument("--store", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.store is None:
@@ -149,7 +164,7 @@ def main() -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(arguments.store, NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=NUM_RANKS)
-    measure(arguments.repeats)
+    measure(arguments.repeats, arguments.rate_mbps, arguments.output)
     dist.destroy_process_group()
 
 

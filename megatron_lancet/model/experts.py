@@ -5,6 +5,9 @@ experts, and calling one costs more than its arithmetic where it has few rows. L
 that reads and writes its rows of the whole, and what lies between the layers runs once for all experts. With many rows
 that is slower: what one layer wrote has left the cache when the next one reads it. The measurements are made by
 ``benchmarks/parts/experts.py``.
+
+Legend of shapes: m rows of all local experts, e local experts, T rows of one expert, I inputs, O outputs of a linear
+layer, H hidden.
 """
 
 import copy

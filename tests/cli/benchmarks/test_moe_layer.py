@@ -14,7 +14,7 @@ def test_layers_are_compared_and_measured(tmp_path):
     path = tmp_path / "results.json"
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.parts.moe_layer", "--cases", "3", "--rounds", "2", "--output", path],
+        [sys.executable, "-m", "benchmarks.parts.moe_layer", "--cases", "3", "--repeats", "2", "--output", path],
         cwd=REPO,
         env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
         capture_output=True,

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -89,9 +90,40 @@ def test_a_small_run_measures_its_variants_and_leaves_nothing(tmp_path, check_gr
             assert all(sample["payload_bytes"] > 0 and sample["step_ms"] > 0 for sample in samples)
     assert "| all-k2 |" in (tmp_path / "run.md").read_text()
     assert (tmp_path / "run.png").stat().st_size > 1000
-    assert "--variants all-k2" in result["command"]
+    check_origin(result)
     assert host_links() == before
     assert set(own_namespaces(process)).isdisjoint(namespaces())
+
+
+def check_origin(result: dict) -> None:
+    """The file says by itself where its figures come from."""
+    git = ["git", "-c", f"safe.directory={REPO}", "rev-parse", "HEAD"]
+    commit = subprocess.run(git, cwd=REPO, capture_output=True, text=True, check=False).stdout.strip() or None
+    assert result["commit"] == commit
+    assert result["is_dirty"] in ((None,) if commit is None else (True, False))
+    assert result["command"].startswith("python -m benchmarks.network --layers 1 ")
+    assert result["versions"]["torch"] == version("torch")
+    assert result["settings"]["MALLOC_TRIM_THRESHOLD_"] == str(8 << 30)
+    assert result["is_complete"] is True
+
+
+@pytest.mark.distributed
+@pytest.mark.alone
+def test_megatrons_own_overlap_has_stocks_gradients_and_bytes(tmp_path):
+    with started("--layers", "2", "--cases", "45-accumulated", "--output", str(tmp_path / "run")) as process:
+        _, errors = process.communicate(timeout=150)
+    assert process.returncode == 0, errors
+    (case,) = json.loads((tmp_path / "run.json").read_text())["cases"]
+    assert case["variants"] == ["stock", "megatron-overlap", "all-k2", "all-k4", "stock-free"]
+    assert case["largest_errors"]["megatron-overlap"] == 0
+    fields = case["sample_fields"]
+    sent = {
+        name: {rank[fields.index("payload_bytes")] for ranks in steps for rank in ranks}
+        for name, steps in case["sweeps"][0]["samples"].items()
+    }
+    assert sent["megatron-overlap"] == sent["stock"]
+    assert all(rank[fields.index("forward_ms")] == 0 for rank in case["sweeps"][0]["samples"]["stock"][0])
+    assert (tmp_path / "run.md").read_text().startswith("`python -m benchmarks.network --layers 1")
 
 
 @pytest.mark.distributed

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import ranks
 from benchmarks.harness.job import read_job
 from benchmarks.harness.namespaces import CommandError, Namespaces, check_host, run_command, shaping_command
-from benchmarks.network import ranks
+from benchmarks.harness.origin import origin
 from benchmarks.network.__main__ import make_job, parse_arguments
-from benchmarks.network.cases import CASES, VARIANTS, select, with_references
+from benchmarks.network.cases import ACCUMULATED, CASES, HEADLINE_CASES, VARIANTS, choose, with_references
 from megatron_lancet.errors import UsageError
 
 REPO = Path(__file__).parents[3]
@@ -155,7 +156,7 @@ def test_a_rank_that_ignores_sigterm_is_killed():
 
 def test_each_variant_comes_with_what_it_is_compared_with():
     assert with_references({"sequence-k2"}) == ("stock-sdpa", "stock-sdpa-free", "sequence-k2")
-    (case,) = select(["45"], ["all-k4"], quick=False)
+    (case,) = choose(["45"], ["all-k4"])
     assert case.variants == ("stock", "all-k4", "stock-free")
     for case in CASES.values():
         assert set(with_references(set(case.variants) | {case.baseline})) == set(case.variants)
@@ -164,10 +165,37 @@ def test_each_variant_comes_with_what_it_is_compared_with():
 
 
 def test_a_quick_run_is_one_case():
-    (case,) = select([], None, quick=True)
+    (case,) = choose([], None, quick=True)
     assert case.name == "45"
     assert len(case.variants) < len(CASES["45"].variants)
-    assert [case.name for case in select([], None, quick=False)] == list(CASES)
+    assert [case.name for case in choose([], None)] == list(CASES)
+
+
+def test_a_headline_run_has_its_case_and_megatrons_own_overlap_with_all_sweeps(tmp_path):
+    job = make_job(parse_arguments(["--headline"]), [0, 1], tmp_path / "result.json")
+    assert tuple(case.name for case in job.cases) == HEADLINE_CASES
+    assert {"stock", "experts-only-k2", "all-k2", "all-k4"} <= set(job.cases[0].variants) < set(CASES["45"].variants)
+    assert job.cases[1] == CASES[ACCUMULATED]
+    assert job.cases[1].shape.micro_batches == 2
+    assert {"stock", "megatron-overlap", "all-k2", "all-k4"} <= set(job.cases[1].variants)
+    whole = make_job(parse_arguments([]), [0, 1], tmp_path / "result.json")
+    assert (job.repeats, job.sweeps) == (whole.repeats, whole.sweeps)
+
+
+def test_a_case_with_more_micro_batches_can_have_megatrons_overlap(tmp_path):
+    arguments = parse_arguments(["--cases", "20", "--variants", "megatron-overlap", "--micro-batches", "4"])
+    (case,) = make_job(arguments, [0, 1], tmp_path / "result.json").cases
+    assert case.variants == ("stock", "megatron-overlap", "stock-free")
+    assert case.shape.micro_batches == 4
+
+
+@pytest.mark.parametrize("default_malloc", [False, True])
+def test_ranks_keep_freed_memory_unless_the_default_is_asked_for(default_malloc, monkeypatch):
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    environment = ranks.rank_environment(1, default_malloc)
+    settings = origin("benchmarks.network", [], environment)["settings"]
+    assert settings["MALLOC_ARENA_MAX"] == settings["OMP_NUM_THREADS"] == "1"
+    assert ("MALLOC_TRIM_THRESHOLD_" in settings) is not default_malloc
 
 
 @pytest.mark.parametrize(
@@ -175,8 +203,13 @@ def test_a_quick_run_is_one_case():
     [
         (["--repeats", "0"], "--repeats must be positive, not 0"),
         (["--rate", "-3"], "--rate must be positive, not -3"),
-        (["--cases", "99"], r"no case 99. Known: 45, 20"),
+        (["--cases", "99"], r"no case 99. Known: 45, 45-accumulated, 20"),
         (["--variants", "al-k2"], r"no variant al-k2. Known: stock"),
+        (
+            ["--cases", "45", "--variants", "megatron-overlap"],
+            r"megatron-overlap overlaps two micro-batches, and a step of case 45 has 1\. Pass --cases 45-accumulated",
+        ),
+        (["--cases", "45-accumulated", "--micro-batches", "1"], "a step of case 45-accumulated has 1"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message, tmp_path):

@@ -49,8 +49,8 @@ def test_a_small_run_reduces_the_same_gradients_over_the_same_link(tmp_path, che
 
 
 def test_an_unknown_variant_is_refused():
-    from benchmarks.priority.cases import select
+    from benchmarks.priority.cases import choose
     from megatron_lancet.errors import UsageError
 
     with pytest.raises(UsageError, match=r"no variant ours-2x\. Known: megatron, megatron-overlap"):
-        select([], ["ours-2x"])
+        choose([], ["ours-2x"])

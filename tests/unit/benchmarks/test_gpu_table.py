@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from benchmarks.gpu.measure import WrongGradientsError, check_errors, whole_error
+from benchmarks.gpu.sizes import SIZES
 from benchmarks.gpu.table import Samples, summarise, table
+from benchmarks.gpu.variants import Work, why_megatron_refuses
 from benchmarks.gradient_error import relative_errors
 
 
@@ -54,3 +56,14 @@ def test_errors_of_bf16_pass_and_a_lost_chunk_does_not():
     for wrong in (chunks[:3].sum(dim=0), torch.full((50, 40), float("nan"))):
         with pytest.raises(WrongGradientsError, match="ours: the gradient of w is"):
             check_errors("ours", relative_errors({"w": wrong}, truth), stock)
+
+
+def test_megatrons_overlap_is_skipped_only_where_megatron_refuses_its_configuration():
+    def work(**changes) -> Work:
+        return Work(SIZES["tiny"], **{"num_ranks": 2, "num_micro_batches": 2, "device": torch.device("cpu"), **changes})
+
+    assert why_megatron_refuses(work()) is None
+    assert "only supported with bf16 or fp16" in why_megatron_refuses(work(bf16=False))
+    assert "only supported with expert model parallelism" in why_megatron_refuses(work(num_ranks=1))
+    with pytest.raises(TypeError):
+        why_megatron_refuses(work(num_ranks="two"))

@@ -7,9 +7,10 @@ import torch
 
 from benchmarks.harness.disturbance import CpuTimes, Disturbance, disturbance, parse_stat
 from benchmarks.harness.rate import RateSearch
+from benchmarks.harness.samples import Spread, spread
 from benchmarks.network.cases import CASES
 from benchmarks.network.picture import draw
-from benchmarks.network.summary import Spread, spread, summarise
+from benchmarks.network.summary import summarise
 from benchmarks.network.table import as_markdown, as_text
 from benchmarks.training_step.routing import bias_for_shares
 
@@ -120,6 +121,15 @@ def test_gradient_reduction_takes_the_link_too():
                 for rank in ranks:
                     rank[list(FIELDS).index("reduced_bytes")] = 3e6
     assert summarise(plain).link_ms == pytest.approx(160)
+
+
+def test_passes_of_several_micro_batches_have_no_columns_of_their_own():
+    case = case_result(shape={**dataclasses.asdict(CASES["45"].shape), "micro_batches": 2})
+    ours = summarise(case).rows[1]
+    assert (ours.forward_ms, ours.backward_ms, ours.over_passes) == (None, None, None)
+    assert ours.over_bound == pytest.approx(66 / 55)
+    (line,) = [line for line in as_text([summarise(case)]).splitlines() if line.lstrip().startswith("all-k2")]
+    assert line.split()[1:] == "66 3.9 0.5 90.2% 1.20 1.100 1.10 1.667 (1.67-1.67) 1.67 1.67".split()
 
 
 def test_few_values_have_their_extremes_for_quartiles():
