@@ -1,0 +1,374 @@
+"""Tables of the documents that are made from committed results: python -m benchmarks.quoted writes them anew.
+
+A table stands between ``<!-- quoted: NAME -->`` and ``<!-- end -->``. Each case of a benchmark is quoted from the
+newest result file that has it; a test compares the documents with what this writes.
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.tables import markdown
+from benchmarks.network.cases import CASES
+from benchmarks.network.summary import CaseSummary, Row, summarise
+from benchmarks.prediction.errors import MAX_ERROR, MAX_EXPOSED_ERROR, MAX_EXPOSED_MS, MAX_MEDIAN_ERROR, compare, totals
+from benchmarks.priority import summary as priority_summary
+from benchmarks.priority.cases import OVERLAPPED
+
+_REPOSITORY = Path(__file__).parents[1]
+_RESULTS = Path(__file__).parent / "results"
+DOCUMENTS = (_REPOSITORY / "docs" / "performance.md", Path(__file__).parent / "RESULTS.md")
+_NO_FIGURE = "not run"
+_PRIORITY = "priority-shipped"
+"""Other results of the priority benchmark are of rules that are not in the code."""
+
+
+@dataclass(frozen=True)
+class Quoted:
+    """A case and the file that it comes from."""
+
+    file: str
+    date: str
+    case: dict[str, Any]
+
+    @property
+    def mark(self) -> str:
+        """Of disturbed figures."""
+        found = (
+            [self.case["disturbance"]]
+            if "disturbance" in self.case
+            else [s["disturbance"] for s in self.case["sweeps"]]
+        )
+        return " DISTURBED" if any(one["is_disturbed"] for one in found) else ""
+
+
+@cache
+def result(name: str) -> dict[str, Any]:
+    """The newest result whose file is called so, followed by a date."""
+    paths = sorted(_RESULTS.glob(f"{name}-[0-9][0-9][0-9][0-9]-*.json"))
+    return {"file": paths[-1].name, **json.loads(paths[-1].read_text())}
+
+
+@cache
+def network() -> dict[str, tuple[Quoted, CaseSummary]]:
+    """The newest measurement of each case of the network benchmark, in the order of the cases."""
+    found = {}
+    for path in sorted(
+        _RESULTS.glob("network-*.json"), key=lambda path: (json.loads(path.read_text())["date"], path.name)
+    ):
+        measured = json.loads(path.read_text())
+        for case in measured["cases"]:
+            found[case["name"]] = Quoted(path.name, measured["date"], case), summarise(case)
+    return {name: found[name] for name in CASES if name in found}
+
+
+def _rows(summary: CaseSummary) -> dict[str, Row]:
+    return {row.name: row for row in summary.rows}
+
+
+def _ours(summary: CaseSummary, num_chunks: int, free: bool = False) -> Row | None:
+    """Our whole schedule, along the sequence where the case has no other."""
+    rows, where = _rows(summary), "free-" if free else ""
+    return rows.get(f"all-{where}k{num_chunks}") or rows.get(f"sequence-{where}k{num_chunks}")
+
+
+def speed() -> str:
+    """Speed-up and cut of every case."""
+    lines = [
+        [
+            "case",
+            "stock waits for",
+            "experts in chunks, k=2",
+            "k=4",
+            "Megatron's overlap",
+            "ours, k=2",
+            "k=4",
+            "measured",
+        ]
+    ]
+    for name, (quoted, summary) in network().items():
+        rows = _rows(summary)
+        cells = [rows.get("experts-only-k2"), rows.get("experts-only-k4"), rows.get("megatron-overlap")]
+        cells += [_ours(summary, 2), _ours(summary, 4)]
+        texts = [_NO_FIGURE if row is None else f"{row.speedup.median:.2f} ({row.cut:.0%})" for row in cells]
+        lines.append(
+            [
+                f"`{name}`",
+                f"{summary.exposed_share:.1%}",
+                *texts,
+                f"[{quoted.date}](../benchmarks/results/{quoted.file}){quoted.mark}",
+            ]
+        )
+    return markdown(lines)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured figure that is compared with what was wanted."""
+
+    where: str
+    value: float
+    is_met: bool
+    mark: str = ""
+
+
+def _line(wanted: str, figures: Sequence[Figure], text: Callable[[float], str]) -> list[str]:
+    missed = [f"{one.where} {text(one.value)}{one.mark}" for one in figures if not one.is_met]
+    met = [one for one in figures if one.is_met]
+    others = ""
+    if met:
+        low, high = (text(pick(one.value for one in met)) for pick in (min, max))
+        others = (low if low == high else f"{low} to {high}") + max(one.mark for one in met)
+    return [wanted, f"{len(missed)} of {len(figures)}", "; ".join(missed), others]
+
+
+def _figures(
+    value: Callable[[Row], float | None],
+    is_met: Callable[[int, float], bool],
+    digits: int,
+    cases: Sequence[str],
+    free: bool = False,
+) -> list[Figure]:
+    """A figure of our schedule in each case, with two and with four chunks.
+
+    Args:
+        is_met: takes the number of chunks and the figure, rounded as it is printed.
+    """
+    figures = []
+    for name in cases:
+        quoted, summary = network()[name]
+        for num_chunks in (2, 4):
+            row = _ours(summary, num_chunks, free)
+            found = None if row is None else value(row)
+            if found is not None:
+                rounded = round(found, digits)
+                figures.append(Figure(f"`{name}` k={num_chunks}", rounded, is_met(num_chunks, rounded), quoted.mark))
+    return figures
+
+
+def targets() -> str:
+    """What was wanted, and every figure that misses it."""
+    at = {share: [name for name in network() if CASES[name].exposed_share == share] for share in (0.2, 0.45, 0.65)}
+    everywhere = list(network())
+    percent, ratio = "{:.1%}".format, "{:.2f}".format
+    cpu = _figures(lambda row: row.cpu_ratio - 1, lambda k, more: more <= k / 100, 3, everywhere, free=True)
+    memory = _figures(lambda row: row.memory_ratio, lambda _, found: found <= 1.15, 2, everywhere)
+    lines = [
+        ["wanted", "missed", "where", "elsewhere"],
+        _line(
+            "waits cut by 92 % where stock waits for 45 %",
+            _figures(lambda row: row.cut, lambda _, cut: cut >= 0.92, 3, at[0.45]),
+            percent,
+        ),
+        _line(
+            "waits cut by 85 % at 65 %",
+            _figures(lambda row: row.cut, lambda _, cut: cut >= 0.85, 3, at[0.65]),
+            percent,
+        ),
+        _line(
+            "step at most 1.08 of the bound at 45 %",
+            _figures(lambda row: row.over_bound, lambda _, found: found <= 1.08, 2, at[0.45]),
+            ratio,
+        ),
+        _line(
+            "step at most 1.15 of the bound at 65 %",
+            _figures(lambda row: row.over_bound, lambda _, found: found <= 1.15, 2, at[0.65]),
+            ratio,
+        ),
+        _line(
+            "not slower than stock at 20 %",
+            _figures(lambda row: row.speedup.median, lambda _, found: found >= 1, 2, at[0.2]),
+            ratio,
+        ),
+        _line("chunks cost at most 2 % of CPU time at k=2, 4 % at k=4, on the free link", cpu, percent),
+        _line("activation memory at most 1.15 of stock's", [*memory, *_sequence(), *_recompute()], ratio),
+        *_prediction(),
+        *_priority(),
+    ]
+    return markdown(lines)
+
+
+def _sequence() -> Iterator[Figure]:
+    """Sequence chunks beside batch chunks."""
+    for num_chunks in (2, 4):
+        row = _rows(network()["45"][1]).get(f"sequence-k{num_chunks}")
+        if row is not None:
+            found = round(row.memory_ratio, 2)
+            yield Figure(f"`45` along the sequence k={num_chunks}", found, found <= 1.15)
+
+
+def _recompute() -> Iterator[Figure]:
+    for recompute, peaks in result("activation-memory")["peak_mb"].items():
+        for cut, peak in peaks.items():
+            if cut != "off":
+                where = "no recompute" if recompute == "none" else f"recompute {recompute}"
+                yield Figure(f"{where} {cut}", peak / peaks["off"], round(peak / peaks["off"], 2) <= 1.15)
+
+
+def _prediction() -> list[list[str]]:
+    measured = result("prediction")
+    cases = [compare(case) for case in measured["cases"]]
+    mark = " DISTURBED" if any(case.is_disturbed for case in cases) else ""
+    total = totals([one for case in cases for one in case.comparisons])
+    median = Figure("median", total.median, total.median <= MAX_MEDIAN_ERROR, mark)
+    worst = Figure(f"worst ({total.worst_name})", total.worst, total.worst <= MAX_ERROR, mark)
+    close = total.num_exposed_close
+    return [
+        _line(
+            f"predicted step time within {MAX_MEDIAN_ERROR:.0%} (median) and {MAX_ERROR:.0%} (worst)",
+            [median, worst],
+            "{:.1%}".format,
+        ),
+        [
+            f"predicted exposed time within {MAX_EXPOSED_ERROR:.0%} or {MAX_EXPOSED_MS:.0f} ms",
+            f"{total.number - close} of {total.number}",
+            f"all but {close} configurations{mark}",
+            "",
+        ],
+    ]
+
+
+def _priority() -> list[list[str]]:
+    """Of all-to-alls first, against Megatron's overlap-grad-reduce and against none."""
+    against_overlap, against_none = [], []
+    for case in result(_PRIORITY)["cases"]:
+        rows = {row.name: row for row in priority_summary.summarise(case).rows}
+        mark = Quoted("", "", case).mark
+        overlapped, none = rows["ours"].over_overlapped, rows["ours"].over_no_priority
+        assert overlapped is not None
+        assert none is not None
+        against_overlap.append(Figure(f"`{case['name']}`", overlapped.median, overlapped.median >= 1.25, mark))
+        against_none.append(Figure(f"`{case['name']}`", none.median, none.median >= 1.08, mark))
+    return [
+        _line(f"`--lancet-comm-priority` 1.25 times as fast as `{OVERLAPPED}`", against_overlap, "{:.2f}".format),
+        _line("`--lancet-comm-priority` 1.08 times as fast as without it", against_none, "{:.2f}".format),
+    ]
+
+
+def waiting_cost() -> str:
+    """CPU time of stock's step on the shaped link over that on the free one."""
+    lines = [["case", "CPU time on the free link", "on the shaped link", "more"]]
+    for name, (_, summary) in network().items():
+        rows = _rows(summary)
+        for stock, free in (("stock", "stock-free"), ("stock-sdpa", "stock-sdpa-free")):
+            if stock in rows and free in rows:
+                shaped_ms, free_ms = rows[stock].cpu_ms, rows[free].cpu_ms
+                lines.append(
+                    [
+                        f"`{name}`, `{stock}`",
+                        f"{free_ms:.0f} ms",
+                        f"{shaped_ms:.0f} ms",
+                        f"{shaped_ms / free_ms - 1:.0%}",
+                    ]
+                )
+    return markdown(lines)
+
+
+def activation_memory() -> str:
+    """Peak memory by kind of recompute and of chunks."""
+    peaks = result("activation-memory")["peak_mb"]
+    lines = [["", *("no recompute" if name == "none" else f"recompute: {name}" for name in peaks)]]
+    for cut in peaks["none"]:
+        cells = [f"{column[cut]:.1f} MB ({column[cut] / column['off']:.2f})" for column in peaks.values()]
+        lines.append([cut, *cells])
+    return markdown(lines)
+
+
+def moe_layer() -> str:
+    """Ratios of one layer's step to stock's."""
+    lines = []
+    for name in ("moe-layer-1-rank", "moe-layer-2-ranks"):
+        measured = result(name)
+        for entry in measured["cases"]:
+            case, rows = entry["case"], entry["summary"]
+            if not lines:
+                lines.append(["ranks", "hidden x ffn", "experts", *rows])
+            ratios = [
+                f"{row['ratio']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})"
+                for variant, row in rows.items()
+                if variant != "stock"
+            ]
+            shape = [f"{case['hidden']} x {case['ffn']}", f"{case['experts']}, top-{case['top_k']}"]
+            lines.append([str(measured["ranks"]), *shape, f"{rows['stock']['median_ms']:.0f} ms", *ratios])
+    return markdown(lines)
+
+
+def transport() -> str:
+    """Time of an exchange over gloo's own all-to-all and over a group per sender."""
+    lines = [["rank 1 is late by", "gloo", "per sender", "median ratio"]]
+    for skew_ms, pairs in result("transport")["samples_ms"].items():
+        gloo, own = (
+            pairs[name] if isinstance(pairs, dict) else [pair[name] for pair in pairs]
+            for name in ("gloo", "per-sender")
+        )
+        ratio = statistics.median(a / b for a, b in zip(gloo, own, strict=True))
+        times = [f"{statistics.median(samples):.1f} ms" for samples in (gloo, own)]
+        lines.append([f"{float(skew_ms):.0f} ms", *times, f"{ratio:.2f}"])
+    return markdown(lines)
+
+
+def experts() -> str:
+    """Experts one by one and layer by layer."""
+    lines = [["experts x rows each", "hidden x ffn", "by expert", "by layer", "median ratio", "runs"]]
+    for entry in result("experts")["cases"]:
+        case, times = entry["case"], entry["median_us"]
+        dtype = "" if case["dtype"] == "float32" else ", bf16"
+        lines.append(
+            [
+                f"{case['num_experts']} x {case['rows']}{dtype}",
+                f"{case['hidden']} x {case['ffn']}",
+                *(f"{times[name] / 1e3:.2f} ms" for name in ("sequential", "grouped")),
+                f"{entry['median_ratio']:.2f}",
+                "by layer" if entry["chosen"] else "by expert",
+            ]
+        )
+    return markdown(lines)
+
+
+def weight_grad() -> str:
+    """Ratios to a GEMM and an addition for each chunk."""
+    columns = {
+        "separate addmm_": "per chunk: `addmm_`",
+        "joined cat, matmul+add_": "joined: cat, matmul, `add_`",
+        "joined cat, addmm_": "joined: cat, `addmm_`",
+    }
+    lines = [["rows of a chunk, inputs x outputs", *columns.values()]]
+    for entry in result("weight-grad")["cases"]:
+        case, found = entry["case"], entry["results"]
+        ratios = [f"{found[name]['median_ratio']:.2f}" if name in found else "types differ" for name in columns]
+        dtype = "" if case["dtype"] == "float32" else ", bf16"
+        lines.append([f"{case['rows']}, {case['inputs']} x {case['outputs']}{dtype}", *ratios])
+    return markdown(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "speed": speed,
+    "targets": targets,
+    "waiting-cost": waiting_cost,
+    "activation-memory": activation_memory,
+    "moe-layer": moe_layer,
+    "transport": transport,
+    "experts": experts,
+    "weight-grad": weight_grad,
+}
+_PLACE = re.compile(r"(<!-- quoted: ([\w-]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+
+
+def with_tables(text: str) -> str:
+    """A document with its tables made anew."""
+    return _PLACE.sub(lambda place: f"{place[1]}{TABLES[place[2]]()}{place[3]}", text)
+
+
+def main() -> None:
+    """Write all documents."""
+    for document in DOCUMENTS:
+        document.write_text(with_tables(document.read_text()))
+
+
+if __name__ == "__main__":
+    main()
