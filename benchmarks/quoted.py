@@ -281,7 +281,7 @@ def activation_memory() -> str:
 
 def moe_layer() -> str:
     """Ratios of one layer's step to stock's."""
-    lines = []
+    lines: list[list[str]] = []
     for name in ("moe-layer-1-rank", "moe-layer-2-ranks"):
         measured = result(name)
         for entry in measured["cases"]:

@@ -30,7 +30,8 @@ _RATE_CORRECTIONS = 3
 _STEPS_PER_RATE = 3
 _OTHER_TRAFFIC = 0.02
 _OTHER_TRAFFIC_BYTES = 50_000
-"""On the wire beside payload and gradients, of both and in every step: headers, counts, norms for clipping."""
+"""On the wire beside payload and gradients: headers, a share of both; counts, norms for clipping and what each message
+costs, for each micro-batch."""
 COUNTED_FIELDS = [*SAMPLE_FIELDS, "wire_bytes"]
 """Names of the values of :meth:`Bench.counted`."""
 
@@ -142,7 +143,8 @@ class Bench:
 def _check_bytes(step: Step, sample: Mapping[str, float]) -> None:
     payload = 0.0 if step.variant.free_link else sample["payload_bytes"]
     due = payload + sample["reduced_bytes"]
-    others = _OTHER_TRAFFIC * (sample["payload_bytes"] + sample["reduced_bytes"]) + _OTHER_TRAFFIC_BYTES
+    others = _OTHER_TRAFFIC * (sample["payload_bytes"] + sample["reduced_bytes"])
+    others += _OTHER_TRAFFIC_BYTES * step.shape.micro_batches
     if not due <= sample["wire_bytes"] <= due + others:
         raise WrongResultError(
             f"{step.variant.name} should send {payload:.0f} bytes of rows and {sample['reduced_bytes']:.0f} of "

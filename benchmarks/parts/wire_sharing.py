@@ -32,6 +32,8 @@ from megatron_lancet.runtime.transport.select import make_transport
 _BYTES = 1_000_000
 _LATER = 0.25
 _TIMEOUT_S = 120
+_STORE = "WIRE_SHARING_STORE"
+"""Environment variable by which the ranks find each other; it is set for them only."""
 _CPU = torch.device("cpu")
 
 Wait = Callable[[], float]
@@ -133,15 +135,14 @@ def run_ranks(arguments: argparse.Namespace) -> None:
         network.shape(arguments.rate_mbps * 1e6)
         processes = []
         for rank in range(NUM_RANKS):
-            environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "GLOO_SOCKET_IFNAME": SHAPED}
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.parts.wire_sharing",
-                *sys.argv[1:],
-                "--store",
-                str(Path(folder) / "store"),
-            ]
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(NUM_RANKS),
+                "GLOO_SOCKET_IFNAME": SHAPED,
+                _STORE: str(Path(folder) / "store"),
+            }
+            command = [sys.executable, "-m", "benchmarks.parts.wire_sharing", *sys.argv[1:]]
             processes.append(subprocess.Popen(network.command(rank, command), env=environment))
         try:
             statuses = [process.wait(_TIMEOUT_S) for process in processes]
@@ -156,13 +157,12 @@ def main() -> None:
     """Runs the ranks, or is one of them."""
     parser = new_parser(__doc__, repeats=5)
     parser.add_argument("--rate-mbps", type=float, default=100.0, help="of the link, in Mbit/s (100)")
-    parser.add_argument("--store", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.store is None:
+    if _STORE not in os.environ:
         run_ranks(arguments)
         return
     torch.set_num_threads(1)
-    store = dist.FileStore(arguments.store, NUM_RANKS)
+    store = dist.FileStore(os.environ[_STORE], NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=NUM_RANKS)
     measure(arguments.repeats, arguments.rate_mbps, arguments.output)
     dist.destroy_process_group()

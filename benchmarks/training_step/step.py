@@ -22,6 +22,8 @@ class Step:
     """A variant's model and everything that its step needs.
 
     Attributes:
+        shape: of the model and its micro-batches.
+        variant: that it runs.
         module: the model itself, without DDP.
     """
 
@@ -38,6 +40,7 @@ class Step:
             weights: to start from, and the routers' biases; None for fresh ones with the shape's expert shares.
             has_optimizer: gradient reduction and optimizer step are in the timed region too.
         """
+        self.shape = shape
         self.variant = variant
         self._link = link
         self.module = model.build(shape)

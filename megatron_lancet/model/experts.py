@@ -3,8 +3,8 @@
 Megatron's own grouped experts need Transformer Engine; with the local spec ``--moe-grouped-gemm`` builds sequential
 experts, and calling one costs more than its arithmetic where it has few rows. Layer by layer, each expert is one GEMM
 that reads and writes its rows of the whole, and what lies between the layers runs once for all experts. With many rows
-that is slower: what one layer wrote has left the cache when the next one reads it. The measurements are made by
-``benchmarks/parts/experts.py``.
+that is slower: what one layer wrote has left the cache when the next one reads it. ``benchmarks/parts/experts.py``
+measures it.
 
 Legend of shapes: m rows of all local experts, e local experts, T rows of one expert, I inputs, O outputs of a linear
 layer, H hidden.
@@ -28,7 +28,7 @@ MAX_ROWS_PER_EXPERT = 128
 def grouped_is_faster(num_experts: int, num_rows: int, weight: torch.Tensor) -> bool:
     """Whether experts run layer by layer faster than one after the other.
 
-    Measured on a CPU (benchmarks/README.md). It was not measured on CUDA, where sequential experts stay.
+    Measured on a CPU (benchmarks/RESULTS.md). It was not measured on CUDA, where sequential experts stay.
 
     Args:
         num_experts: e.

@@ -55,7 +55,7 @@ class DeferredWeight:
 
         Args:
             in_gemm: let the GEMM add to the gradient where the types agree. Faster, and no temporary of the weight's
-                size (benchmarks/README.md), but not stock's order of additions.
+                size (benchmarks/RESULTS.md), but not stock's order of additions.
         """
         main_grad: torch.Tensor = self._parameter.main_grad  # type: ignore[attr-defined]
         if in_gemm and main_grad.dtype == grad_TO.dtype == input_TI.dtype:

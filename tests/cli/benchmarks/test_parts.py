@@ -1,0 +1,88 @@
+"""Scripts of single parts, small: they run, keep every sample, and their files say where they come from."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.samples import Spread
+from benchmarks.parts.frame import paired_ratios, timed_pairs
+
+REPO = Path(__file__).parents[3]
+TORCHRUN = ["torch.distributed.run", "--nproc-per-node", "2", "-m"]
+
+
+def measured(tmp_path: Path, script: str, *arguments: str, ranks: int = 1) -> dict:
+    """The script's result file."""
+    path = tmp_path / "result.json"
+    launcher = [] if ranks == 1 else TORCHRUN
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    command = [sys.executable, "-m", *launcher, f"benchmarks.parts.{script}", *arguments, "--output", str(path)]
+    done = subprocess.run(
+        command,
+        cwd=REPO,
+        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["command"].startswith(f"python -m benchmarks.parts.{script} {' '.join(arguments)}")
+    assert found["versions"]["torch"] == version("torch")
+    assert found["settings"]["OMP_NUM_THREADS"] == "1"
+    assert {"date", "commit", "is_dirty", "machine"} <= set(found)
+    return found
+
+
+def test_weight_grad_keeps_a_sample_per_variant_and_repeat(tmp_path):
+    for entry in measured(tmp_path, "weight_grad", "--repeats", "2")["cases"]:
+        assert set(entry["samples_us"]) == set(entry["results"])
+        assert all(len(times) == 2 and min(times) > 0 for times in entry["samples_us"].values())
+
+
+def test_plan_time_measures_every_case_and_compares_searches(tmp_path):
+    found = measured(tmp_path, "plan_time", "--layers", "2", "--repeats", "1", "--models", "2")
+    assert len(found["cases"]) == 16
+    assert all(len(case["plan_s"]) == 1 for case in found["cases"])
+    assert all(ratio >= 1 - 1e-9 for ratio in found["ratio_to_whole_search"])
+    assert len(found["ratio_to_whole_search"]) == 2
+
+
+@pytest.mark.distributed
+def test_activation_memory_has_a_peak_for_each_cut_and_recompute(tmp_path):
+    sizes = ["--layers", "1", "--hidden", "32", "--seq-length", "32"]
+    peaks = measured(tmp_path, "activation_memory", *sizes, ranks=2)["peak_mb"]
+    assert set(peaks) == {"none", "full", "moe"}
+    assert all(set(column) == set(peaks["none"]) and min(column.values()) > 0 for column in peaks.values())
+    assert peaks["full"]["off"] < peaks["none"]["off"]
+
+
+@pytest.mark.distributed
+def test_transport_keeps_pairs_of_each_skew(tmp_path):
+    arguments = ["--megabytes", "0.1", "--skew-ms", "0", "2", "--repeats", "2"]
+    samples = measured(tmp_path, "transport", *arguments, ranks=2)["samples_ms"]
+    assert set(samples) == {"0.0", "2.0"}
+    assert all(
+        {name: len(times) for name, times in pair.items()} == {"gloo": 2, "per-sender": 2} for pair in samples.values()
+    )
+
+
+def test_variants_take_turns_and_their_ratios_are_paired():
+    ran: list[str] = []
+
+    def variant(name: str, times: list[float]):
+        def run() -> float:
+            ran.append(name)
+            return times.pop(0)
+
+        return run
+
+    samples = timed_pairs({"a": variant("a", [4.0, 8.0, 12.0]), "b": variant("b", [2.0, 2.0, 2.0])}, 3)
+    assert samples == {"a": [4.0, 8.0, 12.0], "b": [2.0, 2.0, 2.0]}
+    assert [set(ran[start : start + 2]) for start in (0, 2, 4)] == [{"a", "b"}] * 3
+    assert paired_ratios(samples["a"], samples["b"]) == Spread(4.0, 2.0, 6.0)
