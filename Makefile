@@ -18,7 +18,7 @@ help:
 	@echo "make test-gpu    the tests that need a CUDA device, which all others don't see"
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   build wheel and source distribution, install into an empty environment and run there"
-	@echo "make bench-network   what overlap buys on a shaped network (root, Linux): an hour; BENCH_ARGS=--headline: 10 minutes,"
+	@echo "make bench-network   what overlap buys on a shaped network (root, Linux): an hour; BENCH_ARGS=--headline: 11 minutes,"
 	@echo "                     --quick: 2"
 	@echo "make bench-prediction   predicted step times against real ones on the same network (root, Linux)"
 	@echo "make bench-priority     all-to-alls and gradient reductions on one shaped link (root, Linux)"

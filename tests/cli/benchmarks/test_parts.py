@@ -54,15 +54,6 @@ def test_plan_time_measures_every_case_and_compares_searches(tmp_path):
 
 
 @pytest.mark.distributed
-def test_activation_memory_has_a_peak_for_each_cut_and_recompute(tmp_path):
-    sizes = ["--layers", "1", "--hidden", "32", "--seq-length", "32"]
-    peaks = measured(tmp_path, "activation_memory", *sizes, ranks=2)["peak_mb"]
-    assert set(peaks) == {"none", "full", "moe"}
-    assert all(set(column) == set(peaks["none"]) and min(column.values()) > 0 for column in peaks.values())
-    assert peaks["full"]["off"] < peaks["none"]["off"]
-
-
-@pytest.mark.distributed
 def test_transport_keeps_pairs_of_each_skew(tmp_path):
     arguments = ["--megabytes", "0.1", "--skew-ms", "0", "2", "--repeats", "2"]
     samples = measured(tmp_path, "transport", *arguments, ranks=2)["samples_ms"]
