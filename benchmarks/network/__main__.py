@@ -1,8 +1,8 @@
 """What overlap buys on a shaped network: python -m benchmarks.network (as root), or make bench-network.
 
 Makes two network namespaces with a shaped link between them, runs stock Megatron and our variants in turns on it, and
-removes them again. All cases take about an hour, --headline about 11 minutes, --quick about 2, on
-two cores of 2.5 GHz.
+removes them again. All cases take about an hour, --headline about 11 minutes, --quick about 2, on two
+cores of 2.5 GHz.
 """
 
 import argparse
