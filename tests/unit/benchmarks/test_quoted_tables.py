@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from benchmarks.prediction import table as prediction_table
 from benchmarks.priority import summary as priority_summary
 
 RESULTS = Path(quoted.__file__).parent / "results"
-MAKERS = {
+MAKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "network": (network_summary.summarise, network_table.as_markdown),
     "prediction": (prediction_errors.compare, prediction_table.as_markdown),
     "priority": (priority_summary.summarise, priority_summary.as_markdown),
