@@ -1,9 +1,9 @@
-"""Turns a module that Megatron has built into our subclass of its class.
+"""Turns a module that Megatron has built into an instance of our subclass of its class.
 
 Megatron builds the model; then the modules whose behaviour differs change their class. So initialisation, parameter
-order, checkpoint keys and process groups are Megatron's own, and no spec or constructor of its is repeated here.
+order, checkpoint keys and process groups are Megatron's own, and none of its specs or constructors is repeated here.
 
-What a user has hooked onto a module whose parts are then called one by one would not run: it is refused.
+A hook on a module whose parts are then called one by one would not run, so it is refused.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_lancet.errors import UsageError
 
 _HANDLED = "megatron.core.distributed"
-"""Whose hooks wait for gathered parameters: each module's own, of which layers have none."""
+"""Hooks of this package are allowed: they wait for gathered parameters of the module itself, and layers have none."""
 
 
 def adopt[ModuleT: torch.nn.Module](module: torch.nn.Module, subclass: type[ModuleT]) -> ModuleT:
@@ -35,10 +35,10 @@ def adopt[ModuleT: torch.nn.Module](module: torch.nn.Module, subclass: type[Modu
 
 
 def refuse_bypassed_hooks(layer: torch.nn.Module) -> None:
-    """Look for hooks on a transformer layer and on its experts' layer. Hooks on their parts run, once per chunk.
+    """Refuses hooks on a transformer layer and on its MoE layer. Hooks on their parts run, once per chunk.
 
     Raises:
-        UsageError: there are some.
+        UsageError: there is one.
     """
     for module in (layer, getattr(layer, "mlp", None)):
         if module is not layer and not isinstance(module, MoELayer):

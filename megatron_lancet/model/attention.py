@@ -1,4 +1,4 @@
-"""Self-attention of a chunk: torch's fused kernel, which sees positions of earlier chunks and of other ranks.
+"""Self-attention of a chunk with torch's fused kernel, over positions of earlier chunks and of other ranks.
 
 Megatron cuts a sequence into 2N slices for the N ranks of a context-parallel group; rank r gets slices r and 2N-1-r, so
 that causal attention costs all ranks the same.
@@ -31,7 +31,7 @@ from megatron_lancet.model.chunking import Chunk
 
 
 def sdpa_blockers(settings: Any) -> list[str]:
-    """Flags that the fused kernel does not support.
+    """Returns the flags that are set and that the fused kernel does not support.
 
     Args:
         settings: Megatron's arguments, or the configuration that was made of them.
@@ -48,8 +48,8 @@ class SdpaAttention(DotProductAttention):
     sequence may be cut over a context-parallel group.
 
     Attributes:
-        chunk: the sequence chunk that is passing through, None for whole sequences.
-        recomputed: whether a chunk passes a second time in the backward pass.
+        chunk: the present sequence chunk, None for whole sequences.
+        recomputed: whether the attention of a chunk runs a second time in the backward pass.
     """
 
     chunk: Chunk | None = None
@@ -136,7 +136,6 @@ class SdpaAttention(DotProductAttention):
             attention_mask: [b or 1, 1, s, S] or None; none of Megatron's allows a later position.
         """
         group = self.pg_collection.cp
-        # One message for both.
         both = gather_positions(torch.cat([key, value], dim=-1), group)
         keys, values = both.split([key.size(-1), value.size(-1)], dim=-1)
         masks: Sequence[torch.Tensor | None] = [None, None]
@@ -149,7 +148,7 @@ class SdpaAttention(DotProductAttention):
         return torch.cat(context)
 
     def _with_earlier(self, key: torch.Tensor, value: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values up to the chunk's last position; its own are left for the chunks after it."""
+        """Returns keys and values up to the chunk's last position, and keeps its own for later chunks."""
         assert chunk.earlier is not None
         prefixes = chunk.earlier[self.layer_number]
         keep = not chunk.is_last or self.recomputed
@@ -213,20 +212,8 @@ class _PositionedYarnRotary(YarnRotaryEmbedding):
         return super().forward(max_seq_len, offset + self.start, *args, **kwargs)
 
 
-def attend_with_sdpa(attention: torch.nn.Module, recomputed: bool) -> None:
-    """Make a self-attention that Megatron built use the fused kernel, and able to take sequence chunks.
-
-    Args:
-        recomputed: whether it runs again in the backward pass.
-
-    Raises:
-        UsageError: it has parts that the kernel lacks.
-    """
-    SwitchableAttention(attention, recomputed).use_sdpa()
-
-
 class SwitchableAttention:
-    """A self-attention that Megatron built, and how it was then: it can use the fused kernel and be put back."""
+    """Switches a self-attention that Megatron built to the fused kernel and back to the built one."""
 
     def __init__(self, attention: torch.nn.Module, recomputed: bool) -> None:
         """
@@ -238,7 +225,7 @@ class SwitchableAttention:
         self._recomputed = recomputed
         self._core_class = type(attention.core_attention)
         self._checkpoints = attention.checkpoint_core_attention
-        # Of multi-latent attention; others get their positions from outside.
+        # Multi-latent attention has its own; other attentions get their positions as an argument.
         self._rotary = (
             getattr(attention, "rotary_pos_emb", None) if isinstance(attention, MultiLatentAttention) else None
         )
@@ -247,7 +234,7 @@ class SwitchableAttention:
     def check(self) -> None:
         """
         Raises:
-            UsageError: it has parts that the kernel lacks.
+            UsageError: the attention needs something that the kernel lacks.
         """
         for flag in sdpa_blockers(self._attention.config):
             raise UsageError(
@@ -256,17 +243,17 @@ class SwitchableAttention:
             )
 
     def use_sdpa(self) -> None:
-        """Use the fused kernel; sequence chunks need it.
+        """Switches to the fused kernel, which sequence chunks need.
 
         Raises:
-            UsageError: the attention has parts that the kernel lacks, or is of a class that is not known.
+            UsageError: the attention needs something that the kernel lacks, or is of an unknown class.
         """
         self.check()
         attention = self._attention
         if not isinstance(attention.core_attention, SdpaAttention):
             adopt(attention.core_attention, SdpaAttention)
         attention.core_attention.recomputed = self._recomputed
-        # What this recomputes is never kept here: the fused kernel saves its inputs and its output. With context
+        # The fused kernel saves its inputs and its output only, so there is nothing to recompute. With context
         # parallelism its inputs are all ranks' keys and values, which may be gathered again.
         if attention.config.context_parallel_size == 1:
             attention.checkpoint_core_attention = False
@@ -276,7 +263,7 @@ class SwitchableAttention:
             )
 
     def use_built(self) -> None:
-        """Back to what Megatron built."""
+        """Switches back to what Megatron built."""
         self._attention.core_attention.__class__ = self._core_class
         self._attention.checkpoint_core_attention = self._checkpoints
         if self._rotary is not None:
@@ -285,7 +272,7 @@ class SwitchableAttention:
 
 @contextmanager
 def at_positions(attention: torch.nn.Module, chunk: Chunk) -> Iterator[None]:
-    """While it holds, ``attention`` works on the positions of ``chunk``."""
+    """Inside, ``attention`` works on the positions of ``chunk``."""
     if chunk.earlier is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Cuts a micro-batch into chunks and puts the results together again.
+"""Splits a micro-batch into chunks and concatenates the results.
 
 Legend of shapes: S sequence length, B micro-batch size, s / b those of a chunk, H hidden size.
 """
@@ -14,15 +14,15 @@ from megatron_lancet.model.prefix import Prefix
 from megatron_lancet.schedule.plan import ChunkDim, Segment
 
 _DIMS = {ChunkDim.SEQUENCE: 0, ChunkDim.BATCH: 1}
-"""Of hidden states [S, B, H]."""
+"""Dimension of hidden states [S, B, H] that is cut."""
 
 KeysAndValues = defaultdict[int, tuple[Prefix, Prefix]]
-"""Per layer number: keys and values of the chunks so far."""
+"""Keys and values of the chunks so far, by layer number."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A slice of one micro-batch on its way through the layers.
+    """A slice of one micro-batch.
 
     Attributes:
         index: place among the chunks of the micro-batch.
@@ -52,7 +52,7 @@ class Chunk:
 
 
 def split_hidden(hidden_SBH: torch.Tensor, segment: Segment) -> Sequence[torch.Tensor]:
-    """Values of each chunk, [s, b, ...] contiguous, of a tensor [S, B, ...]."""
+    """Splits a tensor [S, B, ...] into one contiguous [s, b, ...] per chunk."""
     if segment.num_chunks == 1:
         return [hidden_SBH]
     dim = _DIMS[segment.chunk_dim]
@@ -61,12 +61,12 @@ def split_hidden(hidden_SBH: torch.Tensor, segment: Segment) -> Sequence[torch.T
 
 
 def merge_hidden(parts: Sequence[torch.Tensor], segment: Segment) -> torch.Tensor:
-    """Inverse of :func:`split_hidden`."""
+    """Concatenates what :func:`split_hidden` has split."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=_DIMS[segment.chunk_dim])
 
 
 def split_rows(rows_TX: torch.Tensor, shape: torch.Size, segment: Segment) -> Sequence[torch.Tensor]:
-    """Rows of each chunk, [s * b, X], of the rows [S * B, X] of a tensor whose first dimensions are ``shape``."""
+    """Splits rows [S * B, X] of a tensor with first dimensions ``shape`` into [s * b, X] per chunk."""
     parts = split_hidden(rows_TX.view(*shape[:2], -1), segment)
     return [part.view(-1, rows_TX.size(-1)) for part in parts]
 
@@ -78,11 +78,11 @@ def make_chunks(
     rotary_pos_emb: torch.Tensor | None = None,
     attention_bias: torch.Tensor | None = None,
 ) -> Sequence[Chunk]:
-    """What each chunk needs to know beside its hidden states.
+    """Describes each chunk.
 
     Args:
-        parts: of :func:`split_hidden`.
-        attention_mask: [B or 1, 1, S, S] or None. Sequence chunks take it for the causal mask.
+        parts: hidden states of the chunks, from :func:`split_hidden`.
+        attention_mask: [B or 1, 1, S, S] or None. With sequence chunks it is taken to be the causal mask.
         rotary_pos_emb: [S, 1, 1, R] or None.
     """
     sizes = [part.size(_DIMS[segment.chunk_dim]) for part in parts]

@@ -1,15 +1,15 @@
-"""Modules that delay their own weight gradients, as Transformer Engine's do: when they run is the store's decision.
+"""Lets the store run the weight gradients that modules delay themselves, as Transformer Engine's do.
 
 Transformer Engine's interface, from version 2.3 on, as far as it is used here:
 
 - the module's backward computes dX and calls ``wgrad_store.put(tensors, function)``, first in first out;
 - ``backward_dw()`` runs the oldest of these calls and leaves dW in ``.grad`` of the weight, or adds it to ``main_grad``
   where ``fuse_wgrad_accumulation`` is set (autograd then finds a placeholder for ``.grad``);
-- it then calls what was given to ``register_wgrad_accumulation_and_reduce_hooks``;
-- the parameters that get their gradients there carry ``skip_backward_post_hook``.
+- it then calls the functions registered with ``register_wgrad_accumulation_and_reduce_hooks``;
+- parameters whose gradients are delayed carry ``skip_backward_post_hook``.
 
-``backward_dw()`` would report to DDP once per chunk, and overwrite the gradient of the chunk before. So DDP's
-functions are kept here, and each result goes to ``main_grad`` as soon as it is there.
+``backward_dw()`` would report to DDP once per chunk, and overwrite the gradient of the previous chunk. So DDP's
+functions are kept here, and each result is added to ``main_grad`` at once.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,10 +28,10 @@ def delays_own_weight_grad(module: torch.nn.Module) -> bool:
 
 
 def feed_from(module: torch.nn.Module, name: str, store: WeightGradStore) -> None:
-    """Make the weight gradients that ``module`` delays run by ``store``. Call before DDP wraps the model.
+    """Makes ``store`` run the weight gradients that ``module`` delays. Call before DDP wraps the model.
 
     Args:
-        name: of the op, for messages.
+        name: name of the weight gradient's op.
     """
     _Feed(module, name, store)
 
@@ -45,7 +45,7 @@ def _delayed_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter
 
 
 class _WeightWithPlaceholder(DeferredWeight):
-    """A weight whose ``.grad`` is no gradient: the real one is in ``main_grad`` already."""
+    """A weight whose ``.grad`` is a placeholder: its gradient has been added to ``main_grad``."""
 
     def report(self) -> None:
         self._parameter.grad = None
@@ -53,7 +53,7 @@ class _WeightWithPlaceholder(DeferredWeight):
 
 
 class _Feed:
-    """Stands between a module, its store, ours and DDP; lives as long as the module, which refers to it."""
+    """Connects a module and its own store to our store and to DDP. The module refers to it, so it lives as long."""
 
     def __init__(self, module: torch.nn.Module, name: str, store: WeightGradStore) -> None:
         self._module = cast(Any, module)
@@ -69,7 +69,7 @@ class _Feed:
         self._module.register_wgrad_accumulation_and_reduce_hooks = self._register
 
     def _register(self, report_ready: Callable[[], None]) -> None:
-        """Called by DDP for each parameter that is marked, in the order of the module's parameters."""
+        """DDP calls this for each marked parameter, in the order of the module's parameters."""
         name = next(iter(self._waiting))
         parameter = self._waiting.pop(name)
         kind = _WeightWithPlaceholder if name in self._placeholders else DeferredWeight
@@ -88,7 +88,7 @@ class _Feed:
             self._store.mark_last_use(weight)
 
     def _put(self, tensors: Iterable[Any], function: Callable[..., Any]) -> None:
-        """Called by the module's backward."""
+        """The module's backward calls this."""
         tensors = list(tensors)
         self._put_into_own_store(tensors, function)
         if self._deferred:
@@ -104,7 +104,7 @@ class _Feed:
             parameter.grad = None
 
     def _num_bytes(self, tensors: Iterable[Any]) -> int:
-        """Memory that stays alive with ``tensors``, some of which are lists; main gradients stay anyway."""
+        """Bytes that ``tensors``, some of them lists, keep alive; main gradients are kept anyway."""
         total = 0
         for tensor in tensors:
             if isinstance(tensor, list | tuple):

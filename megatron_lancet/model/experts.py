@@ -1,4 +1,4 @@
-"""Experts of a rank: one after the other as in Megatron, or layer by layer where each has few rows.
+"""Runs the experts of a rank one after the other as Megatron does, or layer by layer where each has few rows.
 
 Megatron's own grouped experts need Transformer Engine; with the local spec ``--moe-grouped-gemm`` builds sequential
 experts, and calling one costs more than its arithmetic where it has few rows. Layer by layer, each expert is one GEMM
@@ -28,12 +28,12 @@ MAX_ROWS_PER_EXPERT = 128
 def grouped_is_faster(num_experts: int, num_rows: int, weight: torch.Tensor) -> bool:
     """Whether experts run layer by layer faster than one after the other.
 
-    Measured on a CPU (benchmarks/RESULTS.md). It was not measured on CUDA, where sequential experts stay.
+    Measured on a CPU (benchmarks/RESULTS.md). Not measured on CUDA, where experts stay sequential.
 
     Args:
-        num_experts: e.
-        num_rows: m.
-        weight: of one expert; the others' are like it.
+        num_experts: local experts, e.
+        num_rows: rows of all local experts, m.
+        weight: weight of one expert; those of the others are alike.
     """
     return weight.device.type == "cpu" and num_experts > 1 and num_rows <= num_experts * MAX_ROWS_PER_EXPERT
 
@@ -45,7 +45,7 @@ class GroupingSequentialMLP(SequentialMLP):
     vector instructions, and rounds in another way, depends on the tensor's size.
 
     Attributes:
-        may_group: False keeps them sequential. May change between steps.
+        may_group: False keeps the experts sequential. May change between steps.
     """
 
     may_group: bool = True
@@ -53,7 +53,7 @@ class GroupingSequentialMLP(SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the local experts.
+        """Runs the local experts.
 
         Args:
             permuted_local_hidden_states: [m, H], ordered by expert.
@@ -61,7 +61,7 @@ class GroupingSequentialMLP(SequentialMLP):
             permuted_probs: [m].
 
         Returns:
-            [m, H], and no bias: it is added already.
+            Output [m, H]; None, because the bias has been added.
         """
         together = self._together() if self.may_group else None
         num_experts, num_rows = len(self.local_experts), permuted_local_hidden_states.size(0)
@@ -71,9 +71,9 @@ class GroupingSequentialMLP(SequentialMLP):
         return together(permuted_local_hidden_states, tokens_per_expert.tolist(), permuted_probs)
 
     def _together(self) -> "_LayerByLayer | None":
-        """The local experts as one, made on the first call; None where they can't be."""
+        """Returns the local experts as one module, made on the first call; None where that is not possible."""
         if "_layer_by_layer" not in self.__dict__:
-            # Past Module's own bookkeeping: it is no part of the model and has no parameters.
+            # Not registered with Module: it is no part of the model and has no parameters of its own.
             self.__dict__["_layer_by_layer"] = self._make_together()
         return self.__dict__["_layer_by_layer"]
 
@@ -89,13 +89,13 @@ class GroupingSequentialMLP(SequentialMLP):
 
 
 class _LayerByLayer:
-    """An expert's own forward, of which only the linear layers differ: activations and probabilities work by rows."""
+    """An expert's own forward with other linear layers: activations and probabilities work row by row."""
 
     def __init__(self, expert: torch.nn.Module, layers: dict[str, list[DeferredLinear]]) -> None:
         """
         Args:
-            expert: any of them.
-            layers: linear layers of all experts by name.
+            expert: any of the local experts.
+            layers: linear layers of all local experts, by name.
         """
         self._linears = {name: _GroupedLinear(linears) for name, linears in layers.items()}
         self._forward = copy.copy(expert)
@@ -104,10 +104,10 @@ class _LayerByLayer:
     def __call__(
         self, rows_mH: torch.Tensor, sizes: list[int], probs_m: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[m, H] to [m, H].
+        """Maps rows [m, H] to outputs [m, H].
 
         Args:
-            sizes: rows of each expert, e numbers.
+            sizes: number of rows of each expert, e numbers.
         """
         for linear in self._linears.values():
             linear.sizes = sizes
@@ -115,10 +115,10 @@ class _LayerByLayer:
 
 
 class _GroupedLinear(torch.nn.Module):
-    """The same linear layer of all local experts.
+    """One linear layer of all local experts.
 
     Attributes:
-        sizes: rows of each expert in the next forward pass, e numbers.
+        sizes: number of rows of each expert in the next forward pass, e numbers.
     """
 
     def __init__(self, linears: Sequence[DeferredLinear]) -> None:
@@ -127,7 +127,7 @@ class _GroupedLinear(torch.nn.Module):
         self._linears = tuple(linears)
 
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[m, I] to [m, O]; no bias."""
+        """Maps [m, I] to [m, O]; there is no bias."""
         weights = [linear.weight for linear in self._linears]
         defer = functools.partial(self._defer, self.sizes)
         return _GroupedLinearWithDeferredWeightGrad.apply(input, defer, self.sizes, *weights), None

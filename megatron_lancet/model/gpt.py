@@ -1,4 +1,4 @@
-"""Makes a GPT model that Megatron has built run by a plan."""
+"""Makes a GPT model that Megatron has built run a plan."""
 
 from collections.abc import Iterator
 
@@ -31,10 +31,10 @@ from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, Segment
 
 
 def overlap(model: GPTModel, plan: Plan, comm: Comm, sdpa: bool = False) -> None:
-    """Give ``model`` the overlapping transformer block, in place; parameters and their names stay as they are.
+    """Gives ``model`` the overlapping transformer block, in place; parameters and their names stay.
 
     Call it after Megatron built the model and before DDP wraps it. With a store in ``comm`` the linear layers are
-    prepared for deferral, also where this plan defers nothing: :func:`set_plan` can then put any other in its place.
+    prepared for deferral, also where this plan defers nothing, so that :func:`set_plan` can set any other plan.
 
     Args:
         sdpa: use torch's fused attention kernel also where a plan doesn't need it.
@@ -57,9 +57,9 @@ def overlap(model: GPTModel, plan: Plan, comm: Comm, sdpa: bool = False) -> None
 
 
 def set_plan(model: GPTModel, plan: Plan) -> None:
-    """Make a model that :func:`overlap` prepared run by ``plan`` from the next step on. Call between steps.
+    """Makes a model that :func:`overlap` prepared run ``plan`` from the next step on. Call between steps.
 
-    All ranks must do it between the same two steps. Only the order of sums changes with it.
+    All ranks must do so between the same two steps. Only the order of sums changes.
 
     Raises:
         UsageError: the plan is another model's, or needs what the model lacks; the model is unchanged then.
@@ -105,12 +105,12 @@ def _needs_sdpa(segment: Segment) -> bool:
 
 
 def _is_exact(segment: Segment) -> bool:
-    """With one chunk results are stock's to the bit; chunks change the order of sums anyway, so that others may too."""
+    """One chunk gives stock's results to the bit; with more, the order of sums changes anyway."""
     return segment.num_chunks == 1
 
 
 def _set_exact(part: torch.nn.Module, exact: bool) -> None:
-    """Whether a layer of the model may change the order of sums by itself."""
+    """Sets whether a part of the model keeps stock's order of sums."""
     for module in part.modules():
         if isinstance(module, GroupingSequentialMLP):
             module.may_group = not exact
@@ -136,7 +136,7 @@ def _prepare_layer(layer: torch.nn.Module, index_in_stage: int, comm: Comm) -> O
 
 
 def _deferrable_linears(model: GPTModel) -> Iterator[tuple[torch.nn.Module, str]]:
-    """Linear layers of the block, and the output layer where its weight is its own."""
+    """Yields linear layers with the names of their dWs; the output layer only where its weight is its own."""
     for layer in model.decoder.layers:
         for name, module in layer.named_modules():
             if can_defer(module) or delays_own_weight_grad(module):

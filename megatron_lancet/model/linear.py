@@ -60,22 +60,22 @@ class _LinearWithDeferredWeightGrad(torch.autograd.Function):
 
 
 def _start_gather(part: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
-    """Starts the all-gather along the first dimension."""
+    """Launches the all-gather along the first dimension."""
     whole = part.new_empty((part.size(0) * group.size(), *part.shape[1:]))
     return whole, dist.all_gather_into_tensor(whole, part.contiguous(), group=group, async_op=True)
 
 
 def _start_scatter(whole: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
-    """Starts the sum over the ranks, of which each gets its part of the first dimension."""
+    """Launches the reduce-scatter along the first dimension."""
     part = whole.new_empty((whole.size(0) // group.size(), *whole.shape[1:]))
     return part, dist.reduce_scatter_tensor(part, whole.contiguous(), group=group, async_op=True)
 
 
 class _DeferredWeightGrad:
-    """Mixin for a Megatron linear layer: computes its forward with the function above.
+    """Mixin for a Megatron linear layer, whose forward uses the function above.
 
-    DDP's protocol for gradients that come later: it does not watch ``weight`` itself, because the weight carries
-    ``skip_backward_post_hook``, but hands this module the function that says "ready". Before DDP has done so (no
+    It follows DDP's protocol for late gradients: DDP does not watch ``weight``, because the weight carries
+    ``skip_backward_post_hook``, but hands this module the function that reports it ready. Until DDP has done so (no
     wrapper, or evaluation) the layer behaves like stock.
     """
 
@@ -87,14 +87,14 @@ class _DeferredWeightGrad:
     """See :class:`DeferredWeight`. May change between steps."""
 
     def begin_deferring(self, name: str, store: WeightGradStore) -> None:
-        """Mark the weight for DDP, whose wrapper calls back below."""
+        """Marks the weight for DDP, which then calls :meth:`register_wgrad_accumulation_and_reduce_hooks`."""
         self.weight_name = name
         self.store = store
         self.deferred = None
         self.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def register_wgrad_accumulation_and_reduce_hooks(self, report_ready: Callable[[], None]) -> None:
-        """Called by DDP for each parameter of this module that is marked as deferred."""
+        """DDP calls this for each parameter of the module that is marked as deferred."""
         deferred = self.deferred = DeferredWeight(self.weight, self.weight_name, report_ready)
         # Autograd visits this node after the last use of the weight in a backward pass, though every use returned
         # None: by then all dWs have been put. The node must be kept alive: the hook goes with it.
@@ -129,7 +129,7 @@ class DeferredRowParallelLinear(_DeferredWeightGrad, RowParallelLinear):
 
 
 def can_defer(module: torch.nn.Module) -> bool:
-    """Whether this is a linear layer whose dW can run by itself: trained, own weight."""
+    """Whether this is a linear layer whose dW can be deferred: it is trained and has its own weight."""
     if type(module) not in (ColumnParallelLinear, RowParallelLinear):
         return False
     linear = cast(Any, module)
@@ -140,10 +140,10 @@ def can_defer(module: torch.nn.Module) -> bool:
 
 
 def defer_weight_grad(module: torch.nn.Module, name: str, store: WeightGradStore) -> None:
-    """Make a linear layer put its dW into ``store``. Call before DDP wraps the model.
+    """Makes a linear layer put its dW into ``store``. Call before DDP wraps the model.
 
     Args:
-        name: of the op, for messages.
+        name: name of the weight gradient's op.
     """
     column = isinstance(module, ColumnParallelLinear)
     linear: _DeferredWeightGrad = (

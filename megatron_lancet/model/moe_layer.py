@@ -1,6 +1,6 @@
 """The ops of a Mixture-of-Experts layer on one chunk, in the order of the data.
 
-When each of them runs is in ``schedule/turns.py``.
+``schedule/turns.py`` says when each of them runs.
 
 Legend of shapes: s positions, b samples, t = s * b tokens of the chunk, E experts, n rows sent (one per token and
 chosen expert), r rows received, H hidden size.
@@ -47,7 +47,7 @@ def route(moe: OverlappingMoE, x: ChunkState) -> None:
 
 
 def launch_counts(moe: OverlappingMoE, x: ChunkState) -> None:
-    """Tell every rank how many rows each of its experts gets from here."""
+    """Launch the exchange of token counts."""
     x.routes = moe.dispatcher.launch_counts(moe.message_op(OpKind.COUNTS, x), x.routing_map_tE)
 
 
@@ -60,7 +60,7 @@ def preprocess(moe: OverlappingMoE, x: ChunkState) -> None:
 
 
 def launch_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
-    """Send the rows to their experts, as soon as the counts have come."""
+    """Send the rows to their experts, as soon as the counts have arrived."""
     x.launch(AllToAll(moe.comm, moe.message_op(OpKind.DISPATCH, x), x.routes))
 
 
@@ -82,7 +82,7 @@ def experts(moe: OverlappingMoE, x: ChunkState) -> None:
 
 
 def launch_combine(moe: OverlappingMoE, x: ChunkState) -> None:
-    """Send the experts' outputs back to where their tokens are."""
+    """Send the experts' outputs back to the ranks of their tokens."""
     x.launch(AllToAll(moe.comm, moe.message_op(OpKind.COMBINE, x), x.routes.splits().reversed()))
     del x.routes
 
@@ -117,14 +117,14 @@ FORWARD: Mapping[Verb, Callable[[OverlappingMoE, ChunkState], None]] = {
 
 
 def _num_rows(moe: MoELayer, routing_map_tE: torch.Tensor) -> int:
-    """Rows that a chunk sends: known without looking where no token is dropped and none is padded."""
+    """Number of rows that a chunk sends; no look at the map is needed where no token is dropped or padded."""
     if moe.config.moe_expert_capacity_factor is None:
         return routing_map_tE.size(0) * moe.config.moe_router_topk
     return int(routing_map_tE.sum())
 
 
 def _run_experts(moe: OverlappingMoE, tokens_rH: torch.Tensor, probs_r: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """Received rows through the local experts; [r, H], in the order in which they came."""
+    """Runs received rows through the local experts; [r, H], in the order of arrival."""
     tokens_mH, probs_m = moe.dispatcher.sort_by_expert(tokens_rH, probs_r, routes)
     output_mH, bias = moe.stock.experts(tokens_mH, routes.rows_per_expert, probs_m)
     assert bias is None, "experts return their bias added to the output"

@@ -1,4 +1,4 @@
-"""What lies around the ops of a chunk: the state that passes between them, their trace and their recomputation."""
+"""State that passes between the ops of a chunk, their trace and their recomputation."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +20,7 @@ from megatron_lancet.schedule.turns import ROWS_MADE_BY, AddResidual, Compute, I
 
 
 class ChunkState:
-    """A chunk and what it carries from op to op. A tensor is there from the op that makes it to the last that needs it.
+    """A chunk and its tensors. An attribute exists from the op that makes it to the last op that needs it.
 
     Attributes:
         chunk: which part of the micro-batch it is.
@@ -28,11 +28,11 @@ class ChunkState:
         normed_sbH: input of the router and of the experts, [s, b, H].
         probs_tE: of each token's experts, [t, E].
         routing_map_tE: the experts of each token, [t, E] bool.
-        routes: how many rows go where, once the counts have come.
-        permutation: how tokens became rows.
-        rows: to be sent, or received; [n, ...] each.
-        message: with rows on their way.
-        ticket: what autograd follows through the message.
+        routes: how many rows go where, known when the counts have arrived.
+        permutation: maps rows to tokens.
+        rows: rows to be sent, or received; [n, ...] each.
+        message: the all-to-all in flight.
+        ticket: edge of the graph from the launch of the message to its wait.
         shared_sbH: output of the experts that see all tokens, [s, b, H].
         output_sbH: output of all experts, [s, b, H].
     """
@@ -53,12 +53,12 @@ class ChunkState:
         self.chunk = chunk
 
     def launch(self, message: AllToAll) -> None:
-        """Send the rows."""
+        """Launches ``message`` with the rows."""
         self.message, self.ticket = message, message.launch(*self.rows)
         del self.rows
 
     def wait(self) -> None:
-        """Receive other rows for those that were sent."""
+        """Waits for the message in flight; its rows replace those that were sent."""
         self.rows = self.message.wait(self.ticket)
         del self.message, self.ticket
 
@@ -70,14 +70,14 @@ _FORKS: dict[Verb, str] = {
     Compute(OpKind.PREPROCESS): "probs_tE",
     Compute(OpKind.SHARED_EXPERTS): "normed_sbH",
 }
-"""The tensor whose complete gradient ends an op's backward. It is the one in front of the fork where a residual goes
-round the op, or the experts' input goes round the router. An op that gets its rows by a message has none: launching the
-message with their gradients ends it."""
+"""The tensor whose complete gradient ends an op's backward: the one in front of the fork where a residual bypasses the
+op, or the experts' input bypasses the router. An op that receives its rows by a message has none: its backward ends
+where the message with their gradients is launched."""
 
 
 @contextmanager
 def traced(trace: Trace | None, instruction: Instruction, x: ChunkState) -> Iterator[None]:
-    """The instruction runs on the chunk inside: note when its op ends, and in the graph where the op's backward does.
+    """Traces the instruction that runs inside: the end of its op, and in the graph the end of the op's backward.
 
     Args:
         trace: None where nothing is recorded.
@@ -89,7 +89,7 @@ def traced(trace: Trace | None, instruction: Instruction, x: ChunkState) -> Iter
     if verb in _FORKS:
         setattr(x, _FORKS[verb], trace.boundary(getattr(x, _FORKS[verb]), str(op.mirrored())))
     elif isinstance(verb, AddResidual) and x.chunk.num_chunks == 1:
-        # Behind chunks that were put together, which is another op.
+        # After a concatenation, which is another op.
         x.output_sbH = trace.boundary(x.output_sbH, str(op.mirrored()))
     elif verb == Compute(OpKind.EXPERTS):
         trace.received(str(op), len(x.rows[0]))
@@ -101,7 +101,7 @@ def traced(trace: Trace | None, instruction: Instruction, x: ChunkState) -> Iter
 
 
 def trace_ends(model: torch.nn.Module, comm: Comm) -> None:
-    """Makes ``model`` report to the trace of ``comm`` where its forward and its backward begin, and its head ends."""
+    """Makes ``model`` trace where its forward and its backward begin and where its head ends, to ``comm.trace``."""
 
     def before(*_: Any) -> None:
         if comm.trace is not None and torch.is_grad_enabled():
@@ -119,7 +119,7 @@ def trace_ends(model: torch.nn.Module, comm: Comm) -> None:
 
 
 def begin_layers(trace: Trace, hidden: torch.Tensor, has_embedding: bool) -> torch.Tensor:
-    """Before a stage's first layer.
+    """Traces the end of the embedding, before a stage's first layer.
 
     Args:
         hidden: [S, B, H].
@@ -132,7 +132,7 @@ def begin_layers(trace: Trace, hidden: torch.Tensor, has_embedding: bool) -> tor
 
 
 def end_layers(trace: Trace, hidden: torch.Tensor, has_head: bool) -> torch.Tensor:
-    """After a stage's last layer.
+    """Traces the begin of the head, after a stage's last layer.
 
     Args:
         hidden: [S, B, H].
@@ -141,17 +141,17 @@ def end_layers(trace: Trace, hidden: torch.Tensor, has_head: bool) -> torch.Tens
 
 
 def begin_cut(trace: Trace | None, hidden: torch.Tensor) -> torch.Tensor:
-    """Before a micro-batch is cut, or chunks are put together.
+    """Traces the begin of a split or a concatenation; returns ``hidden``.
 
     Args:
         trace: None where nothing is recorded.
-        hidden: [S, B, H], or that of the last chunk.
+        hidden: [S, B, H], or the hidden states of the last chunk.
     """
     return hidden if trace is None else trace.boundary(hidden, _name(Phase.INPUT_GRAD, OpKind.CUT))
 
 
 def end_cut(trace: Trace | None) -> None:
-    """After it.
+    """Traces the end of a split or a concatenation.
 
     Args:
         trace: None where nothing is recorded.
@@ -192,7 +192,7 @@ _EVERYTHING = Recompute(attention=True, mlp=True, experts=True, shared_experts=T
 
 
 def recompute_of_layer(config: TransformerConfig, index_in_stage: int) -> Recompute:
-    """What Megatron's settings ask for in the layer with this index among those of its pipeline stage.
+    """Translates Megatron's settings for the layer with this index in its pipeline stage.
 
     The uniform method's groups of several layers are recomputed layer by layer: a segment ends at a collective anyway.
     """
@@ -207,10 +207,10 @@ def recompute_of_layer(config: TransformerConfig, index_in_stage: int) -> Recomp
 
 
 def maybe_recomputed[T](again: bool, segment: Callable[..., T], *args: Any) -> T:
-    """``segment(*args)``; with ``again``, what it saves for the backward pass is dropped and made again there.
+    """Returns ``segment(*args)``; with ``again``, saved tensors are dropped and recomputed in the backward pass.
 
     Args:
-        segment: has no lasting effect, and draws the same random numbers when it runs a second time.
+        segment: function without lasting effects; it draws the same random numbers when it runs again.
     """
     if not again:
         return segment(*args)

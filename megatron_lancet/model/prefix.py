@@ -1,8 +1,8 @@
 """Keys or values of a micro-batch's positions so far, kept once for all sequence chunks.
 
-Joined anew for each chunk, they would be kept as often as there are chunks: attention saves what it is given for its
-backward pass. Legend of shapes: S positions of the sequence, s of a chunk, s' of it and the chunks before it, b chunk
-size, g key heads, k channels of a head.
+Concatenating them for each chunk would keep them once per chunk: attention saves its inputs for the backward pass.
+Legend of shapes: S positions of the sequence, s of a chunk, s' of it and the chunks before it, b chunk size, g key
+heads, k channels of a head.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 
 class Prefix:
-    """One tensor that is filled chunk by chunk; each chunk gets the part that is filled."""
+    """A tensor that is filled chunk by chunk; each chunk gets the part that has been filled."""
 
     def __init__(self, num_positions: int) -> None:
         """
@@ -23,14 +23,14 @@ class Prefix:
         self._seen: list[torch.Tensor] = []
 
     def up_to(self, own: torch.Tensor, index: int, keep: bool) -> torch.Tensor:
-        """All positions up to a chunk's last one, [s', b, g, k]; its own are left for the chunks after it.
+        """Returns all positions up to a chunk's last one, [s', b, g, k], and keeps the chunk's own for later chunks.
 
-        A chunk may come a second time, to be recomputed in the backward pass: last chunks first.
+        A recomputed chunk calls a second time in the backward pass, the last chunk first.
 
         Args:
-            own: the chunk's, [s, b, g, k].
-            index: of the chunk.
-            keep: whether anybody will ask for them again.
+            own: keys or values of the chunk, [s, b, g, k].
+            index: the chunk's index.
+            keep: whether there will be another call for this micro-batch.
         """
         if self._room is None:
             self._room = own.new_empty((self._num_positions, *own.shape[1:]))
@@ -40,7 +40,7 @@ class Prefix:
         del self._seen[index:]
         if keep and not again:
             self._seen.append(prefix)
-        elif index == 0:  # recomputed: nobody comes after the first
+        elif index == 0:  # recomputed: the first chunk is the last to call
             self._room = None
         return prefix
 

@@ -22,7 +22,7 @@ from megatron_lancet.model.chunking import Chunk
 
 
 class _ContiguousGrad(torch.autograd.Function):
-    """Identity whose backward hands on a contiguous gradient: Megatron's gating takes no other."""
+    """Identity whose backward returns a contiguous gradient, as Megatron's gating needs it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -39,20 +39,20 @@ class ChunkedTopKRouter(TopKRouter):
     _earlier_logits: list[torch.Tensor]
 
     def begin_micro_batch(self) -> None:
-        """Forgets the chunks of the last micro-batch; they are gone already, unless its forward failed."""
+        """Drops logits of the last micro-batch, which are left only if its forward failed."""
         self._earlier_logits = []
 
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, chunk: Chunk | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route the tokens of a chunk; without ``chunk``, Megatron's own routing of a whole micro-batch.
+        """Routes the tokens of a chunk; without ``chunk`` as Megatron routes a whole micro-batch.
 
         Args:
             input: [s, b, H].
 
         Returns:
-            Probabilities [t, E] and routing map [t, E] (bool). The balancing losses of the micro-batch hang on
-            the last chunk's probabilities.
+            Probabilities [t, E] and routing map [t, E] (bool). The balancing losses of the micro-batch are
+            attached to the last chunk's probabilities.
         """
         if chunk is None or chunk.num_chunks == 1:
             return super().forward(input, padding_mask)
@@ -82,7 +82,7 @@ class ChunkedTopKRouter(TopKRouter):
         )
 
     def _route_last_chunk(self, logits_sbE: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route the chunk that completes the micro-batch and attach the micro-batch's losses to it."""
+        """Routes the chunk that completes the micro-batch and attaches the micro-batch's losses to it."""
         all_SBE = torch.cat([*self._earlier_logits, logits_sbE], dim=dim)
         self._earlier_logits = []
         seq_length, micro_batch_size, num_experts = all_SBE.shape

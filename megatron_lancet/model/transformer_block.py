@@ -40,7 +40,7 @@ class SegmentForward:
         """Run the program on a micro-batch.
 
         Args:
-            micro_batch: with what the first instruction needs; left with what the last one makes.
+            micro_batch: holds the input of the first instruction, and afterwards the output of the last one.
             trace: None where nothing is recorded.
         """
         chunks = [micro_batch]
@@ -71,7 +71,7 @@ class OverlappingTransformerBlock(TransformerBlock):
     segments: Sequence[SegmentForward]
 
     def run_by(self, plan: Plan) -> None:
-        """From the next micro-batch on, run by ``plan``."""
+        """Runs ``plan`` from the next micro-batch on."""
         self.segments = segments_here(plan, self.overlapping_layers)
 
     def forward(
@@ -121,7 +121,7 @@ class OverlappingTransformerBlock(TransformerBlock):
         return hidden
 
     def _random_state(self) -> AbstractContextManager[None]:
-        """Where the layers' dropout draws from: under sequence parallelism each rank has its own positions."""
+        """Random state of the layers' dropout: under sequence parallelism each rank has positions of its own."""
         if self.config.sequence_parallel:
             return get_cuda_rng_tracker().fork()
         return nullcontext()
@@ -161,7 +161,7 @@ def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[Se
 
 
 def cut(micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> list[ChunkState]:
-    """Split what the first op in chunks needs: hidden states, or what the router or the experts get.
+    """Splits the input of the first op in chunks: hidden states, or the input of the router or of the experts.
 
     Args:
         trace: None where nothing is recorded.
@@ -199,14 +199,14 @@ def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Trace | None) 
 
 
 def concatenate(chunks: Sequence[ChunkState], micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> None:
-    """Put together what the last op in chunks has made: hidden states, or the experts' output.
+    """Concatenates the output of the last op in chunks: hidden states, or the experts' output.
 
     Args:
         trace: None where nothing is recorded.
     """
     has_residual = segment.range.has_attention
     parts = [x.hidden_sbH if has_residual else x.output_sbH for x in chunks]
-    # Of the chunks' ways back the last one's begins first: right after the micro-batch's gradient was cut.
+    # The last chunk's backward begins first, right after the micro-batch's gradient was split.
     parts[-1] = begin_cut(trace, parts[-1])
     if has_residual:
         micro_batch.hidden_sbH = merge_hidden(parts, segment)

@@ -1,4 +1,4 @@
-"""The ops of a transformer layer on one chunk, but for those of its experts (``moe_layer.py``).
+"""The ops of a transformer layer on one chunk, except those of its experts (``moe_layer.py``).
 
 Legend of shapes: s positions, b samples of the chunk, H hidden size.
 """
@@ -47,7 +47,7 @@ class OverlappingLayer:
 
     @property
     def verbs(self) -> turns.Layer:
-        """What a chunk does in it, in order."""
+        """The verbs of a chunk in this layer, in order."""
         return turns.DENSE_LAYER if self.moe is None else turns.moe_layer(self.moe.stock.use_shared_expert)
 
 
@@ -62,7 +62,7 @@ def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkSta
 
 
 def attention(layer: OverlappingLayer, x: ChunkState) -> None:
-    """Norm, self-attention and residual; in a MoE layer also the norm of what the router and the experts see."""
+    """Norm, self-attention and residual; in a MoE layer also the norm in front of the router and the experts."""
     if layer.moe is None:
         x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _attend, layer.stock, x.hidden_sbH, x.chunk)
     else:
@@ -77,7 +77,7 @@ def mlp(layer: OverlappingLayer, x: ChunkState) -> None:
 
 
 def add_residual(layer: OverlappingLayer, x: ChunkState) -> None:
-    """Add what attention made to what the experts made of it."""
+    """Add the residual to the experts' output."""
     stock = layer.stock
     residual_sbH = x.hidden_sbH.float() if stock.config.fp32_residual_connection else x.hidden_sbH
     with stock.bias_dropout_add_exec_handler():

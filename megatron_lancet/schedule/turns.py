@@ -1,7 +1,7 @@
 """The order of a layer's ops and the turns of chunks: one table, which the model runs and the simulator puts costs on.
 
-A layer is a tuple of verbs. Chunks take turns: a chunk's turn lasts until it needs a message that it has launched, and
-then the next chunk goes on.
+A layer is a tuple of verbs. Chunks take turns: a chunk's turn lasts until it needs a message that it has launched;
+then the next chunk continues.
 
     chunk 0   attention … shared_experts                                  │ wait dispatch, experts … │
     chunk 1                                │ attention … shared_experts │                            │ wait dispatch …
@@ -10,9 +10,9 @@ Every chunk has the same number of turns, so this is the order of the collective
 and the last chunk reaches every router last.
 
 :func:`program` makes the flat list of instructions of a segment. ``model/transformer_block.py`` runs them one after the
-other, and ``planning/simulation/lowering.py`` adds what each costs, so what runs is what was planned. Nobody plans the
-backward: autograd runs nodes in the reverse order of their creation, which is the same list from its end with each verb
-:data:`mirrored <MIRRORED>`.
+other, and ``planning/simulation/lowering.py`` adds what each costs, so what runs is what was planned. The backward has
+no plan of its own: autograd runs nodes in the reverse order of their creation, which is the same list reversed, with
+each verb :data:`mirrored <MIRRORED>`.
 
 Another order of ops is a change of this file. A new op also needs what it computes (``model/transformer_layer.py``,
 ``model/moe_layer.py``) and what it costs (``planning/simulation/lowering.py``).
@@ -29,7 +29,7 @@ from megatron_lancet.schedule.plan import OverlapRange
 
 @dataclass(frozen=True)
 class Verb:
-    """What is done with an op. Subclasses say what."""
+    """What is done with an op; one subclass for each."""
 
     kind: OpKind
     prefix: ClassVar[str] = ""
@@ -40,19 +40,19 @@ class Compute(Verb):
 
 
 class LaunchCounts(Verb):
-    """Send token counts. A dispatch waits for them by itself, so no instruction does."""
+    """Launch the exchange of token counts. The dispatch waits for it, so there is no instruction that does."""
 
     prefix = "launch "
 
 
 class Launch(Verb):
-    """Start the message with the rows that the op before it has made."""
+    """Launch the message with the rows that the previous op has made."""
 
     prefix = "launch "
 
 
 class Wait(Verb):
-    """Wait for the message whose rows the op behind it needs. A chunk's turn begins here."""
+    """Wait for the message whose rows the next op needs. A chunk's turn begins here."""
 
     prefix = "wait "
 
@@ -87,8 +87,8 @@ MOE_LAYER: Layer = (
 )
 
 MIRRORED: dict[type[Verb], type[Verb]] = {Compute: Compute, Launch: Wait, Wait: Launch}
-"""What becomes of a verb in the backward: the gradient's message is launched where the rows were waited for, and waited
-for where they were launched. There are no counts then."""
+"""The verb in the backward pass: the gradient's message is launched where the rows were waited for, and waited for
+where they were launched. Counts are not exchanged again."""
 
 ROWS_MADE_BY = {after.kind: before.kind for before, after in pairwise(MOE_LAYER) if isinstance(after, Launch)}
 """The op that makes the rows of a message. Launching the message is a part of it."""
@@ -101,7 +101,7 @@ _FIRST_IN_CHUNKS = {
     OverlapRange.EXPERTS: LaunchCounts(OpKind.COUNTS),
 }
 _LAST_IN_CHUNKS = Compute(OpKind.POSTPROCESS)
-"""Of the ranges without attention, which do not cut the residual either."""
+"""Last verb in chunks of the ranges without attention, in which the residual is not cut either."""
 
 
 class Instruction(NamedTuple):
@@ -135,7 +135,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Concatenate:
-    """Put the chunks together again: from here on instructions are for the whole micro-batch."""
+    """Concatenate the chunks: from here on instructions are for the whole micro-batch."""
 
     def __str__(self) -> str:
         return "concatenate"
@@ -150,7 +150,7 @@ def moe_layer(has_shared_experts: bool) -> Layer:
 
 
 def program(layers: Sequence[tuple[int, Layer]], num_chunks: int, overlap_range: OverlapRange) -> Program:
-    """What runs in a segment's layers, forward, in order.
+    """Returns what runs in a segment's layers, forward, in order.
 
     Args:
         layers: global number and verbs of each.
@@ -172,7 +172,7 @@ def program(layers: Sequence[tuple[int, Layer]], num_chunks: int, overlap_range:
 
 
 def _split(layer: Layer, overlap_range: OverlapRange) -> tuple[Layer, Layer, Layer]:
-    """What runs on the whole micro-batch, what runs in chunks then, and what runs on the whole again."""
+    """Splits a layer into what runs on the whole micro-batch, then in chunks, then on the whole again."""
     if overlap_range.has_attention:
         return (), layer, ()
     if _FIRST_IN_CHUNKS[overlap_range] not in layer:
@@ -182,7 +182,7 @@ def _split(layer: Layer, overlap_range: OverlapRange) -> tuple[Layer, Layer, Lay
 
 
 def _in_chunks(layers: Sequence[tuple[int, Layer]], num_chunks: int) -> Program:
-    """Cut, let the chunks take turns, put together."""
+    """The program of layers in chunks that take turns."""
     turns_of_chunks = [
         _turns([instruction for number, layer in layers for instruction in _placed(layer, number, chunk)])
         for chunk in range(num_chunks)
@@ -192,7 +192,7 @@ def _in_chunks(layers: Sequence[tuple[int, Layer]], num_chunks: int) -> Program:
 
 
 def _turns(instructions: Sequence[Instruction]) -> list[Sequence[Instruction]]:
-    """One chunk's instructions, cut in front of each wait."""
+    """One chunk's instructions, split before each wait."""
     waits = (index for index, instruction in enumerate(instructions) if isinstance(instruction.verb, Wait))
     return [instructions[start:end] for start, end in pairwise([0, *waits, len(instructions)])]
 

@@ -1,6 +1,6 @@
-"""Dispatch and combine by all-to-all, without state between calls: several chunks are in flight at a time.
+"""Dispatch and combine by all-to-all, without state between calls, since several chunks are in flight at a time.
 
-Same permutations and same message contents as Megatron's all-to-all dispatcher, cut where the wire begins. Where
+Permutations and message contents are those of Megatron's all-to-all dispatcher, split at the messages. Where
 experts are cut by tensor parallelism, each rank receives its own tokens' rows, and the ranks that hold the parts of the
 same experts then gather each other's: every one computes its part for all of them, and the parts' outputs are summed.
 
@@ -26,7 +26,7 @@ from megatron_lancet.schedule.ops import Op
 
 @dataclass(frozen=True)
 class Permutation:
-    """Which tokens a chunk's rows are of.
+    """Maps a chunk's rows to its tokens.
 
     Attributes:
         row_ids_n: the token of each row.
@@ -41,7 +41,7 @@ class Permutation:
 
 @dataclass(frozen=True)
 class Routes:
-    """Who sends how many rows to whom: known once the counts have been exchanged.
+    """How many rows travel between which ranks; known once the counts have been exchanged.
 
     Attributes:
         splits: rows to and from each rank of the expert-parallel group.
