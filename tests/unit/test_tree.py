@@ -1,0 +1,61 @@
+"""Sizes of folders, files and functions."""
+
+import ast
+import statistics
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+ROOTS = ("megatron_lancet", "tests", "benchmarks", "tools")
+MAX_FILES_OF_A_FOLDER = 14
+MAX_LINES_OF_A_FILE = 400
+MAX_LINES_OF_A_FUNCTION = 60
+MAX_MEDIAN_LINES = 100
+
+
+def python_files(root: str) -> list[Path]:
+    return [path for path in sorted((REPOSITORY / root).rglob("*.py")) if path.name != "__init__.py"]
+
+
+def num_lines(text: str) -> int:
+    """Blank lines don't count."""
+    return sum(bool(line.strip()) for line in text.splitlines())
+
+
+def long_functions(text: str, limit: int) -> dict[str, int]:
+    """Lines of the functions and methods that have more than ``limit`` of them, decorators and docstring included."""
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lines = {node.name: num_lines(ast.get_source_segment(text, node)) for node in functions}
+    return {name: count for name, count in lines.items() if count > limit}
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_folders_have_at_most_14_python_files(root):
+    counts = Counter(str(path.parent.relative_to(REPOSITORY)) for path in python_files(root))
+    assert {folder: count for folder, count in counts.items() if count > MAX_FILES_OF_A_FOLDER} == {}
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_files_have_at_most_400_lines(root):
+    counts = {str(path.relative_to(REPOSITORY)): num_lines(path.read_text()) for path in python_files(root)}
+    assert {file: count for file, count in counts.items() if count > MAX_LINES_OF_A_FILE} == {}
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_functions_have_at_most_60_lines(root):
+    found = {
+        str(path.relative_to(REPOSITORY)): long_functions(path.read_text(), MAX_LINES_OF_A_FUNCTION)
+        for path in python_files(root)
+    }
+    assert {file: functions for file, functions in found.items() if functions} == {}
+
+
+def test_median_product_file_has_fewer_than_100_lines():
+    assert statistics.median(num_lines(path.read_text()) for path in python_files("megatron_lancet")) < MAX_MEDIAN_LINES
+
+
+def test_lines_of_long_functions_are_counted_without_blank_ones():
+    source = "def short():\n    pass\n\nclass A:\n    async def long(self):\n        a = 1\n\n        return a\n"
+    assert long_functions(source, 2) == {"long": 3}
