@@ -145,4 +145,6 @@ class _InertUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _KNOWN_NAMES.get(module, ()):
             self.foreign_names.append(f"{module}.{name}")
-        return collections.OrderedDict if name == "OrderedDict" else type(name, (_Inert,), {})
+        if name == "OrderedDict":
+            return collections.OrderedDict
+        return type(name, (_Inert,), {})
