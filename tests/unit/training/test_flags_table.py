@@ -228,7 +228,7 @@ def test_one():
     assert words_in(ast.parse(source)) & {"--a", "--b", "--c", "d", "--e"} == {"--c", "d"}
 
 
-@pytest.mark.parametrize("path", sorted((REPO / "docs").glob("*.md")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((REPO / "docs").rglob("*.md")), ids=lambda path: path.name)
 def test_documents_name_tests_that_exist(path):
     tests = [*(REPO / "tests").rglob("test_*.py")]
     known = {test.stem for test in tests}
