@@ -10,7 +10,7 @@ WIDTH, HEIGHT = 1200, 1000
 
 
 def main() -> None:
-    """Open the page as a reader would, and keep what is on the screen."""
+    """Open the page and save a screenshot."""
     program = path_of_chromium()
     if program is None:
         sys.exit("error: no Chromium was found; apt-get install chromium")
