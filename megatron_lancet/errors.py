@@ -1,4 +1,4 @@
-"""The errors that a user of a command is meant to see."""
+"""Errors that are shown to the user of a command."""
 
 import os
 import sys
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NoReturn
 
 USAGE_EXIT_CODE = 2
-"""Exit status of a command that refused its input, as argparse uses it."""
+"""Exit status of a command that refused its input, the same as that of argparse."""
 
 _SIBLING_GRACE_S = 3.0
-"""How long a silent rank outlives the speaking one: torchrun kills all ranks when the first ends."""
+"""Delay before other ranks print an error: torchrun kills all ranks when the first one ends."""
 
 
 class UsageError(Exception):
@@ -20,11 +20,11 @@ class UsageError(Exception):
 
 
 class PeerError(RuntimeError):
-    """A message of another rank did not come. Says for which op, and which rank."""
+    """A message of another rank did not arrive. The text names the op and the rank."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved or read. Says why, and which one is complete. The same on all ranks."""
+    """A checkpoint could not be saved or read. The text gives the reason and a complete one, the same on all ranks."""
 
 
 def exit_with_usage_error(message: str) -> NoReturn:
@@ -36,20 +36,19 @@ def exit_with_usage_error(message: str) -> NoReturn:
 def print_error_once_per_node(message: str) -> None:
     """Print ``error: message`` on stderr, as argparse does: no logging level may hide why a command ended.
 
-    Under torchrun every rank finds the same fault: local rank 0 speaks, and the others are stopped with it. One that
-    is still there after a while found a fault of its own, and speaks too.
+    Under torchrun every rank finds the same fault: local rank 0 prints it, and the others are stopped with it. A rank
+    that still runs after a delay has found a fault of its own, and prints it as well.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank > 0:
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         time.sleep(_SIBLING_GRACE_S)
     print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 def reason_of(error: BaseException) -> str:
-    """The message of an exception, or the failed line where Megatron's assert has none."""
+    """The first line of an exception's message, or the source line of one of Megatron's asserts without a message."""
     if str(error):
         return str(error).splitlines()[0]
-    if error.__traceback__ is None:  # of another process
+    if error.__traceback__ is None:  # raised in another process
         return repr(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {frame.line}"
@@ -58,13 +57,13 @@ def reason_of(error: BaseException) -> str:
 def run_command(main: Callable[[], None]) -> None:
     """Run a command's ``main``; a :class:`UsageError` becomes one line on stderr and exit status 2.
 
-    A reader of its output that goes away (``| head``) ends it quietly, with status 1.
+    A closed output pipe (``| head``) ends the command quietly, with status 1.
     """
     try:
         main()
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes once more when it ends, and would complain then.
+        # Python flushes once more at exit, and would report the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except UsageError as error:

@@ -1,11 +1,9 @@
 """Files: written completely or not at all; dataclasses to JSON and back, checked field by field.
 
 The reader is written by hand because neither msgspec nor pydantic gives its messages, for example ``plan.json.plan:
-expected an object, found 3``, for the frozen dataclasses of this project. msgspec 0.22 ignores unknown fields of a
-dataclass, names neither the value that it found nor the key of a dict (``$.by_name[...]``), and calls NaN malformed
-JSON. pydantic 2.14 ignores unknown fields, takes NaN, and reads 1e400 as infinity, unless each dataclass carries a
-configuration of its own, and about 15 types of error would have to be put into words again. Both are compiled packages
-that training does not need otherwise.
+expected an object, found 3``, for frozen dataclasses. msgspec 0.22 ignores unknown fields and names neither the value
+that it found nor the key of a dict. pydantic 2.14 ignores unknown fields, accepts NaN and reads 1e400 as infinity
+unless each dataclass has a configuration of its own. Both are compiled packages that training does not need otherwise.
 """
 
 import dataclasses
@@ -26,7 +24,8 @@ from typing import Annotated, Any
 _SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 """Exit status that shells show for a process which SIGTERM ended."""
 MAX_COUNT = 10**5
-"""Upper bound of what a file may say of ranks, chunks or experts: a damaged number must not fill the memory."""
+"""Largest number of ranks, chunks or experts in a file: a damaged number must not fill the memory."""
+_type_hints = cache(typing.get_type_hints)
 _IN_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -34,7 +33,7 @@ _IN_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or f
 class Range:
     """Bounds of a number in a file, both included, for a field ``Annotated[int, Range(1, 10)]`` of a dataclass.
 
-    Only the reader checks them, with the field's place; who makes the dataclass in memory is trusted.
+    Only the reader checks them, with the field's place; code that makes the dataclass in memory is trusted.
     """
 
     low: int
@@ -42,11 +41,11 @@ class Range:
 
 
 class RecordError(ValueError):
-    """A file's content is not what it should be: where, what was expected, what is there."""
+    """A file has unexpected content. The message says where, what was expected and what was found."""
 
 
 def to_plain(value: Any) -> Any:
-    """A dataclass, tuple or enum as what ``json.dumps`` takes; fields keep their order."""
+    """Convert dataclasses, tuples and enums into what ``json.dumps`` accepts; fields keep their order."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, list | tuple):
@@ -57,13 +56,13 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain[Record](kind: type[Record], value: Any, where: str) -> Record:
-    """The dataclass ``kind`` from parsed JSON; unknown fields are errors, missing ones take their default.
+    """Make the dataclass ``kind`` from parsed JSON; unknown fields are errors, missing ones take their default.
 
     Args:
-        where: what ``value`` is, for messages, for example ``plan.json``.
+        where: name of ``value`` in messages, for example ``plan.json``.
 
     Raises:
-        RecordError: says where which type was expected and what is there.
+        RecordError: a field is unknown, missing, or not of its type.
     """
     converted: Record = _convert(kind, value, where)
     return converted
@@ -73,7 +72,7 @@ def differences(*records: Mapping[str, Any], absent: Any = None) -> Iterator[tup
     """The fields whose values are not equal in all records: name, and the value in each record.
 
     Args:
-        absent: stands for the value where a record does not have the field.
+        absent: value of a field that a record does not have.
     """
     for name in dict.fromkeys(name for record in records for name in record):
         values = tuple(record.get(name, absent) for record in records)
@@ -82,7 +81,7 @@ def differences(*records: Mapping[str, Any], absent: Any = None) -> Iterator[tup
 
 
 def parse_object(text: str, where: str) -> dict[str, Any]:
-    """A JSON object.
+    """Parse a JSON object.
 
     Raises:
         RecordError: the text is something else.
@@ -97,13 +96,13 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
 
 
 def take_version(value: dict[str, Any], expected: int | str, what: str, where: str) -> None:
-    """Takes the field ``version`` out of a parsed object.
+    """Remove the field ``version`` from a parsed object.
 
     Args:
-        what: whose version it is, for messages, for example ``the plan``.
+        what: name of the versioned object in messages, for example ``the plan``.
 
     Raises:
-        RecordError: it is not ``expected``.
+        RecordError: the version is not ``expected``.
     """
     version = value.pop("version", None)
     if version != expected or isinstance(version, bool):
@@ -111,7 +110,7 @@ def take_version(value: dict[str, Any], expected: int | str, what: str, where: s
 
 
 def parse_record[Record](kind: type[Record], text: str, version: int | str, what: str, where: str) -> Record:
-    """The dataclass ``kind`` from JSON text with a field ``version`` beside its own; see :func:`take_version`.
+    """Make the dataclass ``kind`` from JSON text that has a field ``version`` as well; see :func:`take_version`.
 
     Raises:
         RecordError: the text is damaged, of another version, or something else.
@@ -122,10 +121,10 @@ def parse_record[Record](kind: type[Record], text: str, version: int | str, what
 
 
 def read_text(path: Path) -> str:
-    """A file's text.
+    """Read a file's text.
 
     Raises:
-        RecordError: it can't be read, or is no text.
+        RecordError: the file can't be read, or is no text.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -140,15 +139,15 @@ def atomic_outputs(*targets: Path) -> Iterator[list[Path]]:
     """Write several files of one result under temporary names, then move all of them into place.
 
     Args:
-        targets: Final paths; their folders must exist (see ``cli/arguments.py``).
+        targets: final paths; their folders must exist (see ``cli/arguments.py``).
 
     Yields:
-        One temporary path per target, in the same folder (a move is atomic only within one file
-        system). They do not exist yet; the body creates, fills and closes every one of them.
+        One temporary path per target, in the same folder (a move is atomic only within one file system). The body
+        creates, fills and closes every one of them.
 
-    If the body raises anything, Ctrl-C and SIGTERM included, the temporaries are removed and older
-    targets stay as they were. Only SIGKILL or a power cut can leave a temporary (``.NAME.PID.tmp``).
-    A process that handles SIGTERM in a way of its own keeps its handler.
+    If the body raises anything, Ctrl-C and SIGTERM included, the temporaries are removed and older targets stay as
+    they were. Only SIGKILL or a power cut can leave a temporary (``.NAME.PID.tmp``). A process that has a SIGTERM
+    handler keeps it.
     """
     temporaries = [target.with_name(f".{target.name}.{os.getpid()}.tmp") for target in targets]
     with _sigterm_raises_exit():
@@ -163,7 +162,7 @@ def atomic_outputs(*targets: Path) -> Iterator[list[Path]]:
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Write a file; a reader sees the old content or all of the new one.
+    """Write a file; a reader sees the old content or all of the new content.
 
     Raises:
         OSError: the folder does not exist or can't be written.
@@ -175,7 +174,12 @@ def atomic_write(path: Path, content: str | bytes) -> None:
 def _convert(kind: Any, value: Any, where: str) -> Any:
     origin = typing.get_origin(kind)
     if origin is Annotated:
-        return _in_range(kind, value, where)
+        base, *bounds = typing.get_args(kind)
+        number = _convert(base, value, where)
+        for bound in bounds:
+            if not bound.low <= number <= bound.high:
+                raise _unexpected(f"{bound.low} to {bound.high}", value, where)
+        return number
     if origin in (typing.Union, types.UnionType):
         options = [option for option in typing.get_args(kind) if option is not type(None)]
         if value is None and len(options) < len(typing.get_args(kind)):
@@ -212,15 +216,6 @@ def _scalar(kind: type, value: Any, where: str) -> Any:
     return value
 
 
-def _in_range(kind: Any, value: Any, where: str) -> Any:
-    base, *bounds = typing.get_args(kind)
-    number = _convert(base, value, where)
-    for bound in bounds:
-        if not bound.low <= number <= bound.high:
-            raise _unexpected(f"{bound.low} to {bound.high}", value, where)
-    return number
-
-
 def _tuple(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise _unexpected("a list", value, where)
@@ -240,7 +235,7 @@ def _dataclass(kind: Any, value: Any, where: str) -> Any:
     unknown = [name for name in value if name not in fields]
     if unknown:
         raise RecordError(f"{where}: unknown field {unknown[0]!r}; known: {', '.join(fields)}")
-    hints = _hints(kind)
+    hints = _type_hints(kind, include_extras=True)
     given = {}
     for name, field in fields.items():
         if name in value:
@@ -253,11 +248,6 @@ def _dataclass(kind: Any, value: Any, where: str) -> Any:
         raise RecordError(f"{where}: {error}") from error
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
-
-
 def _unexpected(expected: str, value: Any, where: str) -> RecordError:
     found = repr(value)
     return RecordError(f"{where}: expected {expected}, found {found if len(found) <= 60 else found[:57] + '...'}")
@@ -265,7 +255,7 @@ def _unexpected(expected: str, value: Any, where: str) -> RecordError:
 
 @contextmanager
 def _sigterm_raises_exit() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, so that ``finally`` blocks run, where it would end the process at once."""
+    """Makes SIGTERM unwind the stack, so that ``finally`` blocks run, unless the process has a handler."""
     is_main = threading.current_thread() is threading.main_thread()  # only that one may set signal handlers
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -283,9 +273,9 @@ def _sigterm_raises_exit() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Hold Ctrl-C and SIGTERM back, so that they cannot separate a new ``.bin`` from its ``.idx``.
+    """Holds Ctrl-C and SIGTERM back, so that they cannot separate a new ``.bin`` from its ``.idx``.
 
-    By handlers, not by a signal mask: a mask holds for one thread, and any other one would take the signal.
+    Uses handlers, not a signal mask: a mask holds for one thread, and any other thread would receive the signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Attribute replacements that are undone: the one way in which this project changes a foreign module."""
+"""Attribute replacements that are undone: the only way in which this project changes other packages' modules."""
 
 import functools
 import inspect
@@ -16,7 +16,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     Raises:
         AttributeError: ``owner`` has no such attribute, so the assumption behind the replacement is void.
     """
-    _require(owner, name)
+    if not hasattr(owner, name):
+        raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no attribute {name!r} to replace")
     # vars(), not getattr: a class must get its plain function or staticmethod back, not a bound one.
     previous = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
@@ -35,13 +36,12 @@ def around(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
 
     Args:
         owner: a module or a class, or an object whose functions ``__getattr__`` finds.
-        name: of a function, a method or a static method. The name and the signature that ``inspect`` shows stay.
-        call: gets what was there as ``stock``, a plain function; of a method, ``self`` is the first of ``args``.
+        name: name of a function, a method or a static method. The name and the signature that ``inspect`` shows stay.
+        call: receives the replaced function as ``stock``; for a method, ``self`` is the first of ``args``.
 
     Raises:
         AttributeError: ``owner`` has no such attribute.
     """
-    _require(owner, name)
     stock = getattr(owner, name)
 
     @functools.wraps(stock)
@@ -51,8 +51,3 @@ def around(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
     is_static = isinstance(inspect.getattr_static(owner, name, None), staticmethod)
     with replaced(owner, name, staticmethod(replacement) if is_static else replacement):
         yield
-
-
-def _require(owner: Any, name: str) -> None:
-    if not hasattr(owner, name):
-        raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no attribute {name!r} to replace")

@@ -1,7 +1,7 @@
-"""A c10d process group of N ranks in which one process plays a rank and nobody plays the others.
+"""A c10d process group of N ranks of which only one exists.
 
-An all-to-all is a loopback: from rank j comes back what was sent to rank j. Other collectives act as if all ranks
-held what this one holds. Every message takes the time that the group's link gives it.
+An all-to-all is a loopback: this rank receives from rank j what it has sent to rank j. Other collectives act as if all
+ranks held the same data as this one. Every message takes the time that the group's link model gives.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from megatron_lancet.mock.mock_work import Clock, DeviceWork, HostWork, device_c
 BACKEND = "mock"
 
 _KEEPS = (ReduceOp.AVG, ReduceOp.MAX, ReduceOp.MIN)
-"""Reductions of equal values that give the value."""
+"""Reductions that leave equal values as they are."""
 
 
 def _unsupported(op: str) -> Callable[..., NoReturn]:
@@ -38,16 +38,16 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class MockProcessGroup(_ProcessGroup):
-    """The mocked group. Names of methods and of their arguments' order are c10d's.
+    """The mocked group. The names of its methods and the order of their arguments are c10d's.
 
-    What is filled is written through ``.data``: like a wire, it does not count as a change of the tensor for autograd.
+    Outputs are written through ``.data``: as on a real link, autograd does not see this as a change of the tensor.
     """
 
     def __init__(self, name: str, rank: int, size: int, link: Link, timeout: timedelta, clock: Clock) -> None:
         """
         Args:
-            link: shared by all messages of this group, and by no other group's.
-            timeout: how long a wait lasts at most.
+            link: link model, shared by all messages of this group, but not with other groups.
+            timeout: maximum duration of a wait.
         """
         super().__init__(rank, size)
         self._name = name
@@ -60,15 +60,13 @@ class MockProcessGroup(_ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """The name under which c10d finds the group."""
         return self._name
 
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name
-        """As in ``dist.get_backend``."""
         return BACKEND
 
     def shutdown(self) -> None:
-        """Nothing to end: the clock belongs to the world."""
+        """Does nothing: the clock belongs to the world."""
 
     def all_to_all_single(
         self,
@@ -81,7 +79,7 @@ class MockProcessGroup(_ProcessGroup):
         """Loopback of rows: ``output`` becomes ``input``.
 
         Raises:
-            ValueError: what is to be received differs from what is sent.
+            ValueError: the sizes to receive differ from the sizes to send.
         """
         receive, send = (
             [int(rows) for rows in splits] or [len(tensor) // self.size()] * self.size()
@@ -89,10 +87,10 @@ class MockProcessGroup(_ProcessGroup):
         )
         if receive != send or sum(send) != len(input) or input.shape != output.shape:
             raise ValueError(
-                "the mock's all_to_all is a loopback, from each rank comes back what was sent to it: receive splits "
-                f"must equal send splits and add up to the rows. Got {_shortened(receive)} for {list(output.shape)} "
-                f"received and {_shortened(send)} for {list(input.shape)} sent. Learn counts by an all_to_all of the "
-                "group."
+                "the mock's all_to_all is a loopback, each rank returns what was sent to it: receive splits must equal "
+                f"send splits and add up to the rows. Got {_shortened(receive)} for {list(output.shape)} "
+                f"received and {_shortened(send)} for {list(input.shape)} sent. Exchange the counts by an all_to_all "
+                "of the group."
             )
         num_rows_to_others = len(input) - send[self.rank()]
         row_bytes = input.element_size() * input.shape[1:].numel()
@@ -106,7 +104,7 @@ class MockProcessGroup(_ProcessGroup):
         """Loopback of a list of tensors, one per rank."""
         if [tensor.shape for tensor in outputs] != [tensor.shape for tensor in inputs]:
             raise ValueError(
-                "the mock's all_to_all is a loopback, from each rank comes back what was sent to it: got shapes "
+                "the mock's all_to_all is a loopback, each rank returns what was sent to it: got shapes "
                 f"{[list(t.shape) for t in outputs]} to receive and {[list(t.shape) for t in inputs]} to send."
             )
         to_others = sum(tensor.nbytes for rank, tensor in enumerate(inputs) if rank != self.rank())
@@ -115,13 +113,13 @@ class MockProcessGroup(_ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """``tensors`` times the number of ranks (SUM), or as they are (AVG, MAX, MIN)."""
         factor = self._factor(opts, "all_reduce")
-        num_bytes = 2 * self._other_share() * _bytes(tensors)
+        num_bytes = 2 * (self.size() - 1) / self.size() * _bytes(tensors)
         return self._issue("all_reduce", lambda: _scale(tensors, factor), [], tensors, num_bytes)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        """As all-reduce; what it leaves on ranks other than the root is not defined anyway."""
+        """Like all-reduce: c10d does not define the result on ranks other than the root."""
         factor = self._factor(opts, "reduce")
         return self._issue("reduce", lambda: _scale(tensors, factor), [], tensors, _bytes(tensors))
 
@@ -179,10 +177,10 @@ class MockProcessGroup(_ProcessGroup):
     def scatter(
         self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any = None
     ) -> dist.Work:
-        """The part of this rank of what it scatters.
+        """The part of this rank, where this rank is the root.
 
         Raises:
-            ValueError: another rank is the root: what it would send is unknown.
+            ValueError: another rank is the root: its data is unknown.
         """
         if not input_lists:
             raise ValueError(f"the mock can't scatter from rank {opts.rootRank}, which does not exist.")
@@ -191,7 +189,7 @@ class MockProcessGroup(_ProcessGroup):
         return self._issue("scatter", lambda: _copy_each(outputs, parts), parts, outputs, num_bytes)
 
     def barrier(self, *_: Any, **__: Any) -> dist.Work:
-        """Nobody to wait for, but the link takes its time."""
+        """Waits for no rank, but takes the link's latency."""
         return self._issue("barrier", _nothing, [], [], 0)
 
     send = _unsupported("send")
@@ -225,7 +223,7 @@ class MockProcessGroup(_ProcessGroup):
         return self._issue("reduce_scatter", deliver, own_parts, outputs, to_others)
 
     def _factor(self, opts: Any, op: str) -> int:
-        """What the reduction of N equal values multiplies them by."""
+        """The factor by which a reduction of N equal values multiplies them."""
         reduction = opts.reduceOp if opts is not None else ReduceOp.SUM
         if reduction == ReduceOp.SUM:
             return self.size()
@@ -237,9 +235,6 @@ class MockProcessGroup(_ProcessGroup):
         """The slices of the ranks."""
         return list(tensor.view(-1).view(self.size(), -1).unbind())
 
-    def _other_share(self) -> float:
-        return (self.size() - 1) / self.size()
-
     def _issue(
         self,
         op: str,
@@ -249,17 +244,8 @@ class MockProcessGroup(_ProcessGroup):
         bytes_to_others: float,
     ) -> dist.Work:
         duration_us = self._link.time_us(bytes_to_others)
-        if outputs and outputs[0].is_cuda:
-            return self._issue_on_device(deliver, inputs, outputs, duration_us)
-        return HostWork(op, deliver, outputs, self._queue.enter(duration_us), self._timeout, self._clock)
-
-    def _issue_on_device(
-        self,
-        deliver: Callable[[], Any],
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        duration_us: float,
-    ) -> dist.Work:
+        if not outputs or not outputs[0].is_cuda:
+            return HostWork(op, deliver, outputs, self._queue.enter(duration_us), self._timeout, self._clock)
         if self._stream is None:
             self._stream = torch.cuda.Stream(outputs[0].device)
             self._cycles_per_us = device_cycles_per_us(outputs[0].device)

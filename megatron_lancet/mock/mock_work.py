@@ -1,7 +1,7 @@
 """Pending messages of a mocked group: each completes at the time that the link model gives.
 
 The data moves when a message completes, not when it is issued. So code that reads too early, or changes a tensor that
-is being sent, computes wrong values here, too, as on a real link.
+is being sent, computes wrong values, as on a real link.
 """
 
 import heapq
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 _NO_TIMEOUT = timedelta(0)
-"""The value that c10d passes where the caller gave no timeout: the group's own then holds."""
+"""The value that c10d passes if the caller gave no timeout: the group's own timeout applies."""
 
 
 class Clock:
@@ -39,7 +39,7 @@ class Clock:
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends the thread; what is not yet due is dropped. It must not outlive the interpreter."""
+        """Ends the thread, which must not outlive the interpreter; calls that are not yet due are dropped."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -57,7 +57,27 @@ class Clock:
             function()
 
 
-class HostWork(dist.Work):
+class _MockWork(dist.Work):
+    """A message that can't fail."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._outputs = list(outputs)
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def exception(self) -> None:
+        """Returns None: messages of a mocked group don't fail."""
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class HostWork(_MockWork):
     """A message between tensors in host memory."""
 
     def __init__(
@@ -72,14 +92,13 @@ class HostWork(dist.Work):
         """
         Args:
             deliver: moves the data; called once, when the message completes.
-            outputs: tensors that it fills.
+            outputs: tensors that ``deliver`` fills.
             done_at_s: time at which the message completes, by ``time.perf_counter``.
-            timeout: of waits that have no timeout of their own.
+            timeout: limit of waits that have no timeout of their own.
         """
-        super().__init__()
+        super().__init__(outputs)
         self._op = op
         self._deliver = deliver
-        self._outputs = list(outputs)
         self._done_at_s = done_at_s
         self._timeout = timeout
         self._clock = clock
@@ -93,18 +112,6 @@ class HostWork(dist.Work):
             return False
         self._complete()
         return True
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def exception(self) -> None:
-        """Messages of a mocked group don't fail."""
-
-    def result(self) -> list[torch.Tensor]:
-        return self._outputs
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Sleeps until the message is complete.
@@ -126,7 +133,7 @@ class HostWork(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future:
-        """A future of the outputs that completes with the message, also if nobody waits for it."""
+        """A future of the outputs that completes with the message, even if it is never waited for."""
         if self._future is None:
             self._future = torch.futures.Future()
             if self.is_completed():
@@ -149,7 +156,7 @@ class HostWork(dist.Work):
                 self._delivered = True
 
 
-class DeviceWork(dist.Work):
+class DeviceWork(_MockWork):
     """A message between tensors on a CUDA device: a pause on the communication stream, the copy, and an event.
 
     Everything is enqueued when it is issued; a wait makes the caller's stream wait and not the host. Nothing times out.
@@ -165,11 +172,10 @@ class DeviceWork(dist.Work):
     ) -> None:
         """
         Args:
-            stream: of the group; messages on it queue behind each other.
+            stream: communication stream of the group, on which messages are queued.
             pause_cycles: time on the link, in cycles of the device's clock.
         """
-        super().__init__()
-        self._outputs = list(outputs)
+        super().__init__(outputs)
         self._stream = stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.no_grad():
@@ -183,18 +189,6 @@ class DeviceWork(dist.Work):
     def is_completed(self) -> bool:
         """Whether the message is complete; never blocks."""
         return self._done.query()
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def exception(self) -> None:
-        """Messages of a mocked group don't fail."""
-
-    def result(self) -> list[torch.Tensor]:
-        return self._outputs
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Makes the current stream wait for the message."""
@@ -210,7 +204,7 @@ class DeviceWork(dist.Work):
 
 
 def device_cycles_per_us(device: torch.device) -> float:
-    """Speed of the clock that ``torch.cuda._sleep`` counts by, measured on the current stream."""
+    """Speed of the clock that ``torch.cuda._sleep`` uses, measured on the current stream."""
     num_cycles = 20_000_000
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.device(device):

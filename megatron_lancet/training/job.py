@@ -32,16 +32,16 @@ from megatron_lancet.training.tuning.profile_to_file import check_can_profile
 
 
 def run_job(device: torch.device, status: RankStatus) -> None:
-    """Train as the command line says.
+    """Train by the arguments of the command line.
 
     Args:
-        device: of this rank.
-        status: learns how far the rank is.
+        device: device of this rank.
+        status: receives a function that tells how far the rank is.
 
     Raises:
         UsageError: the command line, a file or this machine does not allow the run.
         CheckpointError: a checkpoint can't be loaded or saved.
-        SystemExit: Megatron ended the run with a status that is not 0.
+        SystemExit: Megatron ended the run with a nonzero status.
     """
     check_seams()
     args, config = _read_arguments(device)
@@ -89,7 +89,7 @@ def _choose(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
 
 
 def _change_megatron(stack: ExitStack, args: argparse.Namespace, stop: StopRequest | None) -> None:
-    """Change what lies around the training steps: the world, checkpoints and SIGTERM, for the length of ``stack``."""
+    """Change Megatron's process groups, checkpoints and SIGTERM handling for the length of ``stack``."""
     stack.enter_context(mock.mocked_world_of(args))
     stack.enter_context(Checkpoints(args).watched())
     stack.enter_context(checkpoint_patches.arguments_before_loading(functools.partial(check_checkpoint, args)))
@@ -99,13 +99,13 @@ def _change_megatron(stack: ExitStack, args: argparse.Namespace, stop: StopReque
 
 
 def _train(run_config: object) -> str | int | None:
-    """Run Megatron's training; returns its exit status, also where Megatron ends the process at an exit condition."""
+    """Run Megatron's training; returns its exit status, also when an exit condition of Megatron ends the process."""
     try:
         pretrain(run_config, build_datasets, ModelType.encoder_or_decoder, forward_step)
     except SystemExit as request:
         if request.code is None:
-            # Not the end of the loop, which gives a status: the other ranks may be anywhere.
+            # The end of the loop gives a status; this is an exit elsewhere, and the other ranks may still be running.
             raise SystemExit("error: Megatron ended this rank without a status; it says why above.") from None
-        # Not the request itself: its traceback keeps data loaders alive, whose workers must end before this process.
+        # The exception is not kept: its traceback holds data loaders, whose workers must end before this process.
         return request.code
     return 0

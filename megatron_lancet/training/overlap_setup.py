@@ -29,7 +29,7 @@ class OverlapSetup:
     """A hook for Megatron's model builder that makes the stages of a model run by a plan, before DDP wraps them.
 
     Attributes:
-        plan: the plan by which the model runs now.
+        plan: the plan in use.
         scheduler: runs the gradient reductions; None where Megatron runs them.
     """
 
@@ -45,10 +45,10 @@ class OverlapSetup:
     ) -> None:
         """
         Args:
-            timeout: of a wait for the other ranks' messages.
+            timeout: maximum wait for other ranks' messages.
             sdpa: use torch's fused attention kernel also where a plan doesn't need it.
             switchable: prepare the model for any other plan, see :meth:`switch`.
-            micro_ops: how gradient reductions are cut, where all-to-alls go first; None where they don't.
+            micro_ops: cut of the gradient reductions, if all-to-alls go first; else None.
         """
         self.plan = plan
         self.scheduler = CommScheduler(micro_ops, stats) if micro_ops is not None else None
@@ -76,12 +76,8 @@ class OverlapSetup:
         store = WeightGradStore.of(self.plan, self._stats) if self.delays_weight_grads else None
         counts_group = parallel_state.get_expert_tensor_and_model_parallel_group()
         transport = make_transport(ep_group, counts_group, self._device, self._stats, self._timeout)
-        peers = Peers(
-            dist.get_process_group_ranks(ep_group),
-            dist.get_rank(),
-            distributed_c10d._get_default_store(),
-            self._timeout,
-        )
+        key_store = distributed_c10d._get_default_store()
+        peers = Peers(dist.get_process_group_ranks(ep_group), dist.get_rank(), key_store, self._timeout)
         self._comm = Comm(
             transport, store, self._stats, own_rank=ep_group.rank(), peers=peers, scheduler=self.scheduler
         )
@@ -99,9 +95,8 @@ class OverlapSetup:
                 changed then.
             AssertionError: the setup is not switchable, or weight gradients of a backward pass are still deferred.
         """
-        assert self._switchable, "a model that is to change its plan is prepared for it before DDP wraps it"
-        assert self._comm is not None, "there is no model yet"
-        assert self._comm.store is not None
+        assert self._switchable, "a model whose plan may change must be prepared before DDP wraps it"
+        assert self._comm is not None and self._comm.store is not None, "the model is not built yet"
         self._comm.store.assert_idle()
         check_same_plan(plan, self._micro_ops)
         for stage in self._stages:
@@ -136,11 +131,7 @@ class NoOverlap:
     position = "in Megatron's own model"
 
     def __init__(self, experts_apart: bool = False) -> None:
-        """
-        Args:
-            experts_apart: see :mod:`megatron_lancet.training.checkpoint.ep_resize`.
-        """
-        self._experts_apart = experts_apart
+        self._experts_apart = experts_apart  # see checkpoint/ep_resize.py
 
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Called on all ranks with the unwrapped pipeline stages of this one; changes none of their modules."""
@@ -151,11 +142,11 @@ class NoOverlap:
 
 
 def check_same_plan(plan: Plan | None, micro_ops: MicroOps | None = None) -> None:
-    """Compare what orders the collectives between all ranks, before the first one. Collective over all ranks.
+    """Compare the plans of all ranks before the first collective that depends on them. Collective over all ranks.
 
     Args:
-        plan: None for stock modules.
-        micro_ops: how gradient reductions are cut, None where Megatron runs them.
+        plan: this rank's plan; None for stock modules.
+        micro_ops: cut of the gradient reductions; None where Megatron runs them.
 
     Raises:
         UsageError: some rank has another plan; names the fields that differ, their values and the ranks.
@@ -164,18 +155,15 @@ def check_same_plan(plan: Plan | None, micro_ops: MicroOps | None = None) -> Non
     dist.all_gather_object(fingerprints, f"{plan.fingerprint() if plan is not None else 'none'} {micro_ops}")
     if len(set(fingerprints)) == 1:
         return
+    # JSON of everything that must be the same on all ranks, ``null`` for stock modules.
+    record: dict[str, Any] | None = None
+    if plan is not None:
+        priority = CommPriority.OFF if micro_ops is None else CommPriority.ALL_TO_ALL_FIRST
+        chunk = {} if micro_ops is None else {"grad_chunk_mb": micro_ops.chunk_bytes / 1e6}
+        record = {**json.loads(plan.to_json()), "comm_priority": priority, **chunk}
     plans: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(plans, _described(plan, micro_ops))
+    dist.all_gather_object(plans, json.dumps(record))
     raise UsageError(
         f"ranks disagree about the plan, and would wait for each other forever: {'; '.join(plan_differences(plans))}. "
         "Start all ranks with the same arguments and the same files."
     )
-
-
-def _described(plan: Plan | None, micro_ops: MicroOps | None) -> str:
-    """JSON of everything that must be the same on all ranks, ``null`` for stock modules."""
-    if plan is None:
-        return "null"
-    priority = CommPriority.OFF if micro_ops is None else CommPriority.ALL_TO_ALL_FIRST
-    chunk = {} if micro_ops is None else {"grad_chunk_mb": micro_ops.chunk_bytes / 1e6}
-    return json.dumps({**json.loads(plan.to_json()), "comm_priority": priority, **chunk})

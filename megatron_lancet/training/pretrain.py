@@ -1,7 +1,7 @@
 """Entry point of pretraining: checks versions and chooses the machine before Megatron is imported.
 
-The training itself is in ``job.py``. This file imports little, because processes that Megatron spawns while it saves
-import it first.
+The training itself is in ``job.py``. This file imports little, because the processes that Megatron spawns during a
+save import it first.
 """
 
 import sys
@@ -24,7 +24,7 @@ def main() -> None:
 def _main(status: RankStatus) -> None:
     check_versions()
     warnings.filterwarnings("ignore", message=_MISSING_OPTIONAL, category=UserWarning)
-    # Only now: what follows imports megatron, in a version that we know.
+    # Imported only now, because this imports megatron, whose version has been checked.
     from megatron_lancet.training.platform.detect import platform
 
     if is_dry_run(sys.argv):

@@ -1,4 +1,4 @@
-"""What surrounds Megatron's training steps in a run, with the overlap or without it."""
+"""A run with or without the overlap: its setup, the hooks around Megatron's training steps, and its report."""
 
 import argparse
 from contextlib import ExitStack
@@ -30,13 +30,13 @@ from megatron_lancet.training.tuning.profile_to_file import ProfileToFile
 
 @dataclass(frozen=True)
 class RunChoice:
-    """How a run is to train; the same on all ranks.
+    """How a run trains; the same on all ranks.
 
     Attributes:
-        args: Megatron's, validated.
-        plan: a fixed one, or what a tuned run gets that is too short to find its own; None for stock modules.
-        line: the plan and where it comes from, for the user.
-        micro_ops: how gradient reductions are cut, where all-to-alls go first; None where Megatron runs them.
+        args: Megatron's validated arguments.
+        plan: the fixed plan, or the fallback of a tuned run that is too short to find one; None for stock modules.
+        line: the plan and its source, for the user.
+        micro_ops: cut of the gradient reductions, if all-to-alls go first; None where Megatron runs the reductions.
     """
 
     args: argparse.Namespace
@@ -52,7 +52,8 @@ class RunChoice:
 
 
 def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
-    """
+    """Choose the plan of a run.
+
     Raises:
         UsageError: the user asks for something that the run does not allow.
     """
@@ -62,11 +63,11 @@ def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
 
 
 def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "StockRun | OverlappedRun":
-    """Changes Megatron for the length of ``stack``, before it builds its model.
+    """Change Megatron for the length of ``stack``, before it builds its model.
 
     Returns:
-        The run. Its ``setup`` is to become a hook of Megatron's model builder, and its ``report`` is to be called at
-        the end; both are collective over all ranks.
+        The run. The caller makes its ``setup`` a hook of Megatron's model builder, and calls its ``report`` at the
+        end; both are collective over all ranks.
 
     Raises:
         UsageError: the user asks for something that the run does not allow.
@@ -80,12 +81,7 @@ def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "Sto
 
 
 class StockRun:
-    """A run of stock modules, whose steps and all-to-alls are timed.
-
-    Attributes:
-        setup: a hook for Megatron's model builder.
-        recorder: times the steps.
-    """
+    """A run of stock modules, whose steps and all-to-alls are timed. ``setup`` is a hook for Megatron's builder."""
 
     def __init__(self, choice: RunChoice, device: torch.device) -> None:
         self._config = choice.config
@@ -106,19 +102,11 @@ class StockRun:
 class OverlappedRun:
     """A run of the overlapping block: under a fixed plan, while it is profiled, or while it finds its plan.
 
-    Attributes:
-        setup: a hook for Megatron's model builder.
-        recorder: times the steps.
+    ``setup`` is a hook for Megatron's model builder. The constructor raises a UsageError if the user asks for something
+    that the run does not allow.
     """
 
     def __init__(self, choice: RunChoice, plan: Plan, device: torch.device) -> None:
-        """
-        Args:
-            plan: of ``choice``.
-
-        Raises:
-            UsageError: the user asks for something that the run does not allow.
-        """
         args, config = choice.args, choice.config
         stats = CommStats(device)
         self._config = config
@@ -156,18 +144,15 @@ class OverlappedRun:
         stack.enter_context(patches.train_step_hooks(self._step_hooks()))
 
     def _step_hooks(self) -> list[StepHook]:
-        """What each training step runs inside, the outermost first.
+        """The hooks around each training step, the outermost first.
 
-        The tuner and the profile come first: they choose the step's plan before it begins, and read what the others
-        have recorded after it. The recorder comes last: it times Megatron's step and none of the work around it.
+        The tuner and the profile are outermost: they choose the step's plan before it begins, and read the others'
+        records after it. The recorder is innermost: it times Megatron's step and none of the work around it.
         """
         choosing = [part.observe for part in (self._tuner, self._profile, self._traced) if part is not None]
         return [*choosing, self.setup.check_step, self.recorder.observe]
 
     def report(self) -> None:
-        """Print and write the closing report, unless the plan changed all the time for a profile.
-
-        Collective over all ranks.
-        """
+        """Print and write the closing report, unless the run made a profile. Collective over all ranks."""
         if self._profile is None:
             report_overlap(self.recorder, self.setup, self._config.report_dir, self._traced, self._tuner, self._maker)

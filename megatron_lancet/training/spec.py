@@ -1,8 +1,8 @@
 """The overlapping block in Megatron's own entry script, through its ``--spec``.
 
-``--spec megatron_lancet.training.spec overlapped_gpt`` makes Megatron ask for its layers here, while it builds its
-model. The layers are its own; a hook of Megatron's model builder puts the plan into the model afterwards. Megatron
-stays changed until the process ends.
+``--spec megatron_lancet.training.spec overlapped_gpt`` makes Megatron's model builder call this file for its layers.
+The layers are Megatron's own; a hook of the builder puts the plan into the model afterwards. Megatron stays changed
+until the process ends.
 """
 
 import argparse
@@ -28,17 +28,17 @@ from megatron_lancet.training.process.exit import exit_now
 from megatron_lancet.training.run import choose_run, enter_run
 
 FLAGS_VARIABLE = "LANCET_FLAGS"
-"""Environment variable with ``--lancet-*`` flags: Megatron's own script does not know them."""
+"""Environment variable with ``--lancet-*`` flags: the parser of Megatron's own script does not accept them."""
 
 
 def overlapped_gpt(config: GPTModelConfig, vp_stage: int | None = None) -> Any:
     """The function that ``--spec`` names. Megatron's builder calls it for each pipeline stage, on all ranks.
 
-    Flags of the plan are read from the environment variable ``LANCET_FLAGS``. A refused setting ends the process with
-    one line and status 2.
+    The ``--lancet-*`` flags are read from the environment variable ``LANCET_FLAGS``. A refused setting ends the process
+    with one line and status 2.
 
     Args:
-        config: of the model. Gets a hook on the first call.
+        config: the model's configuration; the first call adds a hook to it.
 
     Returns:
         Megatron's own specification of the layers.
@@ -55,21 +55,17 @@ class _SpecRun:
     """A hook for Megatron's model builder that holds the run and the changes to Megatron."""
 
     def __init__(self) -> None:
-        """
-        Raises:
-            UsageError: the user asks for something that the run does not allow.
-        """
         check_versions()
         check_seams()
         args = get_args()
         config = _config_from_environment()
         for blocker in overlap_blockers(args, config):
             raise UsageError(f"--spec asks for the overlapping block, but {blocker}.")
-        # Megatron has already made its configuration of them.
+        # Megatron has already made its configuration from these flags.
         refuse_mapped_flags(args, config)
         choice = choose_run(args, config)
         say(f"Megatron-Lancet plan: {choice.line} (--spec)")
-        # Kept by the model's configuration, which lives as long as training: what it holds is undone with it.
+        # The model's configuration keeps this object, and with it the changes to Megatron, as long as training lasts.
         self._stack = ExitStack()
         run = enter_run(self._stack, choice, _device(args))
         self._setup = run.setup
@@ -96,14 +92,14 @@ def _config_from_environment() -> LancetConfig:
 
 
 def _device(args: argparse.Namespace) -> torch.device:
-    """The device that Megatron has chosen by now: it uses gloo where there is no GPU."""
+    """The device that Megatron has chosen: it uses gloo where there is no GPU."""
     if args.distributed_backend == "gloo":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def _end(error: UsageError) -> NoReturn:
-    """End the process with one line and without clean-up: Megatron's process groups would wait for each other."""
+    """Ends the process with one line and without clean-up: Megatron's process groups would wait for each other."""
     with suppress(SystemExit):
         exit_with_usage_error(str(error))
     exit_now(USAGE_EXIT_CODE)

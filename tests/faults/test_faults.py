@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lancet.training.checkpoint.files import flaw_of
+from megatron_lancet.training.checkpoint.files import find_damage
 from tests.faults.test_never_hangs import WORKER, last_line
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, Run, command_line, pretrain
@@ -59,7 +59,7 @@ def test_sigterm_on_one_rank_saves_and_ends_all(token_data, checkpoints, tmp_pat
     """SLURM signals all processes of a step: the workers that load data must live until the step is done."""
     results = struck(token_data, tmp_path, "term@L2.c0.F.dispatch", *saving(checkpoints, 1), "--num-workers", 1)
     launch.check(results)
-    assert results[0].output.count("SIGTERM came to rank 1: saving, then ending.") == 1
+    assert results[0].output.count("rank 1 received SIGTERM: saving a checkpoint, then exiting.") == 1
     assert "Megatron-Lancet report" in results[0].output
     assert (entries(checkpoints), latest(checkpoints)) == (["iter_0000001", "iter_0000002"], "2")
 
@@ -125,4 +125,4 @@ def test_an_older_checkpoint_replaces_the_cut_one(undisturbed, token_data, check
     for name in ("lm loss", "grad norm"):
         assert run.series(name) == undisturbed.series(name)[6:]
     assert entries(checkpoints) == [f"iter_000000{step}" for step in (1, 2, 4, 6, 8)]
-    assert flaw_of(checkpoints / "iter_0000008", "torch_dist") is None
+    assert find_damage(checkpoints / "iter_0000008", "torch_dist") is None

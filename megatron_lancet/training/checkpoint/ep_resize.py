@@ -1,9 +1,9 @@
-"""Going on from a checkpoint with another expert-parallel size, and what stands against it.
+"""Resuming from a checkpoint with another expert-parallel size, and the cases in which that is refused.
 
-Megatron keeps the optimizer state of experts apart from that of dense weights where experts are on several ranks, and
-not where they are on one: a checkpoint fits only runs of the same kind. ``--lancet-experts-apart`` makes a run with
-size 1 one of the other kind: experts' gradients have buckets and an optimizer of their own there too. The sums are the
-same, over the same ranks.
+Megatron keeps the optimizer state of experts apart from that of dense weights where the experts are spread over
+several ranks, but not where one rank has all of them: a checkpoint fits only runs of the same kind. With
+``--lancet-experts-apart`` a run with size 1 keeps them apart as well: the experts' gradients get buckets and an
+optimizer of their own. The sums are the same, over the same ranks.
 """
 
 import argparse
@@ -21,7 +21,7 @@ _FLAG = "--lancet-experts-apart"
 def check_experts_apart(args: argparse.Namespace) -> None:
     """
     Raises:
-        UsageError: the flag is given to a run that it does nothing for.
+        UsageError: the flag is given, but has no effect in this run.
     """
     if args.lancet_experts_apart and (not args.num_experts or args.expert_model_parallel_size > 1):
         found = f"this run has size {args.expert_model_parallel_size}" if args.num_experts else "this model has none"
@@ -29,7 +29,7 @@ def check_experts_apart(args: argparse.Namespace) -> None:
 
 
 def keep_experts_apart(stages: Iterable[nn.Module]) -> None:
-    """Marks the experts' weights as Megatron does with a larger size; before DDP wraps the stages."""
+    """Mark the experts' weights as Megatron does with a larger size. To be called before DDP wraps the stages."""
     for stage in stages:
         for layer in stage.modules():
             if isinstance(layer, MoELayer):
@@ -40,11 +40,11 @@ def keep_experts_apart(stages: Iterable[nn.Module]) -> None:
 def check_checkpoint(args: argparse.Namespace, saved: Any) -> None:
     """
     Args:
-        args: of this run.
+        args: Megatron's arguments of this run.
         saved: arguments of the run that saved the checkpoint.
 
     Raises:
-        UsageError: its optimizer state can't be loaded with this run's expert-parallel size.
+        UsageError: the checkpoint's optimizer state can't be loaded with this run's expert-parallel size.
     """
     if not args.num_experts or args.no_load_optim or args.finetune or getattr(saved, "no_save_optim", False):
         return
@@ -56,12 +56,12 @@ def check_checkpoint(args: argparse.Namespace, saved: Any) -> None:
         raise UsageError(f"{sizes}: pass {_FLAG} too, or the optimizer's state can't be loaded.")
     if is_apart and not was_apart:
         raise UsageError(
-            f"{sizes}, and the optimizer's state of experts is not apart in it. Save it anew with {_FLAG} from a run "
+            f"{sizes}, and it does not keep the experts' optimizer state apart. Save it again with {_FLAG} from a run "
             "that has loaded it with --no-load-optim, or pass --no-load-optim here; moments start anew in both cases."
         )
     is_cut = saved.use_distributed_optimizer and not getattr(saved, "dist_ckpt_optim_fully_reshardable", False)
     if before != now and is_cut:
         raise UsageError(
-            f"{sizes}, and the distributed optimizer's state is cut by ranks in it. Save it with "
+            f"{sizes}, and its distributed optimizer state is sharded by rank. Save it with "
             "--dist-ckpt-optim-fully-reshardable."
         )

@@ -1,8 +1,8 @@
 """Checkpoints as files: which one is the latest, which are complete, and how a new one becomes the latest.
 
 A checkpoint is written into a folder named ``incomplete_iter_0000008``. When all ranks have written and synced their
-parts, the folder gets its name, and only then the tracker file names it. So there is no folder ``iter_...`` that is
-not complete, whenever a run is killed; unless somebody damages it later, or stock Megatron wrote it.
+parts, the folder is renamed to ``iter_0000008``, and only then the tracker file names it. So every folder ``iter_...``
+is complete, whenever a run is killed, unless it is damaged later or was written by stock Megatron.
 """
 
 import json
@@ -24,19 +24,19 @@ _CONFIG = "metadata.json"
 _FORMATS_WITHOUT_CONFIG = ("torch_dcp", "fsdp_dtensor")
 _MAX_LISTED = 4
 _MAX_DIGITS = 18
-"""Of a step: a damaged number must not become a name that no file system takes."""
+"""Digits of a step that are accepted: a damaged number must not become a name that no file system takes."""
 
 
 def name_of(step: int | str) -> str:
-    """Name of the folder of a checkpoint: ``iter_0000008`` or ``release``."""
+    """The folder name of a checkpoint: ``iter_0000008`` or ``release``."""
     return RELEASE if step == RELEASE else f"iter_{int(step):07d}"
 
 
 def tracked_step(folder: Path, ckpt_format: str) -> int | str | None:
-    """What the tracker file names: a step or ``release``; None without such a file.
+    """The step that the tracker file names, or ``release``; None without such a file.
 
     Raises:
-        UsageError: it names neither.
+        UsageError: the file names neither.
     """
     try:
         return read_tracker(folder)
@@ -45,7 +45,7 @@ def tracked_step(folder: Path, ckpt_format: str) -> int | str | None:
 
 
 def read_tracker(folder: Path) -> int | str | None:
-    """As :func:`tracked_step`, where a caller has advice of its own.
+    """Like :func:`tracked_step`, for callers with advice of their own.
 
     Raises:
         ValueError: the file names neither a step nor ``release``.
@@ -58,32 +58,35 @@ def read_tracker(folder: Path) -> int | str | None:
         return RELEASE
     if text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS:
         return int(text)
-    shown = repr(text[:40]) if text else "nothing"
-    raise ValueError(f"{tracker} must hold the number of a step; it holds {shown}")
+    raise ValueError(f"{tracker} must hold the number of a step; it holds {repr(text[:40]) if text else 'nothing'}")
 
 
-def flaw_of(checkpoint: Path, ckpt_format: str) -> str | None:
-    """What a checkpoint lacks, None if it is complete. Looks at the presence and the sizes of its files.
+def find_damage(checkpoint: Path, ckpt_format: str) -> str | None:
+    """Describe what a checkpoint lacks, by the presence and the sizes of its files; None if it is complete.
 
     Args:
-        ckpt_format: Megatron's ``--ckpt-format``, for a folder that does not say which one it has.
+        ckpt_format: Megatron's ``--ckpt-format``, for a folder that does not name its own.
     """
-    shallow = outline_flaw_of(checkpoint, ckpt_format)
-    if shallow is not None or not (checkpoint / INDEX).is_file():
-        return shallow
+    missing = find_missing_files(checkpoint, ckpt_format)
+    if missing is not None or not (checkpoint / INDEX).is_file():
+        return missing
     try:
         return read_index(checkpoint).missing_part(checkpoint)
     except (OSError, DamagedIndex):
         return f"{INDEX} is damaged"
 
 
-def outline_flaw_of(checkpoint: Path, ckpt_format: str) -> str | None:
-    """As :func:`flaw_of`, without looking at the parts that each rank wrote: few files, whatever the world size."""
+def find_missing_files(checkpoint: Path, ckpt_format: str) -> str | None:
+    """Like :func:`find_damage`, without the parts that each rank wrote: reads few files, whatever the world size."""
     if not checkpoint.is_dir():
         return "there is no such folder"
     legacy = sorted(checkpoint.glob("mp_rank_0*"))
+    for part in legacy:  # one per rank in the format ``torch``: a zip file, whose end is its index
+        file = part / "model_optim_rng.pt"
+        if not zipfile.is_zipfile(file):
+            return f"{part.name}/{file.name} is {'cut' if file.is_file() else 'missing'}"
     if legacy:
-        return next((flaw for part in legacy if (flaw := _legacy_flaw(part)) is not None), None)
+        return None
     if not (checkpoint / _CONFIG).is_file():
         if ckpt_format in _FORMATS_WITHOUT_CONFIG and (checkpoint / INDEX).is_file():
             return None
@@ -91,44 +94,35 @@ def outline_flaw_of(checkpoint: Path, ckpt_format: str) -> str | None:
     try:
         config = json.loads((checkpoint / _CONFIG).read_text())
     except ValueError:
-        return f"{_CONFIG} is damaged"
+        config = None
     if not isinstance(config, dict) or "sharded_backend" not in config:
         return f"{_CONFIG} is damaged"
     return None if (checkpoint / INDEX).is_file() else f"{INDEX} is missing"
 
 
-def _legacy_flaw(part: Path) -> str | None:
-    """Of ``mp_rank_...``, the part of a rank in the format ``torch``: a zip file, whose end is its index."""
-    file = part / "model_optim_rng.pt"
-    shown = f"{part.name}/{file.name}"
-    if not file.is_file():
-        return f"{shown} is missing"
-    return None if zipfile.is_zipfile(file) else f"{shown} is cut"
-
-
 def complete_steps(folder: Path, ckpt_format: str) -> list[int]:
     """Steps of the complete checkpoints in a folder, oldest first."""
-    if not folder.is_dir():
-        return []
     steps = {path: path.name.removeprefix("iter_") for path in folder.glob("iter_*")}
-    return sorted(int(text) for path, text in steps.items() if text.isdigit() and flaw_of(path, ckpt_format) is None)
+    return sorted(
+        int(text) for path, text in steps.items() if text.isdigit() and find_damage(path, ckpt_format) is None
+    )
 
 
 def check_loadable(
     folder: Path,
     ckpt_step: int | None,
     ckpt_format: str,
-    find_flaw: Callable[[Path, str], str | None] = flaw_of,
+    find: Callable[[Path, str], str | None] = find_damage,
 ) -> None:
-    """Refuse to resume from what is not complete, or to start anew beside a checkpoint that nothing names.
+    """Refuse to resume from an incomplete checkpoint, or to start anew in a folder whose checkpoints are untracked.
 
     Args:
-        ckpt_step: the user's ``--ckpt-step``; None for what the tracker names.
-        find_flaw: :func:`flaw_of`, or :func:`outline_flaw_of` where every rank looks.
+        ckpt_step: the user's ``--ckpt-step``; None for the step that the tracker file names.
+        find: :func:`find_damage`, or :func:`find_missing_files` where every rank looks.
 
     Raises:
-        UsageError: says what is the matter, and which checkpoints are complete. Nothing at all in the folder is no
-            error: then a run begins, as in stock.
+        UsageError: names the damage and the checkpoints that are complete. An empty or missing folder is no error:
+            the run starts from the beginning, as in stock.
     """
     step = ckpt_step or tracked_step(folder, ckpt_format)
     if step is None:
@@ -139,17 +133,17 @@ def check_loadable(
             )
         return
     checkpoint = folder / name_of(step)
-    flaw = find_flaw(checkpoint, ckpt_format)
-    if flaw is not None:
+    damage = find(checkpoint, ckpt_format)
+    if damage is not None:
         source = "--ckpt-step" if ckpt_step else TRACKER
         raise UsageError(
-            f"the checkpoint {checkpoint}, named by {source}, can't be loaded: {flaw}. "
+            f"the checkpoint {checkpoint}, named by {source}, can't be loaded: {damage}. "
             f"{_advice(folder, step, ckpt_format)}"
         )
 
 
 def _advice(folder: Path, unfit: int | str | None, ckpt_format: str) -> str:
-    """Which checkpoints can be used instead, and how."""
+    """Names the checkpoints that can be used instead of the ``unfit`` one, and how."""
     steps = [step for step in complete_steps(folder, ckpt_format) if step != unfit]
     if not steps:
         return (
@@ -166,17 +160,17 @@ def _advice(folder: Path, unfit: int | str | None, ckpt_format: str) -> str:
 
 
 def num_bytes_of(checkpoint: Path) -> int:
-    """How much its files take."""
+    """Bytes that the files of a checkpoint take."""
     return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
 
 
 def remove_leftover(folder: Path, step: int | str) -> None:
-    """Remove what a save of the same step left that never ended."""
+    """Remove what an interrupted save of the same step has left behind."""
     shutil.rmtree(folder / f"{INCOMPLETE}{name_of(step)}", ignore_errors=True)
 
 
 def publish(folder: Path, step: int | str) -> None:
-    """Give a checkpoint that is complete its name. One of that name from before, also a complete one, is replaced."""
+    """Give a complete checkpoint its final name. An older checkpoint of that name, also a complete one, is replaced."""
     new, final = folder / f"{INCOMPLETE}{name_of(step)}", folder / name_of(step)
     if not new.is_dir():
         return
@@ -192,7 +186,7 @@ def publish(folder: Path, step: int | str) -> None:
 
 @contextmanager
 def writing_tracker(tracker: Path) -> Iterator[IO[str]]:
-    """A file to write the step of a complete checkpoint to: then that is published, and the tracker changes at once.
+    """Yield a file for the step of a complete checkpoint; then publish that checkpoint and replace the tracker.
 
     If the body fails, or the disk is full, the old tracker stays.
     """

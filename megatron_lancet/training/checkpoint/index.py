@@ -33,15 +33,11 @@ _KNOWN_NAMES = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath"},
 }
-"""All that torch 2.11 to 2.13 write into the list of parts, beside dtypes."""
+"""All names that torch 2.11 to 2.13 write into the list of parts, beside dtypes."""
 
 
-class DamagedIndex(ValueError):  # noqa: N818 - says what is the matter
-    """The file is no list of parts.
-
-    Attributes:
-        foreign_names: as in :class:`Index`, as far as it was read.
-    """
+class DamagedIndex(ValueError):  # noqa: N818 - the name states the fault
+    """The file is no list of parts. ``foreign_names`` are those of :class:`Index`, as far as it was read."""
 
     def __init__(self, reason: str, foreign_names: tuple[str, ...]) -> None:
         super().__init__(reason)
@@ -50,13 +46,12 @@ class DamagedIndex(ValueError):  # noqa: N818 - says what is the matter
 
 @dataclass(frozen=True)
 class Part:
-    """Where one part of the state is.
+    """The place of one part of the state.
 
     Attributes:
-        key: of the state; several parts of one tensor have the same.
-        file: name, in the checkpoint's folder.
-        offset: of the first byte.
-        num_bytes: that it takes.
+        key: name of the state's entry; the parts of one tensor have the same key.
+        file: name in the checkpoint's folder.
+        offset: position of the first byte in the file.
     """
 
     key: str | None
@@ -70,7 +65,7 @@ class Index:
     """The list of parts.
 
     Attributes:
-        keys_of_bytes: of the state's entries that are no tensors.
+        keys_of_bytes: keys of the state's entries that are no tensors.
         foreign_names: functions and classes that torch does not write there, for example ``os.system``.
     """
 
@@ -79,7 +74,7 @@ class Index:
     foreign_names: tuple[str, ...]
 
     def missing_part(self, checkpoint: Path) -> str | None:
-        """Which file of a checkpoint is not there, or shorter than its parts need; None if there is none such."""
+        """Names the first file that is missing, or shorter than its parts need; None if all files are complete."""
         sizes: dict[str, int] = {}
         for part in self.parts:
             sizes[part.file] = max(sizes.get(part.file, 0), part.offset + part.num_bytes)
@@ -93,11 +88,11 @@ class Index:
 
 
 def read_index(checkpoint: Path) -> Index:
-    """The list of a checkpoint's parts.
+    """Read the list of a checkpoint's parts.
 
     Raises:
         OSError: the file can't be read.
-        DamagedIndex: it is no such list.
+        DamagedIndex: the file is no such list.
     """
     with (checkpoint / INDEX).open("rb") as file:
         unpickler = _InertUnpickler(file)
@@ -124,7 +119,7 @@ def _part(key: Any, place: Any) -> Part:
 
 
 class _Inert:
-    """Stands for whatever a pickle names: takes all it is given, and does nothing."""
+    """Replaces every class that a pickle names: accepts any arguments and does nothing."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Loading and saving as a user sees it: what can't work is said in one line that names a checkpoint which does."""
+"""Loading and saving as a user sees it: a failure is reported in one line that names a checkpoint which is complete."""
 
 import argparse
 import errno
@@ -17,10 +17,10 @@ from megatron_lancet.training.checkpoint.files import (
     INCOMPLETE,
     check_loadable,
     complete_steps,
-    flaw_of,
+    find_damage,
+    find_missing_files,
     name_of,
     num_bytes_of,
-    outline_flaw_of,
     remove_leftover,
     tracked_step,
 )
@@ -31,22 +31,22 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_before_start(args: argparse.Namespace) -> None:
-    """Refuse ``--load`` where the checkpoint that it means is not complete in outline. Reads a handful of files.
+    """Refuse ``--load`` where files of the named checkpoint are missing. Reads a handful of files.
 
     Raises:
-        UsageError: see :func:`~megatron_lancet.training.checkpoint.files.check_loadable`; or nothing is there, under
-            ``--exit-on-missing-checkpoint``.
+        UsageError: see :func:`~megatron_lancet.training.checkpoint.files.check_loadable`; also if there is no
+            checkpoint under ``--exit-on-missing-checkpoint``.
     """
     folder = _load_folder(args)
     if folder is None:
         return
-    check_loadable(folder, args.ckpt_step, args.ckpt_format, outline_flaw_of)
+    check_loadable(folder, args.ckpt_step, args.ckpt_format, find_missing_files)
     if args.exit_on_missing_checkpoint and not (args.ckpt_step or tracked_step(folder, args.ckpt_format)):
         raise UsageError(f"--exit-on-missing-checkpoint: there is no checkpoint in {folder}.")
 
 
 def _load_folder(args: argparse.Namespace) -> Path | None:
-    """Where Megatron will load from; None where it will not, or from what is no plain folder."""
+    """The folder that Megatron will load from; None if it loads nothing, or not from a plain folder."""
     if args.non_persistent_ckpt_type is not None:
         return None  # Megatron takes the newer one of two kinds
     folders = [Path(folder) for folder in (args.load, args.pretrained_checkpoint) if folder and "://" not in folder]
@@ -56,7 +56,7 @@ def _load_folder(args: argparse.Namespace) -> Path | None:
 
 
 class Checkpoints:
-    """Stands beside Megatron's own loading and saving."""
+    """Checks and reports around Megatron's own loading and saving."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -71,12 +71,12 @@ class Checkpoints:
         """Load, on all ranks.
 
         Raises:
-            UsageError: the checkpoint is not complete; found out on rank 0, the same on all ranks.
+            UsageError: the checkpoint is not complete. Rank 0 checks it, and all ranks raise the same.
             CheckpointError: its content can't be loaded.
         """
-        flaw = from_rank_0(self._why_not_loadable)
-        if flaw is not None:
-            raise UsageError(flaw)
+        refusal = from_rank_0(self._why_not_loadable)
+        if refusal is not None:
+            raise UsageError(refusal)
         try:
             return load()
         except SystemExit as request:
@@ -98,70 +98,65 @@ class Checkpoints:
         if folder is None:
             return None
         try:
-            check_loadable(folder, self._args.ckpt_step, self._format, flaw_of)
+            check_loadable(folder, self._args.ckpt_step, self._format, find_damage)
         except (UsageError, OSError) as error:
             return str(error)
         return None
 
     def _others(self, folder: Path | None) -> str:
-        if folder is None:
-            return "Nothing was changed."
-        unfit = self._args.ckpt_step or tracked_step(folder, self._format)
-        steps = [step for step in complete_steps(folder, self._format) if step != unfit]
-        if not steps:
-            return "Nothing was changed."
-        return f"Nothing was changed. Another one there is of step {steps[-1]}: --ckpt-step {steps[-1]} loads it."
+        unfit = folder and (self._args.ckpt_step or tracked_step(folder, self._format))
+        steps = [step for step in complete_steps(folder, self._format) if step != unfit] if folder else []
+        another = f" Another one there is of step {steps[-1]}: --ckpt-step {steps[-1]} loads it." if steps else ""
+        return f"Nothing was changed.{another}"
 
     def _save(self, step: int, save: Callable[[], Any]) -> Any:
         """Save, on all ranks.
 
         Raises:
-            CheckpointError: it could not be saved; the checkpoint before is still the latest, and complete.
+            CheckpointError: it could not be saved; the checkpoint before it is still the latest, and complete.
         """
         if "://" in self._args.save:
             return save()
         folder = Path(self._args.save)
-        lack = from_rank_0(lambda: self._prepare(folder, step))
-        if lack is not None:
-            raise CheckpointError(f"the checkpoint of step {step} was not saved: {lack} {self._what_is_left(folder)}")
+        refusal = from_rank_0(lambda: self._prepare(folder, step))
+        if refusal is not None:
+            raise CheckpointError(f"the checkpoint of step {step} was not saved: {refusal} {self._latest(folder)}")
         self._write_error = None
+        failed_rank = ""
         try:
             return save()
         except CheckpointException as error:  # on all ranks, because some could not write
-            first = self._first_write_error()
-            if first is not None:
-                who, failure = f"rank {first[0]}: ", first[1]
-            else:
-                who, failure = "", _first_cause(error)
+            failed_rank, failure = self._first_write_error() or ("", _first_cause(error))
         except Exception as error:
-            who, failure = "", _first_cause(error)
+            failure = _first_cause(error)
             if not isinstance(failure, OSError) and not _is_lost_peer(failure):
                 raise
         raise CheckpointError(
-            f"the checkpoint of step {step} could not be saved in {folder}: {who}{_reason(failure)}. "
-            f"{_room(folder, failure)}{self._what_is_left(folder)}"
+            f"the checkpoint of step {step} could not be saved in {folder}: {failed_rank}{_reason(failure)}. "
+            f"{_room(folder, failure)}{self._latest(folder)}"
         ) from failure
 
     def _failed_to_write(self, error: Exception) -> None:
         self._write_error = error
 
-    def _first_write_error(self) -> tuple[int, BaseException] | None:
-        """The first rank that could not write, and why; None if no rank knows. Collective over all ranks."""
+    def _first_write_error(self) -> tuple[str, BaseException] | None:
+        """The first rank that could not write, and its error; None if no rank has one. Collective over all ranks."""
         errors: list[tuple[int | None, str] | None] = [None] * dist.get_world_size()
         own = self._write_error
         number = own.errno if isinstance(own, OSError) else None
         dist.all_gather_object(errors, None if own is None else (number, _reason(own)))
         for rank, error in enumerate(errors):
             if error is not None:
-                return rank, OSError(*error) if error[0] is not None else RuntimeError(error[1])
+                return f"rank {rank}: ", OSError(*error) if error[0] is not None else RuntimeError(error[1])
         return None
 
     def _prepare(self, folder: Path, step: int) -> str | None:
-        """Make room for a checkpoint; says what is the matter if there is none."""
+        """Make room for a checkpoint; returns what is missing, None if there is room."""
         try:
             remove_leftover(folder, step)
-            needed_bytes = self._num_bytes_of_last(folder)
-            if needed_bytes is None or (free_bytes := shutil.disk_usage(folder).free) >= needed_bytes:
+            steps = [int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*") if path.name[5:].isdigit()]
+            needed_bytes = num_bytes_of(folder / name_of(max(steps))) if steps else 0
+            if not steps or (free_bytes := shutil.disk_usage(folder).free) >= needed_bytes:
                 return None
         except OSError as error:
             return f"{error}."
@@ -170,12 +165,8 @@ class Checkpoints:
             "free some space."
         )
 
-    def _num_bytes_of_last(self, folder: Path) -> int | None:
-        steps = [int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*") if path.name[5:].isdigit()]
-        return num_bytes_of(folder / name_of(max(steps))) if steps else None
-
-    def _what_is_left(self, folder: Path) -> str:
-        """Where to go on."""
+    def _latest(self, folder: Path) -> str:
+        """Tells the user which checkpoint to resume from."""
         try:
             step = tracked_step(folder, self._format)
         except UsageError:
@@ -186,7 +177,7 @@ class Checkpoints:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong first, in a few words."""
+    """The first cause of an error, in a few words."""
     cause = _first_cause(error)
     if _is_lost_peer(cause):
         return "another rank is gone"
@@ -197,12 +188,12 @@ def _reason(error: BaseException) -> str:
 
 
 def _is_lost_peer(cause: BaseException) -> bool:
-    """Whether gloo or NCCL report that another rank closed its connection."""
+    """Returns whether gloo or NCCL report that another rank closed its connection."""
     return isinstance(cause, RuntimeError) and any(words in str(cause) for words in _LOST_PEER)
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Through torch's exceptions of several ranks, and what was raised while another one was handled."""
+    """Follows torch's exceptions of several ranks, causes and contexts to the error that was raised first."""
     failures = getattr(error, "failures", None)
     if failures:
         return _first_cause(next(iter(failures.values()))[0])
@@ -211,7 +202,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _room(folder: Path, error: BaseException) -> str:
-    """What to do about a full disk; nothing where it was something else."""
+    """Advice for a full disk; empty for other errors."""
     cause = _first_cause(error)
     if not isinstance(cause, OSError) or cause.errno not in _DISK_FULL:
         return ""

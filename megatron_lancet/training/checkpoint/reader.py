@@ -1,8 +1,8 @@
-"""A distributed checkpoint's description, read without running anything that stands in it.
+"""A distributed checkpoint's description, read without running any code that the checkpoint contains.
 
 Torch loads the list of a checkpoint's parts, and parts that are no tensors, as pickles without limits. A pickle can
-name any function of any module. Here only the names that torch itself writes are let through (``index.py``), and parts
-are read by torch's restricted reader. What has passed may go to Megatron's loader.
+name any function of any module. Here only the names that torch itself writes are accepted (``index.py``), and parts
+are read by torch's restricted reader. A checkpoint that passes is safe for Megatron's loader.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from megatron_lancet.training.checkpoint.index import INDEX, DamagedIndex, Index
 
 _ANOTHER = "Pass another checkpoint with --load or --step."
 _COMMON = "common_state/shard_0_1"
-"""What is no tensor and the same on all ranks: the arguments of the run, the iteration."""
+"""The part that is no tensor and the same on all ranks: the arguments of the run, the iteration."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class StoredRun:
     """A checkpoint, before its weights are loaded.
 
     Attributes:
-        folder: of its files.
-        iteration: training steps behind it.
-        arguments: of the run that wrote it.
+        folder: the folder with its files.
+        iteration: number of training steps done when it was saved.
+        arguments: Megatron's arguments of the run that wrote it.
         content: Megatron's description of how the state is laid out, for its loader.
     """
 
@@ -42,14 +42,14 @@ class StoredRun:
 
 
 def find_checkpoint(load: Path, step: int | None = None) -> Path:
-    """Folder of a checkpoint below ``--load``.
+    """Find the folder of a checkpoint below ``--load``.
 
     Args:
-        load: where training saved; or the folder of one checkpoint (``iter_0000500``).
-        step: of the checkpoint; None takes the latest.
+        load: folder that training saved to, or the folder of one checkpoint (``iter_0000500``).
+        step: step of the checkpoint; None takes the latest.
 
     Raises:
-        UsageError: there is none, or of another format.
+        UsageError: there is no such checkpoint, or it has another format.
     """
     if not load.is_dir():
         raise UsageError(f"--load: there is no folder {load}. Pass what training was given as --save.")
@@ -64,14 +64,13 @@ def find_checkpoint(load: Path, step: int | None = None) -> Path:
         raise UsageError(f"--load: there is no checkpoint {folder}; in {load} there are: {there}.")
     if not (folder / INDEX).is_file():
         raise UsageError(
-            f"{folder} is no complete distributed checkpoint: {INDEX} is missing. Checkpoints are read that were "
-            "saved with --ckpt-format torch_dist, Megatron's default."
+            f"{folder} is no complete distributed checkpoint: {INDEX} is missing. Pass a checkpoint that was saved "
+            "with --ckpt-format torch_dist, Megatron's default."
         )
     return folder
 
 
 def _tracked(load: Path) -> int | str:
-    """What the tracker file names."""
     try:
         step = read_tracker(load)
     except ValueError as error:
@@ -82,10 +81,10 @@ def _tracked(load: Path) -> int | str:
 
 
 def read_run(folder: Path) -> StoredRun:
-    """Read what a checkpoint says of itself, and check that all of it is there and harmless.
+    """Read a checkpoint's description of itself, and check that its files are complete and harmless.
 
     Raises:
-        UsageError: it is damaged, incomplete, or names code.
+        UsageError: the checkpoint is damaged, incomplete, or names code.
     """
     index = _checked_index(folder)
     common = None
@@ -131,7 +130,6 @@ def _check_names(path: Path, foreign_names: Sequence[str]) -> None:
 
 
 def _read_bytes(folder: Path, places: dict[str | None, Part], key: str) -> Any:
-    """A part that is no tensor."""
     if key not in places:
         raise UsageError(f"{folder / INDEX} is damaged: it has no place for {key!r}. {_ANOTHER}")
     part = places[key]
@@ -141,7 +139,7 @@ def _read_bytes(folder: Path, places: dict[str | None, Part], key: str) -> Any:
 
 
 def _restricted_load(data: bytes, path: Path) -> Any:
-    """Torch's restricted reader, with the classes that Megatron declares harmless."""
+    """Unpickles with torch's restricted reader, which also accepts the classes that Megatron declares harmless."""
     from megatron.core.safe_globals import SAFE_GLOBALS
 
     try:

@@ -47,11 +47,13 @@ def watched_checkpoints(
     save: Callable[[int, Callable[[], Any]], Any],
     failed_to_write: Callable[[Exception], None],
 ) -> Iterator[None]:
-    """Calls ``load`` and ``save`` where Megatron loads and saves a checkpoint; they call what they are given.
+    """Calls ``load`` and ``save`` where Megatron loads and saves a checkpoint.
 
     Args:
-        save: gets the step, too.
-        failed_to_write: gets the error with which this rank failed to write its part; Megatron keeps only its class.
+        load: receives Megatron's function, without parameters, and calls it.
+        save: receives the step as well.
+        failed_to_write: receives the error with which this rank failed to write its part; Megatron keeps only its
+            class.
     """
 
     def load_checkpoint(stock: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,14 +73,14 @@ def watched_checkpoints(
         around(FileSystemWriterAsync, "write_preloaded_data", write_preloaded_data),
         around(training, "load_checkpoint", load_checkpoint),
         around(training, "save_checkpoint", save_checkpoint),
-        around(checkpointing.wandb_utils, "on_save_checkpoint_success", _tell_final_name),
+        around(checkpointing.wandb_utils, "on_save_checkpoint_success", _pass_final_name),
         around(checkpointing.maybe_msc, "open", _open_tracker_atomically),
     ):
         yield
 
 
 def _written_under_another_name(step: int) -> AbstractContextManager[None]:
-    """Inside the context a checkpoint of ``step`` goes into a folder whose name says that it is incomplete."""
+    """Inside the context a checkpoint of ``step`` is written into a folder named ``incomplete_...``."""
 
     def get_checkpoint_name(stock: Any, checkpoints_path: str, iteration: int, *args: Any, **kwargs: Any) -> str:
         name: str = stock(checkpoints_path, iteration, *args, **kwargs)
@@ -90,14 +92,14 @@ def _written_under_another_name(step: int) -> AbstractContextManager[None]:
     return around(checkpointing, "get_checkpoint_name", get_checkpoint_name)
 
 
-def _tell_final_name(stock: Any, checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
-    """Weights & Biases keeps the path of a checkpoint."""
+def _pass_final_name(stock: Any, checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
+    """Passes the final path to Weights & Biases, which records it."""
     path = Path(checkpoint_path)
     return stock(str(path.with_name(path.name.removeprefix(INCOMPLETE))), *args, **kwargs)
 
 
 def _open_tracker_atomically(stock: Any, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-    """When Megatron writes the tracker file, the checkpoint gets its name, and the file changes at once."""
+    """When Megatron writes the tracker file, renames the checkpoint to its final name and replaces the file at once."""
     if mode == "w" and Path(file).name == TRACKER and "://" not in str(file):
         return writing_tracker(Path(file))
     return stock(file, mode, *args, **kwargs)
@@ -108,15 +110,15 @@ def asked_to_stop(handler: Any, begin: Callable[[], None]) -> Iterator[None]:
     """Makes Megatron ask ``handler`` after each step whether to save and exit, instead of its own signal handler.
 
     Args:
-        handler: its ``signals_received()`` is called on all ranks, and returns whether the ranks were asked.
-        begin: called when the loop begins.
+        handler: object whose ``signals_received()`` is called on all ranks and tells which ranks were asked to stop.
+        begin: called when the training loop begins.
     """
     with around(training, "get_signal_handler", lambda stock: handler), training_loop_hooks(before=begin):
         yield
 
 
 def queue_lives_with_the_rank() -> AbstractContextManager[None]:
-    """Makes the process that Megatron keeps for a queue while it saves end with its rank, and not before."""
+    """Makes the process that serves Megatron's queue during a save end with its rank, and not before."""
 
     def get_write_results_queue(stock: Any, mp_mode: str = "spawn") -> Any:
         if filesystem_async._results_queue is None:

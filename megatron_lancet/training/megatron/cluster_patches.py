@@ -1,4 +1,4 @@
-"""Megatron's validation in a dry run: which GPU and which packages it finds on the cluster that the run is for."""
+"""Megatron's validation in a dry run: shows it the GPU and the packages of the cluster that the run is for."""
 
 import sys
 from collections.abc import Iterator

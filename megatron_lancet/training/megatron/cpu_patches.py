@@ -1,4 +1,4 @@
-"""Megatron on a CPU: what the stand-ins for ``torch.cuda`` in ``platform/cpu.py`` do not reach."""
+"""Megatron on a CPU: changes that the stand-ins for ``torch.cuda`` in ``platform/cpu.py`` do not cover."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ def megatron_on_cpu() -> Iterator[None]:
     """Inside the context Megatron uses torch's random state, and gathers of uneven parts work over gloo.
 
     Raises:
-        AttributeError: Megatron lost a name that is replaced here.
+        AttributeError: Megatron lacks a name that is replaced here.
     """
     with (
         replaced(tensor_parallel_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),

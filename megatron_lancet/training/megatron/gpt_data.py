@@ -65,8 +65,8 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
     """Build the train, validation and test datasets that the arguments name.
 
     Args:
-        num_samples: samples asked of the train, validation and test split.
-        vp_stage: virtual pipeline stage that the datasets are for.
+        num_samples: samples to take from the train, validation and test split.
+        vp_stage: virtual pipeline stage that reads the datasets.
     """
     args = get_args()
 
@@ -83,12 +83,13 @@ build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Tensor | None]:
-    """Fetch this rank's share of the next micro-batch: tensors [B, S], None for what its stage does not read."""
+    """Fetch this rank's share of the next micro-batch: tensors [B, S], None for those that its stage does not read."""
     args = get_args()
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(_BATCH_KEYS)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    num_samples = args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size
     batch: dict[str, Any] = {}
     if tp_rank == 0:
         sample = next(data_iterator)
@@ -103,7 +104,7 @@ def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Ten
         broadcast_group=parallel_state.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,
         tp_rank=tp_rank,
-        micro_batch_size=batch["tokens"].shape[0] if tp_rank == 0 else _micro_batch_size(args),
+        micro_batch_size=batch["tokens"].shape[0] if tp_rank == 0 else num_samples,
         seq_length=args.seq_length,
         mtp_on_this_rank=args.mtp_num_layers is not None and last_stage,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -113,14 +114,10 @@ def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Ten
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
 
 
-def _micro_batch_size(args: argparse.Namespace) -> int:
-    return args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size
-
-
 def _loss(
     loss_mask: torch.Tensor, token_losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the masked token losses, number of tokens, and both as Megatron's log wants them.
+    """Sum of the masked token losses, number of tokens, and both in the form that Megatron logs.
 
     Args:
         loss_mask: [B, S], 1 where a token counts.
@@ -130,39 +127,23 @@ def _loss(
     mask = loss_mask.view(-1).float()
     loss = torch.sum(token_losses.view(-1).float() * mask)
     rerun = get_rerun_state_machine()
+    validate = partial(rerun.validate_result, result=loss, tolerance=0.0)
     if args.check_for_nan_in_loss_and_grad:
         for found, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-            rerun.validate_result(
-                result=loss,
-                rejection_func=found,
-                message=f"found {name} in local forward loss calculation",
-                tolerance=0.0,
-                fatal=True,
-            )
+            validate(rejection_func=found, message=f"found {name} in local forward loss calculation", fatal=True)
     if args.check_for_spiky_loss:
-        rerun.validate_result(
-            result=loss,
-            rejection_func=partial(rerun.is_unexpectedly_large, threshold=_SPIKY_LOSS_FACTOR, context="loss"),
-            message="Spiky loss",
-            tolerance=0.0,
-            fatal=False,
-        )
+        is_spiky = partial(rerun.is_unexpectedly_large, threshold=_SPIKY_LOSS_FACTOR, context="loss")
+        validate(rejection_func=is_spiky, message="Spiky loss", fatal=False)
     num_tokens = mask.sum().to(torch.int)
     reported = torch.cat([loss.detach().view(1), num_tokens.view(1).to(loss.dtype)])
     return loss, num_tokens, {"lm loss": reported}
 
 
 def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """One micro-batch through this stage: its output and the function that makes a loss of it."""
+    """Run one micro-batch through this stage; returns its output and the function that computes the loss from it."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = _next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
-    output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-    )
-    return output, partial(_loss, cast(torch.Tensor, batch["loss_mask"]))
+    inputs, loss_mask = (batch["tokens"], batch["position_ids"], batch["attention_mask"]), batch["loss_mask"]
+    return model(*inputs, labels=batch["labels"], loss_mask=loss_mask), partial(_loss, cast(torch.Tensor, loss_mask))

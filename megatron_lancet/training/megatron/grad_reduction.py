@@ -7,8 +7,8 @@ the handle that DDP waits for.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,13 +18,32 @@ from megatron.core.distributed import param_and_grad_buffer as ddp_buffers
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.patching import around, replaced
-from megatron_lancet.runtime.comm_scheduler import CommScheduler, MicroOp, PendingReduction
+from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReduction
 from megatron_lancet.schedule.reductions import MicroOps
 
 _BUCKET_GROUP = ddp_buffers._ParamAndGradBucketGroup
 
 
-class _AllReduce:
+class _Collective:
+    """A collective on a part of a bucket; its work, and what it sends until it is done."""
+
+    num_bytes: int
+    _work: dist.Work | None = None
+    _sent: torch.Tensor | None = None
+
+    def wait(self) -> None:
+        assert self._work is not None, "a gradient micro-op was waited for before it was launched"
+        self._work.wait()
+        self._sent = None
+
+    def release_if_done(self) -> bool:
+        if self._work is not None and not self._work.is_completed():
+            return False
+        self._sent = None
+        return True
+
+
+class _AllReduce(_Collective):
     """Sums a slice of a bucket over all ranks of a group."""
 
     def __init__(self, gradients: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
@@ -36,20 +55,12 @@ class _AllReduce:
         self._gradients = gradients
         self._op = op
         self._group = group
-        self._work: dist.Work | None = None
 
     def launch(self) -> None:
         self._work = dist.all_reduce(self._gradients, op=self._op, group=self._group, async_op=True)
 
-    def wait(self) -> None:
-        assert self._work is not None, "a gradient micro-op was waited for before it was launched"
-        self._work.wait()
 
-    def release_if_done(self) -> bool:
-        return self._work is None or self._work.is_completed()
-
-
-class _ReduceScatter:
+class _ReduceScatter(_Collective):
     """Sums the same part of every rank's shard of a bucket; each rank gets its own."""
 
     def __init__(
@@ -72,37 +83,10 @@ class _ReduceScatter:
         self._sent = whole
         self._op = op
         self._group = group
-        self._work: dist.Work | None = None
 
     def launch(self) -> None:
-        sent = self._sent if self._sent is not None else torch.cat(self._parts)
-        self._sent = sent
-        self._work = dist.reduce_scatter_tensor(self._own, sent, op=self._op, group=self._group, async_op=True)
-
-    def wait(self) -> None:
-        assert self._work is not None, "a gradient micro-op was waited for before it was launched"
-        self._work.wait()
-        self._sent = None
-
-    def release_if_done(self) -> bool:
-        if self._work is not None and not self._work.is_completed():
-            return False
-        self._sent = None
-        return True
-
-
-def _all_reduces(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, cut: MicroOps) -> Iterator[MicroOp]:
-    for start, end in cut.cut(tensor.numel(), tensor.element_size()):
-        yield _AllReduce(tensor[start:end], op, group)
-
-
-def _reduce_scatters(
-    own: torch.Tensor, bucket: torch.Tensor, op: Any, group: dist.ProcessGroup, cut: MicroOps
-) -> Iterator[MicroOp]:
-    shards = bucket.chunk(group.size())
-    for start, end in cut.cut(bucket.numel(), bucket.element_size(), group.size()):
-        whole = bucket if end - start == own.numel() else None
-        yield _ReduceScatter(own[start:end], [shard[start:end] for shard in shards], whole, op, group)
+        self._sent = self._sent if self._sent is not None else torch.cat(self._parts)
+        self._work = dist.reduce_scatter_tensor(self._own, self._sent, op=self._op, group=self._group, async_op=True)
 
 
 @contextmanager
@@ -115,12 +99,17 @@ def _recorded(
     cut = scheduler.micro_ops
 
     def all_reduce(tensor: torch.Tensor, *, op: Any, group: dist.ProcessGroup, async_op: bool) -> None:
-        reduction.micro_ops += _all_reduces(tensor, op, group, cut)
+        for start, end in cut.cut(tensor.numel(), tensor.element_size()):
+            reduction.micro_ops.append(_AllReduce(tensor[start:end], op, group))
 
     def reduce_scatter(
-        output: torch.Tensor, input: torch.Tensor, *, op: Any, group: dist.ProcessGroup, async_op: bool
+        own: torch.Tensor, bucket: torch.Tensor, *, op: Any, group: dist.ProcessGroup, async_op: bool
     ) -> None:
-        reduction.micro_ops += _reduce_scatters(output, input, op, group, cut)
+        shards = bucket.chunk(group.size())
+        for start, end in cut.cut(bucket.numel(), bucket.element_size(), group.size()):
+            whole = bucket if end - start == own.numel() else None
+            parts = [shard[start:end] for shard in shards]
+            reduction.micro_ops.append(_ReduceScatter(own[start:end], parts, whole, op, group))
 
     with (
         replaced(dist, "all_reduce", all_reduce),
@@ -139,7 +128,7 @@ def _collective_group(bucket_group: Any) -> dist.ProcessGroup:
 
 
 def _check_chunk(ddp: DistributedDataParallel, cut: MicroOps) -> None:
-    """Raises UsageError if micro-ops are smaller than the smallest parameter in any bucket that they cut."""
+    """Raises a UsageError if a micro-op is smaller than the smallest parameter in the buckets that are cut."""
     smallest_bytes = min(
         (
             parameter.numel() * bucket.grad_data.element_size()
@@ -170,11 +159,10 @@ def reductions_in_micro_ops(scheduler: CommScheduler) -> Iterator[None]:
         _check_chunk(self, scheduler.micro_ops)
 
     def start_grad_sync(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        with ExitStack() as stack:
-            if _collective_group(self).size() > 1:  # a rank alone needs no wire
-                manager: Callable[..., AbstractContextManager[PendingReduction]]
-                manager = functools.partial(_recorded, scheduler)
-                stack.enter_context(replaced(ddp_buffers, "_coalescing_manager", manager))
+        manager = ddp_buffers._coalescing_manager
+        if _collective_group(self).size() > 1:  # a single rank sends nothing
+            manager = functools.partial(_recorded, scheduler)
+        with replaced(ddp_buffers, "_coalescing_manager", manager):
             stock(self, *args, **kwargs)
 
     with around(DistributedDataParallel, "__init__", init), around(_BUCKET_GROUP, "start_grad_sync", start_grad_sync):

@@ -19,13 +19,13 @@ from megatron_lancet.patching import around
 def megatron_in_mocked_world(
     add_backend: Callable[[argparse.ArgumentParser], argparse.ArgumentParser],
 ) -> Iterator[None]:
-    """Lets the one rank that there is do what Megatron does on the last one.
+    """Makes the only rank that exists do what Megatron does on the last one.
 
     Args:
-        add_backend: makes a parser of Megatron's know the mock: its fault tolerance parses the command line again.
+        add_backend: adds the mock to Megatron's parser: its fault tolerance parses the command line again.
     """
     with (
-        around(common_utils, "is_last_rank", lambda stock: True),  # which logs
+        around(common_utils, "is_last_rank", lambda stock: True),  # the last rank logs
         around(training, "is_last_rank", lambda stock: True),
         around(arguments, "add_megatron_arguments", lambda stock, parser: add_backend(stock(parser))),
         loopback_counts(),
@@ -36,8 +36,8 @@ def megatron_in_mocked_world(
 def loopback_counts() -> AbstractContextManager[None]:
     """Gives stock's all-to-all dispatcher the token counts of a loopback; the exchange takes as long as before.
 
-    Stock learns them by an all-gather, in the mock N copies of this rank's counts: every rank would send to this
-    rank's experts what this rank sends to them. But in a loopback rank j sends here what was sent to rank j.
+    Stock exchanges counts by an all-gather, which returns N copies of this rank's counts in the mock: every rank would
+    send to this rank's experts what this rank sends to them. But in a loopback rank j sends here what was sent to it.
     """
 
     def gather(

@@ -7,13 +7,13 @@ _NORMS = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
 
 
 def sequence_parallel_norm(config: TransformerConfig, hidden_size: int, eps: float) -> torch.nn.Module:
-    """A torch norm over the last dimension whose gradients Megatron sums over the tensor-parallel ranks.
+    """Build a torch norm over the last dimension whose gradients Megatron sums over the tensor-parallel ranks.
 
     Each rank norms its own part of the sequence with the same weights. The ``sequence_parallel`` attribute tells
     Megatron's ``finalize_model_grads`` that the ranks' gradients are partial sums.
 
     Raises:
-        ValueError: a norm or an option that torch's norms don't have.
+        ValueError: torch has no such norm, or lacks one of its options.
     """
     norm = _NORMS.get(config.normalization)
     if norm is None or config.layernorm_zero_centered_gamma:

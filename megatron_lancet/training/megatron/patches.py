@@ -1,9 +1,9 @@
-"""Changes to Megatron that every run needs, and what runs around its training steps and its training loop.
+"""Changes to Megatron that every run needs, and hooks around its training steps and its training loop.
 
 Each change is a context: it holds while training runs and is undone afterwards. This folder is the only place that
-changes Megatron: ``checkpoint_patches.py`` has what concerns loading, saving and stopping, ``grad_reduction.py``
-DDP's gradient reductions, ``cpu_patches.py`` and ``mock_patches.py`` the machine, ``cluster_patches.py`` dry runs.
-What is used without a change is in ``seams.py``.
+changes Megatron: ``checkpoint_patches.py`` changes loading, saving and stopping, ``grad_reduction.py`` DDP's gradient
+reductions, ``cpu_patches.py`` and ``mock_patches.py`` the machine, ``cluster_patches.py`` dry runs. ``seams.py`` lists
+what is used without a change.
 """
 
 import functools
@@ -26,7 +26,7 @@ from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.training.megatron.norm import sequence_parallel_norm
 
 type StepHook = Callable[[Callable[[], Any]], Any]
-"""Gets a training step, runs it once and returns its result; does its own work before and after."""
+"""Receives a training step, runs it once and returns its result; does its own work before and after."""
 
 
 def sequence_parallel_with_torch_norm() -> AbstractContextManager[None]:
@@ -77,7 +77,7 @@ def resumable_distributed_optimizer() -> Iterator[None]:
 
 
 def _make_adam_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the state that torch's Adam would make in its first step, unless there is any."""
+    """Give every parameter the state that torch's Adam would create in its first step, unless some state exists."""
     if optimizer.state or not isinstance(optimizer, torch.optim.Adam):
         return
     for group in optimizer.param_groups:
@@ -129,31 +129,29 @@ def train_step_hooks(hooks: Sequence[StepHook]) -> AbstractContextManager[None]:
 
 
 def training_loop_hooks(
-    *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
+    *, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None
 ) -> AbstractContextManager[None]:
     """Calls ``before`` when Megatron's training loop begins and ``after`` when it has ended.
 
-    ``after`` is called also where an exit condition ends the process there, and not after a failure.
+    ``after`` is called also when an exit condition of Megatron ends the process, but not after a failure.
     """
 
     def train(stock: Any, *args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before()
+        before()
         try:
             result = stock(*args, **kwargs)
         except SystemExit as request:
-            if request.code is not None and after is not None:  # the end of the loop gives a status
+            if request.code is not None:  # Megatron's exit conditions end the process with a status
                 after()
             raise
-        if after is not None:
-            after()
+        after()
         return result
 
     return around(training, "train", train)
 
 
 def late_weight_grads() -> AbstractContextManager[None]:
-    """Lets DDP expect weight gradients that come after autograd is done, in runs whose DDP settings we don't make."""
+    """Makes DDP expect weight gradients after autograd is done, in runs whose DDP settings are made by Megatron."""
     signature = inspect.signature(DistributedDataParallel.__init__)
 
     def init(stock: Any, *args: Any, **kwargs: Any) -> None:

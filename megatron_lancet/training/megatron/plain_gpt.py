@@ -14,12 +14,12 @@ from megatron_lancet.errors import UsageError
 
 
 def default_arguments() -> dict[str, Any]:
-    """Megatron's arguments, all at their defaults."""
+    """Megatron's arguments at their default values."""
     return vars(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([]))
 
 
 def build_plain_gpt(args: argparse.Namespace) -> torch.nn.Module:
-    """Megatron's GPT for a set of arguments, without DDP. The process groups must exist.
+    """Build Megatron's GPT for a set of arguments, without DDP. The process groups must exist.
 
     Raises:
         UsageError: Megatron refuses the arguments.

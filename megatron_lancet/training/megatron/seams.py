@@ -1,7 +1,7 @@
-"""What this project uses of Megatron's internals: every function and parameter, checked before training starts.
+"""Megatron's internals that this project uses: every function and parameter, checked before training starts.
 
 Another version of Megatron then fails with one sentence that names what it lacks, and not in the middle of a step.
-What the project changes of Megatron is in the other files of this folder.
+The changes to Megatron are in the other files of this folder.
 """
 
 import inspect
@@ -36,7 +36,7 @@ from megatron.training.utils import common_utils
 from megatron_lancet.errors import UsageError
 
 type Seam = tuple[Any, str, tuple[str, ...]]
-"""A module or class, the name of a function in it, and those of its parameters that are used."""
+"""A module or class, the name of a function in it, and the names of the parameters that are used."""
 
 _MODEL: tuple[Seam, ...] = (
     (GPTModel, "forward", ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask")),
@@ -109,10 +109,10 @@ _CHECKPOINTS: tuple[Seam, ...] = (
 )
 
 SEAMS: tuple[Seam, ...] = (*_MODEL, *_TRAINING, *_ON_CPU, *_CHECKPOINTS)
-"""All functions that this project calls, overrides or changes, with the parameters that it counts on."""
+"""All functions that this project calls, overrides or changes, with the parameters that it relies on."""
 
 _DDP_PROTOCOLS = ("skip_backward_post_hook", "register_wgrad_accumulation_and_reduce_hooks")
-"""Attributes of weights by which DDP lets their gradients come later."""
+"""Attributes of weights that tell DDP to accept their gradients later."""
 
 _START_GRAD_SYNC = (
     "_coalescing_manager(communication_group, async_ops=async_op) as cm",
@@ -126,7 +126,7 @@ _TWO_SLICES_PER_RANK = (
     (utils, "_get_batch_on_this_cp_rank_per_sequence_balancing"),
     (rope_utils, "get_pos_emb_on_this_cp_rank"),
 )
-"""Where Megatron cuts sequences for context parallelism as ``model/attention.py`` expects."""
+"""Functions that cut sequences for context parallelism in the way that ``model/attention.py`` expects."""
 
 
 def check_seams() -> None:
@@ -169,6 +169,6 @@ def refuse_missing(missing: Sequence[str]) -> None:
     """
     if missing:
         raise UsageError(
-            "this megatron-core differs from the versions that we know: it lacks " + ", ".join(missing) + ". "
+            "this megatron-core differs from the supported versions: it lacks " + ", ".join(missing) + ". "
             "Install megatron-core 0.19.2."
         )

@@ -1,4 +1,4 @@
-"""Versions this project was made for, checked before anything of theirs is imported."""
+"""Supported versions of torch and Megatron, checked before either is imported."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -12,7 +12,7 @@ REQUIRED = {"megatron-core": SpecifierSet(">=0.19,<0.20"), "torch": SpecifierSet
 def check_versions() -> None:
     """
     Raises:
-        UsageError: a package is missing, or its version is one whose internals we don't know.
+        UsageError: a package is missing, or its version is not supported.
     """
     for package, supported in REQUIRED.items():
         try:
@@ -24,6 +24,6 @@ def check_versions() -> None:
         # Local builds such as 2.11.0+cu128 and pre-releases of a supported version count as that version.
         if not supported.contains(installed, prereleases=True):
             raise UsageError(
-                f"expected {package}{supported}, found {package} {installed}. Its internals are used here and "
-                f"may differ. Run: pip install '{package}{supported}'"
+                f"expected {package}{supported}, found {package} {installed}, whose internals may differ. "
+                f"Run: pip install '{package}{supported}'"
             )

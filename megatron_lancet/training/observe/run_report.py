@@ -1,8 +1,8 @@
 """The report at the end of a run, and the files of ``--lancet-report``."""
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -39,10 +39,10 @@ def report_overlap(
     """Report a run that overlaps. Collective over all ranks; rank 0 prints and writes.
 
     Args:
-        folder: of the files; None for no files.
-        traced: has the traced steps; None if no step was traced.
-        tuner: has found the plan; None if the plan was given.
-        maker: has the profile with which the plan was made; None if the plan was given.
+        folder: folder for the files; None writes no files.
+        traced: the traced steps; None if no step was traced.
+        tuner: the tuner that has found the plan; None if the plan was given.
+        maker: holds the profile with which the plan was made; None if the plan was given.
     """
     profile = maker.profile if maker is not None else None
     timelines = traced.gather(str(setup.plan)) if traced is not None else None
@@ -50,21 +50,20 @@ def report_overlap(
     if timelines is not None:
         timelines = _with_prediction(timelines, setup.plan, profile)
         table = exposed_table(timelines.measured, timelines.predicted, timelines.before, timelines.reasons)
-    summary: dict[str, Any] | None = tuner.summary() if tuner is not None else None
-    recorder.report(setup.plan, folder, summary, table)
+    recorder.report(setup.plan, folder, tuner.summary() if tuner is not None else None, table)
     if folder is not None and dist.get_rank() == 0:
         for path in _write(folder, setup.plan, profile, timelines):
             say(f"                     {path}")
 
 
 def _with_prediction(record: TimelineRecord, plan: Plan, profile: Profile | None) -> TimelineRecord:
-    """Adds the step that the profile predicts, where there is a profile."""
+    """Adds the predicted step, if there is a profile."""
     if profile is None:
         return record
     try:
         predicted = simulate(profile, plan).timelines
         layers = explain(profile, plan).layers
-    except RecordError:  # a fixed plan that the profile knows nothing of: then there is no prediction to show
+    except RecordError:  # the profile does not cover this fixed plan: there is no prediction to show
         return record
     reasons = {message.op: message.reason.in_words for layer in layers for message in layer.exposed}
     return replace(record, predicted=predicted, reasons=reasons)
@@ -76,12 +75,7 @@ def _write(folder: Path, plan: Plan, profile: Profile | None, timelines: Timelin
     content = PlanFile(plan)
     if profile is not None:
         written.append(write(folder / PROFILE_FILE, profile))
-        try:
+        with suppress(RecordError):  # as above
             content = record_of(profile, plan)
-        except RecordError:  # as above
-            content = PlanFile(plan)
     write_plan_file(folder / PLAN_FILE, content)
-    written.append(folder / PLAN_FILE)
-    if timelines is not None:
-        written += write_views(timelines, folder)
-    return written
+    return [*written, folder / PLAN_FILE, *(write_views(timelines, folder) if timelines is not None else ())]

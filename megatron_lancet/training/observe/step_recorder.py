@@ -19,22 +19,18 @@ from megatron_lancet.training.observe.scalars import write_scalars
 from megatron_lancet.training.process.console import say
 
 _MIN_KEPT = 1_000
-"""Steps whose records a run keeps at least: a run may have millions. A median needs no more."""
+"""Minimum number of steps whose records are kept: a run may have millions, and a median needs no more."""
 
 
 class StepRecorder:
     """Collects a :class:`StepRecord` per training step of this rank.
 
     Attributes:
-        records: one of each of the last steps, the newest last.
+        records: records of the last steps, at least ``num_kept`` of them, the newest last.
         num_done: steps since the start of the run.
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device, stats: CommStats, num_kept: int) -> None:
-        """
-        Args:
-            num_kept: the least number of steps whose records are kept.
-        """
         self._args = args
         self._device = device
         self._stats = stats
@@ -45,16 +41,16 @@ class StepRecorder:
 
     @property
     def num_steps(self) -> int:
-        """Steps since the plan changed, as far as they are kept."""
+        """Number of kept steps since the plan changed."""
         return len(self.records) - self._first
 
     def restart(self) -> None:
-        """Report the steps from here on: the plan changes."""
+        """Report only the steps from here on, because the plan changes."""
         self._first = len(self.records)
 
     def observe(self, step: Callable[[], Any]) -> Any:
         """Run a training step and record it."""
-        self._stats.take()  # what evaluation and checkpoints sent since the last step is not this step's
+        self._stats.take()  # drops what evaluation and checkpoints have sent since the last step
         start_s = time.perf_counter()
         result = step()
         if self._device.type == "cuda":
@@ -64,17 +60,14 @@ class StepRecorder:
         samples = args.micro_batch_size * args.data_parallel_size * get_num_microbatches()
         self.records.append(StepRecord(step_ms, samples * args.seq_length, self._stats.take()))
         self.num_done += 1
-        self._forget_old()
-        iteration = args.curr_iteration + 1  # Megatron counts done steps, and names its own scalars after this one
-        if iteration % args.tensorboard_log_interval == 0:
-            write_scalars(get_tensorboard_writer(), iteration, self.records[-1])
-        return result
-
-    def _forget_old(self) -> None:
         surplus = len(self.records) - self._num_kept
         if surplus > self._num_kept:
             del self.records[:surplus]
             self._first = max(0, self._first - surplus)
+        iteration = args.curr_iteration + 1  # Megatron counts done steps, and names its own scalars after this one
+        if iteration % args.tensorboard_log_interval == 0:
+            write_scalars(get_tensorboard_writer(), iteration, self.records[-1])
+        return result
 
     def report(
         self,
@@ -86,15 +79,14 @@ class StepRecorder:
         """Gather all ranks' figures and print the report on rank 0. Collective; all ranks ran the same steps.
 
         Args:
-            plan: by which the last steps ran, None for stock modules.
-            folder: of report.json, None for no file.
-            tuning: how the plan was found, see :func:`~megatron_lancet.report.tuning.tuning_text`; None where it was
-                given.
+            plan: plan of the last steps; None for stock modules.
+            folder: folder for report.json; None writes no file.
+            tuning: how the plan was found, see :func:`~megatron_lancet.report.tuning.tuning_text`; None for a given one.
             exposed: exposed communication by layer and chunk, on rank 0; None if no step was traced.
         """
         if not self.records:
             return
-        if self._first == len(self.records):  # changed after the last step
+        if self._first == len(self.records):  # the plan has changed after the last step
             self._first = 0
         per_rank: list[dict[str, float] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(per_rank, rank_medians(self.records[self._first :]))

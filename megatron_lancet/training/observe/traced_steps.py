@@ -16,11 +16,11 @@ from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.tuning.controller import NUM_WARM_UP_STEPS, plan_without_overlap
 
 MAX_RANKS = 16
-"""In larger worlds only this many ranks of rank 0's expert-parallel group are shown: more lanes are unreadable."""
+"""Maximum number of lanes that are readable: a larger world shows only ranks of rank 0's expert-parallel group."""
 
 
 class TracedSteps:
-    """Traces a step in the warm-up of a run that starts without overlap, and one under each plan that is settled.
+    """Traces a step in the warm-up of a run that starts without overlap, and one under each final plan.
 
     A traced step is a little slower than others. Medians over the steps don't change with it.
     """
@@ -30,7 +30,7 @@ class TracedSteps:
     ) -> None:
         """
         Args:
-            is_settled: returns whether the run has its plan; the same on all ranks.
+            is_settled: returns whether the run has its final plan; the same on all ranks.
         """
         self._setup = setup
         self._recorder = recorder
@@ -63,7 +63,7 @@ class TracedSteps:
         own = (self._before, self._now) if dist.get_rank() in shown else (None, None)
         everywhere: list[Any] = [(None, None)] * dist.get_world_size()
         dist.gather_object(own, everywhere if dist.get_rank() == 0 else None)
-        # By rank: in a mocked world one of them answers for all.
+        # By rank: in a mocked world every entry is that of rank 0.
         before = {timeline.rank: timeline for timeline, _ in everywhere if timeline is not None}
         now = {timeline.rank: timeline for _, timeline in everywhere if timeline is not None}
         if dist.get_rank() != 0 or not now:

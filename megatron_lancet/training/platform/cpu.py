@@ -3,12 +3,12 @@
 Megatron asks ``torch.cuda`` for a device, streams, events, memory figures and random number states, and names
 ``device="cuda"`` in a few dozen places. Here each of these gets a CPU meaning for the length of a context:
 there is one "device", work on it is finished when the call returns, and its random state is torch's own.
-Nothing is patched when a GPU is present, and nothing at import. What has to change in Megatron besides is in
+Nothing is patched when a GPU is present, and nothing at import. The changes to Megatron itself are in
 ``training/megatron/cpu_patches.py``.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_lancet.patching import around, replaced
 _CPU = torch.device("cpu")
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "arange", "linspace", "eye")
-"""Functions that Megatron calls with ``device="cuda"`` or for pinned memory; only these pay for a look at it."""
+"""Functions that Megatron calls with ``device="cuda"`` or for pinned memory; only these are wrapped."""
 
 
 def gpu_available() -> bool:
@@ -30,7 +30,7 @@ def gpu_available() -> bool:
 
 
 class _Stream:
-    """A stream on which everything has already happened."""
+    """A stream on which all work is already done."""
 
     priority_range = staticmethod(lambda: (0, 0))
     cuda_stream = 0
@@ -69,35 +69,12 @@ class _Event:
 _THE_STREAM = _Stream()
 
 
-@contextmanager
-def _on_stream(stream: _Stream | None) -> Iterator[None]:
-    yield
-
-
-def _nothing() -> Callable[..., None]:
-    """A stand-in for a call that only makes sense on a GPU and returns nothing.
-
-    A new function each time: dynamo maps torch's functions by identity, and must not find one under two names.
-    """
-    return lambda *_, **__: None
-
-
-def _zero() -> Callable[..., int]:
-    """A stand-in for a memory counter."""
-    return lambda *_, **__: 0
-
-
-def _names_cuda(device: Any) -> bool:
-    if isinstance(device, str):
-        return device.startswith("cuda")
-    return isinstance(device, torch.device) and device.type == "cuda"
-
-
 def _create_on_cpu(stock: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    if _names_cuda(kwargs.get("device")):
+    device = kwargs.get("device")
+    if isinstance(device, str | torch.device) and str(device).startswith("cuda"):
         kwargs["device"] = _CPU
     if "pin_memory" in kwargs:
-        kwargs["pin_memory"] = False  # there is no device to copy it to
+        kwargs["pin_memory"] = False  # there is no device to copy to
     return stock(*args, **kwargs)
 
 
@@ -107,43 +84,58 @@ def _type_as_on_gpu(stock: Callable[..., Any], tensor: torch.Tensor, *args: Any,
     return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
 
-def _same() -> Callable[..., Any]:
-    """A stand-in for ``.cuda()``: everything is on the only device already."""
-    return lambda value, *_, **__: value
+_RETURN_NOTHING = (
+    "set_device",
+    "set_stream",
+    "synchronize",
+    "empty_cache",
+    "manual_seed_all",
+    "reset_peak_memory_stats",
+)
+_RETURN_ZERO = (
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+    "device_memory_used",
+)
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    """A stand-in for a function that returns ``value``.
+
+    A new function each time: dynamo maps torch's functions by identity, and must not find one under two names.
+    """
+    return lambda *_, **__: value
 
 
 def _cuda_stand_ins() -> dict[str, Any]:
     """Replacements for names in ``torch.cuda``."""
     properties = SimpleNamespace(name="cpu", total_memory=0, major=8, minor=0, multi_processor_count=1)
+    constants = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": _CPU,
+        "get_device_capability": (8, 0),
+        "get_device_properties": properties,
+        "get_device_name": "cpu",
+        "current_stream": _THE_STREAM,
+        "default_stream": _THE_STREAM,
+        "is_current_stream_capturing": False,
+        "memory_stats": _NoMemoryStats(),
+        **dict.fromkeys(_RETURN_NOTHING),
+        "reset_peak_memory_stats": None,
+        **dict.fromkeys(_RETURN_ZERO, 0),
+    }
     return {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: _CPU,
-        "set_device": _nothing(),
-        "get_device_capability": lambda *_: (8, 0),
-        "get_device_properties": lambda *_: properties,
-        "get_device_name": lambda *_: "cpu",
+        **{name: _constant(value) for name, value in constants.items()},
         "Stream": _Stream,
         "Event": _Event,
-        "stream": _on_stream,
-        "current_stream": lambda *_: _THE_STREAM,
-        "default_stream": lambda *_: _THE_STREAM,
-        "set_stream": _nothing(),
-        "is_current_stream_capturing": lambda: False,
-        "synchronize": _nothing(),
-        "empty_cache": _nothing(),
+        "stream": lambda stream: nullcontext(),
         "manual_seed": torch.default_generator.manual_seed,
-        "manual_seed_all": _nothing(),
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
-        "memory_allocated": _zero(),
-        "max_memory_allocated": _zero(),
-        "memory_reserved": _zero(),
-        "max_memory_reserved": _zero(),
-        "device_memory_used": _zero(),
-        "reset_peak_memory_stats": _nothing(),
-        "memory_stats": lambda *_: _NoMemoryStats(),
     }
 
 
@@ -156,10 +148,10 @@ class _NoMemoryStats(dict):
 
 @contextmanager
 def cpu_platform() -> Iterator[None]:
-    """Lets Megatron run on the CPU inside the context; everything is restored at its end.
+    """Makes Megatron run on the CPU inside the context; everything is restored at its end.
 
     Raises:
-        AttributeError: torch or Megatron lost a name that is replaced here.
+        AttributeError: torch or Megatron lacks a name that is replaced here.
     """
     # Megatron decorates functions with torch.compile when it is imported, which looks torch's functions up.
     import megatron.training  # noqa: F401
@@ -171,13 +163,13 @@ def cpu_platform() -> Iterator[None]:
             stack.enter_context(replaced(torch.cuda, name, value))
         stack.enter_context(replaced(torch.cuda.random, "get_rng_state", lambda *_, **__: torch.get_rng_state()))
         for name in ("range_push", "range_pop"):
-            stack.enter_context(replaced(torch.cuda.nvtx, name, _nothing()))
+            stack.enter_context(replaced(torch.cuda.nvtx, name, _constant(None)))
         for name in _FACTORIES:
             stack.enter_context(around(torch, name, _create_on_cpu))
         stack.enter_context(around(torch.Tensor, "type", _type_as_on_gpu))
-        stack.enter_context(replaced(torch.Tensor, "cuda", _same()))
-        stack.enter_context(replaced(torch.nn.Module, "cuda", _same()))
-        # DataLoader pins memory where an accelerator is available; there is none to pin for.
+        for owner in (torch.Tensor, torch.nn.Module):
+            stack.enter_context(replaced(owner, "cuda", lambda value, *_, **__: value))
+        # DataLoader pins memory where an accelerator is available; none is.
         stack.enter_context(replaced(torch.accelerator, "is_available", lambda: False))
         stack.enter_context(megatron_on_cpu())
         # Megatron's fused functions are compiled on first use, which needs a C++ compiler and takes long.

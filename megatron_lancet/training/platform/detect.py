@@ -28,7 +28,7 @@ _CPU_SETTINGS = {
     "tp_comm_overlap": False,
     "use_te_activation_func": False,
 }
-"""Megatron's arguments that name CUDA kernels, and their plain counterparts."""
+"""Megatron's arguments that select CUDA kernels, with the values that select their plain counterparts."""
 
 _GPU_ONLY = {
     "fp8": "--fp8-format",
@@ -40,16 +40,12 @@ _GPU_ONLY = {
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
     "async_save": "--async-save",
 }
-"""Arguments that change what is computed or kept, and that have no counterpart on a CPU."""
+"""Arguments that change results or memory use and have no counterpart on a CPU."""
 
 
 @dataclass(frozen=True)
 class Platform:
-    """The device that this process computes on.
-
-    Attributes:
-        description: one line for the user.
-    """
+    """The device that this process computes on, with a line for the user that describes it."""
 
     device: torch.device
     description: str
@@ -62,7 +58,7 @@ def platform() -> Iterator[Platform]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         yield Platform(device, f"{torch.cuda.device_count()} GPU(s), NCCL")
         return
-    # Megatron insists on it for tensor and context parallelism; it orders CUDA launches, of which there are none.
+    # Megatron requires it for tensor and context parallelism; it orders CUDA launches, and there are none.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with cpu_platform():
         yield Platform(torch.device("cpu"), "no GPU found: CPU with gloo, unfused attention, norms and losses")

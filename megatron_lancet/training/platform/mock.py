@@ -17,7 +17,7 @@ _LINK_FLAG = "--lancet-mock-link"
 
 
 def add_mock_arguments(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
-    """Adds the backend to Megatron's parser, and the flag of its link."""
+    """Add the backend to Megatron's parser, and the flag of its link."""
     _add_backend(parser)
     group.add_argument(
         _LINK_FLAG,
@@ -43,7 +43,7 @@ def is_mocked(args: argparse.Namespace) -> bool:
 def check_mock_arguments(args: argparse.Namespace) -> None:
     """
     Raises:
-        UsageError: the world can't be mocked, or its collectives would be meaningless under some setting.
+        UsageError: the world can't be mocked, or a setting would make its collectives meaningless.
     """
     if not is_mocked(args):
         if args.lancet_mock_link is not None:
@@ -61,68 +61,62 @@ def check_mock_arguments(args: argparse.Namespace) -> None:
 
 
 def _unsupported(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    shards = "its ranks hold different parts of a tensor, and the mock's collectives act as if all held the same"
+    """Flags of the run that the mock does not support, each with the reason."""
+    sizes = {
+        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
+        "--expert-tensor-parallel-size": args.expert_tensor_parallel_size,
+        "--context-parallel-size": args.context_parallel_size,
+        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
+    }
+    parts = "its ranks hold different parts of a tensor, and the mock's collectives act as if all held the same"
     sends = "the mock has no sends from one rank to the next"
-    for flag, size, reason in (
-        ("--tensor-model-parallel-size", args.tensor_model_parallel_size, shards),
-        ("--expert-tensor-parallel-size", args.expert_tensor_parallel_size, shards),
-        ("--context-parallel-size", args.context_parallel_size, shards),
-        ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size, sends),
-    ):
+    for flag, size in sizes.items():
         if (size or 1) > 1:
-            yield f"{flag} {size}", reason
+            yield f"{flag} {size}", sends if "pipeline" in flag else parts
     dispatcher = args.moe_token_dispatcher_type
     if args.expert_model_parallel_size > 1 and dispatcher != "alltoall":
-        yield (
-            f"--moe-token-dispatcher-type {dispatcher}",
-            "it gathers the rows of all ranks, and the mock has only this one's; pass alltoall",
-        )
-    sharded_optimizers = {
-        "--use-distributed-optimizer": args.use_distributed_optimizer,
-        "--optimizer dist_muon": str(args.optimizer).startswith("dist_"),
-        "--use-megatron-fsdp": args.use_megatron_fsdp,
-        "--use-torch-fsdp2": args.use_torch_fsdp2,
-    }
-    for flag, given in sharded_optimizers.items():
+        reason = "it gathers the rows of all ranks, and the mock has only this one's; pass alltoall"
+        yield f"--moe-token-dispatcher-type {dispatcher}", reason
+    sharded = "each rank keeps a part of the weights, and the mock would gather N copies of the first"
+    checkpoint = "it would write or read the shards of ranks that don't exist"
+    last_rank = "Megatron writes it on the last rank, which does not exist"
+    for flag, given, reason in (
+        ("--use-distributed-optimizer", args.use_distributed_optimizer, sharded),
+        ("--optimizer dist_muon", str(args.optimizer).startswith("dist_"), sharded),
+        ("--use-megatron-fsdp", args.use_megatron_fsdp, sharded),
+        ("--use-torch-fsdp2", args.use_torch_fsdp2, sharded),
+        ("--save", args.save, checkpoint),
+        ("--load", args.load, checkpoint),
+        ("--pretrained-checkpoint", args.pretrained_checkpoint, checkpoint),
+        ("--tensorboard-dir", args.tensorboard_dir, last_rank),
+        ("--wandb-project", args.wandb_project, last_rank),
+    ):
         if given:
-            yield flag, "each rank keeps a part of the weights, and the mock would gather N copies of the first"
-    for flag, given in {
-        "--save": args.save,
-        "--load": args.load,
-        "--pretrained-checkpoint": args.pretrained_checkpoint,
-    }.items():
-        if given:
-            yield flag, "it would write or read the shards of ranks that don't exist"
-    for flag, given in {"--tensorboard-dir": args.tensorboard_dir, "--wandb-project": args.wandb_project}.items():
-        if given:
-            yield flag, "Megatron writes it on the last rank, which does not exist"
+            yield flag, reason
 
 
 @contextmanager
 def mocked_world_of(args: argparse.Namespace) -> Iterator[None]:
-    """Inside the context the world of the run is mocked, if the run asks for it; else Megatron makes the world.
+    """Inside the context the world of the run is mocked, if the run asks for it; else Megatron creates the world.
 
-    Megatron initialises ``torch.distributed`` only where nobody has.
+    Megatron initialises ``torch.distributed`` only if it is not initialised yet.
     """
     if not is_mocked(args):
         yield
         return
 
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    with megatron_in_mocked_world(_add_backend), mock_world(args.world_size, _link_of(args), timeout):
+    with megatron_in_mocked_world(_add_backend), mock_world(args.world_size, args.lancet_mock_link or Link(), timeout):
         yield
 
 
 def describe_mocked_world(args: argparse.Namespace) -> str:
     """One line for the user."""
     return (
-        f"mocked: this process plays rank 0 of {args.world_size}, link {_link_of(args)}. All-to-alls return what was "
-        "sent and all ranks count as having this one's data: losses and throughput are those of the mocked world."
+        f"mocked: this process plays rank 0 of {args.world_size}, link {args.lancet_mock_link or Link()}. All-to-alls "
+        "return what was sent and all ranks count as having this one's data: losses and throughput are those of the "
+        "mocked world."
     )
-
-
-def _link_of(args: argparse.Namespace) -> Link:
-    return args.lancet_mock_link or Link()
 
 
 def _link(text: str) -> Link:

@@ -48,7 +48,7 @@ class RankStatus:
 
 
 def run_rank(main: Callable[[RankStatus], None]) -> None:
-    """Run a rank's ``main``. Any failure ends the process at once, with a status that is not 0 and a last line."""
+    """Run a rank's ``main``. Any failure ends the process at once, with a nonzero status and one last line."""
     status = RankStatus()
 
     def run_main() -> None:
@@ -66,7 +66,8 @@ def run_rank(main: Callable[[RankStatus], None]) -> None:
                 raise
             if isinstance(request.code, str):
                 say(request.code)
-            exit_now(_exit_status(request.code))
+                exit_now(_FAILURE_EXIT_CODE)
+            exit_now(request.code or 0)  # Python ends with 0 where ``sys.exit`` has no argument
         except CheckpointError as error:
             print_error_once_per_node(str(error))
             exit_now(_FAILURE_EXIT_CODE)
@@ -80,13 +81,6 @@ def run_rank(main: Callable[[RankStatus], None]) -> None:
             exit_now(_FAILURE_EXIT_CODE)
 
 
-def _exit_status(code: str | int | None) -> int:
-    """The exit status that Python makes of the argument of ``sys.exit``."""
-    if code is None:
-        return 0
-    return code if isinstance(code, int) else _FAILURE_EXIT_CODE
-
-
 def say(line: str) -> None:
     """Write one line to stderr at once and in one piece, whatever other threads do with ``sys.stderr``."""
     os.write(_STDERR, f"{line}\n".encode())
@@ -94,7 +88,7 @@ def say(line: str) -> None:
 
 def exit_now(status: int) -> NoReturn:
     """End the process; flush what was printed and logged, and skip all other clean-up."""
-    with suppress(OSError, ValueError):  # the reader of our output may be gone first
+    with suppress(OSError, ValueError):  # the reader of our output may have exited first
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -102,7 +96,7 @@ def exit_now(status: int) -> NoReturn:
 
 
 def _exit(status: int) -> NoReturn:
-    # Data loaders' workers hold copies of our sockets: until they are gone, the other ranks don't see that we are.
+    # Data loaders' workers hold copies of our sockets: the other ranks notice our end only when the workers have ended.
     # The manager of Megatron's checkpoint queue would wait for us forever. A process that saves may go on.
     for child in multiprocessing.active_children():
         if child.daemon or child.name.startswith(SyncManager.__name__):
@@ -115,14 +109,14 @@ def _noop_handler(signal_number: int, frame: FrameType | None) -> None:
 
 
 def _exit_if_daemon(signal_number: int, frame: FrameType | None) -> None:
-    """Ends a daemon, which works for its parent only; a child that writes a checkpoint goes on, as its parent does."""
+    """Ends a daemon, which serves only its parent; a child that writes a checkpoint goes on, like its parent."""
     if multiprocessing.current_process().daemon:
         os._exit(_SIGNALLED_EXIT_CODE + signal_number)
 
 
 @contextmanager
 def log_and_exit_on_signal(status: RankStatus) -> Iterator[None]:
-    """Inside the context SIGINT (Ctrl-C) and SIGTERM end the process with one line that says how far it was.
+    """Inside the context SIGINT (Ctrl-C) and SIGTERM end the process with one line that gives its status.
 
     A SIGTERM calls ``status.on_sigterm`` instead where that is set.
 

@@ -21,9 +21,9 @@ _PATIENCE_S = 20.0
 def saves_on_sigterm(args: argparse.Namespace, config: LancetConfig) -> bool:
     """Decide whether SIGTERM saves and ends the run, and tell Megatron, whose data loaders' workers then ignore it.
 
-    It does with ``--save``, unless the user has asked for stock (``--lancet-plan off``) or for a handler of
-    Megatron's. To be called after :func:`~megatron.training.global_vars.set_global_variables`, which would install
-    Megatron's handler.
+    SIGTERM does so with ``--save``, unless the user has asked for stock (``--lancet-plan off``) or for one of
+    Megatron's handlers. To be called after :func:`~megatron.training.global_vars.set_global_variables`, which would
+    install Megatron's handler.
     """
     if args.exit_signal_handler or args.exit_signal_handler_for_training:
         return False
@@ -32,7 +32,7 @@ def saves_on_sigterm(args: argparse.Namespace, config: LancetConfig) -> bool:
 
 
 class StopRequest:
-    """Keeps a SIGTERM until the end of the step. All ranks then stop together, also if only one was signalled.
+    """Holds a SIGTERM back until the end of the step. All ranks then stop together, even if only one was signalled.
 
     Before the training loop begins, SIGTERM ends the process at once: there is nothing to save. Further SIGTERMs during
     the loop change nothing: SLURM signals every process of a step, and a signalled torchrun signals its ranks again.
@@ -41,26 +41,26 @@ class StopRequest:
     def __init__(self, status: RankStatus, device: torch.device) -> None:
         """
         Args:
-            status: gets the function that is called at SIGTERM.
-            device: of the flag that the ranks exchange after each step.
+            status: receives the function that is called at SIGTERM.
+            device: device of the flag that the ranks exchange after each step.
         """
         self._status = status
         self._device = device
         self._asked = False
 
     def begin(self) -> None:
-        """Keep each SIGTERM from now on until the end of the step."""
+        """Hold each SIGTERM back from now on until the end of the step."""
         self._status.on_sigterm = self._ask
 
     def signals_received(self) -> list[bool]:
-        """Whether each rank was asked to stop, by rank. Collective over all ranks, after each step."""
+        """Tell for each rank whether it was asked to stop, by rank. Collective over all ranks, after each step."""
         asked = torch.tensor([self._asked], dtype=torch.int32, device=self._device)
         flags = [torch.empty_like(asked) for _ in range(dist.get_world_size())]
         dist.all_gather(flags, asked)
         received: list[bool] = torch.cat(flags).bool().tolist()
         if any(received):
             ranks = [rank for rank, one in enumerate(received) if one]
-            console.say(f"Megatron-Lancet: SIGTERM came to {name_ranks(ranks)}: saving, then ending.")
+            console.say(f"Megatron-Lancet: {name_ranks(ranks)} received SIGTERM: saving a checkpoint, then exiting.")
         return received
 
     def _ask(self) -> None:
@@ -68,9 +68,8 @@ class StopRequest:
         if self._asked:
             return
         self._asked = True
-        timer = threading.Timer(_PATIENCE_S, self._report_late)
+        timer = threading.Timer(
+            _PATIENCE_S, lambda: say(f"SIGTERM was received {_PATIENCE_S:g} s ago, and the run goes on: {self._status}")
+        )
         timer.daemon = True
         timer.start()
-
-    def _report_late(self) -> None:
-        say(f"SIGTERM came {_PATIENCE_S:g} s ago, and the run goes on: {self._status}")

@@ -49,8 +49,8 @@ def test_these_fit(saved, resumed):
     ("saved", "resumed", "message"),
     [
         (run(2), run(1), "saved with --expert-model-parallel-size 2, this run has 1: pass --lancet-experts-apart too"),
-        (run(1), run(2), "the optimizer's state of experts is not apart in it"),
-        (run(1), run(1, **APART), "is not apart in it"),
+        (run(1), run(2), "it does not keep the experts' optimizer state apart"),
+        (run(1), run(1, **APART), "does not keep the experts' optimizer state apart"),
         (run(1, **APART), run(1), "pass --lancet-experts-apart too"),
         (run(4, **CUT), run(2, **RESHARDABLE), "Save it with --dist-ckpt-optim-fully-reshardable"),
     ],

@@ -14,8 +14,8 @@ from megatron_lancet.training.checkpoint.files import (
     TRACKER,
     check_loadable,
     complete_steps,
-    flaw_of,
-    outline_flaw_of,
+    find_damage,
+    find_missing_files,
     publish,
     remove_leftover,
     writing_tracker,
@@ -42,7 +42,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 def test_a_complete_checkpoint_has_no_flaw(folder):
-    assert flaw_of(folder / "iter_0000006", FORMAT) is None
+    assert find_damage(folder / "iter_0000006", FORMAT) is None
     assert complete_steps(folder, FORMAT) == [2, 4, 6]
     check_loadable(folder, None, FORMAT)
 
@@ -61,14 +61,14 @@ def test_damage_is_refused_with_the_way_on(folder, flaw):
 @pytest.mark.parametrize("flaw", [flaw for flaw in DAMAGE if "distcp" not in flaw and flaw != ".metadata is damaged"])
 def test_the_outline_shows_what_few_files_show(folder, flaw):
     DAMAGE[flaw](folder / "iter_0000006")
-    assert outline_flaw_of(folder / "iter_0000006", FORMAT) == flaw
+    assert find_missing_files(folder / "iter_0000006", FORMAT) == flaw
 
 
 def test_the_index_is_read_without_running_what_it_names(folder, tmp_path):
     index = folder / "iter_0000006" / ".metadata"
     ran = tmp_path / "ran"
     index.write_bytes(f"cpathlib\nPath.touch\n(cpathlib\nPath\n(V{ran}\ntRtR.".encode())
-    assert flaw_of(index.parent, FORMAT) == ".metadata is damaged"
+    assert find_damage(index.parent, FORMAT) == ".metadata is damaged"
     assert not ran.exists()
 
 
@@ -106,13 +106,13 @@ def test_other_formats(folder):
     part.parent.mkdir(parents=True)
     torch.save({"weight": torch.zeros(9)}, part)
     assert zipfile.is_zipfile(part)
-    assert flaw_of(torch_format, "torch") is None
+    assert find_damage(torch_format, "torch") is None
     cut(part)
-    assert flaw_of(torch_format, "torch") == "mp_rank_00/model_optim_rng.pt is cut"
+    assert find_damage(torch_format, "torch") == "mp_rank_00/model_optim_rng.pt is cut"
     (dcp_format / "metadata.json").unlink()
-    assert flaw_of(dcp_format, "torch_dcp") is None
+    assert find_damage(dcp_format, "torch_dcp") is None
     cut(dcp_format / "__0_0.distcp")
-    assert flaw_of(dcp_format, "torch_dcp").startswith("__0_0.distcp is cut")
+    assert find_damage(dcp_format, "torch_dcp").startswith("__0_0.distcp is cut")
 
 
 def saved(folder, one_checkpoint, step: int) -> None:
@@ -161,4 +161,4 @@ def test_a_link_is_replaced_and_its_target_kept(folder, one_checkpoint, tmp_path
     saved(folder, one_checkpoint, 6)
     publish(folder, 6)
     assert not (folder / "iter_0000006").is_symlink()
-    assert flaw_of(target, FORMAT) is None
+    assert find_damage(target, FORMAT) is None

@@ -169,4 +169,4 @@ def test_a_stop_is_asked_for_once_the_loop_runs(alone, monkeypatch, capfd):
     captured = ""
     while "steps done" not in captured:  # pytest's own timeout bounds it
         captured += capfd.readouterr().err
-    assert captured == "SIGTERM came 0.05 s ago, and the run goes on: rank 0, 2 steps done\n"
+    assert captured == "SIGTERM was received 0.05 s ago, and the run goes on: rank 0, 2 steps done\n"
