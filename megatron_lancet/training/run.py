@@ -23,7 +23,7 @@ from megatron_lancet.training.plan.comm_priority import choose_micro_ops
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.tuning.announcement import announced_plan
 from megatron_lancet.training.tuning.autotune import AutoTune
-from megatron_lancet.training.tuning.controller import Tuning, plan_without_overlap
+from megatron_lancet.training.tuning.controller import TuningController, plan_without_overlap
 from megatron_lancet.training.tuning.plan_maker import ProfilingPlanMaker
 from megatron_lancet.training.tuning.profile_to_file import ProfileToFile
 
@@ -128,9 +128,9 @@ class OverlappedRun:
         if profiles:
             self._profile = ProfileToFile(args, config, self.setup, device)
         if choice.is_tuned:
-            tuning = Tuning(config.tune_steps)
-            self._maker = ProfilingPlanMaker(args, config, self.setup, device, tuning.note)
-            self._tuner = AutoTune(args, tuning, self.setup, self.recorder, self._maker, plan, device)
+            controller = TuningController(config.tune_steps)
+            self._maker = ProfilingPlanMaker(args, config, self.setup, device, controller.note)
+            self._tuner = AutoTune(args, controller, self.setup, self.recorder, self._maker, plan, device)
         if config.report_dir is not None and not profiles:
             is_settled = self._tuner.is_settled if self._tuner is not None else lambda: True
             self._traced = TracedSteps(self.setup, self.recorder, device, is_settled)

@@ -7,7 +7,7 @@ from megatron_lancet.profiler.measure import num_profile_steps
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import is_tuned
-from megatron_lancet.training.tuning.controller import Tuning
+from megatron_lancet.training.tuning.controller import TuningController
 from megatron_lancet.training.tuning.profile_steps import plans_within
 
 
@@ -27,4 +27,4 @@ def announced_plan(args: argparse.Namespace, config: LancetConfig, plan: Plan | 
 def num_tuning_steps(args: argparse.Namespace, config: LancetConfig) -> int:
     """Training steps until a tuned plan is verified, where no profile is at hand."""
     plans = plans_within(args, planning_limits(args, config))
-    return Tuning(config.tune_steps).num_steps_to_plan(num_profile_steps(plans))
+    return TuningController(config.tune_steps).num_steps_to_plan(num_profile_steps(plans))

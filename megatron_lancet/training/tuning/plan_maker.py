@@ -25,7 +25,7 @@ from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.comm_priority import reduction_of
 from megatron_lancet.training.plan.limits import planning_limits
-from megatron_lancet.training.tuning.autotune import Planned, PlanningFailed
+from megatron_lancet.training.tuning.controller import Planned, PlanningFailed
 from megatron_lancet.training.tuning.memory_budget import least_room_bytes, memory_bound_bytes
 from megatron_lancet.training.tuning.profile_steps import (
     ProfileSteps,

@@ -1,4 +1,4 @@
-"""What a few steps took, over all ranks, and how far such figures can be trusted."""
+"""Medians of a few measured steps over all ranks, and how far two of them must differ to count as different."""
 
 import math
 import statistics
@@ -9,7 +9,7 @@ MIN_NOISE_SHARE = 0.01
 """Two medians closer than this share of a step count as equal however calm the steps were: clocks, caches and other
 jobs move whole runs by about as much."""
 _NOISE_SIGMAS = 2.0
-"""Standard errors: equal plans are told apart by mistake about once in twenty times."""
+"""Standard errors that two medians must differ by: equal plans are told apart by mistake about once in twenty times."""
 _SIGMA_PER_MAD = 1.4826
 """From the median absolute deviation to a normal distribution's standard deviation; one outlier does not move it."""
 _MEDIAN_ERROR = 1.2533
@@ -22,8 +22,8 @@ class StepTimes:
 
     Attributes:
         step_ms: wall clock.
-        exposed_ms: part of it for which compute waited for all-to-alls, token counts included.
-        in_flight_ms: sum over payload all-to-alls of the time from issue to completion.
+        exposed_ms: part of the step for which compute waited for all-to-alls, token counts included.
+        in_flight_ms: sum over payload all-to-alls of the time from launch to completion.
     """
 
     step_ms: float
@@ -32,16 +32,16 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What steps under one plan took: medians over the steps.
+class StepStats:
+    """Medians over the measured steps of one plan, on one rank or over all ranks.
 
     Attributes:
-        step_ms: of one rank, or of the slowest.
-        spread_ms: standard deviation of a single step, robust against outliers; largest over ranks.
+        step_ms: the slowest rank's step time.
+        spread_ms: standard deviation of a single step, robust against outliers; the largest of all ranks.
         exposed_ms: mean over ranks.
-        exposed_spread_ms: as ``spread_ms``.
+        exposed_spread_ms: standard deviation of ``exposed_ms`` in a single step, as ``spread_ms``.
         in_flight_ms: mean over ranks.
-        num_steps: that were measured.
+        num_steps: number of measured steps.
     """
 
     step_ms: float
@@ -55,25 +55,22 @@ class Figures:
         return f"{self.step_ms:.1f} ms a step, {self.exposed_ms:.1f} ms of it exposed"
 
     def as_row(self) -> tuple[float, ...]:
-        """As numbers that a tensor can hold."""
+        """The fields in order, as a tensor can hold them."""
         return astuple(self)
 
 
-def figures_of_rank(steps: Sequence[StepTimes]) -> Figures:
-    """One rank's medians over ``steps``, of which there is at least one."""
+def stats_of_rank(steps: Sequence[StepTimes]) -> StepStats:
+    """Medians of one rank over at least one step."""
     step_ms, step_spread_ms = _median_and_spread([step.step_ms for step in steps])
     exposed_ms, exposed_spread_ms = _median_and_spread([step.exposed_ms for step in steps])
     in_flight_ms = statistics.median(step.in_flight_ms for step in steps)
-    return Figures(step_ms, step_spread_ms, exposed_ms, exposed_spread_ms, in_flight_ms, len(steps))
+    return StepStats(step_ms, step_spread_ms, exposed_ms, exposed_spread_ms, in_flight_ms, len(steps))
 
 
-def over_ranks(rows: Sequence[Sequence[float]]) -> Figures:
-    """The run's figures from every rank's :meth:`Figures.as_row`.
-
-    A rank that is late makes the others wait: the slowest rank's step is the run's.
-    """
-    ranks = [Figures(*row) for row in rows]
-    return Figures(
+def over_ranks(rows: Sequence[Sequence[float]]) -> StepStats:
+    """Combines every rank's :meth:`StepStats.as_row`: all ranks wait for the slowest, so its step time is the run's."""
+    ranks = [StepStats(*row) for row in rows]
+    return StepStats(
         step_ms=max(rank.step_ms for rank in ranks),
         spread_ms=max(rank.spread_ms for rank in ranks),
         exposed_ms=statistics.fmean(rank.exposed_ms for rank in ranks),
@@ -83,13 +80,13 @@ def over_ranks(rows: Sequence[Sequence[float]]) -> Figures:
     )
 
 
-def step_noise_ms(one: Figures, other: Figures) -> float:
-    """By how much two measured step times must differ to count as different."""
+def step_noise_ms(one: StepStats, other: StepStats) -> float:
+    """The difference that two measured step times must exceed to count as different."""
     return _noise_ms(one.spread_ms, one.num_steps, other.spread_ms, other.num_steps, one.step_ms)
 
 
-def exposed_noise_ms(one: Figures, other: Figures) -> float:
-    """By how much two measured exposed times must differ to count as different."""
+def exposed_noise_ms(one: StepStats, other: StepStats) -> float:
+    """The difference that two measured exposed times must exceed to count as different."""
     return _noise_ms(one.exposed_spread_ms, one.num_steps, other.exposed_spread_ms, other.num_steps, one.step_ms)
 
 

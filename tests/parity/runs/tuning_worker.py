@@ -58,7 +58,7 @@ class ScriptedMaker:
         return step()
 
     def make(self):
-        from megatron_lancet.training.tuning.autotune import Planned, PlanningFailed
+        from megatron_lancet.training.tuning.controller import Planned, PlanningFailed
         from megatron_lancet.planning.estimate import StepEstimate
 
         answer = self._answers.pop(0)

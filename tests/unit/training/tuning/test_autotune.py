@@ -9,14 +9,20 @@ from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.comm_stats import CommTimes
 from megatron_lancet.schedule.plan import fixed_plan
-from megatron_lancet.training.tuning.autotune import AutoTune, Planned, PlanningFailed
-from megatron_lancet.training.tuning.controller import Stage, Tuning, plan_without_overlap
-from megatron_lancet.training.tuning.step_stats import Figures
+from megatron_lancet.training.tuning.autotune import AutoTune
+from megatron_lancet.training.tuning.controller import (
+    Planned,
+    PlanningFailed,
+    TuningController,
+    TuningState,
+    plan_without_overlap,
+)
+from megatron_lancet.training.tuning.step_stats import StepStats
 from megatron_lancet.training.tuning.tuned_plan import TunedPlan
 
 SHORT, PLANNED, PROFILED = fixed_plan(2), fixed_plan(3), fixed_plan(4)
 MADE_FOR = {"seq_length": "32"}
-SAVED = TunedPlan(PROFILED, MADE_FOR, Figures(90.0, 1.0, 5.0, 1.0, 40.0, 4), Figures(100.0, 1.0, 9.0, 1.0, 40.0, 4))
+SAVED = TunedPlan(PROFILED, MADE_FOR, StepStats(90.0, 1.0, 5.0, 1.0, 40.0, 4), StepStats(100.0, 1.0, 9.0, 1.0, 40.0, 4))
 
 
 class Maker:
@@ -57,7 +63,7 @@ class Run:
         self.recorder = SimpleNamespace(records=[], restart=lambda: None)
         self.plans: list = []
         maker = Maker(num_profile_steps, failure)
-        self.tuner = AutoTune(self.args, Tuning(4), self.setup, self.recorder, maker, SHORT, device="cpu")
+        self.tuner = AutoTune(self.args, TuningController(4), self.setup, self.recorder, maker, SHORT, device="cpu")
         if saved is not None:
             self.tuner.take_from_checkpoint(SimpleNamespace(lancet_tuned_plan=saved))
 
@@ -157,4 +163,4 @@ def test_a_foreign_plan_in_a_checkpoint_is_not_used(capsys, saved, reason):
     first, second = lines(capsys)
     assert first.startswith(reason)
     assert second.startswith("tunes during the first 15 steps")
-    assert run.tuner._tuning.stage is Stage.WARM_UP
+    assert run.tuner._controller.state is TuningState.WARM_UP

@@ -18,7 +18,7 @@ from megatron_lancet.profiler.cache import ProfileKey
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan
 from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.training.tuning import plan_maker
-from megatron_lancet.training.tuning.autotune import PlanningFailed
+from megatron_lancet.training.tuning.controller import PlanningFailed
 from megatron_lancet.training.tuning.memory_budget import memory_bound_bytes
 from megatron_lancet.training.tuning.plan_maker import ProfilingPlanMaker
 

@@ -3,35 +3,35 @@
 import pytest
 
 from megatron_lancet.training.tuning.step_stats import (
-    Figures,
+    StepStats,
     StepTimes,
     exposed_noise_ms,
-    figures_of_rank,
     over_ranks,
+    stats_of_rank,
     step_noise_ms,
 )
 
 
-def figures(step_ms: float, spread_ms: float = 0, exposed_ms: float = 0, num_steps: int = 10) -> Figures:
-    return Figures(step_ms, spread_ms, exposed_ms, spread_ms, 0, num_steps)
+def stats(step_ms: float, spread_ms: float = 0, exposed_ms: float = 0, num_steps: int = 10) -> StepStats:
+    return StepStats(step_ms, spread_ms, exposed_ms, spread_ms, 0, num_steps)
 
 
 def test_one_slow_step_moves_nothing():
     steps = [StepTimes(100 + i, 10, 50) for i in range(5)]
-    calm, disturbed = figures_of_rank(steps), figures_of_rank([*steps[:4], StepTimes(5000, 10, 50)])
+    calm, disturbed = stats_of_rank(steps), stats_of_rank([*steps[:4], StepTimes(5000, 10, 50)])
     assert calm.step_ms == disturbed.step_ms == 102
     assert calm.spread_ms == disturbed.spread_ms == pytest.approx(1.4826)
     assert (calm.exposed_ms, calm.exposed_spread_ms, calm.in_flight_ms, calm.num_steps) == (10, 0, 50, 5)
 
 
 def test_the_slowest_rank_is_the_step_and_waiting_is_shared():
-    rows = [Figures(100, 1, 10, 3, 40, 5).as_row(), Figures(90, 2, 20, 1, 60, 5).as_row()]
-    assert over_ranks(rows) == Figures(100, 2, 15, 3, 50, 5)
+    rows = [StepStats(100, 1, 10, 3, 40, 5).as_row(), StepStats(90, 2, 20, 1, 60, 5).as_row()]
+    assert over_ranks(rows) == StepStats(100, 2, 15, 3, 50, 5)
 
 
 def test_noise_grows_with_the_spread_and_falls_with_the_steps():
-    assert step_noise_ms(figures(200), figures(190)) == pytest.approx(2), "one percent at least"
-    few, many = figures(100, 20, num_steps=4), figures(100, 20, num_steps=16)
+    assert step_noise_ms(stats(200), stats(190)) == pytest.approx(2), "one percent at least"
+    few, many = stats(100, 20, num_steps=4), stats(100, 20, num_steps=16)
     assert step_noise_ms(few, few) == pytest.approx(2 * step_noise_ms(many, many))
     assert step_noise_ms(few, few) == pytest.approx(2 * 1.2533 * (20 / 2) * 2**0.5)
     assert exposed_noise_ms(few, few) == step_noise_ms(few, few)
