@@ -12,11 +12,11 @@ from megatron_lancet.training.tuning.profile_steps import plans_within
 
 
 def announced_plan(args: argparse.Namespace, config: LancetConfig, plan: Plan | None, line: str) -> str:
-    """
+    """Describes the plan that :func:`~megatron_lancet.training.plan.select.choose_plan` returned with ``line``.
+
     Args:
         args: Megatron's arguments, validated.
-        plan: of :func:`~megatron_lancet.training.plan.select.choose_plan`, None for stock modules.
-        line: what that function says of the plan.
+        plan: None for stock modules.
     """
     if plan is None or not is_tuned(args, config):
         return line
@@ -25,6 +25,6 @@ def announced_plan(args: argparse.Namespace, config: LancetConfig, plan: Plan | 
 
 
 def num_tuning_steps(args: argparse.Namespace, config: LancetConfig) -> int:
-    """Training steps until a tuned plan is verified, where no profile is at hand."""
+    """Training steps until a tuned plan is verified, without a cached profile."""
     plans = plans_within(args, planning_limits(args, config))
     return TuningController(config.tune_steps).num_steps_to_plan(num_profile_steps(plans))

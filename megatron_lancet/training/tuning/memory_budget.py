@@ -1,4 +1,4 @@
-"""How much more memory a plan may take than the plans that have run."""
+"""The memory that a plan may use, from the plans that have run and the memory that is left."""
 
 import os
 import resource
@@ -16,12 +16,12 @@ from megatron_lancet.planning.what_if.layout import split_at_stages
 from megatron_lancet.schedule.plan import Plan
 
 USABLE_SHARE = 0.9
-"""Of the room that is left: the rest is lost between blocks, and to what a profile does not see."""
+"""Share of the memory left that plans may use: the rest is lost to fragmentation and to what profiles do not see."""
 _BYTES_PER_RSS_UNIT = 1024
 
 
 def least_room_bytes(device: torch.device) -> int:
-    """Bytes beyond its highest use so far that the tightest rank can still get. Collective over the world."""
+    """Bytes that every rank can allocate beyond its peak so far. Collective over the world."""
     rooms = [0] * dist.get_world_size()
     dist.all_gather_object(rooms, _room_bytes(device))
     return min(rooms)
@@ -40,9 +40,13 @@ def _room_bytes(device: torch.device) -> int:
 
 
 def memory_bound_bytes(profile: Profile, plans_that_ran: Sequence[Plan], room_bytes: int) -> int | None:
-    """What a plan may keep of activations and deferred weight gradients: the most that has fitted, and the room left.
+    """Most bytes that a plan's activations and deferred weight gradients may take: the peak so far and the room.
 
-    None where the profile does not know what layers keep.
+    Args:
+        room_bytes: bytes that can be allocated beyond the peak so far.
+
+    Returns:
+        None where the profile has no memory figures.
     """
     costs = CostModel(profile)
     if not costs.knows_memory:
@@ -52,6 +56,6 @@ def memory_bound_bytes(profile: Profile, plans_that_ran: Sequence[Plan], room_by
     for plan in plans_that_ran:
         try:
             peaks.append(simulator.predict(split_at_stages(plan, profile.model.stage_of_layer)).peak_bytes)
-        except RecordError:  # a plan that the profile knows nothing of says nothing of its memory
+        except RecordError:  # the profile lacks ops of this plan, so its peak is unknown
             continue
     return max(peaks, default=0) + int(USABLE_SHARE * room_bytes)

@@ -27,22 +27,19 @@ from megatron_lancet.training.plan.comm_priority import reduction_of
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.tuning.controller import Planned, PlanningFailed
 from megatron_lancet.training.tuning.memory_budget import least_room_bytes, memory_bound_bytes
-from megatron_lancet.training.tuning.profile_steps import (
-    ProfileSteps,
-    plans_within,
-    profiled_model,
-    with_own_reduction,
-)
+from megatron_lancet.training.tuning.profile_steps import ProfileSteps, plans_within, profiled_model, with_own_reduction
 
 _NUM_REFRESH_STEPS = 2
-"""Traced steps that show where rows go and what links take, when all else is known."""
+"""Traced steps that measure the shares of rows and the links, when the costs of ops are known."""
 
 
 class ProfilingPlanMaker:
-    """See :class:`~megatron_lancet.training.tuning.autotune.PlanMaker`.
+    """Profiles during training steps, and makes a plan from the profile.
+
+    All methods are collective: all ranks call them at the same steps.
 
     Attributes:
-        profile: with which the last plan was made, on rank 0; None before, and on other ranks.
+        profile: the profile of the last plan, on rank 0; None before, and on other ranks.
         planned: the planner's answer, on rank 0.
     """
 
@@ -78,19 +75,19 @@ class ProfilingPlanMaker:
         self.planned: PlannedStep | None = None
 
     def made_for(self) -> dict[str, str]:
-        """Names and values of what a plan depends on. Collective."""
+        """What a plan depends on, by name: model, layout, device, versions, the user's limits."""
         self._key = key_of(self._model())
         return {**self._key.fields(), "limits": json.dumps(to_plain(self._limits))}
 
     def num_steps(self) -> int:
-        """Training steps that a profile needs, 0 where there is one already. Collective."""
+        """Training steps that a profile needs, 0 where there is one already."""
         return 0 if self._look_up() else num_profile_steps(self._plans)
 
     def begin(self, again: bool) -> None:
-        """Start a profile. Collective.
+        """Starts a profile.
 
         Args:
-            again: the run has a plan already: if its ops are known, only links and shares of rows are measured.
+            again: whether the run has a plan already: if its ops are known, only links and shares of rows are measured.
         """
         is_known = self._look_up()
         self._steps, self._refreshes = None, again and is_known
@@ -106,15 +103,15 @@ class ProfilingPlanMaker:
         return self._steps.next_plan if self._steps is not None else None
 
     def run_step(self, step: Callable[[], Any]) -> Any:
-        """Run a training step, and profile it."""
+        """Runs a training step, and profiles it."""
         assert self._steps is not None
         return self._steps.run_step(step)
 
     def make(self) -> Planned:
-        """Make the plan on rank 0, for all. Collective.
+        """Makes the plan on rank 0, and broadcasts it.
 
         Raises:
-            PlanningFailed: no plan could be made; on all ranks.
+            PlanningFailed: no plan could be made; raised on all ranks.
         """
         found = self._steps.finish() if self._steps is not None else None
         room_bytes = least_room_bytes(self._device)
@@ -127,34 +124,34 @@ class ProfilingPlanMaker:
         return profiled_model(self._args, self._setup, self._device)
 
     def _look_up(self) -> bool:
-        """Whether there is a profile already, from this run or from the cache. Collective."""
-        return from_rank_0(self._look_up_here)
+        """Whether rank 0 has a profile already, from this run or from the cache."""
+        return from_rank_0(self._look_up_on_rank_0)
 
-    def _look_up_here(self) -> bool:
+    def _look_up_on_rank_0(self) -> bool:
         if not self._looked_up and self._cache_dir is not None:
             assert self._key is not None
             self._looked_up = True
             try:
                 self.profile = cache.load(self._cache_dir, self._key)
             except (RecordError, OSError) as error:
-                self._note(f"the profile in the cache is of no use: {error}")
+                self._note(f"the profile in the cache can't be used: {error}")
             if self.profile is not None:
                 self._source = f"the profile {self._key.path(self._cache_dir)}"
         return self.profile is not None
 
     def _keep(self, profile: Profile) -> None:
-        if self._cache_dir is None:
-            return
         try:
-            cache.keep(self._cache_dir, profile)
+            if self._cache_dir is not None:
+                cache.keep(self._cache_dir, profile)
         except OSError as error:
             self._note(f"the profile is not kept for later runs: {error}. --lancet-cache names another folder, or off")
 
     def _plan(self, found: Profile | None, room_bytes: int) -> Planned | str:
-        """Make the plan, or say why there is none. Called on rank 0.
+        """Makes the plan, or returns why there is none. Called on rank 0.
 
         Args:
-            room_bytes: memory that the tightest rank can use beyond its highest use so far.
+            found: the new profile, if there was one to measure.
+            room_bytes: bytes that every rank can allocate beyond its peak so far.
         """
         if found is not None and self._refreshes:
             assert self.profile is not None
@@ -172,17 +169,14 @@ class ProfilingPlanMaker:
             prediction = Simulator(CostModel(profile)).expected_step(planned.plan)
         except RecordError as error:
             return f"no plan could be made: {error}"
-        except Exception as error:  # noqa: BLE001 training can go on without a plan, and must
+        except Exception as error:  # noqa: BLE001 training must go on without a plan
             return f"planning failed: {type(error).__name__}: {error}"
         self.planned = planned
         why = f"best of {planned.num_simulated}, planned in {time.perf_counter() - start_s:.1f} s from {self._source}"
         if planned.warning is not None:
             self._note(planned.warning)
-        return Planned(planned.plan, prediction, why, self._profiled(profile))
-
-    def _profiled(self, profile: Profile) -> dict[str, tuple[Plan, float]]:
-        """Step times of the profiled plans that the run may use; none where the run has changed since."""
         if self._refreshes or DwPolicy.FILL not in self._limits.dw_policies:
-            return {}
+            return Planned(planned.plan, prediction, why)
         times_ms = profile.measured_steps_ms
-        return {str(plan): (plan, times_ms[str(plan)]) for plan in self._plans if str(plan) in times_ms}
+        profiled = {name: (plan, times_ms[name]) for plan in self._plans if (name := str(plan)) in times_ms}
+        return Planned(planned.plan, prediction, why, profiled)

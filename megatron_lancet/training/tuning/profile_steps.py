@@ -1,4 +1,4 @@
-"""Training steps that are profiled: which plans they run by, and the profile that comes of them."""
+"""Profiles training steps: which plans they run by, and the profile that is made from them."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from megatron_lancet.training.overlap_setup import OverlapSetup
 
 
 def profiled_model(args: argparse.Namespace, setup: OverlapSetup, device: torch.device) -> ProfiledModel:
-    """The model that Megatron has built and the layout of its batch, for the profiler."""
+    """Describes the model that Megatron has built and its batch to the profiler."""
     return ProfiledModel(
         stages=setup.stages,
         device=device,
@@ -30,7 +30,7 @@ def profiled_model(args: argparse.Namespace, setup: OverlapSetup, device: torch.
 
 
 def plans_within(args: argparse.Namespace, limits: Limits) -> list[Plan]:
-    """Plans to profile for a planner that keeps to ``limits``."""
+    """Plans to profile for a planner with these limits."""
     plans = plans_to_profile(
         args.micro_batch_size,
         args.seq_length // args.context_parallel_size,
@@ -41,11 +41,11 @@ def plans_within(args: argparse.Namespace, limits: Limits) -> list[Plan]:
 
 
 def with_own_reduction(profile: Profile, reduction: GradientReduction | None, plans: Sequence[Plan]) -> Profile:
-    """The profile of a run without the time that its own steps waited for gradients: other runs would wait otherwise.
+    """Removes the time that a run's own steps waited for gradients from its profile: other runs wait differently.
 
     Args:
-        reduction: how the run reduced its gradients beside the backward pass; None if it did not.
-        plans: that were profiled.
+        reduction: how the run reduced its gradients during the backward pass; None if it did not.
+        plans: the profiled plans.
 
     Raises:
         UnknownCost: the profile has no all-reduce times.
@@ -54,7 +54,7 @@ def with_own_reduction(profile: Profile, reduction: GradientReduction | None, pl
 
 
 class ProfileSteps:
-    """Drives a :class:`ProfileRun` through the steps of a training run.
+    """Runs a :class:`ProfileRun` in the steps of a training run.
 
     Between two steps the caller switches all ranks to :attr:`next_plan`, until that is None.
     """
@@ -74,12 +74,12 @@ class ProfileSteps:
         return self.plans[self._num_done] if self._num_done < len(self.plans) else None
 
     def run_step(self, step: Callable[[], Any]) -> Any:
-        """Run a training step under :attr:`next_plan` and measure it; returns the step's result."""
+        """Runs a training step under :attr:`next_plan`, measures it, and returns the step's result."""
         with self._run.step(self._num_done):
             result = step()
         self._num_done += 1
         return result
 
     def finish(self) -> Profile:
-        """Measure the links and make the profile. Collective over all ranks, after the last step."""
+        """Measures the links and makes the profile. Collective over all ranks, after the last step."""
         return self._run.finish()

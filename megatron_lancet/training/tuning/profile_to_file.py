@@ -1,4 +1,4 @@
-"""``--lancet-profile FILE``: the first steps of a run are profiled, and then the run ends."""
+"""``--lancet-profile FILE``: profiles the first steps of a run, writes the profile and ends the run."""
 
 import argparse
 from collections.abc import Callable
@@ -17,12 +17,7 @@ from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.comm_priority import reduction_of
 from megatron_lancet.training.plan.limits import planning_limits
-from megatron_lancet.training.tuning.profile_steps import (
-    ProfileSteps,
-    plans_within,
-    profiled_model,
-    with_own_reduction,
-)
+from megatron_lancet.training.tuning.profile_steps import ProfileSteps, plans_within, profiled_model, with_own_reduction
 
 _FLAG = "--lancet-profile"
 
@@ -30,14 +25,14 @@ _FLAG = "--lancet-profile"
 def check_can_profile(args: argparse.Namespace, config: LancetConfig, plan: Plan | None) -> None:
     """
     Raises:
-        UsageError: a profile is asked for that this run can't give.
+        UsageError: ``--lancet-profile`` does not work with the other flags, or the run is too short.
     """
     if config.profile is None:
         return
     if plan is None:
         raise UsageError(
-            f"{_FLAG} measures the overlapping block, and this run has none. Use --expert-model-parallel-size of at "
-            "least 2 and drop --lancet-plan off."
+            f"{_FLAG} measures the overlapping block, and this run has stock Megatron modules. Use "
+            "--expert-model-parallel-size of at least 2 and drop --lancet-plan off."
         )
     if not config.profile.parent.is_dir():
         raise UsageError(f"{_FLAG}: no such folder: {config.profile.parent}")
@@ -49,16 +44,11 @@ def check_can_profile(args: argparse.Namespace, config: LancetConfig, plan: Plan
 
 
 class ProfileToFile:
-    """Profiles the steps of Megatron's training loop, writes the profile and ends the loop."""
+    """Profiles the steps of Megatron's training loop, with a switchable setup; writes the profile and ends the loop."""
 
     def __init__(
         self, args: argparse.Namespace, config: LancetConfig, setup: OverlapSetup, device: torch.device
     ) -> None:
-        """
-        Args:
-            args: Megatron's.
-            setup: switchable.
-        """
         self._args = args
         self._config = config
         self._setup = setup
@@ -68,7 +58,7 @@ class ProfileToFile:
         self._bar: tqdm[Any] | None = None
 
     def observe(self, step: Callable[[], Any]) -> Any:
-        """Run a training step and measure it; after the last one write the profile and let training end."""
+        """Runs a training step and measures it; after the last one writes the profile and lets training end."""
         if self._steps is None:
             model = profiled_model(self._args, self._setup, self._device)
             self._steps = ProfileSteps(ProfileRun(model, self._plans))
@@ -99,5 +89,5 @@ class ProfileToFile:
             assert self._config.profile is not None
             profile = with_own_reduction(profile, reduction_of(self._args, self._config), self._plans)
             write(self._config.profile, profile)
-        # The loop looks at it before each step; it counts this one afterwards.
+        # The loop compares the two before each step, and counts this step afterwards.
         self._args.train_iters = self._args.curr_iteration + 1

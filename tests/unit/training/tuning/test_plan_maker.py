@@ -116,7 +116,7 @@ def test_a_damaged_or_unwritable_cache_is_one_line_and_no_more(make, tmp_path):
     next(folder.iterdir()).write_text("{")
     maker = make(cache_dir=folder)
     assert profiled(maker)[1] == 3
-    assert [note.split(":")[0] for note in maker.notes] == ["the profile in the cache is of no use"]
+    assert [note.split(":")[0] for note in maker.notes] == ["the profile in the cache can't be used"]
 
     maker = make(cache_dir=next(folder.iterdir()) / "below-a-file")
     assert profiled(maker)[1] == 3
