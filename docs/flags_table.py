@@ -6,10 +6,9 @@ hand, and checked by ``tests/unit/training/test_flags_table.py``.
 
 import re
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 
-from megatron_lancet.training.plan.support import OTHER_TASKS, RETIRED, UNSUPPORTED, Topic, Unsupported
+from megatron_lancet.training.plan.support import OTHER_TASKS, RETIRED, UNSUPPORTED, Unsupported
 
 DOCUMENT = Path(__file__).with_name("flags.md")
 _HEADING = "## "
@@ -17,7 +16,7 @@ _REFUSED = re.compile(r"\| `--.*\| refused \|")
 
 
 def with_refused_flags(document: str) -> str:
-    """The document with the refused flags of each topic at the end of the topic's table.
+    """Returns the document with the refused flags of each topic at the end of the topic's table.
 
     Args:
         document: text of flags.md, with or without such rows.
@@ -36,17 +35,19 @@ def with_refused_flags(document: str) -> str:
 
 
 def _rows(topic: str) -> Iterator[str]:
-    """A row for the flags that are refused for the same reason."""
-    refused = [one for one in (*UNSUPPORTED, *OTHER_TASKS, *RETIRED) if one.topic == topic and one.topic in Topic]
-    reasons = list(dict.fromkeys(map(_cell, refused)))
-    for cell, same in groupby(sorted(refused, key=lambda one: reasons.index(_cell(one))), key=_cell):
-        yield f"| {' '.join(f'`{one.flag}`' for one in same)} | refused | {cell} |"
+    """Yields a row for all flags of a topic that are refused for the same reason."""
+    flags: dict[str, list[str]] = {}
+    for entry in (*UNSUPPORTED, *OTHER_TASKS, *RETIRED):
+        if entry.topic == topic:
+            flags.setdefault(_cell(entry), []).extend(entry.flags.split())
+    for cell, same in flags.items():
+        yield f"| {' '.join(f'`{flag}`' for flag in same)} | refused | {cell} |"
 
 
-def _cell(one: Unsupported) -> str:
-    if one.advice.startswith("drop it"):
-        return one.reason
-    return f"{one.reason}: " + re.sub(r"--[\w-]+( mock| local)?", lambda found: f"`{found[0]}`", one.advice)
+def _cell(entry: Unsupported) -> str:
+    if entry.advice.startswith("drop it"):
+        return entry.reason
+    return f"{entry.reason}: " + re.sub(r"--[\w-]+( mock| local)?", lambda found: f"`{found[0]}`", entry.advice)
 
 
 if __name__ == "__main__":

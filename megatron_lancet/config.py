@@ -1,7 +1,7 @@
-"""The ``--lancet-*`` flags: name, values, default, help, unit and range of each, and what a run gets of them.
+"""The ``--lancet-*`` flags: name, values, default, help, unit and range of each.
 
-A flag is a field of a dataclass here. ``training/arguments.py`` makes the parser of the fields and the dataclass of the
-parsed arguments; a value outside its range is refused where the dataclass is made.
+A flag is a field of a dataclass. ``training/arguments.py`` makes the parser from the fields, and the dataclass from the
+parsed arguments; the dataclass refuses a value outside its range.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ class PlanChoice(StrEnum):
     OFF = "off"
     """No plan: stock Megatron modules."""
     AUTO = "auto"
-    """Chosen by us."""
+    """Found while training, or fixed by other flags."""
 
 
 class AttentionChoice(StrEnum):
     """Core attention of the overlapping block."""
 
     AUTO = "auto"
-    """Megatron's, bit for bit, where it can do what the plan needs; else the fused kernel."""
+    """Megatron's, bit for bit, where it supports what the plan needs; else the fused kernel."""
     STOCK = "stock"
     """Megatron's."""
     SDPA = "sdpa"
@@ -42,10 +42,10 @@ class AttentionChoice(StrEnum):
 
 
 class CacheChoice(StrEnum):
-    """Place of measured profiles, other than a folder that the user names."""
+    """Where measured profiles are kept, other than in a folder that the user names."""
 
     OFF = "off"
-    """Nowhere: profiles are not kept."""
+    """Profiles are not kept."""
     AUTO = "auto"
     """The user's cache folder."""
 
@@ -57,16 +57,16 @@ class Flag:
     Attributes:
         help: text of ``--help``; ``{default}`` in it is the field's default.
         parsed_as: type of the parsed argument. It is plain, because Megatron saves its arguments in checkpoints.
-        read: makes the field's value of the parsed argument.
-        choices: words that the flag takes; empty where any text goes.
-        none_word: the choice that leaves the field at None; None for no such choice.
-        metavar: name of the value in ``--help``; None where the choices are listed.
-        unit: of a number, for messages; empty for a count.
-        at_least: smallest value, None for no such bound.
-        above: bound that a finite value must exceed, None for no such bound.
+        read: converts the parsed argument to the field's value.
+        choices: words that the flag accepts; empty if it accepts any text.
+        none_word: the choice that leaves the field at None, if there is one.
+        metavar: name of the value in ``--help``; None to list the choices.
+        unit: unit of a number, for messages; empty for a count.
+        at_least: smallest value, if there is a bound.
+        above: bound that a finite value must exceed, if there is one.
         advice: sentence that follows the refusal of a value outside the range.
         limits_plan: whether a value limits the choice of a plan.
-        name: of the flag, where it is not made of the field's name.
+        name: the flag's name, if it does not follow from the field's name.
     """
 
     help: str
@@ -83,47 +83,45 @@ class Flag:
     name: str = ""
 
     def value_of(self, parsed: Any) -> Any:
-        """The field's value for a parsed argument."""
+        """Converts a parsed argument to the field's value."""
         return None if parsed in (None, self.none_word) else self.read(parsed)
 
     def check(self, name: str, value: Any) -> None:
-        """
-        Args:
-            name: of the flag.
+        """Checks a value of the flag with this name.
 
         Raises:
             UsageError: the value is outside the range.
         """
         if self.at_least is not None and value < self.at_least:
-            raise UsageError(" ".join([f"{name} expects at least {self.at_least}, got {value}.", self.advice]).strip())
+            raise UsageError(f"{name} expects at least {self.at_least}, got {value}. {self.advice}".strip())
         if self.above is not None and not self.above < value < math.inf:
             expected = f"a number of {self.unit} above {self.above:g}"
-            raise UsageError(" ".join([f"{name} expects {expected}, got {value:g}.", self.advice]).strip())
+            raise UsageError(f"{name} expects {expected}, got {value:g}. {self.advice}".strip())
 
 
 def flags_of(config_class: type) -> Iterator[tuple[str, "dataclasses.Field[Any]", Flag]]:
-    """The flags of a dataclass: (name of the flag, field, how the flag sets it)."""
-    for one in dataclasses.fields(config_class):
-        flag: Flag = one.metadata[_METADATA_KEY]
-        yield flag.name or f"--lancet-{one.name.replace('_', '-')}", one, flag
+    """Yields the flags of a dataclass: (name of the flag, field, how the flag sets it)."""
+    for entry in dataclasses.fields(config_class):
+        flag: Flag = entry.metadata[_METADATA_KEY]
+        yield flag.name or f"--lancet-{entry.name.replace('_', '-')}", entry, flag
 
 
 class _CheckedFlags:
-    """A dataclass of flags that refuses a value outside the range of its flag."""
+    """Base of the dataclasses of flags: refuses a value outside the range of its flag."""
 
     def __post_init__(self) -> None:
-        for name, one, flag in flags_of(type(self)):
-            value = getattr(self, one.name)
+        for name, entry, flag in flags_of(type(self)):
+            value = getattr(self, entry.name)
             if value is not None:
                 flag.check(name, value)
 
 
-def _flag(default: Any, **how: Any) -> Any:
-    return field(default=default, metadata={_METADATA_KEY: Flag(**how)})
+def _flag(default: Any, **settings: Any) -> Any:
+    return field(default=default, metadata={_METADATA_KEY: Flag(**settings)})
 
 
 def _words(kind: type[StrEnum], none_word: str | None = None) -> dict[str, Any]:
-    """A flag that takes one of an enumeration's words, or one more that leaves the field at None."""
+    """Settings of a flag that takes a member of an enumeration, or ``none_word``, which leaves the field at None."""
     words = tuple(member.value for member in kind)
     return {"choices": words if none_word is None else (none_word, *words), "none_word": none_word, "read": kind}
 
@@ -134,9 +132,9 @@ def _word_or_path(kind: type[StrEnum]) -> Callable[[str], StrEnum | Path]:
 
 @dataclass(frozen=True)
 class LancetConfig(_CheckedFlags):
-    """What a user asks of Megatron-Lancet. Each field is a flag, whose help says what the field means.
+    """The settings of a run. Each field is a flag, whose help explains it.
 
-    A field that is None leaves the choice to the plan, or switches off what it names.
+    A field that is None leaves the choice to the plan, or switches its feature off.
 
     Raises:
         UsageError: a value is outside the range of its flag.
@@ -230,7 +228,7 @@ class LancetConfig(_CheckedFlags):
         help="also write the closing report to DIR/report.json, and beside it the plan, the profile and the timeline "
         "of a step (timeline.html, trace.json).",
     )
-    # The median of ten is known to 0.4 standard deviations of a step.
+    # The standard error of the median of ten steps is 0.4 standard deviations of a step.
     tune_steps: int = _flag(
         10,
         parsed_as=int,
@@ -255,17 +253,17 @@ class LancetConfig(_CheckedFlags):
 
     @property
     def dw_memory_bytes(self) -> int | None:
-        """Bound of deferred weight gradients on a rank in bytes, None for none."""
+        """Bytes that deferred weight gradients may keep alive on a rank; None for no bound."""
         return None if self.dw_memory_mb is None else mb_to_bytes(self.dw_memory_mb)
 
     @property
     def grad_chunk_bytes(self) -> int:
-        """Most gradient bytes that one collective reduces, with a priority."""
+        """Most gradient bytes that one collective reduces under ``--lancet-comm-priority``."""
         return mb_to_bytes(self.grad_chunk_mb)
 
     @property
     def cache_dir(self) -> Path | None:
-        """Folder of measured profiles; None keeps none."""
+        """Folder of measured profiles; None if profiles are not kept."""
         if isinstance(self.cache, Path):
             return self.cache
         if self.cache is CacheChoice.OFF:
@@ -276,14 +274,14 @@ class LancetConfig(_CheckedFlags):
             return None
 
     def explicit_plan_flags(self) -> dict[str, object]:
-        """Flags by which the user limits the plan, with their values."""
-        values = {name: getattr(self, one.name) for name, one, flag in flags_of(LancetConfig) if flag.limits_plan}
+        """The flags by which the user limits the plan, with their values."""
+        values = {name: getattr(self, entry.name) for name, entry, flag in flags_of(LancetConfig) if flag.limits_plan}
         return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class DryRunConfig(_CheckedFlags):
-    """Whether the command line is only examined, and for how many ranks.
+    """Whether the run only validates its command line, and for how many ranks.
 
     Raises:
         UsageError: a value is outside the range of its flag, or a world size is given to a run that is no dry run.
@@ -316,4 +314,4 @@ class DryRunConfig(_CheckedFlags):
 
 def is_dry_run(command_line: Sequence[str]) -> bool:
     """Whether a command line asks for a dry run, before it is parsed; Megatron's parser takes no abbreviations."""
-    return next(name for name, one, _ in flags_of(DryRunConfig) if one.name == "dry_run") in command_line
+    return next(name for name, entry, _ in flags_of(DryRunConfig) if entry.name == "dry_run") in command_line

@@ -1,4 +1,4 @@
-"""Parses and validates the command line: Megatron's parser with our flags, and one clear line for each fault."""
+"""Parses and validates the command line: Megatron's parser with our flags, and one line for each error."""
 
 import argparse
 import difflib
@@ -15,7 +15,7 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.global_vars import set_global_variables
 
 from megatron_lancet import __version__
-from megatron_lancet.config import DryRunConfig, Flag, LancetConfig, flags_of
+from megatron_lancet.config import DryRunConfig, LancetConfig, flags_of
 from megatron_lancet.errors import UsageError, reason_of
 from megatron_lancet.training.checkpoint.ep_resize import check_experts_apart
 from megatron_lancet.training.checkpoint.load_save import check_before_start
@@ -33,7 +33,7 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     add_mock_arguments(parser, group)
     parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
     for action in parser._actions:
-        # Megatron has help texts with bare percent signs, on which argparse fails when --help is asked for.
+        # Some of Megatron's help texts have bare percent signs, with which argparse fails at --help.
         action.help = action.help and re.sub(r"(%%|%\(\w+\)s)|%", lambda found: found[1] or "%%", action.help)
     return parser
 
@@ -41,40 +41,29 @@ def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 def add_config_arguments(group: argparse._ArgumentGroup, config_class: type) -> None:
     """Adds the flags of a dataclass of ``config.py``.
 
-    Megatron's ``ArgumentGroupFactory`` does not fit: it names flags and arguments after the bare fields, among which
-    are names of Megatron's own, spells enumerations by their member names, and can't infer unions. Only its reading of
-    help texts from source code would be left to use.
+    Megatron's ``ArgumentGroupFactory`` does not fit: it names flags after the bare fields, some of which are names of
+    Megatron's own arguments, spells enumerations by their member names, and can't infer unions.
     """
-    for name, one, flag in flags_of(config_class):
-        how: dict[str, Any] = {"help": flag.help.format(default=one.default)}
+    for name, entry, flag in flags_of(config_class):
+        settings: dict[str, Any] = {"help": flag.help.format(default=entry.default)}
         if flag.parsed_as is bool:
-            how["action"] = "store_true"
+            settings["action"] = "store_true"
         else:
-            how |= {"default": _parsed_default(one.default, flag), "metavar": flag.metavar}
-            how |= {"choices": flag.choices} if flag.choices else {"type": flag.parsed_as}
-        group.add_argument(name, **how)
-
-
-def _parsed_default(default: Any, flag: Flag) -> Any:
-    """The argument from which the field's default would be read."""
-    if default is None:
-        return flag.none_word
-    return default.value if isinstance(default, Enum) else default
+            default = flag.none_word if entry.default is None else entry.default
+            settings |= {"default": default.value if isinstance(default, Enum) else default, "metavar": flag.metavar}
+            settings |= {"choices": flag.choices} if flag.choices else {"type": flag.parsed_as}
+        group.add_argument(name, **settings)
 
 
 def _config_of[Config](config_class: type[Config], args: argparse.Namespace) -> Config:
-    """
-    Raises:
-        UsageError: a value outside its range.
-    """
     values = {}
-    for name, one, flag in flags_of(config_class):
-        values[one.name] = flag.value_of(getattr(args, name.removeprefix("--").replace("-", "_")))
+    for name, entry, flag in flags_of(config_class):
+        values[entry.name] = flag.value_of(getattr(args, name.removeprefix("--").replace("-", "_")))
     return config_class(**values)
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Fails like argparse, but without the usage text of a thousand flags, and with a guess at what was meant."""
+    """Fails like argparse, without the usage text of a thousand flags, and suggests the flag with the closest name."""
     hints = []
     for word in message.replace(":", " ").split():
         if word.startswith("--") and word not in parser._option_string_actions:
@@ -84,7 +73,7 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def parse() -> tuple[argparse.Namespace, LancetConfig]:
-    """Parses ``sys.argv`` with Megatron's parser; settings are not validated against each other yet.
+    """Parses ``sys.argv`` with Megatron's parser; does not validate settings against each other.
 
     Raises:
         UsageError: an unknown flag or a value that a flag does not take.
@@ -98,7 +87,7 @@ def parse() -> tuple[argparse.Namespace, LancetConfig]:
 
 
 def config_from_words(words: Sequence[str]) -> LancetConfig:
-    """Parses ``--lancet-*`` flags that are not on the command line, because that is another program's.
+    """Parses ``--lancet-*`` flags for a program that has a command line of its own.
 
     Raises:
         UsageError: an unknown flag or a value that a flag does not take.
@@ -121,7 +110,7 @@ def validate(args: argparse.Namespace) -> None:
     """Runs our checks, then Megatron's, and sets Megatron's globals (tokenizer, timers, writers).
 
     Raises:
-        UsageError: a setting can't work; the message is about the first one found.
+        UsageError: a setting can't work; the message describes the first one found.
     """
     check_settings(args)
     for problem in missing_files(args):
@@ -131,16 +120,21 @@ def validate(args: argparse.Namespace) -> None:
         if args.use_checkpoint_args:
             from megatron.training.checkpointing import load_args_from_checkpoint
 
-            check_before_start(args)  # Megatron would end with status 0
+            check_before_start(args)  # without a checkpoint Megatron would end with status 0
             load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
             load_args_from_checkpoint(args)
         validate_args(args)
-        _check_transformer_engine(args)
+        if args.transformer_impl == "transformer_engine" and not HAVE_TE:
+            raise UsageError(
+                "--transformer-impl transformer_engine, Megatron's default, needs Transformer Engine, which is not "
+                "installed. Pass --transformer-impl local, which the overlap needs, too, or install it for stock "
+                "modules."
+            )
         set_global_variables(args)
 
 
 def check_settings(args: argparse.Namespace) -> None:
-    """Runs our own checks, which look at nothing but the arguments.
+    """Runs our own checks, which need the arguments only.
 
     Raises:
         UsageError: a setting can't work.
@@ -149,14 +143,13 @@ def check_settings(args: argparse.Namespace) -> None:
     _check_layout(args)
     _check_data(args)
     check_modes(args)
-    _check_expert_bias(args)
     check_experts_apart(args)
-    _check_query_norm(args)
+    _check_local_modules(args)
 
 
 @contextmanager
 def megatrons_refusals() -> Iterator[None]:
-    """Turns what Megatron's checks raise into one line for the user.
+    """Converts the errors of Megatron's checks to one line for the user.
 
     Raises:
         UsageError: with Megatron's reason.
@@ -195,29 +188,19 @@ def _check_layout(args: argparse.Namespace) -> None:
         )
 
 
-def _check_expert_bias(args: argparse.Namespace) -> None:
+def _check_local_modules(args: argparse.Namespace) -> None:
+    """Refuses settings with which Megatron's own modules fail while they are built or run."""
+    is_local = args.transformer_impl == "local"
     expert_tensor_size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    alone = args.expert_model_parallel_size * expert_tensor_size == 1
-    if args.num_experts and alone and args.add_bias_linear and args.transformer_impl == "local":
+    not_parallel = args.expert_model_parallel_size * expert_tensor_size == 1
+    if args.num_experts and not_parallel and args.add_bias_linear and is_local:
         raise UsageError(
             "Megatron's local experts can't add their bias without expert parallelism (it writes into a view): pass "
             "--disable-bias-linear, or --expert-model-parallel-size of at least 2."
         )
     if args.num_experts and args.moe_shared_expert_intermediate_size and args.add_bias_linear:
         raise UsageError("Megatron's shared experts have no bias: pass --disable-bias-linear.")
-
-
-def _check_transformer_engine(args: argparse.Namespace) -> None:
-    if args.transformer_impl == "transformer_engine" and not HAVE_TE:
-        raise UsageError(
-            "--transformer-impl transformer_engine, Megatron's default, needs Transformer Engine, which is not "
-            "installed. Pass --transformer-impl local, which the overlap needs, too, or install it for stock modules."
-        )
-
-
-def _check_query_norm(args: argparse.Namespace) -> None:
-    latent = args.multi_latent_attention and args.q_lora_rank is None
-    if latent and args.qk_layernorm and args.transformer_impl == "local":
+    if args.multi_latent_attention and args.q_lora_rank is None and args.qk_layernorm and is_local:
         raise UsageError(
             "--qk-layernorm with --multi-latent-attention has no query norm in Megatron's local modules unless queries "
             "are compressed, too: pass --q-lora-rank, drop --qk-layernorm, or use Transformer Engine with "
@@ -237,10 +220,10 @@ def _check_data(args: argparse.Namespace) -> None:
 
 
 def check_modes(args: argparse.Namespace) -> None:
-    """
+    """Refuses runs that do something else than pretrain a GPT model on plain text.
+
     Raises:
-        UsageError: the run is to do something else than pretrain a GPT model on plain text, or asks for it in words
-            that Megatron has retired.
+        UsageError: a flag asks for something else, is retired, or names our own layer specification.
     """
     refuse_other_tasks(args)
     if args.spec is not None and tuple(args.spec) == OWN_SPEC:

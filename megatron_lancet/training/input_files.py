@@ -1,4 +1,4 @@
-"""Files that a run reads: looked for before any process group starts."""
+"""Checks the files that a run reads, before any process group starts."""
 
 import argparse
 from collections.abc import Iterator
@@ -12,11 +12,8 @@ _SENTENCEPIECE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenize
 
 
 def missing_files(args: argparse.Namespace) -> Iterator[str]:
-    """Files that the arguments name and that are not on this machine, a message for each.
-
-    Files first: a run should not wait for its process groups to learn that its data is not there.
-    """
-    lists_are_here = True
+    """Yields a message for each file that the arguments name and that is not on this machine."""
+    has_lists = True
     for path, flag in (
         (args.data_args_path, "--data-args-path"),
         (args.per_split_data_args_path, "--per-split-data-args-path"),
@@ -24,9 +21,9 @@ def missing_files(args: argparse.Namespace) -> Iterator[str]:
     ):
         local = flag != "--tokenizer-model" or args.tokenizer_type in _SENTENCEPIECE_TOKENIZERS
         if path is not None and local and not Path(path).is_file():
-            lists_are_here = lists_are_here and flag == "--tokenizer-model"
+            has_lists = has_lists and flag == "--tokenizer-model"
             yield f"{flag}: no such file: {path}"
-    for prefix in _data_prefixes(args) if lists_are_here else ():
+    for prefix in _data_prefixes(args) if has_lists else ():
         missing = [prefix + suffix for suffix in (".idx", ".bin") if not Path(prefix + suffix).is_file()]
         if missing and "://" not in prefix:
             yield (
@@ -36,9 +33,10 @@ def missing_files(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_datasets(args: argparse.Namespace) -> None:
-    """
+    """Checks the token files of this machine.
+
     Raises:
-        UsageError: a token file is damaged: Megatron would crash on it, or read what is not there.
+        UsageError: a file is damaged, so that Megatron would crash, or read beyond its end.
     """
     for prefix in _data_prefixes(args):
         if "://" not in prefix:
@@ -46,7 +44,7 @@ def check_datasets(args: argparse.Namespace) -> None:
 
 
 def _data_prefixes(args: argparse.Namespace) -> list[str]:
-    """Of token files; lists of them, which may stand in files of their own, are read."""
+    """Prefixes of the token files, also of those that are listed in other files."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     blends = [blend, *(blend_per_split or ())]
     return [prefix for one in blends if one is not None for prefix in one[0]]

@@ -8,11 +8,8 @@ from megatron_lancet.errors import UsageError
 def moe_pattern(args: argparse.Namespace) -> list[bool]:
     """Whether each layer of the model is a MoE layer.
 
-    Args:
-        args: Megatron's arguments.
-
     Raises:
-        UsageError: ``--moe-layer-freq`` is a pattern of another length than the model.
+        UsageError: the pattern of ``--moe-layer-freq`` has another length than the model.
     """
     if not args.num_experts:
         return [False] * args.num_layers

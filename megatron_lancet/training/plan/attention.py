@@ -1,4 +1,4 @@
-"""Which core attention a run needs, and whether it can have it."""
+"""Chooses between Megatron's core attention and torch's fused kernel, and checks the choice."""
 
 import argparse
 
@@ -8,7 +8,7 @@ from megatron_lancet.model.attention import sdpa_blockers
 
 
 def needs_own_attention(args: argparse.Namespace) -> str | None:
-    """The flag for which Megatron has no core attention without Transformer Engine, so that ours is used; or None."""
+    """The flag that needs the fused kernel, because Megatron's local core attention does not support it; or None."""
     if args.transformer_impl != "local":
         return None
     if args.context_parallel_size > 1:
@@ -17,17 +17,15 @@ def needs_own_attention(args: argparse.Namespace) -> str | None:
 
 
 def uses_sdpa(args: argparse.Namespace, config: LancetConfig) -> bool:
-    """Whether the user asks for the fused attention kernel, or for what only works with it.
-
-    Sequence chunks bring it by themselves.
-    """
+    """Whether the user asks for the fused kernel, or for a flag that needs it; sequence chunks use it in any case."""
     return config.attention is AttentionChoice.SDPA or needs_own_attention(args) is not None
 
 
 def check_attention(args: argparse.Namespace, config: LancetConfig) -> None:
-    """
+    """Checks the core attention that the user asks for.
+
     Raises:
-        UsageError: the core attention that the user asks for can't do what the model needs.
+        UsageError: the model needs something that it does not support.
     """
     need = needs_own_attention(args)
     if need and config.attention is AttentionChoice.STOCK:
@@ -39,5 +37,5 @@ def check_attention(args: argparse.Namespace, config: LancetConfig) -> None:
     if uses_sdpa(args, config) and blockers:
         raise UsageError(
             f"{blockers[0]} does not work with torch's fused attention, which {need or '--lancet-attention sdpa'} "
-            "brings. Drop one of the two."
+            "needs. Drop one of the two."
         )

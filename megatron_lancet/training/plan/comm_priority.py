@@ -1,4 +1,4 @@
-"""Priority of all-to-alls over gradient reductions: its checks, and the reductions as a planner sees them."""
+"""Gradient reductions of a run: the checks of ``--lancet-comm-priority``, and their description for the simulator."""
 
 import argparse
 
@@ -18,7 +18,7 @@ def choose_micro_ops(args: argparse.Namespace, config: LancetConfig, plan: Plan 
         plan: None for stock modules.
 
     Raises:
-        UsageError: the run asks for the priority together with something that it does not support.
+        UsageError: another flag does not work with the priority.
     """
     if config.comm_priority is CommPriority.OFF:
         return None
@@ -34,23 +34,20 @@ def choose_micro_ops(args: argparse.Namespace, config: LancetConfig, plan: Plan 
             f"{flag} orders gradient reductions in the backward pass, but they run after it: pass "
             "--overlap-grad-reduce, or drop the flag."
         )
-    for other, given in {
+    num_instances = args.num_distributed_optimizer_instances
+    for other, is_given in {
         "--ddp-reduce-scatter-with-fp32-accumulation": args.ddp_reduce_scatter_with_fp32_accumulation,
-        f"--num-distributed-optimizer-instances {args.num_distributed_optimizer_instances}": (
-            args.num_distributed_optimizer_instances > 1
-        ),
+        f"--num-distributed-optimizer-instances {num_instances}": num_instances > 1,
     }.items():
-        if given:
-            raise UsageError(f"{other} does not work with {flag}: it reduces in a way of its own. Drop one of the two.")
+        if is_given:
+            raise UsageError(
+                f"{other} does not work with {flag}: it changes how gradients are reduced. Drop one of the two."
+            )
     return MicroOps(config.grad_chunk_bytes)
 
 
 def reduction_of(args: argparse.Namespace, config: LancetConfig) -> GradientReduction | None:
-    """Describes for the simulator how a run sums its gradients during its backward pass; None if it does not.
-
-    Args:
-        args: Megatron's arguments, validated.
-    """
+    """Describes how a run with validated arguments reduces gradients in its backward pass; None if it does not."""
     if not args.overlap_grad_reduce or args.data_parallel_size == 1:
         return None
     wide = args.params_dtype is torch.float32 or args.accumulate_allreduce_grads_in_fp32

@@ -25,9 +25,7 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
         UsageError: the file is no plan file, was made for another model, or the run can't follow it.
     """
     for flag, value in config.explicit_plan_flags().items():
-        raise UsageError(
-            f"{flag} {value} contradicts --lancet-plan {path}: the file says it already. Drop one of the two."
-        )
+        raise UsageError(f"{flag} {value} contradicts --lancet-plan {path}: the file sets it. Drop one of the two.")
     try:
         content = read_plan_file(path)
         check_fits(content, model_of_run(args), str(path))
@@ -46,7 +44,7 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
 
 
 def model_of_run(args: argparse.Namespace) -> MadeFor:
-    """Model and layout of this run, as a plan file names those that its plan was made for."""
+    """Model and layout of this run, to be compared with those of a plan file."""
     moe_layers = [number for number, is_moe in enumerate(moe_pattern(args), start=1) if is_moe]
     return MadeFor(
         num_layers=args.num_layers,
@@ -61,7 +59,7 @@ def model_of_run(args: argparse.Namespace) -> MadeFor:
 
 
 def _segment_blockers(segment: Segment, args: argparse.Namespace, config: LancetConfig) -> Iterator[str]:
-    """Why the run can't cut the micro-batch as a segment says."""
+    """Reasons why the run can't cut its micro-batches as a segment asks, each with what to change."""
     if segment.num_chunks == 1:
         return
     size, flag = chunked_size(args, segment.chunk_dim)

@@ -1,4 +1,4 @@
-"""Maps Megatron's own flags for what a plan does to the plan."""
+"""Maps Megatron's flags for its own overlap to the plan."""
 
 import argparse
 import dataclasses
@@ -11,23 +11,23 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.training.plan.support import OVERLAP_FLAGS, OWN_DISPATCHER, may_overlap
 
 _DISPATCHER_SETTINGS = ("moe_enable_deepep", "moe_flex_dispatcher_", "moe_deepep_", "moe_hybridep_", "moe_ncclep_")
-"""Settings of other dispatchers: Megatron checks some of them against the dispatcher's type."""
+"""Prefixes of other dispatchers' settings: Megatron checks some of them against the dispatcher's type."""
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def map_overlap_flags(args: argparse.Namespace, config: LancetConfig) -> str | None:
-    """Replaces Megatron's own ways to hide all-to-alls by our plan, in ``args``.
+    """Replaces Megatron's own overlap of all-to-alls by our plan, in ``args``.
 
-    Call it between parsing and Megatron's validation, which refuses some of these flags together with what works with
-    a plan (full recompute, fp32, pipelines without virtual stages, no Transformer Engine). Where no plan will run
+    Call it between parsing and Megatron's validation, which refuses some of these flags together with settings that
+    work with a plan (full recompute, fp32, pipelines without virtual stages, no Transformer Engine). Without a plan
     (``--lancet-plan off``, no expert parallelism) nothing changes: the flags keep Megatron's meaning.
 
     Args:
-        args: of Megatron's parser, not validated. Changed in place.
+        args: parsed by Megatron's parser, not validated; changed in place.
 
     Returns:
-        A line for the user; None where there was nothing to map.
+        A line for the user; None if nothing was mapped.
     """
     if not may_overlap(args, config):
         return None
@@ -43,21 +43,23 @@ def map_overlap_flags(args: argparse.Namespace, config: LancetConfig) -> str | N
     if dispatcher != OWN_DISPATCHER:
         notes.append(f"--moe-token-dispatcher-type {dispatcher} runs as the plan's all-to-alls")
         args.moe_token_dispatcher_type = OWN_DISPATCHER
-        _forget_settings_of_other_dispatchers(args)
+        for field in dataclasses.fields(TransformerConfig):
+            if field.name.startswith(_DISPATCHER_SETTINGS) and hasattr(args, field.name):
+                setattr(args, field.name, field.default)
     if args.moe_permute_fusion:
         args.moe_permute_fusion = False
-        notes.append("--moe-permute-fusion gives way to torch's permutation, with the same result")
+        notes.append("--moe-permute-fusion is replaced by torch's permutation, with the same result")
     if args.high_priority_a2a_comm_stream:
         args.high_priority_a2a_comm_stream = False
-        notes.append("--high-priority-a2a-comm-stream gives way to the plan's own stream")
+        notes.append("--high-priority-a2a-comm-stream is replaced by the plan's own stream")
     if args.context_parallel_size > 1 and args.cp_comm_type != ["p2p"]:
-        notes.append(f"--cp-comm-type {' '.join(args.cp_comm_type)} gives way to gathered keys and values")
+        notes.append(f"--cp-comm-type {' '.join(args.cp_comm_type)} is replaced by gathered keys and values")
         args.cp_comm_type, args.hierarchical_context_parallel_sizes = ["p2p"], None
     return "; ".join(notes) or None
 
 
 def refuse_mapped_flags(args: argparse.Namespace, config: LancetConfig) -> None:
-    """Refuses the flags where it is too late to map them.
+    """Refuses the flags in a run that can't map them any more.
 
     Raises:
         UsageError: :func:`map_overlap_flags` would have something to map.
@@ -78,9 +80,3 @@ def _own_connections(args: argparse.Namespace, given: list[str]) -> list[str]:
         return []
     os.environ[_CONNECTIONS] = "1"
     return [f"{_CONNECTIONS} is 1, as Megatron asks for tensor and context parallelism"]
-
-
-def _forget_settings_of_other_dispatchers(args: argparse.Namespace) -> None:
-    for field in dataclasses.fields(TransformerConfig):
-        if field.name.startswith(_DISPATCHER_SETTINGS) and hasattr(args, field.name):
-            setattr(args, field.name, field.default)

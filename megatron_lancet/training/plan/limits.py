@@ -1,4 +1,4 @@
-"""Limits that a run's arguments set to its plan, each with the flag that sets it."""
+"""Limits that the arguments of a run set to its plan, each with the flag that sets it."""
 
 import argparse
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def chunked_size(args: argparse.Namespace, dim: ChunkDim) -> tuple[int, str]:
 
 
 def sequence_blockers(args: argparse.Namespace, config: LancetConfig, overlap_range: OverlapRange) -> Iterator[str]:
-    """Flags with which chunks of the sequence are not exact in a range."""
+    """Yields the flags with which sequence chunks in this range would change the result."""
     if args.sequence_parallel:
         yield "--sequence-parallel"
     if not overlap_range.has_attention:
@@ -34,27 +34,27 @@ def sequence_blockers(args: argparse.Namespace, config: LancetConfig, overlap_ra
 
 
 def routing_over_whole_micro_batch(args: argparse.Namespace) -> Iterator[str]:
-    """Flags of routing whose decision about a token depends on the others, or draws random numbers per call."""
+    """Yields the flags with which a token's route depends on other tokens, or on random numbers drawn in each call."""
     balancing = args.moe_router_load_balancing_type
     kinds = balancing if isinstance(balancing, list) else [balancing]
     for kind in ("sinkhorn", "quantile_balancing"):
         if kind in kinds:
             yield f"--moe-router-load-balancing-type {kind}"
-    for flag, given in {
+    for flag, is_given in {
         "--moe-expert-capacity-factor": args.moe_expert_capacity_factor is not None,
         "--moe-input-jitter-eps": args.moe_input_jitter_eps is not None,
         "--moe-router-force-load-balancing": args.moe_router_force_load_balancing,
         "--moe-router-force-biased": args.moe_router_force_biased is not None,
     }.items():
-        if given:
+        if is_given:
             yield flag
 
 
 def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
-    """Limits of a planner for this run: what the user asks for, as far as the run allows it.
+    """Combines the user's limits with those of the run.
 
-    Limits are a product of dimensions and ranges. Where sequence chunks work in some ranges only, the ranges stay and
-    the dimension goes, unless the micro-batch has one sample: then only the sequence can be cut.
+    Limits are a product of dimensions and ranges. If sequence chunks work in some ranges only, all ranges are kept and
+    the dimension is excluded, unless the micro-batch has one sample: then only the sequence can be cut.
 
     Args:
         args: Megatron's arguments, validated.
@@ -90,7 +90,7 @@ def _with_exact_sequence_chunks(
     needs_sequence: bool,
     excluded: list[Exclusion],
 ) -> tuple[list[ChunkDim], list[OverlapRange]]:
-    """Reduces dimensions and ranges to those of which every pair is exact, and adds the rest to ``excluded``."""
+    """Reduces dimensions and ranges until every pair is exact, and adds the others to ``excluded``."""
     blockers = {one: next(sequence_blockers(args, config, one), None) for one in ranges}
     exact = [one for one in ranges if blockers[one] is None]
     if len(exact) == len(ranges):

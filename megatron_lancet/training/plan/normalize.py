@@ -1,8 +1,8 @@
 """Normalizes Megatron's arguments before they are validated, and reports every change in a line.
 
-Megatron's flags for its own overlap mean our plan, see ``flag_mapping.py``. Settings that Megatron refuses, although
-the run does not depend on them, are put right: public scripts have them, written for another version of Megatron or
-shared by many layouts.
+Megatron's flags for its own overlap are mapped to the plan, see ``flag_mapping.py``. Settings that Megatron refuses,
+although the run does not depend on them, are corrected: public scripts contain them, because they were written for
+another version of Megatron or for many layouts.
 """
 
 import argparse
@@ -14,21 +14,12 @@ _LEARNED_POSITIONS = "learned_absolute"
 
 
 def normalize_args(args: argparse.Namespace, config: LancetConfig) -> list[str]:
-    """Change ``args``, which are not validated yet, in place.
+    """Changes ``args``, which are not validated yet, in place.
 
     Returns:
         A line for each change.
     """
     mapped = map_overlap_flags(args, config)
-    return [*_put_right(args), *([mapped] if mapped else [])]
-
-
-def _put_right(args: argparse.Namespace) -> list[str]:
-    """Change ``args``, which are not validated yet, in place.
-
-    Returns:
-        A line for each change.
-    """
     lines = []
     if args.tokenizer_type is None and args.vocab_file and args.merge_file:
         args.tokenizer_type = "GPT2BPETokenizer"
@@ -55,4 +46,4 @@ def _put_right(args: argparse.Namespace) -> list[str]:
             f"--max-position-embeddings is {length} instead of {positions}, for --seq-length {length}: "
             f"{kind} positions have no table of that size"
         )
-    return lines
+    return [*lines, mapped] if mapped else lines

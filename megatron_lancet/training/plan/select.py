@@ -20,13 +20,13 @@ _DEFAULT_NUM_CHUNKS = 2
 
 
 def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | None, str]:
-    """Chooses the plan of a run, or None for stock modules, with one line that says which and why.
+    """Chooses the plan of a run, or None for stock modules, and describes the choice and its reason in a line.
 
     Args:
         args: Megatron's arguments, validated.
 
     Raises:
-        UsageError: the run asks for overlap together with something that it does not support.
+        UsageError: the user asks for the overlap, and for something that it does not support.
     """
     check_attention(args, config)
     if isinstance(config.plan, Path):
@@ -44,14 +44,14 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
         return None, "nothing to overlap without expert parallelism: stock Megatron modules"
     blockers = overlap_blockers(args, config, validated=True)
     if blockers:
-        return None, f"off: {'; '.join(blockers)}. Stock Megatron modules, nothing of ours is overlapped"
+        return None, f"off: {'; '.join(blockers)}. Stock Megatron modules, nothing is overlapped"
     plan, notes = _plan_by_flags(args, config)
     refuse_unsupported(args)
     return plan, "; ".join([str(plan), *notes, *_dropout_note(args, plan)])
 
 
 def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan, list[str]]:
-    """The plan that follows from the flags without any measurement, and what the user should know of it."""
+    """Makes a plan from the flags without any measurement, with notes for the user."""
     notes = []
     overlap_range = config.range or OverlapRange.STACK
     whole = ", ".join(routing_over_whole_micro_batch(args))
@@ -73,10 +73,10 @@ def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan
 
 
 def _chunks(args: argparse.Namespace, config: LancetConfig, blockers: list[str]) -> tuple[int, ChunkDim]:
-    """How many chunks, along which dimension; two where no flag says, the fewest that overlap.
+    """Chooses the number of chunks and their dimension; without flags two, the smallest number that overlaps.
 
     Args:
-        blockers: flags with which chunks of the sequence are not exact.
+        blockers: flags with which sequence chunks would change the result.
     """
     num_chunks = config.num_chunks or _DEFAULT_NUM_CHUNKS
     dim = config.chunk_dim
@@ -91,7 +91,7 @@ def _chunks(args: argparse.Namespace, config: LancetConfig, blockers: list[str])
     if config.num_chunks is None:
         return min(num_chunks, size), dim
     if num_chunks > size:
-        why_not = f" (sequence chunks would do, but for {blockers[0]})" if blockers else ""
+        why_not = f" (sequence chunks do not work with {blockers[0]})" if blockers else ""
         raise UsageError(
             f"--lancet-num-chunks {num_chunks} is more than the micro-batch can be cut into along the {dim} "
             f"dimension: {flag} is {size}{why_not}. Use at most {size} chunks"
@@ -108,10 +108,10 @@ def _dropout_note(args: argparse.Namespace, plan: Plan) -> list[str]:
 
 
 def is_tuned(args: argparse.Namespace, config: LancetConfig) -> bool:
-    """Whether a run that overlaps looks for its plan by itself; else :func:`choose_plan`'s runs from the start.
+    """Whether a run that overlaps tunes its plan; otherwise the plan of :func:`choose_plan` runs from the start.
 
-    A number of chunks asks for a fixed plan; a run for a profile ends before it would need one; and where the limits
-    leave only one plan there is no choice.
+    A run is not tuned if the user sets the number of chunks, if it ends after a profile, or if the limits leave only
+    one plan.
 
     Raises:
         UsageError: the run does not allow what the user asks for.

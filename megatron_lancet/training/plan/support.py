@@ -14,7 +14,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.reductions import CommPriority
 
 OWN_DISPATCHER = "alltoall"
-"""Megatron's name for the way in which tokens travel here."""
+"""Megatron's name for the token dispatcher that the plan's all-to-alls replace."""
 OVERLAP_FLAGS = {
     "--overlap-moe-expert-parallel-comm": "overlap_moe_expert_parallel_comm",
     "--delay-wgrad-compute": "delay_wgrad_compute",
@@ -23,11 +23,11 @@ OVERLAP_FLAGS = {
     "--ep-overlap-early-attn-memory-release": "ep_overlap_early_attn_memory_release",
     "--defer-embedding-wgrad-compute": "defer_embedding_wgrad_compute",
 }
-"""Switches that ask for all-to-alls, or weight gradients, beside other work; and their names among the arguments."""
+"""Megatron's switches that overlap all-to-alls or defer weight gradients, and their names among the arguments."""
 OWN_SPEC = ("megatron_lancet.training.spec", "overlapped_gpt")
-"""What Megatron's ``--spec`` names to get the overlapping block."""
+"""Value of Megatron's ``--spec`` that selects the overlapping block."""
 _RECOMPUTABLE = {"core_attn", "mlp", "moe", "shared_experts"}
-"""The others (layernorm, mla_up_proj, moe_act) fail in stock too without Transformer Engine."""
+"""Values of ``--recompute-modules``; in stock, too, layernorm, mla_up_proj and moe_act need Transformer Engine."""
 
 
 class Topic(StrEnum):
@@ -43,215 +43,169 @@ class Topic(StrEnum):
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A flag of Megatron that is refused.
+    """Megatron's flags that are refused for one reason.
 
     Attributes:
-        flag: its name.
-        reason: why, for the documentation.
-        advice: what to do about it, for the refusal.
-        topic: section of the documentation; None for a flag that is not listed there.
-        even_zero: whether it is refused with any value, also with 0.
-        is_set: whether it is refused with its value, for a flag of which this depends on more.
-        value: of the flag, for the refusal; None where the name says enough.
+        flags: names, separated by spaces.
+        topic: section of the documentation; None for flags that it does not list.
+        reason: for the documentation.
+        advice: what to do about a flag, for the refusal.
+        even_zero: whether the flags are refused with any value, also 0.
+        refused: for a flag whose refusal depends on more than its value: returns the value to report, True where the
+            name says enough, or a false value where the flag is not refused.
     """
 
-    flag: str
+    flags: str
+    topic: Topic | None
     reason: str
     advice: str = "drop it"
-    topic: Topic | None = None
     even_zero: bool = False
-    is_set: Callable[[argparse.Namespace], object] | None = None
-    value: Callable[[argparse.Namespace], object] | None = None
+    refused: Callable[[argparse.Namespace], object] | None = None
 
-    def found_in(self, args: argparse.Namespace) -> str | None:
-        """The flag, with its value where that matters; None where it is not set.
+    def found_in(self, args: argparse.Namespace) -> Iterator[str]:
+        """The flags that are set, with their values where these matter.
 
         Args:
             args: Megatron's arguments; validation deletes some that are not set, or are replaced by others.
         """
-        setting = getattr(args, self.flag.removeprefix("--").replace("-", "_"), None)
-        is_set = setting is not None if self.even_zero else bool(setting)
-        if not (is_set if self.is_set is None else self.is_set(args)):
-            return None
-        return self.flag if self.value is None else f"{self.flag} {self.value(args)}"
+        for flag in self.flags.split():
+            value = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+            is_set = value is not None if self.even_zero else bool(value)
+            refused = is_set if self.refused is None else self.refused(args)
+            if refused:
+                yield flag if refused is True else f"{flag} {refused}"
 
 
-def _each(
-    topic: Topic | None, flags: str, reason: str, advice: str = "drop it", even_zero: bool = False
-) -> tuple[Unsupported, ...]:
-    return tuple(Unsupported(flag, reason, advice, topic, even_zero) for flag in flags.split())
-
-
-_OTHER_PARALLELISM = "use expert, tensor, context, data and pipeline parallelism"
-_GATHERED_WEIGHTS = "weights that are gathered for each use; dW would have to follow"
-_TE_ONLY = "for layers of Transformer Engine only"
-_TE_ADVICE = "drop it, it is for layers of Transformer Engine"
-_GRAPHS = (
-    "the size of a message is known only when token counts have come: no graph can hold the ops of a chunk, and single "
-    "parts of a layer are not captured either"
+_GATHERED = "weights that are gathered for each use; dW would have to follow"
+_PARALLELISM = "use expert, tensor, context, data and pipeline parallelism"
+_REPLACED = "tied to modules whose forward pass the block replaces"
+_LOCAL = "only Megatron's local layers are overlapped; a CPU run sets them"
+_OTHER_SPEC = (
+    "layers of another specification; see [migration](migration.md#a-megatron-lm-checkout---spec) for the other "
+    "direction"
 )
+_NO_SPEC = "drop it, layers of other specifications are not known to the block"
+_TE = "for layers of Transformer Engine only"
+_KITCHEN = "for layers of Transformer Engine or of the kitchen extension only"
+_NO_TE = "drop it, it is for layers of Transformer Engine"
+_NOT_IN_MOE = "not part of the block's MoE layer"
+_NOT_IN_BLOCK = "not part of the block"
+_MTP = "the block ends at the last layer; multi-token prediction comes after it"
+_UPCYCLING = "convert the checkpoint in a run of its own"
+_MODULES = f"choose among {', '.join(sorted(_RECOMPUTABLE))}"
+_RETIRED = "retired by Megatron"
+_SAVED = "tied to what Megatron's own forward pass saves"
+_GRAPHS = (
+    "the size of a message is known only when token counts have arrived: no graph can hold the ops of a chunk, and "
+    "single parts of a layer are not captured either"
+)
+_HOOKS = "Megatron's hooks keep the tensors of a layer's last call: one chunk for the whole micro-batch"
+_NO_HOOKS = "drop it, it would save one chunk for the whole micro-batch"
+
+
+def _weight_shards(args: argparse.Namespace) -> object:
+    num_shards = args.tensor_parallel_num_weight_shards
+    return (num_shards or 0) > args.tensor_model_parallel_size and num_shards
+
+
+def _expert_weight_shards(args: argparse.Namespace) -> object:
+    num_shards = args.expert_tensor_parallel_num_weight_shards
+    return (num_shards or 0) > (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) and num_shards
+
+
+def _transformer_impl(args: argparse.Namespace) -> object:
+    return args.transformer_impl != "local" and args.transformer_impl
+
+
+def _other_spec(args: argparse.Namespace) -> object:
+    return args.spec is not None and tuple(args.spec) != OWN_SPEC and " ".join(args.spec)
+
+
+def _other_modules(args: argparse.Namespace) -> object:
+    modules = sorted(set(args.recompute_modules or ()) - _RECOMPUTABLE)
+    return args.recompute_granularity == "selective" and " ".join(modules)
+
+
+def _graphs(args: argparse.Namespace) -> object:
+    return args.cuda_graph_impl != "none" and args.cuda_graph_impl
+
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
-        "--tensor-parallel-num-weight-shards",
-        _GATHERED_WEIGHTS,
-        _OTHER_PARALLELISM,
-        Topic.PARALLELISM,
-        is_set=lambda args: (args.tensor_parallel_num_weight_shards or 0) > args.tensor_model_parallel_size,
-        value=lambda args: args.tensor_parallel_num_weight_shards,
+        "--tensor-parallel-num-weight-shards", Topic.PARALLELISM, _GATHERED, _PARALLELISM, refused=_weight_shards
     ),
     Unsupported(
         "--expert-tensor-parallel-num-weight-shards",
-        _GATHERED_WEIGHTS,
-        _OTHER_PARALLELISM,
         Topic.PARALLELISM,
-        is_set=lambda args: (
-            (args.expert_tensor_parallel_num_weight_shards or 0)
-            > (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
-        ),
-        value=lambda args: args.expert_tensor_parallel_num_weight_shards,
-    ),
-    *_each(
-        Topic.PARALLELISM,
-        "--use-megatron-fsdp --use-torch-fsdp2",
-        "tied to modules whose forward pass the block replaces",
-        "use --use-distributed-optimizer",
-    ),
-    *_each(Topic.PARALLELISM, "--fake-process-group", "no message would be sent", "use --distributed-backend mock"),
-    *_each(Topic.PARALLELISM, "--lazy-mpu-init", "leaves Megatron without process groups"),
-    Unsupported(
-        "--transformer-impl",
-        "only Megatron's local layers are overlapped; a CPU run sets them",
-        "pass --transformer-impl local",
-        Topic.MODEL,
-        is_set=lambda args: args.transformer_impl != "local",
-        value=lambda args: args.transformer_impl,
+        _GATHERED,
+        _PARALLELISM,
+        refused=_expert_weight_shards,
     ),
     Unsupported(
-        "--spec",
-        "layers of another specification; see [migration](migration.md#a-megatron-lm-checkout---spec) for the other "
-        "direction",
-        "drop it, layers of other specifications are not known to the block",
-        Topic.MODEL,
-        is_set=lambda args: args.spec is not None and tuple(args.spec) != OWN_SPEC,
-        value=lambda args: " ".join(args.spec),
-    ),
-    *_each(Topic.OVERLAP, "--tp-comm-overlap", f"{_TE_ONLY}; a CPU run switches it off", _TE_ADVICE),
-    *_each(
-        Topic.MODEL,
-        "--use-te-activation-func --use-transformer-engine-op-fuser --te-precision-config-file",
-        _TE_ONLY,
-        _TE_ADVICE,
-    ),
-    *_each(
-        Topic.MOE,
-        "--moe-single-grouped-weight --moe-single-grouped-bias --use-grouped-gemm-for-shared-expert "
-        "--use-grouped-gemm-for-dense-mlp --moe-mlp-glu-interleave-size --moe-shared-expert-glu-interleave-size",
-        _TE_ONLY,
-        _TE_ADVICE,
-    ),
-    *_each(Topic.MODEL, "--fused-residual-rmsnorm --mla-down-proj-fusion", _TE_ONLY, _TE_ADVICE),
-    *_each(Topic.PRECISION, "--fp8-output-proj", _TE_ONLY, _TE_ADVICE),
-    *_each(
-        Topic.MODEL,
-        "--symmetric-ar-type --use-kitchen-attention --qk-clip --log-max-attention-logit",
-        "for layers of Transformer Engine or of the kitchen extension only",
-        _TE_ADVICE,
-    ),
-    Unsupported("--fp8-format", _TE_ONLY, topic=Topic.PRECISION, is_set=lambda args: args.fp8),
-    Unsupported("--fp4-format", _TE_ONLY, topic=Topic.PRECISION, is_set=lambda args: args.fp4),
-    *_each(Topic.MODEL, "--mtp-num-layers", "the block ends at the last layer; multi-token prediction comes after it"),
-    *_each(Topic.MOE, "--moe-latent-size --moe-enable-routing-replay", "not part of the block's MoE layer"),
-    *_each(
-        Topic.MOE,
-        "--moe-expert-rank-capacity-factor",
-        "not part of the block's MoE layer",
-        even_zero=True,
-    ),
-    *_each(
-        Topic.MOE,
-        "--moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-routing-trace-path",
-        "not part of the block's MoE layer",
+        "--use-megatron-fsdp --use-torch-fsdp2", Topic.PARALLELISM, _REPLACED, "use --use-distributed-optimizer"
     ),
     Unsupported(
-        "--mlp-chunks-for-training",
-        "not part of the block",
-        topic=Topic.MODEL,
-        is_set=lambda args: args.mlp_chunks_for_training > 1,
+        "--fake-process-group", Topic.PARALLELISM, "no message would be sent", "use --distributed-backend mock"
     ),
-    *_each(
-        Topic.MODEL,
-        "--heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json "
-        "--experimental-attention-variant",
-        "other layers",
-    ),
-    *_each(Topic.MODEL, "--batch-invariant-mode --init-model-with-meta-device", "not part of the block"),
-    *_each(
-        Topic.MOE,
-        "--moe-use-upcycling",
-        "builds a second, dense model",
-        "convert the checkpoint in a run of its own",
-    ),
+    Unsupported("--lazy-mpu-init", Topic.PARALLELISM, "leaves Megatron without process groups"),
+    Unsupported("--transformer-impl", Topic.MODEL, _LOCAL, "pass --transformer-impl local", refused=_transformer_impl),
+    Unsupported("--spec", Topic.MODEL, _OTHER_SPEC, _NO_SPEC, refused=_other_spec),
+    Unsupported("--tp-comm-overlap", Topic.OVERLAP, f"{_TE}; a CPU run switches it off", _NO_TE),
+    Unsupported("--use-te-activation-func --use-transformer-engine-op-fuser", Topic.MODEL, _TE, _NO_TE),
+    Unsupported("--te-precision-config-file", Topic.MODEL, _TE, _NO_TE),
+    Unsupported("--moe-single-grouped-weight --moe-single-grouped-bias", Topic.MOE, _TE, _NO_TE),
+    Unsupported("--use-grouped-gemm-for-shared-expert --use-grouped-gemm-for-dense-mlp", Topic.MOE, _TE, _NO_TE),
+    Unsupported("--moe-mlp-glu-interleave-size --moe-shared-expert-glu-interleave-size", Topic.MOE, _TE, _NO_TE),
+    Unsupported("--fused-residual-rmsnorm --mla-down-proj-fusion", Topic.MODEL, _TE, _NO_TE),
+    Unsupported("--fp8-output-proj", Topic.PRECISION, _TE, _NO_TE),
+    Unsupported("--symmetric-ar-type --use-kitchen-attention", Topic.MODEL, _KITCHEN, _NO_TE),
+    Unsupported("--qk-clip --log-max-attention-logit", Topic.MODEL, _KITCHEN, _NO_TE),
+    Unsupported("--fp8-format", Topic.PRECISION, _TE, refused=lambda args: bool(args.fp8)),
+    Unsupported("--fp4-format", Topic.PRECISION, _TE, refused=lambda args: bool(args.fp4)),
+    Unsupported("--mtp-num-layers", Topic.MODEL, _MTP),
+    Unsupported("--moe-latent-size --moe-enable-routing-replay", Topic.MOE, _NOT_IN_MOE),
+    Unsupported("--moe-expert-rank-capacity-factor", Topic.MOE, _NOT_IN_MOE, even_zero=True),
+    Unsupported("--moe-router-padding-for-quantization --moe-router-padding-for-fp8", Topic.MOE, _NOT_IN_MOE),
+    Unsupported("--moe-routing-trace-path", Topic.MOE, _NOT_IN_MOE),
     Unsupported(
-        "--recompute-modules",
-        "local layers lack these modules, in stock too",
-        f"choose among {', '.join(sorted(_RECOMPUTABLE))}",
-        is_set=lambda args: args.recompute_granularity == "selective" and _not_recomputable(args),
-        value=lambda args: " ".join(_not_recomputable(args)),
+        "--mlp-chunks-for-training", Topic.MODEL, _NOT_IN_BLOCK, refused=lambda args: args.mlp_chunks_for_training > 1
     ),
-    *_each(
-        Topic.MEMORY,
-        "--distribute-saved-activations --cpu-offloading-num-layers --fine-grained-activation-offloading "
-        "--moe-paged-stash",
-        "tied to what Megatron's own forward pass saves",
+    Unsupported("--heterogeneous-layers-config-path", Topic.MODEL, "other layers"),
+    Unsupported("--heterogeneous-layers-config-encoded-json", Topic.MODEL, "other layers"),
+    Unsupported("--experimental-attention-variant", Topic.MODEL, "other layers"),
+    Unsupported("--batch-invariant-mode --init-model-with-meta-device", Topic.MODEL, _NOT_IN_BLOCK),
+    Unsupported("--moe-use-upcycling", Topic.MOE, "builds a second, dense model", _UPCYCLING),
+    Unsupported(
+        "--recompute-modules", None, "local layers lack these modules, in stock too", _MODULES, refused=_other_modules
     ),
+    Unsupported("--distribute-saved-activations --cpu-offloading-num-layers", Topic.MEMORY, _SAVED),
+    Unsupported("--fine-grained-activation-offloading --moe-paged-stash", Topic.MEMORY, _SAVED),
     # Megatron's validation turns the first two into the third, and deletes them.
-    *_each(Topic.MEMORY, "--enable-cuda-graph --external-cuda-graph", _GRAPHS),
-    Unsupported(
-        "--cuda-graph-impl",
-        _GRAPHS,
-        topic=Topic.MEMORY,
-        is_set=lambda args: args.cuda_graph_impl != "none",
-        value=lambda args: args.cuda_graph_impl,
-    ),
-    *_each(
-        Topic.MODEL,
-        "--save-activations-interval --save-dgrads-interval --save-tokens-per-expert-interval",
-        "Megatron's hooks keep the tensors of a layer's last call: one chunk for the whole micro-batch",
-        "drop it, it would save one chunk for the whole micro-batch",
-        even_zero=True,
-    ),
+    Unsupported("--enable-cuda-graph --external-cuda-graph", Topic.MEMORY, _GRAPHS),
+    Unsupported("--cuda-graph-impl", Topic.MEMORY, _GRAPHS, refused=_graphs),
+    Unsupported("--save-activations-interval --save-dgrads-interval", Topic.MODEL, _HOOKS, _NO_HOOKS, even_zero=True),
+    Unsupported("--save-tokens-per-expert-interval", Topic.MODEL, _HOOKS, _NO_HOOKS, even_zero=True),
 )
-"""Refused in a run that overlaps, in the order in which they are looked for."""
+"""Refused in a run that overlaps, in the order in which they are checked."""
 
 RETIRED: tuple[Unsupported, ...] = (
-    *_each(Topic.MEMORY, "--checkpoint-activations", "retired by Megatron", "pass --recompute-granularity"),
-    *_each(
-        Topic.PARALLELISM,
-        "--model-parallel-size",
-        "retired by Megatron",
-        "pass --tensor-model-parallel-size",
-        even_zero=True,
+    Unsupported("--checkpoint-activations", Topic.MEMORY, _RETIRED, "pass --recompute-granularity"),
+    Unsupported(
+        "--model-parallel-size", Topic.PARALLELISM, _RETIRED, "pass --tensor-model-parallel-size", even_zero=True
     ),
 )
 """Refused in every run."""
 
 OTHER_TASKS: tuple[Unsupported, ...] = (
-    *_each(None, "--sft --fim-data", "other data"),
-    *_each(Topic.PARALLELISM, "--hybrid-context-parallel", "packed sequences"),
-    *_each(None, "--dataloader-inter-document-masking --perform-rl-step", "other data"),
-    *_each(
-        Topic.MODEL,
-        "--hybrid-layer-pattern --hybrid-override-pattern --is-hybrid-model",
-        "`pretrain_gpt_moe.py` builds GPT",
-    ),
-    *_each(None, "--logits-save-dir --logits-load-dir --yaml-cfg --per-dataset-sequences-path", "another kind of run"),
+    Unsupported("--sft --fim-data", None, "other data"),
+    Unsupported("--hybrid-context-parallel", Topic.PARALLELISM, "packed sequences"),
+    Unsupported("--dataloader-inter-document-masking --perform-rl-step", None, "other data"),
+    Unsupported("--hybrid-layer-pattern --hybrid-override-pattern", Topic.MODEL, "`pretrain_gpt_moe.py` builds GPT"),
+    Unsupported("--is-hybrid-model", Topic.MODEL, "`pretrain_gpt_moe.py` builds GPT"),
+    Unsupported("--logits-save-dir --logits-load-dir", None, "another kind of run"),
+    Unsupported("--yaml-cfg --per-dataset-sequences-path", None, "another kind of run"),
 )
 """Refused in every run, because they ask for something else than to pretrain a GPT model on plain text."""
-
-
-def _not_recomputable(args: argparse.Namespace) -> list[str]:
-    return sorted(set(args.recompute_modules or ()) - _RECOMPUTABLE)
 
 
 def unsupported(args: argparse.Namespace, validated: bool) -> Iterator[tuple[str, str]]:
@@ -259,18 +213,14 @@ def unsupported(args: argparse.Namespace, validated: bool) -> Iterator[tuple[str
 
     Args:
         args: Megatron's arguments, after :func:`~megatron_lancet.training.plan.flag_mapping.map_overlap_flags`.
-        validated: whether flags that mean the plan should be mapped by now.
+        validated: whether flags that ask for what the plan does should be mapped by now. Those that are still set come
+            from a checkpoint's arguments, which Megatron reads after the mapping.
     """
-    for one in UNSUPPORTED:
-        found = one.found_in(args)
-        if found is not None:
-            yield found, one.advice
-    if validated:
-        yield from _unmapped(args)
-
-
-def _unmapped(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Flags that mean the plan, and are still set: sizes that Megatron takes from a checkpoint come after mapping."""
+    for entry in UNSUPPORTED:
+        for found in entry.found_in(args):
+            yield found, entry.advice
+    if not validated:
+        return
     if args.moe_token_dispatcher_type != OWN_DISPATCHER:
         dispatcher = f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type}"
         yield dispatcher, f"pass --moe-token-dispatcher-type {OWN_DISPATCHER}"
@@ -280,29 +230,27 @@ def _unmapped(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 
 def refuse_unsupported(args: argparse.Namespace) -> None:
-    """
-    Args:
-        args: Megatron's arguments, validated.
+    """Refuses validated arguments with flags that the overlapping block does not support.
 
     Raises:
-        UsageError: the overlapping block does not support a flag.
+        UsageError: a flag is not supported.
     """
     for flag, advice in unsupported(args, validated=True):
         raise UsageError(f"{flag} does not work with the overlapping block yet: {advice}, or --lancet-plan off.")
 
 
 def refuse_other_tasks(args: argparse.Namespace) -> None:
-    """
+    """Refuses flags that Megatron has retired, and those that ask for something else than pretraining GPT on text.
+
     Raises:
-        UsageError: the run is to do something else than pretrain a GPT model on plain text, or asks for it in words
-            that Megatron has retired.
+        UsageError: such a flag is set.
     """
-    for one in RETIRED:
-        if one.found_in(args):
-            raise UsageError(f"Megatron has retired {one.flag}: {one.advice}.")
-    for one in OTHER_TASKS:
-        if one.found_in(args):
-            raise UsageError(f"{one.flag} is not supported by pretrain_gpt_moe.py: it pretrains GPT on plain text.")
+    for entry in RETIRED:
+        for flag in entry.found_in(args):
+            raise UsageError(f"Megatron has retired {flag}: {entry.advice}.")
+    for entry in OTHER_TASKS:
+        for flag in entry.found_in(args):
+            raise UsageError(f"{flag} is not supported by pretrain_gpt_moe.py: it pretrains GPT on plain text.")
 
 
 def has_all_to_alls(args: argparse.Namespace) -> bool:
@@ -311,7 +259,7 @@ def has_all_to_alls(args: argparse.Namespace) -> bool:
 
 
 def may_overlap(args: argparse.Namespace, config: LancetConfig) -> bool:
-    """Whether a plan will run, unless the run is refused; else modules stay stock.
+    """Whether the run gets a plan, unless it is refused; without one its modules are stock.
 
     Args:
         args: Megatron's arguments, validated or not.
@@ -322,12 +270,12 @@ def may_overlap(args: argparse.Namespace, config: LancetConfig) -> bool:
 
 
 def overlap_blockers(args: argparse.Namespace, config: LancetConfig, validated: bool = False) -> list[str]:
-    """Why a run that leaves the choice to us keeps stock modules, each with what to change; empty where it overlaps.
+    """Reasons why ``--lancet-plan auto`` falls back to stock modules, each with what to change; empty if it overlaps.
 
-    A user who asks for a number of chunks, a range, a profile or the like wants the overlap, and is refused instead.
+    Flags that ask for the overlap, such as a number of chunks or a profile, leave no fallback: the run is refused.
 
     Args:
-        validated: whether flags that mean the plan should be mapped by now.
+        validated: see :func:`unsupported`.
     """
     wants_overlap = config.explicit_plan_flags() or config.profile or config.comm_priority is not CommPriority.OFF
     if config.plan is not PlanChoice.AUTO or wants_overlap:

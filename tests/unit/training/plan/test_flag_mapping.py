@@ -61,8 +61,8 @@ def test_what_gives_way_is_said(parsed):
         "--high-priority-a2a-comm-stream"
     )
     assert map_overlap_flags(args, LancetConfig()) == (
-        "--high-priority-a2a-comm-stream gives way to the plan's own stream; "
-        "--cp-comm-type a2a gives way to gathered keys and values"
+        "--high-priority-a2a-comm-stream is replaced by the plan's own stream; "
+        "--cp-comm-type a2a is replaced by gathered keys and values"
     )
     assert map_overlap_flags(args, LancetConfig()) is None
 

@@ -110,7 +110,7 @@ AGAINST_SEQUENCE = [
 def test_sequence_chunks_are_refused_where_they_are_not_exact(megatron_args, changes, wishes, obstacle):
     with pytest.raises(UsageError, match=f"--lancet-chunk-dim sequence does not work with {obstacle}"):
         choose_plan(megatron_args(*changes), LancetConfig(chunk_dim=ChunkDim.SEQUENCE, **wishes))
-    with pytest.raises(UsageError, match=f"sequence chunks would do, but for {obstacle}"):
+    with pytest.raises(UsageError, match=f"sequence chunks do not work with {obstacle}"):
         choose_plan(megatron_args(*changes), LancetConfig(num_chunks=8, **wishes))
     alone = megatron_args(*changes, "--micro-batch-size", 1, tensor_model_parallel_size=1)
     plan, line = choose_plan(alone, LancetConfig(**wishes))
@@ -155,7 +155,7 @@ def test_routing_over_the_whole_micro_batch_moves_the_range_and_is_said(megatron
         (
             ["--window-size", "4,0", "--context-parallel-size", 2],
             "auto",
-            "--window-size does not work with torch's fused attention, which --context-parallel-size 2 brings",
+            "--window-size does not work with torch's fused attention, which --context-parallel-size 2 needs",
         ),
         (["--window-size", "4,0"], "sdpa", "--window-size does not work with torch's fused attention"),
         (
