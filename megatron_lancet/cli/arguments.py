@@ -1,4 +1,4 @@
-"""Checks of command line values that the tools share."""
+"""Argument types and checks shared by the tools."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from megatron_lancet.errors import UsageError
 
 
 def positive_int(text: str) -> int:
-    """``type=`` of an argparse option that takes a whole number of at least 1."""
+    """Parses a whole number of at least 1, as ``type=`` of an argparse option."""
     try:
         value = int(text)
     except ValueError:
@@ -19,7 +19,7 @@ def positive_int(text: str) -> int:
 
 
 def positive_float(text: str) -> float:
-    """``type=`` of an argparse option that takes a finite number above 0."""
+    """Parses a finite number above 0, as ``type=`` of an argparse option."""
     try:
         value = float(text)
     except ValueError:
@@ -30,7 +30,7 @@ def positive_float(text: str) -> float:
 
 
 def require_output_folder(target: Path) -> None:
-    """Check before any work is done that ``target`` can be written.
+    """Checks before any work is done that ``target`` can be written.
 
     Raises:
         UsageError: the folder of ``target`` is missing, is not a folder or is read-only, or ``target``

@@ -1,4 +1,4 @@
-"""Arguments and files of the planner's tools."""
+"""Arguments and files shared by the planner's tools."""
 
 import argparse
 from pathlib import Path
@@ -16,14 +16,14 @@ from megatron_lancet.schedule.units import BYTES_PER_MB, mb_to_bytes
 
 
 def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say what a plan may be."""
-    group = parser.add_argument_group("what the plan may be")
+    """Adds the flags that restrict the plan."""
+    group = parser.add_argument_group("restrictions of the plan")
     group.add_argument(
         "--num-chunks",
         nargs="+",
         type=positive_int,
         metavar="K",
-        help="chunk counts to choose from; 1 is a micro-batch as a whole (default: those that were profiled)",
+        help="chunk counts to choose from; 1 is the whole micro-batch (default: the profiled ones)",
     )
     group.add_argument(
         "--chunk-dim",
@@ -35,14 +35,14 @@ def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
         "--range",
         nargs="+",
         choices=[one.value for one in OverlapRange],
-        help="what may run chunk by chunk: experts (dispatch to combine), gate (router to combine), layer (with its "
-        "attention), stack (several layers without waiting at their ends) (default: all)",
+        help="ops that may run in chunks: experts (dispatch to combine), gate (router to combine), layer (with its "
+        "attention), stack (several layers without a barrier between them) (default: all)",
     )
     group.add_argument(
         "--dw-policy",
         nargs="+",
         choices=[policy.value for policy in DwPolicy],
-        help="weight gradients: fill runs them while a backward all-to-all is in flight, none at once (default: both)",
+        help="dW: fill runs it while a backward all-to-all is in flight, none immediately (default: both)",
     )
     group.add_argument(
         "--max-memory-mb",
@@ -60,7 +60,7 @@ def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def limits_of(arguments: argparse.Namespace) -> Limits:
-    """What the flags of :func:`add_limit_arguments` say."""
+    """Returns the limits given by the flags of :func:`add_limit_arguments`."""
     given: dict[str, Any] = {
         "num_chunks": arguments.num_chunks and tuple(arguments.num_chunks),
         "chunk_dims": arguments.chunk_dim and tuple(ChunkDim(dim) for dim in arguments.chunk_dim),
@@ -73,10 +73,10 @@ def limits_of(arguments: argparse.Namespace) -> Limits:
 
 
 def load_profile(path: Path) -> Profile:
-    """A profile from a file.
+    """Reads a profile.
 
     Raises:
-        UsageError: the file can't be read or is no profile.
+        UsageError: the file can't be read or is not a profile.
     """
     try:
         return read_profile(path)
@@ -85,11 +85,11 @@ def load_profile(path: Path) -> Profile:
 
 
 def fitting_plan(profile: Profile, limits: Limits) -> PlannedStep:
-    """The planner's choice, if it keeps the limits' memory bound.
+    """Returns the planner's choice, which keeps the memory bound of the limits.
 
     Raises:
         RecordError: the profile lacks something, or the limits leave no plan.
-        UsageError: nothing fits into memory.
+        UsageError: no plan fits into memory.
     """
     planned = make_plan(profile, limits)
     best = planned.alternatives[0]
@@ -104,10 +104,10 @@ def fitting_plan(profile: Profile, limits: Limits) -> PlannedStep:
 
 
 def load_plan(path: Path) -> PlanFile:
-    """A plan file.
+    """Reads a plan file.
 
     Raises:
-        UsageError: the file can't be read or is no plan file.
+        UsageError: the file can't be read or is not a plan file.
     """
     try:
         return read_plan_file(path)
@@ -116,10 +116,10 @@ def load_plan(path: Path) -> PlanFile:
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Refuses output files that can't be written, before any work is done.
+    """Checks before any work is done that the files can be written.
 
     Raises:
-        UsageError: says which, and why.
+        UsageError: a file can't be written; the message gives the reason.
     """
     for path in paths:
         if path is not None:

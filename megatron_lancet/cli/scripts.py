@@ -1,4 +1,4 @@
-"""What ``lancet-make-plan`` and its like start, where the package is installed: ``tools/make_plan.py`` and its like."""
+"""Entry point of the installed scripts: ``lancet-make-plan`` runs ``tools/make_plan.py``, and so on."""
 
 import importlib.util
 import runpy
@@ -9,11 +9,11 @@ from megatron_lancet.errors import UsageError, run_command
 
 _PREFIX = "lancet-"
 _PACKAGE = "megatron_lancet.tools"
-"""Where an installation has the files of ``tools``; a checkout does not."""
+"""Package that holds the files of ``tools`` in an installation; a checkout does not have it."""
 
 
 def main() -> None:
-    """Run the tool that this script is named after, as a main program; ``setup.py`` installs one script for each."""
+    """Runs the tool with this script's name as main program; ``setup.py`` installs one script for each tool."""
     run_command(_run_tool)
 
 
@@ -21,5 +21,7 @@ def _run_tool() -> None:
     script = Path(sys.argv[0]).stem
     module = f"{_PACKAGE}.{script.removeprefix(_PREFIX).replace('-', '_')}"
     if importlib.util.find_spec(_PACKAGE) is None or importlib.util.find_spec(module) is None:
-        raise UsageError(f"there is no tool {script}; expected the name of an installed one, as {_PREFIX}make-plan")
+        raise UsageError(
+            f"there is no tool {script}; expected the name of an installed one, such as {_PREFIX}make-plan"
+        )
     runpy.run_module(module, run_name="__main__")

@@ -1,4 +1,4 @@
-"""A training as a child process, and what the user sees of it."""
+"""Runs a training as a child process and shows its progress."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ from tqdm import tqdm
 from megatron_lancet.report.train_log import Iteration
 
 _LINE_EVERY_ITERATIONS = 25
-"""Between two lines of progress where there is no terminal for a bar."""
+"""Steps between two progress lines without a terminal."""
 
 _SPEED_SPAN = 20
 """Steps over which the speed shown during training is averaged."""
@@ -24,13 +24,13 @@ _STOP_GRACE_S = 45.0
 
 
 def say(line: str) -> None:
-    """Print a line, above the bar if there is one."""
+    """Prints a line, above the bar if there is one."""
     tqdm.write(line, file=sys.stdout)
     sys.stdout.flush()
 
 
 class Progress:
-    """A bar over all training steps, or a plain line now and then where no terminal shows a bar."""
+    """Shows a bar over all training steps or, without a terminal, a plain line now and then."""
 
     def __init__(self, num_iterations: int, tokens_per_iteration: int) -> None:
         self._tokens = tokens_per_iteration
@@ -40,7 +40,7 @@ class Progress:
         self._bar = tqdm(total=num_iterations, desc="train", bar_format=form, disable=None, **shape)
 
     def step(self, iteration: Iteration) -> None:
-        """Show a finished training step."""
+        """Shows a finished training step."""
         self._recent_ms.append(iteration.step_ms)
         tokens_per_s = self._tokens / fmean(self._recent_ms) * 1e3
         figures = f"lm loss {iteration.lm_loss:.3f}, {tokens_per_s:.0f} tokens/s"
@@ -51,14 +51,14 @@ class Progress:
             say(f"      iteration {iteration.number:4d}/{iteration.total}: {figures}")
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Ends the bar and keeps it on the screen."""
         self._bar.close()
 
 
 @contextmanager
 def running(command: Sequence[str], environment: dict[str, str]) -> Iterator[Popen[str]]:
-    """A child process with its output to read; whatever ends the block, it and its ranks end too."""
-    # In a session of its own, Ctrl-C reaches the launcher only as the SIGTERM below, which it hands to its ranks.
+    """Starts a child process with readable output; ends it and its ranks when the block ends for any reason."""
+    # In a session of its own the launcher does not get Ctrl-C, only the SIGTERM below, which it passes to its ranks.
     process = Popen(
         command, env=environment, stdout=PIPE, stderr=STDOUT, text=True, errors="replace", start_new_session=True
     )

@@ -1,8 +1,9 @@
-"""Arguments about networks, routing and gradients that the what-if tools share."""
+"""Arguments for networks, routing and gradients, shared by the what-if tools."""
 
 import argparse
 import dataclasses
 import math
+from typing import Any
 
 from megatron_lancet.cli.arguments import positive_float, positive_int
 from megatron_lancet.errors import UsageError
@@ -15,22 +16,25 @@ from megatron_lancet.schedule.units import mb_to_bytes
 
 
 def add_network_arguments(group: argparse._ArgumentGroup) -> None:
-    """Adds the flags of :func:`network_of`."""
+    """Adds the flags that :func:`network_of` reads."""
     group.add_argument("--ranks-per-node", type=positive_int, metavar="N", help="(default: all ranks on one node)")
     group.add_argument(
         "--intra-gbps", type=positive_float, metavar="GB", help="Gb/s of one rank inside a node, each way"
     )
-    group.add_argument("--intra-latency-us", type=_latency, metavar="US", help="of one message inside a node")
+    group.add_argument("--intra-latency-us", type=_latency, metavar="US", help="latency of a message inside a node")
     group.add_argument(
         "--inter-gbps", type=positive_float, metavar="GB", help="Gb/s of one rank between nodes (default: as inside)"
     )
     group.add_argument(
-        "--inter-latency-us", type=_latency, metavar="US", help="of one message between nodes (default: as inside)"
+        "--inter-latency-us",
+        type=_latency,
+        metavar="US",
+        help="latency of a message between nodes (default: as inside)",
     )
 
 
 def network_of(arguments: argparse.Namespace) -> NetworkChoice:
-    """What the flags say of the network."""
+    """Returns the network given by the flags."""
     return NetworkChoice(
         arguments.ranks_per_node,
         arguments.intra_gbps,
@@ -47,33 +51,37 @@ def add_routing_argument(group: argparse._ArgumentGroup) -> None:
         type=_routing,
         default=Routing(),
         metavar="{measured,even,zipf:S}",
-        help="who receives how many rows: the profile's histogram (default), the same for all, or experts whose "
-        "popularity falls with their place to the power of S",
+        help="distribution of rows over ranks: as in the profile (default), even, or from experts whose popularity "
+        "falls with their number to the power of S",
     )
 
 
 def add_reduction_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of :func:`reduced_as_asked`."""
-    group = parser.add_argument_group("how gradients are summed over ranks (default: as the profile says)")
+    """Adds the flags that :func:`reduced_as_asked` reads."""
+    group = parser.add_argument_group("reduction of gradients over ranks (default: as profiled)")
     group.add_argument(
-        "--overlap-grad-reduce", action="store_true", help="beside the backward pass, on the all-to-alls' wire"
+        "--overlap-grad-reduce",
+        action="store_true",
+        help="reduce during the backward pass, on the links of the all-to-alls",
     )
     group.add_argument(
         "--comm-priority",
         choices=[one.value for one in CommPriority],
-        help="who gets the wire then, as --lancet-comm-priority (default: off, both)",
+        help="which of them goes first, as --lancet-comm-priority (default: off, they share the links)",
     )
     group.add_argument(
         "--grad-chunk-mb",
         type=positive_float,
         metavar="MB",
-        help=f"of a micro-op, with the priority, as --lancet-grad-chunk-mb (default: {DEFAULT_CHUNK_MB:g})",
+        help=f"size of a micro-op, with the priority, as --lancet-grad-chunk-mb (default: {DEFAULT_CHUNK_MB:g})",
     )
     group.add_argument(
-        "--bucket-mb", type=positive_float, metavar="MB", help="of a bucket of gradients (default: Megatron's)"
+        "--bucket-mb", type=positive_float, metavar="MB", help="size of a bucket of gradients (default: Megatron's)"
     )
     group.add_argument(
-        "--use-distributed-optimizer", action="store_true", help="gradients are reduce-scattered, optimizer is divided"
+        "--use-distributed-optimizer",
+        action="store_true",
+        help="gradients are reduce-scattered, the optimizer is sharded",
     )
     group.add_argument(
         "--untie-embeddings-and-output-weights",
@@ -83,13 +91,13 @@ def add_reduction_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def reduced_as_asked(profile: Profile, arguments: argparse.Namespace, optimizer_counts: bool = False) -> Profile:
-    """The profile of a run with these flags; as it is where they say nothing.
+    """Returns the profile of a run with these flags, unchanged without them.
 
     Args:
-        optimizer_counts: --use-distributed-optimizer says something without --overlap-grad-reduce, too.
+        optimizer_counts: allow --use-distributed-optimizer without --overlap-grad-reduce.
 
     Raises:
-        UsageError: flags that need --overlap-grad-reduce without it, or a profile without times of reductions.
+        UsageError: a flag needs --overlap-grad-reduce, or the profile has no times of reductions.
     """
     if arguments.overlap_grad_reduce:
         try:
@@ -101,21 +109,20 @@ def reduced_as_asked(profile: Profile, arguments: argparse.Namespace, optimizer_
     for name in flags:
         if getattr(arguments, name):
             raise UsageError(
-                f"--{name.replace('_', '-')} says how gradients are reduced beside the backward pass: pass "
+                f"--{name.replace('_', '-')} applies to reductions during the backward pass: pass "
                 "--overlap-grad-reduce too, or drop it"
             )
     return profile
 
 
 def _reduction(profile: Profile, arguments: argparse.Namespace) -> GradientReduction:
-    """As measured or as by default, but for what is given."""
     facts, before = profile.model, profile.gradients
     if before is None:
         num_ranks = facts.world_size // len(set(facts.stage_of_layer))
         if num_ranks == 1:
             raise UsageError(
                 "--overlap-grad-reduce: the profiled run has one data-parallel rank, so it sums no gradients and the "
-                "profile has no times of it. Profile a run with at least two, or drop the flag"
+                "profile has no times of them. Profile a run with at least two, or drop the flag"
             )
         before = GradientReduction(
             dense_ranks=num_ranks,
@@ -123,17 +130,14 @@ def _reduction(profile: Profile, arguments: argparse.Namespace) -> GradientReduc
             bucket_bytes=default_bucket_bytes(num_ranks),
             has_late_head=True,
         )
-    if arguments.comm_priority is not None:
-        before = dataclasses.replace(before, priority=CommPriority(arguments.comm_priority))
-    if arguments.grad_chunk_mb is not None:
-        before = dataclasses.replace(before, chunk_bytes=mb_to_bytes(arguments.grad_chunk_mb))
-    if arguments.bucket_mb is not None:
-        before = dataclasses.replace(before, bucket_bytes=mb_to_bytes(arguments.bucket_mb))
-    if arguments.use_distributed_optimizer:
-        before = dataclasses.replace(before, is_scatter=True)
-    if arguments.untie_embeddings_and_output_weights:
-        before = dataclasses.replace(before, has_late_head=False)
-    return before
+    given: dict[str, Any] = {
+        "priority": arguments.comm_priority and CommPriority(arguments.comm_priority),
+        "chunk_bytes": arguments.grad_chunk_mb and mb_to_bytes(arguments.grad_chunk_mb),
+        "bucket_bytes": arguments.bucket_mb and mb_to_bytes(arguments.bucket_mb),
+        "is_scatter": True if arguments.use_distributed_optimizer else None,
+        "has_late_head": False if arguments.untie_embeddings_and_output_weights else None,
+    }
+    return dataclasses.replace(before, **{name: value for name, value in given.items() if value is not None})
 
 
 def _latency(text: str) -> float:

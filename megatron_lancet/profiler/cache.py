@@ -1,4 +1,4 @@
-"""Profiles on disk, found by what they are of; one that does not fit a run is refused, field by field."""
+"""Stores profiles on disk by model, device and versions; refuses one that does not fit a run, field by field."""
 
 import dataclasses
 import hashlib
@@ -10,18 +10,12 @@ from megatron_lancet.files import RecordError, atomic_write, differences, to_pla
 from megatron_lancet.planning.profile import ModelFacts, Profile, read_profile
 
 _MEASURED = ("row_bytes", "grad_row_bytes", "combine_row_bytes", "combine_grad_row_bytes", "counts_bytes")
-"""Fields of the model that the profiler reads off messages; they follow from the others."""
+"""Fields of the model that the profiler measures; they follow from the others."""
 
 
 @dataclass(frozen=True)
 class ProfileKey:
-    """What a profile is of.
-
-    Attributes:
-        model: its measured fields don't count.
-        device: that it runs on.
-        versions: of the packages that matter, by name.
-    """
+    """Identifies what was profiled; the measured fields of ``model`` don't count, ``versions`` are by package."""
 
     model: ModelFacts
     device: str
@@ -29,11 +23,11 @@ class ProfileKey:
 
     @staticmethod
     def of(profile: Profile) -> "ProfileKey":
-        """The key under which a profile is kept."""
+        """Returns the key under which a profile is kept."""
         return ProfileKey(profile.model, profile.device, profile.versions)
 
     def fields(self) -> dict[str, str]:
-        """All that must agree, as text by name."""
+        """Returns everything that must agree, as text by name."""
         model = {
             field.name: json.dumps(to_plain(getattr(self.model, field.name)))
             for field in dataclasses.fields(self.model)
@@ -43,18 +37,19 @@ class ProfileKey:
         return {**model, "device": self.device, **versions}
 
     def path(self, folder: Path) -> Path:
-        """Where a profile of this is kept."""
+        """Returns the file that holds the profile with this key."""
         digest = hashlib.sha256(json.dumps(self.fields(), sort_keys=True).encode()).hexdigest()
         return folder / f"profile-{digest[:16]}.json"
 
 
 def check_fits(profile: Profile, key: ProfileKey, where: str) -> None:
-    """
+    """Checks that a profile belongs to a run.
+
     Args:
-        where: what the profile is, for the message, for example its path.
+        where: name of the profile in the message, for example its path.
 
     Raises:
-        RecordError: it is of another model, device or version; says in which fields.
+        RecordError: the profile has another model, device or version; the message names the fields.
     """
     found = [
         f"{name} is {theirs} in the profile, {ours} here"
@@ -65,10 +60,10 @@ def check_fits(profile: Profile, key: ProfileKey, where: str) -> None:
 
 
 def load(folder: Path, key: ProfileKey) -> Profile | None:
-    """The profile that is kept for ``key``, None if there is none.
+    """Returns the profile that is kept for ``key``, None if there is none.
 
     Raises:
-        RecordError: there is a file, but it is damaged, or of something else.
+        RecordError: the file is damaged, or its content belongs to another key.
     """
     path = key.path(folder)
     if not path.exists():
@@ -79,12 +74,12 @@ def load(folder: Path, key: ProfileKey) -> Profile | None:
 
 
 def keep(folder: Path, profile: Profile) -> Path:
-    """Writes a profile to where :func:`load` finds it, and makes the folder if need be."""
+    """Writes a profile into the file that :func:`load` reads; creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return write(ProfileKey.of(profile).path(folder), profile)
 
 
 def write(path: Path, profile: Profile) -> Path:
-    """Writes a profile, completely or not at all."""
+    """Writes a profile atomically."""
     atomic_write(path, profile.to_json() + "\n")
     return path

@@ -1,10 +1,9 @@
-"""What is profiled: the model and the layout as far as a schedule depends on them, the device and the versions."""
+"""Describes what is profiled: the model and layout as far as a schedule depends on them, device and versions."""
 
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
 from megatron_lancet.planning.profile import LayerKind, ModelFacts
 from megatron_lancet.profiler.cache import ProfileKey
+from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.packing import RowLayout
 
@@ -38,14 +38,14 @@ _NAMED = (
 
 @dataclass(frozen=True)
 class ProfiledModel:
-    """A model that runs, and what one of its steps consists of.
+    """A running model and the size of its steps.
 
     Attributes:
-        stages: of this rank, prepared for overlap; without DDP around them.
-        device: that it runs on.
-        micro_batch_size: samples of a micro-batch on a rank.
-        seq_length: positions of a sample, on all ranks of a context-parallel group.
-        num_micro_batches: of a step.
+        stages: this rank's model chunks, prepared for overlap and without DDP around them.
+        device: device of the parameters.
+        micro_batch_size: samples in a micro-batch on one rank.
+        seq_length: positions of a sample, summed over the ranks of a context-parallel group.
+        num_micro_batches: micro-batches in a step.
     """
 
     stages: tuple[GPTModel, ...]
@@ -56,24 +56,22 @@ class ProfiledModel:
 
     @property
     def config(self) -> TransformerConfig:
-        """Megatron's."""
+        """Megatron's configuration."""
         return self.stages[0].config
 
     @property
     def comm(self) -> Comm:
-        """All-to-alls of the model."""
-        block = self.stages[0].decoder
-        assert isinstance(block, OverlappingTransformerBlock)
-        return block.comm
+        """The object that launches the model's all-to-alls."""
+        return _block(self.stages[0]).comm
 
 
 def key_of(model: ProfiledModel) -> ProfileKey:
-    """What a profile of this run is of. Collective over all ranks of the world."""
+    """Returns the key of this run's profile. Collective over all ranks of the world."""
     return ProfileKey(model_facts(model), device_name(model.device), package_versions())
 
 
 def model_facts(model: ProfiledModel) -> ModelFacts:
-    """The facts of a run. Collective over all ranks of the world."""
+    """Returns the facts of a run. Collective over all ranks of the world."""
     config = model.config
     own = [
         (layer.number, LayerKind.DENSE if layer.moe is None else LayerKind.MOE)
@@ -81,11 +79,8 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
         for layer in _block(stage).overlapping_layers
     ]
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (stage, own))
-    layers = {number: (kind, stage) for stage, layers in everywhere for number, kind in layers}
+    layers = {number: (kind, stage) for stage, layers in from_all_ranks((stage, own)) for number, kind in layers}
     assert set(layers) == set(range(1, len(layers) + 1)), layers
-    ep_size = parallel_state.get_expert_model_parallel_world_size()
     dtype = config.params_dtype
     router_dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(config.moe_router_dtype or "", dtype)
     row = torch.empty(0, config.hidden_size, dtype=dtype)
@@ -99,7 +94,7 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
         num_micro_batches=model.num_micro_batches,
         topk=config.moe_router_topk,
         num_experts=config.num_moe_experts or 0,
-        ep_size=ep_size,
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
         world_size=dist.get_world_size(),
         row_bytes=with_prob,
         grad_row_bytes=with_prob,
@@ -111,7 +106,7 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
 
 
 def device_name(device: torch.device) -> str:
-    """Of the kind of device, the same on all ranks of an even cluster; a CPU with the threads that a rank has."""
+    """Returns the model name of a device, the same on all ranks of a homogeneous cluster; a CPU's with its threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -123,7 +118,7 @@ def device_name(device: torch.device) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Of the packages whose kernels and schedules are timed."""
+    """Returns the versions of the packages whose kernels and schedules are timed."""
     return {package: version(package) for package in _PACKAGES}
 
 
@@ -133,13 +128,13 @@ def _block(stage: GPTModel) -> OverlappingTransformerBlock:
 
 
 def _message_bytes(*tensors: torch.Tensor) -> int:
-    """Of one row of tensors that travel together."""
+    """Returns the bytes of one row of tensors that are sent in one message."""
     packed = RowLayout.of(tensors).pack(tensors)
     return packed.element_size() * packed.shape[1:].numel()
 
 
 def _name(config: TransformerConfig) -> str:
-    """Everything about a GPT that its ops' times depend on, short."""
+    """Summarises the settings that the ops' times depend on."""
     sizes = [f"{label}={value}" for label, name in _NAMED if (value := getattr(config, name)) is not None]
     kinds = [
         str(config.params_dtype).removeprefix("torch."),

@@ -1,16 +1,16 @@
-"""What messages take between the real ranks, through the run's own transport; and a short curve through it."""
+"""Measures message times between the real ranks through the run's own transport, and fits a short curve."""
 
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_lancet.planning.profile import LinkTimes
+from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.comm_stats import EventPair
 from megatron_lancet.runtime.trace import Point
 from megatron_lancet.runtime.transport.base import Transfer, Transport
@@ -22,13 +22,13 @@ SMALLEST_BYTES = 1024
 _GROWTH = 4
 _ROW_BYTES = 16
 _SKEW = 2
-"""Times as many rows for the first rank, where an exchange is to be uneven."""
+"""The first rank of an uneven exchange receives this many times the rows of another rank."""
 _BUDGET_S = 2.0
 _REDUCE_BUDGET_S = 0.6
 _REDUCED_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _MAX_REPEATS = 7
 _MIN_MESSAGES = 5
-"""Of a size, however long they take: all that is hidden or not depends on them."""
+"""Minimum per size, however long they take: all predictions of exposed time depend on them."""
 _LONGEST_REST_MS = 20.0
 _GEMM_SIZE = 384
 _SLOWDOWN_REPEATS = 7
@@ -38,17 +38,17 @@ _MAX_POINTS = 8
 
 @dataclass(frozen=True)
 class Wires:
-    """What is to be measured.
+    """Links to measure.
 
     Attributes:
-        transport: the run's, between the ranks of an expert-parallel group.
-        ep_size: ranks of it.
-        ep_rank: this one's place in it.
-        ep_group: tells the group from others of the run.
+        transport: the run's transport, between the ranks of an expert-parallel group.
+        ep_size: ranks in that group.
+        ep_rank: this rank's place in it.
+        ep_group: identifier of the group.
         reduce_group: ranks that sum gradients with each other.
         counts: token counts as the run sends them, [E] or more.
-        device: of the rows.
-        loops_back: each rank gets back what it sent (a mocked world), so that both directions must be equal.
+        device: device of the rows.
+        loops_back: every rank receives what it sent (a mocked world), so both directions must be equal.
     """
 
     transport: Transport
@@ -62,15 +62,15 @@ class Wires:
 
 
 def measure_links(wires: Wires, largest_bytes: int) -> LinkTimes:
-    """Sweep the links; takes about five seconds. Collective over all ranks of the world.
+    """Sweeps the links, which takes about five seconds. Collective over all ranks of the world.
 
     Args:
-        largest_bytes: that a rank sends in one message of the run; the sweep goes at least as far.
+        largest_bytes: largest message of the run on any rank; the sweep goes at least as far.
     """
     all_reduce = _sweep_all_reduce(wires)
     if wires.transport.is_local:
         return LinkTimes((), 0.0, all_reduce)
-    places = _from_all((wires.ep_group, wires.ep_rank))
+    places = from_all_ranks((wires.ep_group, wires.ep_rank))
     sizes = _sizes(largest_bytes)
     share_s = _BUDGET_S / (2 * len(sizes))
     alone, queued = [], []
@@ -85,7 +85,7 @@ def measure_links(wires: Wires, largest_bytes: int) -> LinkTimes:
         all_to_all=fit(alone),
         counts_ms=_median_ms(partial(_counts_ms, wires), 0.2),
         all_reduce=all_reduce,
-        # With a stream for all collectives nobody's message starts before the last rank has come.
+        # With one stream for all collectives no rank's message starts before the last rank has launched its own.
         sends_share_link=wires.device.type != "cuda",
         compute_slowdown=_slowdown(wires, _even(sizes[-1], wires.ep_size)),
         queued=fit(queued),
@@ -93,11 +93,11 @@ def measure_links(wires: Wires, largest_bytes: int) -> LinkTimes:
 
 
 def fit(points: Iterable[tuple[int, float]]) -> Points:
-    """A short curve through measurements, linear in between: never falling, with few points.
+    """Fits a piecewise linear curve to measurements: never falling, with few points.
 
-    Several measurements of a size, give or take 3 %, count with their median: the slope between them would be noise.
-    Where a larger message took less time, both get their mean. Then points go that lie within 3 % of the line between
-    their neighbours.
+    Measurements whose sizes agree within 3 % count with their median, because the slope between them would be noise.
+    Where a larger message took less time, both get their mean. Then points within 3 % of the line between their
+    neighbours are dropped.
     """
     groups: list[list[tuple[int, float]]] = []
     for num_bytes, ms in sorted(points):
@@ -117,7 +117,7 @@ def fit(points: Iterable[tuple[int, float]]) -> Points:
 
 
 def _not_falling(values: Sequence[float]) -> list[float]:
-    """The nearest sequence that never falls: neighbours that do are replaced by their mean."""
+    """Returns the nearest sequence that never falls: falling neighbours are replaced by their mean."""
     blocks: list[tuple[float, int]] = []
     for value in values:
         mean, count = value, 1
@@ -129,14 +129,14 @@ def _not_falling(values: Sequence[float]) -> list[float]:
 
 
 def _error_without(curve: Sequence[tuple[int, float]], index: int) -> float:
-    """Relative error at a point if it were left out."""
+    """Returns the relative error at a point if it is left out."""
     (left, left_ms), (here, here_ms), (right, right_ms) = curve[index - 1 : index + 2]
     line_ms = left_ms + (right_ms - left_ms) * (here - left) / (right - left)
     return abs(line_ms - here_ms) / max(here_ms, 1e-9)
 
 
 def _sizes(largest_bytes: int) -> list[int]:
-    """From 1 KB to at least ``largest_bytes``, ascending, none near another."""
+    """Returns sizes from 1 KB to at least ``largest_bytes``, ascending and well apart."""
     sizes = [SMALLEST_BYTES]
     while 2 * sizes[-1] * _GROWTH < largest_bytes:
         sizes.append(sizes[-1] * _GROWTH)
@@ -144,17 +144,17 @@ def _sizes(largest_bytes: int) -> list[int]:
 
 
 Rows = list[list[int]]
-"""Rows from rank i to rank j; nothing stays."""
+"""Rows from rank i to rank j, 0 for i = j."""
 
 
 def _even(num_bytes: int, num_ranks: int) -> Rows:
-    """Every rank sends ``num_bytes``, the same to all."""
+    """Returns an exchange in which every rank sends ``num_bytes``, evenly."""
     each = max(1, round(num_bytes / (num_ranks - 1) / _ROW_BYTES))
     return [[each if i != j else 0 for j in range(num_ranks)] for i in range(num_ranks)]
 
 
 def _uneven(num_bytes: int, num_ranks: int, both_ways: bool) -> Rows:
-    """The first rank gets more than the others; on a wire that loops back it also sends more."""
+    """Returns an exchange in which the first rank receives more than the others; ``both_ways``: it also sends more."""
     weights = [_SKEW] + [1] * (num_ranks - 1)
     each = max(1, round(num_bytes / (num_ranks - 1) / _SKEW / _ROW_BYTES))
     return [
@@ -164,7 +164,7 @@ def _uneven(num_bytes: int, num_ranks: int, both_ways: bool) -> Rows:
 
 
 def _busiest_bytes(rows: Rows) -> int:
-    """Bytes that the busiest rank sends, or gets if that is more."""
+    """Returns the largest number of bytes that any rank sends or receives."""
     sent = max(sum(row) for row in rows)
     received = max(sum(column) for column in zip(*rows, strict=True))
     return max(sent, received) * _ROW_BYTES
@@ -183,20 +183,20 @@ def _all_to_all_ms(wires: Wires, rows: Rows) -> float:
 
 
 def _two_all_to_alls_ms(wires: Wires, rows: Rows, about_ms: float) -> list[float]:
-    """One on a link that has rested, and by how much another comes after it that leaves meanwhile.
+    """Returns the time of a message on an idle link, and the delay after it of another that is launched meanwhile.
 
     Args:
-        about_ms: that one takes.
+        about_ms: estimated time of one message.
     """
     time.sleep(min(about_ms, _LONGEST_REST_MS) / 1e3)
     first = _start(wires, rows)
-    if wires.device.type != "cuda":  # there the stream keeps them apart
+    if wires.device.type != "cuda":  # on CUDA the stream keeps them apart
         time.sleep(about_ms / 2 / 1e3)
     second = _start(wires, rows)
     first.wait()
     second.wait()
-    left, landed = first.interval()
-    return [_between_ms(left, landed), max(0.0, _between_ms(landed, second.interval()[1]))]
+    start, end = first.interval()
+    return [_between_ms(start, end), max(0.0, _between_ms(end, second.interval()[1]))]
 
 
 def _between_ms(start: Point, end: Point) -> float:
@@ -215,7 +215,7 @@ def _counts_ms(wires: Wires) -> float:
 
 
 def _sweep_all_reduce(wires: Wires) -> Points:
-    """Every rank measures in its own group; groups of a world are alike."""
+    """Measures in every rank's own group; the groups of a world are alike."""
     if wires.reduce_group.size() == 1:
         return ()
 
@@ -231,7 +231,7 @@ def _sweep_all_reduce(wires: Wires) -> Points:
 
 
 def _slowdown(wires: Wires, rows: Rows) -> float:
-    """By how much GEMMs are slower while a message is in flight, at least 1; median over ranks and repeats."""
+    """Returns the slowdown of GEMMs while a message is in flight, at least 1; median over ranks and repeats."""
     matrix = torch.randn(_GEMM_SIZE, _GEMM_SIZE, device=wires.device)
 
     def gemms_ms(number: int) -> float:
@@ -239,7 +239,7 @@ def _slowdown(wires: Wires, rows: Rows) -> float:
 
     gemms_ms(3)
     one_ms = gemms_ms(8) / 8
-    # Together shorter than the message, so that all of them run beside it.
+    # The GEMMs together are shorter than the message, so all of them run while it is in flight.
     message_ms = _median_ms(partial(_all_to_all_ms, wires, rows), 0.1)
     number = max(1, min(64, int(0.8 * message_ms / one_ms)))
     factors = []
@@ -249,7 +249,7 @@ def _slowdown(wires: Wires, rows: Rows) -> float:
         transfer = _start(wires, rows)
         factors.append(gemms_ms(number) / alone_ms)
         transfer.wait()
-    return max(1.0, statistics.median(_from_all(statistics.median(factors))))
+    return max(1.0, statistics.median(from_all_ranks(statistics.median(factors))))
 
 
 def _timed_ms(work: Callable[[], object], device: torch.device) -> float:
@@ -265,27 +265,29 @@ def _timed_ms(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _median_ms(measure: Callable[[], float], budget_s: float) -> float:
-    """Like :func:`_medians_ms`, of one figure."""
-    return _medians_ms(lambda: [measure()], budget_s)[0]
+    """Returns the slowest rank's median of as many measurements as fit into the budget. Collective over the world."""
+    return max(
+        statistics.median(ms for (ms,) in samples) for samples in _on_all_ranks(lambda: [measure()], budget_s, 1)
+    )
 
 
 def _of_busiest(
     rows: Rows, places: Sequence[tuple[int, int]], ranks: Sequence[Sequence[Sequence[float]]]
 ) -> tuple[float, float]:
-    """What a message takes, and what another takes behind it: medians over repeats, of the slowest group.
+    """Returns the time of a message, and of another queued behind it: medians over repeats, of the slowest group.
 
-    The rank that receives most waits longest for bytes; of several such ranks the one that left last waited for nobody
-    else. The next message follows on all of them at once, so there their mean counts.
+    The rank that receives most waits longest for bytes; of several such ranks the one that launched last waited for no
+    other. The next message follows on all of them at once, so there their mean counts.
 
     Args:
-        places: of each rank of the world its group, and its place in it.
+        places: group of each rank of the world, and the rank's place in it.
         ranks: both times, by rank of the world and repeat.
     """
     received = [sum(column) for column in zip(*rows, strict=True)]
     slowest = (0.0, 0.0)
     for group in sorted({group for group, _ in places}):
         own = [(received[place], one) for (of, place), one in zip(places, ranks, strict=True) if of == group]
-        most = max(number for number, _ in own)  # of those that exist: a mocked world has one
+        most = max(number for number, _ in own)  # a mocked world has only one rank of the group
         by_repeat = list(zip(*(one for number, one in own if number == most), strict=True))
         first_ms = statistics.median(min(first for first, _ in repeat) for repeat in by_repeat)
         next_ms = statistics.median(statistics.fmean(following for _, following in repeat) for repeat in by_repeat)
@@ -293,38 +295,19 @@ def _of_busiest(
     return slowest
 
 
-def _medians_ms(measure: Callable[[], list[float]], budget_s: float) -> list[float]:
-    """Medians of as many measurements as fit into the budget; each of the slowest rank. Collective over the world.
-
-    Args:
-        measure: returns figures of which the sum is about what it takes.
-    """
-    everywhere = [
-        [statistics.median(figure) for figure in zip(*samples, strict=True)]
-        for samples in _on_all_ranks(measure, budget_s, 1)
-    ]
-    return [max(figure) for figure in zip(*everywhere, strict=True)]
-
-
 def _on_all_ranks(measure: Callable[[], list[float]], budget_s: float, at_least: int) -> list[list[list[float]]]:
-    """Measurements by rank, as many as fit into the budget. Collective over the world.
+    """Returns measurements by rank, as many as fit into the budget. Collective over the world.
 
     Args:
-        at_least: so many, even if they take longer.
+        measure: returns times whose sum is about the duration of the measurement.
+        at_least: minimum number, whatever they take.
     """
     dist.barrier()
     measure()  # connects, allocates
     dist.barrier()
     samples = [measure()]
-    first_ms = max(_from_all(sum(samples[0])))
+    first_ms = max(from_all_ranks(sum(samples[0])))
     for _ in range(max(at_least - 1, min(_MAX_REPEATS, int(budget_s * 1e3 / max(first_ms, 0.1))))):
         dist.barrier()
         samples.append(measure())
-    return _from_all(samples)
-
-
-def _from_all[Value](value: Value) -> list[Value]:
-    """The values of all ranks. Collective over the world."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return from_all_ranks(samples)

@@ -1,4 +1,4 @@
-"""Profiles a run while it trains: some steps under some plans, then one profile, the same on all ranks.
+"""Profiles a run while it trains: traces some steps under several plans, then returns the same profile on all ranks.
 
     run = ProfileRun(model)
     for index, plan in enumerate(run.plans):
@@ -7,7 +7,7 @@
             ...a training step...
     profile = run.finish()
 
-Plans don't change what a step computes, so these are steps of the training like any other.
+Plans don't change what a step computes, so these are ordinary training steps.
 """
 
 import statistics
@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from megatron_lancet.planning.profile import LayerKind, LinkTimes, MemoryUse, Pr
 from megatron_lancet.profiler.facts import ProfiledModel, key_of
 from megatron_lancet.profiler.links import Wires, measure_links
 from megatron_lancet.profiler.memory import SavedActivations
-from megatron_lancet.profiler.op_times import Figures, Samples, op_key, op_times, over_ranks, weight_grad_times
+from megatron_lancet.profiler.op_times import OpMedians, Samples, op_key, op_times, over_ranks, weight_grad_times
 from megatron_lancet.profiler.pace import RankPaces, paces_of_rank, step_paces
 from megatron_lancet.profiler.routing import (
     ChunkKey,
@@ -35,19 +34,19 @@ from megatron_lancet.profiler.routing import (
     received_shares,
     rows_of_step,
 )
+from megatron_lancet.runtime.collectives import from_all_ranks, from_rank_0
 from megatron_lancet.runtime.trace import StepTrace, Trace
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 
 NUM_TRACED_STEPS = 3
-"""Of each plan: medians over them, over all layers and all micro-batches."""
+"""Traced steps of each plan. Medians go over them, over all layers and all micro-batches."""
 _CHUNK_COUNTS = (2, 4)
 _MIN_TOKENS_OF_CHUNK = 16
-"""Of fewer, launching an op costs more than what it does, and nobody would cut so."""
+"""With fewer tokens, launching an op costs more than its work, so such a plan is not worth profiling."""
 
-
-_Rank = tuple[Figures, dict[str, float], list[MemoryUse], RankRouting]
-"""What a rank measured: ops, step times by plan, memory, routing."""
+_Rank = tuple[OpMedians, dict[str, float], list[MemoryUse], RankRouting]
+"""Measurements of a rank: ops, step times by plan, memory, routing."""
 
 
 def plans_to_profile(
@@ -57,14 +56,14 @@ def plans_to_profile(
     overlap_range: OverlapRange = OverlapRange.STACK,
     chunk_counts: Sequence[int] = _CHUNK_COUNTS,
 ) -> list[Plan]:
-    """Plans whose ops together say what any plan's cost: whole micro-batches, and what can be cut.
+    """Returns plans whose ops together give the costs of any plan: whole micro-batches, and each possible cut.
 
-    All defer dW, so that dWs are timed apart from the ops that make them ready.
+    All plans with chunks defer dW, so that dWs are timed apart from the ops that make them ready.
 
     Args:
         seq_length: positions on a rank.
-        dims: along which the run may be cut.
-        overlap_range: the widest that the run allows.
+        dims: dimensions along which the run may be cut.
+        overlap_range: widest range that the run allows.
     """
     sizes = {ChunkDim.BATCH: micro_batch_size, ChunkDim.SEQUENCE: seq_length}
     tokens = micro_batch_size * seq_length
@@ -77,15 +76,15 @@ def plans_to_profile(
 
 
 def num_profile_steps(plans: Sequence[Plan], num_traced_steps: int = NUM_TRACED_STEPS) -> int:
-    """Training steps that a profile of these plans takes: one of each is not traced."""
+    """Returns the training steps that a profile of these plans takes: one of each plan is not traced."""
     return len(plans) * (1 + num_traced_steps)
 
 
 class ProfileRun:
-    """Collects what the steps of a profile show on this rank.
+    """Collects this rank's measurements in the steps of a profile.
 
     Attributes:
-        plans: of each step, in order. Neighbours are often equal: nothing is to be switched then.
+        plans: plan of each step, in order. Neighbours are often equal, and then there is nothing to switch.
     """
 
     def __init__(
@@ -94,8 +93,8 @@ class ProfileRun:
         """Collective over all ranks of the world.
 
         Args:
-            plans: to measure, None for those of :func:`plans_to_profile`.
-            num_traced_steps: of each plan, after one in which memory is counted.
+            plans: plans to measure, None for those of :func:`plans_to_profile`.
+            num_traced_steps: traced steps of each plan, after one in which memory is counted.
         """
         self._model = model
         self._ep_group = min(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
@@ -115,11 +114,11 @@ class ProfileRun:
 
     @contextmanager
     def step(self, index: int) -> Iterator[None]:
-        """A training step under ``plans[index]`` runs inside.
+        """Profiles the training step inside the context, which runs under ``plans[index]``.
 
-        The first under each plan warms it up, and what is saved in it is counted; the others are traced.
+        The first step under each plan is its warm-up, in which saved activations are counted; the others are traced.
         """
-        assert index == self._num_done, f"step {index} of the profile comes after {self._num_done} others"
+        assert index == self._num_done, f"step {index} of the profile follows {self._num_done} others"
         comm, trace = self._model.comm, self._trace
         plan, counts_memory = self.plans[index], index % self._num_steps_of_plan == 0
         saved = SavedActivations(trace, (weight for stage in self._model.stages for weight in stage.parameters()))
@@ -136,11 +135,11 @@ class ProfileRun:
         if counts_memory:
             self._memory += self._memory_uses(saved.bytes_by_op(), plan)
         else:
-            self._count_in(found, plan)
+            self._add(found, plan)
         self._num_done += 1
 
     def finish(self) -> Profile:
-        """Measure the links and put everything together. Collective over all ranks of the world, after all steps."""
+        """Measures the links and makes the profile. Collective over all ranks of the world, after all steps."""
         assert self._num_done == len(self.plans), f"{self._num_done} of {len(self.plans)} steps were run"
         link = self._measure_links()
         ep_rank = parallel_state.get_expert_model_parallel_rank()
@@ -150,19 +149,15 @@ class ProfileRun:
             self._memory,
             RankRouting(self._ep_group, ep_rank, dict(self._received), self._rows),
         )
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, own)
-        figures = over_ranks([rank[0] for rank in ranks])
-        paces: list[Any] = [None] * dist.get_world_size()
-        found = paces_of_rank(self._samples.steps, figures.op_ms, link.compute_slowdown)
-        dist.all_gather_object(paces, RankPaces(self._ep_group, ep_rank, found))
-        # Every rank has the same figures now, but sums of floats are rank 0's to round.
-        result = [self._profile(link, ranks, figures, paces)]
-        dist.broadcast_object_list(result, src=0)
-        return result[0]
+        ranks = from_all_ranks(own)
+        medians = over_ranks([rank[0] for rank in ranks])
+        own_paces = paces_of_rank(self._samples.steps, medians.op_ms, link.compute_slowdown)
+        paces = from_all_ranks(RankPaces(self._ep_group, ep_rank, own_paces))
+        # Every rank has the same figures now, but their sums may be rounded differently.
+        return from_rank_0(lambda: self._profile(link, ranks, medians, paces))
 
     def _profile(
-        self, link: LinkTimes, ranks: Sequence[_Rank], figures: Figures, paces: Sequence[RankPaces]
+        self, link: LinkTimes, ranks: Sequence[_Rank], medians: OpMedians, paces: Sequence[RankPaces]
     ) -> Profile:
         facts = self._key.model
         names = list(dict.fromkeys(name for rank in ranks for name in rank[1]))
@@ -170,19 +165,19 @@ class ProfileRun:
             model=facts,
             device=self._key.device,
             versions=self._key.versions,
-            ops=op_times(figures, facts),
-            weight_grads=weight_grad_times(figures, facts),
+            ops=op_times(medians, facts),
+            weight_grads=weight_grad_times(medians, facts),
             link=link,
             memory=median_memory([rank[2] for rank in ranks]),
-            rest_ms=round(figures.rest_ms, 4),
+            rest_ms=round(medians.rest_ms, 4),
             received_share=received_shares([rank[3] for rank in ranks], facts.ep_size),
-            # The slowest rank's: all others wait for it.
+            # All ranks wait for the slowest one.
             measured_steps_ms={name: round(max(rank[1][name] for rank in ranks), 4) for name in names},
             routing=chunk_routing([rank[3] for rank in ranks], facts.ep_size),
             paces=step_paces(paces, facts.ep_size, len(facts.layer_kinds)),
         )
 
-    def _count_in(self, step: StepTrace, plan: Plan) -> None:
+    def _add(self, step: StepTrace, plan: Plan) -> None:
         facts = self._key.model
         self._samples.add(step, plan, facts)
         self._step_ms[str(plan)].append(step.timeline.step_ms)
@@ -192,7 +187,7 @@ class ProfileRun:
         self._rows.update(rows_of_step(step, plan, facts))
 
     def _memory_uses(self, bytes_by_op: dict[str, int], plan: Plan) -> list[MemoryUse]:
-        """Per layer kind, mean over this rank's layers of the kind."""
+        """Returns the mean over this rank's layers of each kind."""
         facts = self._key.model
         totals: defaultdict[LayerKind, int] = defaultdict(int)
         layers: defaultdict[LayerKind, set[str]] = defaultdict(set)
@@ -221,15 +216,13 @@ class ProfileRun:
             device=self._model.device,
             loops_back=dist.get_backend() == "mock",
         )
-        largest = [0] * dist.get_world_size()
-        dist.all_gather_object(largest, self._largest_bytes)
-        link = measure_links(wires, max(largest))
-        comm.stats.take()  # what the sweep sent is not the training's
+        link = measure_links(wires, max(from_all_ranks(self._largest_bytes)))
+        comm.stats.take()  # the messages of the sweep do not count for the training
         return link
 
 
 def median_memory(ranks: Sequence[Sequence[MemoryUse]]) -> tuple[MemoryUse, ...]:
-    """Over the ranks that have layers of the kind."""
+    """Returns medians over the ranks that have layers of the kind."""
     found: defaultdict[MemoryUse, list[int]] = defaultdict(list)
     for uses in ranks:
         for use in uses:

@@ -1,4 +1,4 @@
-"""Which activations each op keeps from forward to backward."""
+"""Counts the activations that each op keeps from forward to backward."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -11,16 +11,16 @@ from megatron_lancet.runtime.trace import Trace, What
 
 
 class SavedActivations:
-    """Counts what autograd saves in a step, each storage once, by the op in which it was saved first.
+    """Counts what autograd saves in a step, each storage once, at the op that saves it first.
 
-    What a recomputed segment saves is dropped and not seen. Weights don't count.
+    Tensors that a recomputed segment saves are not seen. Weights don't count.
     """
 
     def __init__(self, trace: Trace, weights: Iterable[torch.Tensor]) -> None:
         """
         Args:
-            trace: records the same step; tells which op it was.
-            weights: of the model; they are there anyway.
+            trace: trace of the same step; its entries tell the current op.
+            weights: parameters of the model, which are not activations.
         """
         self._trace = trace
         self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
@@ -29,13 +29,13 @@ class SavedActivations:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """A step runs inside."""
+        """Counts what the step inside the context saves."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             yield
 
     def bytes_by_op(self) -> dict[str, int]:
-        """By the op's name, over all micro-batches of the step. Call before the trace's next step begins."""
-        # What was saved since the entry before it belongs to the op that the next end names.
+        """Returns bytes by op name, over all micro-batches of the step. Call before the trace's next step begins."""
+        # A tensor belongs to the op whose end is logged next.
         ops: list[str] = []
         name = ""
         for entry in reversed(self._trace.log):

@@ -1,4 +1,4 @@
-"""From the spans of traced steps to the median time of each op and of each weight gradient."""
+"""Computes the median time of each op and of each weight gradient from the spans of traced steps."""
 
 import statistics
 from bisect import bisect_left
@@ -20,11 +20,11 @@ _READY_AFTER = (
     ("mlp.router", OpKind.ROUTE),
     ("mlp.", OpKind.MLP),
 )
-"""The op in whose backward a weight's gradient becomes ready, by the beginning of its name; the first match counts."""
+"""The op in whose backward a weight's gradient becomes ready, by prefix of the name; the first match counts."""
 
 
 class OpKey(NamedTuple):
-    """Which op of which chunk; see :class:`OpTime`."""
+    """An op of a chunk; see :class:`OpTime`."""
 
     layer_kind: LayerKind
     kind: str
@@ -35,61 +35,55 @@ class OpKey(NamedTuple):
 
 
 class DwKey(NamedTuple):
-    """Which weight gradient; see :class:`WeightGradTime`."""
+    """A weight gradient; see :class:`WeightGradTime`."""
 
     layer_kind: LayerKind
     name: str
     num_chunks: int
 
 
-class Took(NamedTuple):
-    """What an op took.
-
-    Attributes:
-        beside_ms: part of it in which messages were in flight.
-    """
+class OpSample(NamedTuple):
+    """Time of one op: ``ms``, of which ``overlapped_ms`` with messages in flight."""
 
     ms: float
-    beside_ms: float
+    overlapped_ms: float
 
     def alone_ms(self, slowdown: float) -> float:
-        """What it would have taken without messages, if they make compute slower by a factor."""
-        return self.ms - self.beside_ms * (1 - 1 / slowdown)
+        """Returns the time without messages in flight, which slow compute down by the factor ``slowdown``."""
+        return self.ms - self.overlapped_ms * (1 - 1 / slowdown)
 
 
-StepOps = dict[tuple[int, OpKey], list[Took]]
-"""Times of a step's ops in its micro-batches, without weight gradients; by layer (0 beside layers) and op."""
+StepOps = dict[tuple[int, OpKey], list[OpSample]]
+"""Times of a step's ops in each micro-batch, without weight gradients; by layer (0 outside the layers) and op."""
 
 
 @dataclass
 class Samples:
-    """What one rank measured, over steps, layers and micro-batches.
+    """Measurements of one rank, over steps, layers and micro-batches.
 
     Attributes:
-        ops: times of each op.
-        received: rows that ``experts`` got, by its key.
-        weight_grads: times of each weight gradient.
-        pinned_bytes: of each weight gradient.
-        weight_bytes: of each weight gradient.
-        rest_ms: per step, what is neither a pass nor a wait in one.
-        steps: each by itself.
+        received: rows that the experts received, by their op.
+        pinned_bytes: bytes that stay alive until the dW has run.
+        weight_bytes: bytes of the gradient that the dW adds to.
+        rest_ms: time of each step outside all spans, for example in the optimizer.
+        steps: the samples in ``ops``, by step.
     """
 
-    ops: dict[OpKey, list[Took]] = field(default_factory=lambda: defaultdict(list))
+    ops: dict[OpKey, list[OpSample]] = field(default_factory=lambda: defaultdict(list))
     received: dict[OpKey, list[int]] = field(default_factory=lambda: defaultdict(list))
-    weight_grads: dict[DwKey, list[Took]] = field(default_factory=lambda: defaultdict(list))
+    weight_grads: dict[DwKey, list[OpSample]] = field(default_factory=lambda: defaultdict(list))
     pinned_bytes: dict[DwKey, list[int]] = field(default_factory=lambda: defaultdict(list))
     weight_bytes: dict[DwKey, int] = field(default_factory=dict)
     rest_ms: list[float] = field(default_factory=list)
     steps: list[StepOps] = field(default_factory=list)
 
     def add(self, step: StepTrace, plan: Plan, model: ModelFacts) -> None:
-        """Count in a step that ran under ``plan``."""
-        by_name: defaultdict[str, list[Took]] = defaultdict(list)
-        beside = _Busy(span for span in step.timeline.spans if span.lane is Lane.COMM)
+        """Adds a step that ran under ``plan``."""
+        by_name: defaultdict[str, list[OpSample]] = defaultdict(list)
+        messages = _InFlight(span for span in step.timeline.spans if span.lane is Lane.COMM)
         for span in step.timeline.spans:
             if span.lane is Lane.COMPUTE:
-                by_name[span.name].append(Took(span.ms, beside.within_ms(span)))
+                by_name[span.name].append(OpSample(span.ms, messages.within_ms(span)))
         own: StepOps = {}
         for name, parts in by_name.items():
             op = Op.parse(name)
@@ -109,17 +103,17 @@ class Samples:
         busy_ms = sum(span.ms for span in step.timeline.spans if span.lane is not Lane.COMM)
         self.rest_ms.append(step.timeline.step_ms - busy_ms)
 
-    def medians(self, slowdown: float = 1.0) -> "Figures":
-        """One number for each list; times as they would be without messages in flight.
+    def medians(self, slowdown: float = 1.0) -> "OpMedians":
+        """Returns medians over all samples, with times corrected to those without messages in flight.
 
         Args:
-            slowdown: by which messages in flight make compute slower.
+            slowdown: factor by which messages in flight make compute slower.
         """
 
-        def alone_ms(times: Sequence[Took]) -> float:
-            return statistics.median(took.alone_ms(slowdown) for took in times)
+        def alone_ms(times: Sequence[OpSample]) -> float:
+            return statistics.median(sample.alone_ms(slowdown) for sample in times)
 
-        return Figures(
+        return OpMedians(
             {key: alone_ms(times) for key, times in self.ops.items()},
             {key: statistics.median(values) for key, values in self.received.items()},
             {key: alone_ms(times) for key, times in self.weight_grads.items()},
@@ -130,8 +124,8 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Medians of one rank, or over ranks; see :class:`Samples`."""
+class OpMedians:
+    """Medians of :class:`Samples`, of one rank or over ranks."""
 
     op_ms: Mapping[OpKey, float]
     received: Mapping[OpKey, float]
@@ -141,9 +135,9 @@ class Figures:
     rest_ms: float
 
 
-def over_ranks(ranks: Sequence[Figures]) -> Figures:
-    """Medians over the ranks that have the op: with pipeline stages not all have all layers."""
-    return Figures(
+def over_ranks(ranks: Sequence[OpMedians]) -> OpMedians:
+    """Returns medians over the ranks that have the op: a pipeline stage has some of the layers."""
+    return OpMedians(
         _medians(rank.op_ms for rank in ranks),
         _medians(rank.received for rank in ranks),
         _medians(rank.dw_ms for rank in ranks),
@@ -161,21 +155,21 @@ def _medians[Key](ranks: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
     return {key: statistics.median(found) for key, found in values.items()}
 
 
-def op_times(figures: Figures, model: ModelFacts) -> tuple[OpTime, ...]:
-    """The ops of a profile, in a fixed order."""
+def op_times(medians: OpMedians, model: ModelFacts) -> tuple[OpTime, ...]:
+    """Returns the op times of a profile, in a fixed order."""
     return tuple(
-        OpTime(**key._asdict(), rows=_rows(key, figures, model), ms=round(ms, 5))
-        for key, ms in sorted(figures.op_ms.items())
+        OpTime(**key._asdict(), rows=_rows(key, medians, model), ms=round(ms, 5))
+        for key, ms in sorted(medians.op_ms.items())
     )
 
 
-def weight_grad_times(figures: Figures, model: ModelFacts) -> tuple[WeightGradTime, ...]:
-    """The weight gradients of a profile, in the order in which a backward pass makes them ready within a layer."""
+def weight_grad_times(medians: OpMedians, model: ModelFacts) -> tuple[WeightGradTime, ...]:
+    """Returns the dW times of a profile, in the order in which a layer's backward pass makes them ready."""
     times = []
-    for key, ms in sorted(figures.dw_ms.items(), key=lambda item: (item[0].layer_kind, item[0].num_chunks)):
+    for key, ms in sorted(medians.dw_ms.items(), key=lambda item: (item[0].layer_kind, item[0].num_chunks)):
         after = ready_after(key)
         tokens = model.micro_batch_size * model.seq_length / key.num_chunks
-        received = [rows for op, rows in figures.received.items() if op.num_chunks == key.num_chunks]
+        received = [rows for op, rows in medians.received.items() if op.num_chunks == key.num_chunks]
         rows = statistics.fmean(received) if after == OpKind.EXPERTS and received else tokens
         times.append(
             WeightGradTime(
@@ -184,8 +178,8 @@ def weight_grad_times(figures: Figures, model: ModelFacts) -> tuple[WeightGradTi
                 num_chunks=key.num_chunks,
                 rows=round(rows),
                 ms=round(ms, 5),
-                pinned_bytes=round(figures.pinned_bytes[key]),
-                weight_bytes=figures.weight_bytes[key],
+                pinned_bytes=round(medians.pinned_bytes[key]),
+                weight_bytes=medians.weight_bytes[key],
                 after=after,
             )
         )
@@ -193,14 +187,14 @@ def weight_grad_times(figures: Figures, model: ModelFacts) -> tuple[WeightGradTi
 
 
 def ready_after(key: DwKey) -> str:
-    """The compute op in whose backward a weight gradient becomes ready."""
+    """Returns the compute op in whose backward a weight gradient becomes ready."""
     if key.layer_kind is LayerKind.NONE:
         return OpKind.HEAD
     return next(kind for start, kind in _READY_AFTER if key.name.startswith(start))
 
 
 def op_key(op: Op, plan: Plan, model: ModelFacts) -> OpKey:
-    """What the span of a compute op is a sample of."""
+    """Returns the key that the span of a compute op counts for under ``plan``."""
     assert op.phase is not Phase.WEIGHT_GRAD, op
     if op.layer is not None:
         assert op.chunk is not None, op
@@ -222,7 +216,7 @@ def _dw_key(op: Op, plan: Plan, model: ModelFacts) -> DwKey:
 
 
 def _cut_of(plan: Plan, layer: int, kind: str) -> tuple[ChunkDim, int]:
-    """How an op of a layer is cut: narrow ranges leave attention, or the gate too, whole."""
+    """Returns how an op of a layer is cut: narrow ranges leave attention, or also the router, whole."""
     segment = plan.segment_of(layer)
     whole = kind in (OpKind.ATTENTION, OpKind.MLP) or (kind == OpKind.ROUTE and segment.range is OverlapRange.EXPERTS)
     if segment.num_chunks == 1 or (whole and not segment.range.has_attention):
@@ -230,10 +224,9 @@ def _cut_of(plan: Plan, layer: int, kind: str) -> tuple[ChunkDim, int]:
     return segment.chunk_dim, segment.num_chunks
 
 
-def _rows(key: OpKey, figures: Figures, model: ModelFacts) -> int:
+def _rows(key: OpKey, medians: OpMedians, model: ModelFacts) -> int:
     if key.kind == OpKind.EXPERTS:
-        # Received once, forward.
-        return round(figures.received[key._replace(phase=Phase.FORWARD)])
+        return round(medians.received[key._replace(phase=Phase.FORWARD)])
     if key.layer_kind is LayerKind.NONE:
         return model.micro_batch_size * model.seq_length
     size, other = model.micro_batch_size, model.seq_length
@@ -243,8 +236,8 @@ def _rows(key: OpKey, figures: Figures, model: ModelFacts) -> int:
     return (base + (key.chunk < rest)) * other
 
 
-class _Busy:
-    """When messages were in flight."""
+class _InFlight:
+    """Intervals in which messages were in flight."""
 
     def __init__(self, messages: Iterable[Span]) -> None:
         self._starts: list[float] = []
@@ -257,7 +250,6 @@ class _Busy:
                 self._ends.append(message.end_ms)
 
     def within_ms(self, span: Span) -> float:
-        """For how long in ``span``."""
         first, last = bisect_left(self._ends, span.start_ms), bisect_left(self._starts, span.end_ms)
         return sum(
             min(self._ends[index], span.end_ms) - max(self._starts[index], span.start_ms)
@@ -265,12 +257,12 @@ class _Busy:
         )
 
 
-def _per_micro_batch(times: Sequence[Took], num_micro_batches: int) -> list[Took]:
-    """Time of an op in each micro-batch; a wait may have cut it into parts, or it may happen several times in each."""
-    parts, left = divmod(len(times), num_micro_batches)
-    if left:  # not alike in all of them: only the mean is known
-        return [Took(*(sum(column) / num_micro_batches for column in zip(*times, strict=True)))]
+def _per_micro_batch(times: Sequence[OpSample], num_micro_batches: int) -> list[OpSample]:
+    """Adds up an op's spans in each micro-batch: waits cut an op into parts, and it may run several times."""
+    parts, rest = divmod(len(times), num_micro_batches)
+    if rest:  # the micro-batches differ, so only their mean is known
+        return [OpSample(*(sum(column) / num_micro_batches for column in zip(*times, strict=True)))]
     return [
-        Took(*(sum(column) for column in zip(*times[start : start + parts], strict=True)))
+        OpSample(*(sum(column) for column in zip(*times[start : start + parts], strict=True)))
         for start in range(0, len(times), parts)
     ]

@@ -1,4 +1,4 @@
-"""How fast each rank was in each traced step, against the median times that the profile keeps."""
+"""Compares the speed of each rank in each traced step with the median times of the profile."""
 
 import statistics
 from collections import defaultdict
@@ -10,22 +10,21 @@ from megatron_lancet.profiler.op_times import OpKey, StepOps
 from megatron_lancet.schedule.ops import OpKind, Phase
 
 MAX_PACES = 24
-"""Each is a simulation more when a step time is predicted, and a few lines in the profile."""
+"""Every pace costs one more simulation when a step time is predicted, and some lines in the profile."""
 MAX_RANKS = 8
-"""As of the routing of single chunks: more ranks are not simulated one by one."""
+"""The simulator groups the ranks of larger groups, as for the routing of single chunks."""
 _DIGITS = 4
-_BESIDE_LAYERS = 0
 
 Place = tuple[Phase, int]
-"""Phase, and global number of a layer or 0 beside the layers."""
+"""Phase, and global layer number (0 for ops outside the layers)."""
 
 
 class RankPaces(NamedTuple):
-    """What one rank found.
+    """Paces measured on one rank.
 
     Attributes:
-        group: names its expert-parallel group.
-        place: its rank in it.
+        group: identifier of its expert-parallel group.
+        place: its rank in the group.
         steps: factors by traced step.
     """
 
@@ -35,13 +34,13 @@ class RankPaces(NamedTuple):
 
 
 def paces_of_rank(steps: Sequence[StepOps], op_ms: Mapping[OpKey, float], slowdown: float) -> list[dict[Place, float]]:
-    """Of each step: by phase and layer, the time of its ops over that of the same ops in the profile.
+    """Returns, for each step, the time of a layer's ops divided by that of the same ops in the profile.
 
-    Experts don't count: what they take depends on the rows that they got.
+    Experts don't count, because their time depends on the rows that they received.
 
     Args:
         op_ms: medians over all ranks.
-        slowdown: by which messages in flight make compute slower.
+        slowdown: factor by which messages in flight make compute slower.
     """
     found = []
     for step in steps:
@@ -49,17 +48,17 @@ def paces_of_rank(steps: Sequence[StepOps], op_ms: Mapping[OpKey, float], slowdo
         usual_ms: defaultdict[Place, float] = defaultdict(float)
         for (layer, key), times in step.items():
             if key.kind != OpKind.EXPERTS:
-                took_ms[key.phase, layer] += sum(took.alone_ms(slowdown) for took in times)
+                took_ms[key.phase, layer] += sum(sample.alone_ms(slowdown) for sample in times)
                 usual_ms[key.phase, layer] += op_ms[key] * len(times)
         found.append({place: took_ms[place] / usual for place, usual in usual_ms.items() if usual > 0})
     return found
 
 
 def step_paces(ranks: Sequence[RankPaces], ep_size: int, num_layers: int) -> tuple[StepPace, ...]:
-    """Of at most ``MAX_PACES`` steps, spread from the fastest to the slowest.
+    """Returns the paces of at most ``MAX_PACES`` steps, spread from the fastest to the slowest.
 
-    Each layer's is that of the first group that has it. None in a mocked world, where only one of a group's ranks
-    exists, nor of a single rank, nor of a large group.
+    A layer's pace is that of the first group that has the layer. The result is empty in a mocked world, where only one
+    of a group's ranks exists, for a single rank, and for a large group.
     """
     groups: defaultdict[int, dict[int, RankPaces]] = defaultdict(dict)
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""Where the rows of a micro-batch went: by layer and chunk, and how unevenly over a group's ranks."""
+"""Measures the routing of rows: by layer and chunk, and its imbalance over the ranks of a group."""
 
 import statistics
 from collections import defaultdict
@@ -14,7 +14,7 @@ from megatron_lancet.schedule.timeline import Lane
 
 
 class ChunkKey(NamedTuple):
-    """Which chunk in which layer; see :class:`ChunkRouting`."""
+    """A chunk of a layer; see :class:`ChunkRouting`."""
 
     layer: int
     chunk_dim: ChunkDim
@@ -23,17 +23,17 @@ class ChunkKey(NamedTuple):
 
 
 Rows = Mapping[ChunkKey, tuple[int, int]]
-"""Rows that a rank sent to others, and that its experts got."""
+"""Rows that a rank sent to others, and rows that its experts received."""
 
 
 class RankRouting(NamedTuple):
-    """What one rank saw.
+    """Routing measured on one rank.
 
     Attributes:
-        group: names its expert-parallel group.
-        place: its rank in it.
-        received: rows that its experts got in all traced steps, by layer.
-        rows: of one micro-batch.
+        group: identifier of its expert-parallel group.
+        place: its rank in the group.
+        received: rows that its experts received in all traced steps, by layer.
+        rows: rows of one micro-batch.
     """
 
     group: int
@@ -43,7 +43,7 @@ class RankRouting(NamedTuple):
 
 
 def rows_of_step(step: StepTrace, plan: Plan, model: ModelFacts) -> Rows:
-    """Of the first micro-batch of a step that ran under ``plan``."""
+    """Returns the rows of the first micro-batch of a step that ran under ``plan``."""
     sent_bytes: dict[str, int] = {}
     for span in step.timeline.spans:
         if span.lane is Lane.COMM:
@@ -57,16 +57,16 @@ def rows_of_step(step: StepTrace, plan: Plan, model: ModelFacts) -> Rows:
 
 
 def layer_of(name: str) -> int:
-    """The layer of an op that is in one."""
+    """Returns the layer of an op that belongs to one."""
     layer = Op.parse(name).layer
     assert layer is not None, name
     return layer
 
 
 def chunk_routing(ranks: Sequence[RankRouting], ep_size: int) -> tuple[ChunkRouting, ...]:
-    """Of each layer and chunk in the first group that has the layer.
+    """Returns the routing of each layer and chunk in the first group that has the layer.
 
-    Nothing in a mocked world, where only one of the ranks exists, nor of a single rank.
+    The result is empty in a mocked world, where only one of the ranks exists, and for a single rank.
     """
     by_key: defaultdict[tuple[int, ChunkKey], dict[int, tuple[int, int]]] = defaultdict(dict)
     for rank in ranks:
@@ -81,9 +81,9 @@ def chunk_routing(ranks: Sequence[RankRouting], ep_size: int) -> tuple[ChunkRout
 
 
 def received_shares(ranks: Sequence[RankRouting], ep_size: int) -> tuple[float, ...]:
-    """Share of its group's rows that each rank of an expert-parallel group received, median over layers and groups.
+    """Returns each rank's share of the rows that its expert-parallel group received, median over layers and groups.
 
-    In a mocked world, where only one of the ranks exists, all are taken for equal.
+    In a mocked world, where only one of the ranks exists, all shares are equal.
     """
     if {rank.place for rank in ranks} != set(range(ep_size)):
         return (1 / ep_size,) * ep_size

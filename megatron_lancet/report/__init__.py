@@ -1,1 +1,1 @@
-"""What a run achieved: text and JSON."""
+"""Reports, plans and timelines as text, JSON, pictures and pages."""

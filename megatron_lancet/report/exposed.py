@@ -1,27 +1,26 @@
-"""What communication stayed exposed: per layer and chunk, before and after, predicted and measured, and why.
+"""Tabulates exposed communication by layer and chunk: before and now, measured and predicted, with the reasons.
 
-All figures are means over ranks, per training step.
+All times are means over ranks, per training step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_lancet.report.tables import right_aligned
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.timeline import Lane, RankTimeline
 
 _MAX_REASONS = 8
-"""Lines of reasons in the text; the data has all."""
+"""Number of reasons in the text; the data has all."""
 
 
 @dataclass(frozen=True)
 class ExposedMessage:
-    """Time in which compute stood still for one message.
+    """Time that compute waited for one message, summed over micro-batches.
 
     Attributes:
-        op: its name.
-        measured_ms: waited for it, in all micro-batches.
-        predicted_ms: the same by the cost model; None without a prediction.
-        reason: why it could not be hidden; None if nobody said.
+        predicted_ms: prediction of the cost model; None without one.
+        reason: reason why the message could not be hidden; None if unknown.
     """
 
     op: str
@@ -32,14 +31,14 @@ class ExposedMessage:
 
 @dataclass(frozen=True)
 class ExposedChunk:
-    """The messages of a chunk in a layer.
+    """Messages of a chunk in a layer.
 
     Attributes:
-        layer: from 1; None for messages beside the layers.
+        layer: from 1; None for messages outside the layers.
         chunk: from 0; None for messages of all chunks.
-        measured_ms: see :class:`ExposedMessage`; the sum over ``messages``.
-        before_ms: under the plan compared with; None without one. It may have had other chunks than the plan has now.
-        messages: those that compute stood still for, or should have, in the order of time.
+        measured_ms: sum over ``messages``, as ``predicted_ms``; see :class:`ExposedMessage`.
+        before_ms: time under the previous plan, whose chunks may have been others; None without one.
+        messages: messages with a measured or predicted wait, in the order of time.
     """
 
     layer: int | None
@@ -52,13 +51,12 @@ class ExposedChunk:
 
 @dataclass(frozen=True)
 class ExposedTable:
-    """Exposed time of a step.
+    """Exposed time of a step, in all and by chunk.
 
     Attributes:
-        measured_ms: in all.
-        predicted_ms: in all; None without a prediction.
-        before_ms: in all, under the plan compared with; None without one.
-        chunks: by layer, those beside the layers last, then by chunk.
+        predicted_ms: prediction of the cost model; None without one.
+        before_ms: time under the previous plan; None without one.
+        chunks: chunks by layer, those outside the layers last, then by chunk number.
     """
 
     measured_ms: float
@@ -67,20 +65,20 @@ class ExposedTable:
     chunks: tuple[ExposedChunk, ...]
 
     def as_text(self) -> str:
-        """A table with a line for each layer and chunk, then the reasons, the longest wait first."""
-        head = f"  {'layer':>7} {'chunk':>5} {'before':>9} {'now':>9} {'predicted':>9}"
-        lines = ["exposed ms per step, mean over ranks", head]
+        """Returns a table with a line for each layer and chunk, then the reasons, longest wait first."""
+        table = [["layer", "chunk", "before", "now", "predicted"]]
         for layer in dict.fromkeys(chunk.layer for chunk in self.chunks):
             parts = [chunk for chunk in self.chunks if chunk.layer == layer]
             label = "other" if layer is None else str(layer)
             if len(parts) > 1:
-                lines.append(_line(label, "all", *_sums(parts)))
+                table.append(_line(label, "all", *_sums(parts)))
                 label = ""
             for part in parts:
                 number = "-" if part.chunk is None else str(part.chunk)
-                lines.append(_line(label, number, part.before_ms, part.measured_ms, part.predicted_ms))
-        lines.append(_line("all", "", self.before_ms, self.measured_ms, self.predicted_ms))
-        return "\n".join([*lines, *self._reasons()])
+                table.append(_line(label, number, part.before_ms, part.measured_ms, part.predicted_ms))
+        table.append(_line("all", "", self.before_ms, self.measured_ms, self.predicted_ms))
+        lines = [f"  {line}" for line in right_aligned(table, (7, 5, 9, 9, 9), " ")]
+        return "\n".join(["exposed ms per step, mean over ranks", *lines, *self._reasons()])
 
     def _reasons(self) -> Iterable[str]:
         messages = [message for chunk in self.chunks for message in chunk.messages if message.reason is not None]
@@ -97,13 +95,13 @@ def exposed_table(
     before: Sequence[RankTimeline] = (),
     reasons: Mapping[str, str] | None = None,
 ) -> ExposedTable:
-    """The table of a step.
+    """Returns the table of a step.
 
     Args:
-        measured: the step, of each rank.
-        predicted: the same by the cost model, of the same ranks or some of them; empty if not predicted.
-        before: a step under the plan compared with; empty if there is none.
-        reasons: why a message stayed exposed, by its name.
+        measured: timeline of each rank.
+        predicted: predicted timelines of the same ranks or some of them; empty without a prediction.
+        before: timelines of a step under the previous plan; empty without one.
+        reasons: reasons why messages stayed exposed, by op name.
     """
     now_ms, predicted_ms, before_ms = (waits_ms(timelines) for timelines in (measured, predicted, before))
     place_of = {name: _place(name) for name in (*now_ms, *predicted_ms, *before_ms)}
@@ -139,7 +137,7 @@ def exposed_table(
 
 
 def waits_ms(timelines: Sequence[RankTimeline]) -> dict[str, float]:
-    """Time waited for each message, mean over the ranks, by its name in the order of the first wait."""
+    """Returns the time waited for each message, mean over the ranks, by op name in the order of the first wait."""
     totals: dict[str, float] = {}
     for timeline in timelines:
         for span in timeline.spans:
@@ -149,7 +147,6 @@ def waits_ms(timelines: Sequence[RankTimeline]) -> dict[str, float]:
 
 
 def _place(name: str) -> tuple[int | None, int | None]:
-    """Layer and chunk of a message; None for what its name does not say."""
     op = Op.find(name)
     return (None, None) if op is None else (op.layer, op.chunk)
 
@@ -168,8 +165,5 @@ def _sums(parts: Sequence[ExposedChunk]) -> tuple[float | None, float, float | N
     return total(part.before_ms for part in parts), measured_ms, total(part.predicted_ms for part in parts)
 
 
-def _line(layer: str, chunk: str, before_ms: float | None, now_ms: float, predicted_ms: float | None) -> str:
-    def figure(ms: float | None) -> str:
-        return "-" if ms is None else f"{ms:.2f}"
-
-    return f"  {layer:>7} {chunk:>5} {figure(before_ms):>9} {figure(now_ms):>9} {figure(predicted_ms):>9}"
+def _line(layer: str, chunk: str, *times_ms: float | None) -> list[str]:
+    return [layer, chunk, *("-" if ms is None else f"{ms:.2f}" for ms in times_ms)]

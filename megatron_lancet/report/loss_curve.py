@@ -1,4 +1,4 @@
-"""The loss of a run as a picture."""
+"""Draws the loss curve of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from megatron_lancet.files import atomic_outputs
 from megatron_lancet.report.train_log import RunLog
 
 SMOOTHING_SPAN = 25
-"""Steps over which the smoothed curve averages."""
+"""Number of steps in the moving average."""
 
 _SIZE_INCHES = (8.0, 4.8)
 _DOTS_PER_INCH = 150
 _MARGINS = (0.005, 0.005, 0.975, 0.99)
-"""Left, bottom, width and height of what is drawn, as shares of the picture."""
+"""Left, bottom, width and height of the drawing, as shares of the picture."""
 
 _BLUE, _ORANGE, _RED, _GREY = "#1f5fa8", "#d97706", "#b91c1c", "#4b5563"
 _HEADROOM_NATS = 0.35
@@ -29,14 +29,13 @@ _TOKENS_PER_K = 1000
 
 @dataclass(frozen=True)
 class LossCurve:
-    """What the picture shows; all losses in nats per token.
+    """Content of the picture; all losses in nats per token.
 
     Attributes:
-        title: first line of the picture.
-        run: a complete run.
+        run: log of a complete run.
         tokens_per_iteration: tokens in a global batch.
-        resumed_after: step whose checkpoint the run was resumed from, None if it was not.
-        unigram_entropy: what a model without context could reach at best.
+        resumed_after: step of the checkpoint that the run was resumed from, None if it was not.
+        unigram_entropy: the best loss of a model without context.
     """
 
     title: str
@@ -47,30 +46,30 @@ class LossCurve:
 
     @property
     def iterations(self) -> list[int]:
-        """Training steps from 1, rising: [num_steps]."""
+        """Training steps from 1, ascending: [num_steps]."""
         return [iteration.number for iteration in self.run.iterations]
 
     @property
     def losses(self) -> list[float]:
-        """The lm loss of each step: [num_steps]."""
+        """LM loss of each step: [num_steps]."""
         return [iteration.lm_loss for iteration in self.run.iterations]
 
     @property
     def validation_loss(self) -> float:
-        """Measured after the last step."""
+        """Validation loss after the last step."""
         assert self.run.validation is not None, "only a complete run has a picture"
         return self.run.validation.lm_loss
 
 
 def smoothed(losses: Sequence[float], span: int = SMOOTHING_SPAN) -> np.ndarray:
-    """Mean over the ``span`` steps around each, as far as there are some, nan steps left out: [num_steps]."""
+    """Returns the moving average over ``span`` steps, fewer near the ends, without nan steps: [num_steps]."""
     values = np.asarray(losses, dtype=float)
     known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(known)])
     steps = np.arange(len(values))
     before = np.minimum(span // 2, steps)
-    # Not more after than before: the curve falls so steeply at its start that it would begin too low.
+    # Never more steps after than before: the curve falls steeply at its start and would begin too low.
     after = np.minimum(before, len(values) - 1 - steps)
     begins, ends = steps - before, steps + after + 1
     nums = counts[ends] - counts[begins]
@@ -78,10 +77,10 @@ def smoothed(losses: Sequence[float], span: int = SMOOTHING_SPAN) -> np.ndarray:
 
 
 def draw(curve: LossCurve) -> Figure:
-    """The picture: training loss, where the run was resumed, validation loss and unigram entropy."""
+    """Draws training loss, the step of the resume, validation loss and unigram entropy."""
     layout = ConstrainedLayoutEngine(rect=_MARGINS)
     figure = Figure(figsize=_SIZE_INCHES, dpi=_DOTS_PER_INCH, layout=layout)
-    FigureCanvasAgg(figure)  # no window system, and no state of pyplot
+    FigureCanvasAgg(figure)  # needs no window system and no state of pyplot
     axes = figure.add_subplot()
     _draw_training(axes, curve)
     _draw_yardsticks(axes, curve)
@@ -102,7 +101,7 @@ def draw(curve: LossCurve) -> Figure:
 
 
 def write_png(curve: LossCurve, path: Path) -> None:
-    """Draw ``curve`` into ``path``; a reader never sees half a file."""
+    """Draws ``curve`` into ``path`` atomically."""
     with atomic_outputs(path) as (temporary,):
         draw(curve).savefig(temporary, format="png")
 

@@ -1,4 +1,4 @@
-"""What a run achieved, as a few lines of text and as report.json."""
+"""Summarises a run in a few lines of text and in report.json."""
 
 import json
 import statistics
@@ -12,8 +12,8 @@ from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.tuning import tuning_text
 from megatron_lancet.runtime.comm_stats import CommTimes
 
-NUM_WARM_UP_STEPS = 3
-"""Left out of the medians: the first steps allocate, connect and learn their order of reductions."""
+NUM_REPORT_WARM_UP_STEPS = 3
+"""Steps outside the report's medians: the first ones allocate, connect and learn the order of reductions."""
 REPORT_FILE = "report.json"
 _PEAK = "peak_dw_bytes"
 _EXPOSED = "exposed"
@@ -26,7 +26,6 @@ class StepRecord:
     Attributes:
         step_ms: wall clock time of forward, backward, gradient reduction and optimizer.
         num_tokens: tokens of all ranks' micro-batches in the step.
-        comm: its communication.
     """
 
     step_ms: float
@@ -35,8 +34,8 @@ class StepRecord:
 
 
 def rank_medians(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Median of each figure over the steps after warm-up, or over all if there are no others; a peak is over all."""
-    steady = records[NUM_WARM_UP_STEPS:] or records
+    """Returns medians over the steps after warm-up, or over all steps if there are no others; the peak is over all."""
+    steady = records[NUM_REPORT_WARM_UP_STEPS:] or records
     rows = [{"step_ms": r.step_ms, "num_tokens": r.num_tokens, **asdict(r.comm)} for r in steady]
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     return {**medians, _PEAK: max(record.comm.peak_dw_bytes for record in records)}
@@ -50,15 +49,15 @@ def summarise(
     exposed: ExposedTable | None = None,
     first_step: int = 1,
 ) -> dict[str, Any]:
-    """The report: the slowest rank's step, the highest peak, means over ranks for the rest.
+    """Returns the report: the slowest rank's step, the highest peak, and means over ranks for the rest.
 
     Args:
         per_rank: :func:`rank_medians` of every rank.
-        plan: the plan's text, ``off`` for stock modules.
-        num_steps: training steps that were run under the plan, warm-up included.
-        dw_memory_bytes: the plan's bound for deferred weight gradients, None for none.
-        exposed: where waiting happened in a step that was traced; None, and then no key of it, if none was.
-        first_step: the first of them, counted from the process's first.
+        plan: text of the plan, ``off`` for stock modules.
+        num_steps: training steps under the plan, warm-up included.
+        dw_memory_bytes: bound of the plan for deferred weight gradients, None without one.
+        exposed: exposed communication of a traced step; without one the report has no such key.
+        first_step: first step under the plan, counted from the first step of the process.
     """
     step_ms = max(rank["step_ms"] for rank in per_rank)
     means = {
@@ -70,7 +69,7 @@ def summarise(
         "plan": plan,
         "first_step": first_step,
         "num_steps": num_steps,
-        "num_warm_up_steps": NUM_WARM_UP_STEPS if num_steps > NUM_WARM_UP_STEPS else 0,
+        "num_warm_up_steps": NUM_REPORT_WARM_UP_STEPS if num_steps > NUM_REPORT_WARM_UP_STEPS else 0,
         "tokens_per_s": per_rank[0]["num_tokens"] / step_ms * 1e3,
         "step_ms": step_ms,
         **means,
@@ -82,7 +81,7 @@ def summarise(
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """The report in a few lines."""
+    """Returns the report as a few lines of text."""
     step_ms = report["step_ms"]
     exposed_ms = report["exposed_ms"] + report["counts_exposed_ms"]
     before = report["first_step"] - 1
@@ -113,7 +112,7 @@ def as_text(report: dict[str, Any]) -> str:
             f"{report['grad_exposed_ms']:.1f} ms waited for"
         )
         if not report["num_grad_micro_ops_between"]:
-            lines.append("    this plan leaves no place between its all-to-alls: --lancet-comm-priority off is faster")
+            lines.append("    this plan has no gaps between all-to-alls for them: --lancet-comm-priority off is faster")
     if _EXPOSED in report:
         table = from_plain(ExposedTable, report[_EXPOSED], f"{REPORT_FILE}.{_EXPOSED}")
         lines += [f"  {line}" for line in table.as_text().splitlines()]
@@ -121,7 +120,7 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def write_json(report: dict[str, Any], folder: Path) -> Path:
-    """Write ``report.json`` into ``folder``, made if missing; a reader never sees half a file."""
+    """Writes ``report.json`` into ``folder`` atomically; creates the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / REPORT_FILE
     atomic_write(path, json.dumps(report, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""What Megatron's training loop prints about its progress, as values."""
+"""Parses the progress lines of Megatron's training loop."""
 
 import math
 import re
@@ -21,7 +21,7 @@ class Iteration:
 
     Attributes:
         number: training step, from 1.
-        total: steps of the whole run, ``--train-iters``.
+        total: training steps of the whole run, ``--train-iters``.
         lm_loss: nats per token, mean over the global batch; nan if Megatron skipped the step.
         step_ms: wall clock time of the step.
     """
@@ -34,19 +34,14 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Validation:
-    """A result of Megatron's evaluation on the validation split.
-
-    Attributes:
-        iteration: training steps done before it.
-        lm_loss: nats per token.
-    """
+    """Result of Megatron's evaluation on the validation split: ``lm_loss`` in nats per token after ``iteration``."""
 
     iteration: int
     lm_loss: float
 
 
 def parse_iteration(line: str) -> Iteration | None:
-    """The step that ``line`` reports, None if it is another kind of line."""
+    """Returns the step that ``line`` reports, None for other lines."""
     match = _ITERATION.search(line)
     if match is None:
         return None
@@ -59,7 +54,7 @@ def parse_iteration(line: str) -> Iteration | None:
 
 
 def parse_validation(line: str) -> Validation | None:
-    """The evaluation result that ``line`` reports, None if it is another kind of line."""
+    """Returns the evaluation result that ``line`` reports, None for other lines."""
     match = _VALIDATION.search(line)
     return Validation(int(match[1]), float(match[2])) if match else None
 
@@ -71,18 +66,13 @@ def _field(line: str, name: str) -> float:
 
 @dataclass
 class RunLog:
-    """What a run, in one part or several, has reported so far.
-
-    Attributes:
-        iterations: its steps in the order of the log.
-        validation: its last evaluation result.
-    """
+    """Steps (in the order of the log) and last evaluation result of a run that consists of one or several parts."""
 
     iterations: list[Iteration] = field(default_factory=list)
     validation: Validation | None = None
 
     def feed(self, line: str) -> Iteration | None:
-        """Take note of a line of the log; returns the step that it reports, if it reports one."""
+        """Parses a line of the log; returns the step that it reports, if any."""
         iteration = parse_iteration(line)
         if iteration is not None:
             self.iterations.append(iteration)
@@ -95,10 +85,10 @@ class RunLog:
         return in_order and self.validation is not None and self.validation.iteration == num_iterations
 
     def results(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """The outcome of a complete run, as its summary.json holds it.
+        """Returns the results of a complete run for summary.json.
 
         Args:
-            report: of the run or of its last part, as :func:`megatron_lancet.report.summary.summarise` makes it.
+            report: report of the run or of its last part, from :func:`megatron_lancet.report.summary.summarise`.
 
         Returns:
             ``validation_loss`` in nats per token, ``perplexity``, ``iterations``; from the report ``tokens_per_s``,
@@ -117,7 +107,7 @@ class RunLog:
 
 
 def results_text(summary: Mapping[str, Any]) -> str:
-    """A few lines for the end of a run.
+    """Returns the closing lines of a run.
 
     Args:
         summary: :meth:`RunLog.results`, ``unigram_entropy`` of the corpus in nats per token, and the run's ``seconds``.
@@ -139,9 +129,9 @@ def results_text(summary: Mapping[str, Any]) -> str:
 
 
 def tail(log: Path, num_lines: int = 20) -> str:
-    """The path of a log and its last lines, for an error message.
+    """Returns the path of a log and its last lines, for an error message.
 
-    torchrun's stack and table, which follow its line on the rank that failed first, say no more and are left out.
+    torchrun's stack trace and table, which follow its line about the rank that failed first, are left out.
     """
     lines = log.read_text(errors="replace").splitlines()
     failed = next((number for number, line in enumerate(lines, start=1) if _RANK_FAILED.match(line)), len(lines))

@@ -1,4 +1,4 @@
-"""How a run's plan was found, for its closing report."""
+"""Describes how a run's plan was found, for its closing report."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +7,11 @@ _NAMES = {"baseline": "without overlap", "predicted": "predicted", "chosen": "wh
 
 
 def tuning_text(tuning: Mapping[str, Any]) -> list[str]:
-    """Lines of the report.
+    """Returns the lines of the report.
 
     Args:
         tuning: ``stage`` that the run reached, ``how`` the plan was found, ``num_plans`` that were made; ``baseline``,
-            ``predicted`` and ``chosen`` with ``step_ms`` and ``exposed_ms``, each None if not known.
+            ``predicted`` and ``chosen`` with ``step_ms`` and ``exposed_ms``, each None if unknown.
     """
     again = f", planned {tuning['num_plans']} times" if tuning["num_plans"] > 1 else ""
     lines = [f"  tuning             {tuning['how']}{again}"]

@@ -1,1 +1,1 @@
-"""Executes a plan: transports, all-to-alls that are issued and waited for, deferred weight gradients, counters."""
+"""Executes a plan: transports, all-to-alls, deferred weight gradients, counters."""

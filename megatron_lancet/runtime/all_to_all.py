@@ -18,13 +18,13 @@ class AllToAll:
     """One all-to-all of one chunk and its mirror image in the backward pass.
 
     Usage: ``ticket = a.launch(*tensors)``, other work, ``tensors = a.wait(ticket)``. The ticket holds no data: it
-    is the edge of the graph from one to the other while the number of rows to come is unknown.
+    is the edge between the two nodes of the graph while the number of received rows is unknown.
     """
 
     def __init__(self, comm: Comm, op: Op, splits: RowSplits | PendingSplits) -> None:
         """
         Args:
-            splits: with pending ones the message is launched when they are known.
+            splits: rows by rank; if they are pending, the message is launched when they are known.
         """
         self.op = op
         self._comm = comm
@@ -33,14 +33,14 @@ class AllToAll:
         self._backward: Handle | None = None
 
     def launch(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """Sends rows [N, ...] of each tensor. They must not be changed afterwards."""
+        """Sends rows [N, ...] of each tensor, which must not be changed afterwards, and returns the ticket."""
         ticket: torch.Tensor = _Launch.apply(self, *tensors)
         if ticket.requires_grad and self._comm.scheduler is not None:
             self._comm.scheduler.expect_backward()
         return ticket
 
     def wait(self, ticket: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The received rows, [M, ...] of each tensor."""
+        """Returns the received rows, [M, ...] of each tensor."""
         return _Wait.apply(self, ticket)
 
     def _launch_forward(self, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -76,7 +76,7 @@ class AllToAll:
         if store is None:
             return handle.wait()
         if handle.on_cuda:
-            # The host runs ahead of the device and can't tell when the message arrives: a fixed share goes here.
+            # The host runs ahead of the device and can't tell when the message arrives, so a fixed share runs here.
             store.drain_previous(self.op.mirrored())
         else:
             store.fill(handle.in_flight, self.op.mirrored())
@@ -94,7 +94,7 @@ class _Launch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
-        # The ticket's gradient is empty: the real ones were launched by _Wait.backward.
+        # The ticket's gradient is empty: _Wait.backward launched the all-to-all of the real gradients.
         return (None, *ctx.exchange._wait_backward())
 
 

@@ -1,14 +1,13 @@
-"""The all-to-alls of a model: when each is launched, how it is waited for, and what this rank is doing meanwhile.
+"""Launches the all-to-alls of a model, waits for them, and tracks the position of this rank.
 
-A dispatch cannot be launched before its token counts are known, and nobody waits for these: the computing thread goes
-on with other chunks, and the dispatch is launched
+A dispatch cannot be launched before its token counts are known. The computing thread does not wait for them but goes on
+with other chunks, and the dispatch is launched
 
-- by a transport that has connections of its own for such messages: at the moment when the counts arrive, on the thread
-  that receives them;
-- by the others: before the next collective is launched, or when the dispatch is waited for. That is as late as the
-  plan's order allows; on CUDA the device has been given another chunk's work by then.
+- by a transport with separate connections for such messages: when the counts arrive, on the thread that receives them;
+- by the other transports: before the next collective is launched, or when the dispatch is waited for. That is as late
+  as the plan's order allows; on CUDA another chunk's work has been enqueued by then.
 
-Either way the messages of one connection (one stream) are launched in the plan's order, on every rank the same.
+In both cases the messages of one connection (one stream) are launched in the plan's order, the same on every rank.
 """
 
 import threading
@@ -36,36 +35,36 @@ _LAUNCHED, _WAITING, _PAST = "launched", "waiting for", "past"
 
 @dataclass(frozen=True)
 class RowSplits:
-    """Rows that travel between this rank and each rank of the expert-parallel group, in rank order."""
+    """Rows between this rank and each rank of the expert-parallel group, in rank order."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
 
     def reversed(self) -> "RowSplits":
-        """The splits of the message in the other direction."""
+        """Returns the splits of the message in the other direction."""
         return RowSplits(sent=self.received, received=self.sent)
 
 
 class PendingSplits(Protocol):
-    """Splits that are known when token counts have arrived."""
+    """Splits that are known once token counts have arrived."""
 
     @property
     def counts(self) -> "CountsExchange":
-        """These counts."""
+        """The token counts that determine the splits."""
 
     def splits(self) -> RowSplits:
-        """Waits for them."""
+        """Waits for the counts and returns the splits."""
 
 
 class Handle(Protocol):
-    """A message that was launched, or will be when its token counts are known."""
+    """A message that was launched, or is queued until its token counts are known."""
 
     @property
     def on_cuda(self) -> bool:
         """Whether the message moves between tensors on a CUDA device."""
 
     def in_flight(self) -> bool:
-        """Whether the message has not arrived; never blocks."""
+        """Whether the message has not arrived yet; never blocks."""
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Waits, and returns the received tensors, each [M, ...]; a second call returns them again.
@@ -76,10 +75,10 @@ class Handle(Protocol):
 
 
 class Comm:
-    """What all all-to-alls of a model share: transport, deferred dWs, counters, and the position of this rank.
+    """Shared state of a model's all-to-alls: transport, deferred dWs, counters, and the position of this rank.
 
     Attributes:
-        trace: of the present step, None where nothing is recorded.
+        trace: trace of the current step, None while nothing is recorded.
     """
 
     def __init__(
@@ -93,9 +92,9 @@ class Comm:
     ) -> None:
         """
         Args:
-            own_rank: in the expert-parallel group.
+            own_rank: this rank's place in the expert-parallel group.
             peers: identifies the rank that caused a failure; None leaves it unnamed.
-            scheduler: of gradient reductions that give way to all-to-alls; None where they don't.
+            scheduler: queue of the gradient reductions that give way to all-to-alls; None if they don't.
         """
         self.transport = transport
         self.store = store
@@ -109,14 +108,14 @@ class Comm:
         self._launching = threading.Lock()
 
     def record_to(self, trace: Trace | None) -> None:
-        """From now on records ops, waits, dWs and messages there; None: nowhere. Call between steps."""
+        """Records ops, waits, dWs and messages into ``trace`` from now on; None stops it. Call between steps."""
         self.trace = trace
         if self.store is not None:
             self.store.trace = trace
 
     @property
     def position(self) -> str:
-        """What this rank last did with which op; the first thing to look at when ranks hang."""
+        """The last op of this rank and its state, for error messages and hanging ranks."""
         if self._last is None:
             return "before the first all-to-all"
         doing, op = self._last
@@ -124,13 +123,13 @@ class Comm:
         return f"{doing} {op} ({op.in_words()}){sources}"
 
     def launch_counts(self, op: Op, counts: torch.Tensor) -> "CountsExchange":
-        """Launches the exchange of token counts, [E] per expert of all ranks, ordered by expert."""
+        """Launches the exchange of token counts, [E] for the experts of all ranks, ordered by expert."""
         self._launch_pending()
         self.mark(_LAUNCHED, op)
         transfer = self.transport.exchange_counts(counts)
         if self.trace is not None and not self.transport.is_local:
             transfer.watch()
-            # Of Q equal parts one stays here. Q is the number of ranks that exchange counts, e experts each.
+            # One of Q equal parts stays on this rank; Q ranks exchange counts, of e experts each.
             self.trace.sent(str(op), counts.nbytes - transfer.own_bytes, transfer)
         return CountsExchange(self, op, transfer)
 
@@ -161,7 +160,7 @@ class Comm:
             return exchange.transfer.wait()
 
     def wait_for(self, exchange: "Exchange") -> None:
-        """Blocks until the rows of ``exchange`` can be used; see :meth:`Exchange.wait`."""
+        """Blocks until the rows of ``exchange`` have arrived; see :meth:`Exchange.wait`."""
         if exchange.pending is not None and (exchange.error is not None or not exchange.launched.is_set()):
             counts = exchange.pending.counts.op
             self.mark(_WAITING, counts)
@@ -177,7 +176,7 @@ class Comm:
         self._count(exchange, exchange.transfer)
 
     def mark(self, doing: str, op: Op) -> None:
-        """Notes what this rank does with an op: ``launched``, ``waiting for`` or ``past`` it."""
+        """Sets this rank's position: it has ``launched`` the op, is ``waiting for`` it, or is ``past`` it."""
         self._last = (doing, op)
 
     def _launch_up_to(self, exchange: "Exchange") -> None:
@@ -189,7 +188,7 @@ class Comm:
                 self._pending.popleft().launch_when_known(self.transport)
 
     def _launch_pending(self) -> None:
-        """Launches what waits for token counts, where the order among the collectives matters."""
+        """Launches the queued messages if the transport needs one order among all collectives."""
         if not self._pending or self.transport.launches_in_callback:
             return
         first = self._pending[0].pending
@@ -199,21 +198,21 @@ class Comm:
                 self._pending.popleft().launch_when_known(self.transport)
 
     def _launch_those_known(self) -> None:
-        """Called on any thread when some token counts have arrived; keeps the order in which they were queued."""
+        """Launches messages in queue order as far as their counts are known. Called on any thread."""
         with self._launching:
             while self._pending and self._pending[0].is_known():
                 self._pending.popleft().launch_when_known(self.transport)
 
     @contextmanager
     def _waiting_for_counts(self) -> Iterator[None]:
-        """Adds up for how long the host waits. On CUDA the device may be busy meanwhile."""
+        """Counts the time that the host waits; on CUDA the device may be busy meanwhile."""
         start_s = time.perf_counter()
         yield
         self.stats.add("counts_exposed_ms", (time.perf_counter() - start_s) * 1e3)
 
     @contextmanager
     def _failing_as(self, op: Op, launched_s: float) -> Iterator[None]:
-        """Turns what a transport raises inside into an error that names the op and, if possible, the failed rank."""
+        """Converts errors of the transport into one that names the op and, if possible, the failed rank."""
         try:
             yield
         except RuntimeError as error:
@@ -231,7 +230,7 @@ class Comm:
 
 
 class CountsExchange:
-    """The handle of an exchange of token counts."""
+    """Handle of an exchange of token counts."""
 
     def __init__(self, comm: Comm, op: Op, transfer: CountsTransfer) -> None:
         self.op = op
@@ -240,15 +239,15 @@ class CountsExchange:
         self._comm = comm
 
     def done(self) -> bool:
-        """Whether the counts have arrived, or have failed to; never blocks."""
+        """Whether the exchange has completed or failed; never blocks."""
         return self.transfer.done()
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` when the counts have arrived or failed to: at once, or on another thread."""
+        """Calls ``callback`` when the exchange has completed or failed: at once, or on another thread."""
         self.transfer.when_done(callback)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Waits; sent and received counts on the host, both [Q, e], by peer and by that peer's (own) expert.
+        """Waits; returns sent and received counts on the host: [Q, e] each, by peer and by that peer's (own) expert.
 
         Raises:
             PeerError: a peer is gone, or silent for longer than the timeout.
@@ -257,7 +256,7 @@ class CountsExchange:
 
 
 class LocalExchange:
-    """The handle of a message in a group of one rank: its rows stay where they are."""
+    """Handle of a message in a group of one rank, which moves no rows."""
 
     def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
         self._tensors = tuple(tensor.detach() for tensor in tensors)
@@ -274,25 +273,21 @@ class LocalExchange:
 
 
 class Exchange:
-    """The handle of one message: queued until its token counts are known, launched, received.
+    """Handle of one message: queued until its token counts are known, launched, received.
 
     Attributes:
-        op: its name.
-        pending: the splits that it waits for; None if they were known at once.
-        created_s: when the rows were complete; ``time.monotonic``.
-        launched: set when it has been launched, or has failed to be.
-        error: why it could not be launched, kept for whoever waits; None if nothing went wrong.
-        splits: rows by rank; known when it has been launched.
-        transfer: the transport's part, None before the launch.
+        pending: splits that the launch needs; None if they were known at once.
+        created_s: time at which the rows were complete, by ``time.monotonic``.
+        launched: set when the message has been launched, or could not be.
+        error: reason why it could not be launched; raised by the wait.
+        splits: rows by rank; valid after the launch.
+        transfer: transfer of the transport; None before the launch.
     """
 
     def __init__(
         self, comm: Comm, op: Op, tensors: tuple[torch.Tensor, ...], pending: PendingSplits | None = None
     ) -> None:
-        """
-        Args:
-            tensors: [N, ...] each.
-        """
+        """Packs ``tensors``, [N, ...] each."""
         self.op = op
         self.pending = pending
         self.created_s = time.monotonic()
@@ -321,7 +316,7 @@ class Exchange:
         return self.pending.counts.done()
 
     def launch(self, transport: Transport, splits: RowSplits) -> None:
-        """Launches the message."""
+        """Launches the message with these splits."""
         self.splits = splits
         shape = (sum(splits.received), *self._sent.shape[1:])
         if self._ready is None:
@@ -332,7 +327,7 @@ class Exchange:
         self.launched.set()
 
     def launch_when_known(self, transport: Transport) -> None:
-        """Waits for the splits and launches. This may be another thread, so an error is kept for whoever waits."""
+        """Waits for the splits and launches. Runs on any thread, so an error is kept for the wait to raise."""
         assert self.pending is not None
         try:
             self.launch(transport, self.pending.splits())

@@ -1,9 +1,8 @@
-"""Gradient reductions between all-to-alls: all-to-alls go first (Lina, training part).
+"""Launches gradient reductions between all-to-alls, which have priority (Lina, training part).
 
-Reductions and backward all-to-alls share the wire. Who waits for an all-to-all is the next op of the backward pass;
-nobody waits for a reduction before the optimizer. So a bucket whose gradients are complete is not reduced at once: it
-is cut into micro-ops, which wait in a :class:`~megatron_lancet.schedule.reductions.ReductionQueue` for a place; that
-says where they may be launched. The scheduler launches them, and lets go of their memory.
+Reductions and backward all-to-alls share the network. The next op of the backward pass waits for an all-to-all; only
+the optimizer waits for a reduction. So a bucket whose gradients are complete is not reduced at once: it is cut into
+micro-ops, which a :class:`~megatron_lancet.schedule.reductions.ReductionQueue` holds until they may be launched.
 """
 
 from collections import deque
@@ -19,39 +18,35 @@ class MicroOp(Protocol):
     """A part of a gradient reduction.
 
     Attributes:
-        num_bytes: of the gradients that it reduces.
+        num_bytes: bytes of the gradients that it reduces.
     """
 
     num_bytes: int
 
     def launch(self) -> None:
-        """Starts it; does not wait."""
+        """Launches it without waiting."""
 
     def wait(self) -> None:
-        """Makes what compute does next see the reduced gradients. It was launched before."""
+        """Makes the reduced gradients visible to the compute that follows. Call after the launch."""
 
     def release_if_done(self) -> bool:
-        """Lets go of what it keeps alive if it has certainly completed; whether it has. Never blocks."""
+        """Releases its buffers if it has certainly completed, and returns whether it has. Never blocks."""
 
 
 class PendingReduction:
-    """A bucket group's reduction, as Megatron's DDP holds it until the optimizer wants the gradients."""
+    """A bucket group's reduction, which Megatron's DDP holds until the optimizer needs the gradients."""
 
     def __init__(self, scheduler: "CommScheduler") -> None:
         self.micro_ops: list[MicroOp] = []
         self._scheduler = scheduler
 
     def wait(self) -> None:
-        """Called on all ranks in the same order; launches what has found no place."""
+        """Launches what is still queued and waits. Called on all ranks in the same order."""
         self._scheduler.finish(self)
 
 
 class CommScheduler:
-    """The queue of micro-ops of a rank.
-
-    Attributes:
-        micro_ops: how reductions are cut.
-    """
+    """Launches a rank's micro-ops; ``micro_ops`` says how reductions are cut."""
 
     def __init__(self, micro_ops: MicroOps, stats: CommStats) -> None:
         self.micro_ops = micro_ops
@@ -60,26 +55,26 @@ class CommScheduler:
         self._launched: deque[MicroOp] = deque()
 
     def expect_backward(self) -> None:
-        """An all-to-all of the forward pass has one to match in the backward pass."""
+        """Announces the backward all-to-all of a forward one."""
         self._queue.expect_backward()
 
     def issued(self) -> None:
-        """A backward all-to-all starts."""
+        """Called before a backward all-to-all is launched."""
         self._queue.issue()
 
     def passed(self, op: Op) -> None:
-        """A backward all-to-all was waited for, and what it made ready was put."""
+        """Called after the wait for a backward all-to-all, when the reductions that it completes have been put."""
         micro_ops = self._queue.advance(op.kind)
         if not self._queue.is_at_end:
             self._stats.add("num_grad_micro_ops_between", len(micro_ops))
         self._launch(micro_ops)
 
     def put(self, reduction: PendingReduction) -> None:
-        """Takes a reduction whose gradients are complete."""
+        """Queues a reduction whose gradients are complete."""
         self._launch(self._queue.put(reduction.micro_ops))
 
     def finish(self, reduction: PendingReduction) -> None:
-        """Waits for a reduction; what is queued is launched before, so that the order stays that of the queue."""
+        """Waits for a reduction after launching all that is queued, which keeps the order of the queue."""
         self._launch(self._queue.take_all())
         with self._stats.waiting("grad_exposed_ms"):
             for micro_op in reduction.micro_ops:
@@ -97,7 +92,7 @@ class CommScheduler:
 
     def _launch(self, micro_ops: Sequence[MicroOp]) -> None:
         for micro_op in micro_ops:
-            # Their memory is this rank's own affair: when it is let go moves no collective.
+            # Releasing memory is local to this rank: it moves no collective.
             while self._launched and self._launched[0].release_if_done():
                 self._launched.popleft()
             micro_op.launch()

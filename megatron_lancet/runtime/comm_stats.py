@@ -1,4 +1,4 @@
-"""Counts what communication cost: how long messages were in flight, and how long anybody waited for them."""
+"""Counts the cost of communication: the time that messages were in flight, and the time that compute waited."""
 
 import time
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ class CommTimes:
     """Communication of one training step on this rank.
 
     Attributes:
-        all_to_all_ms: sum over payload all-to-alls, forward and backward, of the time from issue to completion.
-        exposed_ms: part of it for which compute stood still, waiting.
-        counts_exposed_ms: time waited for token counts.
-        num_all_to_alls: payload all-to-alls issued.
-        payload_bytes: bytes sent to other ranks in them.
-        num_dw_hidden: deferred weight gradients that ran while an all-to-all was in flight.
-        num_dw_early: deferred weight gradients that ran before a gap came, because memory for them was bounded.
-        num_dw_late: deferred weight gradients that found no gap and ran with nothing in flight.
-        peak_dw_bytes: largest amount of memory that deferred weight gradients pinned.
-        num_grad_micro_ops: parts of gradient reductions that gave way to all-to-alls, all that were launched.
-        num_grad_micro_ops_between: those of them that were launched between two all-to-alls; the others after the last.
-        grad_bytes: gradients that they reduced.
-        grad_exposed_ms: time waited for them.
+        all_to_all_ms: sum over payload all-to-alls, forward and backward, of the time from launch to completion.
+        exposed_ms: time that compute waited for payload all-to-alls.
+        counts_exposed_ms: time that compute waited for token counts.
+        num_all_to_alls: payload all-to-alls launched.
+        payload_bytes: bytes that they sent to other ranks.
+        num_dw_hidden: deferred dWs that ran while an all-to-all was in flight.
+        num_dw_early: deferred dWs that ran before their gap, because memory for them was bounded.
+        num_dw_late: deferred dWs that ran with nothing in flight.
+        peak_dw_bytes: peak memory pinned by deferred dWs.
+        num_grad_micro_ops: parts of gradient reductions that gave way to all-to-alls.
+        num_grad_micro_ops_between: parts launched between two all-to-alls; the others were launched after the last.
+        grad_bytes: bytes of gradients that these parts reduced.
+        grad_exposed_ms: time that compute waited for them.
     """
 
     all_to_all_ms: float = 0.0
@@ -44,7 +44,7 @@ class CommTimes:
 
 
 class EventPair:
-    """Time between two points of the current CUDA stream."""
+    """Measures the time between two points of the current CUDA stream."""
 
     def __init__(self) -> None:
         self.start = torch.cuda.Event(enable_timing=True)
@@ -52,15 +52,15 @@ class EventPair:
         self.start.record()
 
     def elapsed_ms(self) -> float:
-        """Milliseconds between the two; both must have happened."""
+        """Returns milliseconds between the two points; both must have been reached."""
         return self.start.elapsed_time(self.end)
 
 
 class CommStats:
     """Accumulates :class:`CommTimes` over a step.
 
-    On the CPU a wait blocks the main thread, and its length is read off the clock. On CUDA a wait only makes the
-    compute stream wait: the figures come from events around it, resolved in :meth:`take`.
+    On the CPU a wait blocks the main thread and is timed with the host's clock. On CUDA it blocks only the compute
+    stream and is timed with events around it, which :meth:`take` resolves.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class CommStats:
 
     @contextmanager
     def waiting(self, *counters: str) -> Iterator[None]:
-        """Adds the time that compute stands still inside the context to each of ``counters``."""
+        """Adds the time that compute waits inside the context to each of ``counters``."""
         if self._on_cuda:
             pair = EventPair()
             yield
@@ -84,19 +84,19 @@ class CommStats:
                 self.add(counter, (time.perf_counter() - start_s) * 1e3)
 
     def add(self, counter: str, amount: float) -> None:
-        """Adds ``amount`` to the ``counter``."""
+        """Adds ``amount`` to ``counter``."""
         setattr(self._times, counter, getattr(self._times, counter) + amount)
 
     def add_later(self, counter: str, pair: EventPair) -> None:
-        """Adds the time between two CUDA events once they have happened."""
+        """Adds the time between two CUDA events once they have been reached."""
         self._pending.append((counter, pair))
 
     def raise_to(self, counter: str, amount: int) -> None:
-        """Makes the ``counter`` at least ``amount``."""
+        """Raises ``counter`` to at least ``amount``."""
         setattr(self._times, counter, max(getattr(self._times, counter), amount))
 
     def take(self) -> CommTimes:
-        """The figures since the last call, which starts the next step."""
+        """Returns the counters since the last call and resets them for the next step."""
         for counter, pair in self._pending:
             pair.end.synchronize()
             self.add(counter, pair.elapsed_ms())

@@ -1,6 +1,6 @@
-"""Several tensors of equally many rows as one message: a row of each, side by side.
+"""Packs several tensors with equally many rows into one message: their rows side by side.
 
-One message less per dispatch, in each direction, for one copy of the rows. Legend: N rows.
+This saves one message per dispatch in each direction, for one copy of the rows. Legend: N rows.
 """
 
 from collections.abc import Sequence
@@ -9,33 +9,28 @@ from dataclasses import dataclass
 import torch
 
 _ALIGNMENT_BYTES = 16
-"""Of each tensor's part of a packed row, so that kernels can read it in place with full vectors."""
+"""Alignment of each tensor's part of a packed row, so that kernels can read it in place with full vectors."""
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How rows of some tensors lie in a message.
-
-    Attributes:
-        row_shapes: shape of a row of each tensor.
-        dtypes: of each tensor.
-    """
+    """Layout of packed rows: the shape of a row, and the type, of each tensor."""
 
     row_shapes: tuple[torch.Size, ...]
     dtypes: tuple[torch.dtype, ...]
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> "RowLayout":
-        """The layout of tensors [N, ...]."""
+        """Returns the layout for tensors [N, ...]."""
         return RowLayout(tuple(t.shape[1:] for t in tensors), tuple(t.dtype for t in tensors))
 
     @property
     def num_bytes(self) -> tuple[int, ...]:
-        """Of a row of each tensor, without padding."""
+        """Bytes of a row of each tensor, without padding."""
         return tuple(s.numel() * d.itemsize for s, d in zip(self.row_shapes, self.dtypes, strict=True))
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Tensors [N, ...] as one contiguous message, [N, ...]: the tensor itself where there is only one."""
+        """Packs tensors [N, ...] into one contiguous message [N, ...]; a single tensor is the message itself."""
         if len(tensors) == 1:
             return tensors[0].contiguous()
         row_bytes = sum(map(_aligned, self.num_bytes))
@@ -45,7 +40,7 @@ class RowLayout:
         return packed
 
     def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tensors [N, ...] of a message, as views of it."""
+        """Returns the tensors [N, ...] of a message, as views of it."""
         if len(self.dtypes) == 1:
             return (packed,)
         return tuple(
@@ -53,7 +48,7 @@ class RowLayout:
         )
 
     def _columns(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Views [N, elements of a row] of each tensor's part of a message."""
+        """Returns views [N, elements of a row] of each tensor's part of a message."""
         columns, start = [], 0
         for num_bytes, dtype in zip(self.num_bytes, self.dtypes, strict=True):
             columns.append(packed[:, start : start + num_bytes].view(dtype))

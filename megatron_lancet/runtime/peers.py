@@ -19,21 +19,21 @@ _POLL_S = 0.05
 class Peers:
     """The ranks of an expert-parallel group.
 
-    A collective that fails does not say which rank caused it: with one rank gone, the messages between the others
-    fail as well. So every rank that gives up registers in the store; a rank that has not registered after a while is
-    gone or stuck. This costs nothing before something fails.
+    A failed collective does not say which rank caused it: with one rank gone, the messages between the others fail as
+    well. So every rank that gives up registers in the store; a rank that has not registered after a while is gone or
+    stuck. This costs nothing before something fails.
 
     Attributes:
-        others: global ranks of the group without this one's.
+        others: global ranks of the group, without this rank.
     """
 
     def __init__(self, ranks: Sequence[int], own_rank: int, store: dist.Store, timeout: timedelta) -> None:
         """
         Args:
             ranks: global ranks of the group.
-            own_rank: this one's, also global.
-            store: shared by all of them.
-            timeout: how long the transport waits for a message.
+            own_rank: this rank, also global.
+            store: store that the group shares.
+            timeout: time after which the transport gives up on a message.
         """
         self._own_rank = own_rank
         self.others = [rank for rank in ranks if rank != own_rank]
@@ -41,10 +41,10 @@ class Peers:
         self._timeout = timeout
 
     def failure(self, op: Op, waited_s: float, cause: BaseException) -> PeerError:
-        """The error to raise when ``op`` failed; asks the other ranks first, which takes up to some seconds.
+        """Returns the error to raise when ``op`` has failed; asking the other ranks takes up to three seconds.
 
         Args:
-            waited_s: since ``op`` was launched.
+            waited_s: time since ``op`` was launched.
         """
         timeout_s = self._timeout.total_seconds()
         what = f"sent nothing for {timeout_s:g} s" if waited_s >= timeout_s else "closed the connection"
@@ -57,16 +57,16 @@ class Peers:
             who = f"one or more of {name_ranks(lost)} {what}"
         reported, _, _ = (str(cause) or repr(cause)).splitlines()[0].partition(". ")
         return PeerError(
-            f"rank {self._own_rank} gave up on {op} ({op.in_words()}): {who}. What that rank printed, or its "
-            f"system's log, tells why. Reported by the transport: {reported}"
+            f"rank {self._own_rank} gave up on {op} ({op.in_words()}): {who}. The output of that rank, or its "
+            f"system log, gives the reason. Reported by the transport: {reported}"
         )
 
     def _lost(self) -> list[int]:
-        """Global ranks that have not registered."""
+        """Returns the global ranks that have not registered."""
         if len(self.others) == 1:
             return self.others
         present: set[int] = set()
-        # In a thread, because calls to a store whose host is stuck don't return.
+        # Calls to a store whose host is stuck don't return, so a thread makes them.
         caller = threading.Thread(target=self._register_and_poll, args=(present,), daemon=True)
         caller.start()
         caller.join(_REGISTRATION_S + 1.0)

@@ -1,14 +1,14 @@
-"""Records what the computing thread does in a step: ops, waits, deferred weight gradients; and when messages travel.
+"""Records the ops, waits and deferred weight gradients of the computing thread in a step, and the times of messages.
 
-Switched on for single steps; where it is off, every place that reports here holds None.
+Tracing is on in single steps only; otherwise everything that reports to a trace holds None.
 
-Forward, an op reports its end. Backward, autograd runs what it likes, so the ends of ops are nodes of their own in the
-graph (:meth:`Trace.boundary`): identities, whose backward runs when the gradient that arrives there is complete, and
-before anything that was created earlier. A tensor's hook would not do: it runs with the node that *made* the tensor,
-which may be much later. Where a residual goes round an op, the op's boundary is in front of the fork, so that both
-ways are over when it is reached.
+In the forward pass an op reports its end. In the backward pass autograd chooses the order, so the ends of ops are nodes
+of their own in the graph (:meth:`Trace.boundary`): identities, whose backward runs when the gradient that arrives there
+is complete, and before anything that was created earlier. A tensor's hook would not do: it runs with the node that
+*made* the tensor, which may be much later. Where a residual bypasses an op, the op's boundary is before the fork, so
+that both branches are complete when it is reached.
 
-Everything between two reports is one op, but for what is cut out of it: waits and deferred weight gradients. On CUDA
+Everything between two reports is one op, except for the waits and deferred weight gradients cut out of it. On CUDA
 points in time are events on the compute stream, resolved at the end of the step.
 """
 
@@ -29,36 +29,32 @@ Point = float | torch.cuda.Event
 """Seconds of ``time.perf_counter``, or an event on a stream."""
 
 _OVERHEAD_MS = 0.05
-"""What lies between an op's end and a wait is autograd's own work, up to this long; it goes to the op before. What lies
-before a weight gradient is the store's, and goes to the weight gradient."""
+"""A shorter time between an op's end and a wait is autograd's own work and counts for the op. A shorter time before a
+weight gradient is the store's own work and counts for the weight gradient."""
 
 
 class Message(Protocol):
-    """Something that was on the wire."""
+    """A message that was launched."""
 
     def interval(self) -> tuple[Point, Point]:
-        """When it left and when it was complete; called after it was waited for."""
+        """Returns the times of launch and completion; call after the wait."""
 
 
 class What(Enum):
-    """What an entry of the log says about the time before it, or after it."""
+    """Meaning of a log entry for the time before or after it."""
 
     END = auto()
     """An op ends."""
     SKIP = auto()
-    """What came before belongs to no op."""
+    """The time before belongs to no op."""
     CUT = auto()
     """A wait or a weight gradient begins."""
     RESUME = auto()
-    """It ends."""
+    """The wait or weight gradient ends."""
 
 
 class Entry(NamedTuple):
-    """A line of the log.
-
-    Attributes:
-        lane: of a cut.
-    """
+    """An entry of the log; ``lane`` is that of a wait or weight gradient."""
 
     what: What
     name: str
@@ -68,11 +64,11 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightGradFacts:
-    """Of a deferred weight gradient.
+    """Sizes of a deferred weight gradient.
 
     Attributes:
-        pinned_bytes: that it kept alive, of each that ran.
-        weight_bytes: of the gradient that it completes.
+        pinned_bytes: bytes that each dW of the step kept alive.
+        weight_bytes: bytes of the weight's gradient.
     """
 
     pinned_bytes: tuple[int, ...]
@@ -81,12 +77,11 @@ class WeightGradFacts:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step on one rank.
+    """Trace of one step on one rank.
 
     Attributes:
-        timeline: its spans.
-        received_rows: rows that the experts got, by the op's name, of each micro-batch.
-        weight_grads: by name.
+        received_rows: rows that the experts received in each micro-batch, by op name.
+        weight_grads: sizes of the deferred dWs, by name.
     """
 
     timeline: RankTimeline
@@ -95,38 +90,34 @@ class StepTrace:
 
 
 class Trace:
-    """The log of a step."""
+    """Log of a step on the global rank ``rank``."""
 
     def __init__(self, device: torch.device, rank: int) -> None:
-        """
-        Args:
-            rank: global.
-        """
         self._on_cuda = device.type == "cuda"
         self._rank = rank
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forgets what was recorded; the step begins now."""
+        """Clears the log and starts the step now."""
         self.log: list[Entry] = []
         self._messages: list[tuple[str, int, Message]] = []
         self._rows: defaultdict[str, list[int]] = defaultdict(list)
         self._pinned: defaultdict[str, list[int]] = defaultdict(list)
         self._weight_bytes: dict[str, int] = {}
         if self._on_cuda:
-            torch.cuda.synchronize()  # so that the clock of the host and the stream's agree about the beginning
+            torch.cuda.synchronize()  # makes the clocks of host and stream agree about the beginning
         self._start_s = time.perf_counter()
         self._start = self._now()
 
     def end_step(self) -> StepTrace:
-        """What was recorded since :meth:`begin_step`; the step ends now."""
+        """Ends the step now and returns its trace."""
         end = self._now()
         if self._on_cuda:
             torch.cuda.synchronize()
         spans = spans_of([entry._replace(point=self._ms(entry.point)) for entry in self.log])
         for name, num_bytes, message in self._messages:
-            left, landed = message.interval()
-            spans.append(Span(name, Lane.COMM, self._ms(left), self._ms(landed), num_bytes))
+            start, end_of_message = message.interval()
+            spans.append(Span(name, Lane.COMM, self._ms(start), self._ms(end_of_message), num_bytes))
         spans.sort(key=lambda span: (span.start_ms, span.end_ms))
         return StepTrace(
             RankTimeline(self._rank, tuple(spans), self._ms(end)),
@@ -135,16 +126,16 @@ class Trace:
         )
 
     def skip(self) -> None:
-        """What the thread did up to now belongs to no op."""
+        """Assigns the time since the last entry to no op."""
         self.log.append(Entry(What.SKIP, "", self._now()))
 
     def end(self, name: str) -> None:
-        """The op ``name`` ends; it began where the one before it ended."""
+        """Ends the op ``name``, which began where the previous op ended."""
         self.log.append(Entry(What.END, name, self._now()))
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """The thread, or the stream, stands still inside for the message ``name``."""
+        """Records a wait of the thread, or of the stream, for the message ``name`` inside the context."""
         self.log.append(Entry(What.CUT, name, self._now(), Lane.WAIT))
         try:
             yield
@@ -153,11 +144,11 @@ class Trace:
 
     @contextmanager
     def weight_grad(self, name: str, pinned_bytes: int, weight_bytes: int) -> Iterator[None]:
-        """A deferred weight gradient runs inside.
+        """Records the deferred weight gradient inside the context.
 
         Args:
-            pinned_bytes: that it kept alive.
-            weight_bytes: of the weight's gradient.
+            pinned_bytes: bytes that it kept alive.
+            weight_bytes: bytes of the weight's gradient.
         """
         self._pinned[name].append(pinned_bytes)
         self._weight_bytes[name] = weight_bytes
@@ -168,27 +159,23 @@ class Trace:
             self.log.append(Entry(What.RESUME, name, self._now()))
 
     def sent(self, name: str, num_bytes: int, message: Message) -> None:
-        """A message that will have landed by the end of the step.
-
-        Args:
-            num_bytes: sent to others.
-        """
+        """Records a message that arrives before the end of the step; ``num_bytes`` are sent to other ranks."""
         self._messages.append((name, num_bytes, message))
 
     def received(self, name: str, num_rows: int) -> None:
-        """The op ``name`` works on as many rows."""
+        """Records the number of rows that the op ``name`` works on."""
         self._rows[name].append(num_rows)
 
     def boundary(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The same values; when their gradient is complete, the backward op ``name`` ends."""
+        """Returns the same values; the backward op ``name`` ends when their gradient is complete."""
         return self._with_backward(tensor, lambda: self.end(name))
 
     def begin_backward(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values; what runs before their gradient is complete belongs to no op."""
+        """Returns the same values; the time before their gradient is complete belongs to no op."""
         return self._with_backward(tensor, self.skip)
 
     def last_boundary(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The same values; everything that follows in their backward pass is the op ``name``."""
+        """Returns the same values; the rest of the backward pass after them is the op ``name``."""
 
         def until_the_end() -> None:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(name))
@@ -207,7 +194,7 @@ class Trace:
         return event
 
     def _ms(self, point: Point) -> float:
-        """Milliseconds from the beginning of the step."""
+        """Returns milliseconds since the beginning of the step."""
         if isinstance(point, float):
             return (point - self._start_s) * 1e3
         assert not isinstance(self._start, float)
@@ -236,9 +223,9 @@ def waiting(trace: Trace | None, op: Op) -> AbstractContextManager[None]:
 
 
 def spans_of(log: Sequence[Entry]) -> list[Span]:
-    """Spans of the computing thread, by start; points of the log are milliseconds.
+    """Returns the spans of the computing thread, by start; points of the log are milliseconds.
 
-    An op that a wait or a weight gradient cuts in two has two spans. What is open at the end belongs to no op.
+    An op that a wait or a weight gradient cuts in two has two spans. Time after the last entry belongs to no op.
     """
     spans: list[Span] = []
     parts: list[tuple[float, float]] = []
@@ -247,7 +234,7 @@ def spans_of(log: Sequence[Entry]) -> list[Span]:
         if what is What.END:
             parts.append((open_ms, point_ms))
             if spans and spans[-1].name == name and spans[-1].end_ms == parts[0][0]:
-                parts[0] = (spans.pop().start_ms, parts[0][1])  # it ended in two steps
+                parts[0] = (spans.pop().start_ms, parts[0][1])  # the op's end was reported in two steps
             spans += [Span(name, Lane.COMPUTE, *part) for part in parts]
         elif what is What.CUT:
             cut_ms = point_ms

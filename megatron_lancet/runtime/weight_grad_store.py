@@ -1,11 +1,11 @@
-"""Deferred weight gradients (dW): a bounded queue that is drained while all-to-alls are in flight.
+"""Defers weight gradients (dW) into a bounded queue that is drained while all-to-alls are in flight.
 
-Which dW runs when, and when a weight is reported, is :class:`~megatron_lancet.schedule.dw_queue.DwQueue`'s to say; the
-store holds the closures, runs them, and reports to DDP.
+:class:`~megatron_lancet.schedule.dw_queue.DwQueue` decides which dW runs when, and when a weight is reported; the store
+holds the closures, runs them, and reports to DDP.
 
-Two things are kept apart. *When a dW is computed* may depend on the clock: it is local work. *When a parameter is
-reported ready* starts a gradient reduction, a collective: it happens at a fixed place in the backward pass, the
-same on every rank (Lancet section 4.1 places dW; DDP's reductions beside it are ours to keep in order).
+The time at which a dW *is computed* may depend on the clock, because that is local work. The time at which a parameter
+*is reported ready* must not: the report starts a gradient reduction, a collective, so it has a fixed place in the
+backward pass, the same on every rank. (Lancet, section 4.1, places dWs; the order of DDP's reductions is added here.)
 """
 
 from collections.abc import Callable, Sequence
@@ -21,18 +21,18 @@ from megatron_lancet.schedule.plan import Plan
 
 
 class DeferredWeight:
-    """A parameter whose gradient is not made by autograd but by the store.
+    """A parameter whose gradient is computed by the store instead of autograd.
 
     Attributes:
-        name: for messages, for example ``L3.W.linear_fc1``.
-        num_pending: its dWs that were put but have not run.
-        num_reported: how often it was reported ready; for tests and assertions.
+        name: name of the dW op, for example ``L3.W.linear_fc1``.
+        num_pending: dWs that were put but have not run.
+        num_reported: number of reports to DDP; for tests and assertions.
     """
 
     def __init__(self, parameter: torch.nn.Parameter, name: str, report_ready: Callable[[], None]) -> None:
         """
         Args:
-            report_ready: DDP's function for it.
+            report_ready: DDP's function that registers the gradient as complete.
         """
         self.name = name
         self.num_pending = 0
@@ -42,7 +42,7 @@ class DeferredWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Of the gradient."""
+        """Bytes of the gradient."""
         main_grad: torch.Tensor = self._parameter.main_grad  # type: ignore[attr-defined]
         return main_grad.nbytes
 
@@ -54,8 +54,8 @@ class DeferredWeight:
         """Computes one chunk's dW, [O, I], from T tokens and adds it to Megatron's gradient accumulator.
 
         Args:
-            in_gemm: let the GEMM add to the gradient where the types agree. Faster, and no temporary of the weight's
-                size (benchmarks/RESULTS.md), but not stock's order of additions.
+            in_gemm: let the GEMM add to the gradient where the types agree. This is faster and needs no temporary of
+                the weight's size (benchmarks/RESULTS.md), but changes stock's order of additions.
         """
         main_grad: torch.Tensor = self._parameter.main_grad  # type: ignore[attr-defined]
         if in_gemm and main_grad.dtype == grad_TO.dtype == input_TI.dtype:
@@ -64,11 +64,11 @@ class DeferredWeight:
             self.add_to_main_grad(grad_TO.t().matmul(input_TI))
 
     def report(self) -> None:
-        """Tells DDP that the gradient of this micro-batch is complete. DDP reads ``.grad`` then, and clears it."""
-        assert self.num_pending == 0, f"{self.name} was to be reported with {self.num_pending} dW pending"
+        """Reports to DDP that the gradient of this micro-batch is complete. DDP then reads ``.grad`` and clears it."""
+        assert self.num_pending == 0, f"{self.name} was reported with {self.num_pending} dW pending"
         parameter = self._parameter
-        # A gradient that autograd made as well (a use that was not deferred) is DDP's to add. Without one DDP
-        # still insists on a .grad: an expanded scalar takes no memory, and the flag keeps it from being added.
+        # If autograd computed a gradient as well (for a use that was not deferred), DDP adds it. Otherwise DDP still
+        # insists on a .grad: an expanded scalar takes no memory, and the flag keeps it from being added.
         parameter.grad_added_to_main_grad = parameter.grad is None  # type: ignore[attr-defined]
         if parameter.grad is None:
             parameter.grad = parameter.new_empty(1).expand(parameter.shape)
@@ -90,20 +90,20 @@ class _Task:
 
 
 class WeightGradStore:
-    """Deferred dWs of a rank, and the parameters that wait to be reported.
+    """Holds the deferred dWs of a rank and the parameters that are still to be reported.
 
-    All have run and have been reported by the end of the backward pass. Where memory is bounded, a dW may have to run
-    earlier. That moves no report, so ranks on which different amounts of memory are pinned still agree about the order
-    of collectives.
+    All dWs have run and have been reported by the end of the backward pass. Where memory is bounded, a dW may have to
+    run earlier. That moves no report, so ranks with different amounts of pinned memory agree about the order of
+    collectives.
 
     Attributes:
-        trace: of the present step, None where nothing is recorded.
+        trace: trace of the current step, None while nothing is recorded.
     """
 
     def __init__(self, rules: DwRules, stats: CommStats) -> None:
         """
         Args:
-            rules: when dWs run; a window of 0 defers nothing.
+            rules: rules for the time at which dWs run; a window of 0 defers nothing.
         """
         self.trace: Trace | None = None
         self._stats = stats
@@ -113,14 +113,14 @@ class WeightGradStore:
 
     @classmethod
     def of(cls, plan: Plan, stats: CommStats) -> "WeightGradStore":
-        """A store that runs dWs as ``plan`` says."""
+        """Returns a store that runs dWs as ``plan`` says."""
         return cls(DwRules.of(plan), stats)
 
     def configure(self, plan: Plan) -> None:
-        """From the next backward pass on, run dWs as ``plan`` says.
+        """Runs dWs as ``plan`` says from the next backward pass on.
 
         Raises:
-            AssertionError: the last backward pass has left something behind.
+            AssertionError: a dW or a report of the last backward pass is pending.
         """
         self.assert_idle()
         self._rules = DwRules.of(plan)
@@ -130,12 +130,13 @@ class WeightGradStore:
         return len(self._queue)
 
     def put(self, weights: Sequence[DeferredWeight], compute: Callable[[], None], num_bytes: int) -> None:
-        """Takes a dW for later, after running older ones if there is no room for it. Called from a backward function.
+        """Defers a dW, after running older ones if memory is short. Called from a backward function.
 
         Args:
-            weights: whose dWs it is, one or several that the same GEMM computes.
+            weights: weights whose dWs the same GEMM computes, one or several.
             compute: runs the GEMM and adds the result to the gradient.
-            num_bytes: memory that stays alive until then. A dW larger than the bound runs at once, after all others.
+            num_bytes: bytes that stay alive until the dW has run. A dW larger than the bound runs at once, after all
+                others.
         """
         for weight in weights:
             weight.num_pending += 1
@@ -147,13 +148,13 @@ class WeightGradStore:
         self._run_all(must_run)
 
     def mark_last_use(self, weight: DeferredWeight) -> None:
-        """Autograd is done with ``weight``: all its dWs of this backward pass have been put."""
+        """Announces that all dWs of ``weight`` in this backward pass have been put."""
         if self._rules.defers:
             self._flush_at_end_of_backward()
         _report_all(self._queue.mark_last_use(weight))
 
     def fill(self, in_flight: Callable[[], bool], op: Op) -> None:
-        """Runs dWs while there are any and ``in_flight()`` holds: those planned for ``op`` first, then the oldest."""
+        """Runs dWs while ``in_flight()`` holds: those planned for ``op`` first, then the oldest."""
         self._queue.begin_gap(str(op))
         while len(self._queue) and in_flight():
             task = self._queue.take_next()
@@ -161,10 +162,9 @@ class WeightGradStore:
             self._run_hidden(task)
 
     def drain_previous(self, op: Op) -> None:
-        """A fill for where the host can't see when the all-to-all ends.
+        """Runs the dWs for a gap whose end the host can't see.
 
-        Runs what was planned for ``op``, and nothing else; without planned gaps, the dWs that were put before the last
-        all-to-all finished.
+        These are the dWs planned for ``op``; in a plan without gaps, those put before the last all-to-all finished.
         """
         self._queue.begin_gap(str(op))
         take = self._queue.take_planned if self._rules.gaps else self._queue.take_previous
@@ -172,22 +172,22 @@ class WeightGradStore:
             self._run_hidden(task)
 
     def advance_window(self) -> None:
-        """One more backward all-to-all has finished: run what is due, report what is due."""
+        """Runs and reports what is due after one more backward all-to-all has finished."""
         self._run_late(self._queue.advance_window())
         _report_all(self._queue.take_reports())
 
     def flush(self) -> None:
-        """Runs and reports everything: the backward pass is over."""
+        """Runs and reports everything at the end of the backward pass."""
         self._run_late(self._queue.flush())
         _report_all(self._queue.flush_reports())
         self._queue = DwQueue(self._rules)
         self._flush_is_queued = False  # last, so that a flush that raised is seen
 
     def assert_idle(self) -> None:
-        """Called wherever no backward pass is running: everything that was put has run and has been reported.
+        """Checks between backward passes that every dW has run and has been reported.
 
         Raises:
-            AssertionError: a dW or a report is left, with its name. The gradients of this step are wrong then.
+            AssertionError: a dW or a report is pending; the message names it. The gradients of this step are wrong.
         """
         pending = [weight.name for task in self._queue.pending for weight in task.weights]
         unreported = [weight.name for weight in self._queue.unreported]
@@ -212,7 +212,7 @@ class WeightGradStore:
 
     def _run_all(self, tasks: list[_Task]) -> None:
         while tasks:
-            self._run(tasks.pop(0))  # the list would keep alive what the dW has used
+            self._run(tasks.pop(0))  # the list would keep the dW's tensors alive
 
     def _run(self, task: _Task) -> None:
         first = task.weights[0]

@@ -96,7 +96,8 @@ class OverlapSetup:
             AssertionError: the setup is not switchable, or weight gradients of a backward pass are still deferred.
         """
         assert self._switchable, "a model whose plan may change must be prepared before DDP wraps it"
-        assert self._comm is not None and self._comm.store is not None, "the model is not built yet"
+        assert self._comm is not None, "the model is not built yet"
+        assert self._comm.store is not None
         self._comm.store.assert_idle()
         check_same_plan(plan, self._micro_ops)
         for stage in self._stages:

@@ -1,4 +1,4 @@
-"""Why a plan's messages stay exposed, for a reader: layers that are treated alike are one paragraph."""
+"""Explains exposed messages in text: layers with the same treatment share a paragraph."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,23 +13,24 @@ _MAX_SEGMENTS_IN_LINE = 4
 
 
 def short_text(plan: Plan) -> str:
-    """A plan in one line of a list."""
+    """Returns a plan as one line."""
     if len(plan.segments) <= _MAX_SEGMENTS_IN_LINE:
         return str(plan)
     return f"{len(plan.segments)} segments, up to {plan.num_chunks} chunks; dw={plan.dw_policy}"
 
 
 def layer_lines(explanation: Explanation) -> Iterator[str]:
-    """What fills the gaps of each group of layers, and what stays exposed; times are of one micro-batch."""
+    """Lists the dWs in the gaps of each group of layers, and what stays exposed; times are of one micro-batch."""
     groups: dict[tuple[object, ...], list[LayerExplanation]] = {}
     for layer in explanation.layers:
-        groups.setdefault(_treatment(layer), []).append(layer)
+        treatment = (layer.layer_kind, layer.stage, layer.num_chunks, layer.chunk_dim, layer.range)
+        groups.setdefault(treatment, []).append(layer)
     for layers in groups.values():
         yield from _paragraph(layers)
 
 
 def each_layer(explanation: Explanation) -> Iterator[str]:
-    """The same with a paragraph for every layer."""
+    """Yields the same with a paragraph for every layer."""
     for layer in explanation.layers:
         yield from _paragraph([layer])
 
@@ -44,17 +45,13 @@ def _paragraph(layers: Sequence[LayerExplanation]) -> Iterator[str]:
 
 
 def reason_lines(explanation: Explanation) -> Iterator[str]:
-    """What all layers together lose to each reason, longest first."""
+    """Yields the exposed time of all layers for each reason, longest first."""
     for reason, ms in explanation.exposed_by_reason().items():
         yield f"{ms * explanation.num_micro_batches:10.1f} ms a step: {reason} ({reason.in_words})"
 
 
-def _treatment(layer: LayerExplanation) -> tuple[object, ...]:
-    return (layer.layer_kind, layer.stage, layer.num_chunks, layer.chunk_dim, layer.range)
-
-
 def _filled_lines(layers: Sequence[LayerExplanation]) -> Iterator[str]:
-    """Per message: which weight gradients run while it is in flight, and in how many of the layers."""
+    """Lists the dWs that run while each message is in flight, and the number of layers in which they do."""
     by_message: dict[str, Counter[str]] = {}
     for layer in layers:
         for gap in layer.filled:

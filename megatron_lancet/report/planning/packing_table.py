@@ -1,29 +1,28 @@
-"""Expert-parallel sizes and their predicted steps as text and JSON."""
+"""Formats expert-parallel sizes and their predicted steps as text and JSON."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.what_if.expert_packing import Packing, PackingChoice
+from megatron_lancet.report.tables import right_aligned
 from megatron_lancet.schedule.reductions import CommPriority
+from megatron_lancet.schedule.units import BYTES_PER_MB
 
 _HEADER = (
     "EP", "experts a rank", "expert-DP", "chunks", "experts ms", "all-to-all ms", "covered", "exposed ms",
     "gradients ms", "step ms", "memory MB", "",
 )  # fmt: skip
-_BYTES_PER_MB = 1e6
 
 
 def as_text(choice: PackingChoice, profile: Profile) -> str:
-    """A table, most ranks first, and what to change; columns aligned to the right."""
+    """Returns a table, most ranks first, and the advice."""
     table = [_HEADER, *(_cells(one) for one in choice.packings)]
-    widths = [max(len(line[column]) for line in table) for column in range(len(_HEADER))]
-    lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in table]
-    return "\n".join([*lines, "", *_advice(choice, profile)])
+    return "\n".join([*(line.rstrip() for line in right_aligned(table)), "", *_advice(choice, profile)])
 
 
 def as_plain(choice: PackingChoice, profile: Profile) -> dict[str, Any]:
-    """What ``json.dumps`` takes."""
+    """Returns the sizes and the choice for ``json.dumps``."""
     return {
         "profiled_ep_size": profile.model.ep_size,
         "fastest_ep_size": choice.fastest.layout.ep_size,
@@ -53,7 +52,7 @@ def as_plain(choice: PackingChoice, profile: Profile) -> dict[str, Any]:
 
 
 def flags_for(packing: Packing) -> list[str]:
-    """What changes in the command line of a run that goes on with this size."""
+    """Returns the flags that change when a run continues with this size."""
     apart = ["--lancet-experts-apart"] if packing.layout.ep_size == 1 else []
     return ["--expert-model-parallel-size", str(packing.layout.ep_size), *apart]
 
@@ -71,7 +70,7 @@ def _cells(one: Packing) -> tuple[str, ...]:
         f"{forecast.exposed_ms:.1f}",
         f"{forecast.gradient_ms:.1f}",
         f"{forecast.step_ms:.1f}",
-        f"{one.peak_bytes / _BYTES_PER_MB:.0f}",
+        f"{one.peak_bytes / BYTES_PER_MB:.0f}",
         "" if one.fits else "too large",
     )
 
@@ -99,7 +98,7 @@ def _advice(choice: PackingChoice, profile: Profile) -> Sequence[str]:
         lines.append("with EP 1 there is no all-to-all and nothing to overlap: the run has stock Megatron's modules")
         rules = profile.gradients
         if rules is not None and rules.priority is CommPriority.ALL_TO_ALL_FIRST:
-            lines.append("drop --lancet-comm-priority then: there is nothing that could go first")
+            lines.append("drop --lancet-comm-priority then: there are no all-to-alls to give priority to")
     return lines
 
 

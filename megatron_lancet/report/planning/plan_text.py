@@ -1,4 +1,4 @@
-"""A plan for a reader: layers that are treated alike are one paragraph."""
+"""Describes a plan in text: layers with the same treatment share a paragraph."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ class LayerGroup:
     """Layers that a plan treats alike.
 
     Attributes:
-        numbers: global, ascending.
-        kind: ``MoE``, ``dense``, or nothing where nobody knows.
+        numbers: global layer numbers, ascending.
+        kind: ``MoE``, ``dense``, or empty if unknown.
         gaps: lines such as ``c0.I.combine: mlp.experts[+1] x2``, with layers relative to the gap's own.
     """
 
@@ -42,7 +42,7 @@ class LayerGroup:
 
 
 def in_words(segment: Segment) -> str:
-    """What a segment does with a micro-batch."""
+    """Describes how a segment cuts a micro-batch."""
     if segment.num_chunks == 1:
         return "the micro-batch as a whole"
     return (
@@ -52,10 +52,10 @@ def in_words(segment: Segment) -> str:
 
 
 def layer_groups(content: PlanFile, num_layers: int | None = None) -> list[LayerGroup]:
-    """The plan's layers, folded.
+    """Returns the plan's layers in groups.
 
     Args:
-        num_layers: of the model, where the file does not say it; else up to the last segment's first layer.
+        num_layers: layers of the model, if the file does not have them; None for those up to the last segment's first.
     """
     plan = content.plan
     kinds: dict[int, str] = {}
@@ -74,7 +74,6 @@ def layer_groups(content: PlanFile, num_layers: int | None = None) -> list[Layer
 
 
 def _gaps_by_layer(plan: Plan) -> dict[int, list[str]]:
-    """Each layer's gaps as lines."""
     lines: dict[int, list[str]] = {}
     for gap in plan.gaps:
         op = Op.find(gap.op)
@@ -87,7 +86,7 @@ def _gaps_by_layer(plan: Plan) -> dict[int, list[str]]:
 
 
 def relative_weight_grad(weight_grad: str, layer: int) -> str:
-    """``L4.W.mlp.experts`` in a gap of layer 3 as ``mlp.experts[+1]``."""
+    """Abbreviates ``L4.W.mlp.experts`` in a gap of layer 3 to ``mlp.experts[+1]``."""
     op = Op.find(weight_grad)
     if op is None or op.phase is not Phase.WEIGHT_GRAD:
         return weight_grad
@@ -98,7 +97,7 @@ def relative_weight_grad(weight_grad: str, layer: int) -> str:
 
 
 def head_lines(content: PlanFile) -> Iterator[str]:
-    """What a plan is for and where it comes from."""
+    """Yields the model that the plan was made for, and its source."""
     if content.made_for is None:
         yield "made for: any model with these layers (the file does not say)"
     else:
@@ -118,7 +117,7 @@ def head_lines(content: PlanFile) -> Iterator[str]:
 
 
 def plan_lines(content: PlanFile, num_layers: int | None = None) -> Iterator[str]:
-    """What the file says of each group of layers, and what it predicts."""
+    """Yields the plan of each group of layers, and the prediction."""
     exposed = {one.layer: one.exposed_ms for one in content.prediction.layers} if content.prediction else None
     for group in layer_groups(content, num_layers):
         yield f"{group}: {in_words(group.segment)}"

@@ -1,4 +1,4 @@
-"""Forecasts over cluster sizes as a picture."""
+"""Draws forecasts over cluster sizes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +19,9 @@ _LINES = (":", "--", "-", "-.")
 
 
 def draw(rows: Sequence[SweepRow], title: str) -> Figure:
-    """Step time above, exposed share below, both over the number of ranks."""
+    """Draws the step time and, below it, the exposed share over the number of ranks."""
     figure = Figure(figsize=_SIZE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)  # no window system, and no state of pyplot
+    FigureCanvasAgg(figure)  # needs no window system and no state of pyplot
     steps, shares = figure.subplots(2, 1, sharex=True)
     ranks = [row.layout.world_size for row in rows]
     for index, name in enumerate(rows[0].forecasts):
@@ -44,7 +44,7 @@ def draw(rows: Sequence[SweepRow], title: str) -> Figure:
 
 
 def write_png(rows: Sequence[SweepRow], title: str, path: Path) -> None:
-    """Draw into ``path``; a reader never sees half a file."""
+    """Draws into ``path`` atomically."""
     with atomic_outputs(path) as (temporary,):
         draw(rows, title).savefig(temporary, format="png")
 

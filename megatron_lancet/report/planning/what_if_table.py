@@ -1,19 +1,16 @@
-"""Forecasts over layouts as text, Markdown and JSON."""
+"""Formats forecasts over layouts as text, Markdown and JSON."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from megatron_lancet.planning.what_if.forecast import SweepRow
+from megatron_lancet.report.tables import right_aligned
+
+_LAYOUT_COLUMNS = ["ranks", "nodes", "EP", "PP", "gradients ms", "bubble"]
+_FORECAST_FIELDS = ("step_ms", "exposed_ms", "exposed_share", "bubble_ms", "gradient_ms", "peak_bytes")
 
 
-def header(variants: Sequence[str]) -> list[str]:
-    """Titles of the columns."""
-    layout = ["ranks", "nodes", "EP", "PP", "gradients ms", "bubble"]
-    return layout + [f"{name}: {what}" for name in variants for what in ("step ms", "exposed")]
-
-
-def cells(row: SweepRow) -> list[str]:
-    """One line of the table."""
+def _cells(row: SweepRow) -> list[str]:
     first = next(iter(row.forecasts.values()))
     layout = row.layout
     texts = [str(layout.world_size), str(row.num_nodes), str(layout.ep_size), str(layout.pp_size)]
@@ -24,20 +21,18 @@ def cells(row: SweepRow) -> list[str]:
 
 
 def as_text(rows: Sequence[SweepRow]) -> str:
-    """Columns aligned to the right."""
-    table = _table(rows)
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in table)
+    """Returns a table with columns aligned to the right."""
+    return "\n".join(right_aligned(_table(rows)))
 
 
 def as_markdown(rows: Sequence[SweepRow]) -> str:
-    """A Markdown table."""
+    """Returns a Markdown table."""
     head, *lines = _table(rows)
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---:"] * len(head), *lines])
 
 
 def as_plain(rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
-    """What ``json.dumps`` takes."""
+    """Returns the forecasts for ``json.dumps``."""
     return [
         {
             "world_size": row.layout.world_size,
@@ -47,15 +42,7 @@ def as_plain(rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
             "num_micro_batches": row.layout.num_micro_batches,
             "largest_received_share": max(row.layout.received_share),
             "variants": {
-                name: {
-                    "step_ms": forecast.step_ms,
-                    "exposed_ms": forecast.exposed_ms,
-                    "exposed_share": forecast.exposed_share,
-                    "bubble_ms": forecast.bubble_ms,
-                    "gradient_ms": forecast.gradient_ms,
-                    "peak_bytes": forecast.peak_bytes,
-                    "plan": str(forecast.plan),
-                }
+                name: {**{field: getattr(forecast, field) for field in _FORECAST_FIELDS}, "plan": str(forecast.plan)}
                 for name, forecast in row.forecasts.items()
             },
         }
@@ -65,7 +52,8 @@ def as_plain(rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
 
 def _table(rows: Sequence[SweepRow]) -> list[list[str]]:
     assert rows
-    return [header(list(rows[0].forecasts)), *(cells(row) for row in rows)]
+    titles = [f"{name}: {what}" for name in rows[0].forecasts for what in ("step ms", "exposed")]
+    return [_LAYOUT_COLUMNS + titles, *map(_cells, rows)]
 
 
 def _ms(value: float) -> str:

@@ -1,1 +1,1 @@
-"""Timelines of a step: clocks aligned over ranks, HTML page, Perfetto trace and text."""
+"""Timelines of a step: clock alignment over ranks, HTML page, Perfetto trace and text."""

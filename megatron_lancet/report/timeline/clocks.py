@@ -1,14 +1,14 @@
-"""Clocks of ranks brought together, so that the two ends of a message meet.
+"""Aligns the clocks of ranks, so that the two ends of a message agree.
 
-Each rank reads its own clock. What relates them is that nobody has a message before all its senders have sent it: if
-rank a issues a collective at ``start_a`` and rank b has it at ``end_b``, then with corrections c added to the clocks
+Each rank reads its own clock. They are related because no rank receives a message before all its senders have sent it:
+if rank a launches a collective at ``start_a`` and rank b has it at ``end_b``, then corrections c of the clocks satisfy
 
     start_a + c_a <= end_b + c_b        for all pairs of its ranks.
 
 Over all collectives of a step the smallest ``end_b - start_a`` bounds ``c_a - c_b`` from above, and the smallest
-``end_a - start_b`` from below. As in NTP the middle of the two is taken: its error is half the difference of the two
-smallest latencies. With more than two ranks the bounds are first tightened along paths, and each rank in turn is the
-reference; every such solution meets all bounds, and so does their mean.
+``end_a - start_b`` from below. As in NTP the correction is the middle of the two: its error is half the difference of
+the two smallest latencies. With more than two ranks the bounds are first tightened along paths, and each rank in turn
+is the reference; every such solution meets all bounds, and so does their mean.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 
 def aligned(timelines: Sequence[RankTimeline], groups: Sequence[Sequence[int]] = ()) -> tuple[RankTimeline, ...]:
-    """The timelines on one clock.
+    """Returns the timelines on one clock.
 
-    Ranks that share no message, directly or through others, can't be related: then each such set of ranks is aligned
-    in itself. In each the earliest span keeps its time; one rank alone stays as it is.
+    Ranks that share no message, directly or through others, can't be related: each such set of ranks is aligned
+    separately. In each set the earliest span keeps its time; a single rank is unchanged.
 
     Args:
-        timelines: of one step, one per rank, each on the rank's own clock.
+        timelines: one timeline of the step per rank, each on the rank's own clock.
         groups: ranks that exchange messages with each other; empty if all do.
     """
     corrections_ms = clock_corrections_ms(timelines, groups)
@@ -35,7 +35,7 @@ def aligned(timelines: Sequence[RankTimeline], groups: Sequence[Sequence[int]] =
 
 
 def clock_corrections_ms(timelines: Sequence[RankTimeline], groups: Sequence[Sequence[int]] = ()) -> dict[int, float]:
-    """What :func:`aligned` adds to the times of each rank, by rank."""
+    """Returns the time that :func:`aligned` adds to each rank's clock, by rank."""
     ranks = [timeline.rank for timeline in timelines]
     assert len(set(ranks)) == len(ranks), ranks
     bounds_ms = _bounds_ms(timelines, groups)
@@ -44,13 +44,13 @@ def clock_corrections_ms(timelines: Sequence[RankTimeline], groups: Sequence[Seq
         if len(members) == 1:
             continue
         own_ms = _centre_ms(bounds_ms[np.ix_(members, members)])
-        first_ms = np.array([_first_ms(timelines[member]) for member in members])
+        first_ms = np.array([min(span.start_ms for span in timelines[member].spans) for member in members])
         corrections_ms[members] = own_ms + first_ms.min() - (first_ms + own_ms).min()
     return dict(zip(ranks, corrections_ms.tolist(), strict=True))
 
 
 def _bounds_ms(timelines: Sequence[RankTimeline], groups: Sequence[Sequence[int]]) -> np.ndarray:
-    """Upper bounds of ``c_a - c_b``, infinite where nothing is known: [num_ranks, num_ranks]."""
+    """Returns upper bounds of ``c_a - c_b``, infinite if unknown: [num_ranks, num_ranks]."""
     index_of = {timeline.rank: index for index, timeline in enumerate(timelines)}
     messages = [_messages(timeline) for timeline in timelines]
     bounds_ms = np.full((len(timelines), len(timelines)), np.inf)
@@ -62,14 +62,14 @@ def _bounds_ms(timelines: Sequence[RankTimeline], groups: Sequence[Sequence[int]
             ends_ms = np.array([messages[member][key].end_ms for member in present])
             for sender in present:
                 sent = messages[sender][key]
-                if sent.num_bytes:  # an empty message holds nobody up
+                if sent.num_bytes:  # no rank waits for an empty message
                     bounds_ms[sender, present] = np.minimum(bounds_ms[sender, present], ends_ms - sent.start_ms)
     np.fill_diagonal(bounds_ms, 0.0)
     return bounds_ms
 
 
 def _messages(timeline: RankTimeline) -> dict[tuple[str, int], Span]:
-    """Messages of expert parallelism, by name and how often that name came before: once in each micro-batch."""
+    """Returns messages of expert parallelism, by name and occurrence (one in each micro-batch)."""
     found: dict[tuple[str, int], Span] = {}
     num_seen: dict[str, int] = {}
     for span in timeline.spans:
@@ -86,7 +86,7 @@ def _is_of_expert_parallelism(name: str) -> bool:
 
 
 def _connected(bounds_ms: np.ndarray) -> list[list[int]]:
-    """Sets of ranks with bounds in both directions between any two of them, maybe through others."""
+    """Returns sets of ranks with bounds in both directions between any two of them, directly or through others."""
     reached = np.isfinite(bounds_ms)
     for middle in range(len(reached)):
         reached |= np.outer(reached[:, middle], reached[middle])
@@ -95,7 +95,7 @@ def _connected(bounds_ms: np.ndarray) -> list[list[int]]:
 
 
 def _centre_ms(bounds_ms: np.ndarray) -> np.ndarray:
-    """Corrections that meet all bounds, as far from them as the ranks' mean allows: [num_ranks]."""
+    """Returns corrections that meet all bounds, the mean over all reference ranks: [num_ranks]."""
     tight_ms = bounds_ms + max(0.0, -_smallest_cycle_mean_ms(bounds_ms))
     np.fill_diagonal(tight_ms, 0.0)
     for middle in range(len(tight_ms)):
@@ -106,9 +106,10 @@ def _centre_ms(bounds_ms: np.ndarray) -> np.ndarray:
 
 
 def _smallest_cycle_mean_ms(bounds_ms: np.ndarray) -> float:
-    """Smallest mean bound along a cycle of ranks (Karp). Below zero no corrections meet all bounds.
+    """Returns the smallest mean bound along a cycle of ranks (Karp's algorithm).
 
-    That happens by as much as times are read late. All bounds are then widened by it, the least that helps.
+    If it is negative, because times are read late, no corrections meet all bounds. Then all bounds are widened by it,
+    which is the least that helps.
     """
     num_ranks = len(bounds_ms)
     edges_ms = bounds_ms.copy()
@@ -121,10 +122,6 @@ def _smallest_cycle_mean_ms(bounds_ms: np.ndarray) -> float:
     lengths = np.arange(num_ranks, 0, -1)[:, None]
     means_ms = (walks_ms[-1][reachable] - np.stack(walks_ms[:-1])[:, reachable]) / lengths
     return float(means_ms.max(axis=0).min())
-
-
-def _first_ms(timeline: RankTimeline) -> float:
-    return min(span.start_ms for span in timeline.spans)
 
 
 def _shifted(timeline: RankTimeline, by_ms: float) -> RankTimeline:

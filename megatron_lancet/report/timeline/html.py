@@ -1,6 +1,6 @@
-"""timeline.html: the timelines of a step as one page that needs nothing else, not even a network.
+"""Writes timeline.html: the timelines of a step as one self-contained page that needs no network.
 
-The page's parts lie beside this module in ``page/``. Data travels as JSON that can't end its script element.
+The parts of the page are in ``page/``. The data is embedded as JSON that can't end its script element.
 """
 
 import html
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lancet.files import atomic_write
-from megatron_lancet.report.exposed import ExposedChunk, exposed_table
+from megatron_lancet.report.exposed import exposed_table
 from megatron_lancet.report.timeline.lanes import levels
 from megatron_lancet.report.timeline.record import TimelineRecord
 from megatron_lancet.schedule.ops import Op, OpKind
@@ -25,11 +25,7 @@ _MS_DIGITS = 4
 
 
 def page(record: TimelineRecord) -> str:
-    """The page as text.
-
-    Args:
-        record: with its clocks aligned.
-    """
+    """Returns the page of a record whose clocks are aligned."""
     parts = resources.files("megatron_lancet.report.timeline") / "page"
     filling = {
         "TITLE": html.escape(record.title),
@@ -42,12 +38,12 @@ def page(record: TimelineRecord) -> str:
 
 
 def write_page(record: TimelineRecord, path: Path) -> None:
-    """Write :func:`page` into ``path``; a reader never sees half a file."""
+    """Writes :func:`page` into ``path`` atomically."""
     atomic_write(path, page(record))
 
 
 def _script_safe(value: Any) -> str:
-    """JSON without a character that means something to HTML: no text in it can end the element or open another."""
+    """Returns JSON without HTML's special characters, so that no text in it can end the element or open another."""
     text = json.dumps(value, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -70,7 +66,7 @@ def _data(record: TimelineRecord) -> dict[str, Any]:
             *(_group(timeline, "predicted", index_of) for timeline in record.predicted),
         ],
         "exposed": {
-            "rows": [_row(chunk) for chunk in table.chunks],
+            "rows": [[c.layer, c.chunk, c.before_ms, c.measured_ms, c.predicted_ms] for c in table.chunks],
             "all": [table.before_ms, table.measured_ms, table.predicted_ms],
         },
     }
@@ -89,12 +85,8 @@ def _name(name: str, reason: str | None) -> dict[str, Any]:
     }
 
 
-def _row(chunk: ExposedChunk) -> list[Any]:
-    return [chunk.layer, chunk.chunk, chunk.before_ms, chunk.measured_ms, chunk.predicted_ms]
-
-
 def _group(timeline: RankTimeline, source: str, index_of: dict[str, int]) -> dict[str, Any]:
-    """A rank's lanes. A track's spans don't overlap, so that the page finds those in view by bisection."""
+    """Returns a rank's lanes. The spans of a track don't overlap, so the page finds those in view by bisection."""
     messages = [span for span in timeline.spans if span.lane is Lane.COMM]
     level_of = levels(messages)
     comm = [

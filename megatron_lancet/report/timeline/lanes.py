@@ -1,4 +1,4 @@
-"""Where overlapping spans are drawn."""
+"""Distributes overlapping spans over levels."""
 
 import heapq
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from megatron_lancet.schedule.timeline import Span
 
 
 def levels(spans: Sequence[Span]) -> list[int]:
-    """The lowest level, from 0, on which each span overlaps none of those before it: [num_spans].
+    """Returns the lowest level, from 0, on which each span overlaps no earlier one: [num_spans].
 
-    As many levels are used as spans overlap at one time, no more.
+    This takes no more levels than there are spans at one time.
 
     Args:
-        spans: ordered by start.
+        spans: spans ordered by start.
     """
     free: list[int] = []
     busy: list[tuple[float, int]] = []

@@ -1,4 +1,4 @@
-"""The timelines of one training step: what pages and traces are made of."""
+"""Holds the timelines of one training step, the content of pages and traces."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ class TimelineRecord:
     """One training step on several ranks.
 
     Attributes:
-        title: what was run, in a line.
-        measured: of each rank, on its own clock. See :func:`megatron_lancet.report.timeline.clocks.aligned`.
-        predicted: of the same ranks or some of them; empty if nothing was predicted.
-        before: measured under the plan that the run is compared with; empty if there was none.
-        ep_groups: ranks that exchange messages with each other; empty where all ranks do.
-        reasons: why a message stayed exposed, by its name.
+        title: description of the run in one line.
+        measured: timeline of each rank, on its own clock; see :func:`megatron_lancet.report.timeline.clocks.aligned`.
+        predicted: predicted timelines of the same ranks or some of them; empty without a prediction.
+        before: timelines measured under the previous plan; empty without one.
+        ep_groups: ranks that exchange messages with each other; empty if all ranks do.
+        reasons: reasons why messages stayed exposed, by op name.
     """
 
     title: str

@@ -1,16 +1,16 @@
-"""A timeline as text: lanes, the longest waits, and every op."""
+"""Formats a timeline as text: lanes, the longest waits, and every op."""
 
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 _MARKS = ((0.75, "#"), (0.25, "+"), (0.0, "."))
-"""What a column shows if more than that share of its time is busy."""
+"""Mark of a column if more than this share of its time is busy."""
 
 
 def lanes(timeline: RankTimeline, until_ms: float, width: int = 100) -> list[str]:
-    """One line per lane: ``#`` where a column's time is mostly busy, ``+`` partly, ``.`` a little.
+    """Returns one line per lane: ``#`` where a column's time is mostly busy, ``+`` partly, ``.`` a little.
 
     Args:
-        until_ms: what is shown, from the step's beginning.
+        until_ms: end of the shown time, from the beginning of the step.
     """
     lines = []
     for lane in Lane:
@@ -19,17 +19,14 @@ def lanes(timeline: RankTimeline, until_ms: float, width: int = 100) -> list[str
         for span in timeline.spans:
             if span.lane is lane and span.start_ms < until_ms:
                 _add(busy_ms, span, column_ms)
-        marks = "".join(_mark(min(busy / column_ms, 1.0)) for busy in busy_ms)
+        shares = [min(busy / column_ms, 1.0) for busy in busy_ms]
+        marks = "".join(next((mark for least, mark in _MARKS if share > least), " ") for share in shares)
         lines.append(f"{lane:>8} |{marks}|")
     return lines
 
 
-def _mark(share: float) -> str:
-    return next((mark for least, mark in _MARKS if share > least), " ")
-
-
 def longest_waits(timeline: RankTimeline, most: int) -> list[str]:
-    """The messages that compute waited for longest, one line each."""
+    """Lists the messages with the longest waits, one line each."""
     by_name: dict[str, float] = {}
     for span in timeline.spans:
         if span.lane is Lane.WAIT:
@@ -39,7 +36,7 @@ def longest_waits(timeline: RankTimeline, most: int) -> list[str]:
 
 
 def all_spans(timeline: RankTimeline) -> list[str]:
-    """Every span, one line each."""
+    """Lists every span, one line each."""
     return [
         f"{span.start_ms:10.3f} {span.end_ms:10.3f}  {span.lane:<8} {span.name}"
         + (f"  {span.num_bytes} bytes" if span.num_bytes else "")

@@ -1,9 +1,9 @@
-"""trace.json for Perfetto (ui.perfetto.dev) and chrome://tracing, with the names of plans and reports.
+"""Reads and writes trace.json for Perfetto (ui.perfetto.dev) and chrome://tracing, with the op names of plans.
 
-A process for each rank's step as measured, one for it as predicted. Threads: compute, where waits are red, and
-communication: as many as messages were on their way at once, since a thread's slices must not cross. An arrow leads
-from a message's issue to each wait for it. The field ``otherData``, which viewers ignore, holds what else a page of the
-step needs, so that :func:`read_trace` gives back what was written.
+Each rank has one process for the measured step and one for the predicted step. Threads: compute, where waits are red,
+and communication: as many as messages were in flight at once, since the slices of a thread must not cross. An arrow
+connects the launch of a message with each wait for it. The field ``otherData``, which viewers ignore, holds the rest of
+the record, so that :func:`read_trace` returns what was written.
 """
 
 import json
@@ -32,7 +32,7 @@ TRACE_FILE = "trace.json"
 TRACE_VERSION = 1
 
 _PREDICTED_PID = 1_000_000
-"""Added to the rank: a process id that no measured rank has."""
+"""Added to the rank of a predicted process: no measured rank has such an id."""
 _COMPUTE_THREAD = 1
 _FIRST_COMM_THREAD = 2
 _WAIT_COLOUR = "terrible"
@@ -42,7 +42,7 @@ _MAX_MESSAGE = 300
 
 @dataclass(frozen=True)
 class _Process:
-    """A rank's timeline in the trace."""
+    """Process id of a rank's timeline."""
 
     pid: int
     rank: int
@@ -51,7 +51,7 @@ class _Process:
 
 @dataclass(frozen=True)
 class _Waits:
-    """A rank's step under the plan before: name, start and end in ms of each wait."""
+    """A rank's step under the previous plan: op name, start and end in ms of each wait."""
 
     rank: int
     step_ms: float
@@ -60,7 +60,7 @@ class _Waits:
 
 @dataclass(frozen=True)
 class _OtherData:
-    """What the events do not say; see :class:`TimelineRecord`."""
+    """Part of :class:`TimelineRecord` that is not in the events."""
 
     title: str
     measured: tuple[_Process, ...]
@@ -75,7 +75,7 @@ _Microseconds = Annotated[float, Range(0, 10**15)]
 
 @dataclass(frozen=True)
 class _Slice:
-    """An event of the kind X, as far as it is read."""
+    """The fields of an event of kind X that are read."""
 
     name: str
     cat: Lane
@@ -86,11 +86,7 @@ class _Slice:
 
 
 def trace(record: TimelineRecord) -> dict[str, Any]:
-    """The trace as ``json.dumps`` takes it: the format's object form, times in microseconds.
-
-    Args:
-        record: with its clocks aligned.
-    """
+    """Returns the trace of a record with aligned clocks for ``json.dumps``: object form, times in microseconds."""
     events: list[dict[str, Any]] = []
     processes: dict[str, list[_Process]] = {"measured": [], "predicted": []}
     for word, first_pid, timelines in (
@@ -118,15 +114,15 @@ def _waits(timeline: RankTimeline) -> tuple[tuple[str, float, float], ...]:
 
 
 def write_trace(record: TimelineRecord, path: Path) -> None:
-    """Write :func:`trace` into ``path``; a reader never sees half a file."""
+    """Writes :func:`trace` into ``path`` atomically."""
     atomic_write(path, json.dumps(trace(record), separators=(",", ":")))
 
 
 def read_trace(path: Path) -> TimelineRecord:
-    """What :func:`write_trace` wrote; of the plan before, the waits only.
+    """Reads the record that :func:`write_trace` wrote; ``before`` has the waits only.
 
     Raises:
-        RecordError: the file can't be read, is no trace of this package, or one of another version.
+        RecordError: the file can't be read, is no trace of this package, or has another version.
     """
     value = parse_object(read_text(path), str(path))
     if "measured" in value:
@@ -152,7 +148,7 @@ def read_trace(path: Path) -> TimelineRecord:
 
 
 def _spans(events: Sequence[Any], where: str) -> dict[int, list[Span]]:
-    """By process, ordered by start."""
+    """Returns the spans of each process, ordered by start."""
     spans: dict[int, list[Span]] = {}
     for index, event in enumerate(events):
         place = f"{where}.traceEvents[{index}]"
@@ -212,13 +208,13 @@ def _slice(pid: int, tid: int, span: Span) -> dict[str, Any]:
 def _arrows(
     pid: int, spans: Sequence[Span], messages: Sequence[Span], level_of: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """From each message to the waits for it: the last message of that name that was issued before the wait."""
-    issued: dict[str, list[tuple[float, int]]] = {}
+    """Yields an arrow to each wait from the last message of its name that was launched before."""
+    launched: dict[str, list[tuple[float, int]]] = {}
     for message, level in zip(messages, level_of, strict=True):
-        issued.setdefault(message.name, []).append((message.start_ms, level))
+        launched.setdefault(message.name, []).append((message.start_ms, level))
     number = 0
     for wait in (span for span in spans if span.lane is Lane.WAIT):
-        candidates = issued.get(wait.name, [])
+        candidates = launched.get(wait.name, [])
         position = bisect_right(candidates, wait.start_ms, key=lambda start_and_level: start_and_level[0])
         if position == 0:
             continue

@@ -1,4 +1,4 @@
-"""What a reader opens: a page and a trace of one step."""
+"""Writes the page and the trace of one step."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +10,7 @@ from megatron_lancet.report.timeline.trace_file import TRACE_FILE, write_trace
 
 
 def write_views(record: TimelineRecord, folder: Path) -> tuple[Path, Path]:
-    """Write ``timeline.html`` and ``trace.json`` into ``folder``, made if missing.
-
-    Args:
-        record: each rank on its own clock; they are aligned here.
-    """
+    """Writes ``timeline.html`` and ``trace.json`` with aligned clocks into ``folder``, which it creates."""
     folder.mkdir(parents=True, exist_ok=True)
     one_clock = replace(record, measured=aligned(record.measured, record.ep_groups))
     page, trace = folder / TIMELINE_PAGE, folder / TRACE_FILE

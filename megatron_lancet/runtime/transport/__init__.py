@@ -1,1 +1,1 @@
-"""How all-to-alls travel: the contract and one module per backend."""
+"""Transports for all-to-alls: the contract and one module per backend."""

@@ -1,4 +1,4 @@
-"""The group's own asynchronous all-to-all, for backends that overlap by themselves, such as the mocked group."""
+"""Transport over the group's own asynchronous all-to-all, for backends such as the mocked group."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer
+from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer, Transport
 from megatron_lancet.runtime.transport.works import WorkCounts, WorksTransfer
 
 
-class GroupTransport:
-    """One asynchronous all-to-all of the group itself per message: for backends that need no help to overlap."""
-
-    launches_in_callback = False
-    is_local = False
+class GroupTransport(Transport):
+    """Launches one asynchronous all-to-all of the group per message; the backend overlaps by itself."""
 
     def __init__(self, ep_group: dist.ProcessGroup, stats: CommStats) -> None:
         self._group = ep_group
@@ -31,9 +28,6 @@ class GroupTransport:
         splits = list(receive_rows), list(send_rows)
         work = dist.all_to_all_single(received, sent, *splits, group=self._group, async_op=True)
         return WorksTransfer([work], (received, sent), self._stats)
-
-    def empty_receive(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        return like.new_empty(shape)
 
     def exchange_counts(self, counts: torch.Tensor) -> CountsTransfer:
         return WorkCounts(counts, self._group)

@@ -1,15 +1,15 @@
-"""A group of one rank on a CPU: its rows stay where they are."""
+"""Transport of a group of one rank on a CPU, whose rows stay in place."""
 
 from collections.abc import Callable, Sequence
 
 import torch
 
 from megatron_lancet.runtime.trace import Point
-from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer
+from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer, Transport
 
 
 class OwnCounts:
-    """Token counts that are here already."""
+    """Token counts of a single rank, known at once."""
 
     def __init__(self, counts: torch.Tensor) -> None:
         self._counts = counts.view(1, -1)
@@ -31,8 +31,8 @@ class OwnCounts:
         return self._counts, self._counts
 
 
-class LocalTransport:
-    """The transport of a group of one rank; :class:`~megatron_lancet.runtime.comm.Comm` launches nothing on it."""
+class LocalTransport(Transport):
+    """Transport of a group of one rank; :class:`~megatron_lancet.runtime.comm.Comm` launches nothing on it."""
 
     launches_in_callback = True
     is_local = True
@@ -46,9 +46,6 @@ class LocalTransport:
         ready: ReadyEvent | None = None,
     ) -> Transfer:
         raise AssertionError("rows of a single rank are not sent")
-
-    def empty_receive(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        return like.new_empty(shape)
 
     def exchange_counts(self, counts: torch.Tensor) -> CountsTransfer:
         return OwnCounts(counts)

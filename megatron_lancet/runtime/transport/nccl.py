@@ -1,4 +1,4 @@
-"""NCCL: collectives in the order of their launch, on one stream beside the compute stream."""
+"""NCCL transport: collectives in launch order, on one stream next to the compute stream."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron_lancet.runtime.comm_stats import CommStats, EventPair
 from megatron_lancet.runtime.trace import Point
-from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer
+from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer, Transport
 
 
 class _StreamTransfer:
@@ -15,7 +15,7 @@ class _StreamTransfer:
 
     def __init__(self, times: EventPair, buffers: tuple[torch.Tensor, ...], stats: CommStats) -> None:
         self._times = times
-        self._buffers = buffers  # allocated on the compute stream: not to be reused before it waited
+        self._buffers = buffers  # allocated on the compute stream: not to be reused before it has waited
         self._stats = stats
 
     def done(self) -> bool:
@@ -32,7 +32,7 @@ class _StreamTransfer:
 
 
 class _StreamCounts:
-    """Counts that go over NCCL and then to pinned host memory, without stopping the host."""
+    """Token counts that are sent over NCCL and copied to pinned host memory, without blocking the host."""
 
     def __init__(self, sent: torch.Tensor, group: dist.ProcessGroup, stream: torch.cuda.Stream) -> None:
         self._num_ranks = group.size()
@@ -50,25 +50,22 @@ class _StreamCounts:
         return self._times.end.query()
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        raise NotImplementedError("nobody tells the host when an event has happened")
+        raise NotImplementedError("CUDA events have no host callback")
 
     def watch(self) -> None:
-        """Its events tell."""
+        """Does nothing: the events record the times anyway."""
 
     def interval(self) -> tuple[Point, Point]:
         return self._times.start, self._times.end
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        self._times.end.synchronize()  # the host needs the figures: they are the shapes of what follows
+        self._times.end.synchronize()  # the host needs the counts: they are shapes
         sent, received = self._on_host
         return sent.view(self._num_ranks, -1), received.view(self._num_ranks, -1)
 
 
-class StreamTransport:
-    """NCCL transport: collectives in issue order on one stream beside the compute stream."""
-
-    launches_in_callback = False
-    is_local = False
+class StreamTransport(Transport):
+    """Launches collectives in the order of the calls, on one stream next to the compute stream."""
 
     def __init__(self, ep_group: dist.ProcessGroup, counts_group: dist.ProcessGroup, stats: CommStats) -> None:
         self._group = ep_group
@@ -95,7 +92,7 @@ class StreamTransport:
         return _StreamTransfer(times, (received, sent), self._stats)
 
     def empty_receive(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        # The stream may write it at once: the compute stream has no kernels left that use its memory.
+        # Allocated on this stream, which may write it at once: no kernel of the compute stream uses its memory.
         with torch.cuda.stream(self._stream):
             received = like.new_empty(shape)
         received.record_stream(torch.cuda.current_stream())

@@ -1,4 +1,4 @@
-"""Which transport a device and a group of ranks get."""
+"""Selects the transport for a device and a group of ranks."""
 
 from datetime import timedelta
 
@@ -20,13 +20,13 @@ def make_transport(
     stats: CommStats,
     timeout: timedelta,
 ) -> Transport:
-    """The transport for the device. Collective over all ranks of the world.
+    """Returns the transport for the device. Collective over all ranks of the world.
 
     Args:
-        ep_group: ranks between which rows travel.
-        counts_group: ranks that must know each other's token counts: ``ep_group``, and where experts are cut by
-            tensor parallelism, the ranks that hold the other parts of them.
-        timeout: how long a rank waits for the others; NCCL keeps the group's own.
+        ep_group: ranks that exchange rows.
+        counts_group: ranks that exchange token counts: ``ep_group``, and with expert tensor parallelism also the ranks
+            that hold the other parts of the experts.
+        timeout: time for which a rank waits for the others; NCCL keeps the group's own.
     """
     if device.type == "cuda":
         return StreamTransport(ep_group, counts_group, stats)

@@ -1,4 +1,4 @@
-"""Messages that are asynchronous collectives of a process group: gloo's, and those of the mocked group."""
+"""Transfers made of asynchronous collectives of a process group, for gloo and the mocked group."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from megatron_lancet.runtime.trace import Point
 
 
 class WorksTransfer:
-    """One message made of one or several collectives; knows when the last of them finished."""
+    """One message made of one or several collectives; complete when the last of them is."""
 
     def __init__(self, works: list[dist.Work], buffers: tuple[torch.Tensor, ...], stats: CommStats) -> None:
         self._works = works
@@ -31,7 +31,7 @@ class WorksTransfer:
             for work in self._works:
                 work.wait()
         now_s = time.perf_counter()
-        # A callback may come a moment after the wait returned; then the transfer finished about now.
+        # A callback may run shortly after the wait has returned; then the transfer finished about now.
         all_seen = len(self._finished_s) == len(self._works)
         finished_s = max(self._finished_s, default=now_s) if all_seen else now_s
         self._stats.add("all_to_all_ms", (finished_s - self._start_s) * 1e3)
@@ -54,7 +54,7 @@ class WorkCounts:
         self._future = dist.all_to_all_single(self._received, sent, group=group, async_op=True).get_future()
 
     def done(self) -> bool:
-        # Not the work's is_completed: that is set only after the future's callbacks have run.
+        # work.is_completed() would be set only after the future's callbacks have run.
         return self._future.done()
 
     def when_done(self, callback: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ class WorkCounts:
         self.when_done(lambda: self._interval.append(time.perf_counter()))
 
     def interval(self) -> tuple[Point, Point]:
-        # Another thread notes the end, and may not have come to it yet.
+        # Another thread records the end, perhaps a little later.
         return self._interval[0], (self._interval[1] if len(self._interval) > 1 else time.perf_counter())
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:

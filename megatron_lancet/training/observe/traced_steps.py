@@ -13,7 +13,7 @@ from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.timeline import RankTimeline
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.overlap_setup import OverlapSetup
-from megatron_lancet.training.tuning.controller import NUM_WARM_UP_STEPS, plan_without_overlap
+from megatron_lancet.training.tuning.controller import NUM_TUNING_WARM_UP_STEPS, plan_without_overlap
 
 MAX_RANKS = 16
 """Maximum number of lanes that are readable: a larger world shows only ranks of rank 0's expert-parallel group."""
@@ -44,12 +44,12 @@ class TracedSteps:
         """Run a training step, and trace it if it is one for the report."""
         num_steps = self._recorder.num_steps
         if self._is_settled():
-            if num_steps < NUM_WARM_UP_STEPS or self._plan == self._setup.plan:
+            if num_steps < NUM_TUNING_WARM_UP_STEPS or self._plan == self._setup.plan:
                 return step()
             result, self._now = self._traced(step)
             self._plan = self._setup.plan
             return result
-        is_last_of_warm_up = num_steps == NUM_WARM_UP_STEPS - 1 and self._setup.plan == plan_without_overlap()
+        is_last_of_warm_up = num_steps == NUM_TUNING_WARM_UP_STEPS - 1 and self._setup.plan == plan_without_overlap()
         if self._before is not None or not is_last_of_warm_up:
             return step()
         result, self._before = self._traced(step)

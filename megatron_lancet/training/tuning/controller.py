@@ -16,7 +16,7 @@ from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.schedule.plan import DwPolicy, Plan, fixed_plan
 from megatron_lancet.training.tuning.step_stats import StepStats, exposed_noise_ms, step_noise_ms
 
-NUM_WARM_UP_STEPS = 3
+NUM_TUNING_WARM_UP_STEPS = 3
 """A run's first steps allocate memory, connect the ranks and fill caches."""
 NUM_SETTLE_STEPS = 2
 """Unmeasured steps after a switch: the first allocates for the new plan, and the second still finds uneven caches."""
@@ -130,13 +130,13 @@ class TuningController:
         self.lines: list[str] = []
         self._trial: _Trial | None = None
         self._num_steps = 0
-        self._num_unmeasured = NUM_WARM_UP_STEPS
+        self._num_unmeasured = NUM_TUNING_WARM_UP_STEPS
         self._num_departed = 0
         self._num_steps_since_plan: int | None = None
 
     def num_steps_to_plan(self, num_profile_steps: int) -> int:
         """Training steps from the first to a verified plan; a shorter run gains nothing from tuning."""
-        return NUM_WARM_UP_STEPS + num_profile_steps + NUM_SETTLE_STEPS + 2 * self.num_tune_steps
+        return NUM_TUNING_WARM_UP_STEPS + num_profile_steps + NUM_SETTLE_STEPS + 2 * self.num_tune_steps
 
     def note(self, line: str) -> None:
         """Adds a line for the user to those of the decisions."""
@@ -146,7 +146,7 @@ class TuningController:
         """Uses a plan that was found earlier, before the first step; its steps are measured, and not judged."""
         assert self.state is TuningState.WARM_UP
         self.settled, self.baseline, self.prediction = True, baseline, prediction
-        return self._to(TuningState.VERIFY, plan, NUM_WARM_UP_STEPS, line)
+        return self._to(TuningState.VERIFY, plan, NUM_TUNING_WARM_UP_STEPS, line)
 
     def give_up(self, plan: Plan, line: str) -> Plan:
         """Uses a fixed plan instead of tuning, before the first step."""

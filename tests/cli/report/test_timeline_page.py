@@ -89,7 +89,7 @@ ONE = TimelineRecord(
 def test_hover_explains_what_lies_under_the_mouse(shown):
     browser = shown(ONE)
     browser.mouse("Moved", *point(browser, 60.0, 15))
-    assert "layer 1, chunk 0, forward, dispatch\ncompute stands still for this message" in tip(browser)
+    assert "layer 1, chunk 0, forward, dispatch\ncompute waits for this message" in tip(browser)
     assert "why\nnothing left to run" in tip(browser)
     browser.mouse("Moved", *point(browser, 60.0, 40))
     words = re.sub(r"\s+", " ", tip(browser))

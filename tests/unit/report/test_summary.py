@@ -57,9 +57,9 @@ def test_reductions_in_parts_are_told_where_there_are_any():
     report = summarise([rank_medians([StepRecord(100, 2048, comm)])], "chunks=1", 1)
     line = "12.5 MB reduced in 9 parts, 6 between all-to-alls and the others after the last; 3.5 ms waited for"
     assert line in as_text(report)
-    assert "no place" not in as_text(report)
+    assert "no gaps" not in as_text(report)
     text = as_text({**report, "num_grad_micro_ops_between": 0.0})
-    assert text.endswith("this plan leaves no place between its all-to-alls: --lancet-comm-priority off is faster")
+    assert text.endswith("this plan has no gaps between all-to-alls for them: --lancet-comm-priority off is faster")
     assert "reduced" not in as_text(summarise([rank_medians([record(100)])], "chunks=1", 1))
 
 

@@ -63,7 +63,7 @@ function fillTip(tip, chosen) {
   row("duration", msText(track.ms[index]));
   if (track.lane === "comm") row("sent", bytesText(track.bytes[index]));
   const parts = [element("strong", name.text), element("em", name.words)];
-  if (track.lane === "wait") parts.push(element("div", "compute stands still for this message", "loud"));
+  if (track.lane === "wait") parts.push(element("div", "compute waits for this message", "loud"));
   if (track.lane === "wait" && name.reason) row("why", name.reason);
   tip.replaceChildren(...parts, list);
 }

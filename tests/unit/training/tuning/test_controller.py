@@ -10,7 +10,7 @@ from megatron_lancet.training.tuning.controller import (
     MIN_STEPS_BETWEEN_PLANS,
     NUM_DRIFT_WINDOWS,
     NUM_SETTLE_STEPS,
-    NUM_WARM_UP_STEPS,
+    NUM_TUNING_WARM_UP_STEPS,
     Planned,
     TuningController,
     TuningState,
@@ -35,7 +35,7 @@ def run(tuning: TuningController, taken: StepStats, num_unmeasured: int = 0) -> 
 
 def profiling(baseline_ms: float = 200.0) -> TuningController:
     tuning = TuningController(NUM)
-    plan = run(tuning, stats(baseline_ms), NUM_WARM_UP_STEPS)
+    plan = run(tuning, stats(baseline_ms), NUM_TUNING_WARM_UP_STEPS)
     assert plan is None
     assert tuning.state is TuningState.PROFILE
     return tuning
@@ -58,7 +58,7 @@ def watching(exposed_ms: float = 10.0) -> TuningController:
 def test_a_plan_that_pays_stays():
     tuning = TuningController(NUM)
     assert (tuning.state, tuning.plan) == (TuningState.WARM_UP, BASE)
-    run(tuning, stats(200), NUM_WARM_UP_STEPS)
+    run(tuning, stats(200), NUM_TUNING_WARM_UP_STEPS)
     tuning.planned(Planned(PLAN, StepEstimate(148, 10), "best of 12"))
     assert not tuning.settled
     plan = run(tuning, stats(150, 8), NUM_SETTLE_STEPS)
@@ -70,7 +70,7 @@ def test_a_plan_that_pays_stays():
         "measured 150.0 ms a step, 8.0 ms of it exposed: 1.33x as fast as before (200.0 ms); "
         "predicted 148.0 ms, -1.3 %",
     ]
-    assert tuning.num_steps_to_plan(7) == NUM_WARM_UP_STEPS + NUM + 7 + NUM_SETTLE_STEPS + NUM
+    assert tuning.num_steps_to_plan(7) == NUM_TUNING_WARM_UP_STEPS + NUM + 7 + NUM_SETTLE_STEPS + NUM
 
 
 def test_without_overlap_is_stock():
@@ -190,7 +190,7 @@ def test_a_plan_that_is_taken_over_is_measured_and_not_judged():
     tuning = TuningController(NUM)
     assert tuning.take_over(PLAN, None, None, "from the checkpoint") == PLAN
     assert tuning.settled
-    plan = run(tuning, stats(1e6), NUM_WARM_UP_STEPS)
+    plan = run(tuning, stats(1e6), NUM_TUNING_WARM_UP_STEPS)
     assert (plan, tuning.plan, tuning.state) == (None, PLAN, TuningState.WATCH)
     assert tuning.baseline is None
 
