@@ -20,8 +20,8 @@ def failure(ranks, waited_s, store=None) -> str:
 def test_the_only_peer_is_the_one():
     assert failure([4, 6], waited_s=1) == (
         "rank 4 gave up on L3.c1.I.combine (layer 3, chunk 1, backward (input gradient), combine): rank 6 closed the "
-        "connection. The output of that rank, or its system log, gives the reason. Reported by the transport: Read error: "
-        "Connection reset by peer"
+        "connection. The output of that rank, or its system log, gives the reason. Reported by the transport: "
+        "Read error: Connection reset by peer"
     )
 
 
