@@ -13,12 +13,12 @@ import time
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks.parts.frame import new_parser, write_result
+from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator, simulate
-from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, fixed_plan
 from megatron_lancet.schedule.reductions import GradientReduction
 

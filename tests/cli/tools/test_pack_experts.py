@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.plan_file import read_plan_file
-from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
 FEW_PLANS = ["--chunk-dim", "batch", "--range", "stack", "--dw-policy", "none"]

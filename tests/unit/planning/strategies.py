@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from megatron_lancet.planning.synthetic_profile import Machine
+from benchmarks.synthetic_profile import Machine
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment
 
 _times = st.sampled_from([0.0, 0.3, 1.0, 2.0, 5.0])

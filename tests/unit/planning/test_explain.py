@@ -2,10 +2,10 @@ import dataclasses
 
 import pytest
 
+from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.planning.explain import Filled, Reason, explain
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
-from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.schedule.plan import DwPolicy, Gap, Plan, Segment, fixed_plan
 
 

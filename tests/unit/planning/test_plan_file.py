@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.plan_file import (
     ExpectedStep,
@@ -20,7 +21,6 @@ from megatron_lancet.planning.plan_file import (
     write_plan_file,
 )
 from megatron_lancet.planning.profile import ModelFacts
-from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
 from tests.damage import leaves, replaced
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.search.dw_placement import best_fit_gaps
 from megatron_lancet.planning.search.dynamic_program import DwGuess, DynamicProgram
@@ -12,7 +13,6 @@ from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Exclusion, Limits, SearchSpace
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator, simulate
-from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
 from tests.unit.planning.strategies import ALONE, EVEN, machines
 

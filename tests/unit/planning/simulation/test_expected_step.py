@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.planning.profile import ChunkRouting, Profile, StepPace, read_profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator, simulate
-from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan
 
 OPS_MS = {"attention": 4.0, "route": 1.0, "preprocess": 1.0, "experts": 6.0, "postprocess": 1.0, "head": 3.0}

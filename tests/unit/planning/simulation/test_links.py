@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 
+from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.planning.profile import profile_from_json
 from megatron_lancet.planning.simulation.cost_model import CostModel, UnknownCost
 from megatron_lancet.planning.simulation.engine import Engine
 from megatron_lancet.planning.simulation.links import Collectives, Network, SerialLinks
 from megatron_lancet.planning.simulation.shared_links import SharedLinks
 from megatron_lancet.planning.simulation.simulator import Simulator, simulate
-from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.schedule.dw_queue import AT_ONCE
 from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import DwPolicy, fixed_plan

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.simulation.simulator import simulate
-from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.planning.what_if.forecast import (
     Forecaster,
     NetworkChoice,

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.config import CacheChoice, LancetConfig
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
-from megatron_lancet.planning.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.profiler.cache import ProfileKey
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan
 from megatron_lancet.schedule.reductions import GradientReduction
