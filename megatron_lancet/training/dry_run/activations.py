@@ -1,10 +1,10 @@
-"""Estimates, tensor by tensor, what a rank keeps between forward and backward.
+"""Estimates, tensor by tensor, the activations that a rank keeps between forward and backward.
 
 The estimate counts the tensors that autograd saves with fused attention (or the score matrices without it), for
 balanced routing. It does not count workspaces, buffers of NCCL and of the dispatcher, or fragmentation. Tensors in fp8
 count as bf16.
 
-Legend: T tokens of a micro-batch on this rank, s the ranks that share the residual stream (tensor parallel size under
+Legend: T tokens of a micro-batch on this rank, s ranks that share the residual stream (tensor parallel size under
 sequence parallelism, else 1).
 """
 
@@ -25,9 +25,9 @@ class Saved:
     """A tensor that the backward pass of a layer needs.
 
     Attributes:
-        num_bytes: on a rank, for one micro-batch.
-        module: name in ``--recompute-modules`` that drops it; empty for a tensor that is always kept.
-        also: name of a larger module that drops it, too.
+        num_bytes: bytes on a rank, for one micro-batch.
+        module: name in ``--recompute-modules`` with which the tensor is recomputed; empty if it is always kept.
+        also: a second such name.
     """
 
     num_bytes: float
@@ -42,13 +42,12 @@ def activation_bytes(
 
     Args:
         args: Megatron's arguments, validated.
-        num_micro_batches: of a step on a data-parallel rank.
+        num_micro_batches: micro-batches of a step on a data-parallel rank.
         saves_scores: whether core attention keeps its matrices of scores, as unfused attention does.
     """
-    num_stages = len(stages)
     peaks = []
     for rank, stage in enumerate(stages):
-        in_flight = _in_flight(args, num_stages, rank, len(stage.chunks), num_micro_batches)
+        in_flight = _in_flight(args, len(stages), rank, len(stage.chunks), num_micro_batches)
         kept = sum(_kept_bytes(args, chunk, saves_scores) * in_flight[i] for i, chunk in enumerate(stage.chunks))
         peaks.append(kept + _working_bytes(args, stage, saves_scores))
     return peaks
@@ -59,8 +58,7 @@ def _in_flight(
 ) -> Counter[int]:
     """Counts the micro-batches of each virtual stage whose activations are kept at the same time, at most.
 
-    The 1F1B schedule of Megatron: a rank runs ahead by as many forwards as the gradient of its first one needs to come
-    back, then alternates.
+    In Megatron's 1F1B schedule a rank runs forwards until the gradient of its first one arrives, and then alternates.
     """
     if num_chunks == 1:
         return Counter({0: min(num_micro_batches, num_stages - rank)})
@@ -78,7 +76,7 @@ def _in_flight(
 
 
 def _kept_bytes(args: argparse.Namespace, chunk: ModelChunk, saves_scores: bool) -> float:
-    """Bytes of one micro-batch in a virtual stage, between its forward and its backward."""
+    """Bytes that a virtual stage keeps of one micro-batch between its forward and its backward."""
     layers = [*chunk.layers, *moe_pattern(args)[-1:] * chunk.num_mtp]
     if args.recompute_granularity == "full":
         num_recomputed, per_input = len(layers), 1
@@ -86,18 +84,19 @@ def _kept_bytes(args: argparse.Namespace, chunk: ModelChunk, saves_scores: bool)
             per_input = args.recompute_num_layers or 1
         elif args.recompute_method == "block":
             num_recomputed = min(len(layers), args.recompute_num_layers or 0)
-        inputs = _layer_input_bytes(args) * -(-num_recomputed // per_input)
+        input_shards = args.tensor_model_parallel_size if args.distribute_saved_activations else 1
+        inputs = _residual_bytes(args) / input_shards * -(-num_recomputed // per_input)
         return inputs + sum(_layer_bytes(args, is_moe, saves_scores) for is_moe in layers[num_recomputed:])
     dropped = _dropped_modules(args)
     return sum(_layer_bytes(args, is_moe, saves_scores, dropped) for is_moe in layers)
 
 
 def _working_bytes(args: argparse.Namespace, stage: PipelineStage, saves_scores: bool) -> float:
-    """Bytes that exist for one micro-batch only: the output layer's, and those that are being recomputed."""
+    """Bytes that exist for one micro-batch at a time: those of the output layer, and those of recomputed layers."""
     working = 0.0
     for chunk in stage.chunks:
         if chunk.has_output or chunk.num_mtp:
-            # Logits in the model's type and their softmax in fp32, for each loss.
+            # Each loss has logits in the model's type and their softmax in fp32.
             logits = _tokens(args) * args.padded_vocab_size / args.tensor_model_parallel_size
             num_losses = chunk.has_output + chunk.num_mtp
             working += num_losses * (logits * (_value_bytes(args) + _FP32_BYTES) + 2 * _residual_bytes(args))
@@ -121,7 +120,7 @@ def _dropped_modules(args: argparse.Namespace) -> frozenset[str]:
 def _layer_bytes(
     args: argparse.Namespace, is_moe: bool, saves_scores: bool, dropped: frozenset[str] = frozenset()
 ) -> float:
-    """Bytes that a transformer layer saves for one micro-batch, without those that recompute drops."""
+    """Bytes that a transformer layer saves for one micro-batch, without those of recomputed modules."""
     return sum(
         saved.num_bytes
         for saved in layer_tensors(args, is_moe, saves_scores)
@@ -130,7 +129,7 @@ def _layer_bytes(
 
 
 def layer_tensors(args: argparse.Namespace, is_moe: bool, saves_scores: bool) -> Iterator[Saved]:
-    """Tensors that a transformer layer saves for one micro-batch, as far as their size counts."""
+    """Yields the tensors that a transformer layer saves for one micro-batch; small ones are left out."""
     residual = _residual_bytes(args)
     yield Saved(2 * residual)  # inputs of both norms
     yield Saved(2 * residual, "layernorm")
@@ -138,7 +137,10 @@ def layer_tensors(args: argparse.Namespace, is_moe: bool, saves_scores: bool) ->
         yield Saved(2 * residual / _value_bytes(args))  # masks of one byte
     yield from _latent_attention(args) if args.multi_latent_attention else _attention(args)
     if saves_scores:
-        yield Saved(_score_bytes(args), "core_attn")
+        # Softmax, and with dropout its mask and result: [samples, heads, positions of this rank, positions].
+        heads = args.num_attention_heads / args.tensor_model_parallel_size
+        per_score = _value_bytes(args) + (1 + _value_bytes(args) if args.attention_dropout > 0 else 0)
+        yield Saved(_tokens(args) * heads * args.seq_length * per_score, "core_attn")
     if is_moe:
         yield from _moe(args)
     else:
@@ -158,12 +160,6 @@ def _residual_bytes(args: argparse.Namespace) -> float:
     """Size of a tensor in the residual stream: [T / s, hidden size]."""
     ranks = args.tensor_model_parallel_size if args.sequence_parallel else 1
     return _tokens(args) * args.hidden_size * _value_bytes(args) / ranks
-
-
-def _layer_input_bytes(args: argparse.Namespace) -> float:
-    """Size of a layer's input, which is what full recompute keeps."""
-    shards = args.tensor_model_parallel_size if args.distribute_saved_activations else 1
-    return _residual_bytes(args) / shards
 
 
 def _attention(args: argparse.Namespace) -> Iterator[Saved]:
@@ -187,18 +183,8 @@ def _latent_attention(args: argparse.Namespace) -> Iterator[Saved]:
     yield Saved(per_value * heads * args.v_head_dim)
 
 
-def _score_bytes(args: argparse.Namespace) -> float:
-    """Softmax, and with dropout its mask and the result: [samples, heads, positions of this rank, positions]."""
-    heads = args.num_attention_heads / args.tensor_model_parallel_size
-    per_score = _value_bytes(args) + (1 + _value_bytes(args) if args.attention_dropout > 0 else 0)
-    return _tokens(args) * heads * args.seq_length * per_score
-
-
 def _mlp(args: argparse.Namespace, rows: float, ffn: int, num_shards: int) -> Iterator[Saved]:
-    """Tensors between the two linear layers, before and after the activation function.
-
-    A gate that is not fused keeps its factors, too.
-    """
+    """Tensors between the two linear layers, before and after the activation function, with unfused gates' factors."""
     inner = rows * ffn * _value_bytes(args) / num_shards
     fused = args.bias_swiglu_fusion if args.swiglu else True
     yield Saved(inner * ((2 if fused else 3) if is_gated(args) else 1))

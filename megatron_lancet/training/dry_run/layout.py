@@ -12,12 +12,10 @@ class Layout:
     """Sizes of the process groups.
 
     Attributes:
-        num_ranks: of the run.
-        data: data-parallel size.
         expert_data: ranks that hold the same experts.
-        num_micro_batches: of a step on each data-parallel rank: gradient accumulation.
-        dense_shards: parts into which the optimizer state of dense weights is cut.
-        expert_shards: the same of experts' weights.
+        num_micro_batches: micro-batches of a step on each data-parallel rank.
+        dense_shards: parts into which the distributed optimizer cuts the state of dense weights.
+        expert_shards: parts into which it cuts the state of experts' weights.
     """
 
     num_ranks: int
@@ -35,15 +33,10 @@ class Layout:
 
 
 def layout_of(args: argparse.Namespace, num_micro_batches: int) -> Layout:
-    """
-    Args:
-        args: Megatron's arguments, validated.
-    """
+    """Reads the sizes of the process groups from validated arguments."""
     expert, expert_tensor = args.expert_model_parallel_size, args.expert_tensor_parallel_size
-    data = args.data_parallel_size
     expert_data = args.world_size // (expert * expert_tensor * args.pipeline_model_parallel_size)
-    instances = args.num_distributed_optimizer_instances
-    shards = args.use_distributed_optimizer
+    instances, shards = args.num_distributed_optimizer_instances, args.use_distributed_optimizer
     return Layout(
         num_ranks=args.world_size,
         tensor=args.tensor_model_parallel_size,
@@ -52,22 +45,22 @@ def layout_of(args: argparse.Namespace, num_micro_batches: int) -> Layout:
         context=args.context_parallel_size,
         expert=expert,
         expert_tensor=expert_tensor,
-        data=data,
+        data=args.data_parallel_size,
         expert_data=expert_data,
         num_micro_batches=num_micro_batches,
-        dense_shards=max(1, data * args.context_parallel_size // instances) if shards else 1,
+        dense_shards=max(1, args.data_parallel_size * args.context_parallel_size // instances) if shards else 1,
         expert_shards=max(1, expert_data // instances) if shards else 1,
     )
 
 
 def check_shares(args: argparse.Namespace, layout: Layout) -> None:
-    """Checks what Megatron finds out only when it builds the model, or in the first step.
+    """Checks sizes that Megatron checks only when it builds the model, or in the first step.
 
     Args:
         args: Megatron's arguments, validated.
 
     Raises:
-        UsageError: a size is not divisible by its ranks, or the micro-batches do not fit to virtual stages.
+        UsageError: a size is not divisible by its ranks, or the micro-batches do not fill the groups of virtual stages.
     """
     for what, size, parts, by in _shared_sizes(args):
         if size % parts != 0:
@@ -76,14 +69,14 @@ def check_shares(args: argparse.Namespace, layout: Layout) -> None:
     rest = layout.num_micro_batches % group
     if layout.virtual > 1 and (group < layout.pipeline or 0 < rest < layout.pipeline):
         raise UsageError(
-            f"{layout.num_micro_batches} micro-batches a step do not fit to virtual pipeline stages: in groups of "
-            f"{group} {rest} are left, fewer than --pipeline-model-parallel-size {layout.pipeline}. Change "
+            f"{layout.num_micro_batches} micro-batches a step do not fit the virtual pipeline stages: the last group "
+            f"of at most {group} has {rest}, fewer than --pipeline-model-parallel-size {layout.pipeline}. Change "
             "--global-batch-size, or the number of ranks."
         )
 
 
 def _shared_sizes(args: argparse.Namespace) -> Iterator[tuple[str, int, int, str]]:
-    """Sizes that must be divisible: (name, size, parts, flag of the parts)."""
+    """Yields the sizes that must be divisible: (name, size, parts, flag of the parts)."""
     tensor = (args.tensor_model_parallel_size, "--tensor-model-parallel-size")
     expert_tensor = (args.expert_tensor_parallel_size, "--expert-tensor-parallel-size")
     yield "--ffn-hidden-size", args.ffn_hidden_size, *tensor

@@ -1,4 +1,4 @@
-"""Memory of a GPU during training: weights, gradients, optimizer by count, activations by estimate."""
+"""Memory of a GPU during training: weights, gradients and optimizer are counted, activations estimated."""
 
 import argparse
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 
 from megatron_lancet.training.dry_run.activations import activation_bytes
 from megatron_lancet.training.dry_run.layout import Layout
-from megatron_lancet.training.dry_run.parameters import Held, ModelSize
+from megatron_lancet.training.dry_run.parameters import ModelSize
 from megatron_lancet.training.dry_run.stages import PipelineStage
 
 _FP32_BYTES = 4
@@ -18,7 +18,7 @@ class Memory:
     """Memory of a rank of one pipeline stage, in bytes.
 
     Attributes:
-        optimizer: its part on the GPU.
+        optimizer: the optimizer's part on the GPU.
         offloaded: the optimizer's part in the host's memory.
     """
 
@@ -30,7 +30,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Sum of what is on the GPU, in bytes."""
+        """Bytes on the GPU."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
@@ -43,36 +43,30 @@ def memory_of_stages(
         args: Megatron's arguments, validated.
         saves_scores: whether core attention keeps its matrices of scores.
     """
-    activations = activation_bytes(args, stages, layout.num_micro_batches, saves_scores)
-    return [_memory(args, layout, held, kept) for held, kept in zip(size.held, activations, strict=True)]
-
-
-def _memory(args: argparse.Namespace, layout: Layout, held: Held, activations: float) -> Memory:
     value = args.params_dtype.itemsize
     gradient = _FP32_BYTES if args.accumulate_allreduce_grads_in_fp32 else value
     state = optimizer_bytes_per_parameter(args)
-    optimizer = state * (held.dense / layout.dense_shards + held.expert / layout.expert_shards)
     on_host = args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0
-    return Memory(
-        weights=held.all * value,
-        gradients=held.all * gradient,
-        optimizer=optimizer * (1 - on_host),
-        activations=activations,
-        offloaded=optimizer * on_host,
-    )
+    memory = []
+    activations = activation_bytes(args, stages, layout.num_micro_batches, saves_scores)
+    for held, kept in zip(size.held, activations, strict=True):
+        optimizer = state * (held.dense / layout.dense_shards + held.expert / layout.expert_shards)
+        on_gpu, offloaded = optimizer * (1 - on_host), optimizer * on_host
+        memory.append(Memory(held.all * value, held.all * gradient, on_gpu, kept, offloaded))
+    return memory
 
 
 def optimizer_bytes_per_parameter(args: argparse.Namespace) -> float:
-    """Bytes of fp32 weights and moments per parameter, before they are sharded. Other optimizers count like Adam."""
+    """Bytes of fp32 weights and moments per parameter, before sharding; optimizers other than SGD count as Adam."""
     master = 0 if args.params_dtype == torch.float32 else args.main_params_dtype.itemsize
     if master and args.use_precision_aware_optimizer and _stores_remainders(args):
-        master -= args.params_dtype.itemsize  # the upper half is the weight itself
+        master -= args.params_dtype.itemsize  # the bf16 weight is the upper half
     if args.optimizer == "sgd":
         return master + (_FP32_BYTES if args.sgd_momentum else 0)
     return master + args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
 
 
 def _stores_remainders(args: argparse.Namespace) -> bool:
-    """Whether Transformer Engine's Adam keeps only those bits of a fp32 master weight that its bf16 weight lacks."""
+    """Whether Transformer Engine's Adam keeps only the bits of a fp32 master weight that the bf16 weight lacks."""
     fp32_master = args.main_params_dtype == torch.float32 and args.params_dtype == torch.bfloat16
     return fp32_master and not args.optimizer_cpu_offload and not args.fp8_param_gather

@@ -1,4 +1,4 @@
-"""Files and packages that a run needs and this machine lacks: the cluster may have them, so these are warnings."""
+"""Warns of files and packages that a run needs and this machine lacks; the cluster may have them."""
 
 import argparse
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_lancet.training.dry_run.cluster import has_package
 
-_TOKENIZER_PACKAGES = {
+TOKENIZER_PACKAGES = {
     "HuggingFaceTokenizer": "transformers",
     "GPT2BPETokenizer": "transformers",
     "SentencePieceTokenizer": "sentencepiece",
@@ -16,21 +16,18 @@ _TOKENIZER_PACKAGES = {
     "Llama2Tokenizer": "sentencepiece",
     "TikTokenizer": "tiktoken",
 }
+"""The package that each of Megatron's tokenizers needs."""
 
 
 def missing_packages(args: argparse.Namespace) -> Iterator[str]:
-    """Missing optional packages that the settings ask for, a message for each.
-
-    Args:
-        args: Megatron's arguments, validated.
-    """
+    """Yields a message for each package that validated arguments ask for and that is not installed."""
     for package, reason in _needed_packages(args):
         if not has_package(package):
             yield f"{package} is not installed here; {reason} needs it"
 
 
 def _needed_packages(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Packages that the run must be able to import, with the flag that asks for each."""
+    """Yields the packages that the run must be able to import, each with the flag that asks for it."""
     if args.transformer_impl == "transformer_engine":
         yield "transformer_engine", "--transformer-impl transformer_engine (Megatron's default)"
     elif args.transformer_impl == "local":
@@ -40,7 +37,7 @@ def _needed_packages(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     dispatcher = args.moe_token_dispatcher_type
     if dispatcher == "flex" and args.moe_flex_dispatcher_backend == "deepep":
         yield "deep_ep", "--moe-flex-dispatcher-backend deepep"
-    package = _TOKENIZER_PACKAGES.get(args.tokenizer_type)
+    package = TOKENIZER_PACKAGES.get(args.tokenizer_type)
     if package is not None:
         yield package, f"--tokenizer-type {args.tokenizer_type}"
     if args.wandb_project:
@@ -52,7 +49,7 @@ def _needed_packages(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 
 def _needed_by_local_modules(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Packages with kernels that Megatron's own modules use by default, and do not run without."""
+    """Yields the packages with kernels that Megatron's local modules use by default, and do not run without."""
     if args.gradient_accumulation_fusion:
         yield (
             "fused_weight_gradient_mlp_cuda",
@@ -67,23 +64,19 @@ def _needed_by_local_modules(args: argparse.Namespace) -> Iterator[tuple[str, st
         yield "transformer_engine", "--moe-router-fusion"
 
 
-def missing_checkpoints(args: argparse.Namespace) -> Iterator[str]:
-    """Missing folders of checkpoints to start from, a message for each."""
+def missing_inputs(args: argparse.Namespace) -> Iterator[str]:
+    """Yields a message for each missing file of a byte-pair tokenizer and each missing folder of a checkpoint."""
+    for flag, path in (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)):
+        if path is not None and not Path(path).is_file():
+            yield f"{flag}: no such file: {path}"
     for flag, folder in (("--load", args.load), ("--pretrained-checkpoint", args.pretrained_checkpoint)):
         if folder is not None and "://" not in folder and not Path(folder).is_dir():
             yield f"{flag}: no such folder: {folder}"
 
 
-def missing_vocabulary_files(args: argparse.Namespace) -> Iterator[str]:
-    """Missing files of a byte-pair tokenizer, a message for each."""
-    for flag, path in (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)):
-        if path is not None and not Path(path).is_file():
-            yield f"{flag}: no such file: {path}"
-
-
 def unknown_sizes(args: argparse.Namespace) -> Iterator[str]:
-    """Settings whose effect on sizes is not estimated, a message for each."""
-    for flag, given in {
+    """Yields a message for each setting whose effect on sizes is not estimated."""
+    for flag, is_given in {
         "--experimental-attention-variant": args.experimental_attention_variant,
         "--heterogeneous-layers-config-path": args.heterogeneous_layers_config_path,
         "--mtp-use-repeated-layer": args.mtp_use_repeated_layer,
@@ -94,5 +87,5 @@ def unknown_sizes(args: argparse.Namespace) -> Iterator[str]:
         "--cpu-offloading-num-layers": args.cpu_offloading_num_layers > 0,
         "--fine-grained-activation-offloading": args.fine_grained_activation_offloading,
     }.items():
-        if given:
-            yield f"sizes and memory are those without {flag}: what it changes is not estimated"
+        if is_given:
+            yield f"sizes and memory are those without {flag}: its effect is not estimated"

@@ -1,9 +1,8 @@
-"""How many parameters the model has, and how many of them a rank holds.
+"""Counts the parameters of the model, and those that a rank holds, weight by weight from the arguments.
 
-Counted weight by weight from the arguments; nothing is built. Megatron's own ``compute_weight_and_optimizer_memory``
-spreads layers evenly over the pipeline and leaves out biases, query and key norms and the projection of multi-token
-prediction, so the counts are ours. Tests compare them with models that Megatron built, and with that function where it
-is right.
+Megatron's own ``compute_weight_and_optimizer_memory`` spreads layers evenly over the pipeline and leaves out biases,
+query and key norms and the projection of multi-token prediction. Tests compare the counts with models that Megatron
+builds, and with that function where it is exact.
 """
 
 import argparse
@@ -16,13 +15,13 @@ from megatron_lancet.training.moe_pattern import moe_pattern
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a layer, or one of each of its experts.
+    """One weight of a layer, or the same weight of all its experts.
 
     Attributes:
-        numel: elements in the whole model.
-        num_shards: parts that it is split into, one on a rank.
-        is_expert: whether it is reduced among the ranks that hold the same experts.
-        active_share: part that one token uses.
+        numel: number of elements in the whole model.
+        num_shards: number of parts that it is split into, one on a rank.
+        is_expert: whether its gradient is reduced among the ranks that hold the same experts.
+        active_share: share of the elements that one token uses.
     """
 
     numel: int
@@ -33,30 +32,25 @@ class Weight:
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters that a rank holds.
-
-    Attributes:
-        dense: elements of weights that all data-parallel ranks share.
-        expert: elements of weights of its experts.
-    """
+    """Numbers of parameters that a rank holds: dense weights, and weights of its experts."""
 
     dense: int
     expert: int
 
     @property
     def all(self) -> int:
-        """Elements."""
+        """Number of all parameters."""
         return self.dense + self.expert
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters of the model.
+    """Numbers of parameters of the model.
 
     Attributes:
-        total: elements; what pipeline stages hold twice counts once.
-        active: elements that one token uses.
-        held: of a rank of each pipeline stage.
+        total: parameters; a weight that two pipeline stages hold counts once.
+        active: parameters that one token uses.
+        held: parameters on a rank of each pipeline stage.
     """
 
     total: int
@@ -65,11 +59,7 @@ class ModelSize:
 
 
 def model_size(args: argparse.Namespace, stages: list[PipelineStage]) -> ModelSize:
-    """Count the model.
-
-    Args:
-        args: Megatron's arguments, validated, with ``padded_vocab_size``.
-    """
+    """Counts the parameters, from validated arguments with ``padded_vocab_size``."""
     shared = not args.untie_embeddings_and_output_weights
     weights: list[Weight] = []
     held: list[Held] = []
@@ -87,19 +77,16 @@ def model_size(args: argparse.Namespace, stages: list[PipelineStage]) -> ModelSi
             if chunk.has_output and not shared:
                 own += [_vocabulary(args)]
         weights += own
-        held.append(_held([*own, *_copies(args, stage)]))
+        on_rank = [*own, *_copies(args, stage)]
+        dense = sum(weight.numel // weight.num_shards for weight in on_rank if not weight.is_expert)
+        held.append(Held(dense, sum(weight.numel // weight.num_shards for weight in on_rank if weight.is_expert)))
     total = sum(weight.numel for weight in weights)
     active = round(sum(weight.numel * weight.active_share for weight in weights))
     return ModelSize(total, active, tuple(held))
 
 
-def _held(weights: list[Weight]) -> Held:
-    dense = sum(weight.numel // weight.num_shards for weight in weights if not weight.is_expert)
-    return Held(dense, sum(weight.numel // weight.num_shards for weight in weights if weight.is_expert))
-
-
 def _copies(args: argparse.Namespace, stage: PipelineStage) -> Iterator[Weight]:
-    """Weights of other stages that this one holds, too: the embedding."""
+    """Yields the weights of other stages of which this stage holds a copy: the embedding."""
     has_embedding = any(chunk.has_embedding for chunk in stage.chunks)
     for chunk in stage.chunks:
         if chunk.num_mtp and not has_embedding:
@@ -131,7 +118,7 @@ def _mtp_weights(args: argparse.Namespace, is_moe: bool) -> Iterator[Weight]:
 
 
 def layer_weights(args: argparse.Namespace, is_moe: bool) -> Iterator[Weight]:
-    """The weights of a transformer layer."""
+    """Yields the weights of a transformer layer."""
     yield Weight(2 * _norm(args, args.hidden_size))
     yield from _latent_attention(args) if args.multi_latent_attention else _attention(args)
     if is_moe:
@@ -171,7 +158,7 @@ def _latent_attention(args: argparse.Namespace) -> Iterator[Weight]:
     if args.add_bias_linear:
         yield Weight(args.hidden_size)
     if args.qk_layernorm:
-        # Without compressed queries Transformer Engine normalises what they are projected from.
+        # Without compressed queries Transformer Engine normalises the input of their projection.
         yield Weight(_norm(args, args.kv_lora_rank + (args.q_lora_rank or args.hidden_size)))
 
 

@@ -1,4 +1,4 @@
-"""The plan that a run would get, in lines for the user."""
+"""Describes the plan that a run would get."""
 
 import argparse
 from pathlib import Path
@@ -14,7 +14,7 @@ from megatron_lancet.training.tuning.profile_to_file import check_can_profile
 
 
 def plan_lines(args: argparse.Namespace, config: LancetConfig) -> list[str]:
-    """Lines about the plan, its source, and what automatic tuning would do.
+    """Describes the plan, its source, and what automatic tuning would do, in lines for the user.
 
     Args:
         args: Megatron's arguments, validated.
@@ -30,29 +30,24 @@ def plan_lines(args: argparse.Namespace, config: LancetConfig) -> list[str]:
     if plan is None:
         return [line]
     lines = _tuning_lines(args, config, plan, line) if is_tuned(args, config) else [line]
-    return [*lines, *_deferred_dw_note(plan)]
-
-
-def _deferred_dw_note(plan: Plan) -> list[str]:
-    if plan.dw_policy is DwPolicy.NONE or plan.dw_memory_bytes is not None:
-        return []
-    return [
-        "deferred weight gradients need memory beyond the estimate above: --lancet-dw-memory-mb bounds it, "
-        "--lancet-dw-policy none avoids it"
-    ]
+    if plan.dw_policy is not DwPolicy.NONE and plan.dw_memory_bytes is None:
+        lines.append(
+            "deferred weight gradients need memory beyond the estimate above: --lancet-dw-memory-mb bounds it, "
+            "--lancet-dw-policy none avoids it"
+        )
+    return lines
 
 
 def _tuning_lines(args: argparse.Namespace, config: LancetConfig, plan: Plan, line: str) -> list[str]:
     limits, num_steps = planning_limits(args, config), num_tuning_steps(args, config)
     if args.train_iters is not None and args.train_iters < num_steps:
         return [f"{line} (fixed: {args.train_iters} steps are fewer than the {num_steps} that tuning takes)"]
-    excluded = [f"not {one.what}: {one.reason}" for one in limits.excluded]
     dims, ranges = " or ".join(limits.chunk_dims), ", ".join(limits.ranges)
     return [
         announced_plan(args, config, plan, line),
         "auto measures steps before and after the change, and keeps the plan only if it pays",
         f"it may cut along {dims}; ranges {ranges}; weight gradients {' or '.join(limits.dw_policies)}",
-        *excluded,
+        *(f"not {exclusion.what}: {exclusion.reason}" for exclusion in limits.excluded),
     ]
 
 

@@ -1,9 +1,13 @@
-"""The dry run's report as text."""
+"""Results of a dry run, and their report as text."""
 
+import argparse
+from dataclasses import dataclass, field
 from itertools import groupby
 
-from megatron_lancet.training.dry_run.findings import Findings
+from megatron_lancet.training.dry_run.layout import Layout
 from megatron_lancet.training.dry_run.memory import Memory
+from megatron_lancet.training.dry_run.parameters import ModelSize
+from megatron_lancet.training.dry_run.stages import PipelineStage
 
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
 _HOW = (
@@ -13,22 +17,43 @@ _HOW = (
 )
 
 
+@dataclass
+class Findings:
+    """Results of a dry run.
+
+    Attributes:
+        target: number of ranks, its source, and the machines that the run was validated for.
+        memory: memory of a rank of each pipeline stage.
+        plan: lines that describe the plan.
+        changes: a line for each setting of the script that the run changes.
+        warnings: a line for each problem that the run itself may not have.
+    """
+
+    args: argparse.Namespace
+    target: str
+    layout: Layout
+    stages: list[PipelineStage]
+    size: ModelSize
+    memory: list[Memory]
+    plan: list[str]
+    changes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
 def report(findings: Findings) -> str:
-    """The whole report."""
+    """Writes the report."""
+    unit = "GiB" if max(memory.total for memory in findings.memory) >= _UNITS["GiB"] else "MiB"
     sections = [
-        ("", [f"Megatron-Lancet dry run: {findings.target}"]),
         ("model", _model(findings)),
         ("layout", _layout(findings)),
-        (f"memory of a GPU, {_unit(findings)}", _memory(findings)),
+        (f"memory of a GPU, {unit}", _memory(findings, _UNITS[unit])),
         ("plan", findings.plan),
         ("changed settings", findings.changes),
         ("warnings", findings.warnings),
     ]
-    text = []
+    text = [f"Megatron-Lancet dry run: {findings.target}"]
     for title, lines in sections:
-        if not lines:
-            continue
-        text += [title, *(f"  {line}" for line in lines)] if title else lines
+        text += [title, *(f"  {line}" for line in lines)] if lines else []
     num_warnings = len(findings.warnings)
     return "\n".join([*text, f"dry run passed, {num_warnings} warning{'s' * (num_warnings != 1)}"])
 
@@ -51,8 +76,9 @@ def _model(findings: Findings) -> list[str]:
 
 def _layout(findings: Findings) -> list[str]:
     one, args = findings.layout, findings.args
-    layers = [len(stage.layers) for stage in findings.stages]
-    spread = f"{layers[0]} layers on each rank" if len(set(layers)) == 1 else f"layers by rank: {_listed(layers)}"
+    runs = [(count, len(list(same))) for count, same in groupby(len(stage.layers) for stage in findings.stages)]
+    by_rank = ", ".join(f"{count}" if times == 1 else f"{times} x {count}" for count, times in runs)
+    spread = f"{runs[0][0]} layers on each rank" if len(runs) == 1 else f"layers by rank: {by_rank}"
     return [
         f"ranks           {one.num_ranks} = TP {one.tensor} x CP {one.context} x PP {one.pipeline} x DP {one.data}",
         f"experts         EP {one.expert} x ETP {one.expert_tensor} x PP {one.pipeline} x expert-DP {one.expert_data}",
@@ -62,31 +88,16 @@ def _layout(findings: Findings) -> list[str]:
     ]
 
 
-def _listed(counts: list[int]) -> str:
-    runs = [(count, len(list(same))) for count, same in groupby(counts)]
-    return ", ".join(f"{count}" if times == 1 else f"{times} x {count}" for count, times in runs)
-
-
-def _unit(findings: Findings) -> str:
-    """Unit in which the memory is read best."""
-    return "GiB" if max(memory.total for memory in findings.memory) >= _UNITS["GiB"] else "MiB"
-
-
-def _memory(findings: Findings) -> list[str]:
-    unit_bytes = _UNITS[_unit(findings)]
+def _memory(findings: Findings, unit_bytes: int) -> list[str]:
     columns = ("stage", "weights", "gradients", "optimizer", "activations", "total")
     lines = ["  ".join(f"{name:>11}" for name in columns)]
     start = 0
     for memory, same in groupby(findings.memory):
         last = start + len(list(same)) - 1
         name = str(start) if start == last else f"{start}-{last}"
-        lines.append("  ".join(f"{text:>11}" for text in (name, *_parts(memory, unit_bytes))))
+        parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
+        lines.append("  ".join([f"{name:>11}", *(f"{part / unit_bytes:>11.2f}" for part in parts)]))
         start = last + 1
     offloaded = max(memory.offloaded for memory in findings.memory)
     on_host = [f"optimizer in the host's memory: {offloaded / unit_bytes:.2f} a rank"] if offloaded else []
     return [*lines, *on_host, *_HOW]
-
-
-def _parts(memory: Memory, unit_bytes: int) -> list[str]:
-    parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
-    return [f"{part / unit_bytes:.2f}" for part in parts]

@@ -1,4 +1,4 @@
-"""The dry run: from the command line to a report, in one process, without a process group."""
+"""Runs a dry run: from the command line to a report, in one process, without a process group."""
 
 import argparse
 import io
@@ -17,19 +17,13 @@ from megatron.training.arguments import validate_args
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training import arguments
 from megatron_lancet.training.dry_run.cluster import assumptions, missing_settings, on_the_cluster
-from megatron_lancet.training.dry_run.findings import Findings
 from megatron_lancet.training.dry_run.layout import check_shares, layout_of
 from megatron_lancet.training.dry_run.memory import memory_of_stages
-from megatron_lancet.training.dry_run.missing import (
-    missing_checkpoints,
-    missing_packages,
-    missing_vocabulary_files,
-    unknown_sizes,
-)
+from megatron_lancet.training.dry_run.missing import missing_inputs, missing_packages, unknown_sizes
 from megatron_lancet.training.dry_run.parameters import model_size
 from megatron_lancet.training.dry_run.plan import plan_lines, saves_scores
-from megatron_lancet.training.dry_run.report import report
-from megatron_lancet.training.dry_run.stages import PipelineStage, pipeline_stages
+from megatron_lancet.training.dry_run.report import Findings, report
+from megatron_lancet.training.dry_run.stages import pipeline_stages
 from megatron_lancet.training.dry_run.vocabulary import set_vocabulary_size
 from megatron_lancet.training.dry_run.world import choose_world
 from megatron_lancet.training.input_files import missing_files
@@ -42,17 +36,17 @@ from megatron_lancet.training.process.console import say
 
 
 def examine() -> Findings:
-    """Parses and validates ``sys.argv`` as the run itself would, and sizes what would run.
+    """Parses and validates ``sys.argv`` as the run itself would, and estimates the sizes of model and memory.
 
     Raises:
-        UsageError: what the run would refuse.
+        UsageError: the run would refuse its arguments.
     """
     check_seams()
     args, config = arguments.parse()
     unset = list(missing_settings(args))
     with _megatrons_remarks() as remarks, on_the_cluster():
-        world = choose_world(args)
-        args.rank, args.world_size = 0, world.num_ranks
+        num_ranks, source = choose_world(args)
+        args.rank, args.world_size = 0, num_ranks
         on_cpu = not gpu_available() and (is_mocked(args) or args.distributed_backend == "gloo")
         if on_cpu:
             apply_cpu_settings(args)
@@ -60,15 +54,19 @@ def examine() -> Findings:
         missing = _validate(args)
         plan = plan_lines(args, config)
         with arguments.megatrons_refusals():
-            stages = _stages(args)
+            model_config = gpt_config_from_args(args)
+            pretrain_cfg_container_from_args(args, model_config)
+            model_config.finalize()
+            stages = pipeline_stages(args, model_config.transformer)
             layout = layout_of(args, _num_micro_batches(args))
     check_shares(args, layout)
     size = model_size(args, stages)
-    machines = "CPUs, as --distributed-backend says" if on_cpu else f"GPUs{_assumed()}"
+    assumed = f" (assumed: {', '.join(assumptions())})" if assumptions() else ""
+    machines = "CPUs, as --distributed-backend says" if on_cpu else f"GPUs{assumed}"
     missing += [] if on_cpu else [*missing_packages(args), *unset]
     return Findings(
         args,
-        f"{world.num_ranks} ranks ({world.source}) on {machines}",
+        f"{num_ranks} ranks ({source}) on {machines}",
         layout,
         stages,
         size,
@@ -80,9 +78,9 @@ def examine() -> Findings:
 
 
 def _validate(args: argparse.Namespace) -> list[str]:
-    """Does what ``arguments.validate`` does, with warnings for missing files and without Megatron's globals."""
+    """Validates as ``arguments.validate``, but warns of missing files, and does not set Megatron's globals."""
     arguments.check_settings(args)
-    missing = [*missing_files(args), *missing_vocabulary_files(args), *missing_checkpoints(args)]
+    missing = [*missing_files(args), *missing_inputs(args)]
     with arguments.megatrons_refusals():
         missing += _take_checkpoint_arguments(args)
         validate_args(args)
@@ -90,21 +88,9 @@ def _validate(args: argparse.Namespace) -> list[str]:
     return missing
 
 
-def _stages(args: argparse.Namespace) -> list[PipelineStage]:
-    """Makes Megatron's configurations as the run would, and reads the pipeline stages from the model's."""
-    model_config = gpt_config_from_args(args)
-    pretrain_cfg_container_from_args(args, model_config)
-    model_config.finalize()
-    return pipeline_stages(args, model_config.transformer)
-
-
-def _assumed() -> str:
-    return f" (assumed: {', '.join(assumptions())})" if assumptions() else ""
-
-
 @contextmanager
 def _megatrons_remarks() -> Iterator[list[str]]:
-    """Collects Megatron's warnings inside the context; its log and its thousand lines of arguments are not shown."""
+    """Collects Megatron's warnings inside the context, and discards its log and its list of arguments."""
     remarks: list[str] = []
     level = logging.root.manager.disable
     with warnings.catch_warnings(record=True) as caught, redirect_stdout(io.StringIO()):
@@ -118,7 +104,7 @@ def _megatrons_remarks() -> Iterator[list[str]]:
 
 
 def _take_checkpoint_arguments(args: argparse.Namespace) -> Iterator[str]:
-    """Applies ``--use-checkpoint-args`` where the checkpoint is here; else yields a warning."""
+    """Applies ``--use-checkpoint-args`` if the checkpoint is on this machine; else yields a warning."""
     if not args.use_checkpoint_args:
         return
     if args.load is None or not Path(args.load).is_dir():
@@ -136,10 +122,10 @@ def _take_checkpoint_arguments(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _num_micro_batches(args: argparse.Namespace) -> int:
-    """Micro-batches of a step on each data-parallel rank; of the first step where the batch grows.
+    """Micro-batches of the first step on each data-parallel rank; later steps have more if the batch grows.
 
     Raises:
-        AssertionError, ValueError: Megatron's, for a batch that can't be shared out.
+        AssertionError, ValueError: Megatron can't distribute the batch.
     """
     calculator: Any = _build_num_microbatches_calculator(
         args.rank,
@@ -154,11 +140,10 @@ def _num_micro_batches(args: argparse.Namespace) -> int:
 
 
 def run_dry() -> None:
-    """Entry point: prints the report, on the first rank only if several were started.
+    """Entry point: prints the report; if several ranks were started, the first one does.
 
     Raises:
-        UsageError: what the run would refuse.
+        UsageError: the run would refuse its arguments.
     """
-    if int(os.environ.get("RANK", "0")) != 0:
-        return
-    say(report(examine()))
+    if int(os.environ.get("RANK", "0")) == 0:
+        say(report(examine()))

@@ -1,4 +1,4 @@
-"""Layers of the model on each pipeline rank, as Megatron will distribute them."""
+"""Reads from Megatron which layers of the model each pipeline rank gets."""
 
 import argparse
 from dataclasses import dataclass, replace
@@ -15,11 +15,10 @@ class ModelChunk:
     """A virtual pipeline stage: the layers that one rank runs without communication between stages.
 
     Attributes:
-        layers: whether each of its transformer layers is a MoE layer.
-        num_mtp: multi-token prediction layers.
-        has_embedding: of the tokens.
-        has_output: the output layer and the loss.
-        has_final_norm: the norm behind the last transformer layer.
+        layers: for each of its transformer layers, whether it is a MoE layer.
+        num_mtp: number of multi-token prediction layers.
+        has_output: whether it has the output layer and the loss.
+        has_final_norm: whether it has the norm behind the last transformer layer.
     """
 
     layers: tuple[bool, ...]
@@ -34,27 +33,27 @@ class PipelineStage:
     """The part of the model on one pipeline rank.
 
     Attributes:
-        chunks: virtual stages, in the order in which a micro-batch passes through them; one without virtual stages.
+        chunks: virtual stages in the order of the layers; one chunk without virtual stages.
     """
 
     chunks: tuple[ModelChunk, ...]
 
     @property
     def layers(self) -> tuple[bool, ...]:
-        """Whether each transformer layer of all chunks is a MoE layer."""
+        """For each transformer layer of all chunks, whether it is a MoE layer."""
         return tuple(layer for chunk in self.chunks for layer in chunk.layers)
 
 
 def pipeline_stages(args: argparse.Namespace, config: Any) -> list[PipelineStage]:
-    """All pipeline ranks, first to last.
+    """Lists the pipeline ranks, first to last.
 
     Args:
         args: Megatron's arguments, validated.
-        config: Megatron's TransformerConfig that was made of them.
+        config: Megatron's TransformerConfig that was made from them.
 
     Raises:
-        AssertionError, ValueError: Megatron's, for layers that can't be shared out.
-        UsageError: a pattern of MoE layers of another length than the model.
+        AssertionError, ValueError: Megatron can't distribute the layers.
+        UsageError: the pattern of MoE layers has another length than the model.
     """
     pp_size, vp_size = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     pattern = iter(moe_pattern(args))
@@ -73,7 +72,7 @@ def pipeline_stages(args: argparse.Namespace, config: Any) -> list[PipelineStage
 
 
 def _contents(config: Any, pp_rank: int, vp_stage: int) -> list[LayerType]:
-    """Layers that Megatron builds for a virtual stage of a pipeline rank."""
+    """Lists the layers that Megatron builds for a virtual stage of a pipeline rank."""
     pp_size, vp_size = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     layout = config.pipeline_model_parallel_layout
     if layout is not None:

@@ -1,4 +1,4 @@
-"""Finds the size of the vocabulary, also where the tokenizer is not here."""
+"""Finds the size of the vocabulary, or assumes one where the tokenizer is not on this machine."""
 
 import argparse
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer, voca
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training.dry_run.cluster import has_package
+from megatron_lancet.training.dry_run.missing import TOKENIZER_PACKAGES
 
 _PIECES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-"""Entries of tokenizers that have one vocabulary only."""
+"""Vocabulary sizes of tokenizers that have only one."""
 _TYPICAL_PIECES = 128_000
-"""Entries of the tokenizers of today's large models."""
-_FROM_ONE_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
+"""Vocabulary size of the tokenizers of today's large models."""
 
 
 def set_vocabulary_size(args: argparse.Namespace) -> Iterator[str]:
@@ -23,7 +23,7 @@ def set_vocabulary_size(args: argparse.Namespace) -> Iterator[str]:
         A warning where the size is assumed.
 
     Raises:
-        UsageError: there is no tokenizer, or no size for one.
+        UsageError: no tokenizer is named, or its size is missing.
     """
     if args.tokenizer_type is None:
         raise UsageError("--tokenizer-type is missing: Megatron builds no model without a tokenizer.")
@@ -37,20 +37,18 @@ def set_vocabulary_size(args: argparse.Namespace) -> Iterator[str]:
     if pieces is None:
         pieces = _TYPICAL_PIECES
         yield (
-            f"the tokenizer {args.tokenizer_model} is not here: its vocabulary is taken for {pieces} pieces. "
-            "--vocab-size N says it"
+            f"the tokenizer {args.tokenizer_model} is not here: {pieces} pieces are assumed. Pass "
+            "--vocab-size N for another number"
         )
     args.padded_vocab_size = vocab_size_with_padding(pieces, args, logging_enabled=False)
 
 
 def _is_here(args: argparse.Namespace) -> bool:
     """Whether Megatron can build the tokenizer from files of this machine; nothing is downloaded."""
-    kind = args.tokenizer_type
+    kind, model = args.tokenizer_type, args.tokenizer_model
     if kind == "NullTokenizer":
         return True
-    if kind in _FROM_ONE_FILE:
-        package = "tiktoken" if kind == "TikTokenizer" else "sentencepiece"
-        return bool(args.tokenizer_model) and Path(args.tokenizer_model).is_file() and has_package(package)
-    if kind == "HuggingFaceTokenizer":
-        return bool(args.tokenizer_model) and Path(args.tokenizer_model).exists() and has_package("transformers")
-    return False
+    if not model or kind == "GPT2BPETokenizer" or kind not in TOKENIZER_PACKAGES:
+        return False
+    exists = Path(model).exists() if kind == "HuggingFaceTokenizer" else Path(model).is_file()
+    return exists and has_package(TOKENIZER_PACKAGES[kind])

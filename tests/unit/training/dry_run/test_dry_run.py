@@ -11,8 +11,7 @@ import torch
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training.dry_run.cluster import has_package
-from megatron_lancet.training.dry_run.findings import Findings
-from megatron_lancet.training.dry_run.report import report
+from megatron_lancet.training.dry_run.report import Findings, report
 from megatron_lancet.training.dry_run.run import examine, run_dry
 
 LISTS = Path(__file__).parents[3] / "launch_args"
@@ -190,7 +189,7 @@ REFUSED = {
     ),
     "virtual stages": (
         ["--num-virtual-stages-per-pipeline-rank", 2, "--global-batch-size", 40],
-        r"5 micro-batches a step do not fit to virtual pipeline stages",
+        r"5 micro-batches a step do not fit the virtual pipeline stages",
     ),
     "size below 1": (["--pipeline-model-parallel-size", 0], "--pipeline-model-parallel-size expects at least 1, got 0"),
     "no data": (["--data-path"], r"data"),

@@ -19,9 +19,9 @@ from megatron.training.theoretical_memory_usage import compute_weight_and_optimi
 
 from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.training.dry_run.activations import _in_flight, layer_tensors
-from megatron_lancet.training.dry_run.findings import Findings
 from megatron_lancet.training.dry_run.memory import optimizer_bytes_per_parameter
 from megatron_lancet.training.dry_run.parameters import Held
+from megatron_lancet.training.dry_run.report import Findings
 from megatron_lancet.training.dry_run.run import examine
 from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.platform.cpu import cpu_platform
