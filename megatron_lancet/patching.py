@@ -16,8 +16,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     Raises:
         AttributeError: ``owner`` has no such attribute, so the assumption behind the replacement is void.
     """
-    if not hasattr(owner, name):
-        raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no attribute {name!r} to replace")
+    _require(owner, name)
     # vars(), not getattr: a class must get its plain function or staticmethod back, not a bound one.
     previous = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
@@ -42,6 +41,7 @@ def around(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
     Raises:
         AttributeError: ``owner`` has no such attribute.
     """
+    _require(owner, name)
     stock = getattr(owner, name)
 
     @functools.wraps(stock)
@@ -51,3 +51,8 @@ def around(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
     is_static = isinstance(inspect.getattr_static(owner, name, None), staticmethod)
     with replaced(owner, name, staticmethod(replacement) if is_static else replacement):
         yield
+
+
+def _require(owner: Any, name: str) -> None:
+    if not hasattr(owner, name):
+        raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no attribute {name!r} to replace")

@@ -32,10 +32,10 @@ class TokenizerSettings:
     ``tests/cli/data/test_encode.py`` compares names and defaults with the installed Megatron.
 
     Attributes:
-        tokenizer_type: One of :data:`SENTENCEPIECE_TYPES` or ``NullTokenizer``.
-        tokenizer_model: Path of the SentencePiece ``.model`` file.
-        vocab_size: Number of ids of ``NullTokenizer``, whose end-of-document id is the last of them.
-        pad_vocab_size: Off: padding is a matter of the model's embedding, not of the data.
+        tokenizer_type: one of :data:`SENTENCEPIECE_TYPES` or ``NullTokenizer``.
+        tokenizer_model: path of the SentencePiece ``.model`` file.
+        vocab_size: number of ids of ``NullTokenizer``, whose end-of-document id is the last of them.
+        pad_vocab_size: off, because padding concerns the model's embedding, not the data.
     """
 
     tokenizer_type: str
@@ -53,13 +53,12 @@ class TokenizerSettings:
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """What stays the same for all batches of one run.
+    """Settings that all batches of one run share.
 
     Attributes:
-        input_path: File that the lines come from, for error messages.
+        input_path: file of the lines, for error messages.
         keys: JSON keys; one dataset is written for each.
-        settings: The tokenizer.
-        append_eod: End every document with the tokenizer's end-of-document id.
+        append_eod: end every document with the tokenizer's end-of-document id.
     """
 
     input_path: Path
@@ -74,8 +73,8 @@ class EncodedDocuments:
 
     Attributes:
         tokens: [num_tokens], all documents one after the other, in the dataset's dtype.
-        lengths: Tokens of each document, end-of-document included; they sum to num_tokens.
-        num_empty: Texts left out.
+        lengths: number of tokens of each document, end-of-document included; they sum to num_tokens.
+        num_empty: number of texts that were left out.
     """
 
     tokens: np.ndarray
@@ -92,18 +91,13 @@ class EncodedDocuments:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Result of one :class:`LineBatch`.
-
-    Attributes:
-        num_input_bytes: Bytes of the input file that it covers.
-        documents: One entry per key of the job, in its order.
-    """
+    """Result of one :class:`LineBatch` of ``num_input_bytes``, with one entry of documents per key of the job."""
 
     num_input_bytes: int
     documents: tuple[EncodedDocuments, ...]
 
 
-# Cached per process: a worker gets the settings with every batch but must load the model once only.
+# Cached per process: a worker receives the settings with every batch, but must load the model only once.
 @lru_cache(maxsize=1)
 def build_tokenizer(settings: TokenizerSettings) -> Any:
     """Megatron's tokenizer for ``settings`` (``.tokenize``, ``.eod``, ``.vocab_size``).

@@ -1,4 +1,4 @@
-"""What a model that knows only token frequencies would score: a yardstick for a validation loss."""
+"""The loss of a model that knows only token frequencies: a reference for a validation loss."""
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -17,8 +17,8 @@ def unigram_entropy_nats(prefix: str, split_range: tuple[int, int] | None = None
     below it (Megatron's ``lm loss`` is in nats per token too) shows that the model uses the context.
 
     Args:
-        prefix: Path of the dataset without ``.bin``/``.idx``, as for ``--data-path``.
-        split_range: Documents ``[begin, end)`` to count; None counts all.
+        prefix: path of the dataset without ``.bin``/``.idx``, as for ``--data-path``.
+        split_range: documents ``[begin, end)`` to count; None counts all.
 
     Raises:
         UsageError: there is no dataset at ``prefix``, it is damaged, or no token is in the range.

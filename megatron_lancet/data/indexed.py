@@ -30,10 +30,8 @@ class TokenFile:
 
     Attributes:
         prefix: path without ``.bin``/``.idx``.
-        dtype: of its tokens.
-        num_sequences: in the index.
-        num_tokens: of all sequences together.
-        in_order: whether the sequences lie in the ``.bin`` one after the other, from its start.
+        dtype: type of its tokens.
+        in_order: whether the ``.bin`` stores the sequences one after the other, from its start.
     """
 
     prefix: str
@@ -46,7 +44,7 @@ class TokenFile:
         """All tokens [num_tokens], mapped from the file.
 
         Raises:
-            UsageError: they don't lie in order, so that there is no such array.
+            UsageError: the sequences are not in order, so that there is no such array.
         """
         if not self.in_order:
             raise UsageError(f"{self.prefix}.idx: the sequences are not in the order of {self.prefix}.bin.")
@@ -62,7 +60,7 @@ def check_dataset(prefix: str) -> TokenFile:
         prefix: path of the dataset without ``.bin``/``.idx``, as for ``--data-path``.
 
     Raises:
-        UsageError: a file is missing or damaged; says which and how.
+        UsageError: a file is missing or damaged.
     """
     idx, bin_ = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (idx, bin_):
@@ -81,15 +79,14 @@ def check_dataset(prefix: str) -> TokenFile:
             idx, f"for {num_sequences} sequences and {num_bounds} bounds it must have {expected} bytes, not {idx_bytes}"
         )
     lengths, offsets, bounds = _arrays(idx, len(head), num_sequences, num_bounds)
-    _check_bounds(idx, bounds, num_sequences)
+    if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != num_sequences or bool((bounds[1:] < bounds[:-1]).any()):
+        raise _damaged(idx, f"the bounds of its documents must rise from 0 to {num_sequences}")
     in_order = _check_sequences(idx, lengths, offsets, dtype.itemsize, bin_bytes)
     return TokenFile(prefix, dtype, num_sequences, int(lengths.sum(dtype=np.int64)), in_order)
 
 
 def _damaged(idx: Path, why: str) -> UsageError:
-    return UsageError(
-        f"{idx} is damaged, or no index of tokens: {why}. Make the dataset anew (tools/preprocess_data.py)."
-    )
+    return UsageError(f"{idx} is damaged, or no index of tokens: {why}. Rebuild it with tools/preprocess_data.py.")
 
 
 def _read_head(head: bytes, idx: Path) -> tuple[np.dtype, int, int]:
@@ -113,14 +110,8 @@ def _arrays(idx: Path, start: int, num_sequences: int, num_bounds: int) -> tuple
     return lengths, offsets, bounds
 
 
-def _check_bounds(idx: Path, bounds: np.ndarray, num_sequences: int) -> None:
-    """Documents follow one another and cover all sequences."""
-    if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != num_sequences or bool((bounds[1:] < bounds[:-1]).any()):
-        raise _damaged(idx, f"the bounds of its documents must rise from 0 to {num_sequences}")
-
-
 def _check_sequences(idx: Path, lengths: np.ndarray, offsets: np.ndarray, token_bytes: int, bin_bytes: int) -> bool:
-    """Every sequence lies in the ``.bin``; whether they do so one after the other."""
+    """Checks that every sequence lies in the ``.bin``; returns whether they lie one after the other."""
     if len(lengths) == 0:
         return True
     if int(lengths.min()) < 0:

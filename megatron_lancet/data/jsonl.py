@@ -15,7 +15,7 @@ class LineBatch:
 
     Attributes:
         first_line_number: 1-based number of ``lines[0]`` in the file.
-        lines: Raw bytes, line ends included.
+        lines: raw bytes, line ends included.
     """
 
     first_line_number: int
@@ -36,16 +36,13 @@ def open_input(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise UsageError(
-            f"cannot read input file {path}: {error.strerror}; check the path given with --input"
-        ) from error
+        raise UsageError(f"cannot read input file {path}: {error.strerror}; check the path of --input") from error
 
 
 def iter_line_batches(path: Path, max_batch_bytes: int) -> Iterator[LineBatch]:
-    """Cut a file into batches of whole lines of about ``max_batch_bytes`` (a longer line stands alone).
+    """Cut a file into batches of whole lines of about ``max_batch_bytes`` (a longer line is a batch of its own).
 
-    The cuts depend on the file alone, so whatever is computed per batch is the same on any number of
-    workers.
+    The cuts depend only on the file, so results per batch are the same for any number of workers.
     """
     with open_input(path) as file:
         line_number = 1
@@ -59,23 +56,20 @@ def parse_line(line: bytes, keys: Sequence[str], location: str) -> tuple[str, ..
     """Texts of one JSONL line, in the order of ``keys``; None for a blank line.
 
     Args:
-        line: Raw bytes of the line.
-        keys: Keys that the object must have, with string values.
-        location: File and line, for error messages.
+        keys: keys that the object must have, with string values.
+        location: file and line, for error messages.
 
     Raises:
-        UsageError: the line is not UTF-8, not a JSON object, or lacks a key; a value is no string or
-            cannot be written as UTF-8 (JSON can spell half of a surrogate pair).
+        UsageError: the line is not UTF-8, not a JSON object, or lacks a key; a value is no string or cannot be written
+            as UTF-8 (JSON can spell half of a surrogate pair).
     """
     if not line.strip():
         return None
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{location}: expected UTF-8, found byte 0x{line[error.start]:02x} at byte {error.start} of the"
-            " line; convert the file to UTF-8"
-        ) from error
+        found = f"byte 0x{line[error.start]:02x} at byte {error.start} of the line"
+        raise UsageError(f"{location}: expected UTF-8, found {found}; convert the file to UTF-8") from error
     except (json.JSONDecodeError, RecursionError) as error:
         raise UsageError(f"{location}: expected one JSON object, found invalid JSON ({error})") from error
     if not isinstance(record, dict):

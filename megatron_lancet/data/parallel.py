@@ -14,16 +14,16 @@ from multiprocessing import forkserver
 from megatron_lancet.errors import UsageError
 
 _MAX_PENDING_PER_WORKER = 3
-"""Batches in flight per worker: one in work, one to go on with, one done and waiting for its turn."""
+"""Batches per worker: one in work, one to continue with, one done whose predecessors are not."""
 
 
 def start_fork_server(preload_modules: Iterable[str]) -> None:
-    """Start the process that forks the workers, so that it imports while this one goes on.
+    """Start the process that forks the workers, so that it imports modules while this one continues.
 
     Args:
-        preload_modules: Modules imported once there instead of once in every worker.
+        preload_modules: modules imported once there instead of once in every worker.
 
-    Without this call :func:`ordered_map` starts it, with nothing preloaded.
+    Without this call :func:`ordered_map` starts that process, with nothing preloaded.
     """
     forkserver.set_forkserver_preload(list(preload_modules))
     forkserver.ensure_running()
@@ -38,9 +38,9 @@ def ordered_map[Item, Result](
     same error for any number of workers. Close the generator (``contextlib.closing``) to stop early.
 
     Args:
-        function: Picklable, as are its items, results and exceptions.
-        items: Read lazily, at most ``_MAX_PENDING_PER_WORKER`` per worker ahead of the results.
-        num_workers: 1 works in this process and starts no other.
+        function: picklable, as are its items, results and exceptions.
+        items: read lazily, at most ``_MAX_PENDING_PER_WORKER`` per worker ahead of the results.
+        num_workers: number of processes; 1 works in this process and starts no other.
 
     Raises:
         UsageError: a worker was killed.
@@ -48,8 +48,7 @@ def ordered_map[Item, Result](
     if num_workers == 1:
         yield from map(function, items)
         return
-    # Plain fork would copy a process that may hold locks of torch's threads; spawn would import slowly
-    # in every worker.
+    # Plain fork would copy a process that may hold locks of torch's threads; spawn would import slowly in each worker.
     context = multiprocessing.get_context("forkserver")
     executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_prepare_worker)
     pending: deque[Future[Result]] = deque()
@@ -70,14 +69,14 @@ def ordered_map[Item, Result](
 
 
 def _prepare_worker() -> None:
-    """Leave Ctrl-C to the parent, which cleans up, and never outlive it."""
+    """Leaves Ctrl-C to the parent, which cleans up, and makes the worker end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker is always started by another process"
-    multiprocessing.connection.wait([parent.sentinel])
-    # A worker whose parent got SIGKILL would wait for work for ever.
-    os._exit(1)
+
+    def exit_with_parent() -> None:
+        # A worker whose parent was killed would wait for work for ever.
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()

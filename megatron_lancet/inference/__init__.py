@@ -1,1 +1,1 @@
-"""What a trained checkpoint is good for: its perplexity on a data set, and text that it writes."""
+"""Inference with a trained checkpoint: perplexity on a data set, and text generation."""

@@ -1,4 +1,4 @@
-"""The frame of the commands of this package: what every rank of them does before and after its work."""
+"""The common frame of this package's commands: checks before, and exit after the work of a rank."""
 
 import logging
 import warnings
@@ -11,15 +11,15 @@ _NOISY = ("megatron.core", "megatron.training", "torch.distributed.checkpoint", 
 
 
 def run_tool(main: Callable[[], None], doing: str) -> None:
-    """Run a command as one rank; a failure of any rank ends it with one line and a status that is not 0.
+    """Run a command as one rank; a failure of any rank ends it with one line and a nonzero status.
 
     Args:
-        doing: what it does, for the line that says what a signal ended.
+        doing: what the command does, for the message after a signal.
     """
 
     def run(status: RankStatus) -> None:
         check_versions()
-        # Megatron's remarks on optional packages and deprecated classes are not what these commands are asked for.
+        # Megatron's warnings about optional packages and deprecated classes don't concern users of these commands.
         warnings.simplefilter("ignore")
         for name in _NOISY:
             logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,11 +1,10 @@
-"""Loss and perplexity of a model on a data set, as Megatron's validation counts them.
+"""Loss and perplexity of a model on a data set, as Megatron's validation computes them.
 
-The data is one stream of tokens, cut into windows of the model's context: each predicts what comes next within it, and
-sees nothing of the window before. That is how training feeds and validates it.
+The data is one stream of tokens, cut into windows of the model's context. In each window the model predicts the next
+token from the earlier ones of the same window, as in training and validation.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,16 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.inference.load import LoadedModel
 
 _UNSEEN_LABEL = 0
-"""Any id: its loss is masked out."""
+"""Label beyond the end of the data. Any id will do: its loss is masked out."""
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """What is to be predicted.
+    """The tokens to predict.
 
     Attributes:
-        tokens: [N], the first of which is only context.
-        num_text_bytes: of the text as UTF-8; None where only its tokens are known.
+        tokens: [N]; the first one is only context.
+        num_text_bytes: size of the text as UTF-8; None if only its tokens are known.
     """
 
     tokens: np.ndarray
@@ -44,8 +43,8 @@ class Evaluation:
     Attributes:
         loss: mean cross entropy in nats per token.
         perplexity: ``exp(loss)``.
-        num_tokens: that were predicted.
-        bits_per_byte: of the text; None where that is not known.
+        num_tokens: number of predicted tokens.
+        bits_per_byte: cross entropy per byte of text; None if the text is not known.
     """
 
     loss: float
@@ -55,13 +54,13 @@ class Evaluation:
 
 
 def read_stream(data: str, tokenizer: Any, key: str = "text") -> TokenStream:
-    """Tokens of a ``.jsonl`` or ``.txt`` file, or of the dataset with a prefix.
+    """Read the tokens of a ``.jsonl`` or ``.txt`` file, or of the dataset with the prefix ``data``.
 
-    Texts are joined as ``tools/preprocess_data.py --append-eod`` does it, and one end of text precedes the first, so
-    that every token of the text is predicted.
+    Texts are joined as by ``tools/preprocess_data.py --append-eod``, and one end of text precedes the first, so that
+    every token of the text is predicted.
 
     Args:
-        key: of the text in each line of a ``.jsonl``.
+        key: JSON key of the text in each line of a ``.jsonl`` file.
 
     Raises:
         UsageError: the data is missing, damaged, or not of this vocabulary.
@@ -76,20 +75,17 @@ def read_stream(data: str, tokenizer: Any, key: str = "text") -> TokenStream:
     if lowest < 0 or highest >= tokenizer.vocab_size:
         raise UsageError(
             f"{data} has ids from {lowest} to {highest}; the checkpoint's tokenizer has 0 to {tokenizer.vocab_size - 1}"
-            ". Pass data that was made with this tokenizer."
+            ". Pass data that was encoded with this tokenizer."
         )
     return stream
 
 
 def _read_text(path: Path, tokenizer: Any, key: str) -> TokenStream:
-    texts = iter_texts(path, key) if path.suffix == ".jsonl" else _whole_text(path)
     eod = tokenizer.eod
     separator = [eod] if isinstance(eod, int) and 0 <= eod < tokenizer.vocab_size else []
     ids: list[int] = list(separator)
     num_bytes = 0
-    for text in texts:
-        if not text:
-            continue
+    for text in filter(None, iter_texts(path, key) if path.suffix == ".jsonl" else [_whole_text(path)]):
         try:
             ids += tokenizer.tokenize(text)
         except ValueError as error:
@@ -99,22 +95,22 @@ def _read_text(path: Path, tokenizer: Any, key: str) -> TokenStream:
     return TokenStream(np.array(ids, dtype=np.int64), num_bytes or None)
 
 
-def _whole_text(path: Path) -> Iterator[str]:
+def _whole_text(path: Path) -> str:
     with open_input(path) as file:
         data = file.read()
     try:
-        yield data.decode()
+        return data.decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: expected UTF-8, found something else at byte {error.start}.") from error
 
 
 @torch.inference_mode()
 def evaluate(model: LoadedModel, stream: TokenStream, batch_size: int, max_tokens: int | None = None) -> Evaluation:
-    """Loss of a model on a stream. Ranks take windows in turn and get the same result.
+    """Compute the loss of a model on a stream. Ranks take windows in turn and get the same result.
 
     Args:
-        batch_size: windows that a rank computes at once.
-        max_tokens: predict only the first so many; None predicts all.
+        batch_size: number of windows that a rank computes at once.
+        max_tokens: number of tokens to predict, from the first on; None predicts all.
     """
     num_tokens = min(len(stream.tokens) - 1, max_tokens or len(stream.tokens))
     length = min(model.context_length, num_tokens)
@@ -122,7 +118,7 @@ def evaluate(model: LoadedModel, stream: TokenStream, batch_size: int, max_token
     mask = get_attention_mask(length)
     positions = torch.arange(length, device=model.device).expand(batch_size, -1)
     total = torch.zeros(1, dtype=torch.float64, device=model.device)
-    # Every rank runs every step: the ranks of an expert-parallel group need each other in each layer.
+    # Every rank runs every step: the ranks of an expert-parallel group exchange rows in each layer.
     for first in range(0, -(-num_tokens // length), windows_per_step):
         start = (first + model.rank * batch_size) * length
         inputs, labels, weights = (

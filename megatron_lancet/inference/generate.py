@@ -1,6 +1,6 @@
-"""Text from a prompt, token by token: Megatron's forward pass, KV cache and sampler, in a loop of ours.
+"""Text from a prompt, token by token, with Megatron's forward pass, KV cache and sampler.
 
-docs/evaluate_generate.md says which parts of ``megatron.core.inference`` are used, and why not all.
+docs/evaluate_generate.md tells which parts of ``megatron.core.inference`` are used, and why not all.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,10 +20,10 @@ from megatron_lancet.inference.load import LoadedModel
 from megatron_lancet.inference.sampling import Sampling
 
 _UNFINISHED = "\ufffd"
-"""What a tokenizer decodes the first bytes of a character to, until the last of them has come."""
+"""The character to which a tokenizer decodes the first bytes of an incomplete character."""
 
 NextLogits = Callable[[Sequence[int]], torch.Tensor]
-"""From all tokens so far to the logits [vocabulary] of the next."""
+"""Maps all tokens so far to the logits [vocabulary] of the next one."""
 
 
 class Ending(StrEnum):
@@ -36,14 +36,7 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished text.
-
-    Attributes:
-        prompt: what it goes on from.
-        text: without the prompt.
-        tokens: ids of ``text``, without the one that ends a text.
-        ended: why.
-    """
+    """A finished text. ``text`` excludes the prompt, and ``tokens``, its ids, the one that ends a text."""
 
     prompt: str
     text: str
@@ -55,7 +48,7 @@ def prompt_ids(tokenizer: Any, prompt: str, context_length: int) -> list[int]:
     """Tokens of a prompt.
 
     Raises:
-        UsageError: it has none, or leaves no room for another one in the model's context.
+        UsageError: the prompt has no token, or leaves no room for another one in the model's context.
     """
     if not prompt:
         raise UsageError("the prompt is empty: pass at least one character.")
@@ -71,14 +64,14 @@ def prompt_ids(tokenizer: Any, prompt: str, context_length: int) -> list[int]:
         )
     if len(ids) >= context_length:
         raise UsageError(
-            f"the prompt has {len(ids)} tokens; the model's context of {context_length} leaves room for at most "
-            f"{context_length - 1}, and a new one. Pass a shorter prompt."
+            f"the prompt has {len(ids)} tokens; the model's context of {context_length} has room for at most "
+            f"{context_length - 1} and a new one. Pass a shorter prompt."
         )
     return ids
 
 
 def full_forward(model: LoadedModel) -> NextLogits:
-    """Logits from a forward pass over all tokens, each time anew."""
+    """Logits from a forward pass over all tokens, without a cache."""
 
     @torch.inference_mode()
     def logits(tokens: Sequence[int]) -> torch.Tensor:
@@ -91,23 +84,17 @@ def full_forward(model: LoadedModel) -> NextLogits:
 
 
 def cached_forward(model: LoadedModel, max_tokens: int) -> NextLogits:
-    """Logits from Megatron's inference wrapper, which keeps keys and values: only new tokens are computed.
-
-    Args:
-        max_tokens: room in the cache.
-    """
+    """Logits from Megatron's inference wrapper, which keeps the keys and values of up to ``max_tokens`` tokens."""
     context = StaticInferenceContext(max_batch_size=1, max_sequence_length=max_tokens)
     wrapper = GPTInferenceWrapper(model.module, context)
     wrapper.prep_model_for_inference()
-    room = torch.zeros((1, max_tokens), dtype=torch.long, device=model.device)
-    inputs = wrapper.prep_inference_input(room)
+    inputs = wrapper.prep_inference_input(torch.zeros((1, max_tokens), dtype=torch.long, device=model.device))
     num_done = 0
 
     @torch.inference_mode()
     def logits(tokens: Sequence[int]) -> torch.Tensor:
         nonlocal num_done
-        new = torch.tensor(list(tokens[num_done:]), device=model.device)
-        inputs["tokens"][0, num_done : len(tokens)] = new
+        inputs["tokens"][0, num_done : len(tokens)] = torch.tensor(list(tokens[num_done:]), device=model.device)
         with InferenceMode.active():
             result = wrapper.run_one_forward_step(wrapper.get_batch_for_context_window(inputs, num_done, len(tokens)))
         num_done = len(tokens)
@@ -119,15 +106,15 @@ def cached_forward(model: LoadedModel, max_tokens: int) -> NextLogits:
 
 
 def next_tokens(model: LoadedModel, prompt: Sequence[int], vocab_size: int, sampling: Sampling) -> Iterator[int]:
-    """Tokens that follow a prompt, without end as long as the context has room. All ranks get the same.
+    """Tokens that follow a prompt, until the context is full. All ranks get the same.
 
     Args:
-        vocab_size: ids of the tokenizer; those that only pad the model's vocabulary are never drawn.
+        vocab_size: number of the tokenizer's ids; ids that only pad the model's vocabulary are never drawn.
     """
     forward = cached_forward(model, model.context_length) if model.can_cache else full_forward(model)
     generator = torch.Generator(device=model.device)
     generator.manual_seed(sampling.seed)
-    # To Megatron's sampler 0 means all; it refuses to choose among all by their number.
+    # For Megatron's sampler 0 means all; it refuses a ``top_k`` of the size of the vocabulary.
     top_k = sampling.top_k if sampling.top_k is not None and sampling.top_k < vocab_size else 0
     top_p = sampling.top_p or 0.0
     tokens = list(prompt)
@@ -140,13 +127,13 @@ def next_tokens(model: LoadedModel, prompt: Sequence[int], vocab_size: int, samp
                 logits, sampling.temperature, top_k, top_p, generator=generator, vocab_size=vocab_size
             )
         if model.num_ranks > 1:
-            dist.broadcast(chosen, src=0)  # the ranks' sums may differ in the last bit, their texts must not
+            dist.broadcast(chosen, src=0)  # ranks' sums may differ in the last bit, texts must not
         tokens.append(int(chosen))
         yield tokens[-1]
 
 
 def stream_text(tokenizer: Any, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
-    """The text of ``tokens`` piece by piece, each as soon as it is whole characters."""
+    """The text of ``tokens`` in pieces, each as soon as it consists of complete characters."""
     known = list(prompt)
     shown = tokenizer.detokenize(known)
     text = shown
@@ -172,9 +159,9 @@ def generate(
     """Continue a prompt.
 
     Args:
-        max_tokens: at most so many.
-        show: called with each piece of the text as soon as it is there.
-        stop_at_end: end where the model ends a text; else go on.
+        max_tokens: maximum number of new tokens.
+        show: called with each piece of the text as soon as it is known.
+        stop_at_end: end where the model ends a text.
 
     Raises:
         UsageError: see :func:`prompt_ids`.

@@ -1,14 +1,14 @@
-"""A model from a checkpoint, on as many ranks as there are: the checkpoint's own arguments say what it is.
+"""A model from a checkpoint, described by the checkpoint's own arguments, on any number of ranks.
 
-The ranks share the experts of each layer (expert parallel size = number of ranks) and hold all else in full, however
-the training was split: Megatron's distributed checkpoints load into any layout.
+The ranks share the experts of each layer (expert parallel size = number of ranks) and hold all other weights in full,
+whatever the layout of the training was: Megatron's distributed checkpoints load into any layout.
 """
 
 import argparse
 import dataclasses
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ _NOT_FOR_INFERENCE: dict[str, Any] = {
     "perform_initialization": False,
     "use_cpu_initialization": True,
 }
-"""Arguments of a training that change how the work is split or when it is done, but not the model's function."""
+"""Training arguments that change how or when the work is done, but not the model's function."""
 
 _SEAMS: tuple[Seam, ...] = (
     (StaticInferenceContext, "__init__", ("max_batch_size", "max_sequence_length")),
@@ -84,7 +84,7 @@ _SEAMS: tuple[Seam, ...] = (
     (dist_checkpointing, "load", ("sharded_state_dict", "checkpoint_dir")),
     (parallel_state, "initialize_model_parallel", ("expert_model_parallel_size", "expert_tensor_parallel_size")),
 )
-"""What this package uses of Megatron beside ``training/megatron/seams.py``."""
+"""Functions of Megatron that this package uses beside those in ``training/megatron/seams.py``."""
 
 _REFUSED = {
     "spec": "--spec, a Python file",
@@ -92,7 +92,7 @@ _REFUSED = {
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
     "yaml_cfg": "--yaml-cfg",
 }
-"""What a checkpoint may have been trained with that these tools don't build: a file of code, or no GPT."""
+"""Flags of checkpoints that are refused: their model is defined by code, or is no GPT."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,9 @@ class LoadedModel:
 
     Attributes:
         module: takes tokens, position ids and an attention mask.
-        context_length: tokens that it was trained to see at once.
+        context_length: number of tokens that it was trained to see at once.
         can_cache: whether keys and values of earlier tokens can be kept.
-        device: that it is on.
-        rank: of this process.
-        num_ranks: that share its experts.
+        num_ranks: number of ranks that share its experts.
     """
 
     module: torch.nn.Module
@@ -122,10 +120,7 @@ def number_of_ranks() -> int:
 
 
 def check_ranks(run: StoredRun, num_ranks: int) -> None:
-    """
-    Raises:
-        UsageError: the experts can't be shared by so many ranks, or the model is one that is not built here.
-    """
+    """Raise a UsageError if so many ranks can't share the experts, or if the model is of an unsupported kind."""
     experts: int = getattr(run.arguments, "num_experts", None) or 0
     if num_ranks > 1 and not experts:
         raise UsageError(
@@ -143,13 +138,13 @@ def check_ranks(run: StoredRun, num_ranks: int) -> None:
 
 
 def tokenizer_of(run: StoredRun, model_file: Path | None) -> Any:
-    """The tokenizer that the run was trained with.
+    """Build the tokenizer that the run was trained with.
 
     Args:
-        model_file: where its file is now; None takes the path that the checkpoint names.
+        model_file: present path of its file; None takes the path that the checkpoint names.
 
     Raises:
-        UsageError: its file is missing or damaged, or it is larger than the model's vocabulary.
+        UsageError: its file is missing or damaged, or it does not fit the model's vocabulary.
     """
     args = argparse.Namespace(**{**default_arguments(), **vars(run.arguments)})
     args.pad_vocab_size = False
@@ -161,7 +156,7 @@ def tokenizer_of(run: StoredRun, model_file: Path | None) -> Any:
     if kind in SENTENCEPIECE_TYPES and (path is None or not Path(path).is_file()):
         given = "--tokenizer-model" if model_file is not None else f"the checkpoint {run.folder}"
         raise UsageError(
-            f"the tokenizer's file is missing: {given} names {path}. Pass the one that the data was made with as "
+            f"the tokenizer's file is missing: {given} names {path}. Pass the one that the data was encoded with as "
             "--tokenizer-model."
         )
     settings = {field.name: getattr(args, field.name) for field in dataclasses.fields(TokenizerSettings)}
@@ -172,7 +167,7 @@ def tokenizer_of(run: StoredRun, model_file: Path | None) -> Any:
 
 def _other_tokenizer(args: argparse.Namespace, kind: str) -> Any:
     try:
-        args.trust_remote_code = False  # a tokenizer's folder may bring Python code of its own
+        args.trust_remote_code = False  # a tokenizer's folder may contain Python code
         return megatron_builder.build_tokenizer(args)
     except Exception as error:
         raise UsageError(
@@ -182,10 +177,7 @@ def _other_tokenizer(args: argparse.Namespace, kind: str) -> Any:
 
 
 def _checked(tokenizer: Any, run: StoredRun) -> Any:
-    """
-    Raises:
-        UsageError: it does not fit the vocabulary that the model was trained with.
-    """
+    """Refuses a tokenizer that does not fit the vocabulary that the model was trained with."""
     padded = getattr(run.arguments, "padded_vocab_size", None)
     if padded is None:
         raise UsageError(f"{run.folder} does not say how large its vocabulary is; it is no training checkpoint.")
@@ -218,7 +210,7 @@ def model_arguments(run: StoredRun, device: torch.device, num_ranks: int) -> arg
 
 @contextmanager
 def loaded_model(run: StoredRun, device: torch.device) -> Iterator[LoadedModel]:
-    """The model of a checkpoint, on all ranks; their process groups end with the context.
+    """Load the model of a checkpoint on all ranks; their process groups end with the context.
 
     Call :func:`check_ranks` before.
 
@@ -229,9 +221,7 @@ def loaded_model(run: StoredRun, device: torch.device) -> Iterator[LoadedModel]:
     num_ranks = number_of_ranks()
     args = model_arguments(run, device, num_ranks)
     own_attention = bool(args.multi_latent_attention) and args.transformer_impl == "local"
-    with ExitStack() as stack:
-        stack.enter_context(_process_groups(device, args))
-        stack.enter_context(core_attention_without_te(own_attention))
+    with _process_groups(device, args), core_attention_without_te(own_attention):
         module = build_plain_gpt(args)
         _load_weights(module, run)
         module.eval()
@@ -251,7 +241,7 @@ def _process_groups(device: torch.device, args: argparse.Namespace) -> Iterator[
     if device.type != "cpu":
         torch.cuda.set_device(device)
     if args.world_size == 1:
-        # A store in memory: one process needs no network.
+        # A store in memory, because one process needs no network.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend)

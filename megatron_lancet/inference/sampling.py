@@ -1,4 +1,4 @@
-"""How the next token is chosen, as the user asks for it. No torch: a command refuses what can't be at once."""
+"""The user's choice of how tokens are sampled. Imports no torch, so that a command refuses bad values at once."""
 
 import math
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        temperature: logits are divided by it; 0 always takes the most likely token.
-        top_k: draw among so many of the most likely tokens; None among all.
-        top_p: draw among the most likely tokens that have this share of the probability together; None among all.
-        seed: of the draws.
+        temperature: divisor of the logits; 0 always takes the most likely token.
+        top_k: number of the most likely tokens to draw from; None draws from all.
+        top_p: share of the probability that the most likely tokens to draw from have together; None draws from all.
+        seed: seed of the random draws.
 
     Raises:
-        UsageError: a value that can't be, or two that exclude each other.
+        UsageError: a value is out of range, or two values exclude each other.
     """
 
     temperature: float = 1.0
@@ -37,7 +37,7 @@ class Sampling:
         if self.top_k is not None and self.top_p is not None:
             raise UsageError("--top-k and --top-p exclude each other: drop one of them.")
         if self.greedy and not (self.top_k is None and self.top_p is None):
-            raise UsageError("--top-k and --top-p mean nothing where the likeliest token is always taken: drop them.")
+            raise UsageError("--top-k and --top-p have no effect where the likeliest token is always taken: drop them.")
         if not 0 <= self.seed <= _MAX_SEED:
             raise UsageError(f"--seed expects a whole number from 0 to {_MAX_SEED}, got {self.seed}.")
 

@@ -1,4 +1,4 @@
-"""From what a user names to a model that runs: all that can be refused is, before ranks meet and weights are read."""
+"""From a user's arguments to a model: everything is checked before process groups start and weights are read."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +13,7 @@ from megatron_lancet.training.platform.detect import platform
 
 @dataclass(frozen=True)
 class Session:
-    """A checkpoint and its tokenizer.
-
-    Attributes:
-        run: the checkpoint, without its weights.
-        tokenizer: that it was trained with.
-    """
+    """A checkpoint without its weights, and the tokenizer that it was trained with."""
 
     run: StoredRun
     tokenizer: Any
@@ -29,8 +24,8 @@ class Session:
 
         Args:
             load: folder that training saved to.
-            step: of the checkpoint; None takes the latest.
-            tokenizer_model: where the tokenizer's file is now; None takes the path that the checkpoint names.
+            step: step of the checkpoint; None takes the latest.
+            tokenizer_model: present path of the tokenizer's file; None takes the path that the checkpoint names.
 
         Raises:
             UsageError: there is no such checkpoint, it is damaged, or it does not fit the ranks or the tokenizer.
@@ -41,15 +36,11 @@ class Session:
 
     @property
     def context_length(self) -> int:
-        """Tokens that the model was trained to see at once."""
+        """Number of tokens that the model was trained to see at once."""
         return int(self.run.arguments.seq_length)
 
     @contextmanager
     def model(self) -> Iterator[LoadedModel]:
-        """The model, on all ranks, inside the context.
-
-        Raises:
-            UsageError: its weights can't be loaded.
-        """
+        """Load the model on all ranks; raises a UsageError if its weights can't be loaded."""
         with platform() as found, loaded_model(self.run, found.device) as model:
             yield model

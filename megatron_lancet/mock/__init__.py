@@ -1,1 +1,1 @@
-"""An expert-parallel world of N ranks that one process plays, for tests and for trying things on one device."""
+"""A mocked expert-parallel world of N ranks in one process, for tests and experiments on one device."""

@@ -1,4 +1,4 @@
-"""How long a message of a mocked group takes."""
+"""The link model of a mocked group: the duration of a message."""
 
 import time
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """What a rank's connection to the others costs. A message holds it for latency + bytes / bandwidth.
+    """A rank's connection to the others. A message occupies it for latency + bytes / bandwidth.
 
     Attributes:
-        latency_us: of every message, in microseconds.
-        gbytes_per_s: bandwidth in 1e9 bytes a second, for all bytes that leave for other ranks.
+        latency_us: latency of every message, in microseconds.
+        gbytes_per_s: bandwidth in 1e9 bytes per second, for all bytes sent to other ranks.
     """
 
     latency_us: float = 0.0
@@ -18,10 +18,10 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> "Link":
-        """From ``LATENCY_US:GBYTES_PER_S``, for example ``20:25``.
+        """Parse ``LATENCY_US:GBYTES_PER_S``, for example ``20:25``.
 
         Raises:
-            ValueError: the text is something else, or a figure is out of range.
+            ValueError: the text has another form, or a figure is out of range.
         """
         latency, colon, bandwidth = text.partition(":")
         try:
@@ -38,17 +38,17 @@ class Link:
         return f"{self.latency_us:g} us, {self.gbytes_per_s:g} GB/s" if self != Link() else "free"
 
     def time_us(self, num_bytes: float) -> float:
-        """Time for which a message of ``num_bytes`` to other ranks holds the link."""
+        """Time for which a message of ``num_bytes`` to other ranks occupies the link."""
         return self.latency_us + num_bytes / self.gbytes_per_s * 1e-3
 
 
 class Queue:
-    """Messages of one group, each of which takes the link when the one before has left it."""
+    """Messages of one group, each of which starts when the link is free."""
 
     def __init__(self) -> None:
         self._free_at_s = 0.0
 
     def enter(self, duration_us: float) -> float:
-        """Puts a message in; returns the time at which it completes, by ``time.perf_counter``."""
+        """Queue a message; returns the time at which it completes, by ``time.perf_counter``."""
         self._free_at_s = max(time.perf_counter(), self._free_at_s) + duration_us * 1e-6
         return self._free_at_s

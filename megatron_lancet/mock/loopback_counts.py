@@ -1,4 +1,4 @@
-"""Token counts of a world in which each rank receives from every other one what it sends to it."""
+"""Token counts of a world in which each rank receives from every other rank what it sends to that rank."""
 
 import torch
 
@@ -6,7 +6,7 @@ import torch
 def counts_of_all_ranks(own_counts: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
     """Counts of all ranks of a loopback, where all-to-alls return what was sent.
 
-    Rank j routes like this rank, to ranks that are j - rank further on: then it sends to rank i what i sends to it.
+    Rank j routes like this rank, shifted by j - rank ranks: it then sends to rank i what i sends to it.
 
     Args:
         own_counts: [E], rows for each expert of all ranks.

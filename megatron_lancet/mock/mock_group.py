@@ -33,6 +33,8 @@ def _unsupported(op: str) -> Callable[..., NoReturn]:
 
 _NUM_SPLITS_SHOWN = 8
 
+type _Splits = Sequence[int]
+type _Tensors = Sequence[torch.Tensor]
 # Typed as Any: c10d's stub lists the overloads that callers may use; a subclass implements one form of each.
 _ProcessGroup: Any = dist.ProcessGroup
 
@@ -40,15 +42,11 @@ _ProcessGroup: Any = dist.ProcessGroup
 class MockProcessGroup(_ProcessGroup):
     """The mocked group. The names of its methods and the order of their arguments are c10d's.
 
+    All messages of this group share ``link``, but not with other groups. ``timeout`` is the maximum duration of a wait.
     Outputs are written through ``.data``: as on a real link, autograd does not see this as a change of the tensor.
     """
 
     def __init__(self, name: str, rank: int, size: int, link: Link, timeout: timedelta, clock: Clock) -> None:
-        """
-        Args:
-            link: link model, shared by all messages of this group, but not with other groups.
-            timeout: maximum duration of a wait.
-        """
         super().__init__(rank, size)
         self._name = name
         self._link = link if size > 1 else Link()
@@ -69,12 +67,7 @@ class MockProcessGroup(_ProcessGroup):
         """Does nothing: the clock belongs to the world."""
 
     def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int],
-        input_split_sizes: Sequence[int],
-        opts: Any = None,
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: _Splits, input_splits: _Splits, opts: Any = None
     ) -> dist.Work:
         """Loopback of rows: ``output`` becomes ``input``.
 
@@ -83,7 +76,7 @@ class MockProcessGroup(_ProcessGroup):
         """
         receive, send = (
             [int(rows) for rows in splits] or [len(tensor) // self.size()] * self.size()
-            for splits, tensor in ((output_split_sizes, output), (input_split_sizes, input))
+            for splits, tensor in ((output_splits, output), (input_splits, input))
         )
         if receive != send or sum(send) != len(input) or input.shape != output.shape:
             raise ValueError(
@@ -100,7 +93,7 @@ class MockProcessGroup(_ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+    def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> dist.Work:
         """Loopback of a list of tensors, one per rank."""
         if [tensor.shape for tensor in outputs] != [tensor.shape for tensor in inputs]:
             raise ValueError(
@@ -110,7 +103,7 @@ class MockProcessGroup(_ProcessGroup):
         to_others = sum(tensor.nbytes for rank, tensor in enumerate(inputs) if rank != self.rank())
         return self._issue("all_to_all", lambda: _copy_each(outputs, inputs), inputs, outputs, to_others)
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
         """``tensors`` times the number of ranks (SUM), or as they are (AVG, MAX, MIN)."""
         factor = self._factor(opts, "all_reduce")
         num_bytes = 2 * (self.size() - 1) / self.size() * _bytes(tensors)
@@ -118,18 +111,16 @@ class MockProcessGroup(_ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+    def reduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
         """Like all-reduce: c10d does not define the result on ranks other than the root."""
         factor = self._factor(opts, "reduce")
         return self._issue("reduce", lambda: _scale(tensors, factor), [], tensors, _bytes(tensors))
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+    def broadcast(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
         """``tensors`` as they are."""
         return self._issue("broadcast", _nothing, [], tensors, _bytes(tensors))
 
-    def allgather(
-        self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> dist.Work:
+    def allgather(self, output_lists: list[_Tensors], inputs: _Tensors, opts: Any = None) -> dist.Work:
         """A copy of each input for every rank."""
         return self._all_gather(list(zip(output_lists, inputs, strict=True)))
 
@@ -139,18 +130,14 @@ class MockProcessGroup(_ProcessGroup):
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> dist.Work:
+    def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> dist.Work:
         """Several all-gathers as one message."""
         pairs = zip(outputs, inputs, strict=True)
         return self._all_gather([(self._parts(output), input) for output, input in pairs])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any = None
-    ) -> dist.Work:
+    def reduce_scatter(self, outputs: _Tensors, input_lists: list[_Tensors], opts: Any = None) -> dist.Work:
         """The part of this rank, times the number of ranks (SUM), or as it is (AVG, MAX, MIN)."""
         return self._reduce_scatter(list(zip(outputs, input_lists, strict=True)), opts)
 
@@ -160,23 +147,19 @@ class MockProcessGroup(_ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> dist.Work:
+    def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> dist.Work:
         """Several reduce-scatters as one message."""
         pairs = zip(outputs, inputs, strict=True)
         return self._reduce_scatter([(output, self._parts(input)) for output, input in pairs], opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+    def gather(self, output_lists: list[_Tensors], inputs: _Tensors, opts: Any = None) -> dist.Work:
         """N copies where this rank is the root, nothing elsewhere."""
         pairs = zip(output_lists, inputs, strict=True) if output_lists else ()
         return self._all_gather(list(pairs))
 
-    def scatter(
-        self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any = None
-    ) -> dist.Work:
+    def scatter(self, outputs: _Tensors, input_lists: list[_Tensors], opts: Any = None) -> dist.Work:
         """The part of this rank, where this rank is the root.
 
         Raises:
@@ -201,7 +184,7 @@ class MockProcessGroup(_ProcessGroup):
     merge_remote_group = _unsupported("merge_remote_group")
     _start_coalescing = _unsupported("batch of sends and receives")
 
-    def _all_gather(self, gathered: list[tuple[list[torch.Tensor], torch.Tensor]]) -> dist.Work:
+    def _all_gather(self, gathered: list[tuple[_Tensors, torch.Tensor]]) -> dist.Work:
         def deliver() -> None:
             for copies, tensor in gathered:
                 _copy_each(copies, [tensor] * len(copies))
@@ -210,7 +193,7 @@ class MockProcessGroup(_ProcessGroup):
         outputs = [copy for copies, _ in gathered for copy in copies]
         return self._issue("all_gather", deliver, inputs, outputs, (self.size() - 1) * _bytes(inputs))
 
-    def _reduce_scatter(self, scattered: list[tuple[torch.Tensor, list[torch.Tensor]]], opts: Any) -> dist.Work:
+    def _reduce_scatter(self, scattered: list[tuple[torch.Tensor, _Tensors]], opts: Any) -> dist.Work:
         factor = self._factor(opts, "reduce_scatter")
         outputs = [output for output, _ in scattered]
         own_parts = [parts[self.rank()] for _, parts in scattered]
@@ -231,17 +214,12 @@ class MockProcessGroup(_ProcessGroup):
             return 1
         raise NotImplementedError(f"the mock's {op} knows SUM, AVG, MAX and MIN, not {reduction}.")
 
-    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _parts(self, tensor: torch.Tensor) -> _Tensors:
         """The slices of the ranks."""
         return list(tensor.view(-1).view(self.size(), -1).unbind())
 
     def _issue(
-        self,
-        op: str,
-        deliver: Callable[[], Any],
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        bytes_to_others: float,
+        self, op: str, deliver: Callable[[], Any], inputs: _Tensors, outputs: _Tensors, bytes_to_others: float
     ) -> dist.Work:
         duration_us = self._link.time_us(bytes_to_others)
         if not outputs or not outputs[0].is_cuda:
@@ -263,12 +241,12 @@ def _bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _copy_each(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+def _copy_each(outputs: _Tensors, inputs: _Tensors) -> None:
     for output, input in zip(outputs, inputs, strict=True):
         output.data.copy_(input.data.view_as(output))
 
 
-def _scale(tensors: Sequence[torch.Tensor], factor: int) -> None:
+def _scale(tensors: _Tensors, factor: int) -> None:
     if factor != 1:
         for tensor in tensors:
             tensor.data.mul_(factor)

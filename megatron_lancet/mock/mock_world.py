@@ -1,6 +1,6 @@
-"""The mocked world of a process: torch.distributed initialised with N ranks of which only this one exists."""
+"""The mocked world of a process: torch.distributed initialised with N ranks of which only one exists."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,15 +19,21 @@ _DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 @contextmanager
 def mock_world(num_ranks: int, link: Link = _FREE, timeout: timedelta = _DEFAULT_TIMEOUT) -> Iterator[None]:
-    """``torch.distributed`` as rank 0 of ``num_ranks``.
+    """Inside the context ``torch.distributed`` is initialised as rank 0 of ``num_ranks``.
 
-    All process groups made inside are mocked, also those that ask for gloo. All are gone at the end.
+    All process groups created inside are mocked, also those that ask for gloo. All are destroyed at the end.
 
     Args:
-        link: of each group whose creator gives none (``new_group(pg_options=Link(...))``).
+        link: link model of each group that is created without its own (``new_group(pg_options=Link(...))``).
     """
     clock = Clock()
-    _register(link, clock)
+
+    def create(options: Any, pg_options: Any) -> MockProcessGroup:
+        own_link = pg_options if isinstance(pg_options, Link) else link
+        group_rank, group_size = options.group_rank, options.group_size
+        return MockProcessGroup(options.group_id, group_rank, group_size, own_link, options.timeout, clock)
+
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
     try:
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=num_ranks, timeout=timeout)
         with around(dist, "new_group", _mocked_group), around(distributed_c10d, "new_group", _mocked_group):
@@ -38,21 +44,8 @@ def mock_world(num_ranks: int, link: Link = _FREE, timeout: timedelta = _DEFAULT
         clock.close()
 
 
-def _register(default_link: Link, clock: Clock) -> None:
-    def create(options: Any, pg_options: Any) -> MockProcessGroup:
-        link = pg_options if isinstance(pg_options, Link) else default_link
-        return MockProcessGroup(options.group_id, options.group_rank, options.group_size, link, options.timeout, clock)
-
-    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
-
-
 def _mocked_group(
-    stock: Callable[..., Any],
-    ranks: Any = None,
-    timeout: Any = None,
-    backend: Any = None,
-    pg_options: Any = None,
-    **kwargs: Any,
+    stock: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **kwargs: Any
 ) -> Any:
-    """``new_group`` whatever backend is asked for."""
+    """Creates a mocked group, whatever backend is asked for."""
     return stock(ranks, timeout, BACKEND, pg_options, **kwargs)

@@ -19,10 +19,7 @@ _FLAG = "--lancet-experts-apart"
 
 
 def check_experts_apart(args: argparse.Namespace) -> None:
-    """
-    Raises:
-        UsageError: the flag is given, but has no effect in this run.
-    """
+    """Raise a UsageError if the flag is given, but has no effect in this run."""
     if args.lancet_experts_apart and (not args.num_experts or args.expert_model_parallel_size > 1):
         found = f"this run has size {args.expert_model_parallel_size}" if args.num_experts else "this model has none"
         raise UsageError(f"{_FLAG} keeps experts apart where --expert-model-parallel-size is 1; {found}. Drop it.")
@@ -38,13 +35,14 @@ def keep_experts_apart(stages: Iterable[nn.Module]) -> None:
 
 
 def check_checkpoint(args: argparse.Namespace, saved: Any) -> None:
-    """
+    """Refuse a checkpoint whose optimizer state can't be loaded with this run's expert-parallel size.
+
     Args:
         args: Megatron's arguments of this run.
         saved: arguments of the run that saved the checkpoint.
 
     Raises:
-        UsageError: the checkpoint's optimizer state can't be loaded with this run's expert-parallel size.
+        UsageError: the sizes don't fit; names the flag to pass.
     """
     if not args.num_experts or args.no_load_optim or args.finetune or getattr(saved, "no_save_optim", False):
         return

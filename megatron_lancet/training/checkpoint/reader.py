@@ -90,7 +90,7 @@ def read_run(folder: Path) -> StoredRun:
     common = None
     places = {part.key: part for part in index.parts}
     for key in index.keys_of_bytes:
-        # Of the rest, only what belongs to the model will be asked for.
+        # Megatron's loader will read only entries of the model.
         if not key.startswith(("optimizer", "rng_state", "rerun")):
             value = _read_bytes(folder, places, key)
             common = value[0] if key == _COMMON and isinstance(value, list) and value else common
@@ -98,9 +98,7 @@ def read_run(folder: Path) -> StoredRun:
         common = _restricted_load((folder / "common.pt").read_bytes(), folder / "common.pt")
     arguments = common.get("args") if isinstance(common, dict) else None
     if not isinstance(arguments, argparse.Namespace) or not isinstance(common, dict):
-        raise UsageError(
-            f"{folder} does not hold the arguments of the run that wrote it; it is no training checkpoint."
-        )
+        raise UsageError(f"{folder} lacks the arguments of the run that wrote it; it is no training checkpoint.")
     iteration = common.get("iteration", 0)
     return StoredRun(folder, iteration if isinstance(iteration, int) else 0, arguments, common.get("content_metadata"))
 

@@ -130,10 +130,7 @@ _TWO_SLICES_PER_RANK = (
 
 
 def check_seams() -> None:
-    """
-    Raises:
-        UsageError: Megatron lacks a function, a parameter or a piece of code that we use; names all of them.
-    """
+    """Raise a UsageError that names all functions, parameters and pieces of code that Megatron lacks."""
     missing = missing_functions(SEAMS)
     ddp_source = inspect.getsource(DistributedDataParallel.__init__)
     missing += [f"DistributedDataParallel's {protocol}" for protocol in _DDP_PROTOCOLS if protocol not in ddp_source]
@@ -163,10 +160,7 @@ def missing_functions(seams: Iterable[Seam]) -> list[str]:
 
 
 def refuse_missing(missing: Sequence[str]) -> None:
-    """
-    Raises:
-        UsageError: anything is missing.
-    """
+    """Raise a UsageError if anything is missing."""
     if missing:
         raise UsageError(
             "this megatron-core differs from the supported versions: it lacks " + ", ".join(missing) + ". "

@@ -10,10 +10,7 @@ REQUIRED = {"megatron-core": SpecifierSet(">=0.19,<0.20"), "torch": SpecifierSet
 
 
 def check_versions() -> None:
-    """
-    Raises:
-        UsageError: a package is missing, or its version is not supported.
-    """
+    """Raise a UsageError if a package is missing, or its version is not supported."""
     for package, supported in REQUIRED.items():
         try:
             installed = version(package)

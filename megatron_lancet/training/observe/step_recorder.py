@@ -81,7 +81,7 @@ class StepRecorder:
         Args:
             plan: plan of the last steps; None for stock modules.
             folder: folder for report.json; None writes no file.
-            tuning: how the plan was found, see ``report/tuning.py``; None if it was given.
+            tuning: how the plan was found, see :func:`~megatron_lancet.report.tuning.tuning_text`; None if given.
             exposed: exposed communication by layer and chunk, on rank 0; None if no step was traced.
         """
         if not self.records:

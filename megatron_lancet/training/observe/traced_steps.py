@@ -42,18 +42,17 @@ class TracedSteps:
 
     def observe(self, step: Callable[[], Any]) -> Any:
         """Run a training step, and trace it if it is one for the report."""
-        num_steps = self._recorder.num_steps
+        num_steps, plan = self._recorder.num_steps, self._setup.plan
         if self._is_settled():
-            if num_steps < NUM_TUNING_WARM_UP_STEPS or self._plan == self._setup.plan:
+            if num_steps < NUM_TUNING_WARM_UP_STEPS or self._plan == plan:
                 return step()
             result, self._now = self._traced(step)
-            self._plan = self._setup.plan
+            self._plan = plan
             return result
-        is_last_of_warm_up = num_steps == NUM_TUNING_WARM_UP_STEPS - 1 and self._setup.plan == plan_without_overlap()
-        if self._before is not None or not is_last_of_warm_up:
-            return step()
-        result, self._before = self._traced(step)
-        return result
+        if self._before is None and num_steps == NUM_TUNING_WARM_UP_STEPS - 1 and plan == plan_without_overlap():
+            result, self._before = self._traced(step)
+            return result
+        return step()
 
     def gather(self, title: str) -> TimelineRecord | None:
         """The traced steps on rank 0; None on others, and where no step was traced. Collective over all ranks."""

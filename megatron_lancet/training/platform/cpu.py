@@ -84,21 +84,8 @@ def _type_as_on_gpu(stock: Callable[..., Any], tensor: torch.Tensor, *args: Any,
     return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
 
-_RETURN_NOTHING = (
-    "set_device",
-    "set_stream",
-    "synchronize",
-    "empty_cache",
-    "manual_seed_all",
-    "reset_peak_memory_stats",
-)
-_RETURN_ZERO = (
-    "memory_allocated",
-    "max_memory_allocated",
-    "memory_reserved",
-    "max_memory_reserved",
-    "device_memory_used",
-)
+_RETURN_NOTHING = ("set_device", "set_stream", "synchronize", "empty_cache", "manual_seed_all")
+_RETURN_ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 
 
 def _constant(value: Any) -> Callable[..., Any]:
@@ -124,6 +111,7 @@ def _cuda_stand_ins() -> dict[str, Any]:
         "default_stream": _THE_STREAM,
         "is_current_stream_capturing": False,
         "memory_stats": _NoMemoryStats(),
+        "device_memory_used": 0,
         **dict.fromkeys(_RETURN_NOTHING),
         "reset_peak_memory_stats": None,
         **dict.fromkeys(_RETURN_ZERO, 0),

@@ -41,10 +41,7 @@ def is_mocked(args: argparse.Namespace) -> bool:
 
 
 def check_mock_arguments(args: argparse.Namespace) -> None:
-    """
-    Raises:
-        UsageError: the world can't be mocked, or a setting would make its collectives meaningless.
-    """
+    """Raise a UsageError if the world can't be mocked, or a setting would make its collectives meaningless."""
     if not is_mocked(args):
         if args.lancet_mock_link is not None:
             raise UsageError(f"{_LINK_FLAG} is the link of a mocked world: pass {_BACKEND_FLAG} {BACKEND}, or drop it.")

@@ -31,7 +31,7 @@ class RankStatus:
 
     Attributes:
         describe: returns how far the rank is; None before training starts, and after the run was refused.
-        on_sigterm: called at SIGTERM, which then does not end the process; None where SIGTERM does end it.
+        on_sigterm: called at SIGTERM, which then does not end the process; None if SIGTERM ends it.
     """
 
     def __init__(self) -> None:

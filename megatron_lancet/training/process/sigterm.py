@@ -36,14 +36,10 @@ class StopRequest:
 
     Before the training loop begins, SIGTERM ends the process at once: there is nothing to save. Further SIGTERMs during
     the loop change nothing: SLURM signals every process of a step, and a signalled torchrun signals its ranks again.
+    ``status`` receives the function that is called at SIGTERM.
     """
 
     def __init__(self, status: RankStatus, device: torch.device) -> None:
-        """
-        Args:
-            status: receives the function that is called at SIGTERM.
-            device: device of the flag that the ranks exchange after each step.
-        """
         self._status = status
         self._device = device
         self._asked = False
