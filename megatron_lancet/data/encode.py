@@ -136,7 +136,12 @@ def encode_batch(job: EncodeJob, batch: LineBatch) -> EncodedBatch:
         UsageError: the first line that cannot be used, with file and line number.
     """
     tokenizer = build_tokenizer(job.settings)
-    eod_ids = [_checked_eod(tokenizer)] if job.append_eod else []
+    if job.append_eod and not 0 <= tokenizer.eod < tokenizer.vocab_size:
+        raise UsageError(
+            f"--append-eod needs a tokenizer with an end-of-document id; this one has {tokenizer.eod} in a"
+            f" vocabulary of {tokenizer.vocab_size} (SentencePiece: train it with an eos_id)"
+        )
+    eod_ids = [tokenizer.eod] if job.append_eod else []
     ids_of_key: list[list[list[int]]] = [[] for _ in job.keys]
     num_empty = [0] * len(job.keys)
     for line_number, line in enumerate(batch.lines, start=batch.first_line_number):
@@ -157,15 +162,6 @@ def encode_batch(job: EncodeJob, batch: LineBatch) -> EncodedBatch:
         for ids_of_document, empty in zip(ids_of_key, num_empty, strict=True)
     )
     return EncodedBatch(batch.num_bytes, documents)
-
-
-def _checked_eod(tokenizer: Any) -> int:
-    if not 0 <= tokenizer.eod < tokenizer.vocab_size:
-        raise UsageError(
-            f"--append-eod needs a tokenizer with an end-of-document id; this one has {tokenizer.eod} in a"
-            f" vocabulary of {tokenizer.vocab_size} (SentencePiece: train it with an eos_id)"
-        )
-    return tokenizer.eod
 
 
 def _encode_text(tokenizer: Any, text: str, location: str) -> list[int]:

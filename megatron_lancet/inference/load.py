@@ -152,7 +152,15 @@ def tokenizer_of(run: StoredRun, model_file: Path | None) -> Any:
         args.tokenizer_model = str(model_file)
     kind, path = args.tokenizer_type, args.tokenizer_model
     if kind not in ("NullTokenizer", *SENTENCEPIECE_TYPES):
-        return _checked(_other_tokenizer(args, kind), run)
+        args.trust_remote_code = False  # a tokenizer's folder may contain Python code
+        try:
+            tokenizer = megatron_builder.build_tokenizer(args)
+        except Exception as error:
+            raise UsageError(
+                f"the checkpoint's tokenizer ({kind}, {path}) can't be built: {error}. Pass its file or folder as "
+                "--tokenizer-model."
+            ) from error
+        return _checked(tokenizer, run)
     if kind in SENTENCEPIECE_TYPES and (path is None or not Path(path).is_file()):
         given = "--tokenizer-model" if model_file is not None else f"the checkpoint {run.folder}"
         raise UsageError(
@@ -163,17 +171,6 @@ def tokenizer_of(run: StoredRun, model_file: Path | None) -> Any:
     if isinstance(settings["special_tokens"], list):
         settings["special_tokens"] = tuple(settings["special_tokens"]) or None
     return _checked(build_tokenizer(TokenizerSettings(**settings)), run)
-
-
-def _other_tokenizer(args: argparse.Namespace, kind: str) -> Any:
-    try:
-        args.trust_remote_code = False  # a tokenizer's folder may contain Python code
-        return megatron_builder.build_tokenizer(args)
-    except Exception as error:
-        raise UsageError(
-            f"the checkpoint's tokenizer ({kind}, {args.tokenizer_model}) can't be built: {error}. Pass its file or "
-            "folder as --tokenizer-model."
-        ) from error
 
 
 def _checked(tokenizer: Any, run: StoredRun) -> Any:

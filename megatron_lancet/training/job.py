@@ -27,7 +27,7 @@ from megatron_lancet.training.platform.detect import apply_cpu_settings
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.process.exit import RankStatus
 from megatron_lancet.training.process.sigterm import StopRequest, saves_on_sigterm
-from megatron_lancet.training.run import RunChoice, choose_run, enter_run
+from megatron_lancet.training.run import choose_run, enter_run
 from megatron_lancet.training.tuning.profile_to_file import check_can_profile
 
 
@@ -45,7 +45,11 @@ def run_job(device: torch.device, status: RankStatus) -> None:
     """
     check_seams()
     args, config = _read_arguments(device)
-    choice = _choose(args, config)
+    if mock.is_mocked(args):
+        say(f"Megatron-Lancet world: {mock.describe_mocked_world(args)}")
+    choice = choose_run(args, config)
+    check_can_profile(args, config, choice.plan)
+    say(f"Megatron-Lancet plan: {choice.line}")
     stop = StopRequest(status, device) if saves_on_sigterm(args, config) else None
     with arguments.megatrons_refusals():
         model_config = gpt_config_from_args(args)
@@ -76,16 +80,6 @@ def _read_arguments(device: torch.device) -> tuple[argparse.Namespace, LancetCon
     arguments.validate(args)
     check_before_start(args)
     return args, config
-
-
-def _choose(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
-    """Choose the plan, and print it."""
-    if mock.is_mocked(args):
-        say(f"Megatron-Lancet world: {mock.describe_mocked_world(args)}")
-    choice = choose_run(args, config)
-    check_can_profile(args, config, choice.plan)
-    say(f"Megatron-Lancet plan: {choice.line}")
-    return choice
 
 
 def _change_megatron(stack: ExitStack, args: argparse.Namespace, stop: StopRequest | None) -> None:

@@ -109,10 +109,7 @@ def complete_steps(folder: Path, ckpt_format: str) -> list[int]:
 
 
 def check_loadable(
-    folder: Path,
-    ckpt_step: int | None,
-    ckpt_format: str,
-    find: Callable[[Path, str], str | None] = find_damage,
+    folder: Path, ckpt_step: int | None, ckpt_format: str, find: Callable[[Path, str], str | None] = find_damage
 ) -> None:
     """Refuse to resume from an incomplete checkpoint, or to start anew in a folder whose checkpoints are untracked.
 

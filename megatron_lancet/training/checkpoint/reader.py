@@ -58,7 +58,13 @@ def find_checkpoint(load: Path, step: int | None = None) -> Path:
     elif (load / INDEX).is_file():
         folder = load
     else:
-        folder = load / name_of(_tracked(load))
+        try:
+            tracked = read_tracker(load)
+        except ValueError as error:
+            raise UsageError(f"{error}. Pass --step.") from None
+        if tracked is None:
+            raise UsageError(f"--load: no checkpoint in {load}: {TRACKER} is missing there.")
+        folder = load / name_of(tracked)
     if not folder.is_dir():
         there = ", ".join(sorted(path.name for path in load.glob("iter_*"))) or "none"
         raise UsageError(f"--load: there is no checkpoint {folder}; in {load} there are: {there}.")
@@ -68,16 +74,6 @@ def find_checkpoint(load: Path, step: int | None = None) -> Path:
             "with --ckpt-format torch_dist, Megatron's default."
         )
     return folder
-
-
-def _tracked(load: Path) -> int | str:
-    try:
-        step = read_tracker(load)
-    except ValueError as error:
-        raise UsageError(f"{error}. Pass --step.") from None
-    if step is None:
-        raise UsageError(f"--load: no checkpoint in {load}: {TRACKER} is missing there.")
-    return step
 
 
 def read_run(folder: Path) -> StoredRun:

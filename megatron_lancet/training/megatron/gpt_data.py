@@ -16,18 +16,9 @@ from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_ran
 from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-_BATCH_KEYS = (
-    "tokens",
-    "labels",
-    "loss_mask",
-    "position_ids",
-    "attention_mask",
-    "cu_seqlens",
-    "cu_seqlens_padded",
-    "max_seqlen",
-    "local_cp_size",
-    "hybrid_cp_group",
-)
+_TENSOR_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+_PACKED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
+_BATCH_KEYS = (*_TENSOR_KEYS, *_PACKED_KEYS)
 _SPIKY_LOSS_FACTOR = 10
 """A loss this many times its running average is reported by Megatron's rerun state machine."""
 
@@ -93,8 +84,8 @@ def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Ten
     batch: dict[str, Any] = {}
     if tp_rank == 0:
         sample = next(data_iterator)
-        batch = {key: sample.get(key) for key in _BATCH_KEYS}
-        batch = {key: v.cuda(non_blocking=True) if v is not None else None for key, v in batch.items()}
+        values = {key: sample.get(key) for key in _BATCH_KEYS}
+        batch = {key: value if value is None else value.cuda(non_blocking=True) for key, value in values.items()}
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,

@@ -111,10 +111,7 @@ def _recorded(
             parts = [shard[start:end] for shard in shards]
             reduction.micro_ops.append(_ReduceScatter(own[start:end], parts, whole, op, group))
 
-    with (
-        replaced(dist, "all_reduce", all_reduce),
-        replaced(ddp_buffers, "dist_reduce_scatter_func", reduce_scatter),
-    ):
+    with replaced(dist, "all_reduce", all_reduce), replaced(ddp_buffers, "dist_reduce_scatter_func", reduce_scatter):
         yield reduction
     scheduler.put(reduction)
 
