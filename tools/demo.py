@@ -1,8 +1,8 @@
-"""The whole way on one machine: corpus, tokenizer, training with expert parallelism, resume, validation, sample.
+"""Runs the whole pipeline on one machine: corpus, tokenizer, expert-parallel training, resume, validation, sample.
 
-It trains a small GPT-MoE on the sources of Python's standard library, on two CPU ranks or on the GPUs that are
-there, and leaves summary.json, report.json, loss_curve.png and train.log in the output folder. Prepared data is
-used again; training always starts afresh. Flags after -- go to pretrain_gpt_moe.py and win over the demo's.
+It trains a small GPT-MoE on the sources of Python's standard library, on two CPU ranks or on the available GPUs, and
+writes summary.json, report.json, loss_curve.png and train.log into the output folder. Prepared data is reused; training
+always starts from scratch. Flags after -- go to pretrain_gpt_moe.py and override those of the demo.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from megatron_lancet.report.train_log import RunLog, results_text, tail
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 SAMPLES_PER_RANK = 8
-"""Micro-batch; two chunks of it are in flight together."""
+"""Micro-batch size, enough for two chunks."""
 
 MODEL_FLAGS = (
     "--num-layers 4 --hidden-size 256 --ffn-hidden-size 352 --num-attention-heads 4 --seq-length 128 "
@@ -52,7 +52,7 @@ GPU_FLAGS = (
     "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
     "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --attention-backend unfused"
 )
-"""Plain kernels, so that neither Transformer Engine nor apex is needed. A CPU run has no others."""
+"""Plain kernels, which need neither Transformer Engine nor apex; a CPU run has no others."""
 
 NUM_CPU_RANKS = 2
 MAX_RANKS = 8
@@ -60,18 +60,18 @@ MAX_RANKS = 8
 SAMPLE_PROMPT = "def read(self"
 SAMPLE_TOKENS = 60
 SAMPLE_FLAGS = ("--temperature", "0.8", "--top-p", "0.9", "--seed", "0")
-"""One seed, so that two equal trainings end with equal samples."""
+"""A fixed seed, so that equal trainings end with equal samples."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the training runs on.
+    """Hardware layout of the training.
 
     Attributes:
-        num_ranks: processes: one per GPU, or two on the CPU.
+        num_ranks: number of processes: one per GPU, or two on the CPU.
         expert_parallel_size: ranks that share the experts of a layer.
-        description: for the user.
-        flags: what Megatron needs on this hardware.
+        description: text for the user.
+        flags: Megatron's flags for this hardware.
     """
 
     num_ranks: int
@@ -81,7 +81,7 @@ class Layout:
 
 
 class Folder:
-    """Where everything of the demo lies."""
+    """Paths of the demo's files."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -102,29 +102,35 @@ class Folder:
 
 
 def shown(path: Path) -> str:
-    """A path as short as it can be typed here."""
+    """Returns a path relative to the current folder, if it is inside."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def write_json(values: dict[str, Any], path: Path) -> None:
-    """Write ``path``, complete or not at all."""
+    """Writes ``path`` atomically."""
     atomic_write(path, json.dumps(values, indent=2) + "\n")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--output", type=Path, default=REPOSITORY / "runs" / "demo", metavar="DIR", help="default: runs/demo")
     add("--train-iters", type=positive_int, default=500, metavar="N", help="training steps (default: %(default)s)")
-    add("--vocab-size", type=positive_int, default=2048, metavar="N", help="of the tokenizer (default: %(default)s)")
-    add("--corpus-megabytes", type=positive_float, metavar="N", help="use the first N million bytes only")
-    add("megatron_flags", nargs="*", metavar="FLAG", help="after --: more flags for pretrain_gpt_moe.py")
+    add(
+        "--vocab-size",
+        type=positive_int,
+        default=2048,
+        metavar="N",
+        help="pieces of the tokenizer (default: %(default)s)",
+    )
+    add("--corpus-megabytes", type=positive_float, metavar="N", help="use only the first N million bytes")
+    add("megatron_flags", nargs="*", metavar="FLAG", help="after --: further flags for pretrain_gpt_moe.py")
     arguments = parser.parse_args(argv)
     if arguments.train_iters < 2:
         parser.error("--train-iters must be at least 2: a step before the resume and one after it")
@@ -132,7 +138,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def choose_layout(num_gpus: int) -> Layout:
-    """Two CPU ranks without a GPU; the only GPU; else an even number of GPUs, at most eight."""
+    """Selects two CPU ranks without a GPU, one GPU, or an even number of GPUs, at most eight."""
     if num_gpus == 0:
         return Layout(NUM_CPU_RANKS, 2, f"{NUM_CPU_RANKS} CPU ranks, expert parallel size 2")
     if num_gpus == 1:
@@ -142,19 +148,19 @@ def choose_layout(num_gpus: int) -> Layout:
 
 
 def last_value(flags: Sequence[str], name: str) -> str:
-    """The value of a flag among ``flags``; of the last one, if it is there several times."""
+    """Returns the value of the last occurrence of a flag in ``flags``."""
     words = " ".join(flags).replace("=", " ").split()
     return words[len(words) - words[::-1].index(name)]
 
 
 def training_flags(folder: Folder, layout: Layout, num_iterations: int, extra: Sequence[str]) -> list[str]:
-    """Flags that both parts of the training share: they are one run with one schedule."""
+    """Returns the flags of both parts of the training, which are one run with one schedule."""
     return [
         *f"{MODEL_FLAGS} {TRAINING_FLAGS} {layout.flags}".split(),
         *("--expert-model-parallel-size", str(layout.expert_parallel_size)),
         *("--micro-batch-size", str(SAMPLES_PER_RANK), "--global-batch-size", str(SAMPLES_PER_RANK * layout.num_ranks)),
         *("--train-iters", str(num_iterations), "--lr-decay-iters", str(num_iterations)),
-        # Never in between: Megatron evaluates and saves at the end by itself.
+        # No evaluation or checkpoint in between; Megatron does both at the end anyway.
         *("--eval-interval", str(num_iterations + 1), "--save-interval", str(num_iterations)),
         *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder.tokenizer)),
         *("--data-path", str(folder.dataset), "--data-cache-path", str(folder.cache)),
@@ -163,16 +169,16 @@ def training_flags(folder: Folder, layout: Layout, num_iterations: int, extra: S
 
 
 def launch_command(layout: Layout, flags: Sequence[str]) -> list[str]:
-    """Start torchrun on this machine alone: it needs neither a network nor a name service."""
+    """Returns the torchrun command for this machine; it needs neither a network nor a name service."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     return [*launcher, "--nproc-per-node", str(layout.num_ranks), str(REPOSITORY / "pretrain_gpt_moe.py"), *flags]
 
 
 def open_folder(root: Path) -> Folder:
-    """Make the output folder, and remove from it what an earlier demo trained.
+    """Creates the output folder and removes the results of an earlier demo from it.
 
     Raises:
-        UsageError: it can't be made, or holds other things than a demo's.
+        UsageError: the folder can't be created, or has other content than that of a demo.
     """
     folder = Folder(root)
     try:
@@ -190,7 +196,7 @@ def open_folder(root: Path) -> Folder:
 
 
 def load_prepared(folder: Folder, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """What an earlier demo prepared with the same settings, if it is complete."""
+    """Returns the data that an earlier demo prepared with the same settings, None if it is incomplete."""
     files = (folder.tokenizer, Path(f"{folder.dataset}.bin"), Path(f"{folder.dataset}.idx"))
     try:
         prepared = json.loads(folder.prepared.read_text())
@@ -200,7 +206,7 @@ def load_prepared(folder: Folder, settings: dict[str, Any]) -> dict[str, Any] | 
 
 
 def prepare(folder: Folder, vocab_size: int, corpus_megabytes: float | None) -> dict[str, Any]:
-    """Corpus, tokenizer and data set, unless they are there. prepared.json, written last, says so.
+    """Prepares corpus, tokenizer and data set unless they exist. prepared.json, written last, marks them as complete.
 
     Returns:
         ``settings`` of the data set, its ``num_tokens``, and its ``unigram_entropy`` in nats per token.
@@ -209,7 +215,7 @@ def prepare(folder: Folder, vocab_size: int, corpus_megabytes: float | None) -> 
     settings = {"vocab_size": vocab_size, "corpus_megabytes": corpus_megabytes, "python": python}
     prepared = load_prepared(folder, settings)
     if prepared is not None:
-        say(f"[1-3/8] corpus, tokenizer and data set: prepared before, in {shown(folder.data)}")
+        say(f"[1-3/8] corpus, tokenizer and data set: reused from {shown(folder.data)}")
         return prepared
     folder.prepared.unlink(missing_ok=True)
     folder.prepare_log.write_text("")
@@ -219,7 +225,7 @@ def prepare(folder: Folder, vocab_size: int, corpus_megabytes: float | None) -> 
     say(f"[2/8] tokenizer: SentencePiece, {vocab_size} pieces")
     model = ("--output-prefix", folder.tokenizer.with_suffix(""), "--vocab-size", vocab_size)
     run_tool(folder.prepare_log, "train_tokenizer", "--input", folder.corpus, *model)
-    say("[3/8] data set: the corpus as tokens, in Megatron's format")
+    say("[3/8] data set: the tokenized corpus in Megatron's format")
     tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", folder.tokenizer)
     options = ("--append-eod", "--progress", "off", "--workers", min(2, num_cores()))
     prefix = ("--output-prefix", folder.data / "stdlib")
@@ -231,7 +237,7 @@ def prepare(folder: Folder, vocab_size: int, corpus_megabytes: float | None) -> 
 
 
 def run_tool(log: Path, name: str, *arguments: object) -> None:
-    """Run another tool, with its output at the end of ``log``; a UsageError if it fails."""
+    """Runs another tool and appends its output to ``log``; raises UsageError if it fails."""
     command = [sys.executable, str(REPOSITORY / "tools" / f"{name}.py"), *map(str, arguments)]
     with log.open("a") as file:
         status = subprocess.run(command, stdout=file, stderr=STDOUT, check=False).returncode
@@ -240,7 +246,7 @@ def run_tool(log: Path, name: str, *arguments: object) -> None:
 
 
 def write_sample(folder: Folder) -> dict[str, str]:
-    """What the trained model makes of a prompt, on one rank whatever it was trained on: ``prompt`` and ``text``."""
+    """Continues a prompt with the trained model on one rank; returns ``prompt`` and ``text``."""
     prompt = ("--prompt", SAMPLE_PROMPT, "--max-tokens", SAMPLE_TOKENS, *SAMPLE_FLAGS)
     run_tool(folder.train_log, "generate", "--load", folder.checkpoints, *prompt, "--output", folder.sample)
     written = json.loads(folder.sample.read_text())
@@ -248,7 +254,7 @@ def write_sample(folder: Folder) -> dict[str, str]:
 
 
 def measure_dataset(folder: Folder) -> tuple[int, float]:
-    """Number of tokens and unigram entropy in nats per token, both of the whole data set."""
+    """Returns the number of tokens of the whole data set and its unigram entropy in nats per token."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
     with warnings.catch_warnings():
         # Megatron warns that Transformer Engine and Apex are missing; nothing here needs them.
@@ -257,12 +263,12 @@ def measure_dataset(folder: Folder) -> tuple[int, float]:
 
         from megatron_lancet.data.entropy import unigram_entropy_nats
 
-        dataset = IndexedDataset(str(folder.dataset))  # named: its arrays die with it
+        dataset = IndexedDataset(str(folder.dataset))  # the name keeps its arrays alive
         return int(dataset.sequence_lengths.sum()), unigram_entropy_nats(str(folder.dataset))
 
 
 def train(command: Sequence[str], num_ranks: int, log: Path, on_line: Callable[[str], None]) -> None:
-    """Run one part of the training, each line of its output to ``log`` and ``on_line``; a UsageError if it fails."""
+    """Runs one part of the training; its output goes to ``log`` and ``on_line``. Raises UsageError if it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks))}
     with log.open("a") as file, running(command, environment) as process:
         file.write(f"$ {shlex.join(command)}\n")
@@ -279,7 +285,7 @@ def train(command: Sequence[str], num_ranks: int, log: Path, on_line: Callable[[
 def train_and_resume(
     folder: Folder, layout: Layout, flags: Sequence[str], num_iterations: int, tokens_per_iteration: int
 ) -> RunLog:
-    """Train to the middle, save, start again from the checkpoint, train to the end, validate.
+    """Trains to the middle, saves, resumes from the checkpoint, trains to the end and validates.
 
     Raises:
         UsageError: the training failed, or its log is not that of one continued run.
@@ -293,14 +299,14 @@ def train_and_resume(
         if iteration is not None:
             progress.step(iteration)
             if iteration.number == num_iterations:
-                say("[6/8] checkpoint, then the validation loss")
+                say("[6/8] final checkpoint and validation loss")
 
     first = ["--exit-interval", str(middle)]
     second = ["--load", str(folder.checkpoints), "--exit-on-missing-checkpoint", "--lancet-report", str(folder.root)]
     try:
         say(f"[4/8] training, steps 1 to {middle}, then a checkpoint: {layout.description}")
         train(launch_command(layout, [*flags, *first]), layout.num_ranks, folder.train_log, on_line)
-        say(f"[5/8] a new start from the checkpoint, steps {middle + 1} to {num_iterations}")
+        say(f"[5/8] resume from the checkpoint, steps {middle + 1} to {num_iterations}")
         train(launch_command(layout, [*flags, *second]), layout.num_ranks, folder.train_log, on_line)
     finally:
         progress.close()
@@ -313,14 +319,14 @@ def train_and_resume(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Runs the command."""
     start_s = time.monotonic()
     arguments = parse_arguments(argv)
     folder = open_folder(arguments.output.resolve())
     prepared = prepare(folder, arguments.vocab_size, arguments.corpus_megabytes)
     entropy = prepared["unigram_entropy"]
     say(f"      {prepared['num_tokens'] / 1e6:.2f} million tokens, unigram entropy {entropy:.3f} nats per token")
-    import torch  # takes a second: after the checks above
+    import torch  # slow to import, so after the checks above
 
     layout = choose_layout(torch.cuda.device_count())
     flags = training_flags(folder, layout, arguments.train_iters, arguments.megatron_flags)
@@ -328,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     train_start_s = time.monotonic()
     run = train_and_resume(folder, layout, flags, arguments.train_iters, tokens_per_iteration)
     train_seconds = time.monotonic() - train_start_s
-    say("[7/8] a sample of what it writes now")
+    say("[7/8] sample from the trained model")
     sample = write_sample(folder)
     say(textwrap.indent(sample["prompt"] + sample["text"], "      | "))
     say("[8/8] loss curve and summary")
@@ -345,7 +351,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, lambda number, _: sys.exit(128 + number))  # instant death would leave the ranks behind
+        signal.signal(
+            ending, lambda number, _: sys.exit(128 + number)
+        )  # the default handler would end this process without its ranks
     try:
         run_command(main)
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""Loss and perplexity of a checkpoint of pretrain_gpt_moe.py on a data set.
+"""Computes loss and perplexity of a checkpoint of pretrain_gpt_moe.py on a data set.
 
-The checkpoint says what model it is; give only its folder and the data: a .jsonl or .txt file, or the prefix of a
-dataset that tools/preprocess_data.py wrote (without .bin/.idx).
+The checkpoint describes its model; pass only its folder and the data: a .jsonl or .txt file, or the prefix of a dataset
+that tools/preprocess_data.py wrote (without .bin/.idx).
 
   python tools/evaluate.py --load runs/demo/checkpoints --data my.jsonl
   torchrun --nproc-per-node 2 tools/evaluate.py --load ... --data ...    the experts on two ranks
@@ -24,26 +24,28 @@ from megatron_lancet.inference.command import run_tool
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--load", type=Path, required=True, metavar="DIR", help="where training saved (its --save)")
+    add("--load", type=Path, required=True, metavar="DIR", help="checkpoint folder (--save of the training)")
     add("--data", required=True, metavar="DATA", help="FILE.jsonl, FILE.txt, or the prefix of a .bin/.idx dataset")
-    add("--step", type=positive_int, metavar="N", help="the checkpoint of this training step (default: the latest)")
-    add("--tokenizer-model", type=Path, metavar="FILE", help="where the tokenizer is now (default: as when training)")
-    add("--json-key", default="text", metavar="KEY", help="of the text in a .jsonl (default: text)")
-    add("--max-tokens", type=positive_int, metavar="N", help="only the first N tokens (default: all)")
-    add("--batch-size", type=positive_int, default=8, metavar="N", help="windows at once per rank (default: 8)")
-    add("--output", type=Path, metavar="FILE", help="also write the figures to FILE, as JSON")
+    add("--step", type=positive_int, metavar="N", help="training step of the checkpoint (default: the latest)")
+    add("--tokenizer-model", type=Path, metavar="FILE", help="current path of the tokenizer (default: as in training)")
+    add("--json-key", default="text", metavar="KEY", help="key of the text in a .jsonl (default: text)")
+    add("--max-tokens", type=positive_int, metavar="N", help="use only the first N tokens (default: all)")
+    add(
+        "--batch-size", type=positive_int, default=8, metavar="N", help="windows per forward pass and rank (default: 8)"
+    )
+    add("--output", type=Path, metavar="FILE", help="also write the results to FILE, as JSON")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command, as one rank of however many there are."""
+    """Runs the command on each rank."""
     arguments = parse_arguments(argv)
     if arguments.output is not None:
         require_output_folder(arguments.output)
-    from megatron_lancet.inference.evaluate import evaluate, read_stream  # torch and Megatron: after the check above
+    from megatron_lancet.inference.evaluate import evaluate, read_stream  # imports torch, so after the check above
     from megatron_lancet.inference.session import Session
 
     session = Session.open(arguments.load, arguments.step, arguments.tokenizer_model)

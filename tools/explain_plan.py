@@ -1,9 +1,9 @@
-"""Say what a plan does, layer by layer, and what stays exposed.
+"""Explains a plan, layer by layer, and the communication that stays exposed.
 
-  tools/explain_plan.py plan.json                            what the file says
-  tools/explain_plan.py plan.json --profile profile.json     also why it stays exposed, and what else was possible
+  tools/explain_plan.py plan.json                            the content of the file
+  tools/explain_plan.py plan.json --profile profile.json     also the reasons for exposed messages, and other plans
 
-Layers that are treated alike are one paragraph.
+Layers with the same treatment share a paragraph.
 """
 
 import argparse
@@ -24,10 +24,10 @@ _NUM_ALTERNATIVES = 5
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("plan_file", type=Path, metavar="PLAN", help="a plan file, of tools/make_plan.py")
-    parser.add_argument("--profile", type=Path, metavar="PROFILE", help="a profile of the model that the plan is for")
+    parser.add_argument("plan_file", type=Path, metavar="PLAN", help="plan file from tools/make_plan.py")
+    parser.add_argument("--profile", type=Path, metavar="PROFILE", help="profile of the plan's model")
     parser.add_argument("--all-layers", action="store_true", help="with --profile: one paragraph per layer")
     arguments = parser.parse_args(argv)
     if arguments.all_layers and arguments.profile is None:
@@ -36,10 +36,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def print_reasons(content: PlanFile, profile: Profile, all_layers: bool) -> None:
-    """What a profile says of the plan.
+    """Prints the prediction, the reasons for exposed messages, and other plans.
 
     Raises:
-        RecordError: something that the plan does was not profiled.
+        RecordError: the profile lacks an op of the plan.
     """
     planned = make_plan(profile)
     explanation = explain(profile, content.plan, planned)
@@ -71,7 +71,7 @@ def print_reasons(content: PlanFile, profile: Profile, all_layers: bool) -> None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Runs the command."""
     arguments = parse_arguments(argv)
     content = load_plan(arguments.plan_file)
     print("\n".join(head_lines(content)))

@@ -1,6 +1,6 @@
-"""Continue a prompt with a checkpoint of pretrain_gpt_moe.py; the text appears token by token.
+"""Continues a prompt with a checkpoint of pretrain_gpt_moe.py; the text appears token by token.
 
-The checkpoint says what model it is; give only its folder and a prompt (an argument, a file, or standard input):
+The checkpoint describes its model; pass only its folder and a prompt (an argument, a file, or standard input):
 
   python tools/generate.py --load runs/demo/checkpoints --prompt "def read("
   torchrun --nproc-per-node 2 tools/generate.py --load ... --prompt-file prompt.txt    the experts on two ranks
@@ -23,31 +23,31 @@ from megatron_lancet.inference.sampling import Sampling
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--load", type=Path, required=True, metavar="DIR", help="where training saved (its --save)")
-    add("--step", type=positive_int, metavar="N", help="the checkpoint of this training step (default: the latest)")
-    add("--tokenizer-model", type=Path, metavar="FILE", help="where the tokenizer is now (default: as when training)")
+    add("--load", type=Path, required=True, metavar="DIR", help="checkpoint folder (--save of the training)")
+    add("--step", type=positive_int, metavar="N", help="training step of the checkpoint (default: the latest)")
+    add("--tokenizer-model", type=Path, metavar="FILE", help="current path of the tokenizer (default: as in training)")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", metavar="TEXT", help="text to go on from (default: read from standard input)")
-    source.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text to go on from")
+    source.add_argument("--prompt", metavar="TEXT", help="text to continue (default: read from standard input)")
+    source.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text to continue")
     add("--max-tokens", type=positive_int, default=100, metavar="N", help="at most N new tokens (default: %(default)s)")
     add("--temperature", type=float, default=1.0, metavar="T", help="below 1 sharper, 0 as --greedy (default: 1)")
     add("--top-p", type=float, metavar="P", help="draw among the likeliest tokens that have probability P together")
     add("--top-k", type=positive_int, metavar="K", help="draw among the K likeliest tokens")
     add("--greedy", action="store_true", help="always take the likeliest token")
-    add("--seed", type=int, default=0, metavar="N", help="of the draws: same seed, same text (default: %(default)s)")
-    add("--ignore-end", action="store_true", help="go on where the model ends a text")
+    add("--seed", type=int, default=0, metavar="N", help="random seed: same seed, same text (default: %(default)s)")
+    add("--ignore-end", action="store_true", help="continue after an end-of-document token")
     add("--output", type=Path, metavar="FILE", help="also write prompt, text and tokens to FILE, as JSON")
     return parser.parse_args(argv)
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
-    """The prompt, from wherever it comes.
+    """Reads the prompt from the flag, the file or standard input.
 
     Raises:
-        UsageError: the file can't be read, or is no UTF-8 text.
+        UsageError: the file can't be read, or is not UTF-8 text.
     """
     if arguments.prompt is not None:
         return str(arguments.prompt)
@@ -62,7 +62,7 @@ def read_prompt(arguments: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command, as one rank of however many there are."""
+    """Runs the command on each rank."""
     arguments = parse_arguments(argv)
     prompt = read_prompt(arguments)
     if arguments.output is not None:
@@ -73,11 +73,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         top_p=arguments.top_p,
         seed=arguments.seed,
     )
-    from megatron_lancet.inference.generate import generate, prompt_ids  # torch and Megatron: after the checks above
+    from megatron_lancet.inference.generate import generate, prompt_ids  # imports torch, so after the checks above
     from megatron_lancet.inference.session import Session
 
     session = Session.open(arguments.load, arguments.step, arguments.tokenizer_model)
-    prompt_ids(session.tokenizer, prompt, session.context_length)  # told before the weights are read
+    prompt_ids(session.tokenizer, prompt, session.context_length)  # checks the prompt before the weights are read
     with session.model() as model:
 
         def show(text: str) -> None:

@@ -1,11 +1,11 @@
-"""Make a plan from a profile, and say what it is expected to bring.
+"""Makes a plan from a profile and prints its predicted effect.
 
   tools/make_plan.py profile.json --output plan.json
   tools/make_plan.py profile.json --output plan.json --max-memory-mb 20000 --num-chunks 1 2 4
   tools/make_plan.py profile.json --output plan.json --ep-size auto
 
-The plan is what pretrain_gpt_moe.py --lancet-plan plan.json runs by. The same profile and flags give the same plan.
-tools/explain_plan.py says what it does and why.
+Use the plan with pretrain_gpt_moe.py --lancet-plan plan.json. The same profile and flags give the same plan.
+tools/explain_plan.py explains it.
 """
 
 import argparse
@@ -38,18 +38,18 @@ _AUTO = "auto"
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("profile", type=Path, metavar="PROFILE", help="a profile, of tools/profile_model.py")
+    parser.add_argument("profile", type=Path, metavar="PROFILE", help="profile from tools/profile_model.py")
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="PLAN", help="the plan file; its folder must exist"
+        "--output", type=Path, required=True, metavar="PLAN", help="plan file to write, in an existing folder"
     )
     parser.add_argument(
         "--alternatives",
         type=int,
         default=_NUM_ALTERNATIVES,
         metavar="N",
-        help=f"how many other plans to list (default: {_NUM_ALTERNATIVES})",
+        help=f"number of other plans to list (default: {_NUM_ALTERNATIVES})",
     )
     group = parser.add_argument_group("for another layout or network (default: as profiled)")
     group.add_argument(
@@ -75,10 +75,10 @@ def _ep_size(text: str) -> int | str:
 
 
 def moved_profile(profile: Profile, arguments: argparse.Namespace, limits: Limits) -> Profile:
-    """The profile in the layout and network that the flags describe; says which size it chose.
+    """Returns the profile for the layout and network of the flags; prints a size that it chose.
 
     Raises:
-        UsageError: a layout that can't be.
+        UsageError: the layout is impossible.
     """
     forecaster = Forecaster(profile, network_of(arguments))
     ep_size = arguments.ep_size
@@ -98,13 +98,13 @@ def moved_profile(profile: Profile, arguments: argparse.Namespace, limits: Limit
 
 
 def print_result(planned: PlannedStep, content: PlanFile, num_alternatives: int) -> None:
-    """The plan, what it should bring, and what else was considered."""
+    """Prints the plan, its prediction, and the alternatives."""
     expected = content.prediction
     assert expected is not None
     print(f"plan: {planned.plan}")
     if planned.plan.gaps:
         num_placed = sum(len(gap.weight_grads) for gap in planned.plan.gaps)
-        print(f"      {num_placed} weight gradients have a place in {len(planned.plan.gaps)} gaps")
+        print(f"      {num_placed} weight gradients are placed in {len(planned.plan.gaps)} gaps")
     print(
         f"step: {expected.step_ms:.1f} ms predicted, {expected.no_overlap_step_ms:.1f} ms without overlap "
         f"({expected.no_overlap_step_ms / expected.step_ms:.2f}x); exposed all-to-all {expected.exposed_ms:.1f} ms"
@@ -126,7 +126,7 @@ def print_result(planned: PlannedStep, content: PlanFile, num_alternatives: int)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Runs the command."""
     start_s = time.monotonic()
     arguments = parse_arguments(argv)
     check_outputs(arguments.output)

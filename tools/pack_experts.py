@@ -1,4 +1,4 @@
-"""How many experts should a rank hold? Predicts a step for each expert-parallel size, from a profile.
+"""Predicts a step for each expert-parallel size from a profile, to choose the number of experts on a rank.
 
   tools/pack_experts.py profile.json
   tools/pack_experts.py profile.json --memory-mb 64000 --overlap-grad-reduce --use-distributed-optimizer
@@ -6,8 +6,8 @@
 
 Fewer expert-parallel ranks (EP) send fewer rows to each other, keep more experts, and sum more expert gradients with
 their replicas (expert-DP). "covered" is Lina's rule: a chunk's experts take at least as long as its all-to-all. The
-step counts everything. Each size gets a plan of its own. docs/expert_packing.md says what is computed how, and how a
-run goes on with another size.
+predicted step includes everything, with a separate plan for each size. docs/expert_packing.md explains the computation
+and how to continue a run with another size.
 """
 
 import argparse
@@ -17,12 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lancet.cli.arguments import positive_float, positive_int
-from megatron_lancet.cli.planning import (
-    add_limit_arguments,
-    check_outputs,
-    limits_of,
-    load_profile,
-)
+from megatron_lancet.cli.planning import add_limit_arguments, check_outputs, limits_of, load_profile
 from megatron_lancet.cli.what_if import (
     add_network_arguments,
     add_reduction_arguments,
@@ -42,21 +37,23 @@ from megatron_lancet.schedule.units import BYTES_PER_MB
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("profile", type=Path, metavar="PROFILE", help="a profile, of tools/profile_model.py")
+    parser.add_argument("profile", type=Path, metavar="PROFILE", help="profile from tools/profile_model.py")
     parser.add_argument(
         "--memory-mb",
         type=positive_float,
         metavar="MB",
-        help="of a rank (10^6 bytes), for weights, gradients, optimizer, activations and deferred weight gradients "
+        help="memory of a rank (10^6 bytes) for weights, gradients, optimizer, activations and deferred dW "
         "(default: no limit)",
     )
     parser.add_argument("--format", choices=("text", "json"), default="text", help="(default: text)")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="also write everything as JSON")
     group = parser.add_argument_group("what if (default: as profiled)")
-    group.add_argument("--world-size", type=positive_int, metavar="N", help="ranks")
-    group.add_argument("--num-micro-batches", type=positive_int, metavar="N", help="of a step, on each pipeline")
+    group.add_argument("--world-size", type=positive_int, metavar="N", help="number of ranks")
+    group.add_argument(
+        "--num-micro-batches", type=positive_int, metavar="N", help="micro-batches of a step on each pipeline"
+    )
     add_network_arguments(group)
     add_routing_argument(group)
     add_reduction_arguments(parser)
@@ -65,7 +62,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Runs the command."""
     arguments = parse_arguments(argv)
     check_outputs(arguments.output)
     profile = reduced_as_asked(load_profile(arguments.profile), arguments, optimizer_counts=True)

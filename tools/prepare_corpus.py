@@ -1,4 +1,4 @@
-"""A folder of text or code to a JSONL corpus, for ``train_tokenizer.py`` and ``preprocess_data.py``.
+"""Converts a folder of text or code to a JSONL corpus for ``train_tokenizer.py`` and ``preprocess_data.py``.
 
 tools/prepare_corpus.py --input ~/texts --output corpus.jsonl --extensions .txt .md
 """
@@ -25,12 +25,12 @@ STDLIB_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "t
 
 @dataclass(frozen=True)
 class Source:
-    """Where documents come from.
+    """Source of documents.
 
     Attributes:
-        folder: Searched with all its folders, except hidden ones and ``__pycache__``.
-        skipped_folders: Further folder names to leave out, at any depth.
-        honours_coding_cookies: Decode ``.py`` files as Python would (PEP 263) instead of as UTF-8.
+        folder: folder to search with all its subfolders, except hidden ones and ``__pycache__``.
+        skipped_folders: further folder names to skip, at any depth.
+        honours_coding_cookies: decode ``.py`` files as Python would (PEP 263) instead of as UTF-8.
     """
 
     folder: Path
@@ -48,22 +48,21 @@ class Summary:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--input",
         type=Path,
         metavar="DIR",
-        help="folder of text files; without it, the standard library sources of the running Python (its"
-        " tests left out)",
+        help="folder of text files (default: the standard library sources of the running Python, without tests)",
     )
-    parser.add_argument("--output", type=Path, required=True, help="JSONL, in a folder that exists")
+    parser.add_argument("--output", type=Path, required=True, help="JSONL file, in an existing folder")
     parser.add_argument(
         "--extensions",
         nargs="+",
         default=DEFAULT_EXTENSIONS,
         metavar="EXT",
-        help=f"endings of files to take (default: {' '.join(DEFAULT_EXTENSIONS)})",
+        help=f"file extensions to include (default: {' '.join(DEFAULT_EXTENSIONS)})",
     )
     parser.add_argument(
         "--max-megabytes",
@@ -74,13 +73,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--skip-undecodable",
         action="store_true",
-        help="leave out and count files that are not UTF-8 instead of stopping at the first",
+        help="skip and count files that are not UTF-8 instead of stopping at the first one",
     )
     return parser.parse_args(argv)
 
 
 def select_source(folder: Path | None) -> Source:
-    """The folder given, or the standard library."""
+    """Returns the given folder or the standard library."""
     if folder is None:
         stdlib = Path(sysconfig.get_path("stdlib"))
         return Source(stdlib, STDLIB_SKIPPED_FOLDERS, honours_coding_cookies=True)
@@ -90,10 +89,10 @@ def select_source(folder: Path | None) -> Source:
 
 
 def find_files(source: Source, extensions: Sequence[str], excluded: Path) -> list[Path]:
-    """Regular files with one of the endings, sorted by path; ``excluded`` is the output file.
+    """Returns regular files with one of the extensions, sorted by path, without the output file ``excluded``.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there are no such files.
     """
     endings = tuple("." + extension.lower().lstrip(".") for extension in extensions)
     skipped = source.skipped_folders | {"__pycache__"}
@@ -111,10 +110,10 @@ def find_files(source: Source, extensions: Sequence[str], excluded: Path) -> lis
 
 
 def read_text(path: Path, honours_coding_cookies: bool) -> str:
-    """Content of a file, line ends untouched, without a byte order mark.
+    """Returns the content of a file with unchanged line ends and without a byte order mark.
 
     Raises:
-        UsageError: it is not in UTF-8 (or its declared encoding), or not readable.
+        UsageError: the file is not in UTF-8 (or its declared encoding), or can't be read.
     """
     try:
         data = path.read_bytes()
@@ -144,7 +143,7 @@ class UndecodableError(UsageError):
 def iter_documents(
     source: Source, files: Sequence[Path], skip_undecodable: bool, summary: Summary
 ) -> Iterator[tuple[str, str]]:
-    """(path relative to the input, text) of every file with content; counts skipped ones in ``summary``."""
+    """Yields (path relative to the input, text) of every non-empty file; counts skipped files in ``summary``."""
     for path in files:
         try:
             text = read_text(path, source.honours_coding_cookies)
@@ -165,7 +164,7 @@ def write_corpus(
     max_bytes: float,
     summary: Summary,
 ) -> None:
-    """Write the documents as JSONL until the texts would exceed ``max_bytes``; counts them in ``summary``."""
+    """Writes documents as JSONL until the texts would exceed ``max_bytes``; counts them in ``summary``."""
     with output.open("w", encoding="utf-8", newline="\n") as file:
         for name, text in documents:
             num_bytes = len(text.encode("utf-8"))
@@ -177,7 +176,7 @@ def write_corpus(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Runs the command."""
     arguments = parse_arguments(argv)
     require_output_folder(arguments.output)
     source = select_source(arguments.input)

@@ -1,8 +1,8 @@
-r"""Tokenize a JSONL corpus into Megatron's datasets: PREFIX_KEY_document.bin and .idx for every JSON key.
+r"""Tokenizes a JSONL corpus into Megatron's datasets: PREFIX_KEY_document.bin and .idx for every JSON key.
 
-One JSON object a line, UTF-8; blank lines are ignored and texts without a token are left out. The output
-does not depend on the number of workers. It appears complete or not at all: a failed run removes what it
-wrote and keeps an older dataset with the same prefix.
+The input has one JSON object per line in UTF-8; blank lines are ignored and texts without a token are skipped. The
+output does not depend on the number of workers and is written atomically: a failed run removes what it wrote and keeps
+an older dataset with the same prefix.
 
   tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod \
       --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron_lancet.data.encode import EncodedBatch, EncodeJob
 
 BATCH_BYTES = 1 << 18
-"""Input per task: large against the cost of handing it over, small against a worker's memory."""
+"""Input per task: large enough to amortise its transfer, small compared with a worker's memory."""
 
 NUM_PROGRESS_LINES = 10
 
@@ -53,19 +53,19 @@ class DatasetSummary:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, with Megatron's names."""
+    """Parses the command line, which uses Megatron's names."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--input", type=Path, required=True, metavar="FILE.jsonl", help="the corpus, of prepare_corpus.py for example"
+        "--input", type=Path, required=True, metavar="FILE.jsonl", help="the corpus, for example from prepare_corpus.py"
     )
     parser.add_argument(
         "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to tokenize (default: text)"
     )
     parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="its folder must exist, it is not created"
+        "--output-prefix", required=True, metavar="PREFIX", help="prefix of the output files, in an existing folder"
     )
     parser.add_argument(
         "--tokenizer-type",
@@ -89,10 +89,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def dataset_prefixes(output_prefix: str, keys: Sequence[str]) -> list[str]:
-    """One dataset prefix per key, as Megatron's ``--data-path`` takes it.
+    """Returns one dataset prefix per key, as Megatron's ``--data-path`` takes it.
 
     Raises:
-        UsageError: two keys, or a key and the folder, cannot give file names.
+        UsageError: a key is repeated or can't be part of a file name, or the folder is not writable.
     """
     if len(set(keys)) != len(keys):
         raise UsageError(f"--json-keys names a key twice: {' '.join(keys)}")
@@ -107,19 +107,19 @@ def dataset_prefixes(output_prefix: str, keys: Sequence[str]) -> list[str]:
 
 
 def dataset_files(prefix: str) -> tuple[Path, Path]:
-    """The two files of a dataset."""
+    """Returns the two files of a dataset."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 def with_progress(batches: Iterable["EncodedBatch"], num_bytes: int, mode: str) -> Iterator["EncodedBatch"]:
-    """Pass the batches on and show on stderr how much of the input they cover.
+    """Yields the batches and shows on stderr how much of the input they cover.
 
     Args:
-        batches: Results in order.
-        num_bytes: Size of the input file.
+        batches: results in order.
+        num_bytes: size of the input file.
         mode: ``auto``, ``lines`` or ``off``, as ``--progress``.
     """
-    disable = None if mode == "auto" else True  # None: tqdm looks whether stderr is a terminal.
+    disable = None if mode == "auto" else True  # None: tqdm checks whether stderr is a terminal.
     num_done_bytes = num_lines_shown = 0
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="tokenize", disable=disable) as bar:
         for batch in batches:
@@ -138,7 +138,7 @@ def write_datasets(
     prefixes: Sequence[str],
     dtype: type,
 ) -> list[DatasetSummary]:
-    """Write the documents of every batch, one dataset per prefix.
+    """Writes the documents of every batch, one dataset per prefix.
 
     Raises:
         UsageError: a dataset would have no document.
@@ -151,7 +151,9 @@ def write_datasets(
         bin_paths, idx_paths = temporaries[0::2], temporaries[1::2]
         builders = [IndexedDatasetBuilder(str(path), dtype=dtype) for path in bin_paths]
         for builder in builders:
-            open_files.callback(builder.data_file.close)  # finalize() does, but a failed run stays before it
+            open_files.callback(
+                builder.data_file.close
+            )  # finalize() closes it too, but a failed run does not get there
         for batch in batches:
             for builder, summary, documents in zip(builders, summaries, batch.documents, strict=True):
                 for tokens in documents.split():
@@ -167,7 +169,7 @@ def write_datasets(
 
 
 def make_job(arguments: argparse.Namespace) -> "EncodeJob":
-    """The job of every worker."""
+    """Returns the job of every worker."""
     from megatron_lancet.data.encode import EncodeJob, TokenizerSettings
 
     settings = TokenizerSettings(
@@ -179,13 +181,13 @@ def make_job(arguments: argparse.Namespace) -> "EncodeJob":
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Runs the command."""
     start_s = time.monotonic()
     arguments = parse_arguments(argv)
     prefixes = dataset_prefixes(arguments.output_prefix, arguments.json_keys)
     with open_input(arguments.input) as file:
         num_bytes = os.fstat(file.fileno()).st_size
-    # Megatron takes seconds to import: after the checks above, so that a typing error is told at once.
+    # Megatron takes seconds to import, so the checks above report a typing error first.
     if arguments.workers > 1:
         start_fork_server(preload_modules=["megatron_lancet.data.encode"])
     from megatron_lancet.data import encode

@@ -4,8 +4,8 @@
     WORLD_SIZE=8 python tools/profile_model.py --output profile.json --distributed-backend mock [flags]
 
 Takes the flags of pretrain_gpt_moe.py. Runs real training steps under a few plans, on the run's own data (--mock-data
-will do) and between its own ranks; in a mocked world link times come from --lancet-mock-link. Nothing is saved but the
-profile.
+is enough) and between its own ranks; in a mocked world the link times are those of --lancet-mock-link. Only the profile
+is saved.
 """
 
 import argparse
@@ -22,11 +22,11 @@ _ALWAYS = ["--eval-iters", "0", "--log-interval", str(_ENOUGH_STEPS)]
 
 
 def main() -> None:
-    """Entry point: turns the tool's flags into those of the training script, and runs that."""
+    """Runs the training script with the tool's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="PROFILE", help="file for the profile (JSON)")
     own, flags = parser.parse_known_args()
-    # Of a flag that is given twice the last one counts.
+    # The last one counts of a flag that is given twice.
     sys.argv[1:] = [*_DEFAULTS, *flags, *_ALWAYS, "--lancet-profile", str(own.output)]
     pretrain()
 

@@ -1,4 +1,4 @@
-"""Make timeline.html of a trace.json that a run saved.
+"""Makes timeline.html from a trace.json that a run saved.
 
 timeline.html opens in any browser and needs no network; trace.json itself is for ui.perfetto.dev or chrome://tracing.
 """
@@ -14,19 +14,19 @@ from megatron_lancet.report.timeline.trace_file import read_trace
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the trace, write the page, say where it is.
+    """Reads the trace, writes the page and prints its path.
 
     Raises:
         UsageError: the trace can't be read or the page can't be written.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, metavar="TRACE.json", help="what a run saved")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the page (default: of TRACE.json)")
+    parser.add_argument("trace", type=Path, metavar="TRACE.json", help="trace that a run saved")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the page (default: that of TRACE.json)")
     args = parser.parse_args(argv)
     try:
         record = read_trace(args.trace)
     except RecordError as error:
-        raise UsageError(f"this is no trace of a run: {error}") from error
+        raise UsageError(f"this is not the trace of a run: {error}") from error
     folder = args.output or args.trace.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,14 @@
-r"""Predict a step from a profile: its timeline, or a table over cluster sizes that nobody has to rent.
+r"""Predicts a step from a profile: its timeline, or a table over cluster sizes.
 
-Without --world-sizes: the timeline of one plan, in the profiled layout or in the one that the flags describe.
+Without --world-sizes: the timeline of one plan, in the profiled layout or that of the flags.
 With --world-sizes: one line per cluster size, for no overlap, two chunks everywhere, and a plan.
 
-  tools/simulate_plan.py profile.json                        plan anew, show the timeline
+  tools/simulate_plan.py profile.json                        make a plan, show its timeline
   tools/simulate_plan.py profile.json plan.json --spans      a plan's timeline, op by op
   tools/simulate_plan.py profile.json --world-sizes 8 64 512 4096 --ep-size grow --ranks-per-node 8 \
       --intra-gbps 3600 --inter-gbps 400 --picture sizes.png
 
-What is computed how, and what is left out, is in docs/planner.md.
+docs/planner.md explains the computation and its limits.
 """
 
 import argparse
@@ -57,14 +57,14 @@ _NUM_WAITS = 8
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("profile", type=Path, metavar="PROFILE", help="a profile, of tools/profile_model.py")
-    parser.add_argument("plan_file", type=Path, nargs="?", metavar="PLAN", help="a plan file, of tools/make_plan.py")
+    parser.add_argument("profile", type=Path, metavar="PROFILE", help="profile from tools/profile_model.py")
+    parser.add_argument("plan_file", type=Path, nargs="?", metavar="PLAN", help="plan file from tools/make_plan.py")
     parser.add_argument(
         "--plan",
         choices=("auto", "two-chunks", "no-overlap"),
-        help="instead of PLAN; auto plans anew, for each line of a table (default: auto)",
+        help="instead of PLAN; auto makes a plan, for each line of a table (default: auto)",
     )
     parser.add_argument("--spans", action="store_true", help="list every op of the timeline")
     parser.add_argument("--format", choices=("text", "markdown", "json"), default="text", help="(default: text)")
@@ -95,7 +95,9 @@ def _add_layout_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"ranks that share the experts, or {_GROW}: the most that each cluster size allows",
     )
     group.add_argument("--pp-size", type=positive_int, metavar="N", help="pipeline stages")
-    group.add_argument("--num-micro-batches", type=positive_int, metavar="N", help="of a step, on each pipeline")
+    group.add_argument(
+        "--num-micro-batches", type=positive_int, metavar="N", help="micro-batches of a step on each pipeline"
+    )
     add_network_arguments(group)
     add_routing_argument(group)
 
@@ -105,10 +107,10 @@ def _ep_size(text: str) -> int | str:
 
 
 def layout_of(forecaster: Forecaster, arguments: argparse.Namespace, world_size: int | None) -> Layout:
-    """The layout for a number of ranks; for None the profiled number, or the least that the other sizes need.
+    """Returns the layout for a number of ranks; None is the profiled number, or the least that the other sizes need.
 
     Raises:
-        UsageError: sizes that do not fit together.
+        UsageError: the sizes don't fit together.
     """
     facts = forecaster.profile.model
     pp_size = arguments.pp_size or len(set(facts.stage_of_layer))
@@ -122,7 +124,7 @@ def layout_of(forecaster: Forecaster, arguments: argparse.Namespace, world_size:
 
 
 def planners_of(arguments: argparse.Namespace, profile: Profile) -> dict[str, Planner]:
-    """The plan that was asked for, by its name. Any plan of as many layers can be simulated, others are noted."""
+    """Returns the requested plan by name; prints in what it does not fit the profile."""
     if arguments.plan_file is not None:
         content = load_plan(arguments.plan_file)
         plan = content.plan
@@ -138,7 +140,7 @@ def planners_of(arguments: argparse.Namespace, profile: Profile) -> dict[str, Pl
 
 
 def show_table(forecaster: Forecaster, arguments: argparse.Namespace) -> None:
-    """Predict and print one line per cluster size."""
+    """Predicts and prints one line per cluster size."""
     layouts = [layout_of(forecaster, arguments, size) for size in sorted(set(arguments.world_sizes))]
     planners = {"no overlap": no_overlap, "two chunks": two_chunks} | planners_of(arguments, forecaster.profile)
     rows = list(sweep(forecaster, layouts, planners))
@@ -161,13 +163,13 @@ def _draw(rows: Sequence[SweepRow], profile: Profile, arguments: argparse.Namesp
 
 
 def show_timeline(forecaster: Forecaster, arguments: argparse.Namespace) -> None:
-    """Predict and print one step."""
+    """Predicts and prints one step."""
     layout = layout_of(forecaster, arguments, None)
     [(name, planner)] = planners_of(arguments, forecaster.profile).items()
     moved = forecaster.moved(layout)
     plan = split_at_stages(planner(moved), moved.model.stage_of_layer)
     forecast = forecaster.forecast(layout, lambda profile: plan)
-    # One micro-batch: they are all alike, and a step may have hundreds.
+    # One micro-batch is enough: all are alike, and a step may have hundreds.
     simulation = simulate(dataclasses.replace(moved, model=dataclasses.replace(moved.model, num_micro_batches=1)), plan)
     plain = {
         **_origin(forecaster.profile),
@@ -196,7 +198,7 @@ def show_timeline(forecaster: Forecaster, arguments: argparse.Namespace) -> None
 
 
 def print_timelines(simulation: Simulation, spans: bool) -> None:
-    """Lanes of each simulated rank in a micro-batch, and what it waits for longest."""
+    """Prints the lanes of each simulated rank in a micro-batch, and its longest waits."""
     until_ms = simulation.prediction.forward_ms + simulation.prediction.backward_ms
     print(f"\none micro-batch, {until_ms:.1f} ms; # busy, + partly, . a little:")
     for timeline, num_alike in zip(simulation.timelines, simulation.same_ranks, strict=True):
@@ -217,7 +219,7 @@ def _origin(profile: Profile) -> dict[str, object]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Runs the command."""
     arguments = parse_arguments(argv)
     check_outputs(arguments.output, arguments.picture)
     forecaster = Forecaster(reduced_as_asked(load_profile(arguments.profile), arguments), network_of(arguments))

@@ -1,4 +1,4 @@
-"""Train a SentencePiece BPE model for Megatron's ``--tokenizer-type SentencePieceTokenizer`` on JSONL.
+"""Trains a SentencePiece BPE model for Megatron's ``--tokenizer-type SentencePieceTokenizer`` on JSONL.
 
 Text survives ``decode(encode(text))`` unchanged: newlines, tabs, runs of spaces, any Unicode. The one
 exception is U+2581, which SentencePiece itself uses for the space and decodes to a space.
@@ -24,60 +24,60 @@ from megatron_lancet.files import atomic_write
 BYTES_PER_MEGABYTE = 1_000_000
 
 UNK_ID, BOS_ID, EOS_ID, PAD_ID = range(4)
-"""Megatron takes eos as end-of-document. A pad of its own lets it mask padding without masking text."""
+"""Megatron uses eos as end-of-document. A separate pad id lets it mask padding without masking text."""
 
 USER_DEFINED_SYMBOLS = ["\n", "\t"]
-"""One token each. The trainer gives both characters a meaning of its own, so it cannot learn them."""
+"""One token each: the trainer uses both characters itself, so it cannot learn them."""
 
 SPACE_SYMBOL = "\u2581"
 BASIC_CHARACTERS = SPACE_SYMBOL + "".join(map(chr, range(0x21, 0x7F)))
-"""Space and printable ASCII always get a piece, however rare they are in the corpus: as bytes they could
-be part of no longer piece, and a space would even decode to U+2581."""
+"""Space and printable ASCII always get a piece, however rare they are: as bytes they could not be part of a longer
+piece, and a space would decode to U+2581."""
 
 CHARACTER_COVERAGE = 0.9995
-"""Share of the corpus whose characters get a piece; the rarest, spelled in bytes, make up the rest."""
+"""Share of the corpus whose characters get a piece; the rarest characters are spelled in bytes."""
 
 MAX_SENTENCE_CHARACTERS = 4096
-"""Longer lines are cut: the trainer drops what exceeds its limit, and its time grows with the length."""
+"""Longer lines are cut, because the trainer drops what exceeds its limit, and its time grows with the length."""
 
 MAX_UTF8_BYTES_PER_CHARACTER = 4
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--input", type=Path, required=True, help="JSONL; blank lines are ignored")
     parser.add_argument("--output-prefix", required=True, help="writes OUTPUT_PREFIX.model")
-    parser.add_argument("--vocab-size", type=positive_int, required=True, metavar="N", help="pieces in all")
+    parser.add_argument("--vocab-size", type=positive_int, required=True, metavar="N", help="number of pieces")
     parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text (default: text)")
     parser.add_argument(
         "--sample-megabytes",
         type=positive_float,
         default=64.0,
         metavar="N",
-        help="of a larger file, learn from every k-th line of text only, with k = ceil(file size / N million"
-        " bytes) (default: %(default)g)",
+        help="from a larger file, use only every k-th line of text, k = ceil(file size / N million bytes)"
+        " (default: %(default)g)",
     )
     return parser.parse_args(argv)
 
 
 def iter_sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Lines of the texts, for SentencePiece to learn from; no piece can span two of them."""
+    """Yields the lines of the texts; no piece can span two of them."""
     for text in texts:
-        # Not splitlines(): only "\n" has a piece of its own, other separators are characters to learn.
+        # Not splitlines(): only "\n" has its own piece, and other separators are characters to learn.
         for line in text.split("\n"):
             for start in range(0, len(line), MAX_SENTENCE_CHARACTERS):
                 yield line[start : start + MAX_SENTENCE_CHARACTERS]
 
 
 def sample_sentences(path: Path, key: str, max_bytes: float) -> list[str]:
-    """Every k-th line of text of a corpus, at even distances, so that two runs see the same sample.
+    """Returns every k-th line of text of a corpus; two runs get the same sample.
 
     Raises:
-        UsageError: the file cannot be used, or has no text.
+        UsageError: the file can't be used, or has no text.
     """
     with open_input(path) as file:
         num_file_bytes = file.seek(0, io.SEEK_END)
@@ -89,11 +89,10 @@ def sample_sentences(path: Path, key: str, max_bytes: float) -> list[str]:
 
 
 def required_characters(sentences: Iterable[str]) -> str:
-    """``BASIC_CHARACTERS`` without the corpus's most frequent character, for ``required_chars``.
+    """Returns ``BASIC_CHARACTERS`` without the corpus's most frequent character, for ``required_chars``.
 
-    SentencePiece 0.2 goes through the required characters first but stops, even among them, as soon as
-    those so far cover ``CHARACTER_COVERAGE`` of the corpus. With the most frequent one left out (it gets
-    its piece by being frequent) they cannot.
+    SentencePiece 0.2 adds the required characters first but stops, even among them, as soon as those so far cover
+    ``CHARACTER_COVERAGE`` of the corpus. Without the most frequent one, which gets its piece anyway, they cannot.
     """
     counts: Counter[str] = Counter()
     for sentence in sentences:
@@ -103,7 +102,7 @@ def required_characters(sentences: Iterable[str]) -> str:
 
 
 def train_model(sentences: Sequence[str], vocab_size: int) -> bytes:
-    """The serialized model.
+    """Returns the serialized model.
 
     Raises:
         UsageError: the vocabulary is larger than the sentences can fill, or too small for the fixed pieces.
@@ -111,7 +110,7 @@ def train_model(sentences: Sequence[str], vocab_size: int) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            # An iterator and a writer, not paths: paths would be stored in the model.
+            # An iterator and a writer, because paths would be stored in the model.
             sentence_iterator=iter(sentences),
             model_writer=model,
             model_type="bpe",
@@ -120,7 +119,7 @@ def train_model(sentences: Sequence[str], vocab_size: int) -> bytes:
             bos_id=BOS_ID,
             eos_id=EOS_ID,
             pad_id=PAD_ID,
-            # Exact text: nothing is normalized, added or dropped; characters without a piece become bytes.
+            # Exact text: nothing is normalized, added or dropped, and characters without a piece become bytes.
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
@@ -144,7 +143,7 @@ def train_model(sentences: Sequence[str], vocab_size: int) -> bytes:
 
 
 def describe_training_error(message: str, vocab_size: int) -> str:
-    """What a user can do about an error of SentencePiece 0.2."""
+    """Returns a message for users about an error of SentencePiece 0.2."""
     if match := re.search(r"Vocabulary size too high .* <= (\d+)", message):
         return (
             f"--vocab-size {vocab_size} is too large for this corpus: the largest possible is"
@@ -159,7 +158,7 @@ def describe_training_error(message: str, vocab_size: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Runs the command."""
     arguments = parse_arguments(argv)
     output = Path(f"{arguments.output_prefix}.model")
     require_output_folder(output)

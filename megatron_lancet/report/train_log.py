@@ -118,12 +118,12 @@ def results_text(summary: Mapping[str, Any]) -> str:
     exposed_percent = 100 * summary["exposed_ms"] / summary["step_ms"]
     return "\n".join(
         [
-            f"Megatron-Lancet: {summary['iterations']} steps, {minutes} min {seconds} s in all",
+            f"Megatron-Lancet: {summary['iterations']} steps, {minutes} min {seconds} s in total",
             f"  validation loss    {loss:.3f} nats per token, perplexity {summary['perplexity']:.1f}",
             f"  unigram entropy    {entropy:.3f} nats per token of the whole corpus: {verdict}",
             f"  throughput         {summary['tokens_per_s']:.0f} tokens/s, {summary['step_ms']:.0f} ms a step",
             f"  plan               {summary['plan']}",
-            f"  exposed            {exposed_percent:.1f} % of a step waits for all-to-alls",
+            f"  exposed            {exposed_percent:.1f} % of the step, waiting for all-to-alls",
         ]
     )
 

@@ -38,7 +38,7 @@ def test_page_is_written_beside_the_trace_or_where_asked(main, trace, tmp_path, 
 
 def test_what_is_no_trace_is_one_message(main, trace, tmp_path):
     trace.write_text("{}")
-    with pytest.raises(UsageError, match=r"this is no trace of a run: .*expected a trace with traceEvents"):
+    with pytest.raises(UsageError, match=r"this is not the trace of a run: .*expected a trace with traceEvents"):
         main([str(trace)])
     trace.write_text(json.dumps({"version": 1, "title": "a step", "names": [], "measured": []}))
     with pytest.raises(UsageError, match=r"a timeline\.json of an older version; pass trace\.json, or run again"):

@@ -100,10 +100,10 @@ def test_results_come_from_the_log_and_the_report():
 )
 def test_the_text_compares_the_loss_with_the_unigram_entropy(entropy, verdict):
     text = results_text({**fed([1, 2], validated_at=2).results(REPORT), "unigram_entropy": entropy, "seconds": 125.4})
-    assert "2 steps, 2 min 5 s in all" in text
+    assert "2 steps, 2 min 5 s in total" in text
     assert "validation loss    5.823 nats per token, perplexity 338.0" in text
     assert f"unigram entropy    {entropy:.3f} nats per token of the whole corpus: {verdict}" in text
-    assert "5.0 % of a step waits for all-to-alls" in text
+    assert "5.0 % of the step, waiting for all-to-alls" in text
 
 
 def test_tail_names_the_log_and_shows_its_end(tmp_path):
