@@ -78,7 +78,7 @@ def main() -> None:
     draw(
         below,
         OURS,
-        "overlap: two chunks (blue, orange) take turns; deferred weight gradients fill gaps, or run at the end",
+        "overlap: two chunks (blue, orange) take turns; deferred weight gradients fill gaps, or the end",
     )
     figure.tight_layout()
     figure.savefig(Path(__file__).with_name("overlap.png"), dpi=130)

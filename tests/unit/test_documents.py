@@ -1,4 +1,4 @@
-"""Links between documents lead somewhere, and every document is in the index."""
+"""Links between documents lead somewhere, every document is in the index, and the source files that they name exist."""
 
 import re
 from pathlib import Path
@@ -32,3 +32,11 @@ def test_the_index_has_every_document():
     docs = REPOSITORY / "docs"
     listed = set(re.findall(r"\(((?:\w+/)*\w+\.md)\)", (docs / "README.md").read_text()))
     assert listed == {str(path.relative_to(docs)) for path in docs.rglob("*.md")} - {"README.md"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_source_files_that_are_named_exist(document):
+    in_megatron = {"pretrain_gpt.py"}
+    sources = [f"/{path.relative_to(REPOSITORY)}" for path in REPOSITORY.rglob("*.py") if ".venv" not in path.parts]
+    named = set(re.findall(r"`([\w./-]+\.py)`", document.read_text())) - in_megatron
+    assert {name for name in named if not any(path.endswith(f"/{name}") for path in sources)} == set()
