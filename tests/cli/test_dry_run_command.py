@@ -23,7 +23,7 @@ def start(more: list[object], log_dir: Path, **environment: str) -> launch.RankR
     return result
 
 
-def test_a_dry_run_ends_well_and_says_it_all(tmp_path):
+def test_dry_run_command_ends_with_status_0_and_prints_all_findings(tmp_path):
     result = start([], tmp_path, WORLD_SIZE="1024", LANCET_UNUSED="")
     assert result.returncode == 0, result.output
     for part in ("1024 ranks (WORLD_SIZE)", "EP 4", "expert-DP 256", "parameters", "activations", "chunks=2 dim=batch"):
@@ -33,12 +33,12 @@ def test_a_dry_run_ends_well_and_says_it_all(tmp_path):
     assert len(result.output.splitlines()) < 40  # not Megatron's thousand arguments
 
 
-def test_only_the_first_rank_speaks(tmp_path):
+def test_dry_run_command_prints_on_the_first_rank_only(tmp_path):
     result = start([], tmp_path, WORLD_SIZE="4", RANK="3")
     assert (result.returncode, result.output) == (0, "")
 
 
-def test_a_refusal_is_one_line(tmp_path):
+def test_dry_run_command_refuses_in_one_line(tmp_path):
     result = start(["--num-experts", 6], tmp_path, WORLD_SIZE="1024")
     assert result.returncode == 2
     last = result.output.splitlines()[-1]

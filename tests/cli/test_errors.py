@@ -15,7 +15,7 @@ run_command(main)
 
 
 @pytest.mark.parametrize("local_rank", ["0", "1"])
-def test_the_first_rank_of_a_node_speaks_at_once_and_all_fail(local_rank):
+def test_error_is_printed_by_the_first_rank_of_a_node_and_all_ranks_fail(local_rank):
     start_s = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env={"LOCAL_RANK": local_rank}, capture_output=True, text=True, timeout=60
@@ -26,7 +26,7 @@ def test_the_first_rank_of_a_node_speaks_at_once_and_all_fail(local_rank):
         assert time.monotonic() - start_s > 1
 
 
-def test_a_reader_that_goes_away_ends_the_command_quietly():
+def test_closed_pipe_ends_the_command_quietly():
     script = "from megatron_lancet.errors import run_command\nrun_command(lambda: print('line\\n' * 100_000))"
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:

@@ -81,7 +81,7 @@ def written(tool, trained, tmp_path, capsys):
     return run
 
 
-def test_loss_is_that_of_megatrons_validation_on_any_number_of_ranks(tool, trained, tmp_path, capsys):
+def test_evaluate_loss_equals_megatrons_validation_on_any_number_of_ranks(tool, trained, tmp_path, capsys):
     checkpoints, valid, expected = trained
     flags = ["--load", str(checkpoints), "--data", str(valid), "--output"]
     tool("evaluate").main([*flags, str(tmp_path / "one.json"), "--batch-size", "5"])
@@ -95,7 +95,7 @@ def test_loss_is_that_of_megatrons_validation_on_any_number_of_ranks(tool, train
     assert f"{one['loss']:.6f} nats per token" in capsys.readouterr().out
 
 
-def test_text_has_a_figure_per_byte_and_equals_its_tokens(tool, trained, tmp_path):
+def test_evaluate_text_has_a_loss_per_byte_and_equals_its_tokens(tool, trained, tmp_path):
     """The last window is a part of one; the end of text in front makes every token of the text a predicted one."""
     checkpoints, valid, _ = trained
     tokens = np.fromfile(f"{valid}.bin", dtype=np.uint16)[:75]
@@ -120,7 +120,7 @@ def test_text_has_a_figure_per_byte_and_equals_its_tokens(tool, trained, tmp_pat
     assert results["text.txt"]["bits_per_byte"] == pytest.approx(total_bits / len(text))
 
 
-def test_greedy_is_the_same_on_two_ranks_and_by_plain_forward_passes(written, trained, tmp_path):
+def test_greedy_generation_equals_plain_forward_passes_on_one_and_two_ranks(written, trained, tmp_path):
     one = written("--greedy", "--prompt", PROMPT, "--ignore-end")
     output = tmp_path / "two.json"
     flags = ["--load", trained[0], "--output", output, "--max-tokens", 20, "--greedy", "--ignore-end"]
@@ -150,7 +150,7 @@ def by_argmax(checkpoints, num_tokens):
     return tokens[-num_tokens:]
 
 
-def test_a_seed_gives_one_text_and_another_seed_another(trained):
+def test_generated_text_depends_on_the_seed_alone(trained):
     from megatron_lancet.inference.generate import generate
     from megatron_lancet.inference.sampling import Sampling
     from megatron_lancet.inference.session import Session
@@ -167,7 +167,7 @@ def test_a_seed_gives_one_text_and_another_seed_another(trained):
         assert tokens(top_k=1, seed=5) == tokens(top_p=1e-9, seed=5) == greedy
 
 
-def test_streams_each_token_when_it_is_there_and_stops_where_the_context_is_full(tool, trained, monkeypatch, tmp_path):
+def test_generate_streams_tokens_and_stops_where_the_context_is_full(tool, trained, monkeypatch, tmp_path):
     shown: list[str] = []
     monkeypatch.setattr("sys.stdout", type("Terminal", (), {"write": shown.append, "flush": lambda: None}))
     (tmp_path / "prompt.txt").write_text(PROMPT)
@@ -199,13 +199,13 @@ def test_streams_each_token_when_it_is_there_and_stops_where_the_context_is_full
         (["--prompt", "1", "--output", "/nowhere/file"], r"output folder /nowhere does not exist"),
     ],
 )
-def test_what_can_not_be_is_refused_in_one_line(tool, trained, flags, message):
+def test_impossible_arguments_are_refused_in_one_line(tool, trained, flags, message):
     with pytest.raises(UsageError, match=message) as refused:
         tool("generate").main(["--load", str(trained[0]), *flags])
     assert "\n" not in str(refused.value)
 
 
-def test_data_of_another_vocabulary_or_none_is_refused(tool, trained, tmp_path):
+def test_evaluate_refuses_data_of_another_vocabulary(tool, trained, tmp_path):
     def evaluate(name, content):
         (tmp_path / name).write_text(content)
         tool("evaluate").main(["--load", str(trained[0]), "--data", str(tmp_path / name)])
@@ -220,7 +220,7 @@ def test_data_of_another_vocabulary_or_none_is_refused(tool, trained, tmp_path):
         tool("evaluate").main(["--load", str(trained[0]), "--data", str(tmp_path / "nothing")])
 
 
-def test_a_tokenizer_that_is_missing_or_does_not_fit_is_refused(trained, tmp_path):
+def test_missing_or_other_tokenizer_is_refused(trained, tmp_path):
     from megatron_lancet.inference.load import check_ranks, tokenizer_of
     from megatron_lancet.training.checkpoint.reader import find_checkpoint, read_run
 
@@ -249,14 +249,14 @@ class TestDamagedCheckpoints:
             tool("generate").main(["--load", str(copy), "--prompt", "1"])
         return str(refused.value)
 
-    def test_cut_or_missing_parts(self, tool, copy):
+    def test_cut_or_missing_parts_are_refused(self, tool, copy):
         part = next(copy.glob("iter_*/__1_0.distcp"))
         part.write_bytes(part.read_bytes()[:-100])
         assert re.search(r"is incomplete: __1_0.distcp is cut: \d+ bytes of \d+", self.refusal(tool, copy))
         part.unlink()
         assert "is incomplete: __1_0.distcp is missing" in self.refusal(tool, copy)
 
-    def test_a_damaged_description(self, tool, copy):
+    def test_damaged_metadata_is_refused(self, tool, copy):
         index = next(copy.glob("iter_*/.metadata"))
         whole = index.read_bytes()
         for damaged in (b"", b"\xff" * 50, whole[: len(whole) // 2]):
@@ -265,7 +265,7 @@ class TestDamagedCheckpoints:
         index.unlink()
         assert "no complete distributed checkpoint" in self.refusal(tool, copy)
 
-    def test_a_damaged_tracker(self, tool, copy):
+    def test_damaged_tracker_is_refused(self, tool, copy):
         tracker = copy / "latest_checkpointed_iteration.txt"
         for content, message in (("x", "must hold the number of a step"), ("99", "there is no checkpoint")):
             tracker.write_text(content)
@@ -273,7 +273,7 @@ class TestDamagedCheckpoints:
         tracker.unlink()
         assert "latest_checkpointed_iteration.txt is missing" in self.refusal(tool, copy)
 
-    def test_code_in_the_description_does_not_run(self, tool, copy, tmp_path):
+    def test_code_in_the_metadata_does_not_run(self, tool, copy, tmp_path):
         """A pickle that would write a file: ``(lambda: pathlib.Path.touch(victim))()``, spelled as opcodes."""
         victim = tmp_path / "ran"
         next(copy.glob("iter_*/.metadata")).write_bytes(b"cpathlib\nPath.touch\n" + calls(victim))

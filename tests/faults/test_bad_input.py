@@ -22,7 +22,7 @@ def torchrun(arguments, env=None) -> subprocess.CompletedProcess:
     )
 
 
-def test_torchrun_shows_one_message(token_data):
+def test_torchrun_shows_one_message_for_bad_input(token_data):
     done = torchrun(command_line(token_data, [*EP2, "--train-iters", "2", "--lancet-nun-chunks", "2"]))
     assert done.returncode != 0
     assert (done.stdout + done.stderr).count("error: unrecognized arguments: --lancet-nun-chunks 2") == 1
@@ -43,7 +43,7 @@ def test_torchrun_shows_one_message(token_data):
     ],
     ids=["missing data", "experts", "chunks", "chunk dim", "megatron's own check"],
 )
-def test_bad_input_is_one_message(token_data, tmp_path, extra, message):
+def test_bad_input_ends_with_one_message(token_data, tmp_path, extra, message):
     arguments = command_line(token_data, [*EP2, "--train-iters", "2", *extra])
     results = launch.run(launch.REPO / "pretrain_gpt_moe.py", arguments, 2, tmp_path)
     for result in results:
@@ -53,7 +53,7 @@ def test_bad_input_is_one_message(token_data, tmp_path, extra, message):
         assert "initialized tensor model parallel" not in result.output
 
 
-def test_wrong_megatron_version(token_data, tmp_path):
+def test_wrong_megatron_version_is_refused(token_data, tmp_path):
     """A megatron-core of another version comes first on the path, as far as its metadata goes."""
     metadata = tmp_path / "megatron_core-0.16.1.dist-info"
     metadata.mkdir()

@@ -47,7 +47,7 @@ def resumed(token_data, checkpoints, flags, folder) -> Run:
 
 
 @pytest.mark.parametrize("name", ["lm loss", "grad norm"])
-def test_ours_goes_on_from_stocks_checkpoint(undisturbed, token_data, tmp_path_factory, name, request):
+def test_overlapping_run_resumes_from_checkpoint_of_stock(undisturbed, token_data, tmp_path_factory, name, request):
     expected, checkpoints = undisturbed("stock")
     run = _once(
         request, "ours-from-stock", lambda folder: resumed(token_data, checkpoints, OURS, folder), tmp_path_factory
@@ -56,7 +56,7 @@ def test_ours_goes_on_from_stocks_checkpoint(undisturbed, token_data, tmp_path_f
 
 
 @pytest.mark.parametrize("name", ["lm loss", "grad norm"])
-def test_stock_goes_on_from_our_checkpoint(undisturbed, token_data, tmp_path_factory, name, request):
+def test_stock_run_resumes_from_checkpoint_of_overlapping_run(undisturbed, token_data, tmp_path_factory, name, request):
     expected, checkpoints = undisturbed("ours")
     run = _once(
         request, "stock-from-ours", lambda folder: resumed(token_data, checkpoints, STOCK, folder), tmp_path_factory
@@ -65,7 +65,7 @@ def test_stock_goes_on_from_our_checkpoint(undisturbed, token_data, tmp_path_fac
 
 
 @pytest.mark.parametrize("side", ["ours-distributed", "ours-distributed-bf16", "stock-bf16"])
-def test_resumes_to_the_bit(undisturbed, token_data, tmp_path, side):
+def test_resumed_run_equals_uninterrupted_run_bitwise(undisturbed, token_data, tmp_path, side):
     """Also the proof of the optimizer's state: stock can't resume the distributed one without TE or apex."""
     expected, checkpoints = undisturbed(side)
     run = resumed(token_data, checkpoints, SIDES[side], tmp_path)
@@ -73,7 +73,7 @@ def test_resumes_to_the_bit(undisturbed, token_data, tmp_path, side):
         assert run.series(name) == expected.series(name)[SAVED_AT:]
 
 
-def test_run_with_a_killed_rank_goes_on_from_its_last_checkpoint(undisturbed, token_data, tmp_path):
+def test_run_with_a_killed_rank_resumes_from_its_last_checkpoint(undisturbed, token_data, tmp_path):
     expected, _ = undisturbed("ours")
     checkpoints = tmp_path / "checkpoints"
     extra = [*EP2, *OURS, *SAVE, "--train-iters", NUM_ITERS, "--save", checkpoints, "--load", checkpoints]

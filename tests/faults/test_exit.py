@@ -29,14 +29,14 @@ def ended(body: str, rank: int = 0, start_new_session: bool = False) -> subproce
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_one_line(number):
+def test_signal_ends_a_rank_with_one_line(number):
     done = ended(f"os.kill(os.getpid(), {int(number)}); time.sleep(60)", rank=3)
     assert done.returncode == 128 + number
     assert done.stderr == f"error: {number.name} ended rank 3, 2 steps done, waiting for L1.c0.F.dispatch\n"
     assert done.stdout == ""
 
 
-def test_a_signal_ends_a_rank_whose_main_thread_waits():
+def test_signal_ends_a_rank_whose_main_thread_waits():
     body = """
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         never = threading.Lock()
@@ -46,7 +46,7 @@ def test_a_signal_ends_a_rank_whose_main_thread_waits():
     assert ended(body).returncode == 128 + signal.SIGINT
 
 
-def test_a_later_handler_takes_precedence():
+def test_later_signal_handler_takes_precedence():
     """Megatron's --exit-signal-handler saves a checkpoint at SIGTERM."""
     body = """
         signal.signal(signal.SIGTERM, lambda *_: print("saved", flush=True))
@@ -57,7 +57,7 @@ def test_a_later_handler_takes_precedence():
     assert (done.returncode, done.stdout) == (0, "saved\nafter\n")
 
 
-def test_signals_of_a_forked_child_are_its_own():
+def test_forked_child_handles_its_own_signals():
     """A data loader's worker that is stopped must not end the training."""
     body = """
         child = os.fork()
@@ -72,7 +72,7 @@ def test_signals_of_a_forked_child_are_its_own():
     assert (done.returncode, done.stdout) == (0, f"child {-signal.SIGTERM}\nafter\n")
 
 
-def test_a_sigterm_that_somebody_waits_for_ends_nothing():
+def test_sigterm_that_is_handled_does_not_end_the_rank():
     """Schedulers signal every process: a child that writes a checkpoint goes on too; a daemon need not."""
     body = """
         import multiprocessing
@@ -93,17 +93,17 @@ def test_a_sigterm_that_somebody_waits_for_ends_nothing():
     assert (done.returncode, done.stdout) == (0, f"asked True 0 {128 + signal.SIGTERM}\nafter\n")
 
 
-def test_a_checkpoint_that_could_not_be_saved_is_one_line():
+def test_failed_checkpoint_ends_with_one_line():
     done = ended("raise CheckpointError('the disk is full')")
     assert (done.returncode, done.stderr) == (1, "error: the disk is full\n")
 
 
-def test_a_lost_peer_is_one_line():
+def test_lost_peer_ends_with_one_line():
     done = ended("raise PeerError('rank 0 gave up on L1.c0.F.dispatch')")
     assert (done.returncode, done.stderr) == (1, "error: rank 0 gave up on L1.c0.F.dispatch\n")
 
 
-def test_a_failure_is_told_in_full_and_leaves_at_once():
+def test_unexpected_error_prints_traceback_and_exits_at_once():
     """Without Python's clean-up, which would wait: here for a thread, in a training for other ranks."""
     done = ended("threading.Thread(target=time.sleep, args=(60,)).start(); print('unflushed'); [][0]")
     assert done.returncode == 1
@@ -116,7 +116,7 @@ def test_a_failure_is_told_in_full_and_leaves_at_once():
 
 @pytest.mark.parametrize("worker", ["Process(target=time.sleep, args=(90,), daemon=True).start()", "Manager()"])
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", "raise RuntimeError"])
-def test_workers_end_with_their_rank(end, worker):
+def test_data_workers_end_with_their_rank(end, worker):
     """A worker that goes on would keep the rank's sockets open, and the output pipe here."""
     body = f"""
         import multiprocessing
@@ -126,23 +126,23 @@ def test_workers_end_with_their_rank(end, worker):
     assert ended(body).returncode != 0
 
 
-def test_a_closed_output_does_not_keep_a_rank():
+def test_closed_output_does_not_keep_a_rank_from_exiting():
     assert ended("print('unread', end=''); os.close(1); raise RuntimeError").returncode == 1
 
 
 @pytest.mark.parametrize(("code", "status"), [("0", 0), ("16", 16), ("", 0), ("'reason'", 1)])
-def test_an_exit_status_is_kept(code, status):
+def test_exit_status_is_kept(code, status):
     done = ended(f"sys.exit({code})")
     assert done.returncode == status
     assert ("reason" in done.stderr) == ("reason" in code)
 
 
-def test_refused_input_is_one_line():
+def test_refused_input_ends_with_one_line():
     done = ended("raise UsageError('expected this')")
     assert (done.returncode, done.stderr) == (2, "error: expected this\n")
 
 
-def test_handlers_are_restored():
+def test_signal_handlers_are_restored():
     script = (
         PREAMBLE + "    pass\nrun_rank(main)\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
     )

@@ -55,7 +55,7 @@ def latest(checkpoints: Path) -> str:
     return (checkpoints / TRACKER).read_text()
 
 
-def test_sigterm_on_one_rank_saves_and_ends_all(token_data, checkpoints, tmp_path):
+def test_sigterm_on_one_rank_saves_a_checkpoint_and_ends_all_ranks(token_data, checkpoints, tmp_path):
     """SLURM signals all processes of a step: the workers that load data must live until the step is done."""
     results = struck(token_data, tmp_path, "term@L2.c0.F.dispatch", *saving(checkpoints, 1), "--num-workers", 1)
     launch.check(results)
@@ -64,7 +64,7 @@ def test_sigterm_on_one_rank_saves_and_ends_all(token_data, checkpoints, tmp_pat
     assert (entries(checkpoints), latest(checkpoints)) == (["iter_0000001", "iter_0000002"], "2")
 
 
-def test_a_full_disk_is_one_line_and_leaves_the_latest(token_data, checkpoints, tmp_path):
+def test_full_disk_ends_with_one_line_and_keeps_the_latest_checkpoint(token_data, checkpoints, tmp_path):
     results = struck(token_data, tmp_path, "full@save", *saving(checkpoints, 2))
     assert [result.returncode for result in results] == [1, 1]
     for result in results:
@@ -79,7 +79,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_latest(token_data, checkpoints, 
     )
 
 
-def test_a_rank_is_killed_while_it_saves(token_data, checkpoints, tmp_path):
+def test_rank_killed_while_saving_keeps_the_latest_checkpoint(token_data, checkpoints, tmp_path):
     results = struck(token_data, tmp_path, "kill@save", *saving(checkpoints, 2))
     assert [result.returncode for result in results] == [1, -signal.SIGKILL]
     assert re.fullmatch(
@@ -93,7 +93,7 @@ def test_a_rank_is_killed_while_it_saves(token_data, checkpoints, tmp_path):
     )
 
 
-def test_the_run_goes_on_to_the_bit(undisturbed, token_data, checkpoints, tmp_path):
+def test_resumed_run_equals_uninterrupted_run_bitwise(undisturbed, token_data, checkpoints, tmp_path):
     """With a worker that loads data and ignores SIGTERM: it must not keep the run from ending."""
     extra = [*saving(checkpoints, 2), "--num-workers", 1]
     run = pretrain(token_data, extra, tmp_path, train_iters=NUM_ITERS)
@@ -103,7 +103,7 @@ def test_the_run_goes_on_to_the_bit(undisturbed, token_data, checkpoints, tmp_pa
     assert latest(checkpoints) == "8"
 
 
-def test_a_cut_checkpoint_is_refused_with_the_way_on(undisturbed, token_data, checkpoints, tmp_path):
+def test_cut_checkpoint_is_refused_and_the_message_says_what_to_do(undisturbed, token_data, checkpoints, tmp_path):
     part = checkpoints / "iter_0000008" / "__1_0.distcp"
     content = part.read_bytes()
     part.write_bytes(content[: len(content) // 2])
@@ -119,7 +119,7 @@ def test_a_cut_checkpoint_is_refused_with_the_way_on(undisturbed, token_data, ch
         )
 
 
-def test_an_older_checkpoint_replaces_the_cut_one(undisturbed, token_data, checkpoints, tmp_path):
+def test_older_checkpoint_replaces_the_cut_one(undisturbed, token_data, checkpoints, tmp_path):
     extra = [*saving(checkpoints, 2), "--ckpt-step", 6]
     run = pretrain(token_data, extra, tmp_path, train_iters=NUM_ITERS)
     for name in ("lm loss", "grad norm"):

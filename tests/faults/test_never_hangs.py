@@ -81,7 +81,7 @@ def test_ranks_with_different_plans_are_refused(token_data, tmp_path):
         assert "] iteration " not in result.output
 
 
-def test_a_rank_is_killed_in_the_middle_of_an_all_to_all(token_data, tmp_path):
+def test_rank_killed_during_an_all_to_all_ends_the_others(token_data, tmp_path):
     """Chunk 0's rows are on the wire, chunk 1's never will be. Its counts may be lost on the way, too."""
     with Ranks(token_data, tmp_path, "kill@L2.c1.F.dispatch") as ranks:
         results = ranks.results()
@@ -94,7 +94,7 @@ def test_a_rank_is_killed_in_the_middle_of_an_all_to_all(token_data, tmp_path):
 
 
 @pytest.mark.alone
-def test_a_rank_stands_still(token_data, tmp_path):
+def test_stopped_rank_ends_the_others_by_timeout(token_data, tmp_path):
     """It keeps its connections, so only the timeout tells. What it had issued before may not be on the wire yet."""
     with Ranks(token_data, tmp_path, "stop@L2.c0.F.counts") as ranks:
         (result,) = ranks.results(num_ranks=1)
@@ -107,7 +107,7 @@ def test_a_rank_stands_still(token_data, tmp_path):
     )
 
 
-def test_a_rank_loads_data_for_ever(token_data, tmp_path):
+def test_rank_that_loads_data_for_ever_ends_the_others_by_timeout(token_data, tmp_path):
     """It lives, and answers the system; only what it owes the others tells."""
     with Ranks(token_data, tmp_path, "loop@data") as ranks:
         (result,) = ranks.results(num_ranks=1)
@@ -118,7 +118,7 @@ def test_a_rank_loads_data_for_ever(token_data, tmp_path):
     )
 
 
-def test_ctrl_c_ends_all_ranks_in_the_middle_of_a_step(token_data, tmp_path):
+def test_ctrl_c_ends_all_ranks_during_a_step(token_data, tmp_path):
     """As a terminal does it: SIGINT to every process. Rank 0 waits inside a collective."""
     with Ranks(token_data, tmp_path, "hold@L2.c0.I.dispatch", "--distributed-timeout-minutes", "10") as ranks:
         ranks.wait_until_held()
@@ -195,7 +195,7 @@ def test_unchecked_nan_activations_pass_as_in_stock(with_nan):
 
 @pytest.mark.alone
 @pytest.mark.parametrize(("fault", "what"), [("kill", "closed the connection"), ("stop", "sent nothing for 3 s")])
-def test_the_culprit_is_named_among_several_peers(tmp_path, fault, what):
+def test_error_names_the_silent_rank_among_several_peers(tmp_path, fault, what):
     """Among three ranks, messages between the two that are left fail, too."""
     processes = launch.start(launch.REPO / "tests/faults/peers_worker.py", [fault], 3, tmp_path)
     try:

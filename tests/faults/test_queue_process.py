@@ -43,7 +43,7 @@ def rank():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-def test_it_lives_through_sigterm_and_not_longer_than_its_rank(rank):
+def test_queue_process_survives_sigterm_and_ends_with_its_rank(rank):
     queue_pid = int(rank.stdout.readline())
     os.kill(queue_pid, signal.SIGTERM)
     rank.stdin.write("still there\n")
@@ -59,7 +59,7 @@ def test_it_lives_through_sigterm_and_not_longer_than_its_rank(rank):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-def test_it_does_not_begin_without_its_rank():
+def test_queue_process_does_not_start_without_its_rank():
     done = subprocess.run(
         [sys.executable, "-c", RANK, "1"], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
     )

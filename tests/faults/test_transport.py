@@ -8,7 +8,7 @@ from tests.ranks import launch
 pytestmark = pytest.mark.distributed
 
 
-def test_rows_arrive_whatever_the_sizes_and_the_skew(tmp_path):
+def test_transport_delivers_rows_of_any_size_and_skew(tmp_path):
     worker = Path(__file__).with_name("transport_worker.py")
     launch.check(launch.run(worker, [tmp_path / "result.json"], 3, tmp_path, timeout_s=90))
     for rank in range(3):

@@ -25,7 +25,7 @@ def world():
         yield dist.group.WORLD
 
 
-def test_rows_land_after_the_pause(world):
+def test_mock_rows_arrive_after_the_link_time(world):
     received, sent = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
     work = dist.all_to_all_single(received, sent, group=world, async_op=True)
     assert not work.is_completed()
@@ -37,7 +37,7 @@ def test_rows_land_after_the_pause(world):
     assert work.get_future().wait()[0].equal(sent)
 
 
-def test_our_transport_hides_the_pause(world):
+def test_stream_transport_hides_the_mock_link_time(world):
     stats = CommStats(torch.device("cuda"))
     comm = Comm(StreamTransport(world, world, stats), None, stats, own_rank=0)
     x = torch.randn(64, 32, device="cuda", requires_grad=True)
@@ -52,7 +52,7 @@ def test_our_transport_hides_the_pause(world):
     assert times.all_to_all_ms > 20  # two pauses; half of them is asked for, since clocks of devices change
 
 
-def test_reductions_on_the_device(world):
+def test_mock_reductions_on_the_device(world):
     x = torch.ones(4, device="cuda")
     dist.all_reduce(x, group=world)
     assert x.eq(8).all()

@@ -24,7 +24,7 @@ def group(tmp_path):
     dist.destroy_process_group()
 
 
-def test_compute_waits_for_the_rows(group):
+def test_stream_transport_lets_compute_wait_for_the_rows(group):
     stats = CommStats(torch.device("cuda"))
     comm = Comm(StreamTransport(group, group, stats), None, stats, own_rank=0)
     x = torch.randn(4096, 1024, device="cuda", requires_grad=True)
@@ -43,7 +43,7 @@ def test_compute_waits_for_the_rows(group):
     assert 0 < times.exposed_ms < times.all_to_all_ms
 
 
-def test_counts_reach_the_host(group):
+def test_stream_transport_brings_counts_to_the_host(group):
     counts = torch.arange(8, device="cuda")
     stats = CommStats(torch.device("cuda"))
     sent, received = StreamTransport(group, group, stats).exchange_counts(counts).wait()

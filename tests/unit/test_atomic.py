@@ -11,7 +11,7 @@ import pytest
 from megatron_lancet.files import atomic_outputs, atomic_write
 
 
-def test_all_targets_appear_after_the_body(tmp_path: Path) -> None:
+def test_atomic_outputs_appear_together_after_the_body(tmp_path: Path) -> None:
     targets = [tmp_path / "a.bin", tmp_path / "a.idx"]
     targets[0].write_text("old")
     with atomic_outputs(*targets) as temporaries:
@@ -25,7 +25,7 @@ def test_all_targets_appear_after_the_body(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt, SystemExit])
-def test_failed_body_leaves_the_old_files_alone(tmp_path: Path, failure: type[BaseException]) -> None:
+def test_atomic_outputs_keep_old_files_after_an_error(tmp_path: Path, failure: type[BaseException]) -> None:
     targets = [tmp_path / "a.bin", tmp_path / "a.idx"]
     targets[0].write_text("old")
 
@@ -40,7 +40,7 @@ def test_failed_body_leaves_the_old_files_alone(tmp_path: Path, failure: type[Ba
     assert list(tmp_path.iterdir()) == [targets[0]]
 
 
-def test_sigterm_unwinds_and_its_handler_is_restored(tmp_path: Path) -> None:
+def test_sigterm_removes_temporary_files_and_restores_its_handler(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     def write_until_terminated() -> None:
@@ -55,7 +55,7 @@ def test_sigterm_unwinds_and_its_handler_is_restored(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_interrupt_between_moves_waits_for_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_between_renames_is_raised_after_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace = os.replace
 
     def replace_and_interrupt(source: Path, target: Path) -> None:
@@ -83,7 +83,7 @@ def test_interrupt_between_moves_waits_for_the_last(tmp_path: Path, monkeypatch:
     assert sorted(tmp_path.iterdir()) == targets
 
 
-def test_own_sigterm_handler_is_kept_and_the_file_is_written(tmp_path: Path) -> None:
+def test_sigterm_handler_of_the_caller_is_kept_and_the_file_is_written(tmp_path: Path) -> None:
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda signum, _: received.append(signum))
     try:

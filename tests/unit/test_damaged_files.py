@@ -135,7 +135,7 @@ def profile():
     return synthetic_profile(Machine())
 
 
-def test_plans(folder, profile):
+def test_damaged_plan_files_are_refused_or_read(folder, profile):
     planned = make_plan(profile)
     path = folder / "some_plan.json"
     good = PlanFile(
@@ -155,7 +155,7 @@ def test_plans(folder, profile):
     check()
 
 
-def test_profiles(folder, profile):
+def test_damaged_profiles_are_refused_or_read(folder, profile):
     path = folder / "some_profile.json"
 
     @fuzzed(300)
@@ -167,7 +167,7 @@ def test_profiles(folder, profile):
     check()
 
 
-def test_kept_profiles(folder, profile):
+def test_damaged_kept_profiles_are_refused_or_read(folder, profile):
     key = cache.ProfileKey.of(profile)
     path = cache.keep(folder / "cache", profile)
     good = path.read_bytes()
@@ -181,7 +181,7 @@ def test_kept_profiles(folder, profile):
     check()
 
 
-def test_timelines(folder):
+def test_damaged_trace_files_are_refused_or_read(folder):
     path = folder / "some_trace.json"
     write_trace(steps.record(num_layers=2), path)
     good = path.read_bytes()
@@ -203,7 +203,7 @@ def test_timelines(folder):
     show()
 
 
-def test_tuned_plans_in_checkpoints():
+def test_damaged_tuned_plans_in_checkpoints_are_refused_or_read():
     from tests.unit.training.tuning.test_tuned_plan import TUNED
 
     @fuzzed(150)
@@ -219,7 +219,7 @@ CORPUS = "\n".join(
 ).encode()
 
 
-def test_corpora(folder, tokenizer_file):
+def test_damaged_corpora_are_refused_or_read(folder, tokenizer_file):
     path, settings_ = folder / "some_corpus.jsonl", TokenizerSettings("SentencePieceTokenizer", str(tokenizer_file))
     job = EncodeJob(path, ("text",), settings_, append_eod=True)
 
@@ -232,7 +232,7 @@ def test_corpora(folder, tokenizer_file):
     check()
 
 
-def test_texts(folder, tokenizer_file):
+def test_damaged_jsonl_texts_are_refused_or_read(folder, tokenizer_file):
     path = folder / "some_text.txt"
     tokenizer = build_tokenizer(TokenizerSettings("SentencePieceTokenizer", str(tokenizer_file)))
 
@@ -255,7 +255,7 @@ def tokenizer_file(folder):
     return path
 
 
-def test_tokenizers(folder, tokenizer_file):
+def test_damaged_tokenizers_are_refused_or_read(folder, tokenizer_file):
     good = tokenizer_file.read_bytes()
     path = folder / "some.model"
 
@@ -290,7 +290,7 @@ def damaged_index(draw, good: bytes):
     return bytes(content)
 
 
-def test_datasets(folder):
+def test_damaged_datasets_are_refused_or_read(folder):
     prefix = folder / "some_document"
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for length in (5, 1, 12):
@@ -329,7 +329,7 @@ def make_checkpoint(checkpoint):
     return {path.name: path.read_bytes() for path in checkpoint.iterdir()}
 
 
-def test_checkpoints(folder):
+def test_damaged_checkpoints_are_refused_or_read(folder):
     checkpoint = folder / "checkpoints" / "iter_0000001"
     good = make_checkpoint(checkpoint)
     (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
@@ -347,7 +347,7 @@ def test_checkpoints(folder):
     check()
 
 
-def test_logs():
+def test_damaged_train_logs_are_refused_or_read():
     line = (
         " [2026-01-01 00:00:00.000000] iteration        1/     500 | consumed samples:           16 | elapsed time per "
         "iteration (ms): 984.2 | learning rate: 1.500000E-03 | lm loss: 7.6E+00 |\n validation loss at iteration 500 "
@@ -364,6 +364,6 @@ def test_logs():
     check()
 
 
-def test_enough_cases():
+def test_number_of_damaged_files_is_large_enough():
     """2,000 were asked for; whichever of these tests a run picks, the file has them."""
     assert sum(map(int, re.findall(r"^    @fuzzed\((\d+)\)$", Path(__file__).read_text(), re.MULTILINE))) >= 2000

@@ -17,7 +17,7 @@ def anchors(document: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_links_lead_somewhere(document):
+def test_links_of_documents_have_a_target(document):
     prose = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", prose):
         if re.match(r"[a-z]+:", link):
@@ -28,7 +28,7 @@ def test_links_lead_somewhere(document):
         assert not anchor or anchor in anchors(target), f"{link}: no such heading"
 
 
-def test_the_index_has_every_document():
+def test_document_index_has_every_document():
     docs = REPOSITORY / "docs"
     listed = set(re.findall(r"\(((?:\w+/)*\w+\.md)\)", (docs / "README.md").read_text()))
     assert listed == {str(path.relative_to(docs)) for path in docs.rglob("*.md")} - {"README.md"}

@@ -56,13 +56,13 @@ WHOLES = st.builds(
 
 
 @given(WHOLES)
-def test_records_survive_json(whole):
+def test_records_are_read_from_json_as_written(whole):
     again = from_plain(Whole, json.loads(json.dumps(to_plain(whole))), "record")
     assert again == whole
     assert type(again.colour) is Colour
 
 
-def test_missing_fields_take_their_default_and_integers_are_numbers():
+def test_missing_record_fields_take_their_default_and_integers_are_floats():
     assert from_plain(Whole, PLAIN, "record") == Whole(3, Colour.RED, True)
     part = from_plain(Part, {"name": "a", "size_ms": 2}, "part")
     assert part == Part("a", 2.0)
@@ -101,18 +101,18 @@ def test_missing_fields_take_their_default_and_integers_are_numbers():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_place(changes, message):
+def test_record_with_a_wrong_type_is_refused_with_its_place(changes, message):
     with pytest.raises(RecordError) as refusal:
         from_plain(Whole, {**PLAIN, **changes}, "record")
     assert message in str(refusal.value)
 
 
-def test_a_long_value_is_not_shown_whole():
+def test_record_error_shortens_a_long_value():
     with pytest.raises(RecordError) as refusal:
         from_plain(Whole, {**PLAIN, "count": "9" * 1000}, "record")
     assert len(str(refusal.value)) < 120
 
 
-def test_no_record_at_all():
+def test_json_without_a_record_is_refused():
     with pytest.raises(RecordError, match="record: expected an object, found None"):
         from_plain(Whole, None, "record")

@@ -48,7 +48,7 @@ def part_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_one_way(path):
+def test_imports_of_packages_point_one_way(path):
     part = part_of(path)
     if part == "__init__":
         assert imports_of(path) == set()
@@ -58,7 +58,7 @@ def test_imports_point_one_way(path):
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_foreign_packages_stay_where_they_belong(path):
+def test_third_party_imports_are_in_allowed_packages_only(path):
     part, names = part_of(path), imports_of(path)
     roots = {name.split(".")[0] for name in names}
     if part in ("files", "schedule", "planning", "config", "cli"):
@@ -69,5 +69,5 @@ def test_foreign_packages_stay_where_they_belong(path):
         assert not any(name.startswith("megatron.training") for name in names)
 
 
-def test_every_part_has_its_rule():
+def test_import_rules_cover_every_package():
     assert {part_of(path) for path in modules()} - {"__init__"} == set(ALLOWED)

@@ -207,7 +207,7 @@ def test_every_folder_that_may_replace_does():
         ("around(anything(), 'name', call)", "?"),
     ],
 )
-def test_each_way_to_replace_an_attribute_is_seen(line, owner):
+def test_each_way_to_replace_an_attribute_is_found(line, owner):
     imports = "import torch\nimport torch.distributed as dist\nfrom megatron.training import training\n"
     assert replaced_owners(imports + line) == [owner]
     for folder in (PACKAGE / "model", PACKAGE / "training/dry_run"):

@@ -37,7 +37,7 @@ def test_allowed_skip_reasons_are_still_in_use():
         (["tests"], ""),
         (["tests/gpu", "tests/unit"], ""),
         (["tests/gpu"], "0"),
-        (["tests/gpu/test_stream_transport.py::test_counts_reach_the_host"], "0"),
+        (["tests/gpu/test_stream_transport.py::test_stream_transport_brings_counts_to_the_host"], "0"),
     ],
 )
 def test_gpus_are_visible_to_gpu_tests_only(monkeypatch, arguments, visible):

@@ -23,7 +23,7 @@ from megatron_lancet.data.jsonl import LineBatch
 from megatron_lancet.errors import UsageError
 
 
-def test_settings_have_megatrons_names_and_defaults() -> None:
+def test_tokenizer_settings_have_megatrons_names_and_defaults() -> None:
     megatron_defaults = {field.name: field.default for field in dataclasses.fields(TokenizerConfig)}
     for field in dataclasses.fields(TokenizerSettings):
         assert field.name in megatron_defaults
@@ -31,7 +31,7 @@ def test_settings_have_megatrons_names_and_defaults() -> None:
             assert field.default == megatron_defaults[field.name], field.name
 
 
-def test_settings_hold_all_that_megatron_reads_for_the_supported_types() -> None:
+def test_tokenizer_settings_have_all_that_megatron_reads() -> None:
     """Arguments read in ``build_tokenizer`` outside the branches of tokenizers that we do not build."""
     function = ast.parse(inspect.getsource(megatron_builder.build_tokenizer)).body[0]
     unsupported = ("MEGATRON_TOKENIZERS", "TikTokenizer", "HuggingFaceTokenizer", "Multimodal", "SFT")
@@ -54,7 +54,7 @@ def _walk_without_branches(node: ast.AST, unsupported: tuple[str, ...]) -> list[
 
 
 @pytest.mark.parametrize("tokenizer_type", SENTENCEPIECE_TYPES)
-def test_builds_what_a_training_run_builds(model: Path, vocab_size: int, tokenizer_type: str) -> None:
+def test_tokenizer_equals_that_of_a_training_run(model: Path, vocab_size: int, tokenizer_type: str) -> None:
     ours = build_tokenizer(TokenizerSettings(tokenizer_type, str(model)))
     theirs = megatron_builder.build_tokenizer(
         TokenizerConfig(tokenizer_type=tokenizer_type, tokenizer_model=str(model), pad_vocab_size=False)
@@ -108,7 +108,7 @@ def test_append_eod_needs_an_eod(tmp_path: Path) -> None:
         encode_with_default_model(tmp_path, (b'{"text": "hello"}\n',), eos_id=-1)
 
 
-def test_text_without_a_token_is_left_out_though_it_is_not_empty(tmp_path: Path) -> None:
+def test_text_without_tokens_is_left_out(tmp_path: Path) -> None:
     lines = (b'{"text": "  "}\n', b'{"text": "hello"}\n')
     documents = encode_with_default_model(tmp_path, lines, eos_id=2).documents[0]
     assert documents.num_empty == 1

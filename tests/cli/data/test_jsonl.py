@@ -8,7 +8,7 @@ from megatron_lancet.data.jsonl import iter_line_batches, iter_texts, parse_line
 from megatron_lancet.errors import UsageError
 
 
-def test_batches_cover_the_file_in_whole_lines(tmp_path: Path) -> None:
+def test_jsonl_batches_cover_the_file_in_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"a\nbb\n" + b"c" * 50 + b"\n\nlast line without end")
     batches = list(iter_line_batches(path, max_batch_bytes=4))
@@ -35,7 +35,7 @@ def test_parse_line_gives_texts_in_the_order_of_the_keys() -> None:
         (b'{"text": "ab\\ud800"}', "lone surrogate at character 2"),
     ],
 )
-def test_unusable_line_is_refused_with_its_reason(line: bytes, reason: str) -> None:
+def test_unusable_jsonl_line_is_refused_with_its_reason(line: bytes, reason: str) -> None:
     with pytest.raises(UsageError) as error:
         parse_line(line, ("text",), "corpus.jsonl, line 7")
     assert str(error.value).startswith("corpus.jsonl, line 7: ")
@@ -52,7 +52,7 @@ def test_iter_texts_skips_blank_lines_but_counts_them(tmp_path: Path) -> None:
         next(texts)
 
 
-def test_missing_file_and_folder_are_refused(tmp_path: Path) -> None:
+def test_missing_jsonl_file_and_folder_are_refused(tmp_path: Path) -> None:
     for path, reason in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(UsageError, match=reason):
             list(iter_texts(path, "text"))

@@ -15,31 +15,31 @@ NUM_WORKERS = 2
 
 
 @pytest.mark.parametrize("num_workers", [1, NUM_WORKERS])
-def test_results_come_in_the_order_of_the_items(num_workers: int) -> None:
+def test_parallel_results_are_in_the_order_of_the_items(num_workers: int) -> None:
     items = list(range(50))
     assert list(ordered_map(operator.neg, items, num_workers)) == [-item for item in items]
 
 
-def test_work_happens_in_other_processes() -> None:
+def test_parallel_work_runs_in_other_processes() -> None:
     pids = set(ordered_map(operator.call, [os.getpid] * 4, NUM_WORKERS))
     assert os.getpid() not in pids
 
 
 @pytest.mark.parametrize("num_workers", [1, NUM_WORKERS])
-def test_first_failing_item_raises(num_workers: int) -> None:
+def test_parallel_raises_the_first_failing_item(num_workers: int) -> None:
     results = ordered_map(int, ["1", "second", "third"], num_workers)
     assert next(results) == 1
     with pytest.raises(ValueError, match="second"):
         next(results)
 
 
-def test_killed_worker_is_reported_and_no_worker_stays() -> None:
+def test_parallel_reports_a_killed_worker_and_ends_all_workers() -> None:
     with pytest.raises(UsageError, match="a worker process was killed"):
         list(ordered_map(signal.raise_signal, [signal.SIGKILL], NUM_WORKERS))
     assert multiprocessing.active_children() == []
 
 
-def test_closing_early_stops_reading_and_ends_the_workers() -> None:
+def test_parallel_closed_early_stops_reading_and_ends_the_workers() -> None:
     num_read = 0
 
     def items() -> Iterator[int]:

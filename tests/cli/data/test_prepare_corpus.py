@@ -27,7 +27,7 @@ def read_corpus(path: Path) -> dict[str, str]:
     return {record["path"]: record["text"] for record in records}
 
 
-def test_takes_the_exact_text_of_matching_files_in_sorted_order(
+def test_corpus_has_the_exact_text_of_matching_files_in_sorted_order(
     tmp_path: Path, prepare_corpus: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_files(
@@ -56,7 +56,7 @@ def test_takes_the_exact_text_of_matching_files_in_sorted_order(
     assert capsys.readouterr().out == f"{output}: 4 documents, 0.00 MB of text\n"
 
 
-def test_output_inside_the_input_is_not_an_input(tmp_path: Path, prepare_corpus: ModuleType) -> None:
+def test_corpus_output_inside_the_input_is_not_an_input(tmp_path: Path, prepare_corpus: ModuleType) -> None:
     source = write_files(tmp_path / "source", {"a.txt": b"text"})
     arguments = ["--input", str(source), "--output", str(source / "corpus.txt")]
     prepare_corpus.main(arguments)
@@ -65,7 +65,7 @@ def test_output_inside_the_input_is_not_an_input(tmp_path: Path, prepare_corpus:
     assert (source / "corpus.txt").read_bytes() == first
 
 
-def test_standard_library_is_the_default(
+def test_corpus_default_is_the_standard_library(
     tmp_path: Path, prepare_corpus: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "corpus.jsonl"
@@ -153,7 +153,7 @@ def test_limit_counts_bytes_of_text(tmp_path: Path, prepare_corpus: ModuleType) 
         prepare_corpus.main([*arguments, "0.00001"])
 
 
-def test_unusable_arguments_are_refused(tmp_path: Path, prepare_corpus: ModuleType) -> None:
+def test_corpus_refuses_unusable_arguments(tmp_path: Path, prepare_corpus: ModuleType) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     blank = write_files(tmp_path / "blank", {"a.txt": b""})
@@ -172,7 +172,7 @@ def test_unusable_arguments_are_refused(tmp_path: Path, prepare_corpus: ModuleTy
     assert sorted(tmp_path.iterdir()) == [blank, empty]
 
 
-def test_exit_status_and_message_of_the_command(
+def test_prepare_corpus_exit_status_and_message(
     tmp_path: Path, run_tool: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     output = tmp_path / "corpus.jsonl"

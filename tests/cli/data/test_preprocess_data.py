@@ -48,7 +48,7 @@ def dataset_bytes(prefix: Path) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
-def test_reads_back_as_the_tokenizers_own_encoding(
+def test_dataset_equals_the_tokenizers_own_encoding(
     tmp_path: Path,
     corpus: Path,
     model: Path,
@@ -71,7 +71,7 @@ def test_reads_back_as_the_tokenizers_own_encoding(
     assert re.fullmatch(r"[^\n]* \d+\.\d s\n", summary)
 
 
-def test_output_is_the_same_for_any_number_of_workers(
+def test_dataset_is_the_same_for_any_number_of_workers(
     tmp_path: Path, corpus: Path, model: Path, preprocess_data: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preprocess_data, "BATCH_BYTES", 20_000)
@@ -84,7 +84,7 @@ def test_output_is_the_same_for_any_number_of_workers(
     assert len(one[0]) > 100_000
 
 
-def test_every_key_gets_a_dataset(tmp_path: Path, preprocess_data: ModuleType) -> None:
+def test_dataset_is_written_for_every_key(tmp_path: Path, preprocess_data: ModuleType) -> None:
     corpus = write_lines(
         tmp_path / "corpus.jsonl", '{"a": "1 2", "b": "3"}', '{"b": "4 5", "a": ""}', '{"a": "6", "b": "7"}'
     )
@@ -104,14 +104,14 @@ def test_blank_lines_and_empty_texts_are_left_out(
     assert "2 documents (1 empty texts left out), 4 tokens" in capsys.readouterr().out
 
 
-def test_large_vocabularies_take_wider_ids(tmp_path: Path, preprocess_data: ModuleType) -> None:
+def test_dataset_of_a_large_vocabulary_has_wider_ids(tmp_path: Path, preprocess_data: ModuleType) -> None:
     corpus = write_lines(tmp_path / "corpus.jsonl", '{"text": "65535 65536 99998"}')
     preprocess_data.main(null_arguments(corpus, tmp_path / "data", 100_000, "--append-eod"))
     assert read_documents(tmp_path / "data_text_document") == [[65535, 65536, 99998, 99999]]
     assert IndexedDataset(str(tmp_path / "data_text_document")).index.dtype is np.int32
 
 
-def test_plain_progress_lines_on_request(
+def test_preprocessing_prints_plain_progress_lines_on_request(
     tmp_path: Path,
     preprocess_data: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
@@ -140,7 +140,7 @@ def test_plain_progress_lines_on_request(
         ('{"text": "-1"}', "expected token ids from 0 to 9, found -1 to -1"),
     ],
 )
-def test_first_bad_line_is_named_and_the_older_dataset_survives(
+def test_preprocessing_names_the_first_bad_line_and_keeps_the_older_dataset(
     tmp_path: Path,
     preprocess_data: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
@@ -163,7 +163,7 @@ def test_first_bad_line_is_named_and_the_older_dataset_survives(
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n'])
-def test_input_without_text_is_refused(tmp_path: Path, preprocess_data: ModuleType, content: str) -> None:
+def test_preprocessing_refuses_input_without_text(tmp_path: Path, preprocess_data: ModuleType, content: str) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(content)
     with pytest.raises(UsageError, match=r"nothing to write for .*data_text_document"):
@@ -171,7 +171,7 @@ def test_input_without_text_is_refused(tmp_path: Path, preprocess_data: ModuleTy
     assert list(tmp_path.iterdir()) == [corpus]
 
 
-def test_unusable_paths_and_keys_are_refused(tmp_path: Path, preprocess_data: ModuleType) -> None:
+def test_preprocessing_refuses_unusable_paths_and_keys(tmp_path: Path, preprocess_data: ModuleType) -> None:
     corpus = write_lines(tmp_path / "corpus.jsonl", '{"text": "1"}')
     target = tmp_path / "taken_text_document.idx"
     target.mkdir()
@@ -250,7 +250,9 @@ def assert_older_dataset_alone_is_left(folder: Path) -> None:
 
 
 @pytest.mark.timeout(2 * PROCESS_TIMEOUT_S)
-def test_interrupted_run_leaves_only_the_older_dataset(tmp_path: Path, running_tool: "subprocess.Popen[str]") -> None:
+def test_interrupted_preprocessing_leaves_only_the_older_dataset(
+    tmp_path: Path, running_tool: "subprocess.Popen[str]"
+) -> None:
     os.killpg(running_tool.pid, signal.SIGINT)  # as a terminal does
     _, stderr = running_tool.communicate(timeout=PROCESS_TIMEOUT_S)
     assert "ForkServerProcess" not in stderr, "workers must not report the interrupt once more"
@@ -260,7 +262,9 @@ def test_interrupted_run_leaves_only_the_older_dataset(tmp_path: Path, running_t
 
 
 @pytest.mark.timeout(2 * PROCESS_TIMEOUT_S)
-def test_killed_worker_leaves_the_old_dataset(tmp_path: Path, running_tool: "subprocess.Popen[str]") -> None:
+def test_killed_preprocessing_worker_leaves_the_old_dataset(
+    tmp_path: Path, running_tool: "subprocess.Popen[str]"
+) -> None:
     workers = worker_pids(running_tool.pid)
     assert len(workers) == 2
     os.kill(workers[0], signal.SIGKILL)
@@ -273,13 +277,13 @@ def test_killed_worker_leaves_the_old_dataset(tmp_path: Path, running_tool: "sub
 
 
 @pytest.mark.timeout(2 * PROCESS_TIMEOUT_S)
-def test_workers_do_not_outlive_a_killed_run(tmp_path: Path, running_tool: "subprocess.Popen[str]") -> None:
+def test_preprocessing_workers_end_with_a_killed_run(tmp_path: Path, running_tool: "subprocess.Popen[str]") -> None:
     running_tool.kill()
     wait_until(lambda: not session_parents(running_tool.pid))
     assert (tmp_path / "data_text_document.bin").read_text() == "older"
 
 
-def test_exit_status_and_message_of_the_command(
+def test_preprocess_data_exit_status_and_message(
     tmp_path: Path, run_tool: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     missing = run_tool("preprocess_data", *null_arguments(tmp_path / "none", tmp_path / "data", 10))
@@ -288,7 +292,7 @@ def test_exit_status_and_message_of_the_command(
     assert missing.stderr.count("\n") == 1
 
 
-def test_two_workers_name_the_first_of_two_bad_lines(
+def test_preprocessing_with_two_workers_names_the_first_bad_line(
     tmp_path: Path, run_tool: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     long_text = " ".join(["1"] * 200_000)  # longer than a batch: each of these lines is a task

@@ -47,7 +47,7 @@ def arguments_for(corpus: Path, prefix: Path, vocab_size: int, *more: str) -> li
     return ["--input", str(corpus), "--output-prefix", str(prefix), "--vocab-size", str(vocab_size), *more]
 
 
-def test_ids_are_those_that_megatron_needs(tokenizer: Any, vocab_size: int) -> None:
+def test_tokenizer_has_the_ids_that_megatron_needs(tokenizer: Any, vocab_size: int) -> None:
     assert tokenizer.vocab_size == vocab_size
     assert (tokenizer.unk, tokenizer.bos, tokenizer.eos, tokenizer.pad) == (0, 1, 2, 3)
     assert tokenizer.eod == tokenizer.eos
@@ -55,7 +55,7 @@ def test_ids_are_those_that_megatron_needs(tokenizer: Any, vocab_size: int) -> N
 
 
 @pytest.mark.parametrize("text", AWKWARD_TEXTS)
-def test_awkward_text_survives(tokenizer: Any, text: str) -> None:
+def test_tokenizer_round_trip_of_awkward_text(tokenizer: Any, text: str) -> None:
     ids = tokenizer.tokenize(text)
     assert tokenizer.detokenize(ids) == text
     assert not {0, 1, 2, 3} & set(ids), "text must not turn into special ids"
@@ -68,15 +68,15 @@ text_without_space_symbol = st.text(st.characters(codec="utf-8", exclude_charact
 
 @settings(max_examples=300, deadline=None, database=None)
 @given(text=text_without_space_symbol)
-def test_any_text_survives(tokenizer: Any, text: str) -> None:
+def test_tokenizer_round_trip_of_any_text(tokenizer: Any, text: str) -> None:
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
-def test_the_space_symbol_of_sentencepiece_is_the_exception(tokenizer: Any) -> None:
+def test_tokenizer_replaces_the_space_symbol_of_sentencepiece(tokenizer: Any) -> None:
     assert tokenizer.detokenize(tokenizer.tokenize(f"a{SPACE_SYMBOL}b")) == "a b"
 
 
-def test_whole_corpus_survives_in_fewer_tokens_than_bytes(tokenizer: Any, corpus: Path) -> None:
+def test_tokenizer_round_trip_of_the_corpus_has_fewer_tokens_than_bytes(tokenizer: Any, corpus: Path) -> None:
     texts = [json.loads(line)["text"] for line in corpus.read_text("utf-8").split("\n") if line]
     num_tokens = 0
     for text in texts:
@@ -86,7 +86,7 @@ def test_whole_corpus_survives_in_fewer_tokens_than_bytes(tokenizer: Any, corpus
     assert 2 * num_tokens < sum(len(text.encode()) for text in texts)
 
 
-def test_newline_tab_and_indentation_are_pieces(model: Path) -> None:
+def test_tokenizer_has_pieces_of_newline_tab_and_indentation(model: Path) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     pieces = processor.encode("\n    x\t", out_type=str)
     assert pieces == ["\n", 4 * SPACE_SYMBOL, "x", "\t"] or pieces == [
@@ -97,7 +97,7 @@ def test_newline_tab_and_indentation_are_pieces(model: Path) -> None:
     ]
 
 
-def test_numbers_go_digit_by_digit_however_frequent(train_tokenizer: ModuleType) -> None:
+def test_tokenizer_splits_numbers_into_digits(train_tokenizer: ModuleType) -> None:
     model_bytes = train_tokenizer.train_model(["year 2026 and 2026"] * 50, 365)
     processor = sentencepiece.SentencePieceProcessor(model_proto=model_bytes)
     assert processor.encode("2026", out_type=str) == list("2026")
@@ -108,7 +108,7 @@ def test_numbers_go_digit_by_digit_however_frequent(train_tokenizer: ModuleType)
     [["abab", "ab\nba", "aba"], ["a b a b"], ["    "] * 9, ["日本語の文章です日本語"], ["~" * 5000]],
     ids=["no_space", "few_characters", "only_spaces", "no_ascii", "one_character"],
 )
-def test_space_and_ascii_always_have_pieces(train_tokenizer: ModuleType, texts: list[str]) -> None:
+def test_tokenizer_always_has_pieces_of_space_and_ascii(train_tokenizer: ModuleType, texts: list[str]) -> None:
     sentences = list(train_tokenizer.iter_sentences(texts))
     with pytest.raises(UsageError, match="largest possible is ") as error:
         train_tokenizer.train_model(sentences, 4000)
@@ -120,7 +120,7 @@ def test_space_and_ascii_always_have_pieces(train_tokenizer: ModuleType, texts: 
     assert processor.decode(processor.encode("a  b zß\n")) == "a  b zß\n"
 
 
-def test_two_processes_write_the_same_model(
+def test_tokenizer_training_is_deterministic_across_processes(
     tmp_path: Path,
     corpus: Path,
     model: Path,
@@ -139,7 +139,7 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_impossible_sizes_name_the_possible_ones(tmp_path: Path, train_tokenizer: ModuleType) -> None:
+def test_impossible_vocabulary_size_names_the_possible_ones(tmp_path: Path, train_tokenizer: ModuleType) -> None:
     corpus = write_corpus(tmp_path / "corpus.jsonl", ["hello world hello"] * 3)
     output = tmp_path / "tok.model"
     output.write_text("older")
@@ -153,12 +153,12 @@ def test_impossible_sizes_name_the_possible_ones(tmp_path: Path, train_tokenizer
     assert sorted(tmp_path.iterdir()) == [corpus, output]
 
 
-def test_other_training_errors_keep_their_text(train_tokenizer: ModuleType) -> None:
+def test_other_errors_of_tokenizer_training_keep_their_text(train_tokenizer: ModuleType) -> None:
     with pytest.raises(UsageError, match=r"could not train a model with --vocab-size 400: .*sentences_"):
         train_tokenizer.train_model([], 400)
 
 
-def test_sample_is_every_kth_line(tmp_path: Path, train_tokenizer: ModuleType) -> None:
+def test_tokenizer_sample_is_every_kth_line(tmp_path: Path, train_tokenizer: ModuleType) -> None:
     texts = [f"line {number}\n\nmore {number}" for number in range(100)]
     corpus = write_corpus(tmp_path / "corpus.jsonl", texts)
     num_bytes = corpus.stat().st_size
@@ -168,7 +168,7 @@ def test_sample_is_every_kth_line(tmp_path: Path, train_tokenizer: ModuleType) -
     assert train_tokenizer.sample_sentences(corpus, "text", num_bytes / 2.5) == everything[::3]
 
 
-def test_long_lines_are_cut_not_dropped(train_tokenizer: ModuleType) -> None:
+def test_tokenizer_sample_cuts_long_lines(train_tokenizer: ModuleType) -> None:
     limit = train_tokenizer.MAX_SENTENCE_CHARACTERS
     text = "日" * (2 * limit + 5)
     sentences = list(train_tokenizer.iter_sentences([text]))
@@ -187,7 +187,7 @@ def test_long_lines_are_cut_not_dropped(train_tokenizer: ModuleType) -> None:
         (b'{"text": "\\n\\n"}\n', "has no text to learn from"),
     ],
 )
-def test_unusable_corpus_is_refused(
+def test_tokenizer_training_refuses_an_unusable_corpus(
     tmp_path: Path,
     train_tokenizer: ModuleType,
     content: bytes,
@@ -200,14 +200,14 @@ def test_unusable_corpus_is_refused(
     assert list(tmp_path.iterdir()) == [corpus]
 
 
-def test_unusable_paths_are_refused(tmp_path: Path, corpus: Path, train_tokenizer: ModuleType) -> None:
+def test_tokenizer_training_refuses_unusable_paths(tmp_path: Path, corpus: Path, train_tokenizer: ModuleType) -> None:
     with pytest.raises(UsageError, match=r"cannot read input file .*none: No such file"):
         train_tokenizer.main(arguments_for(tmp_path / "none", tmp_path / "tok", 400))
     with pytest.raises(UsageError, match=r"output folder .*none does not exist"):
         train_tokenizer.main(arguments_for(corpus, tmp_path / "none" / "tok", 400))
 
 
-def test_exit_status_and_message_of_the_command(
+def test_train_tokenizer_exit_status_and_message(
     tmp_path: Path, run_tool: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     corpus = write_corpus(tmp_path / "corpus.jsonl", ["hello world"])

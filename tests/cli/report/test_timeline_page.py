@@ -86,7 +86,7 @@ ONE = TimelineRecord(
 )
 
 
-def test_hover_explains_what_lies_under_the_mouse(shown):
+def test_timeline_page_hover_explains_the_span_under_the_mouse(shown):
     browser = shown(ONE)
     browser.mouse("Moved", *point(browser, 60.0, 15))
     assert "layer 1, chunk 0, forward, dispatch\ncompute waits for this message" in tip(browser)
@@ -103,7 +103,7 @@ def test_hover_explains_what_lies_under_the_mouse(shown):
     assert tip(browser) is None
 
 
-def test_wheel_drag_keys_and_buttons_change_what_is_in_view(shown):
+def test_timeline_page_wheel_drag_keys_and_buttons_change_the_view(shown):
     browser = shown(ONE)
     assert view(browser) == (0, 100)
     x, y = point(browser, 60.0, 15)
@@ -137,7 +137,7 @@ def test_wheel_drag_keys_and_buttons_change_what_is_in_view(shown):
     assert view(browser) == (0, 100)
 
 
-def test_search_dims_the_rest_counts_and_steps_through_what_it_finds(shown):
+def test_timeline_page_search_highlights_counts_and_steps_through_matches(shown):
     browser = shown(ONE)
     attention, weight = point(browser, 20.0, 3), point(browser, 90.0, 3)
     blue, orange = pixel(browser, *attention), pixel(browser, *weight)
@@ -153,7 +153,7 @@ def test_search_dims_the_rest_counts_and_steps_through_what_it_finds(shown):
     assert browser.js("document.getElementById('found').textContent") == ""
 
 
-def test_ranks_predictions_and_summary(shown):
+def test_timeline_page_shows_ranks_predictions_and_summary(shown):
     browser = shown(steps.record(num_layers=3))
     labels = browser.js("[...document.querySelectorAll('#groups strong')].map(e => e.textContent)")
     assert labels == ["rank 0 measured", "rank 0 predicted", "rank 1 measured", "rank 1 predicted"]
@@ -164,7 +164,7 @@ def test_ranks_predictions_and_summary(shown):
     assert browser.js("document.getElementById('search').value") == "L2.c0."
 
 
-def test_dark_and_narrow(shown):
+def test_timeline_page_in_dark_mode_and_narrow_window(shown):
     browser = shown(ONE, width=1000)
     spot = point(browser, 20.0, 3)
     light_page = browser.js("getComputedStyle(document.body).backgroundColor")
@@ -178,7 +178,7 @@ def test_dark_and_narrow(shown):
     assert browser.js("(c => c.width === 2 * c.clientWidth)(document.querySelector('#groups canvas'))")
 
 
-def test_names_from_outside_stay_text(shown):
+def test_timeline_page_escapes_names(shown):
     spans = (Span(EVIL, Lane.COMPUTE, 0, 50), Span(EVIL, Lane.COMM, 0, 50, 1), Span(EVIL, Lane.WAIT, 50, 100))
     record = TimelineRecord(EVIL, (RankTimeline(0, spans, 100),), reasons={EVIL: EVIL})
     assert page(record).count("</script>") == page(ONE).count("</script>") == 2
@@ -190,7 +190,7 @@ def test_names_from_outside_stay_text(shown):
     assert browser.js("document.scripts.length") == 2
 
 
-def test_a_hundred_thousand_spans_are_culled(shown):
+def test_timeline_page_draws_only_visible_spans_of_a_hundred_thousand(shown):
     """At first all are shown, as shares of each pixel; zoomed in, only what is in view is looked at."""
     spans = []
     for index in range(50_000):
@@ -211,12 +211,12 @@ def test_a_hundred_thousand_spans_are_culled(shown):
     assert "chunk" in tip(browser)
 
 
-def test_an_empty_step_and_one_rank_without_prediction(shown):
+def test_timeline_page_of_an_empty_step_and_of_one_rank_without_prediction(shown):
     browser = shown(TimelineRecord("nothing", (RankTimeline(0, (), 0.0),)))
     assert browser.js("document.querySelectorAll('#groups canvas').length") == 1
     assert browser.js("document.getElementById('legend').children.length") == 0
 
 
-def test_a_title_with_a_placeholder_is_no_placeholder():
+def test_timeline_page_title_may_contain_a_placeholder():
     assert "<h1>@@DATA@@</h1>" in page(replace(ONE, title="@@DATA@@"))
     assert not re.search(r"https?://", page(ONE))

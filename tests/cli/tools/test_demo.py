@@ -47,18 +47,18 @@ def write_prepared(folder) -> dict[str, object]:
     ("num_gpus", "num_ranks", "expert_parallel_size"),
     [(0, 2, 2), (1, 1, 1), (2, 2, 2), (3, 2, 2), (4, 4, 2), (7, 6, 2), (8, 8, 2), (16, 8, 2)],
 )
-def test_uses_an_even_number_of_gpus_or_two_cpu_ranks(demo, num_gpus, num_ranks, expert_parallel_size):
+def test_demo_uses_an_even_number_of_gpus_or_two_cpu_ranks(demo, num_gpus, num_ranks, expert_parallel_size):
     layout = demo.choose_layout(num_gpus)
     assert (layout.num_ranks, layout.expert_parallel_size) == (num_ranks, expert_parallel_size)
     assert ("--transformer-impl" in layout.flags) == (num_gpus > 0)
 
 
-def test_says_that_one_gpu_has_nothing_to_overlap(demo):
+def test_demo_says_that_one_gpu_has_nothing_to_overlap(demo):
     assert "no communication to overlap" in demo.choose_layout(1).description
 
 
 @pytest.mark.parametrize("num_gpus", [0, 1, 6])
-def test_batches_fit_the_ranks(demo, folder, num_gpus):
+def test_demo_batches_fit_the_ranks(demo, folder, num_gpus):
     layout = demo.choose_layout(num_gpus)
     flags = demo.training_flags(folder, layout, 100, [])
     micro, whole = (int(demo.last_value(flags, f"--{name}-batch-size")) for name in ("micro", "global"))
@@ -66,31 +66,31 @@ def test_batches_fit_the_ranks(demo, folder, num_gpus):
     assert micro >= 2  # so that there is a chunk to overlap with
 
 
-def test_one_schedule_of_the_full_length_for_both_parts(demo, folder):
+def test_demo_has_one_learning_rate_schedule_for_both_parts(demo, folder):
     flags = demo.training_flags(folder, demo.choose_layout(0), 100, [])
     assert demo.last_value(flags, "--train-iters") == demo.last_value(flags, "--lr-decay-iters") == "100"
     assert int(demo.last_value(flags, "--eval-interval")) > 100
 
 
-def test_flags_of_the_user_win(demo, folder):
+def test_demo_flags_of_the_user_override(demo, folder):
     flags = demo.training_flags(folder, demo.choose_layout(0), 100, ["--seq-length", "64", "--lr=1e-4"])
     assert flags[-3:] == ["--seq-length", "64", "--lr=1e-4"]
     assert demo.last_value(flags, "--seq-length") == "64"
     assert demo.last_value(flags, "--lr") == "1e-4"
 
 
-def test_takes_megatrons_flags_after_two_dashes(demo):
+def test_demo_takes_megatrons_flags_after_two_dashes(demo):
     arguments = demo.parse_arguments(["--train-iters", "8", "--", "--num-layers", "1"])
     assert (arguments.train_iters, arguments.megatron_flags) == (8, ["--num-layers", "1"])
 
 
-def test_refuses_a_run_without_a_step_for_each_part(demo, capsys):
+def test_demo_refuses_a_run_without_a_step_for_each_part(demo, capsys):
     with pytest.raises(SystemExit):
         demo.parse_arguments(["--train-iters", "1"])
     assert "at least 2" in capsys.readouterr().err
 
 
-def test_a_second_demo_keeps_the_data_and_trains_afresh(demo, folder):
+def test_second_demo_keeps_the_data_and_trains_afresh(demo, folder):
     write_prepared(folder)
     for old in (folder.checkpoints / "iter_0000010", folder.cache):
         old.mkdir(parents=True)
@@ -101,45 +101,45 @@ def test_a_second_demo_keeps_the_data_and_trains_afresh(demo, folder):
     assert folder.prepared.is_file()
 
 
-def test_never_touches_a_folder_of_something_else(demo, tmp_path):
+def test_demo_refuses_a_folder_of_something_else(demo, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UsageError, match=r"not empty and not of this demo.*--output"):
         demo.open_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
-def test_a_file_is_no_output_folder(demo, tmp_path):
+def test_demo_refuses_a_file_as_output_folder(demo, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"cannot use .*file as output folder"):
         demo.open_folder(tmp_path / "file")
 
 
-def test_complete_data_is_used_again(demo, folder):
+def test_demo_reuses_complete_data(demo, folder):
     prepared = write_prepared(folder)
     assert demo.load_prepared(folder, SETTINGS) == prepared
 
 
 @pytest.mark.parametrize("missing", ["prepared.json", "tokenizer.model", "stdlib_text_document.idx"])
-def test_incomplete_data_is_prepared_again(demo, folder, missing):
+def test_demo_prepares_incomplete_data_again(demo, folder, missing):
     write_prepared(folder)
     (folder.data / missing).unlink()
     assert demo.load_prepared(folder, SETTINGS) is None
 
 
 @pytest.mark.parametrize("other", [{"vocab_size": 700}, {"corpus_megabytes": 1.0}, {"python": "3.13.0"}])
-def test_data_of_other_settings_is_prepared_again(demo, folder, other):
+def test_demo_prepares_data_of_other_settings_again(demo, folder, other):
     write_prepared(folder)
     assert demo.load_prepared(folder, {**SETTINGS, **other}) is None
 
 
-def test_a_failing_tool_is_one_error_with_the_end_of_its_log(demo, folder):
+def test_failing_tool_of_the_demo_is_one_error_with_the_end_of_its_log(demo, folder):
     with pytest.raises(
         UsageError, match=r"prepare_corpus.py ended with status 2.*prepare.log:\n(.*\n)*.*required: --output"
     ):
         demo.run_tool(folder.prepare_log, "prepare_corpus")
 
 
-def test_the_training_is_logged_and_passed_on(demo, tmp_path):
+def test_demo_training_is_logged_and_printed(demo, tmp_path):
     lines: list[str] = []
     script = "import os, sys; print('one'); print('two ' + os.environ['OMP_NUM_THREADS'], file=sys.stderr)"
     demo.train([sys.executable, "-c", script], 2, tmp_path / "log", lines.append)
@@ -148,13 +148,13 @@ def test_the_training_is_logged_and_passed_on(demo, tmp_path):
     assert (tmp_path / "log").read_text().endswith("".join(lines))
 
 
-def test_a_failing_training_is_one_error_with_the_end_of_its_log(demo, tmp_path):
+def test_failing_training_of_the_demo_is_one_error_with_the_end_of_its_log(demo, tmp_path):
     script = "import sys; print('the reason'); sys.exit(3)"
     with pytest.raises(UsageError, match=r"ended with status 3.*log:\n(.*\n)*  the reason"):
         demo.train([sys.executable, "-c", script], 2, tmp_path / "log", lambda line: None)
 
 
-def test_an_interrupt_ends_the_child(demo, tmp_path):
+def test_interrupted_demo_ends_its_training(demo, tmp_path):
     script = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     pids: list[int] = []
 
@@ -170,7 +170,7 @@ def test_an_interrupt_ends_the_child(demo, tmp_path):
         os.kill(pids[0], 0)
 
 
-def test_progress_without_a_terminal_is_a_line_now_and_then(demo, capsys):
+def test_demo_progress_without_a_terminal_is_in_lines(demo, capsys):
     progress = demo.Progress(num_iterations=60, tokens_per_iteration=1000)
     for number in range(1, 61):
         progress.step(Iteration(number, 60, lm_loss=4.0, step_ms=500.0))
@@ -182,7 +182,7 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(demo, capsys):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_whole_demo(tmp_path):
+def test_demo_from_corpus_to_text(tmp_path):
     output = tmp_path / "demo"
     demo_flags = ["--train-iters", "8", "--output", output, "--vocab-size", "600", "--corpus-megabytes", "0.6"]
     small_model = "--num-layers 1 --hidden-size 32 --ffn-hidden-size 32 --seq-length 32 --eval-iters 2".split()

@@ -41,7 +41,7 @@ def profile(tmp_path):
     return path
 
 
-def test_the_table_says_what_to_change(run, profile, tmp_path):
+def test_pack_experts_table_says_what_to_change(run, profile, tmp_path):
     output = tmp_path / "sizes.json"
     text = run("pack_experts", profile, *NETWORK, "--output", output)
     assert text == run("pack_experts", profile, *NETWORK)
@@ -57,7 +57,7 @@ def test_the_table_says_what_to_change(run, profile, tmp_path):
     assert "drop --lancet-comm-priority" in beside
 
 
-def test_a_plan_for_another_size(run, profile, tmp_path):
+def test_pack_experts_writes_a_plan_for_another_size(run, profile, tmp_path):
     plan = tmp_path / "plan.json"
     said = run("make_plan", profile, "--output", plan, "--ep-size", "auto", *NETWORK)
     assert "expert-parallel size 2: run with --expert-model-parallel-size 2" in said
@@ -79,12 +79,12 @@ def test_a_plan_for_another_size(run, profile, tmp_path):
                           "--grad-chunk-mb", "1e-5"], "into more than 10000"),
     ],
 )  # fmt: skip
-def test_wrong_input_is_one_message(run, profile, tool, flags, message):
+def test_pack_experts_refuses_wrong_input_with_one_message(run, profile, tool, flags, message):
     with pytest.raises(UsageError, match=message):
         run(tool, profile, *flags)
 
 
-def test_gradients_that_nobody_sums_can_not_be_overlapped(run, profile):
+def test_pack_experts_refuses_reductions_of_one_data_parallel_rank(run, profile):
     found = json.loads(profile.read_text())
     profile.write_text(json.dumps({**found, "model": {**found["model"], "world_size": 1, "ep_size": 1},
                                    "received_share": [1.0]}))  # fmt: skip
@@ -92,7 +92,7 @@ def test_gradients_that_nobody_sums_can_not_be_overlapped(run, profile):
         run("pack_experts", profile, "--overlap-grad-reduce")
 
 
-def test_no_plan_for_a_single_rank(profile, capsys):
+def test_pack_experts_makes_no_plan_for_a_single_rank(profile, capsys):
     with pytest.raises(SystemExit):
         load("make_plan").main([str(profile), "--output", "plan.json", "--ep-size", "1"])
     assert "a run needs no plan" in capsys.readouterr().err

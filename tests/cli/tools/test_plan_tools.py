@@ -66,7 +66,7 @@ def profile(tmp_path):
     return path
 
 
-def test_from_a_profile_to_a_plan_and_its_explanation(run, profile, tmp_path):
+def test_plan_is_made_from_a_profile_and_explained(run, profile, tmp_path):
     plan = tmp_path / "plan.json"
     made = run("make_plan", profile, "--output", plan)
     content = read_plan_file(plan)
@@ -92,13 +92,13 @@ def test_from_a_profile_to_a_plan_and_its_explanation(run, profile, tmp_path):
     assert "rank 2, and 1 more that receive as much" in simulated
 
 
-def test_the_same_profile_gives_the_same_file(run, profile, tmp_path):
+def test_make_plan_writes_the_same_file_for_the_same_profile(run, profile, tmp_path):
     for name in ("a.json", "b.json"):
         run("make_plan", profile, "--output", tmp_path / name)
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
 
 
-def test_limits_are_kept(run, profile, tmp_path):
+def test_make_plan_keeps_limits(run, profile, tmp_path):
     plan = tmp_path / "plan.json"
     run("make_plan", profile, "--output", plan, "--num-chunks", 2, "--range", "layer", "--chunk-dim", "batch",
         "--dw-policy", "fill", "--dw-memory-mb", 1.5)  # fmt: skip
@@ -112,7 +112,7 @@ def test_limits_are_kept(run, profile, tmp_path):
     assert not (tmp_path / "none.json").exists()
 
 
-def test_layers_that_are_alike_are_one_paragraph(run, tmp_path):
+def test_explain_plan_joins_layers_that_are_alike(run, tmp_path):
     plan = Plan(
         (Segment(1, 2, 1), Segment(3, 40, 2, ChunkDim.SEQUENCE)),
         dw_window=4,
@@ -127,7 +127,7 @@ def test_layers_that_are_alike_are_one_paragraph(run, tmp_path):
     assert "layer 40: 2 chunks" in text
 
 
-def test_a_timeline_as_data(run, profile, tmp_path):
+def test_simulate_plan_writes_json(run, profile, tmp_path):
     printed = json.loads(run("simulate_plan", profile, "--plan", "two-chunks", "--format", "json"))
     run("simulate_plan", profile, "--plan", "two-chunks", "--output", tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text()) == printed
@@ -136,7 +136,7 @@ def test_a_timeline_as_data(run, profile, tmp_path):
     assert "L2.c0.I.combine" in spans
 
 
-def test_a_table_and_a_picture_over_cluster_sizes(run, profile, tmp_path):
+def test_what_if_writes_a_table_and_a_picture_over_cluster_sizes(run, profile, tmp_path):
     flags = ["--world-sizes", 4, 64, 4096, "--ep-size", "grow", "--ranks-per-node", 8, "--intra-gbps", 10,
              "--inter-gbps", 1, "--inter-latency-us", 20]  # fmt: skip
     text = run("simulate_plan", profile, *flags, "--picture", tmp_path / "sizes.png", "--output", tmp_path / "t.json")
@@ -156,7 +156,7 @@ def test_a_table_and_a_picture_over_cluster_sizes(run, profile, tmp_path):
     assert markdown.splitlines()[2].startswith("| 4 | 1 | 4 | 1 |")
 
 
-def test_a_plan_of_another_layout_is_simulated_with_a_note(tools, profile, tmp_path, capsys):
+def test_plan_of_another_layout_is_simulated_with_a_note(tools, profile, tmp_path, capsys):
     foreign = dataclasses.replace(made_for(synthetic_profile(Machine("dmmm")).model), num_experts=64)
     write_plan_file(tmp_path / "plan.json", PlanFile(fixed_plan(2), foreign))
     tools["simulate_plan"].main([str(profile), str(tmp_path / "plan.json")])
@@ -165,7 +165,7 @@ def test_a_plan_of_another_layout_is_simulated_with_a_note(tools, profile, tmp_p
     assert printed.out.startswith("profile: synthetic")
 
 
-def test_a_plan_in_another_layout(run, profile, tmp_path):
+def test_simulate_plan_in_another_layout_splits_segments(run, profile, tmp_path):
     write_plan_file(tmp_path / "plan.json", PlanFile(fixed_plan(2)))
     split = run("simulate_plan", profile, tmp_path / "plan.json", "--pp-size", 2, "--routing", "even")
     assert "layers 1-2: chunks=2 dim=batch range=stack, layers 3-end" in split
@@ -190,7 +190,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("tool", "argv", "message"), DAMAGED, ids=[" ".join(case[1])[:60] for case in DAMAGED])
-def test_bad_input_is_one_message(run, profile, tmp_path, tool, argv, message):
+def test_plan_tools_refuse_bad_input_with_one_message(run, profile, tmp_path, tool, argv, message):
     names = {"profile": profile, "folder": tmp_path}
     names |= {name: tmp_path / f"{name}.json" for name in ("missing", "half", "foreign", "deep", "lonely")}
     names["half"].write_text(profile.read_text()[:-100])
@@ -215,14 +215,14 @@ def test_bad_input_is_one_message(run, profile, tmp_path, tool, argv, message):
         ["p.json", "--spans", "--world-sizes", "4"],
     ],
 )
-def test_flags_that_make_no_sense_end_with_status_2(run, argv, capsys):
+def test_plan_tools_end_with_status_2_for_senseless_flags(run, argv, capsys):
     with pytest.raises(SystemExit) as ending:
         run("simulate_plan", *argv)
     assert ending.value.code == 2
     assert "error: " in capsys.readouterr().err
 
 
-def test_as_a_program_it_needs_no_torch_and_ends_with_status_2(tmp_path):
+def test_plan_tool_as_a_program_needs_no_torch_and_ends_with_status_2(tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
     command = [sys.executable, str(TOOLS / "make_plan.py"), "missing.json", "--output", str(tmp_path / "p.json")]
@@ -237,7 +237,7 @@ PLAIN = json.loads(synthetic_profile(Machine("dm", chunk_counts=(1, 2))).to_json
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_damaged_profile_is_refused_in_one_line_or_gives_finite_times(tools, data):
+def test_damaged_profile_is_refused_in_one_line_or_gives_finite_times(tools, data):
     """Never a traceback, nor a list of 10**12 things. What is refused, is refused because of the profile."""
     part = data.draw(st.sampled_from(sorted(PLAIN)))
     place = data.draw(st.sampled_from(leaves(PLAIN[part], (part,)) or [(part,)]))

@@ -27,7 +27,7 @@ def trace(tmp_path):
     return path
 
 
-def test_page_is_written_beside_the_trace_or_where_asked(main, trace, tmp_path, capsys):
+def test_timeline_page_is_written_beside_the_trace_or_to_the_output_folder(main, trace, tmp_path, capsys):
     main([str(trace)])
     assert {path.name for path in tmp_path.iterdir()} == {"timeline.html", "trace.json"}
     main([str(trace), "--output", str(tmp_path / "new" / "folder")])
@@ -36,7 +36,7 @@ def test_page_is_written_beside_the_trace_or_where_asked(main, trace, tmp_path, 
     assert capsys.readouterr().out.count("written to ") == 2
 
 
-def test_what_is_no_trace_is_one_message(main, trace, tmp_path):
+def test_show_timeline_refuses_other_files_with_one_message(main, trace, tmp_path):
     trace.write_text("{}")
     with pytest.raises(UsageError, match=r"this is not the trace of a run: .*expected a trace with traceEvents"):
         main([str(trace)])
@@ -47,6 +47,6 @@ def test_what_is_no_trace_is_one_message(main, trace, tmp_path):
         main([str(tmp_path / "missing.json")])
 
 
-def test_a_folder_that_cannot_be_made_is_one_message(main, trace):
+def test_show_timeline_refuses_an_impossible_folder_with_one_message(main, trace):
     with pytest.raises(UsageError, match=r"can't write into .*name another folder"):
         main([str(trace), "--output", str(trace / "below")])

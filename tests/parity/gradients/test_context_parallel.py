@@ -24,20 +24,20 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_slices_of_sequences_give_the_gradients_of_whole_ones(results, model, check_gradients):
+def test_gradients_of_sequence_slices_equal_those_of_whole_sequences(results, model, check_gradients):
     for rank, result in enumerate(results):
         found = result[f"{model}/stock"]
         check_gradients(found["gradients"], TOLERANCE, f"rank {rank}")
         assert found["loss"] <= TOLERANCE
 
 
-def test_the_comparison_sees_wrong_positions(results):
+def test_gradient_comparison_detects_wrong_positions(results):
     for result in results:
         assert max(result["contiguous-slices"]["gradients"].values()) > 1e4 * TOLERANCE
 
 
 @pytest.mark.parametrize("case", OVERLAPS)
-def test_the_overlap_changes_nothing(results, case, check_gradients):
+def test_gradients_with_overlap_equal_those_without(results, case, check_gradients):
     bound = 0.0 if case.endswith("/k=1") else TOLERANCE
     for rank, result in enumerate(results):
         found = result[case]
@@ -61,7 +61,7 @@ def test_order_of_collectives_does_not_depend_on_the_wire(results):
     assert results[0]["erratic-wire/k=2"]["collectives"] == results[0]["plain/k=2"]["collectives"]
 
 
-def test_keys_and_values_are_gathered_while_another_chunks_rows_travel(results):
+def test_keys_and_values_are_gathered_during_another_chunks_all_to_all(results):
     order = results[0]["plain/k=2"]["collectives"]
     leaves = order.index("L1.c0.F.dispatch")
     assert "_gather_along_first_dim" in order[leaves : order.index("L1.c0.F.combine")]

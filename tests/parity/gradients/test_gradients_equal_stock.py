@@ -70,7 +70,7 @@ def test_gradients_equal_stock(results, case, check_gradients):
 
 
 @pytest.mark.parametrize("case", exact_cases())
-def test_each_parameter_is_reported_ready_once(results, case):
+def test_parameters_are_reported_ready_once(results, case):
     for result in results:
         found = result[case]
         # DDP counts in the last micro-batch of a step; the other one only accumulates.
@@ -109,7 +109,7 @@ def test_segments_run_in_their_own_chunks(results):
     assert chunks("segments/dense-between") == {1: {0, 1, 2}, 2: set(), 3: {0, 1}}
 
 
-def test_a_memory_bound_is_kept_and_moves_no_collective(results):
+def test_dw_memory_bound_is_kept_and_moves_no_collective(results):
     """Also where ranks run different dWs early: their wires are erratic."""
     for result in results:
         free = result["plain/k=2"]
@@ -122,32 +122,32 @@ def test_a_memory_bound_is_kept_and_moves_no_collective(results):
             assert result[case]["collectives"] == free["collectives"]
 
 
-def test_experts_run_layer_by_layer_unless_something_keeps_them_apart(results):
+def test_experts_are_grouped_unless_a_setting_prevents_it(results):
     apart = {"one-expert-per-rank", "bias", "frozen-half-of-the-linears", "dw-none", "dense-between", "k=1"}
     for result in results:
         for case in exact_cases():
             assert (result[case]["grouped_layers"] > 0) == apart.isdisjoint(case.split("/")), case
 
 
-def test_frozen_weights_are_left_alone(results):
+def test_frozen_weights_are_not_reported(results):
     for result in results:
         reported = result["frozen-router-embedding-output/k=3"]["parameters"]
         assert len(reported) < len(result["plain/k=2"]["parameters"])
         assert not any("router" in name for name in reported)
 
 
-def test_reductions_start_before_the_backward_pass_ends(results):
+def test_gradient_reductions_start_before_the_backward_pass_ends(results):
     collectives = results[0]["plain/k=2"]["collectives"]
     last_all_to_all = max(i for i, op in enumerate(collectives) if ".I." in op)
     assert any(op.startswith("reduce") for op in collectives[:last_all_to_all])
 
 
-def test_state_dict_keys_are_stocks(results):
+def test_state_dict_keys_equal_stock(results):
     for result in results:
         assert all(result[case]["state_keys_equal"] for case in exact_cases())
 
 
-def test_bf16_gradients_are_as_good_as_stocks(results, check_gradients):
+def test_bf16_gradients_are_as_close_to_fp32_as_stock(results, check_gradients):
     """Chunks round other partial sums to bf16, so gradients differ in the last bits; their errors must not grow."""
     for rank, result in enumerate(results):
         for name, (stock_error, our_error) in result["bf16-errors"].items():
@@ -155,18 +155,18 @@ def test_bf16_gradients_are_as_good_as_stocks(results, check_gradients):
             check_gradients({name: our_error}, 1.5 * stock_error + 1e-3, f"rank {rank}", BF16_AGAINST_FP32)
 
 
-def test_the_comparison_sees_a_naive_aux_loss(results):
+def test_gradient_comparison_detects_a_naive_aux_loss(results):
     found = results[0]["naive-aux-loss/k=2"]
     assert found["gradients"]["decoder.layers.1.mlp.router.weight"] > 100 * TOLERANCE
     assert found["logged"] > 100 * TOLERANCE
 
 
-def test_the_comparison_sees_a_lost_weight_grad(results):
+def test_gradient_comparison_detects_a_lost_weight_grad(results):
     assert max(results[0]["lost-weight-grad/k=2"]["gradients"].values()) > 1e4 * TOLERANCE
 
 
 @pytest.mark.parametrize("damage", DAMAGED_GRADIENTS)
-def test_the_comparison_sees_one_damaged_gradient_of_the_second_step(results, damage):
+def test_gradient_comparison_detects_one_damaged_gradient_of_the_second_step(results, damage):
     """Not a number, infinite, or of a parameter that only stock trains: nothing else deviates, and this is seen."""
     for result in results:
         found = dict(result[f"{damage}/k=2"]["gradients"])
@@ -175,7 +175,7 @@ def test_the_comparison_sees_one_damaged_gradient_of_the_second_step(results, da
         assert worst(found)[1] <= TOLERANCE
 
 
-def test_a_lost_flush_stops_the_run_before_the_next_forward(results):
+def test_lost_flush_stops_the_run_before_the_next_forward(results):
     for result in results:
         assert "ended without its flush" in result["lost-flush"]
 
@@ -198,7 +198,7 @@ def test_switching_plans_changes_no_gradient(results, case, check_gradients):
 
 
 @pytest.mark.parametrize("case", switching_cases())
-def test_switched_plans_run_as_they_say(results, case):
+def test_switched_plans_run_their_own_chunks(results, case):
     from tests.parity.gradients.switching import PLANS
 
     first, second = (result[case] for result in results)

@@ -50,12 +50,12 @@ def test_order_of_collectives_does_not_depend_on_the_wire(results):
 
 
 @pytest.mark.parametrize("case", ["EP2xTP2/k=1", "EP2xETP2/k=1"])
-def test_weights_cut_by_tensor_parallelism_are_deferred(results, case):
+def test_weight_gradients_of_tensor_parallel_layers_are_deferred(results, case):
     """In each of three layers attention's two and two experts' two, and the output layer."""
     assert len(results[0][case]["reports_of_deferred"]) == 3 * (2 + 2 * 2) + 1
 
 
-def test_chunks_of_one_micro_batch_overlap(results):
+def test_all_to_alls_of_two_chunks_overlap(results):
     """While one chunk's rows are on their way through the experts, the other's leave: forward and backward."""
     collectives = results[0]["EP4/erratic-wire/k=2"]["collectives"]
     # The mirrored pipeline starts with the last chunk, and with the combine.

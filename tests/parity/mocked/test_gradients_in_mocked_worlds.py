@@ -35,11 +35,11 @@ def test_gradients_equal_stock(results, case, check_gradients):
 
 
 @pytest.mark.parametrize("num_ranks", WORLDS)
-def test_the_comparison_sees_a_naive_aux_loss(results, num_ranks):
+def test_gradient_comparison_detects_a_naive_aux_loss(results, num_ranks):
     found = results[f"ep={num_ranks}/naive-aux-loss"]
     assert found["gradients"]["decoder.layers.1.mlp.router.weight"] > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("num_ranks", WORLDS)
-def test_stock_needs_the_counts_of_the_loopback(results, num_ranks):
+def test_stock_without_loopback_counts_is_refused(results, num_ranks):
     assert "receive splits must equal send splits" in results[f"ep={num_ranks}/stock-counts"]

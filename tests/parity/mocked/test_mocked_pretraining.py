@@ -20,7 +20,7 @@ def stock(tmp_path_factory, token_data):
     return run_mocked(token_data, tmp_path_factory.mktemp("stock"), "--lancet-plan", "off")
 
 
-def test_the_run_says_what_it_is(stock):
+def test_mocked_run_is_announced(stock):
     (output,) = stock.outputs
     assert output.count("mocked: this process plays rank 0 of 8, link free.") == 1
     assert "losses and throughput are those of the mocked world" in output
@@ -28,14 +28,14 @@ def test_the_run_says_what_it_is(stock):
     assert "validation loss at iteration 3" in output
 
 
-def test_one_chunk_equals_stock_to_the_bit(stock, token_data, tmp_path):
+def test_losses_of_one_chunk_equal_stock_bitwise(stock, token_data, tmp_path):
     ours = run_mocked(token_data, tmp_path, "--lancet-num-chunks", 1)
     assert "megatron_lancet.model.transformer_block" in ours.model_modules
     for name in COMPARED:
         assert ours.series(name) == stock.series(name), name
 
 
-def test_two_chunks_on_a_slow_link_equal_stock(stock, token_data, tmp_path):
+def test_losses_of_two_chunks_on_a_slow_link_equal_stock(stock, token_data, tmp_path):
     ours = run_mocked(token_data, tmp_path, "--lancet-num-chunks", 2, "--lancet-mock-link", "300:1")
     assert "chunks=2" in ours.outputs[0]
     assert "link 300 us, 1 GB/s" in ours.outputs[0]

@@ -13,7 +13,7 @@ WORKER = Path(__file__).with_name("random_configs_worker.py")
 NUM_EXAMPLES = 25
 
 
-def test_random_configurations_equal_stock(tmp_path, check_gradients):
+def test_losses_and_gradients_of_random_configurations_equal_stock(tmp_path, check_gradients):
     launch.check(launch.run(WORKER, [tmp_path / "result.json", NUM_EXAMPLES], 1, tmp_path, timeout_s=200))
     result = json.loads((tmp_path / "result.json").read_text())
     tried, (parameter, error) = result["tried"], result["worst"]

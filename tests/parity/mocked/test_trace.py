@@ -57,25 +57,25 @@ def chunks_of(name, layer, kind):
     return range(op_key(Op.parse(f"L{layer}.c0.F.{kind}"), plan_of(name), FACTS).num_chunks)
 
 
-def test_a_trace_changes_no_bit(found):
+def test_trace_changes_no_loss_or_gradient(found):
     plain, traced, again = found["losses"]
     assert plain == traced == again
     assert found["gradients_equal"]
     assert found["recorded_when_off"] == 0
 
 
-def test_the_thread_does_one_thing_at_a_time(found):
+def test_spans_of_the_computing_thread_do_not_overlap(found):
     own = spans_in(found, "compute", "wait")
     assert all(span["start_ms"] <= span["end_ms"] for span in own)
     assert all(before["end_ms"] <= after["start_ms"] + 1e-9 for before, after in itertools.pairwise(own))
 
 
-def test_spans_explain_the_step_and_no_more(found):
+def test_spans_cover_the_step_and_no_more(found):
     busy_ms = sum(span["end_ms"] - span["start_ms"] for span in spans_in(found, "compute", "wait"))
     assert 0.5 * found["step_ms"] < busy_ms <= found["step_ms"]
 
 
-def test_every_op_of_every_chunk_is_there_and_no_other(found, name):
+def test_trace_has_every_op_of_every_chunk_and_no_other(found, name):
     layers = {1: DENSE, 2: MOE, 3: MOE}
     expected = {
         f"L{layer}.c{chunk}.{phase}.{kind}"
@@ -90,14 +90,14 @@ def test_every_op_of_every_chunk_is_there_and_no_other(found, name):
     assert ops == expected
 
 
-def test_an_op_that_nothing_interrupts_has_one_span_per_micro_batch(results):
+def test_uninterrupted_op_has_one_span_per_micro_batch(results):
     spans = [span["name"] for span in spans_in(results["one-chunk"], "compute")]
     for layer, kinds in {1: DENSE, 2: MOE, 3: MOE}.items():
         for kind in set(kinds) - {"postprocess", "preprocess", "experts"}:
             assert spans.count(f"L{layer}.c0.F.{kind}") == NUM_MICRO_BATCHES
 
 
-def test_forward_ops_come_in_the_order_of_the_layer(results):
+def test_forward_ops_are_in_the_order_of_the_layer(results):
     names = [span["name"] for span in spans_in(results["one-chunk"], "compute")]
     first = [names.index(f"L2.c0.F.{kind}") for kind in MOE]
     assert first == sorted(first)
@@ -107,7 +107,7 @@ def test_forward_ops_come_in_the_order_of_the_layer(results):
     assert backward == sorted(backward)
 
 
-def test_every_weight_gradient_ran_once_per_chunk_and_micro_batch(found, name):
+def test_weight_gradients_run_once_per_chunk_and_micro_batch(found, name):
     names = [span["name"] for span in spans_in(found, "compute") if ".W." in f".{span['name']}"]
     linears = {
         "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
@@ -126,7 +126,7 @@ def test_every_weight_gradient_ran_once_per_chunk_and_micro_batch(found, name):
     assert names.count("W.output_layer") == NUM_MICRO_BATCHES
 
 
-def test_messages(found, name):
+def test_trace_has_the_messages_of_every_all_to_all(found, name):
     messages = spans_in(found, "comm")
     names = [span["name"] for span in messages]
     for layer in (2, 3):
@@ -142,7 +142,7 @@ def test_messages(found, name):
     assert waits <= set(names)
 
 
-def test_bytes_of_messages_fit_the_rows(found):
+def test_message_bytes_equal_bytes_of_their_rows(found):
     sent = dict.fromkeys(("F.dispatch", "F.combine", "I.dispatch", "I.combine"), 0)
     for span in spans_in(found, "comm"):
         kind = span["name"].split(".", 2)[2]
@@ -153,7 +153,7 @@ def test_bytes_of_messages_fit_the_rows(found):
     assert sent["F.dispatch"] == sent["I.dispatch"] == sent["F.combine"] * (token + HEAD_BYTES) // token
 
 
-def test_received_rows(found):
+def test_trace_has_received_rows_of_each_chunk(found):
     totals: dict[str, int] = {}
     for op, rows in found["received_rows"].items():
         assert len(rows) == NUM_MICRO_BATCHES
@@ -170,7 +170,7 @@ def profile(results, tmp_path_factory):
     return read_profile(path)
 
 
-def test_a_profile_has_every_op_of_every_profiled_cut(profile):
+def test_profile_has_every_op_of_every_profiled_cut(profile):
     found = {(op.layer_kind, op.kind, op.phase, op.chunk_dim, op.num_chunks, op.chunk) for op in profile.ops}
     cuts = [(ChunkDim.BATCH, 1, 0)] + [(dim, 2, chunk) for dim in ChunkDim for chunk in (0, 1)]
     kinds = [(LayerKind.MOE, kind) for kind in MOE] + [(LayerKind.DENSE, kind) for kind in DENSE]
@@ -181,7 +181,7 @@ def test_a_profile_has_every_op_of_every_profiled_cut(profile):
     assert all(op.ms > 0 and op.rows > 0 for op in profile.ops)
 
 
-def test_a_profile_knows_messages_memory_and_the_rest(profile):
+def test_profile_has_messages_memory_and_time_outside_ops(profile):
     assert profile.model.row_bytes == HIDDEN * FLOAT_BYTES + HEAD_BYTES
     assert profile.link.all_to_all[0][0] <= 1024
     assert profile.link.all_to_all[0][1] >= 0.3

@@ -285,7 +285,7 @@ MUTATIONS = {"two-swapped": swapped, "one-missing": shortened}
 
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.INPUT_GRAD])
 @pytest.mark.parametrize("mutate", MUTATIONS.values(), ids=MUTATIONS)
-def test_any_other_order_of_steps_is_noticed(compared, phase, mutate):
+def test_lowered_comparison_detects_another_order_of_steps(compared, phase, mutate):
     case, expected, micro_batch = compared
     assert len(expected.steps[phase]) > 50
     for steps in mutate(expected.steps[phase]):
@@ -296,7 +296,7 @@ def test_any_other_order_of_steps_is_noticed(compared, phase, mutate):
 
 @pytest.mark.parametrize("mutate", MUTATIONS.values(), ids=MUTATIONS)
 @pytest.mark.parametrize("what", ["weight_grads", "reports", "places"])
-def test_any_other_order_of_weight_gradients_and_reductions_is_noticed(compared, what, mutate):
+def test_lowered_comparison_detects_another_order_of_dws_and_reductions(compared, what, mutate):
     case, expected, micro_batch = compared
     for events in mutate(getattr(expected, what)):
         if events != getattr(expected, what):  # reductions are all alike
@@ -305,7 +305,7 @@ def test_any_other_order_of_weight_gradients_and_reductions_is_noticed(compared,
 
 
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.INPUT_GRAD])
-def test_a_step_that_the_run_leaves_out_is_noticed(compared, phase):
+def test_lowered_comparison_detects_a_missing_step(compared, phase):
     """But for the parts that :func:`in_lowered_form` takes for one: of a cut, and of the sum with the residual."""
     case, expected, micro_batch = compared
     field = "forward" if phase is Phase.FORWARD else "backward"

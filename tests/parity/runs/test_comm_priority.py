@@ -26,7 +26,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_whole_buckets(results, case, check_gradients):
+def test_gradients_equal_those_of_whole_buckets(results, case, check_gradients):
     bound = 0.0 if case.endswith("/k=1") else TOLERANCE
     for rank, result in enumerate(results):
         found = result[case]
@@ -37,7 +37,7 @@ def test_gradients_are_those_of_whole_buckets(results, case, check_gradients):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_dense_gradient_is_reduced_once_in_small_parts(results, case):
+def test_dense_gradients_are_reduced_once_in_micro_ops(results, case):
     """The experts' have no other rank to be reduced with."""
     for result in results:
         found = result[case]
@@ -74,7 +74,7 @@ def check_places(log: list[str]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_micro_ops_leave_where_no_all_to_all_is_in_flight(results, case):
+def test_micro_ops_are_launched_where_no_all_to_all_is_pending(results, case):
     for result in results:
         found = result[case]
         between, after = check_places(found["log"])
@@ -96,7 +96,7 @@ def test_order_of_collectives_does_not_depend_on_the_wire(results):
         assert found["log"] == result["reduce-scatter/k=2"]["log"]
 
 
-def test_a_chunk_smaller_than_a_parameter_is_refused(results):
+def test_gradient_chunk_smaller_than_a_parameter_is_refused(results):
     for result in results:
         assert result["chunk-too-small"].startswith("--lancet-grad-chunk-mb 0.0001 is less than the smallest parameter")
 
@@ -127,7 +127,7 @@ def test_losses_equal_stock(token_data, tmp_path, layout):
     assert "between all-to-alls and the others after the last" in "".join(found.outputs)
 
 
-def test_other_order_on_one_rank_is_refused(token_data, tmp_path):
+def test_different_comm_priority_on_one_rank_is_refused(token_data, tmp_path):
     from tests.ranks.pretraining import command_line
 
     arguments = command_line(token_data, [*EP2, "--train-iters", "2", "--lancet-num-chunks", "1", *PRIORITY])

@@ -14,7 +14,7 @@ SAVE = ["--save-interval", PACKED_AT]
 TOLERANCE = 1e-5
 
 
-def test_losses_are_those_of_the_run_that_was_not_interrupted(token_data, tmp_path):
+def test_losses_after_ep_resize_equal_those_of_the_uninterrupted_run(token_data, tmp_path):
     flags = ["--disable-bias-linear"]
     folder = tmp_path / "checkpoints"
     whole = pretrain(

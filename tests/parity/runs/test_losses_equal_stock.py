@@ -109,7 +109,7 @@ def test_clipped_training_with_grouped_experts_and_bounded_weight_gradients(toke
     assert sum(event.value for event in ran_early) >= report["num_dw_early"]  # the report leaves the first steps out
 
 
-def test_the_loss_falls(stock):
+def test_loss_falls_during_training(stock):
     losses = stock("fp32").series("lm loss")
     assert losses[-1] < losses[0] - 0.1
 

@@ -49,7 +49,7 @@ def one_rank(tmp_path_factory, token_data, first_step):
 @pytest.mark.parametrize(
     "layout", [TENSOR, PIPELINE, EP2, CONTEXT], ids=["tensor+sequence", "pipeline", "expert", "context"]
 )
-def test_stock_trains_alike_in_all_layouts(one_rank, first_step, tmp_path, token_data, layout):
+def test_stock_losses_are_alike_in_all_layouts(one_rank, first_step, tmp_path, token_data, layout):
     run = pretrain(token_data, [*STOCK, *MODEL, *first_step, *layout], tmp_path, 2, NUM_ITERS)
     assert len(run.losses) == NUM_ITERS - 1
     for name in ("lm loss", "grad norm"):
@@ -71,7 +71,7 @@ OVERLAPPING = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", OVERLAPPING.values(), ids=OVERLAPPING.keys())
-def test_overlap_trains_like_stock_on_one_rank(one_rank, first_step, token_data, tmp_path, layout):
+def test_losses_with_overlap_equal_stock_on_one_rank(one_rank, first_step, token_data, tmp_path, layout):
     batch = LARGER_BATCH if layout[2:4] == PIPELINE else []
     ours = pretrain(token_data, [*OVERLAP, *MODEL, *first_step, *layout, *batch], tmp_path, 4, NUM_ITERS)
     assert "chunks=2" in ours.outputs[0]
@@ -80,7 +80,7 @@ def test_overlap_trains_like_stock_on_one_rank(one_rank, first_step, token_data,
         assert ours.series(name) == pytest.approx(one_rank(batch).series(name), rel=TOLERANCE), name
 
 
-def test_one_chunk_equals_stock_to_the_bit_with_interleaved_pipeline_stages(token_data, tmp_path):
+def test_losses_of_one_chunk_equal_stock_bitwise_with_interleaved_pipeline_stages(token_data, tmp_path):
     layout = [*MODEL, *OVERLAPPING["EP2xPP2 interleaved"], *LARGER_BATCH]
     expected = pretrain(token_data, [*STOCK, *layout], tmp_path / "stock", 4, train_iters=3)
     ours = pretrain(token_data, ["--lancet-num-chunks", "1", *layout], tmp_path / "ours", 4, train_iters=3)
@@ -89,7 +89,7 @@ def test_one_chunk_equals_stock_to_the_bit_with_interleaved_pipeline_stages(toke
     assert ours.losses == expected.losses
 
 
-def test_overlap_trains_with_context_parallelism_like_stock_without(one_rank, first_step, token_data, tmp_path):
+def test_losses_with_context_parallelism_equal_stock_without(one_rank, first_step, token_data, tmp_path):
     layout = [*EP2, *CONTEXT, *DISTRIBUTED]
     ours = pretrain(token_data, [*OVERLAP, *MODEL, *first_step, *layout], tmp_path, 2, NUM_ITERS)
     assert "chunks=2 dim=batch" in ours.outputs[0]
@@ -98,7 +98,7 @@ def test_overlap_trains_with_context_parallelism_like_stock_without(one_rank, fi
         assert ours.series(name) == pytest.approx(one_rank().series(name), rel=TOLERANCE), name
 
 
-def test_experts_of_different_ranks_start_different(token_data, tmp_path):
+def test_experts_of_different_ranks_have_different_initial_weights(token_data, tmp_path):
     """Without a GPU, too, experts are drawn from Megatron's expert-parallel random state."""
     checkpoints = tmp_path / "checkpoints"
     extra = [*EP2, *STOCK, "--lr", "0", "--save", checkpoints, "--save-interval", "1", "--no-save-optim"]

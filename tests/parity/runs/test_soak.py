@@ -53,11 +53,11 @@ def ours(tmp_path_factory, token_data):
     return soaked(token_data, tmp_path_factory.mktemp("ours"), "--lancet-num-chunks", "1")
 
 
-def test_plans_changed(ours):
+def test_soak_run_changed_its_plans(ours):
     assert [rank["num_switches"] > NUM_STEPS / 10 for rank in ours] == [True, True]
 
 
-def test_whole_micro_batches_equal_stock_to_the_bit(stock, ours):
+def test_losses_of_one_chunk_equal_stock_bitwise(stock, ours):
     for expected, found in zip(stock, ours, strict=True):
         assert found["losses"][:NUM_WHOLE_STEPS] == expected["losses"][:NUM_WHOLE_STEPS]
 

@@ -34,14 +34,14 @@ def stock(token_data, tmp_path_factory):
     return result_in(folder)
 
 
-def test_plan_off_equals_megatrons_own_entry_to_the_bit(stock, token_data, tmp_path):
+def test_losses_with_plan_off_equal_megatrons_own_entry_bitwise(stock, token_data, tmp_path):
     off = pretrain(token_data, [*EP2, *OVERLAPPED_REDUCTIONS, "--lancet-plan", "off"], tmp_path, train_iters=5)
     assert len(off.losses) == 5
     assert {"lm loss", "grad norm"} <= off.losses[0].keys()
     assert off.losses == stock["losses"]
 
 
-def test_losses_equal_stock_and_the_report_is_there(stock, token_data, tmp_path):
+def test_losses_with_spec_equal_stock_and_report_is_written(stock, token_data, tmp_path):
     ours = tmp_path / "ours"
     flags = f"--lancet-num-chunks 2 --lancet-cache off --lancet-report '{ours / 'the report'}'"
     overlapped = pretrain_gpt(token_data, ours, [*OVERLAPPED_REDUCTIONS, "--spec", *OWN_SPEC], flags)
@@ -58,7 +58,7 @@ def test_losses_equal_stock_and_the_report_is_there(stock, token_data, tmp_path)
         assert mine == pytest.approx(its, rel=1e-5)
 
 
-def test_a_faulty_flag_is_one_line(token_data, tmp_path):
+def test_faulty_lancet_flag_ends_with_one_line(token_data, tmp_path):
     results = pretrain_gpt(token_data, tmp_path, ["--spec", *OWN_SPEC], "--lancet-num-chunk 2")
     assert [result.returncode for result in results] == [2, 2]
     assert "error: LANCET_FLAGS: unrecognized arguments: --lancet-num-chunk 2" in results[0].output

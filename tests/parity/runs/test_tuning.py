@@ -54,7 +54,7 @@ def assert_equal(run: Run, stock: Run, first: int = 0) -> None:
 
 
 @pytest.mark.alone
-def test_a_slow_plan_is_left_and_drift_finds_another(stock, token_data, tmp_path):
+def test_tuning_drops_a_slow_plan_and_replans_after_drift(stock, token_data, tmp_path):
     script = {"profiled": ["2", "4s"], "plans": ["4", "2s"], "slow_s": {"4": 0.6, "none": 0.1}, "exposed_from": 19}
     run, plans, lines = tuned(token_data, tmp_path, script, "--lancet-report", tmp_path)
     assert plans[:34] == (  # then whichever was faster
@@ -74,7 +74,7 @@ def test_a_slow_plan_is_left_and_drift_finds_another(stock, token_data, tmp_path
     assert (tuning["stage"], tuning["num_plans"], tuning["lines"]) == ("watch", 2, lines[1:])
 
 
-def test_profile_plan_files_and_checkpoint(stock, token_data, tmp_path):
+def test_tuning_writes_profile_and_plan_files_and_saves_the_plan_in_the_checkpoint(stock, token_data, tmp_path):
     """Nothing scripted: whatever plan is found, it is in the files and in the checkpoint, and losses are stock's."""
     shared = [*EP2, "--lancet-tune-steps", "1", "--lancet-cache", tmp_path / "cache"]
     saving = ["--save", tmp_path / "checkpoints", "--save-interval", SAVED_AT]

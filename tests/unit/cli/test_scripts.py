@@ -20,7 +20,7 @@ def _installed(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("_installed")
-def test_a_script_runs_its_tool(monkeypatch, capsys):
+def test_installed_script_runs_its_tool(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/lancet-make-plan", "profile.json"])
     scripts.main()
     assert capsys.readouterr().out == "made ['profile.json']\n"
@@ -28,7 +28,7 @@ def test_a_script_runs_its_tool(monkeypatch, capsys):
 
 @pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize("name", ["lancet-no-such-tool", "renamed"])
-def test_another_name_is_refused(monkeypatch, capsys, name):
+def test_script_of_another_name_is_refused(monkeypatch, capsys, name):
     monkeypatch.setattr(sys, "argv", [f"/usr/bin/{name}"])
     with pytest.raises(SystemExit) as ended:
         scripts.main()
@@ -36,7 +36,7 @@ def test_another_name_is_refused(monkeypatch, capsys, name):
     assert capsys.readouterr().err.startswith(f"error: there is no tool {name};")
 
 
-def test_a_checkout_has_none(monkeypatch, capsys):
+def test_script_without_installed_tools_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(scripts, "_PACKAGE", "megatron_lancet.not_installed")
     monkeypatch.setattr(sys, "argv", ["/usr/bin/lancet-make-plan"])
     with pytest.raises(SystemExit, match=r"^2$"):

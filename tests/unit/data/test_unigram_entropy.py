@@ -21,20 +21,20 @@ def write_dataset(prefix: Path, documents: list[list[int]], dtype: type = np.uin
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-def test_equals_the_value_computed_by_hand(tmp_path: Path, dtype: type) -> None:
+def test_unigram_entropy_equals_the_value_by_hand(tmp_path: Path, dtype: type) -> None:
     prefix = write_dataset(tmp_path / "data", [[7, 7, 0], [65499], [7, 0, 7, 5]], dtype)
     # p = 1/2 for 7, 1/4 for 0, 1/8 for 65499 and 5: 1/2 ln 2 + 1/4 ln 4 + 2/8 ln 8 = 1.75 ln 2
     assert unigram_entropy_nats(prefix) == pytest.approx(1.75 * math.log(2), rel=1e-12)
 
 
-def test_counts_only_the_documents_of_the_range(tmp_path: Path) -> None:
+def test_unigram_entropy_counts_only_documents_of_the_range(tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path / "data", [[1, 1], [2, 3], [4, 5], [9]])
     assert unigram_entropy_nats(prefix, (0, 1)) == 0.0
     assert unigram_entropy_nats(prefix, (1, 3)) == pytest.approx(math.log(4), rel=1e-12)
     assert unigram_entropy_nats(prefix, (0, 4)) == unigram_entropy_nats(prefix)
 
 
-def test_large_datasets_are_counted_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unigram_entropy_counts_large_datasets_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = np.random.default_rng(0).integers(0, 50, 1001).tolist()
     prefix = write_dataset(tmp_path / "data", [tokens])
     expected = unigram_entropy_nats(prefix)
@@ -42,7 +42,7 @@ def test_large_datasets_are_counted_in_slices(tmp_path: Path, monkeypatch: pytes
     assert unigram_entropy_nats(prefix) == expected
 
 
-def test_unusable_arguments_are_refused(tmp_path: Path) -> None:
+def test_unigram_entropy_refuses_unusable_arguments(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no dataset at .*none"):
         unigram_entropy_nats(str(tmp_path / "none"))
     prefix = write_dataset(tmp_path / "data", [[1], [2]])

@@ -29,7 +29,7 @@ def four_ranks():
         yield
 
 
-def test_the_world_is_there_and_gone_again():
+def test_mock_world_is_initialized_and_destroyed():
     new_group = dist.new_group
     with mock_world(8):
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 8, "mock")
@@ -42,7 +42,7 @@ def test_the_world_is_there_and_gone_again():
     assert "mocked link" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_groups_have_their_own_size_and_are_always_mocked(four_ranks):
+def test_mock_groups_have_their_own_size(four_ranks):
     group = dist.new_group([0, 2], backend="gloo", group_desc="as Megatron asks")
     assert (dist.get_backend(group), group.size(), group.rank()) == ("mock", 2, 0)
     x = torch.ones(3)
@@ -51,7 +51,7 @@ def test_groups_have_their_own_size_and_are_always_mocked(four_ranks):
     assert dist.new_group([1, 3]) is dist.GroupMember.NON_GROUP_MEMBER
 
 
-def test_each_rank_of_a_group_has_its_own_slice(four_ranks):
+def test_mock_collectives_use_the_slice_of_the_own_rank(four_ranks):
     group = dist.new_group([2, 0], sort_ranks=False)
     assert group.rank() == 1
     out = torch.empty(2)
@@ -61,7 +61,7 @@ def test_each_rank_of_a_group_has_its_own_slice(four_ranks):
     assert out.tolist() == [2, 3]
 
 
-def test_all_to_all_is_a_loopback(four_ranks):
+def test_mock_all_to_all_returns_the_sent_rows(four_ranks):
     sent = torch.arange(12.0).view(6, 2)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, [1, 0, 3, 2], [1, 0, 3, 2])
@@ -71,14 +71,14 @@ def test_all_to_all_is_a_loopback(four_ranks):
     assert torch.cat(outputs).equal(sent[:, 0])
 
 
-def test_other_splits_to_receive_than_to_send_are_an_error(four_ranks):
+def test_mock_all_to_all_refuses_unequal_splits(four_ranks):
     with pytest.raises(ValueError, match=r"receive splits must equal send splits.*\[2, 2, 1, 1\].*\[1, 1, 2, 2\]"):
         dist.all_to_all_single(torch.empty(6), torch.empty(6), [2, 2, 1, 1], [1, 1, 2, 2])
     with pytest.raises(ValueError, match="loopback"):
         dist.all_to_all([torch.empty(2)] * 4, [torch.empty(n) for n in (1, 3, 2, 2)])
 
 
-def test_coalesced_collectives(four_ranks):
+def test_mock_coalesced_collectives_complete(four_ranks):
     a, b = torch.ones(2), torch.full((3,), 2.0)
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as work:
         dist.all_reduce(a)
@@ -106,12 +106,12 @@ def test_coalesced_collectives(four_ranks):
         (lambda x: dist.group.WORLD.monitored_barrier(), "monitored_barrier"),
     ],
 )
-def test_what_it_can_not_play_is_named(four_ranks, call, op):
+def test_mock_group_names_an_unsupported_collective(four_ranks, call, op):
     with pytest.raises(NotImplementedError, match=op):
         call(torch.ones(2))
 
 
-def test_nobody_else_can_be_the_root_of_a_scatter(four_ranks):
+def test_mock_scatter_refuses_another_root(four_ranks):
     with pytest.raises(ValueError, match="can't scatter from rank 1"):
         dist.scatter(torch.empty(1), None, src=1)
     own = torch.empty(1)
@@ -119,7 +119,7 @@ def test_nobody_else_can_be_the_root_of_a_scatter(four_ranks):
     assert own.item() == 0
 
 
-def test_a_message_is_not_there_before_it_lands():
+def test_mock_message_is_not_received_before_its_arrival():
     with mock_world(4, NEVER):
         received = torch.zeros(4)
         work = dist.all_to_all_single(received, torch.ones(4), async_op=True)
@@ -129,7 +129,7 @@ def test_a_message_is_not_there_before_it_lands():
         assert received.eq(0).all()
 
 
-def test_what_is_sent_is_read_when_it_lands():
+def test_mock_message_is_copied_at_its_arrival():
     """So a sender that uses its buffer again too early is found out."""
     with mock_world(4, SOON):
         received, sent = torch.zeros(4), torch.ones(4)
@@ -140,7 +140,7 @@ def test_what_is_sent_is_read_when_it_lands():
         assert received.eq(2).all()
 
 
-def test_a_future_completes_without_a_wait():
+def test_mock_future_completes_without_a_wait():
     with mock_world(4, SOON):
         received = torch.zeros(4)
         seen = []
@@ -155,7 +155,7 @@ def test_a_future_completes_without_a_wait():
     assert seen == [[1, 1, 1, 1]]
 
 
-def test_waits_time_out():
+def test_mock_wait_times_out():
     with mock_world(4, NEVER, timeout=timedelta(milliseconds=20)):
         with pytest.raises(RuntimeError, match=r"mocked all_reduce timed out after 0.02 s.*faster link"):
             dist.all_reduce(torch.ones(1))
@@ -164,7 +164,7 @@ def test_waits_time_out():
             work.wait(timedelta(milliseconds=1))
 
 
-def test_only_bytes_to_other_ranks_take_time():
+def test_mock_link_counts_only_bytes_to_other_ranks():
     with mock_world(2, ONE_BYTE_PER_HOUR):
         alone = dist.new_group([0])
         dist.all_reduce(torch.ones(100), group=alone)
@@ -174,7 +174,7 @@ def test_only_bytes_to_other_ranks_take_time():
         assert not dist.all_to_all_single(torch.empty(3), x, [2, 1], [2, 1], async_op=True).is_completed()
 
 
-def test_groups_can_have_links_of_their_own():
+def test_mock_groups_can_have_their_own_links():
     with mock_world(2, NEVER):
         fast = dist.new_group([0, 1], pg_options=Link())
         x = torch.ones(1)
@@ -182,7 +182,7 @@ def test_groups_can_have_links_of_their_own():
         assert x.item() == 2
 
 
-def test_autograd_does_not_see_the_wire():
+def test_mock_all_to_all_is_invisible_to_autograd():
     """c10d's collectives write past autograd; so does the mock's late delivery, from a thread or not."""
     with mock_world(2, SOON):
         sent = torch.ones(2, requires_grad=True)
@@ -194,7 +194,7 @@ def test_autograd_does_not_see_the_wire():
 
 
 @pytest.mark.parametrize("link", [Link(), SOON], ids=str)
-def test_rows_and_gradients_travel_on_our_transport(link):
+def test_all_to_all_returns_rows_and_gradients_in_a_mock_world(link):
     with mock_world(4, link):
         stats = CommStats(torch.device("cpu"))
         transport = make_transport(dist.group.WORLD, dist.group.WORLD, torch.device("cpu"), stats, timedelta(minutes=1))
@@ -213,7 +213,7 @@ def test_rows_and_gradients_travel_on_our_transport(link):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_counts_of_the_loopback(rank):
+def test_loopback_counts_of_all_ranks_are_symmetric(rank):
     own = torch.randint(9, (8,), generator=torch.Generator().manual_seed(0))
     table = counts_of_all_ranks(own, rank, num_ranks=4).view(4, 4, 2)  # from, to, expert of the receiver
     assert table[rank].equal(own.view(4, 2))

@@ -13,7 +13,7 @@ SEQUENCE = Segment(1, None, 2, ChunkDim.SEQUENCE)
     [(BATCH, [(3, 3, 2), (3, 2, 2)]), (SEQUENCE, [(2, 5, 2), (1, 5, 2)])],
     ids=["batch", "sequence"],
 )
-def test_split_and_merge_are_inverse_also_for_gradients(segment, shapes):
+def test_split_and_merge_are_inverse_for_values_and_gradients(segment, shapes):
     hidden = torch.randn(3, 5, 2, requires_grad=True)
     parts = split_hidden(hidden, segment)
     assert [part.shape for part in parts] == shapes
@@ -27,14 +27,14 @@ def test_split_and_merge_are_inverse_also_for_gradients(segment, shapes):
     assert hidden.grad.equal(weight)
 
 
-def test_one_chunk_is_the_micro_batch_itself():
+def test_split_into_one_chunk_returns_the_micro_batch_itself():
     hidden = torch.randn(3, 4, 2)
     (part,) = split_hidden(hidden, WHOLE)
     assert part is hidden
     assert merge_hidden([part], WHOLE) is hidden
 
 
-def test_masks_follow_their_samples():
+def test_attention_masks_are_split_with_their_samples():
     parts = split_hidden(torch.zeros(2, 5, 1), BATCH)
     per_sample = torch.arange(5 * 4).view(5, 1, 2, 2)
     masks = [chunk.attention_mask for chunk in make_chunks(parts, BATCH, per_sample)]
@@ -43,7 +43,7 @@ def test_masks_follow_their_samples():
     assert all(chunk.attention_mask is shared for chunk in make_chunks(parts, BATCH, shared))
 
 
-def test_sequence_chunks_know_their_positions():
+def test_sequence_chunks_have_their_positions():
     parts = split_hidden(torch.zeros(3, 5, 1), SEQUENCE)
     rotary = torch.arange(3).view(3, 1, 1, 1)
     first, second = make_chunks(parts, SEQUENCE, None, rotary)
@@ -52,5 +52,5 @@ def test_sequence_chunks_know_their_positions():
     assert [chunk.rotary_pos_emb.ravel().tolist() for chunk in (first, second)] == [[0, 1], [2]]
 
 
-def test_the_last_chunk_knows_it():
+def test_last_chunk_is_marked():
     assert [Chunk(index, 3).is_last for index in range(3)] == [False, False, True]

@@ -12,7 +12,7 @@ from megatron_lancet.training.platform.cpu import cpu_platform
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_positions_come_back_in_their_order(num_ranks):
+def test_gathered_positions_are_in_sequence_order(num_ranks):
     from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 
     positions = torch.arange(3 * 2 * num_ranks)

@@ -154,7 +154,7 @@ class Overlapping:
 @pytest.mark.parametrize("memory_bytes", [None, 1], ids=["unbounded", "no room"])
 @pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("num_chunks", [1, 2])
-def test_gradients_equal_stock(one_rank, num_chunks, fused, memory_bytes, check_gradients):
+def test_gradients_with_delayed_wgrad_equal_stock(one_rank, num_chunks, fused, memory_bytes, check_gradients):
     plain = gpt_model()
     ours = Overlapping(plain, num_chunks, fused, memory_bytes)
     errors = relative_errors(main_grads(ours.ddp), main_grads(with_ddp(plain, deferred=False)))
@@ -168,7 +168,7 @@ def test_gradients_equal_stock(one_rank, num_chunks, fused, memory_bytes, check_
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
-def test_biases_come_with_their_weights_and_all_are_reported_once(fused):
+def test_delayed_weight_and_bias_gradients_are_reported_once(fused):
     from megatron_lancet.model.delayed_wgrad import delays_own_weight_grad, feed_from
 
     plain = torch.nn.Linear(6, 4)
@@ -189,7 +189,7 @@ def test_biases_come_with_their_weights_and_all_are_reported_once(fused):
     assert reported == ["weight", "bias"]
 
 
-def test_bytes_are_those_that_the_module_keeps():
+def test_deferred_bytes_are_those_that_the_module_keeps():
     from megatron_lancet.model.delayed_wgrad import feed_from
 
     stats = CommStats(torch.device("cpu"))
@@ -201,7 +201,7 @@ def test_bytes_are_those_that_the_module_keeps():
     assert stats.take().peak_dw_bytes == 10 * (6 + 4) * 4  # not main_grad, which stays anyway
 
 
-def test_modules_that_do_not_delay_are_left_alone():
+def test_modules_without_delayed_wgrad_are_left_alone():
     from megatron_lancet.model.delayed_wgrad import delays_own_weight_grad
 
     assert not delays_own_weight_grad(torch.nn.Linear(2, 2))

@@ -89,14 +89,14 @@ SIZES = [[5, 3, 1, 7], [0, 5, 0, 3], [16, 0, 0, 0], [0, 0, 0, 9], [0, 0, 0, 0]]
     ],
     ids=["gelu", "bf16", "gated"],
 )
-def test_grouped_experts_equal_sequential_ones(one_rank, sizes, settings, tolerance):
+def test_grouped_experts_equal_sequential_experts(one_rank, sizes, settings, tolerance):
     experts = Experts(**settings).defer()
     sequential, grouped = experts.run(sizes, grouped=False), experts.run(sizes, grouped=True)
     for ours, expected in zip(grouped, sequential, strict=True):
         assert (ours - expected).norm() <= tolerance * expected.norm()
 
 
-def test_input_gradients_do_not_wait_for_weight_gradients(one_rank):
+def test_weight_gradients_of_grouped_experts_are_late_and_reported_once(one_rank):
     """Each weight is reported once, after its dW."""
     experts = Experts().defer()
     experts.run([2, 0, 3, 1], grouped=True)
@@ -106,7 +106,7 @@ def test_input_gradients_do_not_wait_for_weight_gradients(one_rank):
     )
 
 
-def test_checkpoint_keys_are_stocks(one_rank):
+def test_checkpoint_keys_of_grouped_experts_equal_stock(one_rank):
     experts = Experts().defer()
     experts.run([2, 0, 3, 1], grouped=True)
     assert list(experts.module.state_dict()) == experts.keys
@@ -122,7 +122,7 @@ def test_checkpoint_keys_are_stocks(one_rank):
     ],
     ids=["one layer not deferred", "experts frozen", "bias", "evaluation"],
 )
-def test_others_run_one_after_the_other(one_rank, monkeypatch, make, no_grad):
+def test_experts_that_cannot_be_grouped_run_sequentially(one_rank, monkeypatch, make, no_grad):
     from megatron_lancet.model import experts
 
     monkeypatch.setattr(experts, "_products", None)
@@ -137,7 +137,7 @@ def test_others_run_one_after_the_other(one_rank, monkeypatch, make, no_grad):
     ("num_experts", "num_rows", "device", "grouped"),
     [(2, 2 * 128, "cpu", True), (2, 2 * 128 + 1, "cpu", False), (1, 8, "cpu", False), (4, 8, "meta", False)],
 )
-def test_where_experts_are_grouped(num_experts, num_rows, device, grouped):
+def test_experts_are_grouped_by_number_rows_and_device(num_experts, num_rows, device, grouped):
     from megatron_lancet.model.experts import grouped_is_faster
 
     assert grouped_is_faster(num_experts, num_rows, torch.empty(256, 128, device=device)) == grouped

@@ -74,7 +74,7 @@ def test_hooks_on_a_layer_are_refused(register, kind, on_experts):
     refuse_bypassed_hooks(layer)
 
 
-def test_hooks_of_ddp_on_a_layer_are_known():
+def test_hooks_of_ddp_on_a_layer_are_accepted():
     layer = layer_with_experts()
 
     def gathered(*args):

@@ -19,7 +19,7 @@ def weigh(prefix: torch.Tensor) -> torch.Tensor:
     return (prefix * prefix).sum() * len(prefix)
 
 
-def test_values_and_gradients_are_those_of_joined_tensors():
+def test_prefix_values_and_gradients_equal_those_of_concatenated_tensors():
     joined, grown = chunks(), chunks()
     sum(weigh(torch.cat(joined[: i + 1])) for i in range(3)).backward()
     prefix = Prefix(sum(SIZES))
@@ -31,14 +31,14 @@ def test_values_and_gradients_are_those_of_joined_tensors():
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_all_chunks_share_the_memory():
+def test_prefix_chunks_share_memory():
     prefix = Prefix(sum(SIZES))
     parts = [prefix.up_to(own, i, keep=True) for i, own in enumerate(chunks())]
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
 
 
 @pytest.mark.parametrize("num_backwards", [1, 2])
-def test_a_chunk_may_pass_again_to_be_recomputed(num_backwards):
+def test_prefix_accepts_a_recomputed_chunk(num_backwards):
     joined, grown = chunks(), chunks()
     prefix = Prefix(sum(SIZES))
 

@@ -65,7 +65,7 @@ BATCH = ("DotProductAttention", True, True, True)
 FUSED = ("SdpaAttention", False, True, True)
 
 
-def test_each_layer_is_as_its_segment_says_and_comes_back(one_rank):
+def test_layers_follow_their_segments_and_are_restored(one_rank):
     from megatron_lancet.model.gpt import set_plan
 
     model, store = prepared(WHOLE)
@@ -84,7 +84,7 @@ def test_each_layer_is_as_its_segment_says_and_comes_back(one_rank):
     store.assert_idle()
 
 
-def test_the_fused_kernel_stays_where_it_was_asked_for(one_rank):
+def test_fused_attention_is_kept_where_requested(one_rank):
     from megatron_lancet.model.gpt import set_plan
 
     model, _ = prepared(SEQUENCE, sdpa=True)
@@ -92,7 +92,7 @@ def test_the_fused_kernel_stays_where_it_was_asked_for(one_rank):
     assert [kind for kind, *_ in decided(model)] == ["SdpaAttention"] * 3
 
 
-def test_a_stage_runs_its_part_of_the_segments(one_rank):
+def test_pipeline_stage_runs_its_own_segments(one_rank):
     from megatron_lancet.model.gpt import set_plan
 
     model, _ = prepared(WHOLE)
@@ -114,7 +114,7 @@ def test_a_stage_runs_its_part_of_the_segments(one_rank):
         (SEQUENCE, {"window_size": (4, 0)}, "--window-size does not work with sequence chunks"),
     ],
 )
-def test_a_plan_that_does_not_fit_changes_nothing(one_rank, plan, settings, message):
+def test_plan_that_does_not_fit_the_model_is_refused_and_changes_nothing(one_rank, plan, settings, message):
     from megatron_lancet.model.gpt import set_plan
 
     model, _ = prepared(WHOLE, **settings)
@@ -124,7 +124,7 @@ def test_a_plan_that_does_not_fit_changes_nothing(one_rank, plan, settings, mess
     assert [forward.segment for forward in model.decoder.segments] == list(WHOLE.segments)
 
 
-def test_a_model_that_is_not_prepared_defers_nothing(one_rank):
+def test_model_without_deferral_refuses_a_deferring_plan(one_rank):
     from megatron_lancet.model.gpt import overlap, set_plan
 
     model, stats = build(), CommStats(torch.device("cpu"))
@@ -134,7 +134,7 @@ def test_a_model_that_is_not_prepared_defers_nothing(one_rank):
         set_plan(model, fixed_plan(2))
 
 
-def test_only_a_switchable_setup_switches(one_rank):
+def test_setup_that_is_not_switchable_refuses_another_plan(one_rank):
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     cpu = torch.device("cpu")

@@ -22,11 +22,11 @@ def reasons(machine, plan, planned=None):
         ({"shares": (0.95, 0.05), "link_ms": 0.2}, fixed_plan(1, DwPolicy.NONE), {Reason.PEER}),
     ],
 )
-def test_why_it_is_exposed(changes, plan, expected):
+def test_explanation_gives_reasons_of_exposed_time(changes, plan, expected):
     assert reasons(Machine(layers="mm", **changes), plan) >= expected
 
 
-def test_memory_is_a_reason():
+def test_explanation_gives_memory_as_a_reason():
     machine = Machine(layers="mm", chunk_counts=(1, 2))
     planned = make_plan(synthetic_profile(machine), Limits(max_memory_bytes=20_000_000))
     assert reasons(machine, planned.plan, planned) == {Reason.MEMORY}
@@ -36,7 +36,7 @@ def test_memory_is_a_reason():
     assert Reason.MEMORY in reasons(machine, bounded)
 
 
-def test_layers_add_up_and_gaps_are_named():
+def test_explanation_sums_layers_and_names_gaps():
     profile = synthetic_profile(Machine(layers="mdm", link_ms=9.0))
     gap = Gap("L3.c0.I.dispatch", ("L3.W.mlp.experts",))
     plan = dataclasses.replace(fixed_plan(1), gaps=(gap,))
@@ -50,7 +50,7 @@ def test_layers_add_up_and_gaps_are_named():
     assert (dispatch.ms, dispatch.reason) == (pytest.approx(9.0), Reason.DEPENDENCY)
 
 
-def test_alternatives_and_exclusions_of_a_search():
+def test_explanation_lists_alternatives_and_exclusions():
     profile = synthetic_profile(Machine(layers="mm"))
     why = Exclusion("range=stack", "the router needs the whole micro-batch")
     planned = make_plan(profile, Limits(max_memory_bytes=1, excluded=(why,)))
@@ -64,7 +64,7 @@ def test_alternatives_and_exclusions_of_a_search():
     assert not any(fits for _, _, fits in explanation.alternatives)
 
 
-def test_every_stage_is_explained():
+def test_explanation_covers_every_stage():
     machine = Machine(layers="mmm", stages=(0, 0, 1), num_micro_batches=4)
     plan = Plan((Segment(1, 2, 1), Segment(3, None, 2)), DwPolicy.NONE)
     explanation = explain(synthetic_profile(machine), plan)

@@ -58,20 +58,20 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("content", [WHOLE, PlanFile(PLAN), PlanFile(fixed_plan(1, DwPolicy.NONE))])
-def test_what_was_written_is_read(path, content):
+def test_plan_file_is_read_as_written(path, content):
     write_plan_file(path, content)
     assert read_plan_file(path) == content
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
+def test_failed_write_of_a_plan_file_leaves_no_file(tmp_path):
     (tmp_path / "plan.json").mkdir()
     with pytest.raises(OSError, match=r"plan\.json"):
         write_plan_file(tmp_path / "plan.json", WHOLE)
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
 
 
-def test_a_file_by_hand_needs_a_plan_alone(path):
+def test_plan_file_by_hand_needs_only_a_plan(path):
     by_hand = {
         "version": 1,
         "plan": {"version": 3, "segments": [{"first_layer": 1, "last_layer": None, "num_chunks": 2}], "dw_window": 4},
@@ -81,7 +81,7 @@ def test_a_file_by_hand_needs_a_plan_alone(path):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, len(WHOLE.to_json()) - 3))
-def test_a_truncated_file_is_refused_by_name(length):
+def test_truncated_plan_file_is_refused_by_name(length):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         path.write_text(WHOLE.to_json()[:length])
@@ -94,7 +94,7 @@ PLAIN = json.loads(WHOLE.to_json())
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(leaves(PLAIN)), st.sampled_from([{}, [], ["x"], -7, 10**400, True, float("nan"), "\ud800"]))
-def test_a_flipped_type_or_a_wild_value_never_gives_anything_but_a_record_error(place, wild):
+def test_wrong_types_and_values_in_a_plan_file_are_record_errors(place, wild):
     """Some places take a wild value: a text any text, a number 10**400 not even that."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_json(Path(folder) / "plan.json", replaced(PLAIN, place, wild))
@@ -130,26 +130,26 @@ def test_a_flipped_type_or_a_wild_value_never_gives_anything_but_a_record_error(
         ({"ops": [], "weight_grads": []}, r"this is a profile; tools/make_plan\.py"),
     ],
 )
-def test_damage_is_named(path, damage, message):
+def test_damage_of_a_plan_file_is_named(path, damage, message):
     with pytest.raises(RecordError, match=message):
         read_plan_file(write_json(path, {**PLAIN, **damage}))
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000, b"7", b""])
-def test_what_is_no_json_object_is_refused(path, content):
+def test_plan_file_without_a_json_object_is_refused(path, content):
     path.write_bytes(content)
     with pytest.raises(RecordError, match=r"plan\.json: (no JSON, or damaged|expected an object)"):
         read_plan_file(path)
 
 
-def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+def test_missing_plan_file_and_folder_are_refused(tmp_path):
     with pytest.raises(RecordError, match=r"nothing\.json: can't be read: No such file"):
         read_plan_file(tmp_path / "nothing.json")
     with pytest.raises(RecordError, match="can't be read: Is a directory"):
         read_plan_file(tmp_path)
 
 
-def test_a_foreign_model_is_refused_field_by_field():
+def test_plan_file_for_another_model_is_refused_field_by_field():
     check_fits(WHOLE, made_for(facts()), "plan.json")
     foreign = made_for(facts("mmmm", ep_size=2, topk=2))
     assert misfits(WHOLE, foreign) == [
@@ -162,13 +162,13 @@ def test_a_foreign_model_is_refused_field_by_field():
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(made_for(facts()))])
-def test_every_field_counts(field):
+def test_every_field_of_made_for_is_compared(field):
     ours = made_for(facts())
     other = dataclasses.replace(ours, **{field: "1-3" if field == "moe_layers" else getattr(ours, field) + 1})
     assert len(misfits(WHOLE, other)) == 1
 
 
-def test_without_made_for_only_the_layers_must_fit():
+def test_plan_file_without_made_for_must_fit_the_layers():
     fits_all = PlanFile(PLAN)
     assert misfits(fits_all, made_for(facts("m" * 40))) == []
     assert misfits(fits_all, made_for(facts("mm"))) == ["its last segment is layers 3-end of 2"]

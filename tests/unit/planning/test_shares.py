@@ -3,7 +3,7 @@ import pytest
 from megatron_lancet.planning.shares import merge_similar_shares
 
 
-def test_similar_shares_are_made_equal():
+def test_similar_expert_shares_are_made_equal():
     shares = (0.05, 0.3, 0.1, 0.2, 0.25, 0.1)
     assert merge_similar_shares(shares, 5) == shares
     few = merge_similar_shares(shares, 3)

@@ -18,7 +18,7 @@ def with_model(**changes: object) -> ProfileKey:
     return dataclasses.replace(KEY, model=dataclasses.replace(FACTS, **changes))
 
 
-def test_what_was_kept_is_found_again(tmp_path):
+def test_kept_profile_is_found_again(tmp_path):
     folder = tmp_path / "profiles"
     assert cache.load(folder, KEY) is None
     path = cache.keep(folder, PROFILE)
@@ -37,17 +37,17 @@ def test_what_was_kept_is_found_again(tmp_path):
         dataclasses.replace(KEY, versions={"torch": "2.12"}),
     ],
 )
-def test_another_run_finds_nothing(tmp_path, key):
+def test_kept_profile_is_not_found_by_another_run(tmp_path, key):
     cache.keep(tmp_path, PROFILE)
     assert cache.load(tmp_path, key) is None
 
 
-def test_measured_fields_are_no_part_of_the_key(tmp_path):
+def test_measured_fields_are_not_part_of_the_profile_key(tmp_path):
     cache.keep(tmp_path, PROFILE)
     assert cache.load(tmp_path, with_model(row_bytes=7, counts_bytes=9)) == PROFILE
 
 
-def test_a_profile_of_another_run_is_refused_field_by_field():
+def test_kept_profile_of_another_run_is_refused_field_by_field():
     other = dataclasses.replace(with_model(micro_batch_size=4, ep_size=4), device="a GPU", versions={"torch": "2.12"})
     with pytest.raises(RecordError) as refused:
         cache.check_fits(PROFILE, other, "mine.json")
@@ -58,13 +58,13 @@ def test_a_profile_of_another_run_is_refused_field_by_field():
     )
 
 
-def test_a_damaged_file_is_an_error(tmp_path):
+def test_damaged_kept_profile_is_an_error(tmp_path):
     cache.keep(tmp_path, PROFILE).write_text("{}")
     with pytest.raises(RecordError, match="version"):
         cache.load(tmp_path, KEY)
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_profile(tmp_path, monkeypatch):
     path = cache.keep(tmp_path, PROFILE)
     monkeypatch.setattr(Profile, "to_json", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -12,7 +12,7 @@ def cuts(*args, **kwargs):
     return [(plan.segments[0].chunk_dim, plan.num_chunks) for plan in plans_to_profile(*args, **kwargs)]
 
 
-def test_whole_and_cut_along_each_dimension():
+def test_profiled_plans_are_whole_and_cut_along_each_dimension():
     batch, sequence = ChunkDim.BATCH, ChunkDim.SEQUENCE
     assert cuts(4, 128) == [(batch, 1), (batch, 2), (batch, 4), (sequence, 2), (sequence, 4)]
     assert cuts(4, 128, [batch]) == [(batch, 1), (batch, 2), (batch, 4)]
@@ -20,7 +20,7 @@ def test_whole_and_cut_along_each_dimension():
     assert cuts(1, 32) == [(batch, 1), (sequence, 2)]  # of 8 tokens nobody makes a chunk
 
 
-def test_weight_gradients_are_timed_apart():
+def test_profiled_plans_time_weight_gradients_separately():
     plans = plans_to_profile(4, 128, overlap_range=OverlapRange.EXPERTS)
     assert {plan.dw_policy for plan in plans} == {DwPolicy.FILL}
     assert {plan.segments[0].range for plan in plans} == {OverlapRange.EXPERTS}
@@ -31,18 +31,18 @@ def rank(group, place, received):
     return RankRouting(group, place, received, {})
 
 
-def test_shares_are_medians_over_layers_and_groups():
+def test_profiled_shares_are_medians_over_layers_and_groups():
     uneven = [rank(0, 0, {1: 30, 2: 30}), rank(0, 1, {1: 10, 2: 10})]
     assert received_shares(uneven, 2) == pytest.approx((0.75, 0.25))
     other_group = [rank(2, 0, {1: 10, 2: 10}), rank(2, 1, {1: 10, 2: 10})]
     assert received_shares(uneven + other_group, 2) == pytest.approx((0.625, 0.375))
 
 
-def test_ranks_that_do_not_exist_count_as_equal():
+def test_profiled_shares_of_missing_ranks_are_equal():
     assert received_shares([rank(0, 0, {1: 9})] * 4, 4) == (0.25,) * 4
 
 
-def test_memory_is_the_median_of_the_ranks_with_such_layers():
+def test_profiled_memory_is_the_median_of_ranks_with_such_layers():
     def use(kind, num_bytes):
         return MemoryUse(kind, ChunkDim.BATCH, 2, num_bytes)
 

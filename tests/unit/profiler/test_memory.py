@@ -6,7 +6,7 @@ from megatron_lancet.profiler.memory import SavedActivations
 from megatron_lancet.runtime.trace import Trace
 
 
-def test_each_storage_counts_once_for_the_op_that_saved_it_first():
+def test_saved_storage_counts_once_for_the_op_that_saved_it_first():
     weight = torch.randn(8, 8, requires_grad=True)
     trace = Trace(torch.device("cpu"), 0)
     saved = SavedActivations(trace, [weight])
@@ -26,7 +26,7 @@ def test_each_storage_counts_once_for_the_op_that_saved_it_first():
     assert saved.bytes_by_op() == {"first": 2 * rows_bytes, "third": rows_bytes}
 
 
-def test_memory_that_was_used_again_counts_again():
+def test_reused_memory_counts_again():
     trace = Trace(torch.device("cpu"), 0)
     saved = SavedActivations(trace, [])
     with saved.counted():

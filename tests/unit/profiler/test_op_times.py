@@ -25,29 +25,29 @@ def ops():
     return {(op.layer_kind, op.kind, op.phase, op.num_chunks, op.chunk): op for op in found}
 
 
-def test_medians_over_steps_layers_and_micro_batches(ops):
+def test_op_times_are_medians_over_steps_layers_and_micro_batches(ops):
     assert ops[LayerKind.DENSE, "mlp", Phase.FORWARD, 1, 0].ms == 1.0
     assert ops[LayerKind.DENSE, "mlp", Phase.FORWARD, 2, 1].ms == pytest.approx(1.1)
     # Two layers: 2 and 3 ms, twice calm, once slow.
     assert ops[LayerKind.MOE, "experts", Phase.FORWARD, 1, 0].ms == 3.0
 
 
-def test_parts_between_waits_are_summed_and_waits_are_not(ops):
+def test_op_times_sum_parts_between_waits(ops):
     assert ops[LayerKind.DENSE, "mlp", Phase.INPUT_GRAD, 1, 0].ms == 2.0
 
 
-def test_rows(ops):
+def test_op_times_have_rows(ops):
     assert ops[LayerKind.MOE, "experts", Phase.FORWARD, 2, 0].rows == 42
     assert ops[LayerKind.MOE, "experts", Phase.INPUT_GRAD, 2, 0].rows == 42
     assert [ops[LayerKind.DENSE, "mlp", Phase.FORWARD, 2, chunk].rows for chunk in (0, 1)] == [20, 10]
     assert ops[LayerKind.NONE, "head", Phase.FORWARD, 1, 0].rows == 30
 
 
-def test_ops_beside_layers_count_once_whatever_the_plan(ops):
+def test_op_times_outside_layers_count_once(ops):
     assert [key for key in ops if key[0] is LayerKind.NONE] == [(LayerKind.NONE, "head", Phase.FORWARD, 1, 0)]
 
 
-def test_weight_gradients():
+def test_op_times_have_weight_gradients():
     found = {(dw.name, dw.num_chunks): dw for dw in weight_grad_times(figures(1.0), FACTS)}
     name = "mlp.experts.local_experts.0.linear_fc1"
     assert set(found) == {(name, 1), (name, 2), ("output_layer", 1)}
@@ -58,7 +58,7 @@ def test_weight_gradients():
     assert (output.ms, output.rows, output.after, output.layer_kind) == (0.75, 30, "head", LayerKind.NONE)
 
 
-def test_what_messages_cost_beside_an_op_is_taken_out():
+def test_op_times_exclude_the_slowdown_by_messages():
     samples = Samples()
     samples.add(step(WHOLE), WHOLE, FACTS)
     key = op_key(Op.parse("L1.c0.F.mlp"), WHOLE, FACTS)
@@ -67,11 +67,11 @@ def test_what_messages_cost_beside_an_op_is_taken_out():
     assert samples.medians().op_ms[key] == pytest.approx(1)
 
 
-def test_rest_is_what_no_span_covers():
+def test_rest_time_is_what_no_span_covers():
     assert figures(1.0, 2.0).rest_ms == pytest.approx(5.0)
 
 
-def test_ranks_with_other_layers_add_theirs():
+def test_op_times_merge_layers_of_all_ranks():
     slow, fast = figures(3.0), figures(1.0)
     key = op_key(Op.parse("L1.c0.F.mlp"), WHOLE, FACTS)
     only_here = op_key(Op.parse("L2.c0.F.experts"), WHOLE, FACTS)
@@ -91,7 +91,7 @@ def test_ranks_with_other_layers_add_theirs():
         (OverlapRange.EXPERTS, "experts", 2),
     ],
 )
-def test_narrow_ranges_leave_ops_whole(overlap_range, kind, num_chunks):
+def test_op_times_of_narrow_ranges_are_of_whole_ops(overlap_range, kind, num_chunks):
     plan = fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE, overlap_range=overlap_range)
     key = op_key(Op.parse(f"L2.c0.F.{kind}"), plan, FACTS)
     assert (key.num_chunks, key.chunk_dim) == (num_chunks, ChunkDim.SEQUENCE if num_chunks > 1 else ChunkDim.BATCH)

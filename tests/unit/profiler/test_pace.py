@@ -11,7 +11,7 @@ from tests.unit.profiler.synthetic import FACTS, step
 F, I = Phase.FORWARD, Phase.INPUT_GRAD  # noqa: E741 - the phases' own letters
 
 
-def test_a_slow_step_is_slow_in_every_layer():
+def test_pace_of_a_slow_step_is_slow_in_every_layer():
     samples = Samples()
     for plan, slowness in ((fixed_plan(1), 1.0), (fixed_plan(1), 1.0), (fixed_plan(1), 9.0), (fixed_plan(2), 1.0)):
         samples.add(step(plan, slowness), plan, FACTS)
@@ -28,7 +28,7 @@ def ranks(*steps_of_rank, group=0):
     return [RankPaces(group, place, steps) for place, steps in enumerate(steps_of_rank)]
 
 
-def test_ranks_of_a_step_stand_side_by_side():
+def test_paces_of_a_step_are_listed_by_rank():
     first = [{(F, 1): 1.0, (I, 1): 2.0, (F, 0): 0.5}]
     second = [{(F, 1): 1.5, (I, 1): 0.5, (F, 0): 0.5}]
     (pace,) = step_paces(ranks(first, second), ep_size=2, num_layers=2)
@@ -36,14 +36,14 @@ def test_ranks_of_a_step_stand_side_by_side():
     assert pace.backward == ((1.0, 1.0), (2.0, 0.5), (1.0, 1.0))
 
 
-def test_a_layer_is_that_of_the_first_group_that_has_it():
+def test_pace_of_a_layer_is_that_of_the_first_group_that_has_it():
     early = ranks([{(F, 1): 2.0}], [{(F, 1): 2.0}])
     late = ranks([{(F, 1): 9.0, (F, 2): 3.0}], [{(F, 1): 9.0, (F, 2): 4.0}], group=2)
     (pace,) = step_paces(late + early, ep_size=2, num_layers=2)
     assert pace.forward[1:] == ((2.0, 2.0), (3.0, 4.0))
 
 
-def test_of_many_steps_some_stand_for_all():
+def test_paces_keep_a_sample_of_many_steps():
     steps = [{(F, 1): 1.0 + index / 100} for index in range(10 * MAX_PACES)]
     paces = step_paces(ranks(steps, steps), ep_size=2, num_layers=1)
     values = [pace.forward[1][0] for pace in paces]
@@ -52,6 +52,6 @@ def test_of_many_steps_some_stand_for_all():
     assert values == sorted(values)
 
 
-def test_ranks_that_do_not_exist_have_no_pace():
+def test_paces_of_missing_ranks_are_absent():
     assert step_paces(ranks([{(F, 1): 1.0}]), ep_size=8, num_layers=1) == ()
     assert step_paces(ranks([{(F, 1): 1.0}]), ep_size=1, num_layers=1) == ()

@@ -18,17 +18,17 @@ def ranks_of_two_groups() -> list[RankRouting]:
     ]
 
 
-def test_chunks_have_the_rows_of_all_ranks_of_the_first_group_that_has_them():
+def test_received_rows_are_those_of_the_first_complete_group():
     assert chunk_routing(ranks_of_two_groups(), 2) == (
         ChunkRouting(1, ChunkDim.BATCH, 2, 0, (4, 6), (7, 13)),
         ChunkRouting(1, ChunkDim.BATCH, 2, 1, (5, 5), (8, 12)),
     )
 
 
-def test_nothing_is_known_of_a_group_that_is_not_complete():
+def test_received_rows_of_an_incomplete_group_are_unknown():
     assert chunk_routing(ranks_of_two_groups()[:1], 2) == ()
     assert received_shares(ranks_of_two_groups()[:1], 2) == (0.5, 0.5)
 
 
-def test_shares_are_medians_over_groups():
+def test_routing_shares_are_medians_over_groups():
     assert received_shares(ranks_of_two_groups(), 2) == pytest.approx((0.625, 0.375))

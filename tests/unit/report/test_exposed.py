@@ -26,7 +26,7 @@ BEFORE = [rank(0, L1_c0_F_dispatch=10, L2_c0_F_dispatch=7), rank(1, L1_c0_F_disp
 REASONS = {"L3.c0.I.dispatch": "nothing left to run", "L1.c0.F.dispatch": "everything else depends on it"}
 
 
-def test_means_over_ranks_by_layer_and_chunk():
+def test_exposed_time_is_a_mean_over_ranks_by_layer_and_chunk():
     table = exposed_table(NOW, PREDICTED, BEFORE, REASONS)
     figures = {(part.layer, part.chunk): (part.before_ms, part.measured_ms, part.predicted_ms) for part in table.chunks}
     assert figures == {
@@ -43,7 +43,7 @@ def test_means_over_ranks_by_layer_and_chunk():
     assert (first.op, first.measured_ms, first.reason) == ("L1.c0.F.dispatch", 3, "everything else depends on it")
 
 
-def test_what_is_not_known_is_none_and_not_zero():
+def test_unknown_exposed_time_is_none_and_not_zero():
     table = exposed_table(NOW)
     assert table.predicted_ms is None
     assert table.before_ms is None
@@ -51,7 +51,7 @@ def test_what_is_not_known_is_none_and_not_zero():
     assert all(message.reason is None for part in table.chunks for message in part.messages)
 
 
-def test_text_sums_layers_of_several_chunks_and_gives_reasons_longest_wait_first():
+def test_exposed_text_sums_chunks_of_layers_and_gives_reasons_longest_wait_first():
     lines = exposed_table(NOW, PREDICTED, BEFORE, REASONS).as_text().splitlines()
     assert lines[2].split() == ["1", "all", "15.00", "3.50", "3.00"]
     assert lines[3].split() == ["0", "15.00", "3.00", "2.50"]
@@ -60,13 +60,13 @@ def test_text_sums_layers_of_several_chunks_and_gives_reasons_longest_wait_first
     assert lines[-1] == "  L3.c0.I.dispatch: 3.00 ms, nothing left to run"
 
 
-def test_many_reasons_are_counted():
+def test_exposed_text_counts_many_reasons():
     waits = {f"L{layer}_c0_F_dispatch": layer for layer in range(1, 12)}
     reasons = {name.replace("_", "."): "memory" for name in waits}
     assert exposed_table([rank(0, **waits)], reasons=reasons).as_text().endswith("  and 3 more")
 
 
-def test_the_report_holds_the_table_when_there_is_one():
+def test_report_has_the_exposed_table_where_there_is_one():
     ranks = [rank_medians([StepRecord(100, 2048, CommTimes())] * 5)]
     plain = summarise(ranks, "chunks=2", 5)
     assert "exposed" not in plain

@@ -17,21 +17,21 @@ def curve(resumed_after: int | None = 3) -> LossCurve:
     return LossCurve("a run", run, tokens_per_iteration=500, resumed_after=resumed_after, unigram_entropy=5.5)
 
 
-def test_smoothing_averages_the_steps_around_each():
+def test_loss_smoothing_averages_the_steps_around_each():
     assert smoothed([6.0, 4.0, 2.0, 3.0, 9.0], span=3).tolist() == pytest.approx([6.0, 4.0, 3.0, 14 / 3, 6.0])
 
 
-def test_smoothing_begins_with_the_first_loss_and_keeps_a_straight_line():
+def test_loss_smoothing_begins_with_the_first_loss_and_keeps_a_straight_line():
     line = np.linspace(6.0, 3.0, 80)
     assert smoothed(line, span=25)[:68] == pytest.approx(line[:68])
 
 
-def test_smoothing_leaves_nan_out():
+def test_loss_smoothing_leaves_nan_out():
     assert smoothed([6.0, math.nan, 2.0], span=3)[1] == 4.0
     assert math.isnan(smoothed([math.nan], span=3)[0])
 
 
-def test_the_picture_shows_losses_yardsticks_and_units():
+def test_loss_curve_shows_losses_reference_lines_and_units():
     axes = draw(curve()).axes[0]
     lines = {line.get_label(): line for line in axes.get_lines()}
     assert list(lines["lm loss of each step"].get_xdata()) == [1, 2, 3, 4, 5, 6]
@@ -45,12 +45,12 @@ def test_the_picture_shows_losses_yardsticks_and_units():
     assert top > 6.0
 
 
-def test_a_run_in_one_part_has_no_resume_line():
+def test_loss_curve_of_a_run_in_one_part_has_no_resume_line():
     labels = [str(line.get_label()) for line in draw(curve(resumed_after=None)).axes[0].get_lines()]
     assert not any("resumed" in label for label in labels)
 
 
-def test_writes_a_png_and_nothing_beside_it(tmp_path):
+def test_loss_curve_is_written_as_one_png(tmp_path):
     path = tmp_path / "loss_curve.png"
     path.write_text("an older picture")
     write_png(curve(), path)

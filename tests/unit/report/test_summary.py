@@ -12,17 +12,17 @@ def record(step_ms: float, exposed_ms: float = 10.0) -> StepRecord:
     return StepRecord(step_ms, 2048, CommTimes(all_to_all_ms=40.0, exposed_ms=exposed_ms, counts_exposed_ms=2.0))
 
 
-def test_warm_up_steps_are_left_out():
+def test_summary_leaves_warm_up_steps_out():
     steps = [record(1000), record(900), record(800), record(100), record(110), record(120)]
     assert rank_medians(steps)["step_ms"] == 110
 
 
-def test_a_run_shorter_than_the_warm_up_is_reported_whole():
+def test_summary_of_a_run_shorter_than_the_warm_up_has_all_steps():
     assert rank_medians([record(300), record(100)])["step_ms"] == 200
     assert summarise([rank_medians([record(300)])], "off", 1)["num_warm_up_steps"] == 0
 
 
-def test_the_slowest_rank_makes_the_step():
+def test_summary_step_time_is_that_of_the_slowest_rank():
     ranks = [rank_medians([record(100, exposed_ms=10)] * 5), rank_medians([record(200, exposed_ms=30)] * 5)]
     report = summarise(ranks, "chunks=2", 5)
     assert report.keys() >= REQUIRED_KEYS
@@ -32,7 +32,7 @@ def test_the_slowest_rank_makes_the_step():
     assert report["ranks"] == ranks
 
 
-def test_text_names_plan_and_exposed_share():
+def test_summary_text_names_plan_and_exposed_share():
     report = summarise([rank_medians([record(100)] * 5)], "chunks=2 dim=batch", 5)
     text = as_text(report)
     assert "chunks=2 dim=batch" in text
@@ -40,7 +40,7 @@ def test_text_names_plan_and_exposed_share():
     assert "10.0 ms waited for payload, 2.0 ms for counts: 12.0 % of the step" in text
 
 
-def test_the_highest_peak_of_any_step_and_rank_is_reported():
+def test_summary_reports_the_highest_peak_of_any_step_and_rank():
     def rank(*peaks_mb):
         comms = [CommTimes(num_dw_hidden=7, num_dw_early=2, num_dw_late=1, peak_dw_bytes=p * 10**6) for p in peaks_mb]
         return rank_medians([StepRecord(100, 2048, comm) for comm in comms])
@@ -52,7 +52,7 @@ def test_the_highest_peak_of_any_step_and_rank_is_reported():
     assert unbounded.endswith("7 of 10 in all-to-all gaps, at most 9.0 MB deferred")
 
 
-def test_reductions_in_parts_are_told_where_there_are_any():
+def test_summary_reports_micro_ops_of_reductions_where_there_are_any():
     comm = CommTimes(num_grad_micro_ops=9, num_grad_micro_ops_between=6, grad_bytes=12_500_000, grad_exposed_ms=3.5)
     report = summarise([rank_medians([StepRecord(100, 2048, comm)])], "chunks=1", 1)
     line = "12.5 MB reduced in 9 parts, 6 between all-to-alls and the others after the last; 3.5 ms waited for"
@@ -63,14 +63,14 @@ def test_reductions_in_parts_are_told_where_there_are_any():
     assert "reduced" not in as_text(summarise([rank_medians([record(100)])], "chunks=1", 1))
 
 
-def test_json_is_written_whole(tmp_path):
+def test_summary_json_is_written_atomically(tmp_path):
     report = summarise([rank_medians([record(100)] * 5)], "off", 5)
     path = write_json(report, tmp_path / "new" / "folder")
     assert json.loads(path.read_text()) == report
     assert [p.name for p in path.parent.iterdir()] == ["report.json"]
 
 
-def test_text_says_how_the_plan_was_found():
+def test_summary_text_says_how_the_plan_was_found():
     report = summarise([rank_medians([record(100)] * 5)], "chunks=2 dim=batch", 5, first_step=21)
     figures = {"step_ms": 150.0, "exposed_ms": 40.0}
     tuning = {"how": "planned", "num_plans": 2, "baseline": figures, "predicted": None, "chosen": figures}

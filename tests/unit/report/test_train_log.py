@@ -26,31 +26,31 @@ VALIDATION = (
 REPORT = {"tokens_per_s": 4096.0, "plan": "chunks=2", "step_ms": 500.0, "exposed_ms": 20.0, "counts_exposed_ms": 5.0}
 
 
-def test_reads_a_training_step():
+def test_train_log_reads_a_training_step():
     assert parse_iteration(LINE) == Iteration(28, 30, 5.547318, 1112.3)
 
 
 @pytest.mark.parametrize("line", [f"WARNING: other rank{LINE}", LINE.rstrip() + "Evaluating iter 1/2\n"])
-def test_reads_a_training_step_in_a_line_shared_with_another_rank(line):
+def test_train_log_reads_a_training_step_in_a_line_shared_with_another_rank(line):
     assert parse_iteration(line) == parse_iteration(LINE)
 
 
-def test_the_loss_of_a_step_without_one_is_nan():
+def test_train_log_loss_of_a_step_without_one_is_nan():
     iteration = parse_iteration(LINE.replace(" lm loss: 5.547318E+00 |", ""))
     assert math.isnan(iteration.lm_loss)
     assert iteration.step_ms == 1112.3
 
 
-def test_reads_nan():
+def test_train_log_reads_nan():
     assert math.isnan(parse_iteration(LINE.replace("5.547318E+00", "nan")).lm_loss)
 
 
-def test_reads_the_validation_loss():
+def test_train_log_reads_the_validation_loss():
     assert parse_validation(VALIDATION) == Validation(30, 5.823087)
 
 
 @pytest.mark.parametrize("line", ["", "Evaluating iter 3/20\n", "saving checkpoint at iteration      15 to x\n"])
-def test_other_lines_are_neither(line):
+def test_train_log_ignores_other_lines(line):
     assert parse_iteration(line) is None
     assert parse_validation(line) is None
 
@@ -64,7 +64,7 @@ def fed(numbers: list[int], validated_at: int | None) -> RunLog:
     return run
 
 
-def test_a_run_is_complete_with_all_steps_and_a_validation():
+def test_train_log_is_complete_with_all_steps_and_a_validation():
     assert fed([1, 2, 3, 4], validated_at=4).is_complete(4)
 
 
@@ -78,11 +78,11 @@ def test_a_run_is_complete_with_all_steps_and_a_validation():
         ([1, 2, 3], 3),
     ],
 )
-def test_a_run_is_not_complete_otherwise(numbers, validated_at):
+def test_train_log_is_incomplete_without_steps_or_validation(numbers, validated_at):
     assert not fed(numbers, validated_at).is_complete(4)
 
 
-def test_results_come_from_the_log_and_the_report():
+def test_run_results_are_read_from_log_and_report():
     results = fed([1, 2], validated_at=2).results(REPORT)
     assert results == {
         "validation_loss": 5.823087,
@@ -98,7 +98,7 @@ def test_results_come_from_the_log_and_the_report():
 @pytest.mark.parametrize(
     ("entropy", "verdict"), [(6.0, "the loss is 0.18 below it"), (5.5, "the loss is not yet below it")]
 )
-def test_the_text_compares_the_loss_with_the_unigram_entropy(entropy, verdict):
+def test_results_text_compares_the_loss_with_the_unigram_entropy(entropy, verdict):
     text = results_text({**fed([1, 2], validated_at=2).results(REPORT), "unigram_entropy": entropy, "seconds": 125.4})
     assert "2 steps, 2 min 5 s in total" in text
     assert "validation loss    5.823 nats per token, perplexity 338.0" in text
@@ -106,13 +106,13 @@ def test_the_text_compares_the_loss_with_the_unigram_entropy(entropy, verdict):
     assert "5.0 % of the step, waiting for all-to-alls" in text
 
 
-def test_tail_names_the_log_and_shows_its_end(tmp_path):
+def test_log_tail_names_the_log_and_shows_its_end(tmp_path):
     log = tmp_path / "train.log"
     log.write_bytes(b"".join(b"line %d\n" % i for i in range(50)) + b"\xff\n")
     assert tail(log, num_lines=3) == f"{log}:\n  line 48\n  line 49\n  \ufffd"
 
 
-def test_tail_ends_where_torchrun_says_which_rank_failed(tmp_path):
+def test_log_tail_ends_where_torchrun_names_the_failed_rank(tmp_path):
     failed = (
         "E0102 03:04:05.6 12 site-packages/torch/distributed/elastic/x/api.py:1002] failed (exitcode: 2) local_rank: 0"
     )

@@ -69,7 +69,7 @@ def exchange(comm, chunk=0):
     return AllToAll(comm, Op(1, chunk, Phase.FORWARD, "dispatch"), SPLITS)
 
 
-def test_rows_and_gradients_travel():
+def test_wait_returns_received_rows_and_backward_their_gradients():
     comm, _, _ = make([])
     x = torch.arange(8.0).view(4, 2).requires_grad_()
     a = exchange(comm)
@@ -79,7 +79,7 @@ def test_rows_and_gradients_travel():
     assert x.grad.equal(torch.full((4, 2), 6.0))
 
 
-def test_several_tensors_are_one_op():
+def test_several_tensors_are_one_all_to_all():
     comm, _, stats = make([])
     tokens, probs = torch.ones(4, 2, requires_grad=True), torch.ones(4, requires_grad=True)
     a = exchange(comm)
@@ -92,7 +92,7 @@ def test_several_tensors_are_one_op():
     assert times.payload_bytes == 2 * 3 * 32  # three rows leave this rank, there and back, in 16-byte parts
 
 
-def test_backward_is_the_mirrored_pipeline():
+def test_backward_launches_and_waits_in_mirrored_order():
     """Two chunks: in the backward, too, one computes while the other's gradients are on the wire."""
     log: list[str] = []
     comm, _, _ = make(log)
@@ -124,7 +124,7 @@ def test_backward_is_the_mirrored_pipeline():
     assert log == ["B after c1", "launch", "B after c0", "launch", "wait", "B before c1", "wait", "B before c0"]
 
 
-def test_empty_messages():
+def test_all_to_all_of_no_rows_returns_no_rows():
     comm, _, _ = make([])
     x = torch.empty(0, 2, requires_grad=True)
     a = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), RowSplits(sent=(0, 0), received=(0, 0)))
@@ -133,7 +133,7 @@ def test_empty_messages():
     assert y.shape == x.grad.shape == (0, 2)
 
 
-def test_a_lost_peer_is_reported_with_the_op():
+def test_wait_names_the_op_of_a_lost_peer():
     comm, transport, _ = make([])
     a = exchange(comm, chunk=1)
     ticket = a.launch(torch.ones(4, 2, requires_grad=True))

@@ -49,7 +49,7 @@ class Backward:
         self.scheduler.passed(Op(2, 0, Phase.FORWARD, kind))
 
 
-def test_one_chunks_bytes_leave_behind_each_dispatch_and_the_rest_behind_the_last():
+def test_reductions_are_launched_by_chunk_after_each_dispatch_and_all_after_the_last():
     backward = Backward()
     backward.put(a=100, b=60, c=40, d=30)
     assert backward.log == []
@@ -69,7 +69,7 @@ def test_one_chunks_bytes_leave_behind_each_dispatch_and_the_rest_behind_the_las
     assert (times.num_grad_micro_ops, times.num_grad_micro_ops_between, times.grad_bytes) == (6, 1, 340)
 
 
-def test_small_ones_share_a_place():
+def test_small_reductions_are_launched_together():
     backward = Backward()
     backward.put(a=30, b=30, c=40, d=10)
     backward.exchange("combine")
@@ -77,7 +77,7 @@ def test_small_ones_share_a_place():
     assert backward.log == ["a", "b", "c"]
 
 
-def test_none_leaves_while_another_chunk_is_on_the_wire():
+def test_no_reduction_is_launched_while_an_all_to_all_is_pending():
     backward = Backward(6)
     backward.put(a=10)
     backward.scheduler.issued()
@@ -87,7 +87,7 @@ def test_none_leaves_while_another_chunk_is_on_the_wire():
     assert backward.log == ["a"]
 
 
-def test_waiting_for_gradients_launches_what_is_left_in_order():
+def test_wait_launches_remaining_reductions_in_order():
     backward = Backward()
     first = backward.put(a=100, b=100)
     second = backward.put(c=100)
@@ -96,7 +96,7 @@ def test_waiting_for_gradients_launches_what_is_left_in_order():
     assert backward.log == ["a", "b", "c", "wait c", "wait a", "wait b"]
 
 
-def test_memory_is_let_go_once_a_part_is_done():
+def test_memory_of_completed_reductions_is_released():
     backward = Backward(0)
     reduction = backward.put(a=100)
     reduction.micro_ops[0].done = True
@@ -104,14 +104,14 @@ def test_memory_is_let_go_once_a_part_is_done():
     assert backward.log == ["a", "release a", "b", "c"]
 
 
-def test_a_step_must_not_end_with_gradients_in_the_queue():
+def test_end_of_step_refuses_reductions_that_were_not_launched():
     backward = Backward()
     backward.put(a=100)
     with pytest.raises(AssertionError, match="1 gradient micro-ops not launched"):
         backward.scheduler.end_step()
 
 
-def test_forward_passes_without_a_backward_one_are_forgotten():
+def test_end_of_step_forgets_forward_passes_without_backward():
     backward = Backward()
     backward.scheduler.end_step()
     backward.put(a=100)

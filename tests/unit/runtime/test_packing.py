@@ -16,7 +16,7 @@ from megatron_lancet.runtime.packing import RowLayout
     ],
     ids=["fp32", "bf16-odd", "three"],
 )
-def test_what_is_packed_comes_out(num_rows, rows):
+def test_unpack_returns_the_packed_tensors(num_rows, rows):
     tensors = [torch.randn(num_rows, *shape).to(dtype) for shape, dtype in rows]
     layout = RowLayout.of(tensors)
     packed = layout.pack(tensors)
@@ -27,7 +27,7 @@ def test_what_is_packed_comes_out(num_rows, rows):
         assert after.equal(before)
 
 
-def test_rows_keep_their_place():
+def test_packed_rows_keep_their_place():
     """Any rows of a message are a message: it is cut between ranks, and comes in parts of several ranks."""
     tokens, probs = torch.arange(12.0).view(4, 3), torch.arange(4.0)
     layout = RowLayout.of((tokens, probs))
@@ -37,13 +37,13 @@ def test_rows_keep_their_place():
     assert some_probs.equal(probs[[2, 3, 0]])
 
 
-def test_transposed_tensors_can_be_packed():
+def test_pack_accepts_transposed_tensors():
     tokens, probs = torch.arange(12.0).view(3, 4).t(), torch.ones(4)
     layout = RowLayout.of((tokens, probs))
     assert layout.unpack(layout.pack((tokens, probs)))[0].equal(tokens)
 
 
-def test_one_tensor_is_not_copied():
+def test_pack_does_not_copy_a_single_tensor():
     tensor = torch.ones(3, 2)
     layout = RowLayout.of((tensor,))
     assert layout.pack((tensor,)).data_ptr() == tensor.data_ptr()

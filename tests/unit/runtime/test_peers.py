@@ -17,7 +17,7 @@ def failure(ranks, waited_s, store=None) -> str:
     return str(peers.failure(OP, waited_s, CAUSE))
 
 
-def test_the_only_peer_is_the_one():
+def test_only_peer_is_named_as_missing():
     assert failure([4, 6], waited_s=1) == (
         "rank 4 gave up on L3.c1.I.combine (layer 3, chunk 1, backward (input gradient), combine): rank 6 closed the "
         "connection. The output of that rank, or its system log, gives the reason. Reported by the transport: "
@@ -25,7 +25,7 @@ def test_the_only_peer_is_the_one():
     )
 
 
-def test_silence_lasts_as_long_as_the_timeout():
+def test_peers_are_missing_after_the_timeout():
     assert ": rank 6 sent nothing for 30 s. " in failure([4, 6], waited_s=30.2)
 
 
@@ -37,7 +37,7 @@ def test_silence_lasts_as_long_as_the_timeout():
         ([0, 1, 2, 3], "ranks 1-3 failed"),
     ],
 )
-def test_ranks_that_gave_up_too_are_not_to_blame(gave_up, blamed):
+def test_peers_that_timed_out_too_are_not_named(gave_up, blamed):
     store = dist.HashStore()
     for rank in gave_up:
         store.set(_key(rank), "")
@@ -49,5 +49,5 @@ class LostStore:
         raise dist.DistNetworkError("Broken pipe")
 
 
-def test_without_the_store_all_others_are_suspect():
+def test_all_peers_are_named_without_the_store():
     assert ": one or more of ranks 1-2 closed " in failure([0, 1, 2], waited_s=1, store=LostStore())

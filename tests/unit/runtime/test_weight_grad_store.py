@@ -35,7 +35,7 @@ def backward(monkeypatch):
     return Backward(monkeypatch, window=2)
 
 
-def test_oldest_runs_first_while_the_wire_is_busy(backward):
+def test_fill_runs_oldest_dws_first_while_the_all_to_all_is_pending(backward):
     a, b = backward.weight("a"), backward.weight("b")
     backward.put(a, 1)
     backward.put(b, 1)
@@ -47,7 +47,7 @@ def test_oldest_runs_first_while_the_wire_is_busy(backward):
     assert backward.stats.take().num_dw_hidden == 2
 
 
-def test_nothing_is_reported_before_its_last_dw_ran(backward):
+def test_parameter_is_not_reported_before_its_last_dw_has_run(backward):
     a = backward.weight("a")
     backward.put(a, 1)
     backward.put(a, 0)
@@ -61,7 +61,7 @@ def test_nothing_is_reported_before_its_last_dw_ran(backward):
     assert a.num_reported == 1
 
 
-def test_the_report_comes_at_its_place_even_if_the_dws_ran_early(backward):
+def test_report_keeps_its_place_if_the_dws_ran_early(backward):
     a = backward.weight("a")
     backward.put(a, 0)
     backward.store.mark_last_use(a)
@@ -73,7 +73,7 @@ def test_the_report_comes_at_its_place_even_if_the_dws_ran_early(backward):
     assert backward.log == ["dW a.c0", "ready a"]
 
 
-def test_flush_runs_and_reports_the_rest_in_order(backward):
+def test_flush_runs_and_reports_remaining_dws_in_order(backward):
     a, b = backward.weight("a"), backward.weight("b")
     for weight in (a, b):
         backward.put(weight, 0)
@@ -84,7 +84,7 @@ def test_flush_runs_and_reports_the_rest_in_order(backward):
     assert (times.num_dw_hidden, times.num_dw_late) == (0, 2)
 
 
-def test_without_a_view_of_the_wire_older_dws_run(backward):
+def test_drain_previous_runs_older_dws(backward):
     a, b = backward.weight("a"), backward.weight("b")
     backward.put(a, 0)
     backward.store.advance_window()
@@ -104,13 +104,13 @@ def planned(monkeypatch):
     return backward
 
 
-def test_planned_dws_go_first_in_their_gap_and_then_the_oldest(planned):
+def test_planned_dws_run_first_in_their_gap_and_then_the_oldest(planned):
     planned.store.fill(lambda: True, COMBINE)
     assert planned.log == ["dW b.c1", "dW b.c0", "dW a.c1", "dW a.c0", "dW c.c0"]
     assert planned.stats.take().num_dw_hidden == 5
 
 
-def test_a_short_gap_leaves_planned_dws_to_the_next(planned):
+def test_planned_dws_of_a_short_gap_run_later(planned):
     busy = iter([True, False])
     planned.store.fill(lambda: next(busy), COMBINE)
     assert planned.log == ["dW b.c1"]
@@ -118,7 +118,7 @@ def test_a_short_gap_leaves_planned_dws_to_the_next(planned):
     assert planned.log == ["dW b.c1", "dW a.c1", "dW a.c0"]
 
 
-def test_without_a_view_of_the_wire_exactly_the_planned_dws_run(planned):
+def test_drain_previous_runs_exactly_the_planned_dws(planned):
     planned.store.advance_window()
     planned.store.drain_previous(DISPATCH)
     assert planned.log == []
@@ -127,7 +127,7 @@ def test_without_a_view_of_the_wire_exactly_the_planned_dws_run(planned):
     assert len(planned.store) == 2
 
 
-def test_another_plan_is_followed_from_the_next_backward_on(backward):
+def test_new_plan_is_followed_from_the_next_backward(backward):
     a = backward.weight("a")
     backward.store.configure(Plan(fixed_plan(1).segments, DwPolicy.NONE, dw_window=3))
     backward.put(a, 0)
@@ -146,7 +146,7 @@ def test_another_plan_is_followed_from_the_next_backward_on(backward):
         backward.store.configure(fixed_plan(2))
 
 
-def test_window_bounds_what_is_held(backward):
+def test_window_bounds_the_number_of_pending_dws(backward):
     a = backward.weight("a")
     for chunk in range(10):
         backward.put(a, chunk, num_bytes=100)
@@ -190,7 +190,7 @@ def test_autograd_flushes_at_the_end_of_backward(in_autograd):
     store.assert_idle()
 
 
-def test_a_lost_flush_is_seen(in_autograd, monkeypatch):
+def test_lost_flush_is_an_error(in_autograd, monkeypatch):
     store, weight, ready = in_autograd
     monkeypatch.setattr(store, "_flush_at_end_of_backward", lambda: None)
     Deferring.apply(torch.ones(1, requires_grad=True), store, weight).sum().backward()
@@ -199,7 +199,7 @@ def test_a_lost_flush_is_seen(in_autograd, monkeypatch):
         store.assert_idle()
 
 
-def test_a_backward_that_failed_is_seen(in_autograd):
+def test_failed_backward_leaves_an_error(in_autograd):
     store, weight, ready = in_autograd
     with pytest.raises(RuntimeError, match="out of memory"):
         Deferring.apply(torch.ones(1, requires_grad=True), store, weight, True).sum().backward()
@@ -208,7 +208,7 @@ def test_a_backward_that_failed_is_seen(in_autograd):
         store.assert_idle()
 
 
-def test_a_flush_that_failed_is_seen(backward):
+def test_failed_flush_leaves_an_error(backward):
     def fails():
         raise RuntimeError("out of memory")
 
@@ -222,7 +222,7 @@ def test_a_flush_that_failed_is_seen(backward):
 
 
 @pytest.mark.parametrize("autograd_made_one_too", [False, True])
-def test_ddp_finds_the_grad_that_it_insists_on(autograd_made_one_too):
+def test_deferred_parameter_has_the_grad_that_ddp_requires(autograd_made_one_too):
     parameter = torch.nn.Parameter(torch.zeros(4, 2))
     parameter.main_grad = torch.zeros(4, 2)
     seen = []
@@ -244,7 +244,7 @@ def test_ddp_finds_the_grad_that_it_insists_on(autograd_made_one_too):
 @pytest.mark.parametrize("num_tokens", [0, 5, 700])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_gemm", [False, True])
-def test_weight_gradients_add_up(num_tokens, dtype, in_gemm):
+def test_weight_gradients_of_chunks_are_summed(num_tokens, dtype, in_gemm):
     """Within the GEMM where the types agree; a bf16 product is rounded before it is added, as in stock."""
     parameter = torch.nn.Parameter(torch.zeros(4, 8, dtype=dtype))
     before = torch.randn(4, 8)

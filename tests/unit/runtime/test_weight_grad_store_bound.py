@@ -110,7 +110,7 @@ def _op(index: int) -> Op:
 
 @settings(max_examples=300, deadline=None)
 @given(events(), st.integers(1, 5), st.integers(1, 250))
-def test_a_bound_changes_nothing_but_memory_and_when_dws_run(events, window, memory_bytes):
+def test_dw_memory_bound_changes_only_memory_and_order_of_dws(events, window, memory_bytes):
     bounded, free = Run(events, window, memory_bytes), Run(events, window, None)
     # Each dW once and oldest first, hence also before its weight's report (asserted in DeferredWeight.report).
     assert bounded.ran == free.ran == list(range(len(bounded.puts)))
@@ -129,7 +129,7 @@ def test_a_bound_changes_nothing_but_memory_and_when_dws_run(events, window, mem
     st.none() | st.integers(1, 250),
     st.lists(st.lists(st.sampled_from((*WEIGHTS, "of no model")), max_size=4), min_size=1, max_size=8),
 )
-def test_planned_gaps_change_nothing_but_the_order_of_dws(events, window, memory_bytes, planned):
+def test_planned_gaps_change_only_the_order_of_dws(events, window, memory_bytes, planned):
     run, free = Run(events, window, memory_bytes, planned), Run(events, window, None)
     assert sorted(run.ran) == list(range(len(run.puts)))
     for name in WEIGHTS:
@@ -143,7 +143,7 @@ def test_planned_gaps_change_nothing_but_the_order_of_dws(events, window, memory
 
 @settings(max_examples=100, deadline=None)
 @given(events())
-def test_without_a_window_nothing_waits(events):
+def test_dws_run_at_once_without_a_window(events):
     run = Run(events, 0, None)
     assert run.ran == list(range(len(run.puts)))
     assert set(run.held) <= {0}
@@ -157,14 +157,14 @@ def test_without_a_window_nothing_waits(events):
     assert times.num_dw_hidden + times.num_dw_early + times.num_dw_late + times.peak_dw_bytes == 0
 
 
-def test_only_as_many_run_as_make_room():
+def test_dw_memory_bound_runs_only_as_many_dws_as_needed():
     run = Run([Put("a", 40), Put("b", 40), Put("c", 50), LastUse("a"), LastUse("b"), LastUse("c")], 1, 100)
     assert run.held == [40, 80, 90, 90, 90, 90]
     assert (run.times.num_dw_early, run.times.num_dw_late) == (1, 2)
 
 
 @pytest.mark.parametrize("held_before", [0, 30])
-def test_a_dw_larger_than_the_bound_runs_at_once_and_in_order(held_before):
+def test_dw_larger_than_the_memory_bound_runs_at_once_in_order(held_before):
     before = [Put("a", held_before)] if held_before else []
     run = Run([*before, Put("b", 500)], 3, 100)
     assert run.held[-1] == 0

@@ -42,7 +42,7 @@ def labels(take) -> list[str]:
     return found
 
 
-def test_a_dw_and_its_report_are_due_after_a_window():
+def test_dw_and_its_report_are_due_after_a_window():
     queue = Queue(DwRules(window=2))
     queue.put("a.0")
     assert queue.queue.mark_last_use("a") == []
@@ -53,14 +53,14 @@ def test_a_dw_and_its_report_are_due_after_a_window():
     assert queue.advance() == (["b.0"], ["b"])
 
 
-def test_without_a_window_each_runs_and_is_reported_at_once():
+def test_dws_without_a_window_run_and_are_reported_at_once():
     queue = Queue(AT_ONCE)
     assert queue.put("a.0", "a.1") == ["a.0", "a.1"]
     assert queue.queue.mark_last_use("a") == ["a"]
     assert (len(queue.queue), queue.queue.peak_bytes, queue.queue.num_early) == (0, 0, 0)
 
 
-def test_the_oldest_make_room_where_memory_is_bounded():
+def test_oldest_dws_run_where_memory_is_bounded():
     queue = Queue(DwRules(window=9, memory_bytes=100))
     assert queue.put("a.0", "a.1", num_bytes=40) == []
     assert queue.put("b.0", num_bytes=50) == ["a.0"]
@@ -68,7 +68,7 @@ def test_the_oldest_make_room_where_memory_is_bounded():
     assert (queue.queue.held_bytes, queue.queue.peak_bytes, queue.queue.num_early) == (0, 90, 4)
 
 
-def test_the_planned_dws_of_a_gap_go_first_and_then_the_oldest():
+def test_planned_dws_of_a_gap_are_taken_first_and_then_the_oldest():
     queue = Queue(DwRules(window=9, gaps={"gap": ("b", "gone", "b", "a")}))
     queue.put("c.0", "a.0", "b.0", "a.1", "b.1", "b.2")
     queue.queue.begin_gap("gap")
@@ -76,7 +76,7 @@ def test_the_planned_dws_of_a_gap_go_first_and_then_the_oldest():
     assert queue.queue.held_bytes == 0
 
 
-def test_what_a_gap_had_no_time_for_is_planned_for_no_other():
+def test_planned_dws_of_a_short_gap_are_not_planned_for_another():
     queue = Queue(DwRules(window=9, gaps={"gap": ("b", "b")}))
     queue.put("a.0", "b.0", "a.1", "b.1")
     queue.queue.begin_gap("gap")
@@ -87,7 +87,7 @@ def test_what_a_gap_had_no_time_for_is_planned_for_no_other():
     assert labels(queue.queue.take_next) == ["a.0", "a.1", "b.1"]
 
 
-def test_a_dw_of_several_weights_is_found_by_each_of_their_names():
+def test_dw_of_several_weights_is_found_by_each_name():
     queue = Queue(DwRules(window=9, gaps={"gap": ("bias",)}))
     queue.put("a.0", "weight+bias.0")
     queue.queue.begin_gap("gap")
@@ -104,7 +104,7 @@ def test_previous_dws_are_those_put_before_the_last_all_to_all():
     assert labels(queue.queue.take_previous) == ["a.0"]
 
 
-def test_a_flush_gives_everything_in_order():
+def test_dw_queue_flush_returns_all_dws_in_order():
     queue = Queue(DwRules(window=9))
     queue.put("a.0", "b.0", "a.1")
     for weight in "ab":
@@ -115,7 +115,7 @@ def test_a_flush_gives_everything_in_order():
 
 
 @pytest.mark.parametrize(("policy", "window"), [(DwPolicy.FILL, 3), (DwPolicy.NONE, 0)])
-def test_rules_are_the_plans(policy, window):
+def test_dw_rules_are_those_of_the_plan(policy, window):
     gaps = (Gap("x", ("a",)), Gap("y", ("b",)), Gap("x", ("c", "a")))
     rules = DwRules.of(Plan((Segment(1, None, 2),), policy, 3, 100, gaps))
     assert rules == DwRules(window, 100, {"x": ("a", "c", "a"), "y": ("b",)})

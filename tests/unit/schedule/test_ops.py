@@ -50,7 +50,7 @@ def test_ops_in_words_name_layer_chunk_and_phase():
     assert Op.parse("I.head").in_words() == "backward (input gradient), head"
 
 
-def test_mirrored_and_within_layer():
+def test_ops_are_mirrored_and_named_within_a_layer():
     dispatch = Op.parse("L3.c1.F.dispatch")
     assert str(dispatch.mirrored()) == "L3.c1.I.dispatch"
     assert dispatch.within_layer() == "c1.F.dispatch"

@@ -16,13 +16,13 @@ SEGMENTS = Plan(
 )
 
 
-def test_an_op_has_one_name():
+def test_op_has_one_name():
     op = Op(layer=3, chunk=0, phase=Phase.FORWARD, kind="dispatch")
     assert str(op) == "L3.c0.F.dispatch"
     assert str(op.mirrored()) == "L3.c0.I.dispatch"
 
 
-def test_text_of_a_plan():
+def test_plan_is_printed_as_text():
     assert str(fixed_plan(2)) == "chunks=2 dim=batch range=stack dw=fill dw-window=4"
     assert str(SEGMENTS) == (
         "layers 1-2: chunks=2 dim=batch range=stack, layers 3-end: chunks=4 dim=sequence range=gate; "
@@ -30,7 +30,7 @@ def test_text_of_a_plan():
     )
 
 
-def test_json_of_a_plan():
+def test_plan_is_written_as_json():
     assert json.loads(SEGMENTS.to_json()) == {
         "version": 3,
         "segments": [
@@ -45,13 +45,13 @@ def test_json_of_a_plan():
 
 
 @pytest.mark.parametrize("plan", [SEGMENTS, fixed_plan(2), fixed_plan(1, DwPolicy.NONE)], ids=str)
-def test_a_plan_survives_json(plan):
+def test_plan_is_read_from_json_as_written(plan):
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert again.fingerprint() == plan.fingerprint()
 
 
-def test_fingerprint_knows_every_field():
+def test_plan_fingerprint_depends_on_every_field():
     first, second = SEGMENTS.segments
     seconds = [
         dataclasses.replace(second, last_layer=9),
@@ -119,14 +119,14 @@ def changed(path: str, value: object) -> str:
         (changed("gaps.0.weight_grads", "L1"), "p.json.gaps[0].weight_grads: expected a list, found 'L1'"),
     ],
 )
-def test_what_is_no_plan_is_refused_with_its_place(text, message):
+def test_damaged_plan_is_refused_with_its_place(text, message):
     with pytest.raises(RecordError) as refusal:
         Plan.from_json(text, "p.json")
     assert message in str(refusal.value)
     assert len(str(refusal.value)) < 300
 
 
-def test_each_layer_has_its_segment():
+def test_layers_have_their_segment():
     first, second = SEGMENTS.segments
     assert [SEGMENTS.segment_of(layer) for layer in (1, 2, 3, 96)] == [first, first, second, second]
     assert SEGMENTS.num_chunks == 4
@@ -136,11 +136,11 @@ def test_each_layer_has_its_segment():
     ("size", "num_chunks", "sizes"),
     [(4, 1, [4]), (4, 2, [2, 2]), (5, 2, [3, 2]), (7, 4, [2, 2, 2, 1]), (3, 3, [1, 1, 1])],
 )
-def test_chunks_are_as_equal_as_possible(size, num_chunks, sizes):
+def test_chunk_sizes_are_as_equal_as_possible(size, num_chunks, sizes):
     assert Segment(1, None, num_chunks).chunk_sizes(size) == sizes
 
 
-def test_a_fixed_plan_carries_a_dw_over_one_layer():
+def test_fixed_plan_defers_dws_over_one_layer():
     # Dispatch and combine of each chunk.
     assert fixed_plan(3) == Plan((Segment(1, None, 3, ChunkDim.BATCH, OverlapRange.STACK),), DwPolicy.FILL, dw_window=6)
     assert fixed_plan(3, DwPolicy.NONE).dw_window == 0

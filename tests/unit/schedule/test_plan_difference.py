@@ -4,12 +4,12 @@ from megatron_lancet.schedule.plan import DwPolicy, Gap, Plan, Segment, fixed_pl
 from megatron_lancet.schedule.plan_difference import plan_differences
 
 
-def test_fields_and_who_has_what():
+def test_plan_difference_lists_fields_and_ranks():
     plans = [fixed_plan(k, DwPolicy.NONE).to_json() for k in (2, 2, 2, 4, 2, 1)]
     assert plan_differences(plans) == ["segments[0].num_chunks is 2 on ranks 0-2, 4, 4 on rank 3, 1 on rank 5"]
 
 
-def test_plans_of_different_segments():
+def test_plan_difference_of_different_segments():
     one = Plan((Segment(1, None, 2),), dw_window=4)
     two = Plan((Segment(1, 3, 2), Segment(4, None, 2)), dw_window=4)
     differences = plan_differences([one.to_json(), two.to_json()])
@@ -20,7 +20,7 @@ def test_plans_of_different_segments():
     assert len(differences) == 6
 
 
-def test_planned_gaps_differ():
+def test_plan_difference_of_planned_gaps():
     plans = [
         Plan((Segment(1, None, 2),), dw_window=4, gaps=(Gap("L1.c0.I.combine", (name,)),)).to_json()
         for name in ("L1.W.linear_fc1", "L1.W.linear_fc2")
@@ -30,13 +30,13 @@ def test_planned_gaps_differ():
     ]
 
 
-def test_some_rank_has_no_plan():
+def test_plan_difference_of_a_rank_without_plan():
     assert plan_differences(["null", fixed_plan(2).to_json(), "null"]) == [
         "rank 1: overlap by a plan, ranks 0, 2: no plan"
     ]
 
 
-def test_nested_fields_have_paths():
+def test_plan_difference_has_paths_of_nested_fields():
     plans = [{"layers": [{"window": 2}, {"window": 3}]}, {"layers": [{"window": 2}, {"window": 4, "split": True}]}]
     assert plan_differences([json.dumps(plan) for plan in plans]) == [
         "layers[1].window is 3 on rank 0, 4 on rank 1",
@@ -44,12 +44,12 @@ def test_nested_fields_have_paths():
     ]
 
 
-def test_long_lists_end():
+def test_plan_difference_shortens_long_lists():
     plans = [json.dumps({"turns": [value] * 30}) for value in (0, 1)]
     differences = plan_differences(plans)
     assert len(differences) == 9
     assert differences[-1] == "22 more fields differ"
 
 
-def test_equal_plans_do_not_differ():
+def test_plan_difference_of_equal_plans_is_empty():
     assert plan_differences([fixed_plan(2).to_json()] * 3) == []

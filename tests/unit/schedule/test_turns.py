@@ -100,11 +100,11 @@ def instructions_in(text: str) -> list[str]:
         *(("md", 1, overlap_range, ONE_CHUNK) for overlap_range in OverlapRange),
     ],
 )
-def test_the_program_of_a_segment_is_the_golden_text(layers, num_chunks, overlap_range, text):
+def test_program_of_a_segment_equals_the_golden_text(layers, num_chunks, overlap_range, text):
     assert text_of(layers, num_chunks, overlap_range) == instructions_in(text)
 
 
-def test_a_layer_without_shared_experts_has_all_other_verbs():
+def test_moe_layer_without_shared_experts_has_all_other_verbs():
     assert [verb for verb in MOE_LAYER if verb not in LAYERS["n"]] == [Compute(OpKind.SHARED_EXPERTS)]
     assert LAYERS["m"] == moe_layer(has_shared_experts=True)
 

@@ -107,14 +107,14 @@ def test_ranges_are_checked_where_a_configuration_is_made(values, message):
         LancetConfig(**values)
 
 
-def test_version(command_line, capsys):
+def test_version_flag_prints_the_version(command_line, capsys):
     command_line("--version")
     with pytest.raises(SystemExit, match=r"^0$"):
         arguments.parse()
     assert capsys.readouterr().out == f"megatron-lancet {__version__}\n"
 
 
-def test_profiles_are_kept_where_programs_keep_such_things(command_line, monkeypatch):
+def test_profile_cache_defaults_to_the_users_cache_folder(command_line, monkeypatch):
     command_line()
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert arguments.parse()[1].cache_dir == Path("/cache/megatron-lancet")
@@ -146,7 +146,7 @@ def test_profiles_are_kept_where_programs_keep_such_things(command_line, monkeyp
         (["--lancet-dw-memory-mb", "64MB"], "invalid float value: '64MB'"),
     ],
 )
-def test_faulty_words(command_line, words, message):
+def test_faulty_arguments_are_refused(command_line, words, message):
     command_line(*words)
     with pytest.raises(UsageError, match=message) as refusal:
         arguments.parse()
@@ -176,13 +176,13 @@ def parsed(command_line, *words: object, world_size: int = 2):
         (["--micro-batch-size", 1], "Megatron refuses the arguments: either num-layers"),
     ],
 )
-def test_settings_that_do_not_fit(command_line, words, message):
+def test_arguments_that_contradict_each_other_are_refused(command_line, words, message):
     args = parsed(command_line, "--transformer-impl", "local", *words)
     with pytest.raises(UsageError, match=message):
         arguments.validate(args)
 
 
-def test_missing_data(command_line, tmp_path):
+def test_missing_data_is_refused(command_line, tmp_path):
     prefix = tmp_path / "text_document"
     Path(f"{prefix}.idx").touch()
     command_line("--eval-interval", 10, "--data-path", prefix)
@@ -193,14 +193,14 @@ def test_missing_data(command_line, tmp_path):
         arguments.validate(arguments.parse()[0])
 
 
-def test_missing_eval_interval(command_line):
+def test_missing_eval_interval_is_refused(command_line):
     command_line("--mock-data")
     with pytest.raises(UsageError, match="--eval-interval is missing"):
         arguments.validate(arguments.parse()[0])
 
 
 @pytest.mark.skipif(has_package("transformer_engine"), reason="Transformer Engine is installed")
-def test_missing_transformer_engine(command_line, monkeypatch):
+def test_missing_transformer_engine_is_refused(command_line, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     model = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
     args = parsed(command_line, *model.split(), "--micro-batch-size", 1, world_size=1)
@@ -208,7 +208,7 @@ def test_missing_transformer_engine(command_line, monkeypatch):
         arguments.validate(args)
 
 
-def test_the_reason_of_a_wordless_assert():
+def test_megatrons_assert_without_message_shows_its_condition():
     def check(size):
         assert size > 3
 

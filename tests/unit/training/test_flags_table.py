@@ -96,13 +96,13 @@ def listed_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     ]
 
 
-def test_each_flag_is_listed_once_and_no_other(parser):
+def test_flags_table_lists_each_flag_once_and_no_other(parser):
     listed = [flag for flag, *_ in ROWS]
     assert sorted(listed) == sorted(action.option_strings[0] for action in listed_actions(parser))
     assert {status for _, status, _ in ROWS} == STATUSES
 
 
-def test_refused_rows_are_current():
+def test_flags_table_has_current_rows_of_refused_flags():
     document = (REPO / "docs/flags.md").read_text()
     assert with_refused_flags(document) == document, "docs/flags.md is not current: run make flags"
 
@@ -136,7 +136,7 @@ def what_becomes_of(args: argparse.Namespace, flag: str) -> str:
 MEGATRONS = [row for row in ROWS if not row[0].startswith(("--lancet", "--version"))]
 
 
-def test_what_the_tables_say_is_what_becomes_of_it(parser):
+def test_flags_have_the_status_that_the_table_says(parser):
     # One parser for all: it takes longer to build than to use.
     wrong = []
     for flag, status, _ in MEGATRONS:
@@ -148,7 +148,7 @@ def test_what_the_tables_say_is_what_becomes_of_it(parser):
     assert wrong == []
 
 
-def test_what_is_called_tested_is_in_the_test_that_is_named(parser):
+def test_tested_flags_are_used_in_the_named_test(parser):
     files: dict[str, list[Path]] = {}
     for path in (REPO / "tests").rglob("test_*.py"):
         files.setdefault(path.stem, []).append(path)

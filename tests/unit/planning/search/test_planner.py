@@ -55,7 +55,7 @@ def all_plans(profile, machine, limits):
 
 @settings(max_examples=20, derandomize=True, deadline=None)
 @given(machines(max_layers=3, max_stages=2), st.sampled_from([None, 21_500_000, 35_000_000, 1_000_000]))
-def test_a_small_space_is_searched_whole(machine, max_memory_bytes):
+def test_planner_searches_a_small_space_exhaustively(machine, max_memory_bytes):
     profile = synthetic_profile(machine)
     limits = dataclasses.replace(SMALL, dw_window_layers=(1, 2), max_memory_bytes=max_memory_bytes)
     planned = make_plan(profile, limits)
@@ -79,7 +79,7 @@ def test_a_small_space_is_searched_whole(machine, max_memory_bytes):
 
 @settings(max_examples=25, derandomize=True, deadline=None)
 @given(machines(max_layers=4, shares=(EVEN, ALONE)))
-def test_the_dynamic_program_is_exact_without_deferral(machine):
+def test_dynamic_program_is_exact_without_deferral(machine):
     """Where ranks are alike and dWs run at once, nothing is carried over a segment's end."""
     profile = synthetic_profile(machine)
     limits = dataclasses.replace(SMALL, dw_policies=(DwPolicy.NONE,))
@@ -92,7 +92,7 @@ def test_the_dynamic_program_is_exact_without_deferral(machine):
 
 @settings(max_examples=15, derandomize=True, deadline=None)
 @given(machines(max_layers=6), st.sampled_from([None, 35_000_000, 60_000_000]))
-def test_no_fixed_plan_is_predicted_faster(machine, max_memory_bytes):
+def test_no_fixed_plan_is_predicted_faster_than_the_planned_one(machine, max_memory_bytes):
     """Also where the space is too large to be searched whole."""
     profile = synthetic_profile(machine)
     simulator = Simulator(CostModel(profile))
@@ -112,21 +112,21 @@ def test_no_fixed_plan_is_predicted_faster(machine, max_memory_bytes):
 
 @settings(max_examples=5, derandomize=True, deadline=None)
 @given(machines(max_layers=4, max_stages=2))
-def test_the_same_profile_gives_the_same_plan(machine):
+def test_planner_is_deterministic(machine):
     plans = [make_plan(synthetic_profile(machine), max_exhaustive=0) for _ in range(2)]
     assert plans[0] == plans[1]
     assert plans[0].plan.to_json() == plans[1].plan.to_json()
     assert Plan.from_json(plans[0].plan.to_json()) == plans[0].plan
 
 
-def test_no_overlap_wins_where_chunks_cost_more_than_they_hide():
+def test_planner_chooses_one_chunk_where_chunks_cost_more_than_they_hide():
     machine = Machine(layers="mm", link_ms=0.2, latency_ms=0.1, overhead_ms=5.0, dw_ms={})
     planned = make_plan(synthetic_profile(machine))
     assert planned.plan == fixed_plan(1, DwPolicy.NONE)
     assert planned.no_overlap == planned.prediction
 
 
-def test_overlap_wins_where_it_hides():
+def test_planner_chooses_chunks_where_they_hide_all_to_alls():
     planned = make_plan(synthetic_profile(Machine(layers="m" * 12)), max_exhaustive=0)
     assert planned.plan.num_chunks > 1
     assert planned.prediction.step_ms < 0.8 * planned.no_overlap.step_ms
@@ -135,7 +135,7 @@ def test_overlap_wins_where_it_hides():
     assert ranks == sorted(ranks)
 
 
-def test_memory_decides_against_the_fastest_plan():
+def test_planner_rejects_the_fastest_plan_for_its_memory():
     profile = synthetic_profile(Machine(layers="m" * 12, chunk_counts=(1, 2, 4)))
     free = make_plan(profile, max_exhaustive=0)
     assert free.prediction.peak_bytes > 12 * 10_500_000
@@ -149,14 +149,14 @@ def test_memory_decides_against_the_fastest_plan():
     assert mixed.prediction.step_ms < planned.prediction.step_ms
 
 
-def test_a_model_that_does_not_fit_gets_the_smallest_plan_and_a_warning():
+def test_planner_warns_and_takes_the_smallest_plan_where_none_fits():
     planned = make_plan(synthetic_profile(Machine(layers="m" * 6)), Limits(max_memory_bytes=1), max_exhaustive=0)
     assert planned.plan.num_chunks == 1
     assert planned.prediction.peak_bytes == 6 * 10_000_000
     assert planned.warning.startswith("no plan fits into 1e-06 MB: the smallest")
 
 
-def test_limits_are_kept_and_explained():
+def test_planner_keeps_and_explains_limits():
     profile = synthetic_profile(Machine(layers="mm", dims=tuple(ChunkDim), micro_batch_size=2, chunk_counts=(1, 2, 4)))
     why = Exclusion("range=layer", "the router needs the whole micro-batch")
     limits = Limits(num_chunks=(2, 4, 8), ranges=(OverlapRange.EXPERTS,), dw_policies=(DwPolicy.FILL,), excluded=(why,))
@@ -178,7 +178,7 @@ def test_limits_are_kept_and_explained():
         make_plan(dataclasses.replace(profile, memory=()), Limits(max_memory_bytes=1))
 
 
-def test_many_different_ranks():
+def test_planner_handles_many_different_ranks():
     """They are compared with similar ones made equal; what is said of the result is of the real ones."""
     profile = synthetic_profile(Machine(layers="mmm", shares=tuple((rank + 1) / 36 for rank in range(8))))
     planned = make_plan(profile, SMALL)
@@ -187,7 +187,7 @@ def test_many_different_ranks():
     assert planned.no_overlap == simulate(profile, fixed_plan(1, DwPolicy.NONE)).prediction
 
 
-def test_segments_end_with_their_stage():
+def test_planned_segments_end_with_their_stage():
     machine = Machine(layers="mdmdmd", stages=(0, 0, 0, 1, 1, 1), num_micro_batches=4)
     planned = make_plan(synthetic_profile(machine), max_exhaustive=0)
     assert any(segment.last_layer == 3 for segment in planned.plan.segments)

@@ -30,11 +30,11 @@ def model_of(**changes):
         ([(1, 1.0), (2, 2.0), (4, 10.0)], 6, 18.0),
     ],
 )
-def test_curves(points, x, y):
+def test_cost_curves_are_interpolated(points, x, y):
     assert Curve(points).at(x) == pytest.approx(y)
 
 
-def test_a_message_has_a_latency_and_goes_on_with_the_last_slope():
+def test_message_cost_has_a_latency_and_extrapolates_the_last_slope():
     costs = model_of(link_ms=5.1, latency_ms=0.1)
     full_bytes = TOKENS // 2 * 1000
     assert costs.message_ms(0) == pytest.approx(0.1)
@@ -43,41 +43,41 @@ def test_a_message_has_a_latency_and_goes_on_with_the_last_slope():
     assert model_of(shares=(1.0,)).message_ms(1000) == 0
 
 
-def test_profiled_ops_are_looked_up_by_chunk():
+def test_op_costs_are_looked_up_by_chunk():
     costs = model_of(dims=(BATCH, SEQUENCE), overhead_ms=0.0)
     ms = [costs.op_ms(MOE, "attention", Phase.FORWARD, SEQUENCE, 2, chunk, TOKENS / 2) for chunk in (0, 1)]
     assert ms == pytest.approx([1.0, 3.0])
     assert costs.op_ms(MOE, "attention", Phase.FORWARD, BATCH, 2, 1, TOKENS / 2) == pytest.approx(2.0)
 
 
-def test_chunk_counts_in_between_are_interpolated():
+def test_op_costs_of_unprofiled_chunk_counts_are_interpolated():
     costs = model_of(chunk_counts=(1, 2, 4), overhead_ms=0.2)
     # 2 chunks: 2.2 ms at 256 tokens; 4 chunks: 1.2 ms at 128.
     third = costs.op_ms(MOE, "attention", Phase.FORWARD, BATCH, 3, 0, 192)
     assert third == pytest.approx((2.2 + 1.2) / 2)
 
 
-def test_late_sequence_chunks_stay_dearer_between_profiled_counts():
+def test_late_sequence_chunks_cost_more_between_profiled_counts():
     costs = model_of(dims=(SEQUENCE,), chunk_counts=(1, 2, 4))
     ms = [costs.op_ms(MOE, "attention", Phase.FORWARD, SEQUENCE, 3, chunk, TOKENS / 3) for chunk in range(3)]
     assert ms == sorted(ms)
     assert ms[0] < ms[2]
 
 
-def test_experts_go_by_received_rows():
+def test_expert_costs_depend_on_received_rows():
     costs = model_of(overhead_ms=0.0)
     assert costs.op_ms(MOE, "experts", Phase.FORWARD, BATCH, 1, 0, TOKENS * 1.5) == pytest.approx(9.0)
     assert costs.op_ms(MOE, "experts", Phase.FORWARD, BATCH, 2, 0, TOKENS / 4) == pytest.approx(1.5)
 
 
-def test_weight_gradients_and_what_they_pin():
+def test_weight_gradient_costs_and_pinned_bytes():
     costs = model_of(pinned_bytes=1000)
     (dw,) = costs.weight_grads(MOE, "experts", 2, TOKENS)
     assert (dw.name, dw.ms, dw.pinned_bytes) == ("mlp.experts", pytest.approx(6.0), 1000)
     assert costs.weight_grads(MOE, "route", 2, TOKENS) == ()
 
 
-def test_memory_of_unprofiled_chunk_counts():
+def test_memory_of_unprofiled_chunk_counts_is_interpolated():
     costs = model_of(chunk_counts=(1, 2, 4), saved_bytes=1000)
     assert [costs.saved_bytes(MOE, BATCH, k) for k in (1, 2, 3, 4, 8)] == [1000, 1100, 1200, 1300, 1300]
     without = dataclasses.replace(costs.profile, memory=())
@@ -90,7 +90,7 @@ def test_memory_of_unprofiled_chunk_counts():
         CostModel(dense_only).saved_bytes(MOE, BATCH, 2)
 
 
-def test_what_was_not_profiled_is_refused():
+def test_cost_model_refuses_what_was_not_profiled():
     costs = model_of()
     with pytest.raises(UnknownCost, match=r"no time of 'mlp' \(moe layer, phase F, chunks along batch\)"):
         costs.op_ms(MOE, "mlp", Phase.FORWARD, BATCH, 1, 0, TOKENS)
@@ -100,16 +100,16 @@ def test_what_was_not_profiled_is_refused():
         CostModel(profile)
 
 
-def test_an_absent_head_costs_nothing():
+def test_absent_head_costs_nothing():
     assert model_of(op_ms={}).op_ms(LayerKind.NONE, "head", Phase.FORWARD, BATCH, 1, 0, TOKENS) == 0
 
 
-def test_uneven_chunks():
+def test_costs_of_uneven_chunks():
     assert model_of(micro_batch_size=5).chunk_units(BATCH, 2) == [3 * 64, 2 * 64]
     assert model_of().chunk_units(SEQUENCE, 3) == [22 * 8, 21 * 8, 21 * 8]
 
 
-def test_weight_gradients_come_in_the_order_of_the_measured_chunk_count_most_like_it():
+def test_weight_gradients_have_the_order_of_the_nearest_profiled_chunk_count():
     profile = synthetic_profile(Machine())
     experts = [dw for dw in profile.weight_grads if dw.after == "experts" and dw.num_chunks in (1, 2)]
     orders = {1: ("fc2", "fc1"), 2: ("fc1", "fc2", "only in chunks")}

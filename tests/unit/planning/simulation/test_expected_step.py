@@ -33,7 +33,7 @@ def expect(profile, plan):
     return Simulator(CostModel(profile)).expected_step(plan)
 
 
-def test_an_even_pace_is_the_simulation():
+def test_expected_step_with_even_paces_equals_the_simulation():
     profile = profile_with(pace())
     simulation = simulate(profile, AT_ONCE)
     expected = expect(profile, AT_ONCE)
@@ -41,12 +41,12 @@ def test_an_even_pace_is_the_simulation():
     assert expected.exposed_ms == pytest.approx(simulation.prediction.exposed_ms)
 
 
-def test_without_paces_it_is_the_simulation_too():
+def test_expected_step_without_paces_equals_the_simulation():
     profile = profile_with()
     assert expect(profile, AT_ONCE).step_ms == simulate(profile, AT_ONCE).prediction.step_ms
 
 
-def test_a_slow_rank_is_waited_for_in_each_all_to_all():
+def test_expected_step_waits_for_a_slow_rank_in_each_all_to_all():
     even, uneven = (expect(profile_with(one), AT_ONCE) for one in (pace(), pace(layer=(1.0, 1.5))))
     # Before the dispatch 6 ms, experts 6 ms and after the combine 1 ms: rank 1 takes 50 % longer.
     assert uneven.step_ms - even.step_ms == pytest.approx(6.5)
@@ -54,7 +54,7 @@ def test_a_slow_rank_is_waited_for_in_each_all_to_all():
     assert uneven.exposed_ms - even.exposed_ms == pytest.approx(6.5 / 2)
 
 
-def test_layers_and_passes_have_their_own():
+def test_paces_differ_by_layer_and_pass():
     profile = profile_with(pace())
     even = expect(profile, AT_ONCE).step_ms
     both_beside = expect(profile_with(pace(beside=(2.0, 2.0))), AT_ONCE).step_ms
@@ -63,7 +63,7 @@ def test_layers_and_passes_have_their_own():
     assert both_backward - even == pytest.approx(13.0)
 
 
-def test_weight_gradients_go_with_their_layer():
+def test_weight_gradients_have_the_pace_of_their_layer():
     even, slow = (
         expect(profile_with(one, dw_ms={"experts": 6.0}), AT_ONCE).step_ms
         for one in (pace(), pace(backward=(2.0, 2.0)))
@@ -71,13 +71,13 @@ def test_weight_gradients_go_with_their_layer():
     assert slow - even == pytest.approx(13.0 + 6.0)
 
 
-def test_the_median_step_counts():
+def test_expected_step_is_the_median_of_the_steps():
     slow, slower = pace(layer=(2.0, 2.0)), pace(layer=(9.0, 9.0))
     alone = expect(profile_with(slow), AT_ONCE)
     assert expect(profile_with(pace(), slow, slower), AT_ONCE) == alone
 
 
-def test_a_profile_keeps_its_paces(tmp_path):
+def test_profile_keeps_paces_in_json(tmp_path):
     profile = profile_with(pace(layer=(1.25, 0.75)))
     (tmp_path / "profile.json").write_text(profile.to_json())
     assert read_profile(tmp_path / "profile.json") == profile

@@ -53,7 +53,7 @@ def on_the_wire(simulation):
     ]
 
 
-def test_a_bucket_and_an_all_to_all_get_half_of_the_wire_each():
+def test_bucket_and_all_to_all_share_the_link_equally():
     simulation = simulate(profile_of(BY_HAND, EAGER, 10.0), fixed_plan(1, DwPolicy.NONE))
     assert on_the_wire(simulation) == [
         "1-5 L2.c0.I.combine",
@@ -69,7 +69,7 @@ def test_a_bucket_and_an_all_to_all_get_half_of_the_wire_each():
     assert simulation.prediction.exposed_ms == pytest.approx(32 + 4)
 
 
-def test_messages_of_one_flow_go_one_after_the_other():
+def test_messages_of_one_flow_are_sent_one_after_the_other():
     simulation = simulate(profile_of(BY_HAND, EAGER, 6.0), fixed_plan(2, DwPolicy.NONE))
     assert on_the_wire(simulation) == [
         "0.5-2.5 L2.c1.I.combine",
@@ -86,7 +86,7 @@ def test_messages_of_one_flow_go_one_after_the_other():
     ]
 
 
-def test_all_to_alls_go_first():
+def test_all_to_alls_have_priority_on_the_link():
     """The bucket is complete at 22; the next place is behind the last dispatch."""
     simulation = simulate(profile_of(BY_HAND, FIRST, 10.0), fixed_plan(1, DwPolicy.NONE))
     assert on_the_wire(simulation)[2:] == [
@@ -98,7 +98,7 @@ def test_all_to_alls_go_first():
     assert simulation.prediction.exposed_ms == pytest.approx(32)
 
 
-def test_as_many_micro_ops_leave_at_a_place_as_fit():
+def test_micro_ops_are_launched_as_many_as_fit_a_place():
     rules = dataclasses.replace(FIRST, bucket_bytes=2 * BYTES, chunk_bytes=BYTES // 2)
     machine = dataclasses.replace(BY_HAND, layers="mmmm")
     simulation = simulate(profile_of(machine, rules, 10.0), fixed_plan(1, DwPolicy.NONE))
@@ -113,7 +113,7 @@ def test_as_many_micro_ops_leave_at_a_place_as_fit():
     ]
 
 
-def test_a_deferred_gradient_is_reported_a_window_later():
+def test_deferred_gradient_is_reduced_a_window_later():
     """Put when two all-to-alls had passed, reported behind the fourth, whatever gap it ran in."""
     simulation = simulate(profile_of(BY_HAND, EAGER, 10.0), fixed_plan(1))
     assert fixed_plan(1).dw_window == 2
@@ -136,7 +136,7 @@ def test_gradients_are_reduced_in_the_last_micro_batch_only():
     assert names.index("reduce.dense.b0") > 2 * len(names) / 3
 
 
-def test_experts_are_reduced_by_their_replicas_beside_dense_gradients():
+def test_expert_gradients_are_reduced_by_their_replicas_beside_dense_ones():
     machine = dataclasses.replace(BY_HAND, layers="m", dw_ms={"attention": 1.0, "experts": 1.0}, link_ms=0.0)
     rules = dataclasses.replace(EAGER, dense_ranks=4, expert_ranks=2)
     lines = on_the_wire(simulate(profile_of(machine, rules, 9.0), fixed_plan(1, DwPolicy.NONE)))
@@ -147,7 +147,7 @@ def test_experts_are_reduced_by_their_replicas_beside_dense_gradients():
     assert lines[-2:] == ["8-11 reduce.expert.b1", "15-19.5 reduce.dense.b0"]
 
 
-def test_the_heads_gradient_comes_last_where_the_embedding_shares_it():
+def test_tied_head_gradient_is_reduced_last():
     machine = dataclasses.replace(BY_HAND, layers="m", dw_ms={"head": 1.0})
     ends = []
     for is_late in (False, True):
@@ -177,7 +177,7 @@ def messages(profile):
 
 @settings(max_examples=30, derandomize=True, deadline=None)
 @given(machines_and_plans())
-def test_with_one_flow_times_are_those_of_links_that_nothing_shares(machine_and_plan):
+def test_one_flow_has_the_times_of_an_unshared_link(machine_and_plan):
     machine, plan = machine_and_plan
     # How slow compute is beside a message depends on who is asked first, where ranks do things at the same moment.
     machine = dataclasses.replace(machine, stages=(), num_micro_batches=1, compute_slowdown=1.0)
@@ -197,7 +197,7 @@ def test_with_one_flow_times_are_those_of_links_that_nothing_shares(machine_and_
 
 @settings(max_examples=25, derandomize=True, deadline=None)
 @given(machines_and_plans())
-def test_every_gradient_is_reduced_once_and_no_step_is_faster_for_it(machine_and_plan):
+def test_gradients_are_reduced_once_and_make_no_step_faster(machine_and_plan):
     machine, plan = machine_and_plan
     machine = dataclasses.replace(machine, stages=(), compute_slowdown=1.0, pinned_bytes=BYTES)
     of_layer = {"m": ("attention", "experts"), "d": ("attention", "mlp")}
@@ -226,7 +226,7 @@ def test_profiles_of_version_1_are_read():
     assert profile_from_json(old, "old") == today
 
 
-def test_profiles_keep_their_gradients():
+def test_profiles_keep_gradients_in_json():
     profile = profile_of(BY_HAND, FIRST, 10.0)
     assert profile_from_json(profile.to_json(), "new") == profile
 

@@ -61,7 +61,7 @@ def in_turns(*turns):
         (OverlapRange.EXPERTS, ("attention", "route"), ()),
     ],
 )
-def test_one_layer_in_each_range(overlap_range, whole, in_chunks):
+def test_lowered_layer_in_each_overlap_range(overlap_range, whole, in_chunks):
     assert text_of(forward(overlap_range)) == [
         *(f"L1.c0.{op}" for op in whole),
         *in_turns(*(turn_1(1, chunk, *in_chunks) for chunk in BOTH)),
@@ -71,7 +71,7 @@ def test_one_layer_in_each_range(overlap_range, whole, in_chunks):
     ]
 
 
-def test_a_stack_goes_on_into_the_next_layer():
+def test_lowered_stack_continues_into_the_next_layer():
     assert text_of(forward(OverlapRange.STACK, "mdm")) == [
         *in_turns(*(turn_1(1, chunk, "attention", "route") for chunk in BOTH)),
         *in_turns(*(turn_2(1, chunk) for chunk in BOTH)),
@@ -92,7 +92,7 @@ def test_a_stack_goes_on_into_the_next_layer():
     ]
 
 
-def test_a_dense_layer_is_whole_around_experts():
+def test_lowered_dense_layer_is_whole_in_range_experts():
     assert text_of(forward(OverlapRange.GATE, "dm"))[:3] == ["L1.c0.attention", "L1.c0.mlp", "L2.c0.attention"]
     assert text_of(forward(OverlapRange.LAYER, "dm"))[:5] == [
         "L1.c0.attention",
@@ -103,13 +103,13 @@ def test_a_dense_layer_is_whole_around_experts():
     ]
 
 
-def test_one_chunk_is_the_same_in_every_range():
+def test_lowered_single_chunk_is_the_same_in_every_range():
     texts = [text_of(forward(one, "md", num_chunks=1)) for one in OverlapRange]
     assert all(text == texts[0] for text in texts)
     assert CUT not in texts[0]
 
 
-def test_the_backward_is_the_mirror():
+def test_lowered_backward_mirrors_the_forward():
     steps = text_of(backward(forward(OverlapRange.STACK)))
     assert steps[:5] == [CUT, "L1.c1.postprocess", "issue L1.c1.combine", "L1.c0.postprocess", "issue L1.c0.combine"]
     assert steps[5:8] == ["wait L1.c1.combine", "L1.c1.experts", "issue L1.c1.dispatch"]
@@ -123,13 +123,13 @@ def test_the_backward_is_the_mirror():
     assert not any("counts" in step for step in steps)
 
 
-def test_ranks_that_receive_the_same_are_simulated_once():
+def test_ranks_with_equal_shares_are_simulated_once():
     model = synthetic_profile(Machine(shares=(0.3, 0.2, 0.3, 0.2))).model
     assert Loads.of(model, (0.3, 0.2, 0.3, 0.2)).simulated == (0, 1)
     assert Loads.of(model, None).shares == (0.25,) * 4
 
 
-def test_what_a_rank_sends():
+def test_lowered_messages_have_the_bytes_that_a_rank_sends():
     """Three quarters of all rows go to rank 0; a quarter of its own leave it."""
     costs = CostModel(synthetic_profile(Machine(shares=(0.75, 0.25))))
     steps = Lowering(costs, Loads.of(costs.model, (0.75, 0.25))).forward([(1, LayerKind.MOE)], Segment(1, 1, 1))

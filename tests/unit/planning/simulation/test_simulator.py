@@ -27,7 +27,7 @@ def text_of(timeline, *lanes):
     ]
 
 
-def test_two_chunks_by_hand():
+def test_timeline_of_two_chunks_equals_the_one_by_hand():
     simulation = simulate(synthetic_profile(BY_HAND), fixed_plan(2, DwPolicy.NONE))
     (timeline,) = simulation.timelines
     assert text_of(timeline, Lane.COMM, Lane.WAIT) == [
@@ -70,7 +70,7 @@ def test_two_chunks_by_hand():
     assert simulation.same_ranks == (2,)
 
 
-def test_deferred_dws_by_hand():
+def test_timeline_of_deferred_dws_equals_the_one_by_hand():
     machine = dataclasses.replace(BY_HAND, dw_ms={"experts": 6.0, "attention": 3.0})
     simulation = simulate(synthetic_profile(machine), fixed_plan(1))
     backward = [line for line in text_of(simulation.timelines[0], *Lane) if ".F." not in line]
@@ -90,7 +90,7 @@ def test_deferred_dws_by_hand():
     assert at_once.prediction.step_ms == pytest.approx(47 + 4)
 
 
-def test_one_chunk_is_the_sum_of_everything():
+def test_step_of_one_chunk_is_the_sum_of_all_times():
     machine = Machine(layers="mdm", num_micro_batches=3)
     moe_ms, dense_ms, rest_ms = 4 + 0.5 + 0.5 + 6 + 0.5, 4 + 5, 0.5 + 3
     dw_ms = 2 * (3 + 6) + (3 + 5) + 2
@@ -102,7 +102,7 @@ def test_one_chunk_is_the_sum_of_everything():
     assert prediction.exposed_forward_ms == pytest.approx(3 * exposed_ms / 2)
 
 
-def test_two_chunks_hide_all_but_the_ends():
+def test_two_chunks_hide_all_but_the_first_and_last_all_to_all():
     machine = dataclasses.replace(BY_HAND, layers="m" * 10)
     prediction = simulate(synthetic_profile(machine), fixed_plan(2, DwPolicy.NONE)).prediction
     # As in one layer: the last combine, and its mirror.
@@ -110,7 +110,7 @@ def test_two_chunks_hide_all_but_the_ends():
     assert prediction.step_ms == pytest.approx(10 * 26 + 3)
 
 
-def test_a_dispatch_leaves_with_its_counts_and_blocks_nobody():
+def test_dispatch_starts_when_its_counts_arrive_and_blocks_no_compute():
     machine = dataclasses.replace(BY_HAND, counts_ms=4.0)
     (timeline,) = simulate(synthetic_profile(machine), fixed_plan(2, DwPolicy.NONE)).timelines
     # Counts of chunk 0 are issued at 2.5 and there at 6.5; armed at 3. Chunk 1 computes meanwhile.
@@ -121,7 +121,7 @@ def test_a_dispatch_leaves_with_its_counts_and_blocks_nobody():
     ]
 
 
-def test_a_rank_waits_for_a_slower_one():
+def test_rank_waits_for_a_slower_rank():
     machine = dataclasses.replace(BY_HAND, shares=(0.75, 0.25))
     simulation = simulate(synthetic_profile(machine), fixed_plan(1, DwPolicy.NONE))
     busy, idle = simulation.timelines
@@ -140,14 +140,14 @@ def test_collectives_run_one_after_the_other():
     assert text_of(idle, Lane.COMM)[:2] == ["comm 6-12 L1.c0.F.dispatch", "comm 15-27 L1.c0.F.combine"]
 
 
-def test_compute_beside_a_message_is_slower():
+def test_compute_during_a_message_is_slower():
     machine = dataclasses.replace(BY_HAND, compute_slowdown=2.0)
     (timeline,) = simulate(synthetic_profile(machine), fixed_plan(2, DwPolicy.NONE)).timelines
     # 2 ms of work while the message travels from 3 to 5: one of them is done by then.
     assert "compute 3-6 L1.c1.F.attention" in text_of(timeline, Lane.COMPUTE)
 
 
-def test_planned_dws_go_first():
+def test_planned_dws_run_first_in_their_gap():
     # Gradients of combine take no time, so that dWs of the layer above are left for the last gap.
     profile = synthetic_profile(Machine(layers="mm", link_ms=1.0, latency_ms=0.0))
     profile = dataclasses.replace(profile, model=dataclasses.replace(profile.model, combine_grad_row_bytes=0))
@@ -162,7 +162,7 @@ def test_planned_dws_go_first():
     assert waits[False].filled == ("L2.W.mlp.experts",)
 
 
-def test_a_full_store_runs_the_oldest_early():
+def test_full_store_runs_the_oldest_dws_early():
     machine = Machine(layers="mm", pinned_bytes=1000, link_ms=0.0, latency_ms=0.0)
     plan = dataclasses.replace(fixed_plan(1, dw_memory_bytes=1000), dw_window=8)
     prediction = simulate(synthetic_profile(machine), plan).prediction
@@ -170,7 +170,7 @@ def test_a_full_store_runs_the_oldest_early():
     assert prediction.num_early > 0
 
 
-def test_a_pipeline_goes_at_the_pace_of_its_slowest_stage():
+def test_pipeline_step_is_that_of_its_slowest_stage():
     machine = Machine(layers="mmm", stages=(0, 0, 1), num_micro_batches=4)
     layers = Plan((Segment(1, 2, 1), Segment(3, None, 1)), DwPolicy.NONE)
     simulation = simulate(synthetic_profile(machine), layers)
@@ -191,12 +191,12 @@ def test_a_pipeline_goes_at_the_pace_of_its_slowest_stage():
         (fixed_plan(9), "into 9 chunks along batch"),
     ],
 )
-def test_a_foreign_plan_is_refused(plan, message):
+def test_simulator_refuses_a_plan_for_another_model(plan, message):
     with pytest.raises(PlanMismatch, match=message):
         simulate(synthetic_profile(Machine()), plan)
 
 
-def test_shares_must_fit_the_group():
+def test_simulator_refuses_shares_of_another_group_size():
     profile = synthetic_profile(Machine())
     with pytest.raises(RecordError, match="expected 2 shares"):
         simulate(profile, fixed_plan(1), ALONE)
@@ -206,7 +206,7 @@ def test_shares_must_fit_the_group():
     assert skewed.step_ms > simulate(profile, fixed_plan(1)).prediction.step_ms
 
 
-def test_ranges_wait_where_they_should():
+def test_narrower_overlap_ranges_hide_less():
     """A narrower range hides less, and a layer's chunks meet at its end."""
     profile = synthetic_profile(dataclasses.replace(BY_HAND, layers="mmm"))
     exposed = [
@@ -219,7 +219,7 @@ def test_ranges_wait_where_they_should():
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(machines_and_plans())
-def test_every_schedule_is_possible(machine_and_plan):
+def test_simulated_schedules_keep_all_dependencies(machine_and_plan):
     machine, plan = machine_and_plan
     profile = synthetic_profile(machine)
     simulation = simulate(profile, plan)
@@ -248,7 +248,7 @@ def test_every_schedule_is_possible(machine_and_plan):
 
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(machines_and_plans())
-def test_a_step_is_no_shorter_than_its_messages(machine_and_plan):
+def test_simulated_step_is_no_shorter_than_its_messages(machine_and_plan):
     machine, plan = machine_and_plan
     machine = dataclasses.replace(machine, stages=(), sends_share_link=True)
     profile = synthetic_profile(machine)
@@ -261,7 +261,7 @@ def test_a_step_is_no_shorter_than_its_messages(machine_and_plan):
 
 @settings(max_examples=30, derandomize=True, deadline=None)
 @given(machines_and_plans())
-def test_every_op_runs_once(machine_and_plan):
+def test_simulated_ops_run_once(machine_and_plan):
     machine, plan = machine_and_plan
     machine = dataclasses.replace(machine, stages=(), num_micro_batches=1)
     simulation = simulate(synthetic_profile(machine), plan)
@@ -288,11 +288,11 @@ def comm_spans(queued_factor: float) -> list[str]:
     return text_of(timeline, Lane.COMM)
 
 
-def test_a_latency_counts_once_in_a_row_of_messages():
+def test_latency_counts_once_in_a_row_of_messages():
     assert comm_spans(0.5)[4:6] == ["comm 15-17 L1.c1.I.combine", "comm 15.5-18 L1.c0.I.combine"]
 
 
-def test_a_link_that_rested_too_shortly_is_as_fast_as_it_has_rested():
+def test_link_speed_after_a_short_idle_time_is_in_between():
     # 2 ms alone, 4 ms after the message before; what it gains by resting it gains as time passes.
     assert comm_spans(2)[:4] == [
         "comm 3-5 L1.c0.F.dispatch",
@@ -302,7 +302,7 @@ def test_a_link_that_rested_too_shortly_is_as_fast_as_it_has_rested():
     ]
 
 
-def test_in_each_chunk_all_wait_for_the_rank_that_got_most():
+def test_ranks_wait_in_each_chunk_for_the_rank_with_most_rows():
     profile = synthetic_profile(BY_HAND)
     half = profile.model.num_rows // 2
     rows = [(half * 3 // 4, half // 4), (half // 4, half * 3 // 4)]

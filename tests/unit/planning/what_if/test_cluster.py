@@ -21,11 +21,11 @@ NODES_OF_4 = Cluster(4, FAST, SLOW)
         (8, 4 * 0.05 + 4.0),  # 4 of 7 peers are on the other node: 4 of 7 MB at 1 MB a ms
     ],
 )
-def test_an_all_to_all_takes_as_long_as_its_slower_level(size, ms):
+def test_all_to_all_time_is_that_of_its_slower_level(size, ms):
     assert NODES_OF_4.all_to_all_ms(7_000_000, size) == pytest.approx(ms)
 
 
-def test_a_ring_goes_at_the_pace_of_its_slowest_link():
+def test_ring_time_is_that_of_its_slowest_link():
     assert NODES_OF_4.all_reduce_ms(8_000_000, 1) == 0.0
     assert NODES_OF_4.all_reduce_ms(8_000_000, 4) == pytest.approx(2 * 3 * (0.01 + 0.2))
     assert NODES_OF_4.all_reduce_ms(8_000_000, 8) == pytest.approx(2 * 7 * (0.05 + 1.0))
@@ -33,12 +33,12 @@ def test_a_ring_goes_at_the_pace_of_its_slowest_link():
     assert NODES_OF_4.all_reduce_ms(8_000_000, 2, stride=4) == pytest.approx(2 * (0.05 + 4.0))
 
 
-def test_a_message_to_a_neighbour_and_to_another_node():
+def test_message_time_within_and_between_nodes():
     assert NODES_OF_4.message_ms(1_000_000, 3) == pytest.approx(0.01 + 0.1)
     assert NODES_OF_4.message_ms(1_000_000, 4) == pytest.approx(0.05 + 1.0)
 
 
-def test_the_fit_of_an_alpha_beta_link_is_that_link():
+def test_link_fit_recovers_an_alpha_beta_link():
     cluster = Cluster(4, SLOW, SLOW)
     table = tuple((size, cluster.all_to_all_ms(size, 4)) for size in (1000, 100_000, 10_000_000))
     level = fitted_level(LinkTimes(table, 0.0), 4)
@@ -46,11 +46,11 @@ def test_the_fit_of_an_alpha_beta_link_is_that_link():
 
 
 @pytest.mark.parametrize("table", [(), ((1000, 1.0),), ((1000, 0.0), (2000, 0.0))])
-def test_nothing_is_fitted_to_too_little(table):
+def test_link_fit_of_too_few_messages_is_none(table):
     assert fitted_level(LinkTimes(table, 0.0), 4) is None
 
 
-def test_a_fit_of_noise_is_the_largest_message():
+def test_link_fit_of_noise_is_the_largest_message():
     assert fitted_level(LinkTimes(((1000, 5.0), (1_000_000, 1.0)), 0.0), 2).gbps == pytest.approx(8.0)
 
 
@@ -61,7 +61,7 @@ shares = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=40).map(
 
 @settings(max_examples=100, deadline=None)
 @given(shares, st.integers(1, 64))
-def test_a_histogram_over_other_ranks_sums_to_one_and_is_never_more_uneven_than_it_may_be(measured, size):
+def test_shares_over_other_ranks_sum_to_one_and_are_no_more_uneven(measured, size):
     rebinned = rebinned_share(measured, size)
     assert len(rebinned) == size
     assert sum(rebinned) == pytest.approx(1.0)
@@ -72,12 +72,12 @@ def test_a_histogram_over_other_ranks_sums_to_one_and_is_never_more_uneven_than_
     assert max(coarse) == pytest.approx(max(rebinned))
 
 
-def test_a_histogram_is_merged_and_split():
+def test_shares_are_merged_and_split():
     assert rebinned_share((0.1, 0.3, 0.4, 0.2), 2) == pytest.approx((0.4, 0.6))
     assert rebinned_share((0.4, 0.6), 4) == pytest.approx((0.2, 0.2, 0.3, 0.3))
 
 
-def test_zipf_deals_popular_experts_in_turn():
+def test_zipf_shares_deal_popular_experts_in_turn():
     assert zipf_share(0.0, 8, 4) == pytest.approx(even_share(4))
     # 1 + 1/3 and 1/2 + 1/4 of 25/12.
     assert zipf_share(1.0, 4, 2) == pytest.approx((0.64, 0.36))

@@ -34,7 +34,7 @@ def packed(gbps, profile=None, planner=two_chunks, **options):
     return pack_experts(Forecaster(profile or profile_of(), NetworkChoice(4, gbps, 0.0)), planner, **options)
 
 
-def test_each_size_by_hand():
+def test_packing_times_equal_those_by_hand():
     choice = packed(0.512)  # 64 bytes a us: 256 rows of a chunk would take 4 ms if all of them left
     assert [one.layout.ep_size for one in choice.packings] == [4, 2, 1]
     assert [one.experts_per_rank for one in choice.packings] == [2, 4, 8]
@@ -57,7 +57,7 @@ def test_experts_are_packed_until_they_cover_an_all_to_all():
     assert packed(0.3).fewest_experts.layout.ep_size == 1
 
 
-def test_the_fastest_size_counts_everything():
+def test_fastest_packing_size_counts_all_costs():
     """Many micro-batches send rows often and gradients once; few of them the other way round."""
     often = packed(0.1, profile_of(num_micro_batches=64))
     assert often.fastest.layout.ep_size == 1
@@ -68,7 +68,7 @@ def test_the_fastest_size_counts_everything():
         assert choice.fastest.forecast.step_ms == min(steps_ms)
 
 
-def test_the_profiled_size_is_predicted_as_the_simulator_does():
+def test_packing_of_the_profiled_size_equals_the_simulator():
     profile = profile_of()
     choice = pack_experts(Forecaster(profile, NetworkChoice()), two_chunks)
     assert choice.packings[0].forecast.step_ms == pytest.approx(
@@ -76,7 +76,7 @@ def test_the_profiled_size_is_predicted_as_the_simulator_does():
     )
 
 
-def test_what_does_not_fit_is_not_chosen():
+def test_packing_does_not_choose_what_does_not_fit_in_memory():
     choice = packed(0.1, profile_of(num_micro_batches=64), limit_bytes=51 * MB)
     assert [one.fits for one in choice.packings] == [True, True, False]
     assert choice.fastest.layout.ep_size == choice.fewest_experts.layout.ep_size == 2
@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_not_chosen():
         packed(0.1, limit_bytes=41 * MB)
 
 
-def test_the_planner_keeps_the_room_that_weights_leave():
+def test_packing_plans_keep_within_memory_beside_weights():
     rooms = {}
 
     def planner(profile, room_bytes):
@@ -99,7 +99,7 @@ def test_the_planner_keeps_the_room_that_weights_leave():
     assert rooms == {4: 40 * MB, 2: 32 * MB}
 
 
-def test_sizes_divide_experts_and_ranks():
+def test_packing_sizes_divide_experts_and_ranks():
     facts = profile_of(Machine("mm", stages=(0, 1), shares=EVEN4), world_size=24, num_experts=12).model
     assert expert_parallel_sizes(facts, 24) == [12, 6, 4, 3, 2, 1]
     assert expert_parallel_sizes(facts, 16) == [4, 2, 1]
@@ -117,7 +117,7 @@ def overlapped(reduce_ms=4.0, machine=MACHINE, **changes):
     return dataclasses.replace(profile, link=link), GradientReduction(4, **{"bucket_bytes": MB, **changes})
 
 
-def test_reductions_beside_the_backward_leave_the_rest():
+def test_packing_counts_only_reductions_not_hidden_by_the_backward():
     profile, rules = overlapped()
     beside = with_reduction(profile, rules)
     assert beside.rest_ms == pytest.approx(50 - 3 * 4)
@@ -130,7 +130,7 @@ def test_reductions_beside_the_backward_leave_the_rest():
     assert simulate(measured, plan).prediction.step_ms == pytest.approx(expected.step_ms - expected.gradient_ms)
 
 
-def test_sizes_are_predicted_with_reductions_beside_the_backward():
+def test_packing_predicts_reductions_during_the_backward():
     profile, rules = overlapped(reduce_ms=15.0)
     after = packed(0.512, profile)
     beside = packed(0.512, with_reduction(profile, rules))
@@ -144,7 +144,7 @@ def test_sizes_are_predicted_with_reductions_beside_the_backward():
     assert moved.moved(moved.layout(8, 4)).gradients.expert_ranks == 2
 
 
-def test_plans_are_chosen_with_reductions_on_the_wire():
+def test_packing_plans_are_chosen_with_reductions_on_the_link():
     """What wins without them need not win with them; the winner's figures are those of the whole simulation."""
     machine = dataclasses.replace(MACHINE, layers="mmm", link_ms=6.0, chunk_counts=(1, 2))
     profile, rules = overlapped(reduce_ms=8.0, machine=machine)

@@ -44,7 +44,7 @@ PLANNERS = [no_overlap, one_chunk, two_chunks, in_order]
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("stages", [(), (0, 0, 1, 1)])
-def test_where_it_was_profiled_the_step_is_the_simulators(planner, stages):
+def test_forecast_of_the_profiled_layout_equals_the_simulator(planner, stages):
     profile = profile_of(Machine("dmmm", stages=stages, shares=SHARES, num_micro_batches=3), world_size=8)
     forecaster = Forecaster(profile, NetworkChoice())
     layout = forecaster.layout(profile.model.world_size)
@@ -58,7 +58,7 @@ def test_where_it_was_profiled_the_step_is_the_simulators(planner, stages):
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_without_expert_parallelism_there_is_no_all_to_all(planner):
+def test_forecast_without_expert_parallelism_has_no_all_to_all(planner):
     forecaster = Forecaster(profile_of(), NetworkChoice())
     assert forecaster.forecast(forecaster.layout(4, ep_size=1), planner).exposed_ms == 0.0
 
@@ -68,7 +68,7 @@ bandwidths = st.floats(0.01, 1000.0)
 
 @settings(max_examples=40, deadline=None)
 @given(bandwidths, bandwidths, st.sampled_from([2, 8, 64]), st.sampled_from([no_overlap, in_order]))
-def test_twice_the_bandwidth_is_never_slower(intra_gbps, inter_gbps, ep_size, planner):
+def test_forecast_with_twice_the_bandwidth_is_never_slower(intra_gbps, inter_gbps, ep_size, planner):
     profile = profile_of()
 
     def step_ms(intra_factor, inter_factor):
@@ -84,7 +84,7 @@ def test_twice_the_bandwidth_is_never_slower(intra_gbps, inter_gbps, ep_size, pl
 
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0.0, 2.0), st.floats(0.0, 1.0), st.sampled_from([4, 16]), st.sampled_from([no_overlap, in_order]))
-def test_more_skew_is_never_faster(exponent, more, ep_size, planner):
+def test_forecast_with_more_skew_is_never_faster(exponent, more, ep_size, planner):
     forecaster = Forecaster(profile_of(), NetworkChoice(8, 1.0, 5.0))
 
     def step_ms(routing):
@@ -95,7 +95,7 @@ def test_more_skew_is_never_faster(exponent, more, ep_size, planner):
     assert less_skewed_ms <= step_ms(Routing("zipf", exponent + more)) * (1 + 1e-9)
 
 
-def test_thousands_of_ranks_take_seconds():
+def test_forecast_of_thousands_of_ranks_takes_seconds():
     """Not a time that the machine decides: 96 layers and 4096 ranks are no more work than what is simulated."""
     profile = profile_of(Machine("m" * 96, shares=SHARES))
     forecaster = Forecaster(profile, NetworkChoice(8, 400.0, 5.0, 50.0, 10.0))
@@ -111,7 +111,7 @@ def test_thousands_of_ranks_take_seconds():
     assert shares[-1] > shares[0]
 
 
-def test_gradients_are_reduced_by_a_ring():
+def test_forecast_reduces_gradients_by_a_ring():
     profile = profile_of(Machine("mm", shares=SHARES, link_ms=0.2, rest_ms=50.0))
     forecaster = Forecaster(profile, NetworkChoice(4, 8.0, 0.0))  # 10^6 bytes a ms
     here, there = (forecaster.forecast(forecaster.layout(size), no_overlap) for size in (4, 8))
@@ -121,7 +121,7 @@ def test_gradients_are_reduced_by_a_ring():
     assert there.step_ms - here.step_ms == pytest.approx(there.gradient_ms - here.gradient_ms)
 
 
-def test_a_pipeline_fills_and_drains():
+def test_forecast_of_a_pipeline_has_fill_and_drain():
     profile = profile_of(Machine("mmmm", shares=SHARES, num_micro_batches=4))
     forecaster = Forecaster(profile, NetworkChoice(64, 1e6, 0.0))
     whole = forecaster.forecast(forecaster.layout(4), no_overlap)
@@ -133,7 +133,7 @@ def test_a_pipeline_fills_and_drains():
     assert [segment.last_layer for segment in halves.plan.segments] == [2, None]
 
 
-def test_segments_end_with_stages():
+def test_forecast_segments_end_with_stages():
     plan = Plan((Segment(1, 1, 1), Segment(2, None, 2, ChunkDim.SEQUENCE)), dw_window=4)
     assert [(s.first_layer, s.last_layer, s.num_chunks) for s in split_at_stages(plan, (0, 0, 1, 1, 2)).segments] == [
         (1, 1, 1),
@@ -152,12 +152,12 @@ def test_segments_end_with_stages():
         ({"world_size": 0}, "at least one rank"),
     ],
 )
-def test_layouts_that_cannot_be_are_refused(sizes, message):
+def test_forecast_refuses_impossible_layouts(sizes, message):
     with pytest.raises(UsageError, match=message):
         Forecaster(profile_of(), NetworkChoice()).layout(**sizes)
 
 
-def test_a_profile_of_one_rank_needs_a_bandwidth():
+def test_forecast_from_a_profile_of_one_rank_needs_a_bandwidth():
     profile = profile_of(Machine("mm", shares=(1.0,)))
     with pytest.raises(UsageError, match="pass --intra-gbps"):
         Forecaster(profile, NetworkChoice()).layout(8, ep_size=8)

@@ -69,7 +69,7 @@ def latencies_ms(starts, ends):
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), num_ranks=st.integers(2, 5))
-def test_no_message_ends_before_a_peer_sent_it_and_the_error_is_bounded(seed, num_ranks):
+def test_aligned_clocks_keep_causality_with_bounded_error(seed, num_ranks):
     draw = random.Random(seed + 1)
     offsets_ms = [draw.uniform(-5000, 5000) for _ in range(num_ranks)]
     starts, ends = true_messages(seed, num_ranks)
@@ -88,21 +88,21 @@ def test_no_message_ends_before_a_peer_sent_it_and_the_error_is_bounded(seed, nu
         assert abs(recovered_ms - (offsets_ms[other] - offsets_ms[one])) <= allowed_ms + TOLERANCE_MS
 
 
-def test_equal_latencies_give_the_offsets_exactly():
+def test_clock_offsets_are_exact_with_equal_latencies():
     recorded = timelines([[0, 0, 0], [10, 10, 10]], [[2, 2, 2], [12, 12, 12]], [0.0, 700.0, -40.0])
     corrections_ms = clock_corrections_ms(recorded)
     assert corrections_ms[0] - corrections_ms[1] == pytest.approx(700)
     assert corrections_ms[2] - corrections_ms[0] == pytest.approx(40)
 
 
-def test_aligning_twice_changes_nothing_more():
+def test_clock_alignment_is_idempotent():
     starts, ends = true_messages(3, 3)
     once = aligned(timelines(starts, ends, [0, 3000, -200]))
     for before, after in zip(once, aligned(once), strict=True):
         assert [span.start_ms for span in after.spans] == pytest.approx([span.start_ms for span in before.spans])
 
 
-def test_one_rank_and_ranks_without_messages_stay():
+def test_clocks_of_ranks_without_messages_stay():
     one = timelines([[0]], [[3]], [17.0])
     assert aligned(one) == tuple(one)
     silent = [
@@ -114,7 +114,7 @@ def test_one_rank_and_ranks_without_messages_stay():
     assert aligned([]) == ()
 
 
-def test_groups_are_aligned_apart():
+def test_clocks_of_groups_are_aligned_separately():
     recorded = timelines([[0, 0, 50, 50]], [[2, 2, 52, 52]], [0.0, 30.0, 0.0, 90.0])
     corrections_ms = clock_corrections_ms(recorded, [[0, 1], [2, 3]])
     assert corrections_ms[0] - corrections_ms[1] == pytest.approx(30)
@@ -122,21 +122,21 @@ def test_groups_are_aligned_apart():
     assert corrections_ms[0] == corrections_ms[2] == 0
 
 
-def test_a_rank_that_sent_nothing_holds_nobody_up():
+def test_rank_that_sent_nothing_does_not_affect_clock_alignment():
     late = timelines([[0, 40], [100, 100]], [[2, 42], [102, 102]], [0.0, 0.0])
     spans = (replace(late[1].spans[0], num_bytes=0), late[1].spans[1])
     corrections_ms = clock_corrections_ms([late[0], replace(late[1], spans=spans)])
     assert corrections_ms == pytest.approx({0: 0, 1: 0})
 
 
-def test_times_that_contradict_each_other_are_widened_as_little_as_needed():
+def test_contradicting_clock_bounds_are_widened_as_little_as_needed():
     # Each rank has the message 1 ms before the other sent it: some 1 ms is wrong, and the middle shares it out.
     contradictory = timelines([[10, 10]], [[9, 9]], [0.0, 500.0])
     corrections_ms = clock_corrections_ms(contradictory)
     assert corrections_ms[0] - corrections_ms[1] == pytest.approx(500)
 
 
-def test_each_micro_batch_is_matched_with_its_own():
+def test_clock_alignment_matches_messages_by_micro_batch():
     def rank(number, offset_ms):
         spans = [Span("L1.c0.F.counts", Lane.COMM, at + offset_ms, at + 1 + offset_ms, 8) for at in (0, 20, 40)]
         return RankTimeline(number, tuple(spans), 50.0)

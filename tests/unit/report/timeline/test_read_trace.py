@@ -28,7 +28,7 @@ RECORD = TimelineRecord(
 )
 
 
-def test_a_file_is_read_as_it_was_written(tmp_path):
+def test_trace_file_is_read_as_written(tmp_path):
     path = tmp_path / "trace.json"
     write_trace(RECORD, path)
     assert read_trace(path) == RECORD
@@ -55,7 +55,7 @@ def first_slice(content):
         (lambda content: content.update(measured=[]), "a timeline.json of an older version; pass trace.json, or run"),
     ],
 )
-def test_what_is_no_trace_is_refused_with_its_place(tmp_path, change, message):
+def test_damaged_trace_file_is_refused_with_its_place(tmp_path, change, message):
     path = tmp_path / "trace.json"
     write_trace(RECORD, path)
     content = json.loads(path.read_text())
@@ -66,7 +66,7 @@ def test_what_is_no_trace_is_refused_with_its_place(tmp_path, change, message):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", "\ud800"])
-def test_other_files_are_refused(tmp_path, text):
+def test_trace_reader_refuses_other_files(tmp_path, text):
     path = tmp_path / "trace.json"
     path.write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(RecordError):

@@ -37,7 +37,7 @@ def words(chunk, kind):
     return f"layer 2, chunk {chunk}, forward, {kind}"
 
 
-def test_golden_trace():
+def test_trace_file_equals_the_golden_one():
     content = json.loads(json.dumps(trace(RECORD)))
     assert content.keys() == {"traceEvents", "displayTimeUnit", "otherData"}
     assert content["displayTimeUnit"] == "ms"
@@ -73,14 +73,14 @@ def test_golden_trace():
     ]
 
 
-def test_the_prediction_is_a_process_of_its_own():
+def test_trace_file_shows_the_prediction_as_another_process():
     events = trace(RECORD)["traceEvents"]
     processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert list(processes.values()) == ["rank 3 measured", "rank 3 predicted"]
     assert len(processes) == 2
 
 
-def test_an_arrow_starts_at_the_message_of_its_own_micro_batch():
+def test_trace_arrow_starts_at_the_message_of_its_micro_batch():
     spans = (
         Span("L1.c0.F.combine", Lane.COMM, 0, 2, 8),
         Span("L1.c0.F.combine", Lane.WAIT, 1, 2),
@@ -94,7 +94,7 @@ def test_an_arrow_starts_at_the_message_of_its_own_micro_batch():
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=40))
-def test_spans_of_a_level_never_overlap_and_no_level_is_wasted(places):
+def test_trace_spans_of_a_level_never_overlap_and_levels_are_fewest(places):
     spans = [Span("m", Lane.COMM, start, start + ms) for start, ms in sorted(places)]
     chosen = levels(spans)
     for index, span in enumerate(spans):
@@ -105,7 +105,7 @@ def test_spans_of_a_level_never_overlap_and_no_level_is_wasted(places):
     assert max(chosen, default=-1) + 1 <= together + 1
 
 
-def test_the_file_appears_whole(tmp_path):
+def test_trace_file_is_written_atomically(tmp_path):
     write_trace(RECORD, tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text()) == json.loads(json.dumps(trace(RECORD)))
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]

@@ -41,7 +41,7 @@ RESHARDABLE = {**CUT, "dist_ckpt_optim_fully_reshardable": True}
         (run(1), run(1, num_experts=None)),
     ],
 )
-def test_these_fit(saved, resumed):
+def test_ep_resize_accepts_matching_checkpoints(saved, resumed):
     check_checkpoint(resumed, saved)
 
 
@@ -55,18 +55,18 @@ def test_these_fit(saved, resumed):
         (run(4, **CUT), run(2, **RESHARDABLE), "Save it with --dist-ckpt-optim-fully-reshardable"),
     ],
 )
-def test_these_are_refused(saved, resumed, message):
+def test_ep_resize_refuses_other_checkpoints(saved, resumed, message):
     with pytest.raises(UsageError, match=message):
         check_checkpoint(resumed, saved)
 
 
-def test_a_checkpoint_of_stock_has_no_flag_of_ours():
+def test_ep_resize_accepts_a_checkpoint_of_stock_without_our_flags():
     saved = run(2)
     del saved.lancet_experts_apart
     check_checkpoint(run(1, **APART), saved)
 
 
-def test_the_flag_is_for_size_one():
+def test_experts_apart_flag_is_for_ep_size_one():
     check_experts_apart(run(1, **APART))
     with pytest.raises(UsageError, match=r"this run has size 2\. Drop it"):
         check_experts_apart(run(2, **APART))

@@ -41,14 +41,14 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_a_complete_checkpoint_has_no_flaw(folder):
+def test_complete_checkpoint_has_no_flaw(folder):
     assert find_damage(folder / "iter_0000006", FORMAT) is None
     assert complete_steps(folder, FORMAT) == [2, 4, 6]
     check_loadable(folder, None, FORMAT)
 
 
 @pytest.mark.parametrize("flaw", DAMAGE)
-def test_damage_is_refused_with_the_way_on(folder, flaw):
+def test_damaged_checkpoint_is_refused_and_the_message_says_what_to_do(folder, flaw):
     DAMAGE[flaw](folder / "iter_0000006")
     with pytest.raises(UsageError) as refused:
         check_loadable(folder, None, FORMAT)
@@ -59,12 +59,12 @@ def test_damage_is_refused_with_the_way_on(folder, flaw):
 
 
 @pytest.mark.parametrize("flaw", [flaw for flaw in DAMAGE if "distcp" not in flaw and flaw != ".metadata is damaged"])
-def test_the_outline_shows_what_few_files_show(folder, flaw):
+def test_checkpoint_outline_shows_flaws_in_few_files(folder, flaw):
     DAMAGE[flaw](folder / "iter_0000006")
     assert find_missing_files(folder / "iter_0000006", FORMAT) == flaw
 
 
-def test_the_index_is_read_without_running_what_it_names(folder, tmp_path):
+def test_checkpoint_index_is_read_without_running_what_it_names(folder, tmp_path):
     index = folder / "iter_0000006" / ".metadata"
     ran = tmp_path / "ran"
     index.write_bytes(f"cpathlib\nPath.touch\n(cpathlib\nPath\n(V{ran}\ntRtR.".encode())
@@ -73,33 +73,33 @@ def test_the_index_is_read_without_running_what_it_names(folder, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "six", "-1", "6.0", "\x00\x00"])
-def test_a_damaged_tracker_is_refused(folder, text):
+def test_damaged_tracker_is_refused(folder, text):
     (folder / TRACKER).write_text(text)
     with pytest.raises(UsageError, match=r"must hold the number of a step; .*pass --ckpt-step 6"):
         check_loadable(folder, None, FORMAT)
     check_loadable(folder, 6, FORMAT)
 
 
-def test_a_step_that_was_not_saved_is_refused(folder):
+def test_load_of_a_step_that_was_not_saved_is_refused(folder):
     with pytest.raises(UsageError, match=r"iter_0000005, named by --ckpt-step, .* no such folder.*--ckpt-step 4"):
         check_loadable(folder, 5, FORMAT)
 
 
-def test_without_a_tracker_nothing_is_forgotten(folder):
+def test_checkpoints_without_a_tracker_are_refused(folder):
     (folder / TRACKER).unlink()
     with pytest.raises(UsageError, match=r"no file latest_.*Complete there: steps 2, 4, 6\. .*write 6 into"):
         check_loadable(folder, None, FORMAT)
 
 
 @pytest.mark.parametrize("leftover", [None, "incomplete_iter_0000004", "iter_0000004"])
-def test_nothing_complete_starts_from_the_beginning(tmp_path, leftover):
+def test_run_without_complete_checkpoint_starts_from_the_beginning(tmp_path, leftover):
     if leftover is not None:
         (tmp_path / leftover).mkdir()
     check_loadable(tmp_path, None, FORMAT)
     check_loadable(tmp_path / "none", None, FORMAT)
 
 
-def test_other_formats(folder):
+def test_checkpoints_of_other_formats_are_checked_as_far_as_possible(folder):
     torch_format, dcp_format = folder / "iter_0000004", folder / "iter_0000002"
     shutil.rmtree(torch_format)
     part = torch_format / "mp_rank_00" / "model_optim_rng.pt"
@@ -121,7 +121,7 @@ def saved(folder, one_checkpoint, step: int) -> None:
 
 
 @pytest.mark.parametrize("step", [6, 8])
-def test_the_tracker_publishes(folder, one_checkpoint, step):
+def test_writing_the_tracker_publishes_the_checkpoint(folder, one_checkpoint, step):
     """Also one of the same step: then the old one gives way."""
     saved(folder, one_checkpoint, step)
     with writing_tracker(folder / TRACKER) as file:
@@ -134,7 +134,7 @@ def test_the_tracker_publishes(folder, one_checkpoint, step):
 
 
 @pytest.mark.parametrize("failing", ["publish", "os.fsync"])
-def test_a_failure_on_the_way_leaves_the_old_tracker(folder, one_checkpoint, monkeypatch, failing):
+def test_failed_save_keeps_the_old_tracker(folder, one_checkpoint, monkeypatch, failing):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -147,14 +147,14 @@ def test_a_failure_on_the_way_leaves_the_old_tracker(folder, one_checkpoint, mon
     assert not list(folder.glob(".*"))
 
 
-def test_a_leftover_is_removed(folder, one_checkpoint):
+def test_leftover_of_a_failed_save_is_removed(folder, one_checkpoint):
     saved(folder, one_checkpoint, 6)
     remove_leftover(folder, 6)
     assert not list(folder.glob("incomplete_*"))
     assert complete_steps(folder, FORMAT) == [2, 4, 6]
 
 
-def test_a_link_is_replaced_and_its_target_kept(folder, one_checkpoint, tmp_path):
+def test_checkpoint_link_is_replaced_and_its_target_kept(folder, one_checkpoint, tmp_path):
     target = folder / "kept"
     (folder / "iter_0000006").rename(target)
     (folder / "iter_0000006").symlink_to(target)

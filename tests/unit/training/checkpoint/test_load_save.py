@@ -45,14 +45,14 @@ def raising(error: BaseException):
     return fail
 
 
-def test_too_little_room_ends_the_run_before_anything_is_written(folder, alone, monkeypatch):
+def test_too_little_disk_space_ends_the_run_before_saving(folder, alone, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 1000))
     expected = rf"of step 8 was not saved: {folder} has 0\.0 MB free, and the last .* takes 0\.0 MB: free some space\. "
     with pytest.raises(CheckpointError, match=expected + "The latest checkpoint there is still that of step 6"):
         Checkpoints(arguments(folder))._save(8, raising(AssertionError("must not be called")))
 
 
-def test_room_enough_or_no_checkpoint_to_compare_with(folder, alone, tmp_path):
+def test_enough_disk_space_or_no_earlier_checkpoint_is_accepted(folder, alone, tmp_path):
     assert Checkpoints(arguments(folder))._save(8, lambda: "saved") == "saved"
     assert Checkpoints(arguments(tmp_path / "none"))._save(8, lambda: "saved") == "saved"
 
@@ -65,7 +65,7 @@ def test_room_enough_or_no_checkpoint_to_compare_with(folder, alone, tmp_path):
         (None, r"\.distcp: worker failure\. The latest"),
     ],
 )
-def test_a_rank_that_could_not_write_is_named(folder, alone, noted, expected):
+def test_rank_that_could_not_save_is_named(folder, alone, noted, expected):
     saving = Checkpoints(arguments(folder))
 
     def save():
@@ -77,18 +77,18 @@ def test_a_rank_that_could_not_write_is_named(folder, alone, noted, expected):
         saving._save(8, save)
 
 
-def test_a_rank_that_is_gone_while_saving(folder, alone):
+def test_lost_rank_while_saving_is_named(folder, alone):
     error = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:37597. This is typically")
     with pytest.raises(CheckpointError, match=r"could not be saved in .*: another rank is gone\. The latest"):
         Checkpoints(arguments(folder))._save(8, raising(error))
 
 
-def test_what_is_nobodys_fault_is_told_in_full(folder, alone):
+def test_unexpected_error_while_saving_is_raised_unchanged(folder, alone):
     with pytest.raises(KeyError):
         Checkpoints(arguments(folder))._save(8, raising(KeyError("weight")))
 
 
-def test_a_folder_that_can_not_be_read(folder, alone, monkeypatch):
+def test_unreadable_checkpoint_folder_is_refused(folder, alone, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", raising(PermissionError(13, "Permission denied")))
     with pytest.raises(CheckpointError, match=r"step 8 was not saved: .*Permission denied\. The latest"):
         Checkpoints(arguments(folder))._save(8, raising(AssertionError("must not be called")))
@@ -107,13 +107,13 @@ def test_a_folder_that_can_not_be_read(folder, alone, monkeypatch):
         ),
     ],
 )
-def test_what_megatron_can_not_load(folder, alone, error, kind, expected):
+def test_checkpoint_that_megatron_cannot_load_is_an_error(folder, alone, error, kind, expected):
     """Stock prints, and ends with status 0 where it calls sys.exit()."""
     with pytest.raises(kind, match=expected):
         Checkpoints(arguments(folder))._load(raising(error))
 
 
-def test_a_cut_part_is_found_before_loading(folder, alone):
+def test_cut_checkpoint_part_is_found_before_loading(folder, alone):
     part = folder / "iter_0000006" / "__0_0.distcp"
     os.truncate(part, part.stat().st_size - 1)
     check_before_start(arguments(folder))  # looks at a handful of files only
@@ -121,7 +121,7 @@ def test_a_cut_part_is_found_before_loading(folder, alone):
         Checkpoints(arguments(folder))._load(raising(AssertionError("must not be called")))
 
 
-def test_where_loading_looks(folder, tmp_path):
+def test_check_before_start_looks_where_megatron_loads(folder, tmp_path):
     (folder / "iter_0000006" / "metadata.json").unlink()
     for changes in ({"load": None}, {"non_persistent_ckpt_type": "global"}, {"load": "msc://bucket"}):
         check_before_start(arguments(folder, **changes))
@@ -143,19 +143,19 @@ def test_where_loading_looks(folder, tmp_path):
         ({"exit_signal_handler_for_training": True}, PlanChoice.AUTO, False),
     ],
 )
-def test_when_sigterm_saves(tmp_path, changes, plan, expected):
+def test_sigterm_saves_depending_on_plan_and_flags(tmp_path, changes, plan, expected):
     args = arguments(tmp_path, **changes)
     assert saves_on_sigterm(args, LancetConfig(plan=plan)) is expected
     assert args.exit_signal_handler is expected
 
 
-def test_megatrons_own_handler_is_left_alone(tmp_path):
+def test_megatrons_own_sigterm_handler_is_left_alone(tmp_path):
     args = arguments(tmp_path, exit_signal_handler=True)
     assert not saves_on_sigterm(args, LancetConfig())
     assert args.exit_signal_handler
 
 
-def test_a_stop_is_asked_for_once_the_loop_runs(alone, monkeypatch, capfd):
+def test_sigterm_requests_a_stop_once_the_loop_runs(alone, monkeypatch, capfd):
     monkeypatch.setattr(sigterm, "_PATIENCE_S", 0.05)
     status = RankStatus()
     stop = StopRequest(status, torch.device("cpu"))

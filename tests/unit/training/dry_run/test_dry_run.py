@@ -52,12 +52,12 @@ SIZES = {
 """Ranks; billions of parameters, and of those that are active per token. Names of models say the same."""
 
 
-def test_every_list_is_known():
+def test_real_scripts_are_all_tested():
     assert set(NAMES) == set(SIZES) == {path.stem for path in LISTS.glob("*.args")}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_real_scripts_pass_unchanged(dry_run, name):
+def test_dry_run_accepts_real_scripts(dry_run, name):
     environment = dict(os.environ)
     findings = dry_run(name)
     assert (
@@ -76,7 +76,7 @@ def test_real_scripts_pass_unchanged(dry_run, name):
     assert not torch.distributed.is_initialized()
 
 
-def test_a_thousand_ranks(dry_run):
+def test_dry_run_of_a_thousand_ranks(dry_run):
     findings = dry_run("modelzoo_deepseek_v3_h100_a2aoverlap", "--lancet-world-size", 1024)
     layout = findings.layout
     assert (layout.tensor, layout.pipeline, layout.virtual, layout.expert, layout.expert_tensor) == (2, 8, 4, 64, 1)
@@ -85,7 +85,7 @@ def test_a_thousand_ranks(dry_run):
     assert [len(stage.layers) for stage in findings.stages] == [7, 8, 8, 8, 8, 8, 8, 6]
 
 
-def test_who_says_the_number_of_ranks(dry_run, monkeypatch):
+def test_dry_run_takes_number_of_ranks_from_flag_or_environment(dry_run, monkeypatch):
     assert "32 ranks (the fewest" in dry_run(MIXTRAL).target
     monkeypatch.setenv("WORLD_SIZE", "64")
     assert "64 ranks (WORLD_SIZE)" in dry_run(MIXTRAL).target
@@ -103,11 +103,11 @@ def test_who_says_the_number_of_ranks(dry_run, monkeypatch):
         ("--tensor-model-parallel-size 2 --context-parallel-size 2 --expert-model-parallel-size 2", 16),
     ],
 )
-def test_the_fewest_ranks(dry_run, sizes, world):
+def test_dry_run_defaults_to_the_fewest_ranks(dry_run, sizes, world):
     assert dry_run(MIXTRAL, *sizes.split(), "--no-rope-fusion").layout.num_ranks == world
 
 
-def test_what_would_overlap_is_planned(dry_run):
+def test_dry_run_shows_the_plan(dry_run):
     overlapping = ("--transformer-impl", "local")
     findings = dry_run(MIXTRAL, *overlapping)
     fixed_line = "chunks=2 dim=sequence range=stack dw=fill dw-window=4"
@@ -127,7 +127,7 @@ def test_what_would_overlap_is_planned(dry_run):
     assert dry_run(MIXTRAL, "--lancet-plan", "off").plan == ["off: stock Megatron modules"]
 
 
-def test_megatrons_overlap_flags_are_mapped_where_a_plan_runs(dry_run):
+def test_dry_run_maps_megatrons_overlap_flags(dry_run):
     flags = (
         "--overlap-moe-expert-parallel-comm",
         "--overlap-dispatch-backward-with-experts-wgrad",
@@ -142,7 +142,7 @@ def test_megatrons_overlap_flags_are_mapped_where_a_plan_runs(dry_run):
     assert kept.args.delay_wgrad_compute
 
 
-def test_what_is_missing_here_is_a_warning(dry_run):
+def test_dry_run_warns_of_packages_missing_here(dry_run):
     warnings = dry_run("modelzoo_deepseek_v3_h100_128k").warnings
     for package in ("transformer_engine", "deep_ep", "flash_attn", "wandb", "tensorboard", "transformers"):
         assert any(package in warning for warning in warnings) == (not has_package(package))
@@ -150,7 +150,7 @@ def test_what_is_missing_here_is_a_warning(dry_run):
         assert any(part in warning for warning in warnings)
 
 
-def test_local_modules_need_other_packages(dry_run):
+def test_dry_run_of_local_modules_needs_other_packages(dry_run):
     findings = dry_run(MIXTRAL, "--transformer-impl", "local", "--moe-router-fusion")
     if not has_package("transformer_engine"):
         assert sum("transformer_engine is not installed" in warning for warning in findings.warnings) == 2
@@ -163,7 +163,7 @@ def test_local_modules_need_other_packages(dry_run):
     assert any("apex is not installed" in warning for warning in norms.warnings) == (not has_package("apex"))
 
 
-def test_a_script_for_cpus_is_validated_for_cpus(dry_run):
+def test_dry_run_validates_a_cpu_script_for_cpus(dry_run):
     findings = dry_run(MIXTRAL, "--distributed-backend", "gloo")
     assert "CPUs" in findings.target
     assert findings.plan[0].startswith("auto (tuned during training)")
@@ -217,13 +217,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("more", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_the_run_would_refuse_is_an_error(dry_run, more, message):
+def test_dry_run_refuses_what_the_run_would_refuse(dry_run, more, message):
     with pytest.raises(UsageError, match=message) as refusal:
         dry_run(MIXTRAL, *more)
     assert "\n" not in str(refusal.value)
 
 
-def test_a_number_of_ranks_is_for_dry_runs(monkeypatch):
+def test_lancet_world_size_is_refused_without_dry_run(monkeypatch):
     from megatron_lancet.training import arguments
 
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", "--lancet-world-size", "8"])

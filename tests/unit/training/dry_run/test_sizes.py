@@ -99,7 +99,7 @@ def built(findings: Findings, pp_rank: int) -> list[GPTModel]:
 
 
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS.keys())
-def test_ranks_hold_what_megatron_builds(examined, flags):
+def test_estimated_parameters_equal_those_that_megatron_builds(examined, flags):
     findings = examined(flags)
     held = []
     with world_of(findings):
@@ -141,7 +141,7 @@ SAVING = {
 
 
 @pytest.mark.parametrize("flags", SAVING.values(), ids=SAVING.keys())
-def test_a_layer_keeps_about_what_is_estimated(examined, flags):
+def test_estimated_activations_are_close_to_what_a_layer_keeps(examined, flags):
     """Less is estimated than kept here: norms and rotations on the CPU are not fused, and keep their steps."""
     larger = f"--hidden-size 128 --seq-length 128 --max-position-embeddings 128 --global-batch-size 2 {flags}"
     two, four = (examined(f"{larger} --num-layers {layers}") for layers in (2, 4))
@@ -151,7 +151,7 @@ def test_a_layer_keeps_about_what_is_estimated(examined, flags):
     assert 0.8 * kept < estimated < kept
 
 
-def test_states_agree_with_megatrons_own_count_where_it_is_right(examined):
+def test_estimated_states_agree_with_megatrons_own_estimate(examined):
     """It spreads layers evenly and knows no biases and no learned positions."""
     findings = examined(
         "--num-experts 8 --expert-model-parallel-size 2 --disable-bias-linear --pipeline-model-parallel-size 2 --bf16 "
@@ -175,11 +175,11 @@ def test_states_agree_with_megatrons_own_count_where_it_is_right(examined):
         ("--bf16 --use-distributed-optimizer", 12),
     ],
 )
-def test_bytes_of_the_optimizer(examined, flags, per_parameter):
+def test_estimated_bytes_of_the_optimizer(examined, flags, per_parameter):
     assert optimizer_bytes_per_parameter(examined(f"{MOE} {flags}").args) == per_parameter
 
 
-def test_precision_of_the_optimizer():
+def test_estimated_precision_of_the_optimizer():
     flags = {"optimizer": "adam", "use_precision_aware_optimizer": True, "params_dtype": torch.bfloat16}
     flags |= {"main_params_dtype": torch.float32, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
     flags |= {"optimizer_cpu_offload": False, "fp8_param_gather": False}
@@ -200,12 +200,12 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize(("pipeline", "expected"), PIPELINES)
-def test_micro_batches_in_flight(pipeline, expected):
+def test_number_of_pending_micro_batches_of_a_stage(pipeline, expected):
     args = Namespace(microbatch_group_size_per_vp_stage=None, overlap_moe_expert_parallel_comm=False)
     assert _in_flight(args, *pipeline) == expected
 
 
-def test_recompute_keeps_less(examined):
+def test_estimated_activations_shrink_with_recompute(examined):
     flags = MOE + "--pipeline-model-parallel-size 2 --global-batch-size 8 --moe-ffn-hidden-size 512"
     kept = {
         name: [memory.activations for memory in examined(f"{flags} {recompute}").memory]

@@ -11,7 +11,7 @@ def config(normalization: str, zero_centered: bool = False) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(("normalization", "num_parameters"), [("LayerNorm", 2), ("RMSNorm", 1)])
-def test_gradients_are_marked_as_partial_sums(normalization, num_parameters):
+def test_norm_gradients_are_marked_as_partial_sums(normalization, num_parameters):
     norm = sequence_parallel_norm(config(normalization), 8, eps=1e-5)
     parameters = list(norm.parameters())
     assert len(parameters) == num_parameters

@@ -12,12 +12,12 @@ from megatron_lancet.training.megatron import seams, versions
 from megatron_lancet.training.megatron.patches import train_step_hooks, training_loop_hooks
 
 
-def test_this_megatron_is_known():
+def test_installed_megatron_has_all_seams():
     versions.check_versions()
     seams.check_seams()
 
 
-def test_a_lost_parameter_is_named():
+def test_missing_parameter_of_a_seam_is_named():
     def gating(self, hidden):
         raise NotImplementedError
 
@@ -38,7 +38,7 @@ def test_a_lost_parameter_is_named():
         ("torch", "2.11.0+cu128", True),
     ],
 )
-def test_versions(monkeypatch, package, installed, known):
+def test_megatron_versions_are_checked(monkeypatch, package, installed, known):
     true_version = importlib.metadata.version
     monkeypatch.setattr(versions, "version", lambda name: installed if name == package else true_version(name))
     if known:
@@ -48,7 +48,7 @@ def test_versions(monkeypatch, package, installed, known):
             versions.check_versions()
 
 
-def test_a_missing_package_is_named(monkeypatch):
+def test_missing_package_is_named(monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 

@@ -37,7 +37,7 @@ class RecordingWriter:
         self.scalars.append((tag, scalar_value, global_step))
 
 
-def test_every_figure_is_written_at_its_step():
+def test_scalars_are_written_at_their_step():
     writer = RecordingWriter()
     write_scalars(writer, 12, RECORD)
     assert writer.scalars == [(name, value, 12) for name, value in FIGURES.items()]
@@ -52,7 +52,7 @@ def recorder_of(monkeypatch, args: SimpleNamespace) -> StepRecorder:
 
 
 @pytest.mark.parametrize(("interval", "iterations"), [(1, [1, 2, 3, 4]), (2, [2, 4])])
-def test_the_recorder_writes_where_megatron_does(monkeypatch, interval, iterations):
+def test_scalar_recorder_writes_to_megatrons_writer(monkeypatch, interval, iterations):
     writer = RecordingWriter()
     monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", writer)
     args = SimpleNamespace(tensorboard_log_interval=interval)
@@ -63,7 +63,7 @@ def test_the_recorder_writes_where_megatron_does(monkeypatch, interval, iteratio
     assert written == [(recorder.records[step - 1].step_ms, step) for step in iterations]
 
 
-def test_the_recorder_forgets_what_is_old(monkeypatch):
+def test_scalar_recorder_drops_old_steps(monkeypatch):
     """A run may have millions of steps."""
     monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", None)
     monkeypatch.setattr(step_recorder, "_MIN_KEPT", 20)
@@ -79,7 +79,7 @@ def test_the_recorder_forgets_what_is_old(monkeypatch):
     assert recorder.num_steps == len(recorder.records) >= 20
 
 
-def test_a_real_event_file_holds_them(tmp_path):
+def test_scalars_are_in_a_real_event_file(tmp_path):
     with SummaryWriter(tmp_path) as writer:
         write_scalars(writer, 12, RECORD)
     events = EventAccumulator(str(tmp_path)).Reload()

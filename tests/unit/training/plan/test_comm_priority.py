@@ -26,7 +26,7 @@ def arguments(**changes: object) -> SimpleNamespace:
     return SimpleNamespace(**{**standard, **changes})
 
 
-def test_chunks_are_of_the_size_asked_for():
+def test_comm_priority_micro_ops_have_the_requested_size():
     assert choose_micro_ops(arguments(), FIRST, fixed_plan(2)) == MicroOps(1_500_000)
     assert choose_micro_ops(arguments(overlap_grad_reduce=False), LancetConfig(), fixed_plan(2)) is None
 
@@ -39,19 +39,19 @@ def test_chunks_are_of_the_size_asked_for():
         ({"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances 2 does not work with"),
     ],
 )
-def test_what_does_not_work_is_said(changes, message):
+def test_comm_priority_refuses_unsupported_settings(changes, message):
     with pytest.raises(UsageError, match=message):
         choose_micro_ops(arguments(**changes), FIRST, fixed_plan(2))
 
 
-def test_stock_modules_have_nobody_to_ask():
+def test_comm_priority_needs_overlapping_modules():
     with pytest.raises(
         UsageError, match=r"needs the overlapping block.*--lancet-plan off or has no expert parallelism"
     ):
         choose_micro_ops(arguments(), FIRST, None)
 
 
-def test_another_start_grad_sync_is_noticed():
+def test_comm_priority_notices_another_start_grad_sync():
     def start_grad_sync(self, force_all_reduce=False):
         raise NotImplementedError
 
@@ -62,7 +62,7 @@ def test_another_start_grad_sync_is_noticed():
         seams.check_seams()
 
 
-def test_a_planner_is_told_how_gradients_are_reduced():
+def test_planner_knows_how_gradients_are_reduced():
     layout = {
         "world_size": 16,
         "data_parallel_size": 8,

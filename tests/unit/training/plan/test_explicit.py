@@ -48,7 +48,7 @@ def written(tmp_path):
     return write
 
 
-def test_a_plan_that_fits_is_taken(megatron_args, written):
+def test_plan_file_that_fits_is_taken(megatron_args, written):
     args = megatron_args("--moe-layer-freq", "[0,1,1]")
     made_for = model_of_run(args)
     assert (made_for.num_layers, made_for.moe_layers, made_for.seq_length, made_for.topk) == (3, "2-3", 32, 2)
@@ -58,7 +58,7 @@ def test_a_plan_that_fits_is_taken(megatron_args, written):
     assert line == f"{LAYERS_2_3} from {path}"
 
 
-def test_every_second_layer_is_moe(megatron_args):
+def test_moe_layer_pattern_of_every_second_layer(megatron_args):
     assert model_of_run(megatron_args("--moe-layer-freq", 2)).moe_layers == "1, 3"
 
 
@@ -79,7 +79,7 @@ def test_moe_layer_pattern_has_the_models_length(megatron_args):
         (["--context-parallel-size", 2], "seq_length is 32 in the plan file, 16 in the run"),
     ],
 )
-def test_a_foreign_plan_is_refused(megatron_args, written, changes, difference):
+def test_plan_file_for_another_run_is_refused(megatron_args, written, changes, difference):
     path = written(fixed_plan(2), model_of_run(megatron_args()))
     with pytest.raises(UsageError, match=r"--lancet-plan .*plan\.json was made for another model .*: .*" + difference):
         choose_plan(megatron_args(*changes), LancetConfig(plan=path))
@@ -95,7 +95,7 @@ def test_a_foreign_plan_is_refused(megatron_args, written, changes, difference):
         ({"dw_memory_mb": 1.5}, r"--lancet-dw-memory-mb 1\.5"),
     ],
 )
-def test_flags_that_contradict_a_file_are_refused(megatron_args, written, wish, flag):
+def test_flags_that_contradict_a_plan_file_are_refused(megatron_args, written, wish, flag):
     with pytest.raises(UsageError, match=flag + " contradicts --lancet-plan"):
         choose_plan(megatron_args(), LancetConfig(plan=written(fixed_plan(2)), **wish))
 
@@ -111,25 +111,25 @@ def test_flags_that_contradict_a_file_are_refused(megatron_args, written, wish, 
         (fixed_plan(2), ["--expert-model-parallel-size", 1], {}, "there is none: --expert-model-parallel-size is 1"),
     ],
 )
-def test_what_the_run_cannot_follow_is_refused(megatron_args, written, plan, changes, config, message):
+def test_plan_file_that_the_run_cannot_follow_is_refused(megatron_args, written, plan, changes, config, message):
     with pytest.raises(UsageError, match=message):
         choose_plan(megatron_args(*changes), LancetConfig(plan=written(plan), **config))
 
 
-def test_whole_layers_mind_nothing(megatron_args, written):
+def test_plan_file_of_one_chunk_fits_any_settings(megatron_args, written):
     args = megatron_args("--context-parallel-size", 2, "--moe-input-jitter-eps", 0.1)
     plan = fixed_plan(1, chunk_dim=ChunkDim.SEQUENCE)
     assert choose_plan(args, LancetConfig(plan=written(plan)))[0] == plan
 
 
-def test_damage_is_one_line(megatron_args, written):
+def test_damaged_plan_file_is_refused_with_one_line(megatron_args, written):
     path = written(fixed_plan(2))
     path.write_text(path.read_text()[:-20])
     with pytest.raises(UsageError, match=r"--lancet-plan .*plan\.json: no JSON, or damaged"):
         choose_plan(megatron_args(), LancetConfig(plan=path))
 
 
-def test_the_flag_takes_words_and_paths(monkeypatch, tmp_path):
+def test_lancet_plan_flag_takes_words_and_paths(monkeypatch, tmp_path):
     from megatron_lancet.training.arguments import parse
 
     def parsed(text):
@@ -143,7 +143,7 @@ def test_the_flag_takes_words_and_paths(monkeypatch, tmp_path):
         parsed("atuo")
 
 
-def test_limits_of_a_free_run(megatron_args):
+def test_limits_of_a_run_without_restrictions(megatron_args):
     limits = planning_limits(megatron_args(), LancetConfig())
     assert limits.num_chunks is None
     assert set(limits.chunk_dims) == set(ChunkDim)
@@ -152,7 +152,7 @@ def test_limits_of_a_free_run(megatron_args):
     assert (limits.dw_memory_bytes, limits.excluded) == (None, ())
 
 
-def test_limits_follow_the_wishes(megatron_args):
+def test_limits_follow_the_flags(megatron_args):
     config = LancetConfig(
         num_chunks=4, chunk_dim=ChunkDim.SEQUENCE, range=OverlapRange.LAYER, dw_policy=DwPolicy.FILL, dw_memory_mb=2.0
     )
@@ -161,7 +161,7 @@ def test_limits_follow_the_wishes(megatron_args):
     assert (limits.dw_policies, limits.dw_memory_bytes) == ((DwPolicy.FILL,), 2_000_000)
 
 
-def test_limits_say_what_the_run_does_not_allow(megatron_args):
+def test_limits_have_what_the_run_does_not_allow(megatron_args):
     whole = planning_limits(megatron_args("--moe-expert-capacity-factor", 1.5), LancetConfig())
     assert whole.ranges == (OverlapRange.EXPERTS,)
     assert "--moe-expert-capacity-factor looks at the whole micro-batch" in whole.excluded[0].reason

@@ -55,7 +55,7 @@ def test_other_dispatchers_become_all_to_alls(parsed):
     assert "allgather runs as" in str(map_overlap_flags(by_default, LancetConfig()))
 
 
-def test_what_gives_way_is_said(parsed):
+def test_flag_mapping_names_dropped_flags(parsed):
     args = parsed(
         "--moe-token-dispatcher-type alltoall --context-parallel-size 2 --cp-comm-type a2a "
         "--high-priority-a2a-comm-stream"
@@ -67,14 +67,14 @@ def test_what_gives_way_is_said(parsed):
     assert map_overlap_flags(args, LancetConfig()) is None
 
 
-def test_nothing_to_map_is_not_said(parsed):
+def test_flag_mapping_of_nothing_is_silent(parsed):
     args = parsed("--moe-token-dispatcher-type alltoall")
     before = copy.deepcopy(vars(args))
     assert map_overlap_flags(args, LancetConfig()) is None
     assert vars(args) == before
 
 
-def test_where_it_is_too_late_to_map_they_are_refused(parsed):
+def test_overlap_flags_that_cannot_be_mapped_any_more_are_refused(parsed):
     args = parsed("--moe-token-dispatcher-type alltoall --moe-shared-expert-overlap")
     with pytest.raises(
         UsageError, match=r"can't be mapped \(the plan does what --moe-shared-expert-overlap asks for\)"
@@ -92,14 +92,14 @@ def test_where_it_is_too_late_to_map_they_are_refused(parsed):
         ("--num-experts 0", LancetConfig()),
     ],
 )
-def test_without_a_plan_they_keep_their_meaning(parsed, flags, config):
+def test_overlap_flags_keep_their_meaning_without_a_plan(parsed, flags, config):
     args = parsed(f"{flags} --moe-token-dispatcher-type flex --moe-permute-fusion {' '.join(OVERLAP_FLAGS)}")
     before = copy.deepcopy(vars(args))
     assert map_overlap_flags(args, config) is None
     assert vars(args) == before
 
 
-def test_connections_that_only_megatrons_overlap_may_have(parsed, monkeypatch):
+def test_flag_mapping_sets_cuda_device_max_connections_for_tensor_parallelism(parsed, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     map_overlap_flags(parsed("--overlap-moe-expert-parallel-comm"), LancetConfig())
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"

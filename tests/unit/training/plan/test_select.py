@@ -32,7 +32,7 @@ def megatron_args(monkeypatch):
     return make
 
 
-def test_auto_overlaps_with_two_chunks(megatron_args):
+def test_auto_plan_has_two_chunks(megatron_args):
     plan, line = choose_plan(megatron_args(), LancetConfig())
     assert plan == fixed_plan(2)
     assert line == "chunks=2 dim=batch range=stack dw=fill dw-window=4"
@@ -51,17 +51,17 @@ def test_auto_overlaps_with_two_chunks(megatron_args):
         (["--micro-batch-size", 1], {"chunk_dim": ChunkDim.BATCH, "dw_policy": DwPolicy.NONE}, False),
     ],
 )
-def test_a_run_looks_for_its_plan_where_there_is_a_choice(megatron_args, changes, wishes, tunes):
+def test_auto_plan_is_tuned_where_there_is_a_choice(megatron_args, changes, wishes, tunes):
     assert is_tuned(megatron_args(*changes), LancetConfig(**wishes)) == tunes
 
 
-def test_off_is_off(megatron_args):
+def test_plan_off_selects_no_plan(megatron_args):
     plan, line = choose_plan(megatron_args(), LancetConfig(plan=PlanChoice.OFF, num_chunks=4))
     assert plan is None
     assert "stock" in line
 
 
-def test_a_bound_of_deferred_weight_gradients_is_part_of_the_plan(megatron_args):
+def test_dw_memory_bound_is_part_of_the_plan(megatron_args):
     plan, line = choose_plan(megatron_args(), LancetConfig(dw_memory_mb=1.5))
     assert plan == fixed_plan(2, dw_memory_bytes=1_500_000)
     assert line.endswith("dw-memory=1.5MB")
@@ -70,7 +70,7 @@ def test_a_bound_of_deferred_weight_gradients_is_part_of_the_plan(megatron_args)
 
 
 @pytest.mark.parametrize("changes", [["--expert-model-parallel-size", 1], ["--num-experts", 0]])
-def test_nothing_to_overlap_is_said(megatron_args, changes):
+def test_plan_line_says_that_nothing_can_be_overlapped(megatron_args, changes):
     plan, line = choose_plan(megatron_args(*changes), LancetConfig())
     assert plan is None
     assert "nothing to overlap" in line
@@ -78,7 +78,7 @@ def test_nothing_to_overlap_is_said(megatron_args, changes):
         choose_plan(megatron_args(*changes), LancetConfig(num_chunks=2))
 
 
-def test_more_chunks_than_samples(megatron_args):
+def test_more_chunks_than_samples_or_tokens_are_refused(megatron_args):
     with pytest.raises(UsageError, match=r"--lancet-num-chunks 8 .*--micro-batch-size is 4\. Use at most 4"):
         choose_plan(megatron_args(), LancetConfig(num_chunks=8, chunk_dim=ChunkDim.BATCH))
     with pytest.raises(UsageError, match=r"--lancet-num-chunks 33 .*--seq-length is 32\. Use at most 32"):
@@ -89,7 +89,7 @@ def test_more_chunks_than_samples(megatron_args):
     ("samples", "asked", "num_chunks", "dim"),
     [(8, None, 2, "batch"), (2, 2, 2, "batch"), (2, 3, 3, "sequence"), (1, None, 2, "sequence"), (1, 1, 1, "batch")],
 )
-def test_auto_cuts_the_batch_where_it_has_enough_samples(megatron_args, samples, asked, num_chunks, dim):
+def test_auto_plan_cuts_the_batch_where_it_has_enough_samples(megatron_args, samples, asked, num_chunks, dim):
     plan, _ = choose_plan(megatron_args("--micro-batch-size", samples), LancetConfig(num_chunks=asked))
     assert plan == fixed_plan(num_chunks, chunk_dim=ChunkDim(dim))
 
@@ -118,7 +118,7 @@ def test_sequence_chunks_are_refused_where_they_are_not_exact(megatron_args, cha
     assert f"a micro-batch of 1 stays whole, because sequence chunks do not work with {obstacle}" in line
 
 
-def test_sequence_chunks_without_attention_do_not_mind_context_parallelism(megatron_args):
+def test_sequence_chunks_without_attention_work_with_context_parallelism(megatron_args):
     args = megatron_args("--context-parallel-size", 2, "--micro-batch-size", 1)
     gate = LancetConfig(range=OverlapRange.GATE)
     assert choose_plan(args, gate)[0] == fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE, overlap_range=OverlapRange.GATE)
@@ -135,7 +135,7 @@ def test_sequence_chunks_without_attention_do_not_mind_context_parallelism(megat
         ["--moe-input-jitter-eps", 0.1],
     ],
 )
-def test_routing_over_the_whole_micro_batch_moves_the_range_and_is_said(megatron_args, changes):
+def test_routing_of_whole_micro_batches_narrows_the_range_with_a_note(megatron_args, changes):
     plan, line = choose_plan(megatron_args(*changes), LancetConfig())
     assert plan == fixed_plan(2, overlap_range=OverlapRange.EXPERTS)
     assert f"chunks start after the gate, because {changes[0]}" in line
@@ -165,13 +165,13 @@ def test_routing_over_the_whole_micro_batch_moves_the_range_and_is_said(megatron
         ),
     ],
 )
-def test_attention_that_can_not_be_had_is_refused(megatron_args, changes, attention, message):
+def test_unavailable_attention_is_refused(megatron_args, changes, attention, message):
     for plan in PlanChoice:
         with pytest.raises(UsageError, match=message):
             choose_plan(megatron_args(*changes), LancetConfig(plan=plan, attention=AttentionChoice(attention)))
 
 
-def test_who_gets_the_fused_attention(megatron_args):
+def test_fused_attention_is_selected_by_flags_and_dropout(megatron_args):
     assert not uses_sdpa(megatron_args(), LancetConfig())
     assert uses_sdpa(megatron_args(), LancetConfig(attention=AttentionChoice.SDPA))
     for flag in (["--multi-latent-attention"], ["--context-parallel-size", 2]):
@@ -200,7 +200,7 @@ REFUSED: list[tuple[list, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(change[0]) for change, _ in REFUSED])
-def test_what_is_not_supported_is_refused(megatron_args, changes, message):
+def test_unsupported_settings_are_refused(megatron_args, changes, message):
     with pytest.raises(UsageError, match=message) as refusal:
         choose_plan(megatron_args(*changes), LancetConfig(num_chunks=2))
     assert "--lancet-plan off" in str(refusal.value)
@@ -208,7 +208,7 @@ def test_what_is_not_supported_is_refused(megatron_args, changes, message):
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(change[0]) for change, _ in REFUSED])
-def test_who_asks_for_no_overlap_keeps_stock_modules_and_is_told_why(megatron_args, changes, message):
+def test_unsupported_settings_without_requested_overlap_keep_stock_with_a_reason(megatron_args, changes, message):
     plan, line = choose_plan(megatron_args(*changes), LancetConfig())
     assert plan is None
     assert re.search("^off: --.*Stock Megatron modules", line)
@@ -235,7 +235,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_parallel_layouts_overlap(megatron_args, changes):
+def test_parallel_layouts_get_a_plan(megatron_args, changes):
     assert choose_plan(megatron_args(*changes), LancetConfig())[0] == fixed_plan(2)
 
 
@@ -247,5 +247,5 @@ def test_parallel_layouts_overlap(megatron_args, changes):
     ],
     ids=["selective", "full"],
 )
-def test_recompute_overlaps(megatron_args, changes):
+def test_recompute_settings_get_a_plan(megatron_args, changes):
     assert choose_plan(megatron_args(*changes), LancetConfig())[0] == fixed_plan(2)

@@ -25,7 +25,7 @@ def replaced_names() -> list[tuple[object, str]]:
     return [*names, (torch.Tensor, "cuda"), (torch.Tensor, "type"), (torch.nn.Module, "cuda")]
 
 
-def test_everything_is_restored():
+def test_cpu_platform_restores_torch_and_megatron():
     before = [getattr(owner, name) for owner, name in replaced_names()]
     with stand_ins.cpu_platform():
         inside = [getattr(owner, name) for owner, name in replaced_names()]
@@ -33,14 +33,14 @@ def test_everything_is_restored():
     assert [getattr(owner, name) for owner, name in replaced_names()] == before
 
 
-def test_everything_is_restored_after_an_error():
+def test_cpu_platform_restores_torch_and_megatron_after_an_error():
     before = [getattr(owner, name) for owner, name in replaced_names()]
     with pytest.raises(KeyError), stand_ins.cpu_platform():
         raise KeyError
     assert [getattr(owner, name) for owner, name in replaced_names()] == before
 
 
-def test_what_megatron_asks_for_is_there():
+def test_cpu_platform_has_what_megatron_calls():
     with stand_ins.cpu_platform():
         assert torch.cuda.is_available()
         assert torch.tensor([1.0], device="cuda").device.type == "cpu"
@@ -56,7 +56,7 @@ def test_what_megatron_asks_for_is_there():
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
-def test_the_random_state_is_torchs_own():
+def test_cpu_platform_uses_torchs_random_state():
     with stand_ins.cpu_platform():
         torch.cuda.manual_seed(7)
         state = torch.cuda.get_rng_state()
@@ -77,7 +77,7 @@ def gpu_script(monkeypatch):
     return make
 
 
-def test_a_gpu_script_needs_no_other_flags(gpu_script):
+def test_cpu_platform_accepts_flags_of_a_gpu_script(gpu_script):
     from megatron.core.transformer.enums import AttnBackend
 
     args = gpu_script("--distributed-backend", "nccl", "--moe-permute-fusion", "--attention-backend", "flash")
@@ -93,6 +93,6 @@ def test_a_gpu_script_needs_no_other_flags(gpu_script):
     "words",
     [["--fp8-format", "hybrid"], ["--use-megatron-fsdp"], ["--cuda-graph-impl", "local"]],
 )
-def test_what_has_no_cpu_counterpart_is_refused(gpu_script, words):
+def test_cpu_platform_refuses_flags_without_cpu_counterpart(gpu_script, words):
     with pytest.raises(UsageError, match="this machine has none"):
         apply_cpu_settings(gpu_script(*words))

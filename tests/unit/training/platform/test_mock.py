@@ -33,7 +33,7 @@ def parsed(monkeypatch):
     return parse
 
 
-def test_a_mocked_run(parsed):
+def test_mock_flags_describe_the_mocked_world(parsed):
     args = parsed(*MOCK, "--lancet-mock-link", "20:12.5", WORLD_SIZE="8")
     assert is_mocked(args)
     check_mock_arguments(args)
@@ -45,26 +45,26 @@ def test_a_mocked_run(parsed):
     assert not dist.is_initialized()
 
 
-def test_other_runs_are_left_to_megatron(parsed):
+def test_mock_leaves_other_backends_to_megatron(parsed):
     args = parsed("--distributed-backend", "gloo")
     check_mock_arguments(args)
     with mocked_world_of(args):
         assert not dist.is_initialized()
 
 
-def test_a_link_needs_a_mocked_world(parsed):
+def test_mock_link_needs_the_mock_backend(parsed):
     with pytest.raises(UsageError, match=r"--lancet-mock-link .*pass --distributed-backend mock, or drop it"):
         check_mock_arguments(parsed("--lancet-mock-link", "20:25"))
 
 
-def test_a_faulty_link_is_explained(parsed):
+def test_faulty_mock_link_is_refused(parsed):
     with pytest.raises(UsageError, match=r"--lancet-mock-link: expected LATENCY_US:GBYTES_PER_S.*got '20'") as refusal:
         parsed(*MOCK, "--lancet-mock-link", "20")
     assert "did you mean" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("environment", [{"RANK": "1", "WORLD_SIZE": "8"}, {"RANK": "0", "LOCAL_WORLD_SIZE": "2"}])
-def test_there_is_one_process(parsed, environment):
+def test_mock_run_refuses_several_processes(parsed, environment):
     with pytest.raises(UsageError, match="start it without torchrun"):
         check_mock_arguments(parsed(*MOCK, **environment))
 
@@ -85,7 +85,7 @@ def test_there_is_one_process(parsed, environment):
     ],
     ids=lambda words: words[0],
 )
-def test_what_a_mock_can_not_play_is_refused(parsed, words):
+def test_mock_refuses_flags_that_it_cannot_imitate(parsed, words):
     args = parsed(*MOCK, *ALL_TO_ALL, *words, WORLD_SIZE="8")
     with pytest.raises(
         UsageError, match=rf"{words[0]}( \w+)? does not work with --distributed-backend mock: .*Change it"

@@ -95,7 +95,7 @@ def lines(capsys) -> list[str]:
     return [line.removeprefix("Megatron-Lancet plan: ") for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_run_goes_through_all_stages(capsys):
+def test_autotune_profiles_plans_and_judges(capsys):
     run = Run()
     none = plan_without_overlap()
     assert run.steps(3 + 4 + 2 + 2 + 4) == [none] * 7 + [PROFILED] * 2 + [PLANNED] * 6
@@ -107,20 +107,20 @@ def test_a_run_goes_through_all_stages(capsys):
     assert (tuned.plan, tuned.made_for, tuned.chosen.step_ms) == (PLANNED, MADE_FOR, 80)
 
 
-def test_an_unfinished_search_leaves_nothing_in_the_checkpoint():
+def test_autotune_saves_no_plan_before_it_has_decided():
     run = Run()
     run.steps(12)
     assert run.args.lancet_tuned_plan is None
     assert run.tuner.summary()["how"] == "not finished: the run ended during verify"
 
 
-def test_a_profile_at_hand_takes_no_steps():
+def test_autotune_with_a_kept_profile_profiles_no_steps():
     run = Run(num_profile_steps=0)
     assert run.steps(9) == [plan_without_overlap()] * 7 + [PLANNED] * 2
 
 
 @pytest.mark.parametrize("resumed_at", [0, 60])
-def test_a_run_too_short_to_tune_has_a_fixed_plan(capsys, resumed_at):
+def test_autotune_of_a_short_run_takes_a_fixed_plan(capsys, resumed_at):
     run = Run(train_iters=resumed_at + 14, resumed_at=resumed_at)
     assert run.steps(14) == [SHORT] * 14
     said = f"{SHORT} (fixed, because 14 steps are too few to find one: 15 are needed)"
@@ -129,14 +129,14 @@ def test_a_run_too_short_to_tune_has_a_fixed_plan(capsys, resumed_at):
     assert run.args.lancet_tuned_plan is None
 
 
-def test_a_failing_planner_ends_nothing(capsys):
+def test_autotune_survives_a_failing_planner(capsys):
     run = Run(failure="the profile has no all-to-all times")
     assert run.steps(12)[-3:] == [plan_without_overlap()] * 3
     assert lines(capsys)[-1].startswith("the profile has no all-to-all times; the plan stays chunks=1")
     assert run.tuner.summary()["how"] == "no plan was found: the profile has no all-to-all times"
 
 
-def test_a_checkpoints_plan_runs_at_once_and_is_saved_again(capsys):
+def test_autotune_runs_the_checkpoints_plan_at_once_and_saves_it_again(capsys):
     run = Run(train_iters=5, saved=SAVED.to_json())
     assert run.steps(8) == [PROFILED] * 8
     assert lines(capsys)[0] == (
@@ -157,7 +157,7 @@ def test_a_checkpoints_plan_runs_at_once_and_is_saved_again(capsys):
         ("{}", "the checkpoint's plan: expected version "),
     ],
 )
-def test_a_foreign_plan_in_a_checkpoint_is_not_used(capsys, saved, reason):
+def test_autotune_ignores_a_checkpoints_plan_for_another_run(capsys, saved, reason):
     run = Run(saved=saved)
     assert run.steps(1) == [plan_without_overlap()]
     first, second = lines(capsys)

@@ -55,7 +55,7 @@ def watching(exposed_ms: float = 10.0) -> TuningController:
     return tuning
 
 
-def test_a_plan_that_pays_stays():
+def test_faster_plan_is_kept():
     tuning = TuningController(NUM)
     assert (tuning.state, tuning.plan) == (TuningState.WARM_UP, BASE)
     run(tuning, stats(200), NUM_TUNING_WARM_UP_STEPS)
@@ -73,11 +73,11 @@ def test_a_plan_that_pays_stays():
     assert tuning.num_steps_to_plan(7) == NUM_TUNING_WARM_UP_STEPS + NUM + 7 + NUM_SETTLE_STEPS + NUM
 
 
-def test_without_overlap_is_stock():
+def test_plan_without_overlap_is_stock():
     assert (BASE.num_chunks, BASE.dw_policy, BASE.dw_window) == (1, "none", 0)
 
 
-def test_a_slower_plan_is_left():
+def test_slower_plan_is_dropped():
     tuning = verifying()
     plan = run(tuning, stats(203), NUM_SETTLE_STEPS)
     assert plan == tuning.plan == BASE
@@ -96,7 +96,7 @@ def test_a_slower_plan_is_left():
     assert tuning.prediction is None
 
 
-def test_a_plan_that_only_looked_slow_is_taken_after_all():
+def test_plan_that_looked_slow_is_taken_after_remeasuring():
     """The machine slowed down between the two: measured again, what ran before is slower than the plan was."""
     tuning = verifying()
     assert run(tuning, stats(230, 20), NUM_SETTLE_STEPS) == BASE
@@ -107,7 +107,7 @@ def test_a_plan_that_only_looked_slow_is_taken_after_all():
     assert (tuning.prediction, tuning.remark) == (StepEstimate(150.0, 10.0), "")
 
 
-def test_of_two_that_looked_slow_the_faster_is_taken_after_all():
+def test_faster_of_two_plans_that_looked_slow_is_taken_after_remeasuring():
     tuning = verifying(profiled={"four": (OTHER, 150.0)})
     assert run(tuning, stats(230), NUM_SETTLE_STEPS) == OTHER
     assert run(tuning, stats(220), NUM_SETTLE_STEPS) == BASE
@@ -115,7 +115,7 @@ def test_of_two_that_looked_slow_the_faster_is_taken_after_all():
     assert (tuning.prediction, tuning.remark) == (None, "a plan that ran for the profile was faster")
 
 
-def test_slower_within_the_noise_is_kept():
+def test_plan_slower_within_the_noise_is_kept():
     tuning = verifying()
     plan = run(tuning, stats(201.5), NUM_SETTLE_STEPS)
     assert plan is None
@@ -124,7 +124,7 @@ def test_slower_within_the_noise_is_kept():
 
 
 @pytest.mark.parametrize(("other_ms", "kept"), [(170, OTHER), (230, BASE)])
-def test_a_faster_profiled_plan_is_tried_after_a_slow_one(other_ms, kept):
+def test_profiled_plan_is_tried_after_a_slow_plan(other_ms, kept):
     tuning = verifying(profiled={"four chunks": (OTHER, 180.0), "none": (BASE, 170.0), "two": (PLAN, 100.0)})
     plan = run(tuning, stats(220), NUM_SETTLE_STEPS)
     assert plan == OTHER
@@ -140,7 +140,7 @@ def test_a_faster_profiled_plan_is_tried_after_a_slow_one(other_ms, kept):
     )
 
 
-def test_the_better_of_two_that_pay_is_kept():
+def test_better_of_two_faster_plans_is_kept():
     tuning = verifying(profiled={"four": (OTHER, 100.0)})
     assert run(tuning, stats(150, 9), NUM_SETTLE_STEPS) == OTHER
     plan = run(tuning, stats(190), NUM_SETTLE_STEPS)
@@ -148,13 +148,13 @@ def test_the_better_of_two_that_pay_is_kept():
     assert (tuning.chosen, tuning.prediction) == (stats(150, 9), StepEstimate(150.0, 10.0))
 
 
-def test_a_profiled_plan_that_is_not_clearly_faster_is_not_tried():
+def test_profiled_plan_that_is_not_clearly_faster_is_not_tried():
     tuning = verifying(profiled={"four": (OTHER, 149.0)})
     assert run(tuning, stats(150), NUM_SETTLE_STEPS) is None
     assert tuning.state is TuningState.WATCH
 
 
-def test_no_overlap_is_a_legal_answer():
+def test_plan_without_overlap_can_be_the_decision():
     tuning = profiling()
     in_two_stages = replace(BASE, segments=(Segment(1, 2, 1), Segment(3, None, 1)))
     plan = tuning.planned(Planned(in_two_stages, StepEstimate(200, 50)))
@@ -164,7 +164,7 @@ def test_no_overlap_is_a_legal_answer():
 
 
 @pytest.mark.parametrize(("other_ms", "kept"), [(150, OTHER), (199, OTHER), (201, BASE)])
-def test_a_profiled_plan_is_tried_although_none_is_expected_to_pay(other_ms, kept):
+def test_profiled_plan_is_tried_although_none_is_expected_to_pay(other_ms, kept):
     tuning = profiling()
     assert tuning.planned(Planned(BASE, StepEstimate(200, 50), profiled={"four": (OTHER, 160.0)})) == OTHER
     plan = run(tuning, stats(other_ms), NUM_SETTLE_STEPS)
@@ -172,21 +172,21 @@ def test_a_profiled_plan_is_tried_although_none_is_expected_to_pay(other_ms, kep
     assert (tuning.plan, tuning.state) == (kept, TuningState.WATCH)
 
 
-def test_a_run_too_short_to_tune_is_not_judged():
+def test_plan_of_a_short_run_is_not_judged():
     tuning = TuningController(NUM)
     assert tuning.give_up(PLAN, "too short") == PLAN
     assert tuning.lines == ["too short"]
     assert (tuning.state, tuning.settled, tuning.chosen) == (TuningState.FIXED, True, None)
 
 
-def test_without_a_plan_all_stays_as_it_was():
+def test_controller_without_a_plan_changes_nothing():
     tuning = profiling()
     plan = tuning.planning_failed("no plan fits")
     assert (tuning.state, tuning.plan, plan) == (TuningState.WATCH, BASE, BASE)
     assert tuning.lines[-1] == f"no plan fits; the plan stays {BASE}"
 
 
-def test_a_plan_that_is_taken_over_is_measured_and_not_judged():
+def test_plan_from_a_checkpoint_is_measured_and_not_judged():
     tuning = TuningController(NUM)
     assert tuning.take_over(PLAN, None, None, "from the checkpoint") == PLAN
     assert tuning.settled
@@ -196,7 +196,7 @@ def test_a_plan_that_is_taken_over_is_measured_and_not_judged():
 
 
 @pytest.mark.parametrize("exposed_ms", [1.0, 40.0])
-def test_exposed_time_that_stays_elsewhere_asks_for_a_plan(exposed_ms):
+def test_drift_of_exposed_time_starts_planning(exposed_ms):
     tuning = watching(exposed_ms=20.0)
     for _ in range(MIN_STEPS_BETWEEN_PLANS // NUM):
         assert run(tuning, stats(150, 20)) is None
@@ -216,7 +216,7 @@ def test_exposed_time_that_stays_elsewhere_asks_for_a_plan(exposed_ms):
     assert (tuning.chosen, tuning.num_plans) == (stats(170, exposed_ms), 2)
 
 
-def test_exposed_time_that_comes_back_is_no_drift():
+def test_temporary_change_of_exposed_time_is_no_drift():
     tuning = watching(exposed_ms=20.0)
     for _ in range(2 * MIN_STEPS_BETWEEN_PLANS // NUM):
         for exposed_ms in [40.0] * (NUM_DRIFT_WINDOWS - 1) + [20.0]:
@@ -224,7 +224,7 @@ def test_exposed_time_that_comes_back_is_no_drift():
             assert tuning.state is TuningState.WATCH
 
 
-def test_plans_are_not_made_all_the_time():
+def test_planning_after_drift_has_a_minimum_distance():
     tuning = watching(exposed_ms=20.0)
     num_steps = NUM_SETTLE_STEPS + NUM  # since the plan was made
     while tuning.state is TuningState.WATCH:

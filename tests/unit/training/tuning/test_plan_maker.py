@@ -88,7 +88,7 @@ def profiled(maker, again: bool = False):
     return maker.make(), num_steps
 
 
-def test_a_profile_gives_a_plan_and_what_else_ran(make):
+def test_plan_maker_returns_a_plan_and_the_profiled_plans(make):
     maker = make()
     assert maker.num_steps() == 12  # 1, 2 and 4 chunks
     planned, num_steps = profiled(maker)
@@ -101,7 +101,7 @@ def test_a_profile_gives_a_plan_and_what_else_ran(make):
     assert maker.notes == []
 
 
-def test_a_kept_profile_needs_no_steps(make, tmp_path):
+def test_plan_maker_with_a_kept_profile_needs_no_steps(make, tmp_path):
     first, _ = profiled(make(cache_dir=tmp_path / "cache"))
     again = make(cache_dir=tmp_path / "cache")
     assert again.num_steps() == 0
@@ -110,7 +110,7 @@ def test_a_kept_profile_needs_no_steps(make, tmp_path):
     assert f"from the profile {tmp_path / 'cache' / 'profile-'}" in planned.why
 
 
-def test_a_damaged_or_unwritable_cache_is_one_line_and_no_more(make, tmp_path):
+def test_damaged_or_unwritable_profile_cache_is_one_line(make, tmp_path):
     folder = tmp_path / "cache"
     profiled(make(cache_dir=folder))
     next(folder.iterdir()).write_text("{")
@@ -125,7 +125,7 @@ def test_a_damaged_or_unwritable_cache_is_one_line_and_no_more(make, tmp_path):
     assert note.endswith("--lancet-cache names another folder, or off")
 
 
-def test_a_changed_run_measures_links_and_shares_alone(make, monkeypatch):
+def test_plan_maker_measures_only_links_and_shares_of_a_changed_run(make, monkeypatch):
     maker = make()
     profiled(maker)
     slow = tuple((size, 3 * ms) for size, ms in PROFILE.link.all_to_all)
@@ -138,7 +138,7 @@ def test_a_changed_run_measures_links_and_shares_alone(make, monkeypatch):
     assert planned.profiled == {}, "it ran under other conditions"
 
 
-def test_limits_without_deferral_leave_the_profiled_plans_out(make):
+def test_plan_maker_without_deferral_leaves_profiled_plans_out(make):
     planned, _ = profiled(make(Limits(chunk_dims=(ChunkDim.BATCH,), dw_policies=(DwPolicy.NONE,))))
     assert planned.plan.dw_policy is DwPolicy.NONE
     assert planned.profiled == {}
@@ -151,7 +151,7 @@ def test_limits_without_deferral_leave_the_profiled_plans_out(make):
         (ZeroDivisionError("division by zero"), "planning failed: ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_planner_that_fails_is_said(make, monkeypatch, error, said):
+def test_plan_maker_reports_a_failing_planner(make, monkeypatch, error, said):
     def fail(*_):
         raise error
 
@@ -160,7 +160,7 @@ def test_a_planner_that_fails_is_said(make, monkeypatch, error, said):
         profiled(make())
 
 
-def test_a_plan_that_would_not_fit_beside_what_has_run_is_not_chosen(make, monkeypatch):
+def test_plan_maker_rejects_a_plan_that_exceeds_the_memory_bound(make, monkeypatch):
     """What ran fitted. Everything faster that keeps more than that and the room left is out of the question."""
     alone = fixed_plan(1, DwPolicy.NONE)
     monkeypatch.setattr(plan_maker, "plans_within", lambda args, limits: [alone])
@@ -179,7 +179,7 @@ def test_a_plan_that_would_not_fit_beside_what_has_run_is_not_chosen(make, monke
     assert tight.prediction.step_ms > free.prediction.step_ms
 
 
-def test_the_bound_is_what_has_run_and_most_of_the_room():
+def test_memory_bound_is_used_memory_and_most_of_the_free_memory():
     ran = [fixed_plan(1, DwPolicy.NONE), fixed_plan(2), fixed_plan(5, chunk_dim=ChunkDim.SEQUENCE)]
     simulator = Simulator(CostModel(PROFILE))
     most = max(simulator.predict(plan).peak_bytes for plan in ran[:2])
@@ -190,7 +190,7 @@ def test_the_bound_is_what_has_run_and_most_of_the_room():
 OVERLAPPED = GradientReduction(dense_ranks=2, bucket_bytes=1_000_000)
 
 
-def test_a_run_that_reduces_gradients_beside_its_backward_plans_with_that(make, monkeypatch, tmp_path):
+def test_plan_maker_plans_with_reductions_during_the_backward(make, monkeypatch, tmp_path):
     link = replace(PROFILE.link, all_reduce=((0, 0.0), (1_000_000, 4.0)))
     measured = replace(PROFILE, link=link, rest_ms=20.0)
     monkeypatch.setattr(Run, "result", measured)

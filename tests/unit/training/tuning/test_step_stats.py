@@ -16,7 +16,7 @@ def stats(step_ms: float, spread_ms: float = 0, exposed_ms: float = 0, num_steps
     return StepStats(step_ms, spread_ms, exposed_ms, spread_ms, 0, num_steps)
 
 
-def test_one_slow_step_moves_nothing():
+def test_step_stats_ignore_one_slow_step():
     steps = [StepTimes(100 + i, 10, 50) for i in range(5)]
     calm, disturbed = stats_of_rank(steps), stats_of_rank([*steps[:4], StepTimes(5000, 10, 50)])
     assert calm.step_ms == disturbed.step_ms == 102
@@ -24,12 +24,12 @@ def test_one_slow_step_moves_nothing():
     assert (calm.exposed_ms, calm.exposed_spread_ms, calm.in_flight_ms, calm.num_steps) == (10, 0, 50, 5)
 
 
-def test_the_slowest_rank_is_the_step_and_waiting_is_shared():
+def test_step_stats_take_the_slowest_rank_and_mean_exposed_time():
     rows = [StepStats(100, 1, 10, 3, 40, 5).as_row(), StepStats(90, 2, 20, 1, 60, 5).as_row()]
     assert over_ranks(rows) == StepStats(100, 2, 15, 3, 50, 5)
 
 
-def test_noise_grows_with_the_spread_and_falls_with_the_steps():
+def test_step_noise_grows_with_spread_and_falls_with_steps():
     assert step_noise_ms(stats(200), stats(190)) == pytest.approx(2), "one percent at least"
     few, many = stats(100, 20, num_steps=4), stats(100, 20, num_steps=16)
     assert step_noise_ms(few, few) == pytest.approx(2 * step_noise_ms(many, many))

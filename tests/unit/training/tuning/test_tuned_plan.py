@@ -15,11 +15,11 @@ TUNED = TunedPlan(fixed_plan(2), {"ep_size": "2", "device": "cpu"}, STATS, STATS
 
 
 @pytest.mark.parametrize("tuned", [TUNED, TunedPlan(fixed_plan(4), {}, STATS)])
-def test_tuned_plan_comes_back_whole(tuned):
+def test_tuned_plan_is_read_as_saved(tuned):
     assert TunedPlan.from_json(tuned.to_json(), "checkpoint") == tuned
 
 
-def test_damage_is_named():
+def test_damage_of_a_tuned_plan_is_named():
     value = json.loads(TUNED.to_json())
     damaged = {
         r"expected version 2\.\d+ .* found 9": json.dumps({**value, "version": 9}),
@@ -34,7 +34,7 @@ def test_damage_is_named():
             TunedPlan.from_json(text, "checkpoint")
 
 
-def test_what_it_does_not_fit():
+def test_tuned_plan_names_what_it_does_not_fit():
     assert TUNED.misfit({"device": "cpu", "ep_size": "2"}) is None
     assert TUNED.misfit({"device": "x" * 100, "ep_size": "4"}) == (
         f"ep_size was 2, is 4; device was cpu, is {'x' * 57}..."
