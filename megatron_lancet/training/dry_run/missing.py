@@ -31,7 +31,19 @@ def _needed_packages(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     if args.transformer_impl == "transformer_engine":
         yield "transformer_engine", "--transformer-impl transformer_engine (Megatron's default)"
     elif args.transformer_impl == "local":
-        yield from _needed_by_local_modules(args)
+        # Kernels that Megatron's local modules use by default, and do not run without.
+        if args.gradient_accumulation_fusion:
+            yield (
+                "fused_weight_gradient_mlp_cuda",
+                "gradient accumulation fusion (part of NVIDIA apex; else pass --no-gradient-accumulation-fusion)",
+            )
+        if args.normalization == "LayerNorm" and not args.no_persist_layer_norm and not args.sequence_parallel:
+            yield "apex", "the persistent layer norm (else pass --no-persist-layer-norm)"
+        rotates = args.position_embedding_type == "rope" and not args.multi_latent_attention
+        if rotates and args.apply_rope_fusion:
+            yield "transformer_engine", "the fused rotary embedding (else pass --no-rope-fusion)"
+        if args.moe_router_fusion:
+            yield "transformer_engine", "--moe-router-fusion"
     if args.use_flash_attn or args.attention_backend == AttnBackend.flash:
         yield "flash_attn", "flash attention"
     dispatcher = args.moe_token_dispatcher_type
@@ -46,22 +58,6 @@ def _needed_packages(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         yield "tensorboard", "--tensorboard-dir"
     if args.non_persistent_ckpt_type == "local" or (args.async_save and args.async_strategy == "nvrx"):
         yield "nvidia_resiliency_ext", "--async-save or a local checkpoint"
-
-
-def _needed_by_local_modules(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Yields the packages with kernels that Megatron's local modules use by default, and do not run without."""
-    if args.gradient_accumulation_fusion:
-        yield (
-            "fused_weight_gradient_mlp_cuda",
-            "gradient accumulation fusion (part of NVIDIA apex; else pass --no-gradient-accumulation-fusion)",
-        )
-    if args.normalization == "LayerNorm" and not args.no_persist_layer_norm and not args.sequence_parallel:
-        yield "apex", "the persistent layer norm (else pass --no-persist-layer-norm)"
-    rotates = args.position_embedding_type == "rope" and not args.multi_latent_attention
-    if rotates and args.apply_rope_fusion:
-        yield "transformer_engine", "the fused rotary embedding (else pass --no-rope-fusion)"
-    if args.moe_router_fusion:
-        yield "transformer_engine", "--moe-router-fusion"
 
 
 def missing_inputs(args: argparse.Namespace) -> Iterator[str]:

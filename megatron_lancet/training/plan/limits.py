@@ -33,6 +33,14 @@ def sequence_blockers(args: argparse.Namespace, config: LancetConfig, overlap_ra
         yield "--lancet-attention stock"
 
 
+def sequence_refusal(blocker: str) -> UsageError:
+    """The error for ``--lancet-chunk-dim sequence`` together with a flag of :func:`sequence_blockers`."""
+    return UsageError(
+        f"--lancet-chunk-dim sequence does not work with {blocker}. Drop one of the two, or pass --lancet-range gate, "
+        "or --lancet-plan off."
+    )
+
+
 def routing_over_whole_micro_batch(args: argparse.Namespace) -> Iterator[str]:
     """Yields the flags with which a token's route depends on other tokens, or on random numbers drawn in each call."""
     balancing = args.moe_router_load_balancing_type
@@ -69,9 +77,19 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
         ranges = [OverlapRange.EXPERTS]
         excluded.append(Exclusion("ranges before dispatch", f"{whole} looks at the whole micro-batch"))
     dims = [config.chunk_dim] if config.chunk_dim else list(ChunkDim)
-    if ChunkDim.SEQUENCE in dims:
-        needs_sequence = config.chunk_dim is ChunkDim.SEQUENCE or args.micro_batch_size == 1
-        dims, ranges = _with_exact_sequence_chunks(args, config, dims, ranges, needs_sequence, excluded)
+    blockers = {one: next(sequence_blockers(args, config, one), None) for one in ranges}
+    exact = [one for one in ranges if blockers[one] is None]
+    if ChunkDim.SEQUENCE in dims and len(exact) < len(ranges):
+        blocker = next(found for found in blockers.values() if found is not None)
+        if exact and (config.chunk_dim is ChunkDim.SEQUENCE or args.micro_batch_size == 1):
+            others = " and ".join(one for one in ranges if one not in exact)
+            excluded.append(Exclusion(f"ranges {others}", f"sequence chunks do not work there with {blocker}"))
+            ranges = exact
+        elif config.chunk_dim is ChunkDim.SEQUENCE:
+            raise sequence_refusal(blocker)
+        else:
+            excluded.append(Exclusion("sequence chunks", f"they do not work with {blocker}"))
+            dims = [ChunkDim.BATCH]
     return Limits(
         num_chunks=None if config.num_chunks is None else (config.num_chunks,),
         chunk_dims=tuple(dims),
@@ -80,30 +98,3 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
         dw_memory_bytes=config.dw_memory_bytes,
         excluded=tuple(excluded),
     )
-
-
-def _with_exact_sequence_chunks(
-    args: argparse.Namespace,
-    config: LancetConfig,
-    dims: list[ChunkDim],
-    ranges: list[OverlapRange],
-    needs_sequence: bool,
-    excluded: list[Exclusion],
-) -> tuple[list[ChunkDim], list[OverlapRange]]:
-    """Reduces dimensions and ranges until every pair is exact, and adds the others to ``excluded``."""
-    blockers = {one: next(sequence_blockers(args, config, one), None) for one in ranges}
-    exact = [one for one in ranges if blockers[one] is None]
-    if len(exact) == len(ranges):
-        return dims, ranges
-    blocker = next(found for found in blockers.values() if found is not None)
-    if needs_sequence and exact:
-        others = " and ".join(one for one in ranges if one not in exact)
-        excluded.append(Exclusion(f"ranges {others}", f"sequence chunks do not work there with {blocker}"))
-        return dims, exact
-    if config.chunk_dim is ChunkDim.SEQUENCE:
-        raise UsageError(
-            f"--lancet-chunk-dim sequence does not work with {blocker}. Drop one of the two, or pass "
-            "--lancet-range gate, or --lancet-plan off."
-        )
-    excluded.append(Exclusion("sequence chunks", f"they do not work with {blocker}"))
-    return [ChunkDim.BATCH], ranges

@@ -13,6 +13,7 @@ from megatron_lancet.training.plan.limits import (
     planning_limits,
     routing_over_whole_micro_batch,
     sequence_blockers,
+    sequence_refusal,
 )
 from megatron_lancet.training.plan.support import has_all_to_alls, overlap_blockers, refuse_unsupported
 
@@ -83,10 +84,7 @@ def _chunks(args: argparse.Namespace, config: LancetConfig, blockers: list[str])
     if dim is None:
         dim = ChunkDim.BATCH if num_chunks <= args.micro_batch_size or blockers else ChunkDim.SEQUENCE
     elif dim is ChunkDim.SEQUENCE and num_chunks > 1 and blockers:
-        raise UsageError(
-            f"--lancet-chunk-dim sequence does not work with {blockers[0]}. Drop one of the two, or pass "
-            "--lancet-range gate, or --lancet-plan off."
-        )
+        raise sequence_refusal(blockers[0])
     size, flag = chunked_size(args, dim)
     if config.num_chunks is None:
         return min(num_chunks, size), dim

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -54,28 +53,25 @@ class ProfileToFile:
         self._setup = setup
         self._device = device
         self._plans = plans_within(args, planning_limits(args, config))
-        self._steps: ProfileSteps | None = None
-        self._bar: tqdm[Any] | None = None
+        self._progress: tuple[ProfileSteps, tqdm[Any]] | None = None
 
     def observe(self, step: Callable[[], Any]) -> Any:
         """Runs a training step and measures it; after the last one writes the profile and lets training end."""
-        if self._steps is None:
+        if self._progress is None:
             model = profiled_model(self._args, self._setup, self._device)
-            self._steps = ProfileSteps(ProfileRun(model, self._plans))
+            steps = ProfileSteps(ProfileRun(model, self._plans))
             silent = dist.get_rank() != 0
-            self._bar = tqdm(total=len(self._steps.plans) + 1, desc="profile", unit="step", disable=silent)
-        steps, bar = self._steps, self._bar
+            self._progress = steps, tqdm(total=len(steps.plans) + 1, desc="profile", unit="step", disable=silent)
+        steps, bar = self._progress
         plan = steps.next_plan
         assert plan is not None
-        assert bar is not None
         if plan != self._setup.plan:
             self._setup.switch(plan)
         bar.set_postfix_str(str(plan))
         result = steps.run_step(step)
         bar.update()
         if steps.next_plan is None:
-            with ExitStack() as stack:
-                stack.callback(bar.close)
+            with bar:
                 bar.set_postfix_str("links")
                 self._finish(steps)
                 bar.update()
