@@ -1,1 +1,1 @@
-"""From a folder of text to Megatron's ``.bin``/``.idx`` datasets: what the tools in ``tools/`` share."""
+"""From a folder of text to Megatron's ``.bin``/``.idx`` datasets: code that the tools in ``tools/`` share."""

@@ -114,19 +114,14 @@ def build_tokenizer(settings: TokenizerSettings) -> Any:
         raise UsageError(f"expected --tokenizer-type to be one of {supported}; got {settings.tokenizer_type}")
     model = settings.tokenizer_model
     if model is None or not Path(model).is_file():
+        found = "none was given" if model is None else f"{model} is no file"
         raise UsageError(
-            f"--tokenizer-type {settings.tokenizer_type} needs --tokenizer-model, a SentencePiece .model"
-            f" file; {'none was given' if model is None else f'{model} is no file'}"
+            f"--tokenizer-type {settings.tokenizer_type} needs --tokenizer-model, a SentencePiece .model file; {found}"
         )
     try:
         return megatron_builder.build_tokenizer(settings)
     except (RuntimeError, ValueError) as error:  # ValueError: a message of SentencePiece that is no UTF-8
         raise UsageError(f"{model} is not a readable SentencePiece model ({error})") from error
-
-
-def token_dtype(tokenizer: Any) -> type[np.number]:
-    """Smallest type that Megatron's datasets offer for the ids of ``tokenizer``."""
-    return DType.optimal_dtype(tokenizer.vocab_size)
 
 
 def encode_batch(job: EncodeJob, batch: LineBatch) -> EncodedBatch:
@@ -152,7 +147,7 @@ def encode_batch(job: EncodeJob, batch: LineBatch) -> EncodedBatch:
                 ids_of_key[column].append(ids + eod_ids)
             else:
                 num_empty[column] += 1
-    dtype = token_dtype(tokenizer)
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
     documents = tuple(
         EncodedDocuments(
             tokens=np.fromiter(chain.from_iterable(ids_of_document), dtype),

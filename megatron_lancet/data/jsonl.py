@@ -74,23 +74,20 @@ def parse_line(line: bytes, keys: Sequence[str], location: str) -> tuple[str, ..
         raise UsageError(f"{location}: expected one JSON object, found invalid JSON ({error})") from error
     if not isinstance(record, dict):
         raise UsageError(f"{location}: expected a JSON object, found {type(record).__name__}")
-    return tuple(_text_of(record, key, location) for key in keys)
-
-
-def _text_of(record: dict[str, object], key: str, location: str) -> str:
-    if key not in record:
-        raise UsageError(f"{location}: expected the key {key!r}, found the keys {sorted(record)}")
-    text = record[key]
-    if not isinstance(text, str):
-        raise UsageError(f"{location}: expected a string under {key!r}, found {type(text).__name__}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"{location}: the string under {key!r} has a lone surrogate at character {error.start}, which"
-            " no UTF-8 text can hold; repair the program that wrote the file"
-        ) from error
-    return text
+    for key in keys:
+        if key not in record:
+            raise UsageError(f"{location}: expected the key {key!r}, found the keys {sorted(record)}")
+        text = record[key]
+        if not isinstance(text, str):
+            raise UsageError(f"{location}: expected a string under {key!r}, found {type(text).__name__}")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"{location}: the string under {key!r} has a lone surrogate at character {error.start}, which"
+                " no UTF-8 text can hold; repair the program that wrote the file"
+            ) from error
+    return tuple(record[key] for key in keys)
 
 
 def iter_texts(path: Path, key: str) -> Iterator[str]:

@@ -112,7 +112,6 @@ class OverlappedRun:
         self._config = config
         self._maker: ProfilingPlanMaker | None = None
         self._tuner: AutoTune | None = None
-        self._profile: ProfileToFile | None = None
         self._traced: TracedSteps | None = None
         profiles = config.profile is not None
         self.recorder = StepRecorder(args, device, stats, config.tune_steps)
@@ -125,8 +124,7 @@ class OverlappedRun:
             switchable=profiles or choice.is_tuned,
             micro_ops=choice.micro_ops,
         )
-        if profiles:
-            self._profile = ProfileToFile(args, config, self.setup, device)
+        self._profile = ProfileToFile(args, config, self.setup, device) if profiles else None
         if choice.is_tuned:
             controller = TuningController(config.tune_steps)
             self._maker = ProfilingPlanMaker(args, config, self.setup, device, controller.note)

@@ -1,1 +1,1 @@
-"""Checkpoints: complete ones, how they are loaded, saved, read and resized."""
+"""Checkpoints: loading, saving, reading, resizing, and the check that they are complete."""

@@ -84,9 +84,7 @@ class Checkpoints:
                 raise
             raise CheckpointError(f"can't load the checkpoint in {self._args.load}; Megatron says why above.") from None
         except AssertionError as error:
-            raise UsageError(
-                f"Megatron refuses to go on from the checkpoint in {self._args.load}: {_reason(error)}."
-            ) from error
+            raise UsageError(f"Megatron refuses the checkpoint in {self._args.load}: {_reason(error)}.") from error
         except (Exception, CheckpointException) as error:
             folder = _load_folder(self._args)
             raise CheckpointError(

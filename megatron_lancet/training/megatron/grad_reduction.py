@@ -118,10 +118,8 @@ def _recorded(
 
 def _collective_group(bucket_group: Any) -> dist.ProcessGroup:
     if bucket_group.ddp_config.use_distributed_optimizer:
-        group: dist.ProcessGroup = bucket_group.intra_distributed_optimizer_instance_group
-    else:
-        group = bucket_group.data_parallel_group
-    return group
+        return bucket_group.intra_distributed_optimizer_instance_group
+    return bucket_group.data_parallel_group
 
 
 def _check_chunk(ddp: DistributedDataParallel, cut: MicroOps) -> None:

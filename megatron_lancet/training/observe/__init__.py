@@ -1,1 +1,1 @@
-"""What a run records about its steps and reports."""
+"""Records of a run's steps, and its report."""

@@ -1,1 +1,1 @@
-"""Machines that a run can use: GPUs, a CPU in place of a GPU, one process in place of all ranks."""
+"""Machines that a run can use: GPUs, a CPU instead of a GPU, one process instead of all ranks."""

@@ -1,6 +1,6 @@
-"""The process that Megatron keeps for a queue while a rank saves.
+"""The process that serves Megatron's queue while a rank saves.
 
-This file imports little: the process starts with a fresh interpreter, and the rank waits for it.
+This file imports little, because the process starts with a fresh interpreter and the rank waits for it.
 """
 
 import ctypes
@@ -14,8 +14,8 @@ _PR_SET_PDEATHSIG = 1
 def live_as_long_as(rank_pid: int) -> None:
     """Makes the calling process ignore SIGTERM, which schedulers send to all of a job, and end with its rank.
 
-    If it did not ignore SIGTERM, the checkpoint of the last step would fail. If it did not end with a killed rank, it
-    would stay forever and keep its memory. Only Linux offers the latter.
+    Otherwise the checkpoint of the last step would fail, and the process would outlive a killed rank and keep its
+    memory. Only Linux can end it with its rank.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":

@@ -98,7 +98,7 @@ def test_unreadable_checkpoint_folder_is_refused(folder, alone, monkeypatch):
     ("error", "kind", "expected"),
     [
         (SystemExit(), CheckpointError, "Megatron says why above"),
-        (AssertionError("the scheduler differs"), UsageError, "refuses to go on from .*: the scheduler differs"),
+        (AssertionError("the scheduler differs"), UsageError, "refuses the checkpoint in .*: the scheduler differs"),
         (KeyError("weight"), CheckpointError, "can't load .*: KeyError: 'weight'. Nothing .* step 4: --ckpt-step 4"),
         (
             CheckpointException("read", {3: (OSError(5, "I/O error"), None)}),
