@@ -124,6 +124,11 @@ def build_tokenizer(settings: TokenizerSettings) -> Any:
         raise UsageError(f"{model} is not a readable SentencePiece model ({error})") from error
 
 
+def token_dtype(tokenizer: Any) -> type[np.number]:
+    """Smallest type that Megatron's datasets offer for the ids of ``tokenizer``."""
+    return DType.optimal_dtype(tokenizer.vocab_size)
+
+
 def encode_batch(job: EncodeJob, batch: LineBatch) -> EncodedBatch:
     """Parse and tokenize the lines of ``batch``.
 
@@ -147,7 +152,7 @@ def encode_batch(job: EncodeJob, batch: LineBatch) -> EncodedBatch:
                 ids_of_key[column].append(ids + eod_ids)
             else:
                 num_empty[column] += 1
-    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    dtype = token_dtype(tokenizer)
     documents = tuple(
         EncodedDocuments(
             tokens=np.fromiter(chain.from_iterable(ids_of_document), dtype),

@@ -155,8 +155,8 @@ def cpu_platform() -> Iterator[None]:
         for name in _FACTORIES:
             stack.enter_context(around(torch, name, _create_on_cpu))
         stack.enter_context(around(torch.Tensor, "type", _type_as_on_gpu))
-        for owner in (torch.Tensor, torch.nn.Module):
-            stack.enter_context(replaced(owner, "cuda", lambda value, *_, **__: value))
+        stack.enter_context(replaced(torch.Tensor, "cuda", lambda value, *_, **__: value))
+        stack.enter_context(replaced(torch.nn.Module, "cuda", lambda value, *_, **__: value))
         # DataLoader pins memory where an accelerator is available; none is.
         stack.enter_context(replaced(torch.accelerator, "is_available", lambda: False))
         stack.enter_context(megatron_on_cpu())
