@@ -17,46 +17,22 @@ from megatron_lancet.schedule.units import BYTES_PER_MB, mb_to_bytes
 
 def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that restrict the plan."""
-    group = parser.add_argument_group("restrictions of the plan")
-    group.add_argument(
-        "--num-chunks",
-        nargs="+",
-        type=positive_int,
-        metavar="K",
-        help="chunk counts to choose from; 1 is the whole micro-batch (default: the profiled ones)",
+    add = parser.add_argument_group("restrictions of the plan").add_argument
+    dims, ranges, policies = ([one.value for one in kind] for kind in (ChunkDim, OverlapRange, DwPolicy))
+    counts = "chunk counts to choose from; 1 is the whole micro-batch (default: the profiled ones)"
+    add("--num-chunks", nargs="+", type=positive_int, metavar="K", help=counts)
+    add("--chunk-dim", nargs="+", choices=dims, help="dimensions along which micro-batches may be cut (default: all)")
+    chunked = (
+        "ops that may run in chunks: experts (dispatch to combine), gate (router to combine), layer (with its "
+        "attention), stack (several layers without a barrier between them) (default: all)"
     )
-    group.add_argument(
-        "--chunk-dim",
-        nargs="+",
-        choices=[dim.value for dim in ChunkDim],
-        help="dimensions along which micro-batches may be cut (default: all)",
-    )
-    group.add_argument(
-        "--range",
-        nargs="+",
-        choices=[one.value for one in OverlapRange],
-        help="ops that may run in chunks: experts (dispatch to combine), gate (router to combine), layer (with its "
-        "attention), stack (several layers without a barrier between them) (default: all)",
-    )
-    group.add_argument(
-        "--dw-policy",
-        nargs="+",
-        choices=[policy.value for policy in DwPolicy],
-        help="dW: fill runs it while a backward all-to-all is in flight, none immediately (default: both)",
-    )
-    group.add_argument(
-        "--max-memory-mb",
-        type=positive_float,
-        metavar="MB",
-        help="bound (10^6 bytes) of activations and deferred weight gradients on a rank (default: none)",
-    )
-    group.add_argument(
-        "--dw-memory-mb",
-        type=positive_float,
-        metavar="MB",
-        help="bound (10^6 bytes) of what deferred weight gradients keep alive on a rank; written into the plan "
-        "(default: none)",
-    )
+    add("--range", nargs="+", choices=ranges, help=chunked)
+    deferred = "dW: fill runs it while a backward all-to-all is in flight, none immediately (default: both)"
+    add("--dw-policy", nargs="+", choices=policies, help=deferred)
+    memory = "bound (10^6 bytes) of activations and deferred weight gradients on a rank (default: none)"
+    add("--max-memory-mb", type=positive_float, metavar="MB", help=memory)
+    pinned = "bound (10^6 bytes) of memory kept alive by deferred dW on a rank; written into the plan (default: none)"
+    add("--dw-memory-mb", type=positive_float, metavar="MB", help=pinned)
 
 
 def limits_of(arguments: argparse.Namespace) -> Limits:

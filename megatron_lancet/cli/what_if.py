@@ -17,20 +17,13 @@ from megatron_lancet.schedule.units import mb_to_bytes
 
 def add_network_arguments(group: argparse._ArgumentGroup) -> None:
     """Adds the flags that :func:`network_of` reads."""
-    group.add_argument("--ranks-per-node", type=positive_int, metavar="N", help="(default: all ranks on one node)")
-    group.add_argument(
-        "--intra-gbps", type=positive_float, metavar="GB", help="Gb/s of one rank inside a node, each way"
-    )
-    group.add_argument("--intra-latency-us", type=_latency, metavar="US", help="latency of a message inside a node")
-    group.add_argument(
-        "--inter-gbps", type=positive_float, metavar="GB", help="Gb/s of one rank between nodes (default: as inside)"
-    )
-    group.add_argument(
-        "--inter-latency-us",
-        type=_latency,
-        metavar="US",
-        help="latency of a message between nodes (default: as inside)",
-    )
+    add = group.add_argument
+    inside, between = "of one rank inside a node", "of one rank between nodes (default: as inside)"
+    add("--ranks-per-node", type=positive_int, metavar="N", help="(default: all ranks on one node)")
+    add("--intra-gbps", type=positive_float, metavar="GB", help=f"bandwidth {inside}, Gb/s each way")
+    add("--intra-latency-us", type=_latency, metavar="US", help="latency of a message inside a node")
+    add("--inter-gbps", type=positive_float, metavar="GB", help=f"bandwidth {between}, Gb/s each way")
+    add("--inter-latency-us", type=_latency, metavar="US", help="latency between nodes (default: as inside)")
 
 
 def network_of(arguments: argparse.Namespace) -> NetworkChoice:
@@ -58,36 +51,18 @@ def add_routing_argument(group: argparse._ArgumentGroup) -> None:
 
 def add_reduction_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that :func:`reduced_as_asked` reads."""
-    group = parser.add_argument_group("reduction of gradients over ranks (default: as profiled)")
-    group.add_argument(
-        "--overlap-grad-reduce",
-        action="store_true",
-        help="reduce during the backward pass, on the links of the all-to-alls",
-    )
-    group.add_argument(
-        "--comm-priority",
-        choices=[one.value for one in CommPriority],
-        help="which of them goes first, as --lancet-comm-priority (default: off, they share the links)",
-    )
-    group.add_argument(
-        "--grad-chunk-mb",
-        type=positive_float,
-        metavar="MB",
-        help=f"size of a micro-op, with the priority, as --lancet-grad-chunk-mb (default: {DEFAULT_CHUNK_MB:g})",
-    )
-    group.add_argument(
-        "--bucket-mb", type=positive_float, metavar="MB", help="size of a bucket of gradients (default: Megatron's)"
-    )
-    group.add_argument(
-        "--use-distributed-optimizer",
-        action="store_true",
-        help="gradients are reduce-scattered, the optimizer is sharded",
-    )
-    group.add_argument(
-        "--untie-embeddings-and-output-weights",
-        action="store_true",
-        help="the output layer has a weight of its own, complete when the backward pass begins",
-    )
+    add = parser.add_argument_group("reduction of gradients over ranks (default: as profiled)").add_argument
+    overlap = "reduce during the backward pass, on the links of the all-to-alls"
+    add("--overlap-grad-reduce", action="store_true", help=overlap)
+    first = "which of them goes first, as --lancet-comm-priority (default: off, they share the links)"
+    add("--comm-priority", choices=[one.value for one in CommPriority], help=first)
+    chunk = f"size of a micro-op, with the priority, as --lancet-grad-chunk-mb (default: {DEFAULT_CHUNK_MB:g})"
+    add("--grad-chunk-mb", type=positive_float, metavar="MB", help=chunk)
+    add("--bucket-mb", type=positive_float, metavar="MB", help="size of a bucket of gradients (default: Megatron's)")
+    sharded = "gradients are reduce-scattered, the optimizer is sharded"
+    add("--use-distributed-optimizer", action="store_true", help=sharded)
+    untied = "the output layer has a weight of its own, complete when the backward pass begins"
+    add("--untie-embeddings-and-output-weights", action="store_true", help=untied)
 
 
 def reduced_as_asked(profile: Profile, arguments: argparse.Namespace, optimizer_counts: bool = False) -> Profile:

@@ -20,20 +20,12 @@ from megatron_lancet.runtime.packing import RowLayout
 
 _PACKAGES = ("torch", "megatron-core", "megatron-lancet")
 _NAMED = (
-    ("layers", "num_layers"),
-    ("hidden", "hidden_size"),
-    ("ffn", "ffn_hidden_size"),
-    ("expert-ffn", "moe_ffn_hidden_size"),
-    ("shared-ffn", "moe_shared_expert_intermediate_size"),
-    ("heads", "num_attention_heads"),
-    ("groups", "num_query_groups"),
-    ("experts", "num_moe_experts"),
-    ("top", "moe_router_topk"),
-    ("tp", "tensor_model_parallel_size"),
-    ("etp", "expert_tensor_parallel_size"),
-    ("cp", "context_parallel_size"),
-    ("pp", "pipeline_model_parallel_size"),
-)
+    ("layers", "num_layers"), ("hidden", "hidden_size"), ("ffn", "ffn_hidden_size"),
+    ("expert-ffn", "moe_ffn_hidden_size"), ("shared-ffn", "moe_shared_expert_intermediate_size"),
+    ("heads", "num_attention_heads"), ("groups", "num_query_groups"), ("experts", "num_moe_experts"),
+    ("top", "moe_router_topk"), ("tp", "tensor_model_parallel_size"), ("etp", "expert_tensor_parallel_size"),
+    ("cp", "context_parallel_size"), ("pp", "pipeline_model_parallel_size"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -117,31 +117,13 @@ def _draw_training(axes: Axes, curve: LossCurve) -> None:
     mean = smoothed(curve.losses)
     axes.plot(curve.iterations, mean, color=_BLUE, linewidth=1.8, label=f"mean of {SMOOTHING_SPAN} steps")
     if curve.resumed_after is not None:
-        axes.axvline(
-            curve.resumed_after,
-            color=_GREY,
-            linestyle=":",
-            linewidth=1.2,
-            label=f"resumed from the checkpoint of step {curve.resumed_after}",
-        )
+        label = f"resumed from the checkpoint of step {curve.resumed_after}"
+        axes.axvline(curve.resumed_after, color=_GREY, linestyle=":", linewidth=1.2, label=label)
 
 
 def _draw_yardsticks(axes: Axes, curve: LossCurve) -> None:
-    axes.axhline(
-        curve.unigram_entropy,
-        color=_ORANGE,
-        linestyle="--",
-        linewidth=1.4,
-        label=f"unigram entropy of the corpus: {curve.unigram_entropy:.2f}",
-    )
-    axes.plot(
-        [curve.iterations[-1]],
-        [curve.validation_loss],
-        linestyle="none",
-        marker="D",
-        markersize=7,
-        color=_RED,
-        zorder=5,
-        clip_on=False,
-        label=f"validation loss: {curve.validation_loss:.2f}",
-    )
+    label = f"unigram entropy of the corpus: {curve.unigram_entropy:.2f}"
+    axes.axhline(curve.unigram_entropy, color=_ORANGE, linestyle="--", linewidth=1.4, label=label)
+    point = [curve.iterations[-1]], [curve.validation_loss]
+    label = f"validation loss: {curve.validation_loss:.2f}"
+    axes.plot(*point, linestyle="none", marker="D", markersize=7, color=_RED, zorder=5, clip_on=False, label=label)

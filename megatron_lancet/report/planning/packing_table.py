@@ -9,6 +9,8 @@ from megatron_lancet.report.tables import right_aligned
 from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.schedule.units import BYTES_PER_MB
 
+_FIELDS = ("experts_per_rank", "expert_replicas", "num_chunks", "experts_ms", "all_to_all_ms", "covers")
+_FORECAST_FIELDS = ("step_ms", "exposed_ms", "gradient_ms")
 _HEADER = (
     "EP", "experts a rank", "expert-DP", "chunks", "experts ms", "all-to-all ms", "covered", "exposed ms",
     "gradients ms", "step ms", "memory MB", "",
@@ -32,15 +34,8 @@ def as_plain(choice: PackingChoice, profile: Profile) -> dict[str, Any]:
             {
                 "ep_size": one.layout.ep_size,
                 "world_size": one.layout.world_size,
-                "experts_per_rank": one.experts_per_rank,
-                "expert_replicas": one.expert_replicas,
-                "num_chunks": one.num_chunks,
-                "experts_ms": one.experts_ms,
-                "all_to_all_ms": one.all_to_all_ms,
-                "covers": one.covers,
-                "step_ms": one.forecast.step_ms,
-                "exposed_ms": one.forecast.exposed_ms,
-                "gradient_ms": one.forecast.gradient_ms,
+                **{name: getattr(one, name) for name in _FIELDS},
+                **{name: getattr(one.forecast, name) for name in _FORECAST_FIELDS},
                 "state_bytes": one.state_bytes,
                 "peak_bytes": one.peak_bytes,
                 "fits": one.fits,
@@ -60,10 +55,7 @@ def flags_for(packing: Packing) -> list[str]:
 def _cells(one: Packing) -> tuple[str, ...]:
     forecast = one.forecast
     return (
-        str(one.layout.ep_size),
-        str(one.experts_per_rank),
-        str(one.expert_replicas),
-        str(one.num_chunks),
+        *map(str, (one.layout.ep_size, one.experts_per_rank, one.expert_replicas, one.num_chunks)),
         f"{one.experts_ms:.2f}",
         f"{one.all_to_all_ms:.2f}",
         "yes" if one.covers else "no",

@@ -72,11 +72,7 @@ class PerSenderTransport(Transport):
 
 
 def _exchange(
-    received: torch.Tensor,
-    sent: torch.Tensor,
-    receive_rows: list[int],
-    send_rows: list[int],
-    group: dist.ProcessGroup,
+    received: torch.Tensor, sent: torch.Tensor, receive_rows: list[int], send_rows: list[int], group: dist.ProcessGroup
 ) -> dist.Work:
     """Launches an all-to-all, which keeps its tensors alive until it is done."""
     return dist.all_to_all_single(received, sent, receive_rows, send_rows, group=group, async_op=True)
