@@ -171,16 +171,10 @@ def weight_grad_times(medians: OpMedians, model: ModelFacts) -> tuple[WeightGrad
         tokens = model.micro_batch_size * model.seq_length / key.num_chunks
         received = [rows for op, rows in medians.received.items() if op.num_chunks == key.num_chunks]
         rows = statistics.fmean(received) if after == OpKind.EXPERTS and received else tokens
+        pinned, weight = round(medians.pinned_bytes[key]), medians.weight_bytes[key]
         times.append(
             WeightGradTime(
-                layer_kind=key.layer_kind,
-                name=key.name,
-                num_chunks=key.num_chunks,
-                rows=round(rows),
-                ms=round(ms, 5),
-                pinned_bytes=round(medians.pinned_bytes[key]),
-                weight_bytes=medians.weight_bytes[key],
-                after=after,
+                *key, rows=round(rows), ms=round(ms, 5), pinned_bytes=pinned, weight_bytes=weight, after=after
             )
         )
     return tuple(times)

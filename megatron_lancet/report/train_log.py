@@ -45,12 +45,8 @@ def parse_iteration(line: str) -> Iteration | None:
     match = _ITERATION.search(line)
     if match is None:
         return None
-    return Iteration(
-        number=int(match[1]),
-        total=int(match[2]),
-        lm_loss=_field(line, "lm loss"),
-        step_ms=_field(line, r"elapsed time per iteration \(ms\)"),
-    )
+    lm_loss, step_ms = _field(line, "lm loss"), _field(line, r"elapsed time per iteration \(ms\)")
+    return Iteration(int(match[1]), int(match[2]), lm_loss, step_ms)
 
 
 def parse_validation(line: str) -> Validation | None:
