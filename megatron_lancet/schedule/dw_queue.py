@@ -1,10 +1,10 @@
-"""When deferred weight gradients (dW) run and when their weights are reported: the rules of runtime and simulator.
+"""Rules of deferred weight gradients (dW), for runtime and simulator: when they run and when weights are reported.
 
-A backward pass is counted in all-to-alls that it has finished. A dW that is put at count n has run by count
-n + window, and a weight whose last use is marked at count n is reported at count n + window: a place that is the same
-on every rank, whichever dWs a plan or a full memory lets run first.
+Progress of a backward pass is counted in finished all-to-alls. A dW that is put at count n has run by count n + window,
+and a weight whose last use is marked at count n is reported at count n + window. That place is the same on every rank,
+whichever dWs run earlier because of planned gaps or full memory.
 
-The queue is bookkeeping only. Its methods return what has to run or to be reported now, and the caller does it.
+The queue is bookkeeping only: its methods return the dWs to run or the weights to report now, and the caller does it.
 """
 
 from collections import deque
@@ -17,13 +17,13 @@ from megatron_lancet.schedule.plan import DwPolicy, Plan
 
 @dataclass(frozen=True)
 class DwRules:
-    """What a plan says about weight gradients.
+    """The part of a plan that concerns weight gradients.
 
     Attributes:
-        window: all-to-alls over which a dW may be carried; with 0 none is deferred: each runs when it is put, and a
-            weight is reported when its last use is marked, as in stock Megatron.
-        memory_bytes: bound of what deferred dWs keep alive; None for no bound.
-        gaps: by backward all-to-all, names of the weights whose dWs run first while it is in flight.
+        window: number of all-to-alls that may finish before a deferred dW has run. With 0 none is deferred: each runs
+            when it is put, and a weight is reported when its last use is marked, as in stock Megatron.
+        memory_bytes: bound on the memory that deferred dWs keep alive; None for no bound.
+        gaps: by backward all-to-all, names of the dWs that run first while it is waited for.
     """
 
     window: int
@@ -41,7 +41,7 @@ class DwRules:
 
     @staticmethod
     def of(plan: Plan) -> "DwRules":
-        """Those of a plan."""
+        """The rules of a plan."""
         gaps: dict[str, tuple[str, ...]] = {}
         for gap in plan.gaps:
             gaps[gap.op] = gaps.get(gap.op, ()) + gap.weight_grads
@@ -49,7 +49,7 @@ class DwRules:
 
 
 AT_ONCE = DwRules(window=0)
-"""Nothing is deferred."""
+"""No dW is deferred."""
 
 
 class DwTask(Protocol):
@@ -57,17 +57,16 @@ class DwTask(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Of the weights, as in plans; one GEMM may compute the dWs of several."""
+        """Names of the weights, as in plans; one GEMM may compute the dWs of several."""
 
 
 class DwQueue[TaskT: DwTask, WeightT]:
     """The pending dWs of one backward pass, oldest first, and the weights that wait to be reported.
 
     Attributes:
-        rules: that it follows.
-        held_bytes: what the pending dWs keep alive.
-        peak_bytes: the most that they kept alive.
-        num_early: how many ran because memory was full.
+        held_bytes: memory that the pending dWs keep alive.
+        peak_bytes: maximum of ``held_bytes``.
+        num_early: number of dWs that ran because memory was full.
     """
 
     def __init__(self, rules: DwRules) -> None:
@@ -94,13 +93,13 @@ class DwQueue[TaskT: DwTask, WeightT]:
         return [weight for _, weight in self._to_report]
 
     def put(self, task: TaskT, num_bytes: int) -> list[TaskT]:
-        """Takes a dW for later; returns what has to run now, in order.
+        """Adds a dW; returns the dWs to run now, in order.
 
-        Where memory is bounded these are as many of the oldest as make room, and then the task itself if it is larger
-        than the bound. Without deferral it is the task.
+        With a memory bound these are the oldest ones that must make room, and the task itself if it is larger than the
+        bound. Without deferral it is the task.
 
         Args:
-            num_bytes: memory that stays alive until the dW has run.
+            num_bytes: memory that stays alive until this dW has run.
         """
         window, bound = self.rules.window, self.rules.memory_bytes
         if not window:
@@ -120,30 +119,30 @@ class DwQueue[TaskT: DwTask, WeightT]:
         return early
 
     def mark_last_use(self, weight: WeightT) -> list[WeightT]:
-        """All dWs of ``weight`` have been put; returns the weights to report now: itself, if nothing is deferred."""
+        """Notes that all dWs of ``weight`` were put; returns the weights to report now: itself without deferral."""
         if not self.rules.window:
             return [weight]
         self._to_report.append((self._num_passed + self.rules.window, weight))
         return []
 
     def begin_gap(self, op: str) -> None:
-        """An all-to-all is waited for: until it has finished, the dWs that were planned for it go first."""
+        """Notes that the all-to-all ``op`` is waited for; dWs planned for it go first until it has finished."""
         self._planned = deque(self.rules.gaps.get(op, ()))
 
     def take_planned(self) -> TaskT | None:
-        """The next dW that was planned for the gap; None if none of them is pending any more."""
+        """Removes and returns the next pending dW that was planned for the gap; None if there is none."""
         while self._planned:
             name = self._planned.popleft()
             for index, (_, num_bytes, task) in enumerate(self._tasks):
                 if name in task.names:
-                    # The others keep their order, so the first is still the one that is due next.
+                    # The others keep their order, so the first one is still due next.
                     del self._tasks[index]
                     self.held_bytes -= num_bytes
                     return task
         return None
 
     def take_next(self) -> TaskT | None:
-        """The dW to run in a gap: the planned ones first, then the oldest; None if none is pending."""
+        """Removes and returns the dW to run in a gap: planned ones first, then the oldest; None if none is pending."""
         if self._planned:
             task = self.take_planned()
             if task is not None:
@@ -151,40 +150,36 @@ class DwQueue[TaskT: DwTask, WeightT]:
         return self._take_oldest() if self._tasks else None
 
     def take_previous(self) -> TaskT | None:
-        """The oldest dW that was put before the last all-to-all finished; None if there is none."""
+        """Removes and returns the oldest dW put before the last all-to-all finished; None if there is none."""
         if self._tasks and self._tasks[0][0] < self._num_passed + self.rules.window:
             return self._take_oldest()
         return None
 
     def advance_window(self) -> list[TaskT]:
-        """One more backward all-to-all has finished; returns the dWs that are due, in order."""
+        """Notes that a backward all-to-all has finished; returns the dWs that are due, in order."""
         self._num_passed += 1
-        if self._planned:
-            self._planned.clear()
+        self._planned.clear()
         due = []
         while self._tasks and self._tasks[0][0] <= self._num_passed:
             due.append(self._take_oldest())
         return due
 
     def take_reports(self) -> list[WeightT]:
-        """The weights to report, in order, once the dWs that are due have run. None of their dWs is pending then."""
+        """Removes and returns the weights to report, in order; to be called when the dWs that are due have run."""
         due = []
         while self._to_report and self._to_report[0][0] <= self._num_passed:
             due.append(self._to_report.popleft()[1])
         return due
 
     def flush(self) -> list[TaskT]:
-        """The backward pass is over; returns all dWs that are left, in order."""
-        left = []
-        while self._tasks:
-            left.append(self._take_oldest())
-        return left
+        """Ends the backward pass; returns all pending dWs, in order."""
+        return [self._take_oldest() for _ in range(len(self._tasks))]
 
     def flush_reports(self) -> list[WeightT]:
-        """The backward pass is over, and all dWs have run; returns all weights that were not reported, in order."""
-        left = self.unreported
+        """Ends the backward pass after all dWs have run; returns the unreported weights, in order."""
+        weights = self.unreported
         self._to_report.clear()
-        return left
+        return weights
 
     def _take_oldest(self) -> TaskT:
         _, num_bytes, task = self._tasks.popleft()

@@ -1,4 +1,4 @@
-"""A plan: everything about the overlap that all ranks must agree on, as data."""
+"""The plan: all settings of the overlap that must be the same on all ranks."""
 
 import hashlib
 import json
@@ -16,48 +16,48 @@ class ChunkDim(StrEnum):
     """The tensor dimension along which a micro-batch is split into chunks."""
 
     BATCH = "batch"
-    """Samples. Nothing of attention is shared between chunks."""
+    """Samples; attention of a chunk does not depend on other chunks."""
     SEQUENCE = "sequence"
-    """Positions. A chunk attends to the keys and values of the chunks before it, so causal attention stays exact."""
+    """Positions; a chunk attends to keys and values of the chunks before it, so causal attention stays exact."""
 
 
 class OverlapRange(StrEnum):
     """The part of a segment's layers that runs chunk by chunk (Lancet section 5: partition ranges)."""
 
     EXPERTS = "experts"
-    """Dispatch to combine: the router has seen the whole micro-batch before."""
+    """From dispatch to combine; the router runs on the whole micro-batch."""
     GATE = "gate"
     """From the router to combine."""
     LAYER = "layer"
-    """A layer with its attention; chunks wait for each other at its end."""
+    """A layer with its attention; chunks synchronize at the end of each layer."""
     STACK = "stack"
-    """All layers of the segment, dense ones too, without waiting at their ends."""
+    """All layers of the segment, including dense ones, without synchronization between layers."""
 
     @property
     def has_attention(self) -> bool:
-        """Whether attention runs on chunks too."""
+        """Whether attention runs chunk by chunk."""
         return self in (OverlapRange.LAYER, OverlapRange.STACK)
 
 
 class DwPolicy(StrEnum):
-    """What happens to the weight gradients (dW) of linear layers in the backward pass."""
+    """When the weight gradients (dW) of linear layers are computed in the backward pass."""
 
     NONE = "none"
-    """Computed at once, as in stock Megatron."""
+    """At once, as in stock Megatron."""
     FILL = "fill"
-    """Deferred, and run while a backward all-to-all is in flight."""
+    """Deferred, to run while a backward all-to-all is in flight."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring layers that run in the same way; nothing overlaps across its ends.
+    """Neighbouring layers that run in the same way, without overlap across the ends of the segment.
 
     Attributes:
         first_layer: Megatron's global layer number, from 1.
-        last_layer: the last one that belongs to it; None for the model's last.
-        num_chunks: chunks of a micro-batch that are in flight together.
+        last_layer: number of its last layer; None for the model's last.
+        num_chunks: number of chunks of a micro-batch.
         chunk_dim: dimension along which they are cut.
-        range: which part of the layers runs chunk by chunk.
+        range: part of the layers that runs chunk by chunk.
     """
 
     first_layer: int
@@ -76,7 +76,7 @@ class Segment:
         return f"chunks={self.num_chunks} dim={self.chunk_dim} range={self.range}"
 
     def has_layer(self, number: int) -> bool:
-        """Whether the layer with this global number belongs to it."""
+        """Whether the layer with this global number belongs to the segment."""
         return self.first_layer <= number and (self.last_layer is None or number <= self.last_layer)
 
     def chunk_sizes(self, size: int) -> list[int]:
@@ -88,7 +88,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Gap:
-    """Weight gradients that were planned for the time in which an all-to-all is in flight.
+    """Weight gradients that are planned for the wait for an all-to-all.
 
     Attributes:
         op: the backward all-to-all, for example ``L3.c0.I.combine``.
@@ -101,17 +101,17 @@ class Gap:
 
 @dataclass(frozen=True)
 class Plan:
-    """How each micro-batch is cut and what hides its all-to-alls.
+    """How each micro-batch is cut into chunks and what hides its all-to-alls.
 
     Attributes:
-        segments: of the model's layers, in order, without gaps, the first from layer 1.
-        dw_policy: what fills the backward all-to-alls besides the other chunks.
-        dw_window: number of backward all-to-alls that may finish before a deferred dW must have run. It bounds
-            the memory that deferral pins, and fixes when a parameter is reported ready for reduction: the
-            same place on every rank, however long the messages took.
-        dw_memory_bytes: memory that deferred dWs may keep alive on a rank, None for no bound other than the window.
-            The oldest run first when it is full; that is local and moves no report.
-        gaps: dWs that go first in certain gaps; elsewhere, and after them, the oldest does. Empty: oldest first.
+        segments: all layers of the model, in order, from layer 1.
+        dw_policy: when weight gradients are computed.
+        dw_window: number of backward all-to-alls that may finish before a deferred dW must have run. It bounds the
+            memory that deferral keeps alive, and fixes when a parameter is reported ready for reduction: at the same
+            place on every rank, independent of message times.
+        dw_memory_bytes: memory that deferred dWs may keep alive on a rank; None for no bound other than the window.
+            If it is full, the oldest run; that is local to the rank and does not change when parameters are reported.
+        gaps: dWs that run first during certain waits; otherwise the oldest runs first.
     """
 
     segments: tuple[Segment, ...]
@@ -143,31 +143,31 @@ class Plan:
 
     @property
     def num_chunks(self) -> int:
-        """The most chunks that are in flight together anywhere."""
+        """The largest number of chunks of a segment."""
         return max(segment.num_chunks for segment in self.segments)
 
     def segment_of(self, layer: int) -> Segment:
-        """The segment that a layer, by its global number, belongs to."""
+        """The segment of the layer with this global number."""
         return next(segment for segment in self.segments if segment.has_layer(layer))
 
     def to_json(self) -> str:
-        """The plan as readable JSON: equal plans give equal text."""
+        """The plan as indented JSON; equal plans give equal text."""
         return json.dumps({"version": PLAN_VERSION, **to_plain(self)}, indent=1)
 
     @staticmethod
     def from_json(text: str, where: str = "plan") -> "Plan":
-        """What :meth:`to_json` wrote.
+        """Parses the output of :meth:`to_json`.
 
         Args:
-            where: what the text is, for messages.
+            where: name of the source, for error messages.
 
         Raises:
-            RecordError: the text is no plan, or one of another version.
+            RecordError: the text is no plan, or a plan of another version.
         """
         return parse_record(Plan, text, PLAN_VERSION, "the plan", where)
 
     def fingerprint(self) -> str:
-        """Short hash of the plan, for comparison between ranks."""
+        """Short hash for comparison between ranks."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
@@ -178,12 +178,12 @@ def fixed_plan(
     overlap_range: OverlapRange = OverlapRange.STACK,
     dw_memory_bytes: int | None = None,
 ) -> Plan:
-    """A plan without a cost model: all layers alike, and a dW may be carried over one layer's all-to-alls.
+    """A plan without a cost model: all layers run alike, and the dW window is one layer's all-to-alls.
 
-    Over more it would pin memory without finding a longer gap.
+    A larger window would keep more memory alive without reaching longer gaps.
 
     Args:
-        dw_memory_bytes: bound of what deferred dWs keep alive, None for none.
+        dw_memory_bytes: bound on the memory that deferred dWs keep alive; None for none.
     """
     window = ALL_TO_ALLS_PER_LAYER * num_chunks if dw_policy is DwPolicy.FILL else 0
     segment = Segment(1, None, num_chunks, chunk_dim, overlap_range)

@@ -1,4 +1,4 @@
-"""Says in which fields the plans of several ranks differ."""
+"""Lists the fields in which the plans of several ranks differ."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _MAX_LISTED = 8
 
 
 def plan_differences(plans: Sequence[str]) -> list[str]:
-    """One sentence per field that is not the same on all ranks, for example ``num_chunks is 2 on rank 0, 4 on rank 1``.
+    """One text per field that differs between ranks, for example ``num_chunks is 2 on rank 0, 4 on rank 1``.
 
     Args:
         plans: JSON of each rank's plan, ``null`` for a rank without one; in rank order.
@@ -35,7 +35,7 @@ def plan_differences(plans: Sequence[str]) -> list[str]:
 
 
 def _fields(value: Any, path: str = "") -> dict[str, str]:
-    """Leaves of a JSON value by their path: ``{"layers[0].window": "4"}``."""
+    """Scalars of a JSON value by their path: ``{"layers[0].window": "4"}``."""
     if isinstance(value, dict):
         parts = [(f"{path}.{name}" if path else name, part) for name, part in value.items()]
     elif isinstance(value, list):

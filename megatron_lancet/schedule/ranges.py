@@ -1,11 +1,11 @@
-"""Layer numbers and ranks as text: ``1, 3-40``."""
+"""Formats and parses layer numbers and ranks as text: ``1, 3-40``."""
 
 from collections.abc import Iterable, Sequence
 
 _MAX_NUMBER = 100_000
-"""No model has more layers; a damaged number must not fill the memory."""
+"""Upper limit: a number in a damaged file must not fill the memory."""
 _MAX_RUNS = 8
-"""A longer list of ranks is cut."""
+"""Longer lists of ranks are truncated."""
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -14,10 +14,10 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def parse_ranges(text: str) -> list[int]:
-    """The numbers of which :func:`ranges` makes ``text``.
+    """Parses the text that :func:`ranges` makes of numbers.
 
     Raises:
-        ValueError: there are none such.
+        ValueError: the text has another form.
     """
     numbers: list[int] = []
     for run in [] if text == "none" else text.split(", "):
@@ -31,7 +31,7 @@ def parse_ranges(text: str) -> list[int]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3`` or ``ranks 0-2, 5``; a long list is cut."""
+    """Formats ranks as ``rank 3`` or ``ranks 0-2, 5``; a long list is truncated."""
     runs = _runs(ranks)
     shown = ", ".join(runs[:_MAX_RUNS]) + (", ..." if len(runs) > _MAX_RUNS else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

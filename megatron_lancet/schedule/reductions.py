@@ -1,7 +1,6 @@
-"""How gradients are summed over ranks beside all-to-alls: who goes first, how a bucket is cut, when its parts start.
+"""Gradient reductions beside all-to-alls: priority, micro-ops of a bucket, and when they are launched.
 
-A running collective can't be preempted, so what may be launched between two all-to-alls must be small (Lina, training
-part).
+A running collective can't be preempted, so reductions between two all-to-alls must be small (Lina, training part).
 """
 
 from collections import deque
@@ -12,34 +11,34 @@ from typing import Annotated, Protocol
 
 from megatron_lancet.files import MAX_COUNT, Range
 from megatron_lancet.schedule.ops import OpKind
+from megatron_lancet.schedule.units import mb_to_bytes
 
 DEFAULT_CHUNK_MB = 30.0
 """Lina's size of a micro-op."""
 _ALIGNMENT = 64
-"""Elements: parts that begin at round addresses are copied and reduced faster."""
-_BYTES_PER_MB = 1e6
+"""In elements; aligned parts are copied and reduced faster."""
 _ELEMENTS_OF_A_BUCKET = 40_000_000
 """Megatron's default, and at least a million for each rank."""
 _ELEMENT_BYTES = 4
 _BEFORE_PLACE = OpKind.DISPATCH
-"""Kind of the backward all-to-all behind which reductions may be launched."""
+"""Kind of the backward all-to-all after which reductions may be launched."""
 
 
 class CommPriority(StrEnum):
-    """Who gets the wire when gradient reductions and all-to-alls want it."""
+    """Which of gradient reductions and all-to-alls gets the network first."""
 
     OFF = "off"
-    """Whoever comes: Megatron starts a bucket's reduction as soon as its gradients are complete."""
+    """First come, first served: Megatron launches a bucket's reduction when its gradients are complete."""
     ALL_TO_ALL_FIRST = "all-to-all-first"
     """Reductions run in micro-ops, and only where no all-to-all is in flight or about to start."""
 
 
 @dataclass(frozen=True)
 class MicroOps:
-    """How gradient reductions are cut; ranks that share a wire must agree about it.
+    """How gradient reductions are cut; it must be the same on ranks that share a network.
 
     Attributes:
-        chunk_bytes: most gradient bytes of a micro-op, and of all that are launched at one place.
+        chunk_bytes: most gradient bytes of a micro-op, and of all micro-ops launched at one place.
     """
 
     chunk_bytes: int
@@ -49,14 +48,15 @@ class MicroOps:
             raise ValueError(f"chunk_bytes must be at least 1, not {self.chunk_bytes}")
 
     def cut(self, num_elements: int, element_bytes: int, num_shards: int = 1) -> Iterator[tuple[int, int]]:
-        """The micro-ops of a bucket: (start, end) in each of its shards.
+        """Yields the micro-ops of a bucket: (start, end) in elements, in each of its shards.
 
-        A reduce-scatter leaves each rank one shard of the bucket. The c-th micro-op reduces the c-th part of every
-        shard, so that each element goes to the rank that owns it and is summed up as in the whole.
+        A reduce-scatter gives each rank one shard of the bucket. The c-th micro-op reduces the c-th part of every
+        shard, so that each element goes to the rank that owns it and is summed as in the whole bucket.
 
         Args:
-            num_elements: of the bucket, a multiple of ``num_shards``.
-            num_shards: ranks of a reduce-scatter; 1 for an all-reduce.
+            num_elements: size of the bucket, a multiple of ``num_shards``.
+            element_bytes: size of an element.
+            num_shards: number of ranks of a reduce-scatter; 1 for an all-reduce.
         """
         assert num_elements % num_shards == 0
         shard = num_elements // num_shards
@@ -77,21 +77,21 @@ class GradientReduction:
     """Megatron's overlap-grad-reduce, as far as a schedule depends on it.
 
     Attributes:
-        dense_ranks: that sum gradients of dense weights; the profile's all-reduce times are of so many.
-        expert_ranks: that sum gradients of the same experts.
-        priority: who gets the wire when all-to-alls want it too.
-        bucket_bytes: a bucket is full when its gradients have as much.
-        chunk_bytes: of a micro-op, at most; with the priority only.
-        is_scatter: gradients are reduce-scattered (distributed optimizer), which is half an all-reduce.
-        has_late_head: the output layer's weight is the embedding's too, so that its gradient is complete only when the
-            backward pass ends.
+        dense_ranks: number of ranks that sum gradients of dense weights, and of the profile's all-reduce times.
+        expert_ranks: number of ranks that sum gradients of the same experts.
+        priority: order of reductions and all-to-alls.
+        bucket_bytes: size of gradients at which a bucket is full.
+        chunk_bytes: largest size of a micro-op; used with ``ALL_TO_ALL_FIRST`` only.
+        is_scatter: whether gradients are reduce-scattered (distributed optimizer), which is half an all-reduce.
+        has_late_head: whether the output layer shares its weight with the embedding, so that its gradient is complete
+            only when the backward pass ends.
     """
 
     dense_ranks: Annotated[int, Range(1, MAX_COUNT)]
     expert_ranks: Annotated[int, Range(1, MAX_COUNT)] = 1
     priority: CommPriority = CommPriority.OFF
     bucket_bytes: int = _ELEMENT_BYTES * _ELEMENTS_OF_A_BUCKET
-    chunk_bytes: int = round(DEFAULT_CHUNK_MB * _BYTES_PER_MB)
+    chunk_bytes: int = mb_to_bytes(DEFAULT_CHUNK_MB)
     is_scatter: bool = False
     has_late_head: bool = False
 
@@ -101,7 +101,7 @@ class GradientReduction:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     def ring_factor(self, num_ranks: int) -> float:
-        """What a reduction over ``num_ranks`` takes, as a part of an all-reduce over the dense ranks (a ring)."""
+        """Time of a ring reduction over ``num_ranks``, relative to an all-reduce over the dense ranks."""
         if num_ranks == 1:
             return 0.0
         part = (num_ranks - 1) / num_ranks / ((self.dense_ranks - 1) / self.dense_ranks)
@@ -113,7 +113,7 @@ class _Sized(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of the gradients that it reduces."""
+        """Size of the gradients that it reduces."""
 
 
 class ReductionQueue[PartT: _Sized]:
@@ -121,23 +121,22 @@ class ReductionQueue[PartT: _Sized]:
 
     Places are fixed points of the backward pass:
 
-    - *between*: a backward dispatch was waited for, and no other all-to-all is in flight: up to the next combine only
-      attention and dense layers are computed. As many micro-ops are launched as fit into one chunk's bytes. When a
-      combine has been reached none is, until its layer's last dispatch has been waited for: a running collective can't
-      be preempted.
-    - *the end*: no further all-to-all will come in this backward pass, or the gradients are waited for: all are
+    - *between all-to-alls*: a backward dispatch was waited for, and no other all-to-all is in flight. Up to the next
+      combine only attention and dense layers are computed. As many micro-ops are launched as fit into
+      ``chunk_bytes``. From a combine to the last dispatch of its layer none is launched.
+    - *the end*: no further all-to-all is expected in this backward pass, or the gradients are waited for. All are
       launched.
 
-    Where in the queue a place cuts depends on sizes and on the order of autograd, never on the clock. So the order of
-    collectives is the same on every rank. The queue is bookkeeping only: its methods return what has to be launched
+    The micro-ops of a place depend on sizes and on the order of autograd, never on the clock. So the order of
+    collectives is the same on every rank. The queue is bookkeeping only: its methods return the micro-ops to launch
     now, in order, and the caller does it.
     """
 
     def __init__(self, chunk_bytes: int, num_to_come: int = 0) -> None:
         """
         Args:
-            chunk_bytes: that may be launched at a place between all-to-alls.
-            num_to_come: backward all-to-alls that are expected.
+            chunk_bytes: size of the micro-ops that may be launched at a place between all-to-alls.
+            num_to_come: number of backward all-to-alls that are expected.
         """
         self._chunk_bytes = chunk_bytes
         self._num_to_come = num_to_come
@@ -153,44 +152,39 @@ class ReductionQueue[PartT: _Sized]:
         return self._num_to_come <= 0
 
     def expect_backward(self) -> None:
-        """One more all-to-all will come in the backward pass."""
+        """Notes that the backward pass will have one more all-to-all."""
         self._num_to_come += 1
 
     def issue(self) -> None:
-        """A backward all-to-all is issued."""
+        """Notes that a backward all-to-all was issued."""
         self._num_in_flight += 1
 
     def advance(self, kind: str) -> list[PartT]:
-        """A backward all-to-all was waited for, and what it made ready was put.
-
-        Args:
-            kind: of its op.
-        """
+        """Notes that a backward all-to-all of this kind was waited for, and its gradients were put."""
         self._num_in_flight -= 1
         self._num_to_come -= 1
         assert self._num_in_flight >= 0
         if self.is_at_end:
             return self.take_all()
-        return self._take_what_fits() if self._num_in_flight == 0 and kind == _BEFORE_PLACE else []
-
-    def put(self, parts: Iterable[PartT]) -> list[PartT]:
-        """Takes the micro-ops of a reduction whose gradients are complete."""
-        self._parts.extend(parts)
-        return self.take_all() if self.is_at_end else []
-
-    def take_all(self) -> list[PartT]:
-        """Gradients are waited for: what is queued is launched before, so that the order stays that of the queue."""
-        taken = list(self._parts)
-        self._parts.clear()
-        return taken
-
-    def forget_expected(self) -> None:
-        """Forward passes without a backward one may have announced all-to-alls that will not come."""
-        self._num_to_come = self._num_in_flight = 0
-
-    def _take_what_fits(self) -> list[PartT]:
+        if self._num_in_flight or kind != _BEFORE_PLACE:
+            return []
         room_bytes, taken = self._chunk_bytes, []
         while self._parts and self._parts[0].num_bytes <= room_bytes:
             room_bytes -= self._parts[0].num_bytes
             taken.append(self._parts.popleft())
         return taken
+
+    def put(self, parts: Iterable[PartT]) -> list[PartT]:
+        """Adds the micro-ops of a reduction whose gradients are complete."""
+        self._parts.extend(parts)
+        return self.take_all() if self.is_at_end else []
+
+    def take_all(self) -> list[PartT]:
+        """Removes and returns all micro-ops, for example because the gradients are waited for."""
+        taken = list(self._parts)
+        self._parts.clear()
+        return taken
+
+    def forget_expected(self) -> None:
+        """Drops the expected all-to-alls: forward passes without a backward pass may have announced some."""
+        self._num_to_come = self._num_in_flight = 0

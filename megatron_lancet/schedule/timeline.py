@@ -1,18 +1,18 @@
-"""What happened, or will happen, when: spans on lanes, measured or predicted."""
+"""Timelines of a step, measured or predicted: spans on lanes."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Lane(StrEnum):
-    """Where a span lies."""
+    """The resource that a span occupies."""
 
     COMPUTE = "compute"
-    """The thread or stream that computes. Spans of it do not overlap."""
+    """The thread or stream that computes; its spans don't overlap."""
     WAIT = "wait"
-    """The same thread or stream, standing still: exposed communication."""
+    """The same thread or stream while it waits for a message: exposed communication."""
     COMM = "comm"
-    """A message, from when it is issued to when it has come."""
+    """A message, from its issue to its arrival."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,11 @@ class Span:
 
     Attributes:
         name: an :class:`~megatron_lancet.schedule.ops.Op` as text (``L3.c0.F.experts``), a weight gradient's name
-            (``L3.W.self_attention.linear_qkv``) or an op beside the layers (``F.head``). In the wait lane the message
-            that is waited for.
-        start_ms: from the beginning of the step.
-        num_bytes: of a message, sent to others; 0 for the rest.
+            (``L3.W.self_attention.linear_qkv``) or an op beside the layers (``F.head``). In the wait lane it is the
+            message that is waited for.
+        start_ms: time since the start of the step.
+        end_ms: the same for its end.
+        num_bytes: bytes of a message that are sent to other ranks; 0 for other spans.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Span:
 
     @property
     def ms(self) -> float:
-        """How long it took."""
+        """Duration."""
         return self.end_ms - self.start_ms
 
 
@@ -48,5 +49,5 @@ class RankTimeline:
     step_ms: float
 
     def exposed_ms(self) -> float:
-        """Time in which compute stood still for a message."""
+        """Time for which compute waited for messages."""
         return sum(span.ms for span in self.spans if span.lane is Lane.WAIT)

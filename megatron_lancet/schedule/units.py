@@ -1,7 +1,7 @@
-"""Units of the user's flags and files."""
+"""Units of flags and files."""
 
 BYTES_PER_MB = 1e6
-"""MB are decimal everywhere."""
+"""MB are decimal."""
 
 
 def mb_to_bytes(size_mb: float) -> int:

@@ -1,4 +1,4 @@
-"""Which deferred weight gradients go into which gap: the best-fit greedy of Lancet section 4.1."""
+"""Assigns deferred weight gradients to gaps: the best-fit greedy of Lancet section 4.1."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,13 +10,13 @@ from megatron_lancet.schedule.dw_queue import AT_ONCE
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import Gap, Plan
 
-_LONGEST = 2.0
-"""A dW longer than this times what is left of a gap is not added to others there."""
+_MAX_OVERHANG = 2.0
+"""A dW longer than this times the remaining gap is not added to dWs that are in the gap already."""
 
 
 @dataclass
 class _Ready:
-    """A dW that nobody took yet, and the number of all-to-alls behind which it has run in any case."""
+    """A dW that may still be placed; it has run in any case when ``due`` all-to-alls have finished."""
 
     dw: LayerDw
     due: int
@@ -24,21 +24,18 @@ class _Ready:
 
 
 def best_fit_gaps(simulator: Simulator, plan: Plan) -> tuple[Gap, ...]:
-    """Gaps for a plan that defers.
+    """Gaps for a plan that defers dWs.
 
-    A gap is as long as compute stands still for a backward all-to-all when no dW runs at all, on the slowest rank: the
-    other chunks' work is in it already. Gaps are visited in the order in which messages are waited for. Each takes
-    the unused dW whose time is nearest to what is left of it, the earliest of equals, until nothing is left, or the
-    nearest is longer than twice the rest. Candidates are ready and within the plan's window. What nobody took runs
-    as the runtime sees fit, so that the window and the memory bound hold all the same.
+    The length of a gap is the time for which compute waits for a backward all-to-all on the slowest rank if no dW runs
+    at all; the other chunks' compute is hidden in it already. Gaps are visited in the order in which messages are
+    waited for. Each takes the unused dW whose time is nearest to the remaining gap, the earliest of equals, until the
+    gap is full or the nearest dW is longer than twice the remaining gap. Candidates are ready and within the plan's
+    window. The runtime schedules unassigned dWs by its own rules, so the window and the memory bound still hold.
     """
-    gaps: list[Gap] = []
-    for stage in simulator.stages(plan):
-        gaps += _of_stage(simulator, plan, stage)
-    return tuple(gaps)
+    return tuple(gap for stage in simulator.stages(plan) for gap in _gaps_of_stage(simulator, plan, stage))
 
 
-def _of_stage(simulator: Simulator, plan: Plan, stage: Stage) -> Iterator[Gap]:
+def _gaps_of_stage(simulator: Simulator, plan: Plan, stage: Stage) -> Iterator[Gap]:
     column, exposed_ms = _exposed_without_dws(simulator, stage)
     ready: list[_Ready] = []
     num_passed = 0
@@ -63,7 +60,7 @@ def _fill(ready: list[_Ready], remaining_ms: float) -> list[LayerDw]:
             break
         left_ms = remaining_ms
         best = min(unused, key=lambda one: abs(one.dw.cost.ms - left_ms))
-        if taken and best.dw.cost.ms > _LONGEST * remaining_ms:
+        if taken and best.dw.cost.ms > _MAX_OVERHANG * remaining_ms:
             break
         best.is_used = True
         taken.append(best.dw)
@@ -72,12 +69,12 @@ def _fill(ready: list[_Ready], remaining_ms: float) -> list[LayerDw]:
 
 
 def _exposed_without_dws(simulator: Simulator, stage: Stage) -> tuple[int, dict[str, float]]:
-    """The slowest rank's column, and how long it stands still for each backward all-to-all."""
+    """The slowest rank's column, and how long it waits for each backward all-to-all, in ms."""
     without: dict[int, Action] = {}
     steps: list[Step] = []
     for code, layer, action in stage.backward:
         if action.weight_grads:
-            key = id(action)  # the stage keeps them alive
+            key = id(action)  # the stage keeps its actions alive, so ids are unique
             if key not in without:
                 without[key] = replace(action, weight_grads=((),) * len(action.weight_grads))
             action = without[key]

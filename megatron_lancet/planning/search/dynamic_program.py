@@ -1,15 +1,15 @@
-"""Lancet's dynamic program over segments (section 5.2): ``T(n) = min over i, way of T(i) + P(i, n, way)``.
+"""Lancet's dynamic program over segments (section 5.2): ``T(n) = min over i, choice of T(i) + P(i, n, choice)``.
 
-P is the two-stream simulation of layers i..n alone, forward and backward. T is additive because chunks meet at the
-end of a segment. That is exact where ranks are alike and weight gradients run at once. Otherwise it is an estimate:
-ranks drift apart over a segment's end, and deferred weight gradients are carried over it. So the dynamic program
-proposes, and simulations of whole plans decide.
+P is the two-stream simulation of layers i..n alone, forward and backward. T is additive because chunks synchronize at
+the end of a segment. That is exact if ranks are alike and weight gradients run at once. Otherwise it is an estimate:
+ranks drift apart across the end of a segment, and deferred weight gradients are carried across it. So the dynamic
+program proposes segments, and simulations of whole plans decide.
 
-P depends on layers by their kinds only. Beyond ``EXACT_LAYERS`` layers each further one adds what it adds to the few
-layers before it: pipelines of chunks get periodic soon.
+P depends on the kinds of the layers only. Beyond ``EXACT_LAYERS`` layers, each further layer adds as much as it adds to
+the few layers before it, because pipelines of chunks soon become periodic.
 
-With a memory bound T has a second argument, what is kept so far beyond the least that is possible, in ``NUM_BUCKETS``
-parts of the room that there is. Each segment's memory is rounded up, so what the program proposes fits.
+With a memory bound, T has a second argument: the memory in use beyond the smallest possible, in units of the spare
+memory divided by ``NUM_BUCKETS``. The memory of each segment is rounded up, so the proposed segments fit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megatron_lancet.planning.profile import LayerKind
-from megatron_lancet.planning.search.search_space import SearchSpace, Way, with_open_end
+from megatron_lancet.planning.search.search_space import SearchSpace, SegmentChoice, with_open_end
 from megatron_lancet.planning.simulation.lowering import backward
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.schedule.dw_queue import AT_ONCE, DwRules
@@ -28,58 +28,58 @@ from megatron_lancet.schedule.plan import ALL_TO_ALLS_PER_LAYER, DwPolicy, Segme
 
 EXACT_LAYERS = 6
 _CLOSE_MS = 1e-9
-
-_LETTERS = {LayerKind.MOE: "m", LayerKind.DENSE: "d", LayerKind.NONE: "n"}
-_KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 NUM_BUCKETS = 48
+
+type Kinds = tuple[LayerKind, ...]
+"""Kinds of neighbouring layers, in order: P is the same for equal ones."""
 
 
 class DwGuess(StrEnum):
-    """What P takes weight gradients for."""
+    """How P accounts for weight gradients."""
 
     AT_ONCE = "at once"
     """They run at once: exact for such plans."""
     ALONE = "alone"
-    """They fill the segment's own gaps, and what is left runs at its end: too pessimistic for short segments."""
+    """They fill the gaps of their own segment, and the rest runs at its end: too pessimistic for short segments."""
     ANYWHERE = "anywhere"
     """Any of them fills any gap of the backward: too optimistic."""
 
 
 class _Best(NamedTuple):
-    """Cheapest way to run the layers up to some point: what it costs, its last segment, and what was used before."""
+    """The fastest segments up to a layer: their time, the last one (from ``start``), and the buckets before it."""
 
     ms: float
     num_segments: int
     num_chunks: int
     start: int
     used_before: int
-    way: Way | None
+    choice: SegmentChoice | None
 
 
 class _Option(NamedTuple):
-    """A way to run a segment, with its P and the buckets of memory that it takes."""
+    """A choice for a segment, with its P and the number of memory buckets that it takes."""
 
     ms: float
     num_buckets: int
-    way: Way
+    choice: SegmentChoice
 
 
 class DynamicProgram:
-    """Proposes segments for a simulator's model; costs are remembered by the sequence of layer kinds."""
+    """Proposes segments for a simulator's model; P is cached by guess and layer kinds."""
 
     def __init__(self, simulator: Simulator, space: SearchSpace, exact_layers: int = EXACT_LAYERS) -> None:
         self._simulator = simulator
         self._space = space
         self._exact_layers = exact_layers
         saved = simulator.costs.saved_bytes
-        kinds = sorted(set(simulator.model.layer_kinds))
         self._saved_bytes = {
-            _LETTERS[kind]: [saved(kind, way.chunk_dim, way.num_chunks) for way in space.ways] for kind in kinds
+            kind: [saved(kind, choice.chunk_dim, choice.num_chunks) for choice in space.choices]
+            for kind in sorted(set(simulator.model.layer_kinds))
         }
-        self._times: dict[tuple[DwGuess, str], tuple[float, ...]] = {}
+        self._times: dict[tuple[DwGuess, Kinds], tuple[float, ...]] = {}
 
     def proposals(self) -> Iterator[tuple[Segment, ...]]:
-        """The cheapest segments for each guess about weight gradients; smaller ones too where they don't fit."""
+        """The fastest segments for each guess; if they exceed the memory bound, also the fastest that fit."""
         limits = self._space.limits
         for guess in DwGuess:
             policy = DwPolicy.NONE if guess is DwGuess.AT_ONCE else DwPolicy.FILL
@@ -97,13 +97,10 @@ class DynamicProgram:
                     yield smaller
 
     def best_segments(self, guess: DwGuess, room_bytes: int | None = None) -> tuple[Segment, ...] | None:
-        """The cheapest segments.
+        """The fastest segments, or None if none fit into ``room_bytes``.
 
         Args:
-            room_bytes: bound of kept activations on a rank; None for no bound.
-
-        Returns:
-            None if nothing fits into ``room_bytes``.
+            room_bytes: bound on the activations that a rank keeps; None for no bound.
         """
         model, chosen = self._simulator.model, []
         for stage in sorted(set(model.stage_of_layer)):
@@ -116,55 +113,56 @@ class DynamicProgram:
         return with_open_end(sorted(chosen, key=lambda segment: segment.first_layer))
 
     def _dw_bytes(self, segments: tuple[Segment, ...], policy: DwPolicy) -> int:
-        """Peak of deferred dWs in the narrowest window."""
+        """Peak memory of deferred dWs in the smallest window."""
         plan = next(plan for plan in self._space.dw_options(segments) if plan.dw_policy is policy)
         return self._simulator.predict(plan).peak_dw_bytes
 
     def _of_stage(
         self, runs: Sequence[tuple[int, int]], guess: DwGuess, room_bytes: int | None
     ) -> list[Segment] | None:
-        """T(n) = min over i of T(i) + P(i, n), over the layers of one stage; None if there is no room for them."""
+        """Solves T for the layers of one stage; None if they don't fit."""
         numbers = [number for first, last in runs for number in range(first, last + 1)]
-        ends = [
-            end for (first, last), end in zip(runs, _running_sums(runs), strict=True) for _ in range(first, last + 1)
-        ]
-        letters = "".join(_LETTERS[self._simulator.model.layer_kinds[number - 1]] for number in numbers)
+        # For each layer of the stage, by index in ``numbers``, the end of its run.
+        sizes = [last - first + 1 for first, last in runs]
+        ends = [end for size, end in zip(sizes, accumulate(sizes), strict=True) for _ in range(size)]
+        kinds = tuple(self._simulator.model.layer_kinds[number - 1] for number in numbers)
         bucket_bytes = None
         if room_bytes is not None:
-            spare_bytes = room_bytes - self._least_bytes(letters)
+            spare_bytes = room_bytes - self._least_bytes(kinds)
             if spare_bytes < 0:
                 return None
             bucket_bytes = spare_bytes / NUM_BUCKETS
-        options: dict[str, list[_Option]] = {}
+        options: dict[Kinds, list[_Option]] = {}
         best: list[dict[int, _Best]] = [{0: _Best(0.0, 0, 0, 0, 0, None)}, *({} for _ in numbers)]
         for start, run_end in enumerate(ends):
             for end in range(start + 1, run_end + 1):
-                layers = letters[start:end]
+                layers = kinds[start:end]
                 if layers not in options:
                     options[layers] = self._options(layers, guess, bucket_bytes)
                 _extend(best[start], start, options[layers], best[end])
             best[start + 1] = _undominated(best[start + 1])
-        return [way.segment(numbers[start], numbers[end - 1]) for start, end, way in _way_back(best)]
+        return [choice.segment(numbers[start], numbers[end - 1]) for start, end, choice in _trace_back(best)]
 
-    def _least_bytes(self, letters: str) -> int:
-        return sum(letters.count(letter) * min(saved) for letter, saved in self._saved_bytes.items())
+    def _least_bytes(self, kinds: Kinds) -> int:
+        return sum(kinds.count(kind) * min(saved) for kind, saved in self._saved_bytes.items())
 
-    def _options(self, letters: str, guess: DwGuess, bucket_bytes: float | None) -> list[_Option]:
-        """The fastest ways for each amount of memory, the least first.
+    def _options(self, kinds: Kinds, guess: DwGuess, bucket_bytes: float | None) -> list[_Option]:
+        """The fastest option for each number of buckets, the fewest first, without dominated ones.
 
-        Of equally fast ones the first: ways are ordered from simple to complex, so one chunk must be strictly beaten.
+        The first of equally fast choices is kept. They are ordered from simple to complex, so others must be strictly
+        faster than one chunk.
         """
-        least_bytes = self._least_bytes(letters)
-        counts = [(letters.count(letter), saved) for letter, saved in self._saved_bytes.items()]
+        least_bytes = self._least_bytes(kinds)
+        counts = [(kinds.count(kind), saved) for kind, saved in self._saved_bytes.items()]
         options = []
-        for index, ms in enumerate(self._segment_ms(guess, letters)):
+        for index, ms in enumerate(self._segment_ms(guess, kinds)):
             num_buckets = 0
             if bucket_bytes is not None:
                 spare_bytes = sum(count * saved[index] for count, saved in counts) - least_bytes
                 if spare_bytes > bucket_bytes * NUM_BUCKETS:
                     continue
                 num_buckets = ceil(spare_bytes / bucket_bytes) if spare_bytes else 0
-            options.append(_Option(ms, num_buckets, self._space.ways[index]))
+            options.append(_Option(ms, num_buckets, self._space.choices[index]))
         options.sort(key=lambda option: option.num_buckets)
         kept: list[_Option] = []
         for option in options:
@@ -174,12 +172,12 @@ class DynamicProgram:
                 kept.append(option)
         return kept
 
-    def _segment_ms(self, guess: DwGuess, kinds: str) -> tuple[float, ...]:
-        """P of these layers for each way."""
+    def _segment_ms(self, guess: DwGuess, kinds: Kinds) -> tuple[float, ...]:
+        """P of these layers for each choice, in ms."""
         known = self._times.get((guess, kinds))
         if known is None:
             if len(kinds) <= self._exact_layers:
-                known = tuple(self._played_ms(guess, kinds, way) for way in self._space.ways)
+                known = tuple(self._played_ms(guess, kinds, choice) for choice in self._space.choices)
             else:
                 window = kinds[-self._exact_layers :]
                 known = tuple(
@@ -194,14 +192,14 @@ class DynamicProgram:
             self._times[guess, kinds] = known
         return known
 
-    def _played_ms(self, guess: DwGuess, kinds: str, way: Way) -> float:
+    def _played_ms(self, guess: DwGuess, kinds: Kinds, choice: SegmentChoice) -> float:
         simulator, limits = self._simulator, self._space.limits
-        layers = [(number, _KINDS[letter]) for number, letter in enumerate(kinds, start=1)]
-        steps = simulator.lowering.forward(layers, way.segment(1, len(kinds)))
+        layers = list(enumerate(kinds, start=1))
+        steps = simulator.lowering.forward(layers, choice.segment(1, len(kinds)))
         forward = simulator.play(steps, Phase.FORWARD, AT_ONCE, simulator.start_ms())
         rules = AT_ONCE
         if guess is DwGuess.ALONE:
-            window = ALL_TO_ALLS_PER_LAYER * way.num_chunks * max(limits.dw_window_layers, default=1)
+            window = ALL_TO_ALLS_PER_LAYER * choice.num_chunks * max(limits.dw_window_layers, default=1)
             rules = DwRules(window, limits.dw_memory_bytes)
         result = simulator.play(backward(steps), Phase.INPUT_GRAD, rules, forward.end_ms)
         if guess is not DwGuess.ANYWHERE:
@@ -211,27 +209,22 @@ class DynamicProgram:
         return max(result.end_ms[c] - min(result.exposed_ms[c], dw_ms[c]) for c in columns)
 
 
-def _running_sums(runs: Sequence[tuple[int, int]]) -> list[int]:
-    """Where each run ends among the layers of its stage."""
-    return list(accumulate(last - first + 1 for first, last in runs))
-
-
 def _extend(before: dict[int, _Best], start: int, options: Sequence[_Option], after: dict[int, _Best]) -> None:
-    """Append a segment to each best way to run the layers before it, in each way that there is room for."""
-    for ms, num_buckets, way in options:
+    """Appends a segment from ``start`` on, with each option that fits, to the best segments before it."""
+    for ms, num_buckets, choice in options:
         for used, so_far in before.items():
             total = used + num_buckets
             known = after.get(total)
             if total > NUM_BUCKETS or (known is not None and so_far.ms + ms > known.ms + _CLOSE_MS):
                 continue
-            num_chunks = so_far.num_chunks + way.num_chunks
-            option = _Best(so_far.ms + ms, so_far.num_segments + 1, num_chunks, start, used, way)
+            num_chunks = so_far.num_chunks + choice.num_chunks
+            option = _Best(so_far.ms + ms, so_far.num_segments + 1, num_chunks, start, used, choice)
             if _beats(option, known):
                 after[total] = option
 
 
 def _undominated(states: dict[int, _Best]) -> dict[int, _Best]:
-    """Without those that need more memory and are no better."""
+    """Drops the states that need more memory than another one without being better."""
     kept: dict[int, _Best] = {}
     best: _Best | None = None
     for used in sorted(states):
@@ -240,21 +233,21 @@ def _undominated(states: dict[int, _Best]) -> dict[int, _Best]:
     return kept
 
 
-def _way_back(best: Sequence[dict[int, _Best]]) -> list[tuple[int, int, Way]]:
-    """Segments of the cheapest way to run all layers, as (start, end, way)."""
+def _trace_back(best: Sequence[dict[int, _Best]]) -> list[tuple[int, int, SegmentChoice]]:
+    """The fastest segments of all layers, as (start, end, choice)."""
     end = len(best) - 1
-    used = max(best[end])  # what needs most memory is fastest, or it would be dominated
+    used = max(best[end])  # of undominated states, the one with the most memory is the fastest
     segments = []
     while end > 0:
         last = best[end][used]
-        assert last.way is not None
-        segments.append((last.start, end, last.way))
+        assert last.choice is not None
+        segments.append((last.start, end, last.choice))
         end, used = last.start, last.used_before
     return segments[::-1]
 
 
 def _beats(option: _Best, other: _Best | None) -> bool:
-    """Strictly faster, or as fast and simpler: fewer segments, then fewer chunks."""
+    """Whether ``option`` is strictly faster, or as fast with fewer segments, or else with fewer chunks."""
     if other is None or option.ms < other.ms - _CLOSE_MS:
         return True
     if option.ms > other.ms + _CLOSE_MS:

@@ -1,6 +1,6 @@
-"""A profile with other ways to sum gradients than those that it was measured with.
+"""Converts a profile to another kind of gradient reduction than the one that it was measured with.
 
-``rest_ms`` of a profile holds the wait for gradients where they are reduced after the backward pass, and does not where
+``rest_ms`` of a profile includes the wait for gradients if they are reduced after the backward pass, and excludes it if
 the simulator adds it.
 """
 
@@ -16,10 +16,10 @@ from megatron_lancet.schedule.reductions import GradientReduction
 
 
 def with_reduction(profile: Profile, reduction: GradientReduction | None) -> Profile:
-    """The profile of a run that reduces its gradients like that.
+    """The profile of a run that reduces its gradients as ``reduction`` says.
 
     Args:
-        reduction: None for after the backward pass.
+        reduction: None if gradients are reduced after the backward pass.
 
     Raises:
         UnknownCost: the profile has no all-reduce times.
@@ -33,11 +33,12 @@ def with_reduction(profile: Profile, reduction: GradientReduction | None) -> Pro
 
 
 def measured_with(profile: Profile, reduction: GradientReduction, plans: Sequence[Plan]) -> Profile:
-    """A profile of a run that reduced its gradients beside the backward pass: what it waited for leaves the rest.
+    """The profile of a run that reduced its gradients beside the backward pass, without that wait in ``rest_ms``.
 
     Args:
-        profile: as measured, its rest with that wait.
-        plans: that it was measured with; what they waited is what the simulator says, their mean.
+        profile: the measured profile, whose ``rest_ms`` includes the wait.
+        reduction: how the run reduced its gradients.
+        plans: the plans that were measured; the wait is the mean of their simulated waits.
 
     Raises:
         UnknownCost: the profile has no all-reduce times.
@@ -50,7 +51,7 @@ def measured_with(profile: Profile, reduction: GradientReduction, plans: Sequenc
 
 
 def _alone_ms(profile: Profile, reduction: GradientReduction) -> float:
-    """What all reductions of the fullest stage take one after the other."""
+    """Time of all reductions of the fullest stage, one after the other."""
     simulator = Simulator(CostModel(dataclasses.replace(profile, gradients=reduction)))
     plan = split_at_stages(fixed_plan(1), profile.model.stage_of_layer)
     sums_ms = [sum(one.ms for one in stage.buckets.reductions) for stage in simulator.stages(plan) if stage.buckets]

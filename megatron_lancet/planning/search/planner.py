@@ -1,16 +1,17 @@
-"""Chooses the plan that is predicted fastest among those that fit into memory.
+"""Chooses the plan with the shortest predicted step among those that fit into memory.
 
-Small spaces are searched whole. In others these candidates are simulated: every plan whose layers all run alike
-(*uniform*), and what the dynamic program proposes; each with every dW policy and window unless it can't win any more,
-the best of them with dWs placed into gaps too. So the result is never predicted slower than a uniform plan.
+Small spaces are searched exhaustively. In others these candidates are simulated: every plan whose layers all run alike
+(*uniform*), and the proposals of the dynamic program, each with every dW policy and window that can still win, and the
+best of them with dWs placed into gaps too. So the result is never predicted slower than a uniform plan.
 
-Plans are compared with the same routing in all layers and chunks: the profile's shares. Where more than
-``MAX_DISTINCT`` ranks receive different ones, similar ranks are made equal, the busiest as it is. The result's
-prediction is then made with the real shares, and with the routing of single chunks where the profile knows it.
+Three simulators are used, from simple to complete:
 
-Where gradients are reduced beside the backward pass, plans are searched without that. The plans of the best
-``NUM_WITH_GRADIENTS`` segmentations, with all their dW options, are then simulated with it, and the best of them wins:
-a plan that was not among them is at most faster by what reductions cost the winner.
+- Plans are compared with the profile's shares in all layers and chunks. If more than ``MAX_DISTINCT`` of them differ,
+  similar ones are merged, except the largest. Gradient reductions are left out.
+- If gradients are reduced beside the backward pass, the plans of the best ``NUM_WITH_GRADIENTS`` segmentations, with
+  all their dW options, are simulated again with reductions, and the best of them wins. Any other plan is faster by at
+  most the time that reductions cost the winner.
+- The result's prediction uses the real shares, and the routing of single chunks if the profile has it.
 """
 
 import gc
@@ -25,35 +26,32 @@ from megatron_lancet.planning.search.dynamic_program import DynamicProgram
 from megatron_lancet.planning.search.search_space import Exclusion, Limits, SearchSpace
 from megatron_lancet.planning.shares import merge_similar_shares
 from megatron_lancet.planning.simulation.cost_model import CostModel
+from megatron_lancet.planning.simulation.lowering import Loads
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulator
 from megatron_lancet.schedule.plan import DwPolicy, Plan, Segment
 
 MAX_EXHAUSTIVE = 300
-"""Segmentations that are all simulated; about two seconds for a few layers."""
+"""Largest number of segmentations that is searched exhaustively; about two seconds for a few layers."""
 MAX_DISTINCT = 4
-"""Ranks that are simulated while plans are compared."""
+"""Most ranks that are simulated while plans are compared."""
 NUM_WITH_GRADIENTS = 4
-"""Segmentations that are simulated with gradient reductions."""
+"""Number of segmentations that are simulated with gradient reductions."""
 _NUM_LISTED = 16
 _NUM_WITH_GAPS = 6
 _DIGITS = 6
-"""Predictions that agree to the nanosecond are equal: then the simpler plan wins."""
+"""Predictions that agree to the nanosecond count as equal; then the simpler plan wins."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A plan that was considered.
-
-    Attributes:
-        fits: whether it keeps within the memory bound.
-    """
+    """A plan that was simulated, and whether it fits into the memory bound."""
 
     plan: Plan
     prediction: Prediction
     fits: bool
 
     def rank(self) -> tuple[object, ...]:
-        """Lower is better: fits (else smaller), faster, fewer segments, fewer chunks, simpler dWs."""
+        """Sort key, lower is better: fits (else smaller), faster, fewer segments, fewer chunks, simpler dWs."""
         plan = self.plan
         chunks = [segment.num_chunks for segment in plan.segments]
         return (
@@ -73,15 +71,13 @@ class PlannedStep:
     """A plan and how it was found.
 
     Attributes:
-        plan: the chosen one.
-        prediction: of it.
-        no_overlap: prediction of one chunk without deferred dWs, for comparison; None where the limits forbid it.
-        alternatives: the best that were simulated, and every uniform plan among them; the chosen one is the first.
-        excluded: what was not considered, and why.
-        num_simulated: plans whose whole step was simulated.
-        is_exact: whether that was every plan of the space.
-        warning: what the user must know, for example that nothing fits into memory; None if nothing.
-        limits: that it was found under.
+        no_overlap: prediction of one chunk without deferred dWs, for comparison; None if the limits forbid it.
+        alternatives: the best simulated plans and all simulated uniform plans; the chosen plan is the first.
+        excluded: parts of the search space that were not considered, and why.
+        num_simulated: number of plans whose whole step was simulated.
+        is_exact: whether every plan of the space was simulated.
+        warning: message for the user, for example if no plan fits into memory; None if there is none.
+        limits: the restrictions of the search.
     """
 
     plan: Plan
@@ -96,11 +92,11 @@ class PlannedStep:
 
 
 def make_plan(profile: Profile, limits: Limits | None = None, max_exhaustive: int = MAX_EXHAUSTIVE) -> PlannedStep:
-    """The plan for a profile; the same for the same arguments.
+    """Searches the best plan for a profile; deterministic.
 
     Args:
-        limits: what a plan may be; None for no limits other than the profile's.
-        max_exhaustive: search the whole space if it has no more segmentations than that.
+        limits: restrictions on the plan; None for none.
+        max_exhaustive: largest number of segmentations up to which the whole space is searched.
 
     Raises:
         RecordError: the profile lacks something that every plan needs, or the limits leave no plan.
@@ -111,7 +107,7 @@ def make_plan(profile: Profile, limits: Limits | None = None, max_exhaustive: in
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """A search makes many small objects and hardly a cycle: walking them all again and again is a sixth of its time."""
+    """Disables garbage collection: a search makes many objects but few cycles, and would spend a sixth of its time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -122,7 +118,7 @@ def _without_collector() -> Iterator[None]:
 
 
 class Planner:
-    """One search."""
+    """One search for a plan."""
 
     def __init__(self, profile: Profile, limits: Limits, max_exhaustive: int = MAX_EXHAUSTIVE) -> None:
         """
@@ -131,17 +127,14 @@ class Planner:
         """
         costs = CostModel(profile)
         if limits.max_memory_bytes is not None and not costs.knows_memory:
-            raise RecordError("the profile does not say what layers keep in memory, so a memory bound can't be held")
-        self._costs = costs
+            raise RecordError("the profile has no memory use of layers, so a memory bound can't be enforced")
         plain = costs if profile.gradients is None else CostModel(replace(profile, gradients=None))
-        self._simulator = Simulator(plain, costs.profile.received_share)
-        shares = self._simulator.loads.shares
-        few = merge_similar_shares(shares, MAX_DISTINCT)
-        self._has_merged_shares = few != shares
-        self._is_simplified = self._has_merged_shares or bool(profile.routing)
-        if self._has_merged_shares:
-            self._simulator = Simulator(plain, few)
-        self._with_reductions = None if profile.gradients is None else Simulator(costs, few)
+        shares = Loads.of(profile.model, profile.received_share).shares
+        merged = merge_similar_shares(shares, MAX_DISTINCT)
+        self._has_merged_shares = merged != shares
+        self._simulator = Simulator(plain, merged)
+        self._reduction_simulator = None if profile.gradients is None else Simulator(costs, merged)
+        self._complete_simulator = Simulator(costs)
         self._limits = limits
         self._space = SearchSpace.of(costs, limits)
         self._is_exact = self._space.num_segmentations() <= max_exhaustive
@@ -149,7 +142,7 @@ class Planner:
         self._best: Alternative | None = None
 
     def choose(self) -> PlannedStep:
-        """Search, and say what was found."""
+        """Searches the space and returns the best plan."""
         uniform = list(self._space.uniform())
         if self._is_exact:
             self._search(self._space.segmentations(), may_skip=False)
@@ -160,20 +153,18 @@ class Planner:
             filling = [one.plan for one in self._sorted() if one.plan.dw_policy is DwPolicy.FILL]
             self._place_gaps(filling[:_NUM_WITH_GAPS])
         ordered = self._sorted()
-        if self._with_reductions is not None:
-            ordered = self._with_gradients(ordered, self._with_reductions)
+        if self._reduction_simulator is not None:
+            ordered = self._with_reductions(ordered, self._reduction_simulator)
         if self._has_merged_shares:
             ordered = self._with_real_memory(ordered)
         best = ordered[0]
         uniform_set = set(uniform)
-        no_overlap = next(
-            (self._with_real_shares(one.plan, one.prediction) for one in ordered if _is_no_overlap(one.plan)), None
-        )
+        no_overlap = next((one.plan for one in ordered if _is_no_overlap(one.plan)), None)
         listed = ordered[:_NUM_LISTED] + [one for one in ordered[_NUM_LISTED:] if one.plan.segments in uniform_set]
         return PlannedStep(
             plan=best.plan,
-            prediction=self._with_real_shares(best.plan, best.prediction),
-            no_overlap=no_overlap,
+            prediction=self._complete_simulator.predict(best.plan),
+            no_overlap=None if no_overlap is None else self._complete_simulator.predict(no_overlap),
             alternatives=tuple(listed),
             excluded=self._space.excluded,
             num_simulated=len(self._seen),
@@ -182,28 +173,25 @@ class Planner:
             limits=self._limits,
         )
 
-    def _with_gradients(self, ordered: list[Alternative], simulator: Simulator) -> list[Alternative]:
-        """The best, and one chunk without overlap, with gradient reductions on the wire; the others are left out."""
+    def _with_reductions(self, ordered: list[Alternative], simulator: Simulator) -> list[Alternative]:
+        """The best segmentations and the plan without overlap, predicted with gradient reductions."""
         segmentations = list(dict.fromkeys(one.plan.segments for one in ordered))[:NUM_WITH_GRADIENTS]
         chosen = [one for one in ordered if one.plan.segments in segmentations or _is_no_overlap(one.plan)]
         return _best_first(replace(one, prediction=simulator.predict(one.plan)) for one in chosen)
 
     def _with_real_memory(self, ordered: list[Alternative]) -> list[Alternative]:
-        """The best whose deferred dWs fit on the real ranks too goes first; what doesn't fit goes last."""
+        """Moves the first plans behind the others if they don't fit with the real shares."""
         bound = self._limits.max_memory_bytes
         for index, one in enumerate(ordered):
-            if not one.fits or bound is None or self._with_real_shares(one.plan, one.prediction).peak_bytes <= bound:
+            if not one.fits or bound is None or self._complete_simulator.predict(one.plan).peak_bytes <= bound:
                 return [*ordered[index:], *(replace(other, fits=False) for other in ordered[:index])]
         return [replace(other, fits=False) for other in ordered]
 
-    def _with_real_shares(self, plan: Plan, prediction: Prediction) -> Prediction:
-        return Simulator(self._costs).predict(plan) if self._is_simplified else prediction
-
     def _search(self, segmentations: Iterable[tuple[Segment, ...]], may_skip: bool) -> None:
-        """Simulate these with each dW option.
+        """Simulates these segmentations with each dW option.
 
         Args:
-            may_skip: leave out a plan that defers dWs if it would lose even with a backward that never stands still.
+            may_skip: whether to skip plans with deferred dWs that would lose even without exposed backward time.
         """
         done = {plan.segments for plan in self._seen}
         for segments in segmentations:
@@ -213,13 +201,13 @@ class Planner:
             floor_ms = self._floor_ms(segments) if may_skip else 0.0
             for plan in self._space.dw_options(segments):
                 best = self._best
-                hopeless = best is not None and best.fits and floor_ms > best.prediction.step_ms
-                if not (hopeless and plan.dw_policy is DwPolicy.FILL):
+                cannot_win = best is not None and best.fits and floor_ms > best.prediction.step_ms
+                if not (cannot_win and plan.dw_policy is DwPolicy.FILL):
                     self._consider(plan)
             self._simulator.forget(segments)
 
     def _floor_ms(self, segments: tuple[Segment, ...]) -> float:
-        """No plan that defers dWs and has these segments is faster."""
+        """Lower bound on the step time of plans with these segments and deferred dWs."""
         at_once = self._seen.get(Plan(segments, DwPolicy.NONE))
         prediction = at_once.prediction if at_once else self._simulator.predict(Plan(segments, DwPolicy.NONE))
         return prediction.floor_ms / max(1.0, self._simulator.costs.profile.link.compute_slowdown)
@@ -248,14 +236,13 @@ class Planner:
         bound = self._limits.max_memory_bytes
         assert bound is not None
         return (
-            f"no plan fits into {bound / 1e6:g} MB: the smallest, {best.plan}, takes about "
-            f"{best.prediction.peak_bytes / 1e6:g} MB. It was chosen all the same; "
-            "use a smaller micro-batch or recompute"
+            f"no plan fits into {bound / 1e6:g} MB; the smallest, {best.plan}, takes about "
+            f"{best.prediction.peak_bytes / 1e6:g} MB and was chosen. Use a smaller micro-batch or recompute"
         )
 
 
 def _best_first(alternatives: Iterable[Alternative]) -> list[Alternative]:
-    """Where ranks are equal, in the order of their texts."""
+    """Sorts by rank, and by text between equal ranks."""
     return sorted(alternatives, key=lambda one: (*one.rank(), one.plan.to_json()))
 
 

@@ -1,7 +1,8 @@
-"""The plans that a planner may choose from, as data, and why others are not among them."""
+"""The plans that the planner may choose from, and why others are excluded."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.profile import ModelFacts
@@ -11,7 +12,7 @@ from megatron_lancet.schedule.plan import ALL_TO_ALLS_PER_LAYER, ChunkDim, DwPol
 
 @dataclass(frozen=True)
 class Exclusion:
-    """What is not considered, in words, and why."""
+    """A part of the search space that is not considered, and why, both in words."""
 
     what: str
     reason: str
@@ -19,17 +20,17 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan may be.
+    """Restrictions on the plan.
 
     Attributes:
-        num_chunks: chunk counts; None for 1 and those that were profiled. 1 is "no overlap between chunks".
-        chunk_dims: dimensions to cut along.
-        ranges: parts of a segment that may run in chunks.
-        dw_policies: what may happen to weight gradients.
-        dw_window_layers: windows of deferral, in layers: each is so many all-to-alls of all chunks.
-        max_memory_bytes: of activations and deferred dWs on a rank, a hard bound; None for no bound.
-        dw_memory_bytes: of deferred dWs on a rank, written into the plan; None for no bound.
-        excluded: what the caller left out, and why; repeated in the result.
+        num_chunks: allowed chunk counts; None for 1 and those that were profiled. 1 means no overlap between chunks.
+        chunk_dims: allowed dimensions to cut along.
+        ranges: allowed parts of a segment that run in chunks.
+        dw_policies: allowed policies for weight gradients.
+        dw_window_layers: windows of deferral in layers; a layer counts as the all-to-alls of all its chunks.
+        max_memory_bytes: hard bound on a rank's activations and deferred dWs; None for no bound.
+        dw_memory_bytes: bound on a rank's deferred dWs, written into the plan; None for no bound.
+        excluded: exclusions that the caller made; repeated in the result.
     """
 
     num_chunks: tuple[int, ...] | None = None
@@ -43,42 +44,42 @@ class Limits:
 
 
 @dataclass(frozen=True, order=True)
-class Way:
-    """How a segment may run."""
+class SegmentChoice:
+    """The part of a segment that a planner chooses: everything but its layers."""
 
     num_chunks: int
     chunk_dim: ChunkDim = ChunkDim.BATCH
     range: OverlapRange = OverlapRange.STACK
 
     def segment(self, first_layer: int, last_layer: int | None) -> Segment:
-        """Layers that run like that."""
+        """The segment of these layers (global numbers, None for the model's last) that runs in this way."""
         return Segment(first_layer, last_layer, self.num_chunks, self.chunk_dim, self.range)
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Ways, stages and dW options: every plan of the space is a choice of them.
+    """All plans: layers of each run are divided into segments, each with a choice, and a dW option is added.
 
     Attributes:
-        ways: of each segment, simplest first.
+        choices: options of each segment, simplest first.
         runs: neighbouring layers of one pipeline stage, as (first, last) global numbers; no segment crosses them.
-        limits: as given.
-        excluded: what is not considered, and why.
+        limits: the restrictions from which the space was made.
+        excluded: parts that are not considered, and why.
     """
 
-    ways: tuple[Way, ...]
+    choices: tuple[SegmentChoice, ...]
     runs: tuple[tuple[int, int], ...]
     limits: Limits
     excluded: tuple[Exclusion, ...]
 
     @staticmethod
     def of(costs: CostModel, limits: Limits) -> "SearchSpace":
-        """What ``limits`` and the profile leave.
+        """The space that ``limits`` and the profile allow.
 
         Raises:
-            RecordError: nothing is left.
+            RecordError: no plan is allowed.
         """
-        ways: list[Way] = []
+        choices: list[SegmentChoice] = []
         excluded = list(limits.excluded)
         for dim in limits.chunk_dims:
             profiled = costs.profiled_chunk_counts(dim)
@@ -88,37 +89,34 @@ class SearchSpace:
                 if reason:
                     excluded.append(Exclusion(f"chunks={num_chunks} dim={dim}", reason))
                 elif num_chunks == 1:
-                    ways.append(Way(1))  # one chunk is one chunk, whatever the dimension and the range
+                    choices.append(SegmentChoice(1))  # dimension and range make no difference
                 else:
-                    ways += [Way(num_chunks, dim, one) for one in limits.ranges]
-        if (
-            not ways
-            or not limits.dw_policies
-            or (limits.dw_policies == (DwPolicy.FILL,) and not limits.dw_window_layers)
-        ):
+                    choices += [SegmentChoice(num_chunks, dim, one) for one in limits.ranges]
+        has_dw_option = DwPolicy.NONE in limits.dw_policies or (limits.dw_policies and limits.dw_window_layers)
+        if not choices or not has_dw_option:
             raise RecordError(f"the limits leave no plan: {'; '.join(f'{e.what}: {e.reason}' for e in excluded)}")
         order = tuple(OverlapRange)
-        unique = sorted(set(ways), key=lambda way: (way.num_chunks, -order.index(way.range), way.chunk_dim))
+        unique = sorted(set(choices), key=lambda one: (one.num_chunks, -order.index(one.range), one.chunk_dim))
         return SearchSpace(tuple(unique), stage_runs(costs.model), limits, tuple(dict.fromkeys(excluded)))
 
     def num_segmentations(self) -> int:
-        """Ways to divide the layers into segments and to choose a way for each."""
+        """Number of divisions of the layers into segments, times the choices for each segment."""
         total = 1
         for first, last in self.runs:
-            total *= len(self.ways) * (1 + len(self.ways)) ** (last - first)
+            total *= len(self.choices) * (1 + len(self.choices)) ** (last - first)
         return total
 
     def segmentations(self) -> Iterator[tuple[Segment, ...]]:
-        """All of them. Only for small spaces."""
+        """Yields every segmentation; feasible in small spaces only."""
         yield from self._from(0)
 
     def uniform(self) -> Iterator[tuple[Segment, ...]]:
-        """All layers alike: one segment per run of layers of a stage."""
-        for way in self.ways:
-            yield with_open_end([way.segment(first, last) for first, last in self.runs])
+        """Yields the segmentations in which all layers run alike: one segment per run of layers of a stage."""
+        for choice in self.choices:
+            yield with_open_end([choice.segment(first, last) for first, last in self.runs])
 
     def dw_options(self, segments: tuple[Segment, ...]) -> Iterator[Plan]:
-        """Plans with these segments, simplest first; gaps are not placed yet."""
+        """Yields the plans with these segments, simplest first, without gaps."""
         limits = self.limits
         if DwPolicy.NONE in limits.dw_policies:
             yield Plan(segments, DwPolicy.NONE)
@@ -140,30 +138,26 @@ class SearchSpace:
             yield ()
             return
         for end in range(first, last + 1):
-            for way in self.ways:
+            for choice in self.choices:
                 for tail in self._of_layers(end + 1, last):
-                    yield (way.segment(first, end), *tail)
+                    yield (choice.segment(first, end), *tail)
 
 
 def with_open_end(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The last segment runs to the model's end: a plan of one segment reads the same for every model."""
+    """Extends the last segment to the model's end, so that a plan of one segment reads the same for every model."""
     last = segments[-1]
     return (*segments[:-1], Segment(last.first_layer, None, last.num_chunks, last.chunk_dim, last.range))
 
 
 def stage_runs(model: ModelFacts) -> tuple[tuple[int, int], ...]:
-    """Neighbouring layers of one pipeline stage, as (first, last) global numbers."""
-    starts = [
-        number
-        for number, stage in enumerate(model.stage_of_layer, start=1)
-        if number == 1 or stage != model.stage_of_layer[number - 2]
-    ]
-    ends = [start - 1 for start in starts[1:]] + [len(model.stage_of_layer)]
-    return tuple(zip(starts, ends, strict=True))
+    """Runs of neighbouring layers of one pipeline stage, as (first, last) global numbers."""
+    numbered = enumerate(model.stage_of_layer, start=1)
+    runs = [[number for number, _ in run] for _, run in groupby(numbered, key=lambda one: one[1])]
+    return tuple((run[0], run[-1]) for run in runs)
 
 
 def _unusable(costs: CostModel, dim: ChunkDim, num_chunks: int, profiled: tuple[int, ...]) -> str | None:
-    """Why micro-batches can't be cut like that, or nobody knows what it would cost."""
+    """Why micro-batches can't be cut like that, or why the cost of doing so is unknown; None if neither holds."""
     model = costs.model
     if not costs.can_cut(dim, num_chunks):
         return f"a micro-batch has {model.micro_batch_size} samples of {model.seq_length} positions"

@@ -1,9 +1,9 @@
-"""Gradient buckets of a simulated backward pass: which weights complete them, and what is sent for each.
+"""Gradient buckets of a simulated backward pass: their weights and their reductions.
 
-A bucket is filled as Megatron's DDP does it: weights from the last layer to the first, dense ones and experts apart,
-until it has its size. It is complete when all its weights were reported, each a window of all-to-alls after its last
-dW was put, or at once where the plan defers nothing (``runtime/weight_grad_store.py``). Norms, routers and embeddings
-are not in the profile, and so not in the buckets.
+Buckets are filled as in Megatron's DDP: with weights from the last layer to the first, dense ones and experts apart,
+up to the bucket size. A bucket is complete when all its weights were reported, each a window of all-to-alls after its
+last dW was put, or at once if the plan defers nothing (``schedule/dw_queue.py``). Norms, routers and embeddings are not
+in the profile, and so not in the buckets.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,18 +21,17 @@ from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.reductions import CommPriority, MicroOps, ReductionQueue
 
 REDUCTION = "reduce."
-"""Names of reductions in timelines begin so."""
+"""Prefix of the names of reductions in timelines."""
 _ELEMENT_BYTES = 4
-"""Of a gradient, where it is cut."""
-_MOST_MICRO_OPS = 10_000
-"""Of a bucket: nobody would run more, and to simulate them takes long."""
+_MAX_MICRO_OPS = 10_000
+"""Limit for a bucket; simulating more would take long."""
 
 Weight = tuple[int, str]
 """Global layer number (0 beside the layers) and name."""
 
 
 class WeightKind(IntEnum):
-    """Who sums a gradient: all data-parallel ranks, or those with the same experts."""
+    """The ranks that sum a gradient: all data-parallel ranks, or those with the same experts."""
 
     DENSE = 0
     EXPERT = 1
@@ -40,12 +39,12 @@ class WeightKind(IntEnum):
 
 @dataclass(frozen=True)
 class Reduction:
-    """One collective: a bucket's, or a micro-op of it.
+    """The collective of a bucket, or a micro-op of it.
 
     Attributes:
-        name: in timelines.
-        ms: that it takes alone on the wire.
-        num_bytes: of the gradients.
+        name: its name in timelines.
+        ms: its time without other messages on the link.
+        num_bytes: size of the gradients.
     """
 
     name: str
@@ -56,18 +55,18 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Buckets:
-    """All of a backward pass.
+    """The gradient buckets of a backward pass.
 
     Attributes:
-        bucket_of: where each weight's gradient lies.
-        num_weights: of each bucket.
-        reductions: all collectives, those of a bucket next to each other.
-        first_reduction: of each bucket, and behind the last one their number.
+        bucket_of: index of the bucket of each weight's gradient.
+        num_weights: number of weights of each bucket.
+        reductions: all collectives, ordered by bucket.
+        first_reduction: index of each bucket's first reduction, followed by the number of reductions.
         num_puts: how often a dW of each weight is put.
-        late: weights whose gradients are complete only at the end.
-        num_all_to_alls: of the pass.
-        chunk_bytes: that may leave at a place between all-to-alls; None where buckets leave as soon as they are
-            complete.
+        late: weights whose gradients are complete only at the end of the pass.
+        num_all_to_alls: number of all-to-alls of the pass.
+        chunk_bytes: size of the micro-ops that may be launched at a place between all-to-alls; None if buckets are
+            launched as soon as they are complete.
     """
 
     bucket_of: dict[Weight, int]
@@ -81,7 +80,7 @@ class Buckets:
 
     @staticmethod
     def of(costs: CostModel, backward: Sequence[Step]) -> "Buckets | None":
-        """Of a backward order of ops; None where the profile says of no reduction beside the backward pass.
+        """The buckets for a backward order of ops; None if the profile has no reductions beside the backward pass.
 
         Raises:
             UnknownCost: the profile has no all-reduce times.
@@ -96,7 +95,7 @@ class Buckets:
                 for cost in action.weight_grads[0]:
                     num_puts[layer, cost.name] = num_puts.get((layer, cost.name), 0) + 1
         late = frozenset(weight for weight in num_puts if weight[0] == 0 and rules.has_late_head)
-        # Stable: inside a layer as the backward pass comes to them.
+        # The sort is stable, so weights of a layer stay in backward order.
         ordered = sorted(num_puts, key=lambda weight: (weight in late, weight[0] != 0, -weight[0]))
         groups = list(chain.from_iterable(_filled(costs, ordered, kind) for kind in WeightKind))
         reductions: list[Reduction] = []
@@ -117,7 +116,7 @@ class Buckets:
 
 
 def _weight(costs: CostModel, weight: Weight) -> tuple[WeightKind, int]:
-    """Its kind, and bytes of its gradient."""
+    """The weight's kind, and bytes of its gradient."""
     layer, name = weight
     layer_kind = costs.model.layer_kinds[layer - 1] if layer else LayerKind.NONE
     after, num_bytes = costs.gradient(layer_kind, name)
@@ -150,10 +149,10 @@ def _collectives(costs: CostModel, number: int, kind: WeightKind, num_bytes: int
     name = f"{REDUCTION}{kind.name.lower()}.b{number}"
     parts = [(0, num_bytes)]
     if rules.priority is CommPriority.ALL_TO_ALL_FIRST:
-        if num_bytes > _MOST_MICRO_OPS * rules.chunk_bytes:
+        if num_bytes > _MAX_MICRO_OPS * rules.chunk_bytes:
             raise RecordError(
                 f"micro-ops of {rules.chunk_bytes} bytes would cut a bucket of {num_bytes} into more than "
-                f"{_MOST_MICRO_OPS}: choose larger ones or smaller buckets"
+                f"{_MAX_MICRO_OPS}: choose larger ones or smaller buckets"
             )
         cut = MicroOps(rules.chunk_bytes).cut(-(-num_bytes // _ELEMENT_BYTES), _ELEMENT_BYTES)
         parts = [(start * _ELEMENT_BYTES, min(end * _ELEMENT_BYTES, num_bytes)) for start, end in cut]
@@ -165,14 +164,10 @@ def _collectives(costs: CostModel, number: int, kind: WeightKind, num_bytes: int
 class Ledger:
     """One rank's gradients in a backward pass: which are complete, and which reductions are launched when.
 
-    Every method returns the reductions that are launched now, in order.
+    Methods return the reductions to launch now, in order. The rank's queue of dWs says when a weight is reported.
     """
 
     def __init__(self, buckets: Buckets, dws: DwQueue[Any, Weight]) -> None:
-        """
-        Args:
-            dws: the rank's, which says when a weight is reported.
-        """
         self._buckets = buckets
         self._dws = dws
         self._puts_left = dict(buckets.num_puts)
@@ -182,28 +177,24 @@ class Ledger:
             self._queue = ReductionQueue(buckets.chunk_bytes, buckets.num_all_to_alls)
 
     def put(self, weight: Weight) -> list[Reduction]:
-        """One of its dWs was put; without deferral it has run, too."""
+        """Notes that a dW of ``weight`` was put, and without deferral has run."""
         self._puts_left[weight] -= 1
         if self._puts_left[weight] or weight in self._buckets.late:
             return []
         return self._report(self._dws.mark_last_use(weight))
 
     def issue(self) -> None:
-        """A backward all-to-all was issued."""
+        """Notes that a backward all-to-all was issued."""
         if self._queue is not None:
             self._queue.issue()
 
     def advance(self, kind: str) -> list[Reduction]:
-        """A backward all-to-all was waited for, and the dWs that were due have run.
-
-        Args:
-            kind: of its op.
-        """
+        """Notes that a backward all-to-all of this kind was waited for, and the dWs that were due have run."""
         launched = self._report(self._dws.take_reports())
         return launched if self._queue is None else launched + self._queue.advance(kind)
 
     def end(self) -> list[Reduction]:
-        """The backward pass has ended, and all dWs have run."""
+        """Notes that the backward pass has ended, and all dWs have run."""
         launched = self._report([*self._dws.flush_reports(), *self._buckets.late])
         assert not any(self._weights_left), "a gradient was never complete"
         return launched if self._queue is None else launched + self._queue.take_all()
@@ -212,7 +203,7 @@ class Ledger:
         launched: list[Reduction] = []
         for weight in weights:
             bucket = self._buckets.bucket_of.get(weight)
-            if bucket is None:  # no other rank to sum it with
+            if bucket is None:  # it is on one rank only
                 continue
             self._weights_left[bucket] -= 1
             if self._weights_left[bucket] == 0:

@@ -1,7 +1,7 @@
-"""What an op, a message, a weight gradient and a layer's activations cost, from a profile (Lancet section 5.3).
+"""Costs of ops, messages, weight gradients and activations, from a profile (Lancet section 5.3).
 
-Whatever was measured at a chunk count is taken from there. Other chunk counts are read off a curve through the
-measured ones of the same dimension, over the chunk's size. A count of 1 belongs to both dimensions.
+Values of measured chunk counts are used as they are. Values of other chunk counts are interpolated between the
+measured ones of the same dimension, by the size of a chunk. A count of 1 belongs to both dimensions.
 """
 
 from collections import defaultdict
@@ -17,17 +17,16 @@ from megatron_lancet.schedule.plan import ChunkDim
 _BESIDE_LAYERS = (OpKind.EMBEDDING, OpKind.HEAD, OpKind.CUT)
 
 
-class UnknownCost(RecordError):  # noqa: N818 - says what is the matter
-    """The profile holds nothing from which the cost of an op could be told."""
+class UnknownCost(RecordError):  # noqa: N818 - the name states the problem
+    """The profile has no measurement from which a cost can be estimated."""
 
 
 class DwCost(NamedTuple):
-    """One deferred weight gradient of one chunk.
+    """Cost of one weight gradient of one chunk.
 
     Attributes:
-        name: of the weight inside its layer.
-        ms: it takes.
-        pinned_bytes: that deferring it keeps alive.
+        name: name of the weight inside its layer.
+        pinned_bytes: memory that stays alive while it is deferred.
     """
 
     name: str
@@ -66,7 +65,7 @@ class CostModel:
 
     @property
     def knows_memory(self) -> bool:
-        """Whether the profile says what layers keep."""
+        """Whether the profile has the memory use of layers."""
         return bool(self._memory)
 
     def chunk_units(self, dim: ChunkDim, num_chunks: int) -> list[int]:
@@ -93,21 +92,21 @@ class CostModel:
         return tuple(sorted(counts))
 
     def message_ms(self, num_bytes: float) -> float:
-        """From leaving to arrival of ``num_bytes`` that a rank sends to others; 0 where it has no others."""
+        """Time from launch to arrival of ``num_bytes`` that a rank sends to others; 0 without expert parallelism."""
         return 0.0 if self._message is None or self.model.ep_size == 1 else self._message.at(num_bytes)
 
     def queued_ms(self, num_bytes: float) -> float:
-        """By which ``num_bytes`` come after the rank's message before them, if they leave before that has come."""
+        """Time by which a message of ``num_bytes`` arrives after the previous one if it is queued behind that."""
         if self._queued is None or self.model.ep_size == 1:
             return 0.0
         return self._queued.at(num_bytes)
 
     def gradient(self, layer_kind: LayerKind, name: str) -> tuple[str, int]:
-        """A weight's gradient: the op in whose backward it becomes ready, and its bytes on a rank."""
+        """The op in whose backward a weight's gradient becomes ready, and the gradient's bytes on a rank."""
         return self._gradients[layer_kind, name]
 
     def reduction_ms(self, num_bytes: float, num_ranks: int) -> float:
-        """Summing gradients of ``num_bytes`` over ``num_ranks`` ranks, alone on the wire.
+        """Time to reduce gradients of ``num_bytes`` over ``num_ranks`` ranks without other messages on the link.
 
         Raises:
             UnknownCost: the profile has no all-reduce times.
@@ -122,7 +121,7 @@ class CostModel:
 
     @property
     def counts_ms(self) -> float:
-        """One exchange of token counts."""
+        """Time of one exchange of token counts."""
         return 0.0 if self.model.ep_size == 1 else self.profile.link.counts_ms
 
     def _op_ms(
@@ -138,7 +137,7 @@ class CostModel:
         """Time of one op of one chunk, without weight gradients.
 
         Args:
-            rows: received rows for ``experts``, tokens of the chunk for the others.
+            rows: received rows for ``experts``, tokens of the chunk for other ops.
 
         Raises:
             UnknownCost: nothing of this kind, phase and dimension was profiled.
@@ -149,7 +148,7 @@ class CostModel:
             if op.chunk_dim is dim or op.num_chunks == 1 or num_chunks == 1
         ]
         if not found and layer_kind is LayerKind.NONE and kind in _BESIDE_LAYERS:
-            return 0.0  # a middle stage of a pipeline has neither embedding nor head
+            return 0.0  # a middle pipeline stage has neither embedding nor head
         if not found:
             raise UnknownCost(
                 f"the profile has no time of {kind!r} ({layer_kind} layer, phase {phase}, chunks along {dim}); "
@@ -163,7 +162,7 @@ class CostModel:
         for op in found:
             by_count[op.num_chunks, op.chunk_dim].append(op)
         if kind == OpKind.EXPERTS:
-            # Chunks of a count get about as many rows: what more of them cost is seen between counts.
+            # Chunks of one count get about the same number of rows, so the cost of more rows shows between counts only.
             curve = Curve(_mean_point(ops) for ops in by_count.values())
             mean_rows, mean_ms = _mean_point(exact or found)
             at_mean_ms = curve.at(mean_rows)
@@ -172,23 +171,23 @@ class CostModel:
         return Curve(points).at(rows)
 
     def _weight_grads(self, layer_kind: LayerKind, after: str, num_chunks: int, rows: float) -> tuple[DwCost, ...]:
-        """Weight gradients that become ready in the backward of one chunk's op, in the order in which they do.
+        """Weight gradients that become ready in the backward of one chunk's op, in that order.
 
         The profile has an order for each measured chunk count, and they may differ: experts of a rank that run one
         after the other without chunks run layer by layer in chunks (``model/experts.py``).
 
         Args:
             after: the compute op.
-            rows: received rows for ``experts``, tokens of the chunk for the others.
+            rows: received rows for ``experts``, tokens of the chunk for other ops.
         """
 
-        def unlikeness(dw: WeightGradTime) -> tuple[bool, int]:
+        def dissimilarity(dw: WeightGradTime) -> tuple[bool, int]:
             return (dw.num_chunks > 1) != (num_chunks > 1), abs(dw.num_chunks - num_chunks)
 
         costs = []
         found = self._dws.get((layer_kind, after), [])
         # Sorting keeps each chunk count's own order.
-        for name in dict.fromkeys(dw.name for dw in sorted(found, key=unlikeness)):
+        for name in dict.fromkeys(dw.name for dw in sorted(found, key=dissimilarity)):
             times = [dw for dw in found if dw.name == name]
             used = [time for time in times if time.num_chunks == num_chunks] or times
             ms = Curve((time.rows, time.ms) for time in used).at(rows)
@@ -197,13 +196,13 @@ class CostModel:
         return tuple(costs)
 
     def _saved_bytes(self, layer_kind: LayerKind, dim: ChunkDim, num_chunks: int) -> int:
-        """What one layer keeps of a micro-batch from forward to backward.
+        """Bytes that one layer keeps of a micro-batch from forward to backward.
 
-        Between profiled chunk counts of the same dimension it is linear in the count; beyond the largest, and where
-        only other dimensions were measured, the nearest count holds. Nothing where the profile has no memory at all.
+        They are linear in the count between profiled chunk counts of the same dimension. Beyond the largest, and if
+        only other dimensions were measured, the nearest count is used. They are 0 if the profile has no memory use.
 
         Raises:
-            UnknownCost: the profile knows other layers' memory, but not that of this kind.
+            UnknownCost: the profile has the memory use of other layers, but not of this kind.
         """
         uses = self._memory.get(layer_kind, [])
         if not uses and self._memory and layer_kind is not LayerKind.NONE:
@@ -218,7 +217,7 @@ class CostModel:
 
 
 def _mean_point(ops: list[OpTime]) -> tuple[float, float]:
-    """Rows and time."""
+    """Mean rows and mean time."""
     return sum(op.rows for op in ops) / len(ops), sum(op.ms for op in ops) / len(ops)
 
 

@@ -5,17 +5,17 @@ from collections.abc import Iterable
 
 
 class Curve:
-    """Through measured points; beyond the last it goes on with the last slope.
+    """A curve through measured points that continues beyond the last with the last slope.
 
-    Below the first point it goes on with the first slope, but never below zero. A single point stands for a line
-    through the origin.
+    Below the first point it continues with the first slope, but not below zero. A single point gives a line through
+    the origin.
     """
 
     def __init__(self, points: Iterable[tuple[float, float]], flat_below: bool = False) -> None:
         """
         Args:
-            points: (x, y), at least one; y of equal x are averaged.
-            flat_below: below the first point its value holds: a message has a latency.
+            points: (x, y), at least one; the y of equal x are averaged.
+            flat_below: whether the curve is constant below the first point, as a message's time is (latency).
         """
         by_x: dict[float, list[float]] = {}
         for x, y in points:

@@ -1,14 +1,14 @@
-"""How messages travel between simulated ranks: three kinds of links for the engine.
+"""Models of the links between simulated ranks, for the engine.
 
-- :class:`SerialLinks`: a rank's messages go out one after the other over its own link. One goes out when all ranks
-  have issued it (gloo sends when the receiver is ready), and has come to a rank when the parts of all others have. A
-  part that is sent behind another comes no earlier than ``queued_ms`` after it, so that a latency counts once in a row
-  of messages, and the tokens that a shaped link gathers at rest are spent by the first.
-- :class:`Collectives`: one starts when all ranks have issued it and the one before has ended, and takes as long as the
-  largest part.
+- :class:`SerialLinks`: each rank sends its parts of messages one after the other over its own link. A part is sent when
+  all ranks have issued the message (gloo sends when the receiver is ready); the message arrives at a rank with the last
+  part from another. A part that is queued behind another arrives at least ``queued_ms`` after it, so the latency counts
+  once in a row of messages, and so does the burst that a shaped link allows after a rest.
+- :class:`Collectives`: a message starts when all ranks have issued it and the previous one has ended, and takes as long
+  as its largest part.
 - :class:`~megatron_lancet.planning.simulation.shared_links.SharedLinks`: several messages share a rank's link.
 
-Columns are the numbers of simulated ranks, from 0.
+A column is the index of a simulated rank.
 """
 
 from abc import ABC, abstractmethod
@@ -23,10 +23,10 @@ NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Network:
-    """What the profile says about links; see :class:`~megatron_lancet.planning.profile.LinkTimes`.
+    """The profile's figures of links; see :class:`~megatron_lancet.planning.profile.LinkTimes`.
 
     Attributes:
-        same_ranks: by column, how many ranks of the group behave like it.
+        same_ranks: by column, the number of ranks of the group that it represents.
     """
 
     counts_ms: float
@@ -41,17 +41,17 @@ class Message:
     """One all-to-all. Lists and tuples are by column.
 
     Attributes:
-        number: counts messages in the order in which they were issued first, from 0.
-        layer: global number.
-        alone_ms: what each rank's part takes.
-        queued_ms: by which a part that is sent behind another comes after that.
-        num_bytes: of each rank's part, sent to others.
-        arrival_ms: when it comes to the rank; never, while that is not known.
+        number: index in the order of first issue, from 0.
+        layer: global layer number.
+        alone_ms: time of each rank's part on an idle link.
+        queued_ms: time by which a part arrives after the previous one if it is queued behind that.
+        num_bytes: size of each rank's part, sent to others.
+        arrival_ms: when it arrives at the rank; ``NEVER`` while that is unknown.
         issued_ms: when the rank issued it.
-        sent_ms: when the rank's part could go onto the link.
+        sent_ms: when the rank's part could be sent.
         ready_ms: when the last rank's part could be sent.
-        num_ready: ranks that have issued it and know how much to send.
-        waiting: columns that wait for it with nothing left to do, and don't know for how long.
+        num_ready: number of ranks that have issued it and know how much to send.
+        waiting: columns that wait for it without other work while its arrival is unknown.
     """
 
     number: int
@@ -77,11 +77,7 @@ class Launch(NamedTuple):
 
 
 class PartSent(NamedTuple):
-    """Event: a rank will have sent something then, unless its link has changed since.
-
-    Attributes:
-        version: of the rank's link.
-    """
+    """Event: a rank has sent a part, unless the version of its link has changed since."""
 
     column: int
     version: int
@@ -91,43 +87,42 @@ LinkEvent = Launch | PartSent
 
 
 class Clock(Protocol):
-    """The engine, as links see it."""
+    """The interface of the engine for links."""
 
     def call_at(self, time_ms: float, event: LinkEvent) -> None:
-        """Hand ``event`` to :meth:`Links.advance` at that time."""
+        """Passes ``event`` to :meth:`Links.advance` at that time."""
 
     def arrive(self, message: Message, columns: Iterable[int]) -> None:
-        """It is known when ``message`` comes to these ranks: its ``arrival_ms`` says it."""
+        """Notes that the ``arrival_ms`` of ``message`` is known for these columns."""
 
     def reduce(self, reduction: Reduction, launched_ms: Sequence[float], end_ms: float) -> None:
-        """A reduction that ranks launched at ``launched_ms`` has ended."""
+        """Notes that a reduction has ended that ranks launched at ``launched_ms``, by column."""
 
 
 class Links(ABC):
     """The links of all ranks in one phase of a micro-batch.
 
     Attributes:
-        network: their figures.
-        free_ms: by column, when the rank's link will have sent what is known to be on it; one list, changed in place.
-        next_ms: when something will have been sent that is not known yet; never, where arrivals are known at once.
+        free_ms: by column, when the rank's link will be idle if no more is sent; one list, changed in place.
+        next_ms: when the next part of unknown arrival will have been sent; ``NEVER`` if arrivals are known at once.
     """
 
     def __init__(self, network: Network) -> None:
         self.network = network
         self.next_ms = NEVER
-        self.free_ms = [-NEVER] * len(network.same_ranks)  # they have rested
+        self.free_ms = [-NEVER] * len(network.same_ranks)  # idle for long
 
     @abstractmethod
     def send(self, message: Message, clock: Clock) -> None:
-        """All ranks have issued ``message`` and know how much to send, the last of them now, at its ``ready_ms``."""
+        """Sends a message that all ranks have issued and know the size of, the last one now, at ``ready_ms``."""
 
     def advance(self, time_ms: float, event: LinkEvent, clock: Clock) -> None:
-        """An event of these links happens."""
+        """Handles an event of these links."""
         raise AssertionError(f"{type(self).__name__} know no {event}")
 
 
 class SerialLinks(Links):
-    """Each rank has a link of its own, on which its parts go out one after the other."""
+    """Links of one rank each, on which parts are sent one after the other."""
 
     def __init__(self, network: Network) -> None:
         super().__init__(network)
@@ -135,15 +130,15 @@ class SerialLinks(Links):
         self._is_pair = network.same_ranks == (1, 1)
 
     def send(self, message: Message, clock: Clock) -> None:
-        """Every rank's part goes onto its link."""
+        """Sends every rank's part on its link."""
         ready_ms, alone_ms, queued_ms, free_ms = message.ready_ms, message.alone_ms, message.queued_ms, self.free_ms
         for column in self._columns:
             free_ms[column] = max(ready_ms + alone_ms[column], free_ms[column] + queued_ms[column])
-        if self._is_pair:  # the same, written out: planning spends much of its time here
+        if self._is_pair:  # same result, faster: planning spends much of its time here
             message.arrival_ms = free_ms[::-1]
         else:
             message.arrival_ms = [
-                # A rank without others waits for nothing.
+                # A single rank waits for nothing.
                 max([ready_ms, *(free for other, free in enumerate(free_ms) if other != column or number > 1)])
                 for column, number in enumerate(self.network.same_ranks)
             ]
@@ -151,14 +146,14 @@ class SerialLinks(Links):
 
 
 class InOrder:
-    """Holds messages back until all that were issued before them can be sent: collectives start in one order."""
+    """Delays messages until all that were issued before them can be sent: collectives start in order of issue."""
 
     def __init__(self) -> None:
         self._held: dict[int, Message] = {}
         self._num_released = 0
 
     def release(self, message: Message) -> list[Message]:
-        """Those that start now that ``message`` can be sent, in order."""
+        """Notes that ``message`` can be sent; returns the messages that start now, in order."""
         self._held[message.number] = message
         released = []
         while self._num_released in self._held:
@@ -168,14 +163,14 @@ class InOrder:
 
 
 class Collectives(Links):
-    """All ranks together run one collective at a time."""
+    """Links on which all ranks run one collective at a time."""
 
     def __init__(self, network: Network) -> None:
         super().__init__(network)
         self._order = InOrder()
 
     def send(self, message: Message, clock: Clock) -> None:
-        """It starts behind those that were issued before it."""
+        """Starts the message after those that were issued before it."""
         num_ranks = len(self.free_ms)
         for started in self._order.release(message):
             free_ms = self.free_ms[0]

@@ -1,9 +1,9 @@
-"""Links on which several things are under way at once: each gets an equal part (processor sharing).
+"""Links that several transfers share in equal parts (processor sharing).
 
-What goes through the same connections or the same stream is a *flow*, and goes out one after the other: all-to-alls,
-reductions of dense gradients, those of experts', and where the link says so (``dispatches_apart``) forward
-dispatches. While n flows have something to send, each message takes n times as long as alone. With one flow every
-time is that of :class:`~megatron_lancet.planning.simulation.links.SerialLinks`.
+Transfers over the same connections or the same stream are a *flow* and are sent one after the other: all-to-alls,
+reductions of dense gradients, reductions of expert gradients, and with ``dispatches_apart`` forward dispatches. While
+n flows are active, each transfer takes n times as long as alone. With one flow the times are those of
+:class:`~megatron_lancet.planning.simulation.links.SerialLinks`.
 """
 
 from collections import deque
@@ -25,18 +25,18 @@ from megatron_lancet.planning.simulation.links import (
 from megatron_lancet.schedule.ops import OpKind, Phase
 
 _DONE_MS = 1e-9
-"""What is left of a part that has been sent: rounding."""
+"""Largest remaining time of a part that counts as sent (rounding)."""
 _NUM_FLOWS = 4
 _MESSAGES, _DISPATCHES, _FIRST_REDUCTIONS = 0, 1, 2
 
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A message or a reduction on the links. Its ranks' parts end at different times.
+    """A message or a reduction on the links; the parts of ranks end at different times.
 
     Attributes:
-        launched_ms: of a reduction, by column.
-        parts_left: columns that have not sent theirs.
+        launched_ms: launch time of a reduction by column; empty for a message.
+        parts_left: columns whose part has not been sent.
     """
 
     what: Message | Reduction
@@ -46,7 +46,7 @@ class _Transfer:
 
 @dataclass(slots=True)
 class _Part:
-    """What one rank sends of it; ``remaining_ms`` alone on the link, negative until it is its turn."""
+    """One rank's part of a transfer; ``remaining_ms`` is its time alone on the link, negative until it is first."""
 
     transfer: _Transfer
     ready_ms: float
@@ -59,8 +59,8 @@ class _Port:
     """A rank's end of its link.
 
     Attributes:
-        next_ms: when something will have been sent if nothing else comes.
-        version: counts its changes.
+        next_ms: when the next part will have been sent if no other is added.
+        version: number of changes of ``next_ms``.
         announced: the version for which there is an event.
     """
 
@@ -73,16 +73,16 @@ class _Port:
         self._ended_ms = [-NEVER] * _NUM_FLOWS
 
     def put(self, flow: int, part: _Part, now_ms: float) -> list[_Transfer]:
-        """Takes one; returns what has been sent by now."""
+        """Adds a part; returns the transfers whose parts have been sent by now."""
         done = self.advance(now_ms)
         waiting = self._flows[flow]
         waiting.append(part)
-        if len(waiting) == 1:  # else it waits for its turn, and changes nothing
+        if len(waiting) == 1:  # else it waits behind others, and ``next_ms`` stays
             self._schedule()
         return done
 
     def advance(self, now_ms: float) -> list[_Transfer]:
-        """Let time pass; returns what has been sent."""
+        """Advances the clock; returns the transfers whose parts have been sent."""
         passed_ms = now_ms - self._at_ms
         if passed_ms <= 0 and now_ms < self.next_ms:
             return []
@@ -103,7 +103,7 @@ class _Port:
         return done
 
     def drained_ms(self) -> float:
-        """When the link will be free if nothing else comes."""
+        """When the link will be idle if no other part is added."""
         return self._at_ms + sum(
             part.remaining_ms if part.remaining_ms >= 0 else part.queued_ms for flow in self._flows for part in flow
         )
@@ -111,7 +111,7 @@ class _Port:
     def _schedule(self) -> None:
         active = [(index, flow[0]) for index, flow in enumerate(self._flows) if flow]
         for index, part in active:
-            if part.remaining_ms < 0:  # its turn has come, as SerialLinks has it
+            if part.remaining_ms < 0:  # it is first now; the formula is that of SerialLinks
                 ends_ms = max(part.ready_ms + part.alone_ms, self._ended_ms[index] + part.queued_ms)
                 part.remaining_ms = max(0.0, ends_ms - self._at_ms)
         before_ms = self.next_ms
@@ -122,7 +122,7 @@ class _Port:
 
 
 class SharedLinks(Links):
-    """Several flows share each rank's link."""
+    """Links that several flows share."""
 
     def __init__(self, network: Network, phase: Phase) -> None:
         super().__init__(network)
@@ -148,7 +148,7 @@ class SharedLinks(Links):
                 self._launch(column, reduction, time_ms, clock)
 
     def _launch(self, column: int, reduction: Reduction, time_ms: float, clock: Clock) -> None:
-        """A reduction goes onto the links when the last rank has launched it."""
+        """Sends a reduction when the last rank has launched it."""
         transfer = self._reductions.setdefault(reduction.name, _Transfer(reduction))
         transfer.launched_ms[column] = time_ms
         if len(transfer.launched_ms) == self._num_ranks:
@@ -171,7 +171,7 @@ class SharedLinks(Links):
         self._end(transfer, now_ms, clock)
 
     def _sent(self, column: int, done: Sequence[_Transfer], now_ms: float, clock: Clock) -> None:
-        """A rank's parts of ``done`` have been sent, or something else has changed on its link."""
+        """Handles a change of a rank's link; its parts of ``done`` have been sent."""
         port = self._ports[column]
         self.free_ms[column] = port.drained_ms()
         self.next_ms = min(port.next_ms for port in self._ports)
@@ -183,7 +183,7 @@ class SharedLinks(Links):
             self._end(transfer, now_ms, clock)
 
     def _end(self, transfer: _Transfer, now_ms: float, clock: Clock) -> None:
-        """On each rank that has all parts of the others now."""
+        """Ends a transfer on each rank that has all parts from others now."""
         what, parts_left = transfer.what, transfer.parts_left
         if isinstance(what, Reduction):
             if not parts_left:
@@ -193,7 +193,7 @@ class SharedLinks(Links):
             column
             for column, number in enumerate(self.network.same_ranks)
             if what.arrival_ms[column] == NEVER
-            # A rank without others waits for nothing.
+            # A single rank waits for nothing.
             and not (parts_left if number > 1 else parts_left - {column})
         ]
         for column in reached:

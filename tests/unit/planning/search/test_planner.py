@@ -153,7 +153,7 @@ def test_planner_warns_and_takes_the_smallest_plan_where_none_fits():
     planned = make_plan(synthetic_profile(Machine(layers="m" * 6)), Limits(max_memory_bytes=1), max_exhaustive=0)
     assert planned.plan.num_chunks == 1
     assert planned.prediction.peak_bytes == 6 * 10_000_000
-    assert planned.warning.startswith("no plan fits into 1e-06 MB: the smallest")
+    assert planned.warning.startswith("no plan fits into 1e-06 MB; the smallest")
 
 
 def test_planner_keeps_and_explains_limits():
@@ -174,7 +174,7 @@ def test_planner_keeps_and_explains_limits():
     )
     with pytest.raises(RecordError, match="the limits leave no plan: chunks=16"):
         make_plan(profile, Limits(num_chunks=(16,)))
-    with pytest.raises(RecordError, match="a memory bound can't be held"):
+    with pytest.raises(RecordError, match="a memory bound can't be enforced"):
         make_plan(dataclasses.replace(profile, memory=()), Limits(max_memory_bytes=1))
 
 
