@@ -1,10 +1,13 @@
-"""Sizes of a run's process groups, and their checks."""
+"""The number of ranks that a dry run validates for, sizes of its process groups, and their checks."""
 
 import argparse
-from collections.abc import Iterator
+import math
+import os
 from dataclasses import dataclass
 
 from megatron_lancet.errors import UsageError
+
+_WORLD_FLAG = "--lancet-world-size"
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,34 @@ class Layout:
     num_micro_batches: int
     dense_shards: int
     expert_shards: int
+
+
+def choose_world(args: argparse.Namespace) -> tuple[int, str]:
+    """Chooses the number of ranks from the flag, the environment or the parallel sizes.
+
+    Returns:
+        The number, and its source for the user.
+
+    Raises:
+        UsageError: a parallel size is below 1.
+    """
+    if args.lancet_world_size is not None:
+        return args.lancet_world_size, _WORLD_FLAG
+    if "WORLD_SIZE" in os.environ:
+        return args.world_size, "WORLD_SIZE"
+    sizes = {
+        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
+        "--context-parallel-size": args.context_parallel_size,
+        "--expert-model-parallel-size": args.expert_model_parallel_size,
+        "--expert-tensor-parallel-size": args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+    }
+    for flag, size in sizes.items():
+        if size < 1:
+            raise UsageError(f"{flag} expects at least 1, got {size}.")
+    tensor, pipeline, context, expert, expert_tensor = sizes.values()
+    num_ranks = pipeline * math.lcm(tensor * context, expert * expert_tensor)
+    return num_ranks, f"the fewest that this layout allows; {_WORLD_FLAG} N validates for another"
 
 
 def layout_of(args: argparse.Namespace, num_micro_batches: int) -> Layout:
@@ -62,7 +93,17 @@ def check_shares(args: argparse.Namespace, layout: Layout) -> None:
     Raises:
         UsageError: a size is not divisible by its ranks, or the micro-batches do not fill the groups of virtual stages.
     """
-    for what, size, parts, by in _shared_sizes(args):
+    tensor = (args.tensor_model_parallel_size, "--tensor-model-parallel-size")
+    sizes = [("--ffn-hidden-size", args.ffn_hidden_size, *tensor)]
+    if args.num_experts:
+        expert_tensor = (args.expert_tensor_parallel_size, "--expert-tensor-parallel-size")
+        sizes.append(("--moe-ffn-hidden-size", args.moe_ffn_hidden_size, *expert_tensor))
+        shared = args.moe_shared_expert_intermediate_size or 0
+        sizes.append(("--moe-shared-expert-intermediate-size", shared, *tensor))
+    if args.sequence_parallel:
+        length = args.seq_length // args.context_parallel_size
+        sizes.append(("the sequence on a rank (--seq-length / --context-parallel-size)", length, *tensor))
+    for what, size, parts, by in sizes:
         if size % parts != 0:
             raise UsageError(f"{what} is {size}, which {by} of {parts} does not divide. Change one of them.")
     group = args.microbatch_group_size_per_vp_stage or layout.pipeline
@@ -73,16 +114,3 @@ def check_shares(args: argparse.Namespace, layout: Layout) -> None:
             f"of at most {group} has {rest}, fewer than --pipeline-model-parallel-size {layout.pipeline}. Change "
             "--global-batch-size, or the number of ranks."
         )
-
-
-def _shared_sizes(args: argparse.Namespace) -> Iterator[tuple[str, int, int, str]]:
-    """Yields the sizes that must be divisible: (name, size, parts, flag of the parts)."""
-    tensor = (args.tensor_model_parallel_size, "--tensor-model-parallel-size")
-    expert_tensor = (args.expert_tensor_parallel_size, "--expert-tensor-parallel-size")
-    yield "--ffn-hidden-size", args.ffn_hidden_size, *tensor
-    if args.num_experts:
-        yield "--moe-ffn-hidden-size", args.moe_ffn_hidden_size, *expert_tensor
-        yield "--moe-shared-expert-intermediate-size", args.moe_shared_expert_intermediate_size or 0, *tensor
-    if args.sequence_parallel:
-        length = args.seq_length // args.context_parallel_size
-        yield "the sequence on a rank (--seq-length / --context-parallel-size)", length, *tensor

@@ -59,14 +59,11 @@ def memory_of_stages(
 def optimizer_bytes_per_parameter(args: argparse.Namespace) -> float:
     """Bytes of fp32 weights and moments per parameter, before sharding; optimizers other than SGD count as Adam."""
     master = 0 if args.params_dtype == torch.float32 else args.main_params_dtype.itemsize
-    if master and args.use_precision_aware_optimizer and _stores_remainders(args):
-        master -= args.params_dtype.itemsize  # the bf16 weight is the upper half
+    is_split = args.main_params_dtype == torch.float32 and args.params_dtype == torch.bfloat16
+    on_gpu = not args.optimizer_cpu_offload and not args.fp8_param_gather
+    if args.use_precision_aware_optimizer and is_split and on_gpu:
+        # Transformer Engine's Adam keeps only the bits of a fp32 master weight that the bf16 weight lacks.
+        master -= args.params_dtype.itemsize
     if args.optimizer == "sgd":
         return master + (_FP32_BYTES if args.sgd_momentum else 0)
     return master + args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
-
-
-def _stores_remainders(args: argparse.Namespace) -> bool:
-    """Whether Transformer Engine's Adam keeps only the bits of a fp32 master weight that the bf16 weight lacks."""
-    fp32_master = args.main_params_dtype == torch.float32 and args.params_dtype == torch.bfloat16
-    return fp32_master and not args.optimizer_cpu_offload and not args.fp8_param_gather

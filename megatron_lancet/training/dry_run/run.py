@@ -17,7 +17,7 @@ from megatron.training.arguments import validate_args
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training import arguments
 from megatron_lancet.training.dry_run.cluster import assumptions, missing_settings, on_the_cluster
-from megatron_lancet.training.dry_run.layout import check_shares, layout_of
+from megatron_lancet.training.dry_run.layout import check_shares, choose_world, layout_of
 from megatron_lancet.training.dry_run.memory import memory_of_stages
 from megatron_lancet.training.dry_run.missing import missing_inputs, missing_packages, unknown_sizes
 from megatron_lancet.training.dry_run.parameters import model_size
@@ -25,7 +25,6 @@ from megatron_lancet.training.dry_run.plan import plan_lines, saves_scores
 from megatron_lancet.training.dry_run.report import Findings, report
 from megatron_lancet.training.dry_run.stages import pipeline_stages
 from megatron_lancet.training.dry_run.vocabulary import set_vocabulary_size
-from megatron_lancet.training.dry_run.world import choose_world
 from megatron_lancet.training.input_files import missing_files
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.normalize import normalize_args

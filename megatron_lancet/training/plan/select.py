@@ -79,8 +79,7 @@ def _chunks(args: argparse.Namespace, config: LancetConfig, blockers: list[str])
     Args:
         blockers: flags with which sequence chunks would change the result.
     """
-    num_chunks = config.num_chunks or _DEFAULT_NUM_CHUNKS
-    dim = config.chunk_dim
+    num_chunks, dim = config.num_chunks or _DEFAULT_NUM_CHUNKS, config.chunk_dim
     if dim is None:
         dim = ChunkDim.BATCH if num_chunks <= args.micro_batch_size or blockers else ChunkDim.SEQUENCE
     elif dim is ChunkDim.SEQUENCE and num_chunks > 1 and blockers:

@@ -51,9 +51,7 @@ class ProfilingPlanMaker:
         device: torch.device,
         note: Callable[[str], None],
     ) -> None:
-        """
-        Args:
-            note: prints a line for the user.
+        """Computes the planner's limits; ``note`` prints a line for the user.
 
         Raises:
             UsageError: the user asks for something that the run does not allow.
