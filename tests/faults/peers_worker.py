@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from megatron_lancet.errors import PeerError
 from megatron_lancet.runtime.comm import Comm, RowSplits
-from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.transport.gloo import PerSenderTransport
 from megatron_lancet.schedule.ops import Op, Phase
+from tests.fakes import cpu_stats
 
 TIMEOUT = timedelta(seconds=3)
 
@@ -25,7 +25,7 @@ TIMEOUT = timedelta(seconds=3)
 def main() -> None:
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    stats = CommStats(torch.device("cpu"))
+    stats = cpu_stats()
     store = dist.distributed_c10d._get_default_store()
     peers = Peers(range(num_ranks), rank, store, TIMEOUT)
     comm = Comm(PerSenderTransport(dist.group.WORLD, dist.group.WORLD, stats, TIMEOUT), None, stats, rank, peers)

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.gloo import PerSenderTransport
+from tests.fakes import cpu_stats
 
 NUM_EXCHANGES, MAX_ROWS, LOCAL_EXPERTS = 40, 50, 3
 
@@ -24,7 +24,7 @@ NUM_EXCHANGES, MAX_ROWS, LOCAL_EXPERTS = 40, 50, 3
 def main() -> None:
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    stats = CommStats(torch.device("cpu"))
+    stats = cpu_stats()
     transport = PerSenderTransport(dist.group.WORLD, dist.group.WORLD, stats, timedelta(minutes=1))
     shared = random.Random(0)  # the table of rows is known to all ranks
     own = random.Random(rank)

@@ -42,41 +42,12 @@ from tests.parity.gradients.variants import (
     chunk_counts,
     cut_name,
 )
+from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, transformer_config
 
-SEQ_LENGTH, MICRO_BATCH, VOCAB, NUM_MICRO_BATCHES = 16, 4, 64, 2
-
-
-def transformer_config(overrides: dict[str, Any]):
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
-    settings: dict[str, Any] = {
-        "num_layers": 3,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 64,
-        "num_moe_experts": 4,
-        "moe_router_topk": 2,
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 1e-1,
-        "moe_z_loss_coeff": 1e-2,
-        "moe_token_dispatcher_type": "alltoall",
-        "expert_model_parallel_size": 2,
-        "add_bias_linear": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        **overrides,
-    }
-    if settings.get("bf16"):
-        settings["params_dtype"] = torch.bfloat16
-    is_mla = settings.get("multi_latent_attention", False)
-    return (MLATransformerConfig if is_mla else TransformerConfig)(**settings)
+MICRO_BATCH, NUM_MICRO_BATCHES = 4, 2
 
 
 def build(overrides: dict[str, Any]):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
@@ -90,17 +61,9 @@ def build(overrides: dict[str, Any]):
     expert_bias = overrides.pop("expert_bias", None)
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    config = transformer_config(overrides)
+    config = transformer_config(**{**EXPERTS, "expert_model_parallel_size": 2, **overrides})
     with core_attention_without_te(config.multi_latent_attention or config.context_parallel_size > 1):
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    model = GPTModel(
-        config,
-        spec,
-        vocab_size=VOCAB,
-        max_sequence_length=SEQ_LENGTH,
-        position_embedding_type=position,
-        share_embeddings_and_output_weights=tied,
-    )
+        model = small_gpt(config, position_embedding_type=position, share_embeddings_and_output_weights=tied)
     if frozen is not None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(re.search(frozen, name) is None)

@@ -21,9 +21,10 @@ from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 from megatron_lancet.schedule.plan import Plan, fixed_plan
 from megatron_lancet.schedule.reductions import MicroOps
+from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, transformer_config
 
 EP_SIZE, NUM_STAGES = 4, 3
-VOCAB, MICRO_BATCH, SEQ_LENGTH, NUM_MICRO_BATCHES = 64, 4, 16, 2
+MICRO_BATCH, NUM_MICRO_BATCHES = 4, 2
 PINNED_BYTES = 1000
 """What each deferred dW counts, in place of its real size: how many fit a bound does not depend on the routing then."""
 
@@ -210,18 +211,15 @@ class Model:
 
     @cached_property
     def _module(self) -> Any:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-        from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        from tests.parity.gradients.gradients_worker import transformer_config
 
         torch.manual_seed(1)
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)
         num_stages, stage = (1, 0) if self.stage is None else (NUM_STAGES, self.stage)
         config = transformer_config(
-            {
+            **{
+                **EXPERTS,
                 "num_layers": len(self.moe_layers),
                 "moe_layer_freq": list(self.moe_layers),
                 "num_moe_experts": 2 * EP_SIZE,
@@ -233,16 +231,8 @@ class Model:
         )
         groups = ProcessGroupCollection.use_mpu_process_groups()
         groups.pp = _StageOf(stage, num_stages)
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=stage)
-        return GPTModel(
-            config,
-            spec,
-            vocab_size=VOCAB,
-            max_sequence_length=SEQ_LENGTH,
-            pre_process=stage == 0,
-            post_process=stage == num_stages - 1,
-            share_embeddings_and_output_weights=False,
-            pg_collection=groups,
+        return small_gpt(
+            config, stage, pre_process=stage == 0, post_process=stage == num_stages - 1, pg_collection=groups
         )
 
     @cached_property

@@ -22,6 +22,7 @@ from megatron_lancet.patching import around
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.platform.cpu import cpu_platform
+from tests.fakes import cpu_stats
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import (
     NUM_MICRO_BATCHES,
@@ -107,14 +108,13 @@ def log_collectives(stack: ExitStack) -> list[str]:
 
 def run(stack: ExitStack, case: str, weights: dict[str, Any], plan: Plan | None, micro_ops: MicroOps | None):
     """Losses and gradients of each step, what was started in the last one, and its counters."""
-    from megatron_lancet.runtime.comm_stats import CommStats
-    from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
+        from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     overrides, settings, _ = CASES[case]
     model, config, precision = build(overrides)
     model.load_state_dict(copy.deepcopy(weights))
-    stats = CommStats(torch.device("cpu"))
+    stats = cpu_stats()
     before = set(distributed_c10d._world.pg_map)
     setup = None
     if plan is not None:

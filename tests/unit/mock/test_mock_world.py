@@ -12,10 +12,10 @@ from megatron_lancet.mock.loopback_counts import counts_of_all_ranks
 from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
-from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.group import GroupTransport
 from megatron_lancet.runtime.transport.select import make_transport
 from megatron_lancet.schedule.ops import Op, Phase
+from tests.fakes import cpu_stats
 
 NEVER = Link(latency_us=1e12)
 """Longer than any test."""
@@ -196,7 +196,7 @@ def test_mock_all_to_all_is_invisible_to_autograd():
 @pytest.mark.parametrize("link", [Link(), SOON], ids=str)
 def test_all_to_all_returns_rows_and_gradients_in_a_mock_world(link):
     with mock_world(4, link):
-        stats = CommStats(torch.device("cpu"))
+        stats = cpu_stats()
         transport = make_transport(dist.group.WORLD, dist.group.WORLD, torch.device("cpu"), stats, timedelta(minutes=1))
         assert isinstance(transport, GroupTransport)
         sent_counts, received_counts = transport.exchange_counts(torch.tensor([1, 0, 3, 2])).wait()

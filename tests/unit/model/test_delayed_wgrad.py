@@ -8,12 +8,13 @@ import torch
 
 from benchmarks.gradient_error import relative_errors
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.plan import Plan, Segment
+from tests.fakes import cpu_stats
+from tests.small_gpt import SEQ_LENGTH, VOCAB, small_gpt, transformer_config
 
-SEQ_LENGTH, MICRO_BATCH, VOCAB, HIDDEN = 8, 4, 32, 16
+MICRO_BATCH = 4
 
 
 class OwnStore:
@@ -91,25 +92,6 @@ class DelayingFunction(torch.autograd.Function):
         return grad.matmul(weight), placeholder, None, None
 
 
-def gpt_model(**settings):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        **settings,
-    )
-    return GPTModel(config, get_gpt_layer_local_spec(), VOCAB, SEQ_LENGTH, share_embeddings_and_output_weights=False)
-
-
 def with_ddp(model, deferred: bool):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -139,12 +121,12 @@ class Overlapping:
     def __init__(self, plain, num_chunks: int, fused: bool, memory_bytes: int | None = None) -> None:
         from megatron_lancet.model.gpt import overlap
 
-        model = gpt_model()
+        model = small_gpt(transformer_config(num_layers=2))
         model.load_state_dict(plain.state_dict())
         for layer in model.decoder.layers:
             layer.self_attention.linear_proj = DelayingLinear(layer.self_attention.linear_proj, fused)
         self.delaying = [module for module in model.modules() if isinstance(module, DelayingLinear)]
-        self.stats = CommStats(torch.device("cpu"))
+        self.stats = cpu_stats()
         plan = Plan((Segment(1, None, num_chunks),), dw_window=1, dw_memory_bytes=memory_bytes)
         self.store = WeightGradStore.of(plan, self.stats)
         overlap(model, plan, Comm(None, self.store, self.stats, own_rank=0))
@@ -155,7 +137,7 @@ class Overlapping:
 @pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_gradients_with_delayed_wgrad_equal_stock(one_rank, num_chunks, fused, memory_bytes, check_gradients):
-    plain = gpt_model()
+    plain = small_gpt(transformer_config(num_layers=2))
     ours = Overlapping(plain, num_chunks, fused, memory_bytes)
     errors = relative_errors(main_grads(ours.ddp), main_grads(with_ddp(plain, deferred=False)))
     check_gradients(errors, 1e-6)
@@ -173,7 +155,7 @@ def test_delayed_weight_and_bias_gradients_are_reported_once(fused):
 
     plain = torch.nn.Linear(6, 4)
     module = DelayingLinear(copy.deepcopy(plain), fused)
-    store, reported = WeightGradStore(DwRules(window=1), CommStats(torch.device("cpu"))), []
+    store, reported = WeightGradStore(DwRules(window=1), cpu_stats()), []
     assert delays_own_weight_grad(module)
     feed_from(module, "L1.W.linear", store)
     for name, parameter in module.named_parameters():
@@ -192,7 +174,7 @@ def test_delayed_weight_and_bias_gradients_are_reported_once(fused):
 def test_deferred_bytes_are_those_that_the_module_keeps():
     from megatron_lancet.model.delayed_wgrad import feed_from
 
-    stats = CommStats(torch.device("cpu"))
+    stats = cpu_stats()
     module = DelayingLinear(torch.nn.Linear(6, 4, bias=False), fused=True)
     module.weight.main_grad = torch.zeros(4, 6)
     feed_from(module, "W", WeightGradStore(DwRules(window=1), stats))

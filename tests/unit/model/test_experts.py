@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from megatron_lancet.patching import replaced
-from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.dw_queue import DwRules
+from tests.fakes import cpu_stats
+from tests.small_gpt import EXPERTS, SETTINGS, transformer_config
 
-HIDDEN, FFN = 16, 32
+HIDDEN = SETTINGS["hidden_size"]
 
 
 class Experts:
@@ -17,28 +18,19 @@ class Experts:
     def __init__(self, num_experts: int = 4, **settings) -> None:
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-        from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.mlp import MLPSubmodules
         from megatron.core.transformer.moe.experts import SequentialMLP
 
         from megatron_lancet.model.adopt import adopt
         from megatron_lancet.model.experts import GroupingSequentialMLP
 
-        config = TransformerConfig(
-            num_layers=1,
-            hidden_size=HIDDEN,
-            num_attention_heads=4,
-            ffn_hidden_size=FFN,
-            num_moe_experts=num_experts,
-            bias_activation_fusion=False,
-            **{"add_bias_linear": False, **settings},
-        )
+        config = transformer_config(**{**EXPERTS, "num_moe_experts": num_experts, **settings})
         linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         self.module = adopt(SequentialMLP(num_experts, config, linears, pg_collection=groups), GroupingSequentialMLP)
         self.keys = list(self.module.state_dict())
         self.ready: list[str] = []
-        self.stats = CommStats(torch.device("cpu"))
+        self.stats = cpu_stats()
         self.store = WeightGradStore(DwRules(window=1), self.stats)
         self.dtype = config.params_dtype
         for parameter in self.module.parameters():

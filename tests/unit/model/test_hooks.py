@@ -10,10 +10,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import refuse_bypassed_hooks
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.local import LocalTransport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.plan import fixed_plan
+from tests.fakes import cpu_stats
+from tests.small_gpt import EXPERTS, SEQ_LENGTH, small_gpt, transformer_config
 
 PARTS = ("self_attention", "self_attention.linear_qkv", "pre_mlp_layernorm", "mlp.router", "mlp.experts")
 
@@ -28,24 +29,10 @@ def layer_with_experts() -> torch.nn.Module:
 
 def overlapped(num_chunks: int):
     """A whole model on one rank, cut into chunks."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer import TransformerConfig
-
     from megatron_lancet.model.gpt import overlap
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=16,
-        num_attention_heads=2,
-        num_moe_experts=2,
-        moe_token_dispatcher_type="alltoall",
-        add_bias_linear=False,
-        bias_dropout_fusion=False,
-    )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    model = GPTModel(config, spec, 32, 8, share_embeddings_and_output_weights=False)
-    plan, stats = fixed_plan(num_chunks), CommStats(torch.device("cpu"))
+    model = small_gpt(transformer_config(**{**EXPERTS, "num_layers": 1}))
+    plan, stats = fixed_plan(num_chunks), cpu_stats()
     store = WeightGradStore.of(plan, stats)
     overlap(model, plan, Comm(LocalTransport(), store, stats, own_rank=0))
     return model
@@ -100,6 +87,6 @@ def test_hooks_on_parts_run_once_per_chunk(one_rank, num_chunks):
         part = model.decoder.layers[0].get_submodule(name)
         part.register_forward_hook(count(name, "forward"))
         part.register_full_backward_hook(count(name, "backward"))
-    tokens = torch.arange(32).view(4, 8)
-    model(tokens, torch.arange(8).expand(4, 8), None, labels=tokens).mean().backward()
+    tokens = torch.arange(4 * SEQ_LENGTH).view(4, SEQ_LENGTH)
+    model(tokens, torch.arange(SEQ_LENGTH).expand(4, -1), None, labels=tokens).mean().backward()
     assert ran == dict.fromkeys(itertools.product(PARTS, ("forward", "backward")), num_chunks)

@@ -7,9 +7,10 @@ import torch
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
+from tests.fakes import cpu_stats
+from tests.small_gpt import EXPERTS, small_gpt, transformer_config
 
 WHOLE = fixed_plan(1, DwPolicy.NONE)
 SEQUENCE = fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)
@@ -17,31 +18,15 @@ MIXED = Plan((Segment(1, 1, 1), Segment(2, 2, 2, ChunkDim.SEQUENCE), Segment(3, 
 
 
 def build(**settings):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=3,
-        hidden_size=16,
-        num_attention_heads=2,
-        num_moe_experts=2,
-        moe_token_dispatcher_type="alltoall",
-        add_bias_linear=False,
-        recompute_granularity="selective",
-        recompute_modules=["core_attn"],
-        bias_dropout_fusion=False,
-        **settings,
-    )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    return GPTModel(config, spec, 32, 8, share_embeddings_and_output_weights=False)
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return small_gpt(transformer_config(**{**EXPERTS, **recomputed, **settings}))
 
 
 def prepared(plan: Plan, sdpa: bool = False, **settings):
     """A model, and its store."""
     from megatron_lancet.model.gpt import overlap
 
-    model, stats = build(**settings), CommStats(torch.device("cpu"))
+    model, stats = build(**settings), cpu_stats()
     store = WeightGradStore.of(plan, stats)
     overlap(model, plan, Comm(None, store, stats, own_rank=0), sdpa)
     return model, store
@@ -127,7 +112,7 @@ def test_plan_that_does_not_fit_the_model_is_refused_and_changes_nothing(one_ran
 def test_model_without_deferral_refuses_a_deferring_plan(one_rank):
     from megatron_lancet.model.gpt import overlap, set_plan
 
-    model, stats = build(), CommStats(torch.device("cpu"))
+    model, stats = build(), cpu_stats()
     overlap(model, WHOLE, Comm(None, None, stats, own_rank=0))
     set_plan(model, fixed_plan(2, DwPolicy.NONE))
     with pytest.raises(AssertionError, match="without a store"):
@@ -139,7 +124,7 @@ def test_setup_that_is_not_switchable_refuses_another_plan(one_rank):
 
     cpu = torch.device("cpu")
     fixed, switchable = (
-        OverlapSetup(WHOLE, cpu, CommStats(cpu), timedelta(minutes=1), switchable=can) for can in (False, True)
+        OverlapSetup(WHOLE, cpu, cpu_stats(), timedelta(minutes=1), switchable=can) for can in (False, True)
     )
     assert (fixed.delays_weight_grads, switchable.delays_weight_grads) == (False, True)
     fixed([build()])

@@ -1,64 +1,16 @@
 """Launch and wait: what travels, in which order, forward and mirrored."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
-from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op, Phase
+from tests.fakes import Loopback, cpu_stats
 
 
-class Loopback:
-    """A transport between this rank and a mirror of it: what is sent to the other comes back, doubled, at the wait."""
-
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
-        self.fails = False
-
-    launches_in_callback = False
-    is_local = False
-
-    def launch(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        receive_rows: Sequence[int],
-        send_rows: Sequence[int],
-        ready: ReadyEvent | None = None,
-    ) -> "LoopbackTransfer":
-        assert sum(receive_rows) == len(received)
-        assert sum(send_rows) == len(sent)
-        self.log.append("launch")
-        return LoopbackTransfer(self, received, sent)
-
-    def empty_receive(self, shape, like):
-        return like.new_empty(shape)
-
-    def exchange_counts(self, counts: torch.Tensor):
-        raise NotImplementedError
-
-
-class LoopbackTransfer:
-    def __init__(self, transport: Loopback, received: torch.Tensor, sent: torch.Tensor) -> None:
-        self.transport, self.received, self.sent = transport, received, sent
-
-    def done(self) -> bool:
-        return False
-
-    def wait(self) -> None:
-        if self.transport.fails:
-            raise RuntimeError("Connection closed by peer")
-        self.transport.log.append("wait")
-        self.received.view(torch.float32).copy_(2 * self.sent.view(torch.float32))
-
-
-def make(log):
-    transport = Loopback(log)
-    stats = CommStats(torch.device("cpu"))
+def make():
+    transport, stats = Loopback(factor=2.0), cpu_stats()
     return Comm(transport, None, stats, own_rank=0), transport, stats
 
 
@@ -70,7 +22,7 @@ def exchange(comm, chunk=0):
 
 
 def test_wait_returns_received_rows_and_backward_their_gradients():
-    comm, _, _ = make([])
+    comm, _, _ = make()
     x = torch.arange(8.0).view(4, 2).requires_grad_()
     a = exchange(comm)
     (y,) = a.wait(a.launch(x))
@@ -80,7 +32,7 @@ def test_wait_returns_received_rows_and_backward_their_gradients():
 
 
 def test_several_tensors_are_one_all_to_all():
-    comm, _, stats = make([])
+    comm, _, stats = make()
     tokens, probs = torch.ones(4, 2, requires_grad=True), torch.ones(4, requires_grad=True)
     a = exchange(comm)
     got_tokens, got_probs = a.wait(a.launch(tokens, probs))
@@ -94,8 +46,8 @@ def test_several_tensors_are_one_all_to_all():
 
 def test_backward_launches_and_waits_in_mirrored_order():
     """Two chunks: in the backward, too, one computes while the other's gradients are on the wire."""
-    log: list[str] = []
-    comm, _, _ = make(log)
+    comm, transport, _ = make()
+    log = transport.log
 
     class Compute(torch.autograd.Function):
         @staticmethod
@@ -125,7 +77,7 @@ def test_backward_launches_and_waits_in_mirrored_order():
 
 
 def test_all_to_all_of_no_rows_returns_no_rows():
-    comm, _, _ = make([])
+    comm, _, _ = make()
     x = torch.empty(0, 2, requires_grad=True)
     a = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), RowSplits(sent=(0, 0), received=(0, 0)))
     (y,) = a.wait(a.launch(x))
@@ -134,10 +86,10 @@ def test_all_to_all_of_no_rows_returns_no_rows():
 
 
 def test_wait_names_the_op_of_a_lost_peer():
-    comm, transport, _ = make([])
+    comm, transport, _ = make()
     a = exchange(comm, chunk=1)
     ticket = a.launch(torch.ones(4, 2, requires_grad=True))
-    transport.fails = True
+    transport.error = RuntimeError("Connection closed by peer")
     with pytest.raises(RuntimeError, match=r"L1\.c1\.F\.dispatch did not complete.*Connection closed by peer"):
         a.wait(ticket)
     assert comm.position == "waiting for L1.c1.F.dispatch (layer 1, chunk 1, forward, dispatch)"

@@ -1,77 +1,24 @@
 """When messages that wait for token counts are launched, and in which order."""
 
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, CountsExchange, RowSplits
-from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.local import LocalTransport
 from megatron_lancet.schedule.ops import Op, Phase
+from tests.fakes import Loopback, LoopbackCounts, cpu_stats
 
 SPLITS = RowSplits(sent=(2,), received=(2,))
 
 
-class Wire:
-    """A transport whose counts come when the test says so; everything else arrives at once."""
+class NamedLoopback(Loopback):
+    """Its log has the value of the rows of each launch, and whether the launch waited for counts."""
 
-    is_local = False
-
-    def __init__(self, launches_in_callback: bool) -> None:
-        self.launches_in_callback = launches_in_callback
-        self.log: list[str] = []
-
-    def launch(self, received, sent, receive_rows, send_rows, ready=None):
-        received.copy_(sent)
-        self.log.append(f"{'queued' if ready is not None else 'plain'} {int(sent[0, 0])}")
-        return self
-
-    def empty_receive(self, shape, like):
-        return like.new_empty(shape)
-
-    def exchange_counts(self, counts):
-        self.log.append(f"counts {int(counts[0])}")
-        return Counts(self)
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """Nothing is ever late."""
-
-
-class Counts:
-    def __init__(self, wire: Wire) -> None:
-        self.wire = wire
-        self.here = threading.Event()
-        self.callbacks: list[Callable[[], None]] = []
-        self.error: RuntimeError | None = None
-
-    def come(self) -> None:
-        self.here.set()
-        for callback in self.callbacks:
-            callback()
-
-    def done(self) -> bool:
-        return self.here.is_set()
-
-    def when_done(self, callback) -> None:
-        assert self.wire.launches_in_callback
-        if self.done():
-            callback()
-        else:
-            self.callbacks.append(callback)
-
-    def wait(self):
-        if not self.wire.launches_in_callback:
-            self.wire.log.append("host waits")
-        assert self.here.wait(5), "nobody sent the counts"
-        if self.error is not None:
-            raise self.error
-        return torch.tensor([[2]]), torch.tensor([[2]])
+    def launch_entry(self, sent, ready):
+        return f"{'queued' if ready is not None else 'plain'} {int(sent[0, 0])}"
 
 
 class Splits:
@@ -95,15 +42,15 @@ class Run:
     """Chunks 0, 1, ... of which each has sent its counts and queued its dispatch."""
 
     def __init__(self, launches_in_callback: bool, num_chunks: int = 2) -> None:
-        self.stats = CommStats(torch.device("cpu"))
-        self.wire = Wire(launches_in_callback)
-        self.comm = Comm(self.wire, None, self.stats, own_rank=0)
-        self.counts: list[Counts] = []
+        self.stats = cpu_stats()
+        self.transport = NamedLoopback(launches_in_callback=launches_in_callback)
+        self.comm = Comm(self.transport, None, self.stats, own_rank=0)
+        self.counts: list[LoopbackCounts] = []
         self.exchanges = []
         for chunk in range(num_chunks):
             if not launches_in_callback:
                 for counts in self.counts:
-                    counts.here.set()  # whoever waits for them gets them
+                    counts.arrived.set()  # whoever waits for them gets them
             launched = self.comm.launch_counts(op(chunk, "counts"), torch.tensor([chunk]))
             self.counts.append(launched.transfer)
             self.exchanges.append(self.comm.launch_when_known(op(chunk, "dispatch"), rows(chunk), Splits(launched)))
@@ -111,42 +58,42 @@ class Run:
 
 def test_dispatch_is_launched_when_its_counts_arrive():
     run = Run(launches_in_callback=True)
-    assert run.wire.log == ["counts 0", "counts 1"]
-    thread = threading.Thread(target=run.counts[0].come)
+    assert run.transport.log == ["counts 0", "counts 1"]
+    thread = threading.Thread(target=run.counts[0].arrive)
     thread.start()
     thread.join()
-    assert run.wire.log[2:] == ["queued 0"]
+    assert run.transport.log[2:] == ["queued 0"]
     (received,) = run.exchanges[0].wait()
     assert received.equal(rows(0)[0])
 
 
 def test_dispatches_are_launched_in_order_though_counts_arrive_out_of_order():
     run = Run(launches_in_callback=True, num_chunks=3)
-    run.counts[2].come()
-    run.counts[1].come()
-    assert run.wire.log[3:] == []
-    run.counts[0].come()
-    assert run.wire.log[3:] == ["queued 0", "queued 1", "queued 2"]
+    run.counts[2].arrive()
+    run.counts[1].arrive()
+    assert run.transport.log[3:] == []
+    run.counts[0].arrive()
+    assert run.transport.log[3:] == ["queued 0", "queued 1", "queued 2"]
 
 
 def test_counts_that_have_arrived_do_not_delay_a_dispatch():
     run = Run(launches_in_callback=True, num_chunks=1)
-    run.counts[0].come()
+    run.counts[0].arrive()
     counts = run.comm.launch_counts(op(1, "counts"), torch.tensor([1]))
-    counts.transfer.here.set()
+    counts.transfer.arrived.set()
     run.comm.launch_when_known(op(1, "dispatch"), rows(1), Splits(counts))
-    assert run.wire.log == ["counts 0", "queued 0", "counts 1", "queued 1"]
+    assert run.transport.log == ["counts 0", "queued 0", "counts 1", "queued 1"]
 
 
 def test_combine_does_not_wait_where_queued_dispatches_have_connections_of_their_own():
     run = Run(launches_in_callback=True)
     run.comm.launch(op(0, "combine"), rows(7), SPLITS)
-    assert run.wire.log == ["counts 0", "counts 1", "plain 7"]
+    assert run.transport.log == ["counts 0", "counts 1", "plain 7"]
 
 
 def test_wait_for_a_queued_dispatch_is_exposed_time_of_counts():
     run = Run(launches_in_callback=True, num_chunks=1)
-    timer = threading.Timer(0.05, run.counts[0].come)
+    timer = threading.Timer(0.05, run.counts[0].arrive)
     timer.start()
     run.exchanges[0].wait()
     times = run.stats.take()
@@ -158,23 +105,23 @@ def test_wait_for_a_queued_dispatch_is_exposed_time_of_counts():
 def test_one_stream_keeps_the_order_of_launch():
     """The host waits as late as that allows: chunk 1 has been given to the device before it waits for chunk 0."""
     run = Run(launches_in_callback=False)
-    assert run.wire.log == ["counts 0", "host waits", "queued 0", "counts 1"]
-    run.counts[1].come()
+    assert run.transport.log == ["counts 0", "host waits", "queued 0", "counts 1"]
+    run.counts[1].arrive()
     run.comm.launch(op(0, "combine"), rows(7), SPLITS)
-    assert run.wire.log[4:] == ["host waits", "queued 1", "plain 7"]
+    assert run.transport.log[4:] == ["host waits", "queued 1", "plain 7"]
 
 
 def test_wait_on_one_stream_launches_no_more_than_needed():
     run = Run(launches_in_callback=False)
     run.exchanges[0].wait()
-    assert run.wire.log == ["counts 0", "host waits", "queued 0", "counts 1"]
+    assert run.transport.log == ["counts 0", "host waits", "queued 0", "counts 1", "wait"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), AssertionError("wrong counts")])
 def test_error_on_another_thread_is_raised_by_the_wait(error):
     run = Run(launches_in_callback=True)
     run.counts[0].error = error
-    thread = threading.Thread(target=run.counts[0].come)
+    thread = threading.Thread(target=run.counts[0].arrive)
     thread.start()
     thread.join()
     with pytest.raises(type(error), match=str(error)):
@@ -183,7 +130,7 @@ def test_error_on_another_thread_is_raised_by_the_wait(error):
 
 
 def test_local_transport_sends_no_rows():
-    comm = Comm(LocalTransport(), None, CommStats(torch.device("cpu")), own_rank=0)
+    comm = Comm(LocalTransport(), None, cpu_stats(), own_rank=0)
     counts = comm.launch_counts(op(0, "counts"), torch.tensor([2]))
     sent_counts, received_counts = counts.wait()
     assert sent_counts.equal(torch.tensor([[2]]))

@@ -1,35 +1,20 @@
 """Where micro-ops of gradient reductions leave, from the order of all-to-alls alone."""
 
+from collections.abc import Callable
+
 import pytest
-import torch
 
 from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReduction
-from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.reductions import MicroOps
-
-
-class Part:
-    def __init__(self, log: list[str], name: str, num_bytes: int) -> None:
-        self.log, self.name, self.num_bytes = log, name, num_bytes
-        self.done = False
-
-    def launch(self) -> None:
-        self.log.append(self.name)
-
-    def wait(self) -> None:
-        self.log.append(f"wait {self.name}")
-
-    def release_if_done(self) -> bool:
-        self.log += [f"release {self.name}"] * self.done
-        return self.done
+from tests.fakes import MicroOp, cpu_stats
 
 
 class Backward:
     """Two layers' backward pass, one chunk."""
 
     def __init__(self, num_all_to_alls: int = 4) -> None:
-        self.stats = CommStats(torch.device("cpu"))
+        self.stats = cpu_stats()
         self.scheduler = CommScheduler(MicroOps(100), self.stats)
         self.log: list[str] = []
         for _ in range(num_all_to_alls):
@@ -37,9 +22,15 @@ class Backward:
 
     def put(self, **parts: int) -> PendingReduction:
         reduction = PendingReduction(self.scheduler)
-        reduction.micro_ops += [Part(self.log, name, num_bytes) for name, num_bytes in parts.items()]
+        reduction.micro_ops += [
+            MicroOp(name, num_bytes, self.log.append, self._logs("wait"), self._logs("release"))
+            for name, num_bytes in parts.items()
+        ]
         self.scheduler.put(reduction)
         return reduction
+
+    def _logs(self, verb: str) -> Callable[[str], None]:
+        return lambda name: self.log.append(f"{verb} {name}")
 
     def exchange(self, kind: str) -> None:
         self.scheduler.issued()

@@ -17,12 +17,12 @@ from megatron_lancet.planning.simulation.engine import Engine
 from megatron_lancet.planning.simulation.links import Launch, Links, Network
 from megatron_lancet.planning.simulation.lowering import COMPUTE, ISSUE, WAIT, Action, Step
 from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReduction
-from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
+from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.schedule.timeline import Lane
+from tests.fakes import MicroOp, cpu_stats, store_without_autograd
 
 LAYER = 1
 WEIGHTS = ("a", "b", "c")
@@ -111,31 +111,16 @@ class Found(NamedTuple):
     launched: list[tuple[str, int]]
 
 
-class Part:
-    """A micro-op."""
-
-    def __init__(self, name: str, num_bytes: int, launch) -> None:
-        self.num_bytes = num_bytes
-        self.launch = lambda: launch(name)
-
-    def wait(self) -> None:
-        pass
-
-    def release_if_done(self) -> bool:
-        return True
-
-
 def run(backward: BackwardPass, rules: DwRules, part_bytes: int, chunk_bytes: int) -> Found:
     """By the runtime."""
     found, num_waited = Found([], []), 0
-    stats = CommStats(torch.device("cpu"))
-    store, scheduler = WeightGradStore(rules, stats), CommScheduler(MicroOps(chunk_bytes), stats)
-    store._flush_at_end_of_backward = lambda: None
+    stats = cpu_stats()
+    store, scheduler = store_without_autograd(rules, stats), CommScheduler(MicroOps(chunk_bytes), stats)
 
     def report(name: str) -> None:
         reduction = PendingReduction(scheduler)
         reduction.micro_ops += [
-            Part(f"{name}.{index}", part_bytes, lambda part: found.launched.append((part, num_waited)))
+            MicroOp(f"{name}.{index}", part_bytes, lambda part: found.launched.append((part, num_waited)))
             for index in range(NUM_PARTS)
         ]
         scheduler.put(reduction)

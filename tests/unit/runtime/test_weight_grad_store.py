@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import DwPolicy, Plan, Segment, fixed_plan
+from tests.fakes import cpu_stats, store_without_autograd
 
 COMBINE, DISPATCH = (Op(3, 0, Phase.INPUT_GRAD, kind) for kind in ("combine", "dispatch"))
 
@@ -15,11 +15,10 @@ COMBINE, DISPATCH = (Op(3, 0, Phase.INPUT_GRAD, kind) for kind in ("combine", "d
 class Backward:
     """A store whose end-of-backward flush is called by hand, and a log of what it did."""
 
-    def __init__(self, monkeypatch, window: int, gaps: dict[str, tuple[str, ...]] | None = None) -> None:
+    def __init__(self, window: int, gaps: dict[str, tuple[str, ...]] | None = None) -> None:
         self.log: list[str] = []
-        self.stats = CommStats(torch.device("cpu"))
-        self.store = WeightGradStore(DwRules(window, gaps=gaps or {}), self.stats)
-        monkeypatch.setattr(self.store, "_flush_at_end_of_backward", lambda: None)
+        self.stats = cpu_stats()
+        self.store = store_without_autograd(DwRules(window, gaps=gaps or {}), self.stats)
 
     def weight(self, name: str) -> DeferredWeight:
         parameter = torch.nn.Parameter(torch.zeros(2, 3))
@@ -31,8 +30,8 @@ class Backward:
 
 
 @pytest.fixture
-def backward(monkeypatch):
-    return Backward(monkeypatch, window=2)
+def backward():
+    return Backward(window=2)
 
 
 def test_fill_runs_oldest_dws_first_while_the_all_to_all_is_pending(backward):
@@ -94,9 +93,9 @@ def test_drain_previous_runs_older_dws(backward):
 
 
 @pytest.fixture
-def planned(monkeypatch):
+def planned():
     """Two dWs of b and then one of a were planned for the combine; a, b, a, b, c are pending."""
-    backward = Backward(monkeypatch, window=2, gaps={str(COMBINE): ("b", "gone", "b", "b", "a")})
+    backward = Backward(window=2, gaps={str(COMBINE): ("b", "gone", "b", "b", "a")})
     weights = [backward.weight(name) for name in "abc"]
     for chunk in (1, 0):
         for weight in weights[: 2 + (chunk == 0)]:
@@ -177,7 +176,7 @@ class Deferring(torch.autograd.Function):
 @pytest.fixture
 def in_autograd():
     """A store, a weight of it, and a list that gets the store's length whenever the weight is reported."""
-    store = WeightGradStore(DwRules(window=1), CommStats(torch.device("cpu")))
+    store = WeightGradStore(DwRules(window=1), cpu_stats())
     ready: list[int] = []
     return store, DeferredWeight(torch.nn.Parameter(torch.zeros(1)), "w", lambda: ready.append(len(store))), ready
 

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
+from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.ops import Op, Phase
+from tests.fakes import cpu_stats, store_without_autograd
 
 WEIGHTS = ("a", "b", "c")
 
@@ -68,10 +68,9 @@ class Run:
         self.ran: list[int] = []
         self.collectives: list[str] = []
         self.held: list[int] = []
-        stats = CommStats(torch.device("cpu"))
+        stats = cpu_stats()
         gaps = {str(_op(index)): tuple(names) for index, names in enumerate(planned)}
-        store = WeightGradStore(DwRules(window, memory_bytes, gaps), stats)
-        store._flush_at_end_of_backward = lambda: None
+        store = store_without_autograd(DwRules(window, memory_bytes, gaps), stats)
         self.puts = [event for event in events if isinstance(event, Put)]
         weights = {name: self.weight(name) for name in WEIGHTS}
         num_put = num_passed = 0
