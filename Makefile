@@ -1,4 +1,4 @@
-# make demo | test | test-gpu | lint | wheel: each sets up everything it needs in .venv first, once; later calls start at once and
+# make demo | test | test-quick | test-gpu | lint | wheel: each sets up everything it needs in .venv first, once; later calls start at once and
 # work offline. PYTHON=/path/to/python picks the interpreter, VENV=folder the environment.
 
 VENV ?= .venv
@@ -9,12 +9,19 @@ SOURCES := megatron_lancet tools tests benchmarks docs pretrain_gpt_moe.py setup
 # Without PYTEST_ARGS: everything, in two processes, each test file in one of them.
 PYTEST_ALL := -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 
-.PHONY: demo test test-gpu lint wheel bench-network bench-prediction bench-priority bench-gpu flags format constraints clean help
+# All unit tests but slow ones; and against stock Megatron: gradients with one chunk and more in a mocked world and on two
+# gloo ranks, losses of the real training loop.
+LOSSES := tests/parity/runs/test_losses_equal_stock.py::test_losses_equal_stock
+QUICK := tests/unit tests/parity/mocked/test_gradients_in_mocked_worlds.py tests/parity/gradients/test_context_parallel.py \
+	"$(LOSSES)[fp32-1]" "$(LOSSES)[fp32-2]"
+
+.PHONY: demo test test-quick test-gpu lint wheel bench-network bench-prediction bench-priority bench-gpu flags format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text, with expert parallelism, and show the result"
 	@echo "make test    run the test suite"
 	@echo "             (PYTEST_ARGS=\"tests/unit/planning -k lowering\": a part of it, in one process)"
+	@echo "make test-quick  unit tests and a few comparisons with stock Megatron: at most four minutes on two idle cores"
 	@echo "make test-gpu    the tests that need a CUDA device, which all others don't see"
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   build wheel and source distribution, install into an empty environment and run there"
@@ -29,6 +36,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(or $(PYTEST_ARGS),$(PYTEST_ALL))
+
+test-quick: $(STAMP)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(QUICK)
 
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest tests/gpu

@@ -17,9 +17,12 @@ def cpu_stats() -> CommStats:
 
 def store_without_autograd(rules: DwRules, stats: CommStats) -> WeightGradStore:
     """A store outside of a backward pass: the test calls its ``flush()``."""
-    store = WeightGradStore(rules, stats)
-    store._flush_at_end_of_backward = lambda: None
-    return store
+    return _StoreWithoutAutograd(rules, stats)
+
+
+class _StoreWithoutAutograd(WeightGradStore):
+    def _flush_at_end_of_backward(self) -> None:
+        """Autograd calls nothing back outside of a backward pass."""
 
 
 class MicroOp:

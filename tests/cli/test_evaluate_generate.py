@@ -252,7 +252,7 @@ class TestDamagedCheckpoints:
     def test_cut_or_missing_parts_are_refused(self, tool, copy):
         part = next(copy.glob("iter_*/__1_0.distcp"))
         part.write_bytes(part.read_bytes()[:-100])
-        assert re.search(r"is incomplete: __1_0.distcp is cut: \d+ bytes of \d+", self.refusal(tool, copy))
+        assert re.search(r"is incomplete: __1_0.distcp is truncated: \d+ bytes of \d+", self.refusal(tool, copy))
         part.unlink()
         assert "is incomplete: __1_0.distcp is missing" in self.refusal(tool, copy)
 

@@ -44,6 +44,8 @@ from megatron_lancet.training.tuning.tuned_plan import TunedPlan
 from tests.damage import leaves, replaced
 from tests.unit.report import steps
 
+pytestmark = pytest.mark.slow
+
 TOOLS = Path(__file__).parents[2] / "tools"
 STRANGE = st.one_of(
     st.none(),

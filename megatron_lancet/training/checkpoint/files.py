@@ -84,7 +84,7 @@ def find_missing_files(checkpoint: Path, ckpt_format: str) -> str | None:
     for part in legacy:  # one per rank in the format ``torch``: a zip file, whose end is its index
         file = part / "model_optim_rng.pt"
         if not zipfile.is_zipfile(file):
-            return f"{part.name}/{file.name} is {'cut' if file.is_file() else 'missing'}"
+            return f"{part.name}/{file.name} is {'truncated' if file.is_file() else 'missing'}"
     if legacy:
         return None
     if not (checkpoint / _CONFIG).is_file():

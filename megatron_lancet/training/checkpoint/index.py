@@ -83,7 +83,7 @@ class Index:
                 return f"{file} is missing"
             found = (checkpoint / file).stat().st_size
             if found < num_bytes:
-                return f"{file} is cut: {found} bytes of {num_bytes}"
+                return f"{file} is truncated: {found} bytes of {num_bytes}"
         return None
 
 

@@ -19,8 +19,8 @@ from torch.distributed import distributed_c10d
 
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import around
-from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.fakes import cpu_stats
 from tests.parity.gradients.disturbances import erratic_wire
@@ -108,7 +108,7 @@ def log_collectives(stack: ExitStack) -> list[str]:
 
 def run(stack: ExitStack, case: str, weights: dict[str, Any], plan: Plan | None, micro_ops: MicroOps | None):
     """Losses and gradients of each step, what was started in the last one, and its counters."""
-        from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
+    from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     overrides, settings, _ = CASES[case]

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import launch
-from tests.parity.runs.comm_priority_worker import CASES, CHUNK_BYTES
-from tests.ranks.pretraining import EP2, pretrain
-from tests.parity.gradients.variants import precision_of
 from tests.gradient_deviations import TOLERANCE
+from tests.parity.gradients.variants import precision_of
+from tests.parity.runs.comm_priority_worker import CASES, CHUNK_BYTES
+from tests.ranks import launch
+from tests.ranks.pretraining import EP2, pretrain
 
 pytestmark = pytest.mark.distributed
 

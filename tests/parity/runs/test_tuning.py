@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lancet.report.timeline.trace_file import read_trace
 from megatron_lancet.planning.plan_file import read_plan_file
 from megatron_lancet.planning.profile import read_profile
+from megatron_lancet.report.timeline.trace_file import read_trace
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, Run, command_line, pretrain
 
@@ -64,7 +64,8 @@ def test_tuning_drops_a_slow_plan_and_replans_after_drift(stock, token_data, tmp
     assert len(run.losses) == NUM_ITERS
     assert_equal(run, stock)
     kinds = (
-        "tuned during training", "tunes during the first 13 steps", "without overlap: ", "chunks=4 .* predicted 50.0 ms",
+        "tuned during training", "tunes during the first 13 steps", "without overlap: ",
+        "chunks=4 .* predicted 50.0 ms",
         "measured .* slower than the .* far off", "going back to chunks=1", "under chunks=1 .*: it stays",
         "exposed time is .* planning anew", "chunks=2 dim=sequence",
     )  # fmt: skip

@@ -16,8 +16,8 @@ from typing import Any
 
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.schedule.plan import ChunkDim, Plan, fixed_plan
-from megatron_lancet.training.tuning import controller
 from megatron_lancet.training.pretrain import main
+from megatron_lancet.training.tuning import controller
 from megatron_lancet.training.tuning.controller import plan_without_overlap
 from tests.ranks.pretrain_worker import recording
 
@@ -58,8 +58,8 @@ class ScriptedMaker:
         return step()
 
     def make(self):
-        from megatron_lancet.training.tuning.controller import Planned, PlanningFailed
         from megatron_lancet.planning.estimate import StepEstimate
+        from megatron_lancet.training.tuning.controller import Planned, PlanningFailed
 
         answer = self._answers.pop(0)
         if answer is None:
@@ -97,8 +97,8 @@ def run() -> None:
     from megatron.training import training
 
     from megatron_lancet.training import run
-    from megatron_lancet.training.overlap_setup import OverlapSetup
     from megatron_lancet.training.observe.step_recorder import StepRecorder
+    from megatron_lancet.training.overlap_setup import OverlapSetup
 
     script = json.loads(os.environ["LANCET_TEST_TUNING"])
     losses: list[dict[str, float]] = []

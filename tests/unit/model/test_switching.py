@@ -128,9 +128,9 @@ def test_setup_that_is_not_switchable_refuses_another_plan(one_rank):
     )
     assert (fixed.delays_weight_grads, switchable.delays_weight_grads) == (False, True)
     fixed([build()])
-    with pytest.raises(AssertionError, match="prepared for it before DDP wraps it"):
+    with pytest.raises(AssertionError, match="must be prepared before DDP wraps it"):
         fixed.switch(SEQUENCE)
-    with pytest.raises(AssertionError, match="no model yet"):
+    with pytest.raises(AssertionError, match="not built yet"):
         switchable.switch(SEQUENCE)
     model = build()
     switchable([model])

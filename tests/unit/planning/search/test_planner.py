@@ -16,6 +16,8 @@ from megatron_lancet.planning.simulation.simulator import Simulator, simulate
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
 from tests.unit.planning.strategies import ALONE, EVEN, machines
 
+pytestmark = pytest.mark.slow
+
 SMALL = Limits(num_chunks=(1, 2), ranges=(OverlapRange.STACK, OverlapRange.EXPERTS), chunk_dims=(ChunkDim.BATCH,))
 CLOSE_MS = 1e-6
 

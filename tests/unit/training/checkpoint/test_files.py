@@ -29,7 +29,7 @@ def cut(file) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "__0_0.distcp is cut": lambda checkpoint: cut(checkpoint / "__0_0.distcp"),
+    "__0_0.distcp is truncated": lambda checkpoint: cut(checkpoint / "__0_0.distcp"),
     "__0_0.distcp is missing": lambda checkpoint: (checkpoint / "__0_0.distcp").unlink(),
     "metadata.json is missing, which is written when all else is": lambda checkpoint: (
         checkpoint / "metadata.json"
@@ -112,7 +112,7 @@ def test_checkpoints_of_other_formats_are_checked_as_far_as_possible(folder):
     (dcp_format / "metadata.json").unlink()
     assert find_damage(dcp_format, "torch_dcp") is None
     cut(dcp_format / "__0_0.distcp")
-    assert find_damage(dcp_format, "torch_dcp").startswith("__0_0.distcp is cut")
+    assert find_damage(dcp_format, "torch_dcp").startswith("__0_0.distcp is truncated")
 
 
 def saved(folder, one_checkpoint, step: int) -> None:

@@ -22,6 +22,8 @@ from megatron_lancet.training.tuning.controller import PlanningFailed
 from megatron_lancet.training.tuning.memory_budget import memory_bound_bytes
 from megatron_lancet.training.tuning.plan_maker import ProfilingPlanMaker
 
+pytestmark = pytest.mark.slow
+
 MACHINE = Machine()
 PROFILE = replace(synthetic_profile(MACHINE), measured_steps_ms={str(fixed_plan(2)): 44.0, "another": 1.0})
 PRESENT = fixed_plan(4)
