@@ -108,7 +108,7 @@ def test_checkpoints_of_other_formats_are_checked_as_far_as_possible(folder):
     assert zipfile.is_zipfile(part)
     assert find_damage(torch_format, "torch") is None
     cut(part)
-    assert find_damage(torch_format, "torch") == "mp_rank_00/model_optim_rng.pt is cut"
+    assert find_damage(torch_format, "torch") == "mp_rank_00/model_optim_rng.pt is truncated"
     (dcp_format / "metadata.json").unlink()
     assert find_damage(dcp_format, "torch_dcp") is None
     cut(dcp_format / "__0_0.distcp")

@@ -117,7 +117,7 @@ def test_cut_checkpoint_part_is_found_before_loading(folder, alone):
     part = folder / "iter_0000006" / "__0_0.distcp"
     os.truncate(part, part.stat().st_size - 1)
     check_before_start(arguments(folder))  # looks at a handful of files only
-    with pytest.raises(UsageError, match=r"__0_0\.distcp is cut"):
+    with pytest.raises(UsageError, match=r"__0_0\.distcp is truncated"):
         Checkpoints(arguments(folder))._load(raising(AssertionError("must not be called")))
 
 
