@@ -1,1 +1,1 @@
-"""From a measured profile to a plan: simulation, search, explanation and what-if; no torch, no Megatron."""
+"""Makes plans from measured profiles: simulation, search, explanation and what-if; without torch and Megatron."""

@@ -1,18 +1,18 @@
-"""What a training step is expected to be."""
+"""Estimated figures of a training step."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """The figures that every prediction of a step has; who knows more adds fields in a class of its own.
+    """The figures that all predictions of a step have; subclasses add others.
 
     Attributes:
-        step_ms: of the whole step.
-        exposed_ms: part of it in which compute waits for all-to-alls: on the rank that waits longest, or where it is
-            to be compared with measured steps, mean over ranks.
-        peak_bytes: activations and deferred weight gradients of a rank; 0 if not known.
-        peak_dw_bytes: the most that deferred weight gradients keep alive on a rank.
+        step_ms: time of the whole step.
+        exposed_ms: time for which compute waits for all-to-alls, on the rank that waits longest; the mean over ranks if
+            it is compared with measured steps.
+        peak_bytes: activations and deferred weight gradients of a rank; 0 if unknown.
+        peak_dw_bytes: most memory that deferred weight gradients keep alive on a rank.
     """
 
     step_ms: float

@@ -1,4 +1,4 @@
-"""Why a plan is what it is: by layer, what fills its gaps, what stays exposed, and why that can't be hidden."""
+"""Explains a plan layer by layer: what fills its gaps, which messages stay exposed, and why."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -31,28 +31,28 @@ class Reason(StrEnum):
 
     @property
     def in_words(self) -> str:
-        """For a reader who does not know the names."""
+        """The reason as a clause, for readers who do not know the names."""
         return _IN_WORDS[self]
 
 
 _IN_WORDS = {
-    Reason.DEPENDENCY: "all that could run here needs a message that is still on its way",
+    Reason.DEPENDENCY: "all remaining work needs a message that has not arrived",
     Reason.NO_DW: "the plan computes weight gradients at once, and the other chunks wait too",
     Reason.NOTHING_LEFT: "every weight gradient that was ready has run",
-    Reason.MEMORY: "what would fill it does not fit into memory",
-    Reason.LINK: "the wire is the bottleneck: it is busy with earlier messages, or for longer than there is to compute",
+    Reason.MEMORY: "the work that would fill the gap does not fit into memory",
+    Reason.LINK: "the link is the bottleneck: it is busy with earlier messages, or for longer than compute takes",
     Reason.PEER: "another rank sends its part late: it has more rows to compute",
 }
 
 
 @dataclass(frozen=True)
 class Exposed:
-    """A message that compute stands still for.
+    """A message that compute waits for.
 
     Attributes:
-        op: of the message.
-        ms: of a micro-batch.
-        reason: why it can't be hidden.
+        op: name of the message's op.
+        ms: exposed time in one micro-batch.
+        reason: why it is not hidden.
     """
 
     op: str
@@ -62,11 +62,11 @@ class Exposed:
 
 @dataclass(frozen=True)
 class Filled:
-    """Weight gradients that run while a message is in flight.
+    """Weight gradients that run during the wait for a message.
 
     Attributes:
-        op: of the message.
-        weight_grads: in the order in which they run.
+        op: name of the message's op.
+        weight_grads: names of the dWs in the order in which they run.
     """
 
     op: str
@@ -75,12 +75,12 @@ class Filled:
 
 @dataclass(frozen=True)
 class LayerExplanation:
-    """One layer of a plan, on the rank of its stage that stands still longest.
+    """One layer of a plan, on the rank of its stage that waits longest.
 
     Attributes:
-        layer: global number.
-        exposed: messages that are waited for, in the order of time.
-        filled: gaps with weight gradients, in the order of time.
+        layer: global layer number.
+        exposed: exposed messages, ordered by time.
+        filled: waits during which weight gradients run, ordered by time.
     """
 
     layer: int
@@ -94,7 +94,7 @@ class LayerExplanation:
 
     @property
     def exposed_ms(self) -> float:
-        """Of a micro-batch, listed messages only."""
+        """Exposed time of the listed messages in one micro-batch."""
         return sum(message.ms for message in self.exposed)
 
 
@@ -103,10 +103,10 @@ class Explanation:
     """A plan in detail.
 
     Attributes:
-        layers: in order.
-        no_overlap: prediction without chunks and deferral, None if unknown.
-        alternatives: other plans as text, step_ms, and whether they fit into memory; best first.
-        excluded: what was not considered, and why.
+        no_overlap: prediction without chunks and deferral; None if unknown.
+        alternatives: other plans as (text, step_ms, whether it fits into memory); best first.
+        excluded: parts of the search space that were not considered, and why.
+        warning: warning of the search; None if there is none.
     """
 
     plan: Plan
@@ -119,7 +119,7 @@ class Explanation:
     warning: str | None
 
     def exposed_by_reason(self) -> dict[Reason, float]:
-        """Time of a micro-batch over all layers, longest first."""
+        """Exposed time of a micro-batch by reason, over all layers, longest first."""
         total: dict[Reason, float] = {}
         for layer in self.layers:
             for message in layer.exposed:
@@ -128,10 +128,10 @@ class Explanation:
 
 
 def explain(profile: Profile, plan: Plan, planned: PlannedStep | None = None) -> Explanation:
-    """What a plan does on the machine of a profile, and why no more is hidden.
+    """Explains what a plan does on the machine of a profile, and why no more is hidden.
 
     Args:
-        planned: the search that found it, for its alternatives and limits.
+        planned: result of the search that found the plan, for its alternatives and limits; None for none.
 
     Raises:
         RecordError: plan and profile don't fit together.
@@ -159,7 +159,7 @@ def explain(profile: Profile, plan: Plan, planned: PlannedStep | None = None) ->
 
 
 class _StageReader:
-    """Reads the simulation of one stage, on the rank that stands still longest."""
+    """Explains the layers of one simulated stage, on the rank that waits longest."""
 
     def __init__(self, simulator: Simulator, plan: Plan, simulation: Simulation, planned: PlannedStep | None) -> None:
         self._model = simulator.model
@@ -170,16 +170,17 @@ class _StageReader:
         self._waits = simulation.waits[column]
         self._is_link_bound = _link_bound_phases(simulator, simulation, column)
         self._num_early = simulation.prediction.num_early
-        bound_by_memory = planned is not None and any(
+        self._lacks_memory = planned is not None and any(
             not other.fits and other.prediction.step_ms < planned.prediction.step_ms for other in planned.alternatives
         )
-        self._lacks_memory = bound_by_memory
 
     def layers(self) -> Iterator[LayerExplanation]:
-        """Those of the stage."""
+        """Yields the explanations of the stage's layers."""
         waits: dict[int, list[Wait]] = {}
         for wait in self._waits:
-            waits.setdefault(_layer_of(wait.name), []).append(wait)
+            layer = Op.parse(wait.name).layer
+            assert layer is not None, wait.name
+            waits.setdefault(layer, []).append(wait)
         for number, kind in enumerate(self._model.layer_kinds, start=1):
             if self._model.stage_of_layer[number - 1] != self._stage:
                 continue
@@ -192,20 +193,22 @@ class _StageReader:
                 segment.num_chunks,
                 segment.chunk_dim,
                 segment.range,
-                tuple(self._exposed(wait, segment.num_chunks) for wait in own if _exposed_ms(wait) > _SHOWN_MS),
+                tuple(
+                    Exposed(wait.name, _exposed_ms(wait), self._reason(wait, segment.num_chunks))
+                    for wait in own
+                    if _exposed_ms(wait) > _SHOWN_MS
+                ),
                 tuple(Filled(wait.name, wait.filled) for wait in own if wait.filled),
             )
-
-    def _exposed(self, wait: Wait, num_chunks: int) -> Exposed:
-        return Exposed(wait.name, _exposed_ms(wait), self._reason(wait, num_chunks))
 
     def _reason(self, wait: Wait, num_chunks: int) -> Reason:
         half_ms = _exposed_ms(wait) / 2
         is_backward = not _is_forward(wait.name)
         if wait.peers_ms > wait.sent_ms and min(wait.peers_ms, wait.end_ms) - wait.exposed_from_ms >= half_ms:
             return Reason.PEER
-        # A dispatch also waits for its counts before it is sent; they don't occupy the wire.
-        is_queued = not _waits_for_counts(wait) and wait.sent_ms - max(wait.issued_ms, wait.exposed_from_ms) >= half_ms
+        # A forward dispatch also waits for its counts before it is sent; they don't occupy the link.
+        waits_for_counts = not is_backward and Op.parse(wait.name).kind == OpKind.DISPATCH
+        is_queued = not waits_for_counts and wait.sent_ms - max(wait.issued_ms, wait.exposed_from_ms) >= half_ms
         if is_queued or (num_chunks > 1 and self._is_link_bound[is_backward]):
             return Reason.LINK
         defers = self._plan.dw_policy is DwPolicy.FILL
@@ -217,7 +220,7 @@ class _StageReader:
 
 
 def _link_bound_phases(simulator: Simulator, simulation: Simulation, column: int) -> tuple[bool, bool]:
-    """Of forward and backward: whether some rank's messages take longer than this one has to compute."""
+    """For forward and backward, whether some rank's messages take longer than the compute of the rank ``column``."""
     compute_ms = _ms_by_phase(
         (span, span.ms) for span in simulation.timelines[column].spans if span.lane is Lane.COMPUTE
     )
@@ -233,7 +236,7 @@ def _link_bound_phases(simulator: Simulator, simulation: Simulation, column: int
 
 
 def _ms_by_phase(spans: Iterable[tuple[Span, float]]) -> tuple[float, float]:
-    """Sums for forward and backward."""
+    """Sums of the times of forward and of backward spans."""
     total_ms = [0.0, 0.0]
     for span, ms in spans:
         total_ms[not _is_forward(span.name)] += ms
@@ -247,15 +250,3 @@ def _exposed_ms(wait: Wait) -> float:
 def _is_forward(name: str) -> bool:
     op = Op.find(name)
     return op is not None and op.phase is Phase.FORWARD
-
-
-def _waits_for_counts(wait: Wait) -> bool:
-    op = Op.parse(wait.name)
-    return op.phase is Phase.FORWARD and op.kind == OpKind.DISPATCH
-
-
-def _layer_of(name: str) -> int:
-    """The layer of an op's name such as ``L3.c0.I.dispatch``."""
-    layer = Op.parse(name).layer
-    assert layer is not None, name
-    return layer

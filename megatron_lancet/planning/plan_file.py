@@ -1,8 +1,7 @@
-"""A plan as a file: the plan, the model that it was made for, what was predicted, and from which profile.
+"""Plan files: a plan, the model that it was made for, its prediction, and the profile that it comes from.
 
-Only ``plan`` is needed. A file written by hand may leave ``made_for`` out: then nothing but the layer numbers of the
-plan ties it to a model, and it is up to its author that it fits. What :func:`write_plan_file` writes from a profile
-always has it.
+Only ``plan`` is required. A file written by hand may omit ``made_for``: then only the layer numbers of the plan are
+checked against a model. Files that are made from a profile always have it.
 """
 
 import json
@@ -26,24 +25,23 @@ from megatron_lancet.schedule.ranges import parse_ranges, ranges
 
 PLAN_FILE_VERSION = 1
 _MAX_LAYERS = 100_000
-"""No model has more; a damaged number must not fill the memory."""
+"""Upper limit: a number in a damaged file must not fill the memory."""
 
 
 @dataclass(frozen=True)
 class MadeFor:
-    """The model and the layout that a plan is for: what makes it another planning problem.
+    """The model and the layout that a plan was made for, as far as it can't be used for others.
 
-    Times depend on more (hidden size, device), but a plan made elsewhere is then only slower, not wrong.
+    Times also depend on other settings (hidden size, device), but a plan is only slower if these differ, not wrong.
 
     Attributes:
-        num_layers: of the model.
-        moe_layers: numbers of its MoE layers, from 1, as text: ``2, 4-12``.
-        num_stages: of the pipeline.
-        micro_batch_size: samples.
+        moe_layers: numbers of the MoE layers, from 1, as text: ``2, 4-12``.
+        num_stages: number of pipeline stages.
+        micro_batch_size: samples of a micro-batch.
         seq_length: positions of a sample on a rank.
-        num_experts: of a MoE layer, on all ranks.
+        num_experts: experts of a MoE layer, on all ranks.
         topk: experts of a token.
-        ep_size: ranks that share the experts.
+        ep_size: number of ranks that share the experts.
     """
 
     num_layers: int
@@ -63,7 +61,7 @@ class MadeFor:
 
 
 def made_for(facts: ModelFacts) -> MadeFor:
-    """What a plan for a profiled model is tied to."""
+    """The model and the layout of a profile."""
     moe = [number for number, kind in enumerate(facts.layer_kinds, start=1) if kind is LayerKind.MOE]
     return MadeFor(
         num_layers=len(facts.layer_kinds),
@@ -87,11 +85,11 @@ class LayerExposure:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedStep(StepEstimate):
-    """What the cost model says of the plan on the profile that it was made from.
+    """The cost model's prediction of the plan on the profile that it was made from.
 
     Attributes:
         no_overlap_step_ms: ``step_ms`` without overlap, for comparison.
-        layers: those with exposed time.
+        layers: layers with exposed time.
     """
 
     no_overlap_step_ms: float
@@ -103,9 +101,9 @@ class Source:
     """The profile that a plan comes from.
 
     Attributes:
-        profile: what it is of.
-        device: what it was measured on.
-        versions: of the packages that matter, by name.
+        profile: name of the profiled model.
+        device: name of the device.
+        versions: versions of the relevant packages, by name.
     """
 
     profile: str
@@ -118,9 +116,9 @@ class PlanFile:
     """Content of a plan file.
 
     Attributes:
-        made_for: None in a file written by hand that leaves it out: fits every model with these layers.
-        prediction: None where nobody predicted.
-        source: None where it comes from no profile.
+        made_for: None if the plan is for all models with its layers.
+        prediction: None if there is none.
+        source: None if the plan was not made from a profile.
     """
 
     plan: Plan
@@ -129,7 +127,7 @@ class PlanFile:
     source: Source | None = None
 
     def to_json(self) -> str:
-        """As readable JSON; parts that are None are left out."""
+        """The content as indented JSON; parts that are None are omitted."""
         parts = {"plan": {"version": PLAN_VERSION, **to_plain(self.plan)}}
         for name in ("made_for", "prediction", "source"):
             if (part := getattr(self, name)) is not None:
@@ -138,7 +136,7 @@ class PlanFile:
 
 
 def write_plan_file(path: Path, content: PlanFile) -> None:
-    """Writes a plan file; it appears complete or not at all.
+    """Writes a plan file atomically.
 
     Raises:
         OSError: the folder does not exist or can't be written.
@@ -147,7 +145,7 @@ def write_plan_file(path: Path, content: PlanFile) -> None:
 
 
 def read_plan_file(path: Path) -> PlanFile:
-    """What :func:`write_plan_file` wrote, or a hand-written file.
+    """Reads a plan file.
 
     Raises:
         RecordError: the file can't be read, is damaged, of another version, or no plan file.
@@ -162,16 +160,9 @@ def read_plan_file(path: Path) -> PlanFile:
     if isinstance(plan, dict):
         take_version(plan, PLAN_VERSION, "the plan", f"{path}.plan")
     content = from_plain(PlanFile, value, str(path))
-    _check_layers(content, path)
+    if content.made_for is not None and (problem := layers_beyond(content.plan, content.made_for.num_layers)):
+        raise RecordError(f"{path}: the plan contradicts its made_for: {problem}")
     return content
-
-
-def _check_layers(content: PlanFile, path: Path) -> None:
-    """A plan and what it was made for must speak of the same number of layers."""
-    if content.made_for is not None:
-        problem = layers_beyond(content.plan, content.made_for.num_layers)
-        if problem:
-            raise RecordError(f"{path}: the plan contradicts its made_for: {problem}")
 
 
 def layers_beyond(plan: Plan, num_layers: int) -> str | None:
@@ -185,9 +176,9 @@ def layers_beyond(plan: Plan, num_layers: int) -> str | None:
 
 
 def misfits(content: PlanFile, model: MadeFor) -> list[str]:
-    """One text per field in which a run's model differs from the one that the plan was made for.
+    """One text per field in which a run's model differs from the plan file's; empty if the plan fits.
 
-    For example ``num_layers is 12 in the plan file, 24 in the run``. Empty if it fits.
+    For example ``num_layers is 12 in the plan file, 24 in the run``.
     """
     if content.made_for is not None:
         different = [
@@ -204,7 +195,7 @@ def check_fits(content: PlanFile, model: MadeFor, where: str) -> None:
     """Refuses a plan that was made for another model.
 
     Args:
-        where: the file, for the message.
+        where: name of the file, for error messages.
 
     Raises:
         RecordError: names every field that differs.

@@ -1,4 +1,4 @@
-"""What the cost model says of a plan, as the content of a plan file."""
+"""Makes the content of a plan file: a plan with its prediction by the cost model."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from megatron_lancet.schedule.timeline import Lane, RankTimeline
 
 
 def record_of(profile: Profile, plan: Plan) -> PlanFile:
-    """A plan file's content for a plan that was made from a profile.
+    """The content of a plan file for a plan that was made from a profile.
 
     Raises:
         RecordError: the plan does not fit the profile's model, or something was not profiled.
@@ -22,7 +22,7 @@ def record_of(profile: Profile, plan: Plan) -> PlanFile:
     num_micro_batches = profile.model.num_micro_batches
     simulator = Simulator(CostModel(profile))
     prediction = simulator.predict(plan)
-    # The timeline of one micro-batch: they are all alike, and a step may have hundreds.
+    # One micro-batch is enough for the timeline: a step may have hundreds, and all are alike.
     one = dataclasses.replace(profile, model=dataclasses.replace(profile.model, num_micro_batches=1))
     exposed = exposed_by_layer(simulate(one, plan).timelines)
     stock = split_at_stages(fixed_plan(1, DwPolicy.NONE), profile.model.stage_of_layer)
@@ -39,7 +39,7 @@ def record_of(profile: Profile, plan: Plan) -> PlanFile:
 
 
 def exposed_by_layer(timelines: Sequence[RankTimeline]) -> tuple[LayerExposure, ...]:
-    """Time for which compute stands still for each layer's messages, on the rank that does most."""
+    """Time for which compute waits for each layer's messages, on the rank that waits longest."""
     most: dict[int, float] = {}
     for timeline in timelines:
         of_rank: dict[int, float] = {}

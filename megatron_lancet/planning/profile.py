@@ -1,4 +1,4 @@
-"""A profile: what a model's ops and links cost on a device, as data. The cost model reads it, the profiler writes it.
+"""Profiles: measured costs of a model's ops and links on a device. The profiler writes them, the cost model reads them.
 
 Legend: T tokens of a micro-batch on this rank (S * B), k chunks, n = T * top-k routed rows, H hidden size.
 
@@ -32,7 +32,7 @@ _KINDS_IN_VERSION_1 = {
     "merge": OpKind.POSTPROCESS.value,
 }
 _LARGEST = 10**15
-"""No time or size of a profile is larger."""
+"""Upper limit of times and sizes."""
 _Count = Annotated[int, Range(0, MAX_COUNT)]
 _CountFrom1 = Annotated[int, Range(1, MAX_COUNT)]
 _Size = Annotated[int, Range(0, _LARGEST)]
@@ -41,12 +41,12 @@ _Ms = Annotated[float, Range(0, _LARGEST)]
 
 
 class LayerKind(StrEnum):
-    """What kind of layer it is."""
+    """Kind of a layer."""
 
     MOE = "moe"
     DENSE = "dense"
     NONE = "none"
-    """No layer: embedding, head."""
+    """Ops and weights beside the layers: embedding, head."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,21 @@ class ModelFacts:
     """The model and the layout that were profiled, as far as a schedule depends on them.
 
     Attributes:
-        name: what the profile is of; with ``device`` and ``versions`` the key of the cache.
-        layer_kinds: of each layer of the model, in order.
-        stage_of_layer: pipeline stage of each layer.
+        name: name of the profiled model; with ``device`` and ``versions`` the key of the cache.
+        layer_kinds: kind of each layer.
+        stage_of_layer: pipeline stage of each layer, from 0.
         micro_batch_size: samples of a micro-batch, B.
         seq_length: positions of a sample on this rank, S.
-        num_micro_batches: of a step.
+        num_micro_batches: micro-batches of a step.
         topk: experts of a token.
-        num_experts: of a MoE layer, on all ranks.
-        ep_size: ranks that share the experts.
-        world_size: ranks of the run.
-        row_bytes: bytes of one routed row as it travels forward: token and probability.
-        grad_row_bytes: the same in the backward.
-        combine_row_bytes: bytes of one row on its way back, forward; without the probability.
-        combine_grad_row_bytes: the same in the backward.
+        num_experts: experts of a MoE layer, on all ranks.
+        ep_size: number of ranks that share the experts.
+        world_size: number of ranks of the run.
+        row_bytes: bytes of one row in a forward dispatch: token and probability.
+        grad_row_bytes: bytes of one row in a backward dispatch.
+        combine_row_bytes: bytes of one row in a forward combine, without the probability.
+        combine_grad_row_bytes: bytes of one row in a backward combine.
         counts_bytes: bytes that a rank sends in one exchange of token counts.
-        has_shared_experts: whether MoE layers have any.
     """
 
     name: str
@@ -104,16 +103,16 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class OpTime:
-    """Median time of one compute op of one chunk, without waiting, weight gradients and what messages cost beside it.
+    """Median time of one compute op of one chunk, without waits, weight gradients and the slowdown by messages.
 
     Attributes:
-        layer_kind: of the layer that it belongs to.
-        kind: see the module's list.
+        layer_kind: kind of its layer.
+        kind: see the list of the module.
         phase: F, or I (input gradient).
-        chunk_dim: how the micro-batch was cut; batch where ``num_chunks`` is 1.
+        chunk_dim: dimension of the chunks; batch if ``num_chunks`` is 1.
         num_chunks: k.
-        chunk: which of them: sequence chunks differ.
-        rows: what it worked on: rows received for ``experts``, tokens of the chunk for the others.
+        chunk: index of the chunk; sequence chunks differ.
+        rows: received rows for ``experts``, tokens of the chunk for other ops.
         ms: median over steps, layers and micro-batches.
     """
 
@@ -132,13 +131,12 @@ class WeightGradTime:
     """Median time of one weight gradient of one chunk.
 
     Attributes:
-        layer_kind: of the layer; none for the output layer.
-        name: of the weight inside the layer, for example ``self_attention.linear_qkv``.
+        layer_kind: kind of its layer; none for the output layer.
+        name: name of the weight inside the layer, for example ``self_attention.linear_qkv``.
         num_chunks: k.
-        rows: tokens or rows that went through the layer.
-        ms: median.
-        pinned_bytes: memory that deferring it keeps alive.
-        weight_bytes: of the gradient that it completes.
+        rows: tokens or rows of the chunk in the layer.
+        pinned_bytes: memory that stays alive while it is deferred.
+        weight_bytes: size of the weight's gradient.
         after: the compute op in whose backward it becomes ready.
     """
 
@@ -154,19 +152,19 @@ class WeightGradTime:
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """What messages take, measured between the ranks of a group.
+    """Times of messages, measured between the ranks of a group.
 
     Attributes:
         all_to_all: (bytes that a rank sends to others, ms until its peers have them), ascending in bytes.
-        counts_ms: one exchange of token counts.
+        counts_ms: time of one exchange of token counts.
         all_reduce: (bytes of the reduced tensor, ms), ascending; empty if not measured.
-        sends_share_link: True where a rank's messages go out one after the other whatever the other ranks do (gloo,
-            a group per sender); False where a collective occupies all ranks from the last one's start (NCCL).
-        compute_slowdown: factor by which compute beside a message in flight is slower, at least 1.
-        queued: (bytes, ms by which a message that leaves behind another comes after it), ascending in bytes; empty if
-            it is as long as a message alone. A latency is hidden then; a link that has rested may be faster at first.
-        dispatches_apart: forward dispatches have connections of their own beside the other messages', so that two on
-            their way together get half of the link each; False where all go one after the other.
+        sends_share_link: True if a rank sends its messages one after the other, independent of other ranks (gloo, a
+            group per sender); False if a collective occupies all ranks from the last one's start (NCCL).
+        compute_slowdown: factor by which compute is slower while a message is in flight, at least 1.
+        queued: (bytes, ms by which a message arrives after the one that it is queued behind), ascending in bytes; empty
+            if that is the time of a message alone. It excludes the latency, and the burst of a link after a rest.
+        dispatches_apart: True if forward dispatches have connections of their own, so that they share the link with
+            other messages in equal parts; False if all messages are sent one after the other.
     """
 
     all_to_all: tuple[tuple[_Size, _Ms], ...]
@@ -183,8 +181,8 @@ class MemoryUse:
     """Activations that a layer's chunks keep from forward to backward.
 
     Attributes:
-        layer_kind: of the layer; none for what is kept beside layers.
-        saved_bytes: for one micro-batch, all chunks together.
+        layer_kind: kind of the layer; none for activations beside the layers.
+        saved_bytes: activations of one micro-batch, all chunks together.
     """
 
     layer_kind: LayerKind
@@ -195,17 +193,17 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class ChunkRouting:
-    """Where the rows of one chunk went in one layer, in a micro-batch of the profile.
+    """Routing of one chunk in one layer, in a micro-batch of the profile.
 
-    Balanced routing is balanced over steps, not in each chunk; in each, all ranks wait for the one that got most.
+    Balanced routing is balanced over steps, not in each chunk; in each, all ranks wait for the one with most rows.
 
     Attributes:
-        layer: its global number, from 1.
-        chunk_dim: how the micro-batch was cut; batch where ``num_chunks`` is 1.
+        layer: global layer number, from 1.
+        chunk_dim: dimension of the chunks; batch if ``num_chunks`` is 1.
         num_chunks: k.
-        chunk: which of them.
+        chunk: index of the chunk.
         sent: rows that each rank of an expert-parallel group sent to others.
-        received: rows that each rank's experts got.
+        received: rows that each rank's experts received.
     """
 
     layer: int
@@ -218,13 +216,13 @@ class ChunkRouting:
 
 @dataclass(frozen=True)
 class StepPace:
-    """How fast the ranks of an expert-parallel group computed in one traced step: 1 is what the profile's times say.
+    """Pace of the ranks of an expert-parallel group in one traced step, as factors of the profile's times.
 
-    Ranks never run quite alike, and each all-to-all makes the others wait for the slower one.
+    Ranks differ slightly in pace, and at each all-to-all the others wait for the slowest one.
 
     Attributes:
-        forward: by layer, from 0 (beside layers) on, and by rank: factor of the times of its ops.
-        backward: the same in the backward.
+        forward: factor of forward ops, by layer (0 beside the layers) and rank.
+        backward: factor of backward ops, by layer and rank.
     """
 
     forward: tuple[tuple[float, ...], ...]
@@ -233,18 +231,18 @@ class StepPace:
 
 @dataclass(frozen=True)
 class Profile:
-    """Everything that the cost model knows.
+    """The input of the cost model.
 
     Attributes:
-        device: what it was measured on.
-        versions: of the packages that matter, by name.
-        rest_ms: of a step, what is neither forward nor backward: optimizer, loop, and gradient reduction unless
-            ``gradients`` says how that is simulated.
-        received_share: share of its group's routed rows that each rank of it receives, median over layers; sums to 1.
+        device: name of the device.
+        versions: versions of the relevant packages, by name.
+        rest_ms: time of a step outside forward and backward: optimizer, loop, and gradient reduction unless
+            ``gradients`` is set.
+        received_share: share of its group's routed rows that each rank receives, median over layers; sums to 1.
         measured_steps_ms: step time of each plan that was run for the profile, by the plan's text, for comparison.
-        routing: of one micro-batch, by layer and chunk of each plan that was run; empty where it is not known.
-        paces: of some of the traced steps, as different as all of them were; empty where they are not known.
-        gradients: how they are summed over ranks beside the backward pass; None: after it, as part of the rest.
+        routing: routing of one micro-batch, by layer and chunk of each plan that was run; empty if unknown.
+        paces: paces of some traced steps that are representative of all; empty if unknown.
+        gradients: gradient reduction beside the backward pass; None if it is part of ``rest_ms``.
     """
 
     model: ModelFacts
@@ -268,24 +266,24 @@ class Profile:
                 raise ValueError(f"routing[{index}] must have rows for each of {ep_size} ranks")
 
     def to_json(self) -> str:
-        """As readable JSON."""
+        """The profile as indented JSON."""
         return json.dumps({"version": PROFILE_VERSION, **to_plain(self)}, indent=1)
 
 
 def read_profile(path: Path) -> Profile:
-    """What :meth:`Profile.to_json` wrote, now or in version 1.
+    """Reads the output of :meth:`Profile.to_json`, of this version or of version 1.
 
     Raises:
-        RecordError: the file can't be read, is no profile, or one of another version.
+        RecordError: the file can't be read, is no profile, or a profile of another version.
     """
     return profile_from_json(read_text(path), str(path))
 
 
 def profile_from_json(text: str, where: str) -> Profile:
-    """Like :func:`read_profile`, of the file's text.
+    """Parses the text of a profile; see :func:`read_profile`.
 
     Args:
-        where: what the text is, for messages.
+        where: name of the source, for error messages.
     """
     value = parse_object(text, where)
     if value.get("version") == 1:
@@ -295,7 +293,7 @@ def profile_from_json(text: str, where: str) -> Profile:
 
 
 def _with_todays_kinds(value: Any) -> Any:
-    """Parsed JSON of version 1, in which three kinds of ops had other names."""
+    """Renames three kinds of ops in parsed JSON of version 1."""
     if isinstance(value, list):
         return [_with_todays_kinds(part) for part in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Shares of routed rows with fewer distinct values: ranks with equal shares are simulated once."""
+"""Reduces the number of distinct shares of routed rows: ranks with equal shares are simulated once."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ _EVEN_DIGITS = 9
 
 
 def merge_similar_shares(shares: Sequence[float], max_distinct: int) -> tuple[float, ...]:
-    """Shares of which at most ``max_distinct`` differ: the largest as it is, neighbours by size among others averaged.
+    """Returns shares with at most ``max_distinct`` values: the largest is kept, others of similar size are averaged.
 
-    The busiest rank sets a step's pace; the others differ little from their group's mean.
+    The busiest rank determines the step time; the others differ little from their group's mean.
     """
     if len({round(share, _EVEN_DIGITS) for share in shares}) <= max_distinct:
         return tuple(shares)

@@ -112,7 +112,8 @@ def test_cut_checkpoint_is_refused_and_the_message_says_what_to_do(undisturbed, 
     for result in results:
         assert re.fullmatch(
             rf"error: the checkpoint {checkpoints}/iter_0000008, named by {TRACKER}, can't be loaded: "
-            rf"__1_0\.distcp is truncated: {len(content) // 2} bytes of {len(content)}\. Complete there: steps 1, 2, 4, 6\. "
+            rf"__1_0\.distcp is truncated: {len(content) // 2} bytes of {len(content)}\. "
+            r"Complete there: steps 1, 2, 4, 6\. "
             rf"To go on from step 6 pass --ckpt-step 6, or write 6 into {checkpoints}/{TRACKER}\. "
             r"Nothing was changed\.",
             last_line(result),

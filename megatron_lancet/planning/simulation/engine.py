@@ -1,8 +1,8 @@
-"""Plays an order of ops on several ranks with two lanes each, compute and link (Lancet section 5.3, for all ranks).
+"""Simulates an order of ops on several ranks with two lanes each, compute and link (Lancet section 5.3, all ranks).
 
-Events are handled in the order of simulated time, so the links see messages in the order in which they are sent. How
-those travel is up to the links (``links.py``). Compute beside a rank's messages, from their issue until they have been
-sent, runs slower by ``compute_slowdown``. Token counts take no room on a link.
+Events are handled in the order of simulated time, so the links (``links.py``) get messages in the order in which they
+are sent. Compute beside a rank's messages, from their issue until they have been sent, is slower by
+``compute_slowdown``. Token counts take no bandwidth.
 """
 
 import heapq
@@ -20,41 +20,41 @@ from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.timeline import Lane, Span
 
 _SLOTS = 4096
-"""Messages of a layer, at most: its number times this, plus the slot, names a message."""
+"""Most messages of a layer. The key of a message is its layer's number times this, plus its slot."""
 
 Paces = Sequence[Mapping[int, float]]
-"""By simulated rank and layer, factors of the time of compute; layers that are not there run as the profile says."""
+"""Factors of compute time by column and layer; 1 for other layers."""
 
 
 class LayerDw(NamedTuple):
-    """A dW of a layer, 0 for those beside the layers, with its cost."""
+    """A dW with its layer (0 beside the layers) and cost."""
 
     layer: int
     cost: DwCost
 
     @property
     def name(self) -> str:
-        """As in plans and timelines."""
+        """The name in plans and timelines."""
         return f"L{self.layer}.W.{self.cost.name}" if self.layer else f"W.{self.cost.name}"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As the queue of dWs asks for it."""
+        """The names of its weights, for the queue of dWs."""
         return (self.name,)
 
 
 class Wait(NamedTuple):
-    """A place where a rank needed a message.
+    """A rank's wait for a message.
 
     Attributes:
-        name: of the message.
-        start_ms: when it was needed.
-        exposed_from_ms: when the rank had nothing left to do; ``end_ms`` if it never stood still.
-        end_ms: when the rank went on.
-        issued_ms: when this rank issued it.
-        sent_ms: when this rank's part could go onto the link.
-        peers_ms: when the last rank's part could.
-        filled: dWs that ran meanwhile.
+        name: name of the message.
+        start_ms: when the rank needed the message.
+        exposed_from_ms: when the rank had no work left; ``end_ms`` if it had work all the time.
+        end_ms: when the rank continued.
+        issued_ms: when this rank issued the message.
+        sent_ms: when this rank's part could be sent.
+        peers_ms: when the last rank's part could be sent.
+        filled: names of the dWs that ran during the wait.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Wait(NamedTuple):
 class _Counts:
     num_issued: int = 0
     done_ms: float = NEVER
-    armed: list[tuple["_Rank", Message]] = field(default_factory=list)
+    waiting: list[tuple["_Rank", Message]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +90,7 @@ class _Rank:
 
 
 class _Resume(NamedTuple):
-    """Event: a rank goes on."""
+    """Event: a rank continues."""
 
     rank: _Rank
 
@@ -107,16 +107,16 @@ _Event = _Resume | _Ready | LinkEvent
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """One phase of a micro-batch, by simulated rank.
+    """The result of one phase of a micro-batch, by column.
 
     Attributes:
-        end_ms: clock at its end.
-        exposed_ms: time without anything to compute.
-        peak_dw_bytes: the most that deferred dWs kept alive.
-        num_early: dWs that ran because their memory was full.
-        spans: what ran when; empty unless recorded.
-        waits: where messages were needed; empty unless recorded.
-        reduced_ms: when the last gradient reduction was done; 0 if there was none.
+        end_ms: clock at the end.
+        exposed_ms: time without work to do.
+        peak_dw_bytes: most memory that deferred dWs kept alive.
+        num_early: number of dWs that ran because memory was full.
+        spans: ops and messages; empty unless recorded.
+        waits: waits for messages; empty unless recorded.
+        reduced_ms: when the last gradient reduction ended; 0 if there was none.
     """
 
     end_ms: tuple[float, ...]
@@ -129,7 +129,7 @@ class PhaseResult:
 
 
 class Engine:
-    """Plays one phase, forward or backward, of one micro-batch."""
+    """Simulates one phase, forward or backward, of one micro-batch."""
 
     def __init__(
         self,
@@ -143,8 +143,9 @@ class Engine:
     ) -> None:
         """
         Args:
-            links: of this phase alone; shared ones where there are ``buckets``.
-            paces: factors of what the cost model says; empty for none.
+            links: new links, of the shared kind if there are ``buckets``.
+            record: whether to record spans and waits.
+            paces: factors of compute time; empty for none.
             buckets: gradients that are reduced beside a backward pass; None for none.
         """
         self._links = links
@@ -166,7 +167,7 @@ class Engine:
         self._reduced_ms = 0.0
 
     def run(self, start_ms: Sequence[float]) -> PhaseResult:
-        """From each rank's clock on."""
+        """Simulates the phase from each rank's clock on."""
         for column, clock_ms in enumerate(start_ms):
             rank = _Rank(column, clock_ms, DwQueue(self._rules))
             if self._buckets is not None:
@@ -196,12 +197,12 @@ class Engine:
         )
 
     def call_at(self, time_ms: float, event: _Event) -> None:
-        """Handle ``event`` at that time, behind those of the same time that are known already."""
+        """Schedules ``event``, after others of the same time."""
         self._num_events += 1
         heapq.heappush(self._events, (time_ms, self._num_events, event))
 
     def _resume(self, rank: _Rank) -> None:
-        """Run a rank until it stands still or another event comes first."""
+        """Runs a rank until it must wait or another event is earlier."""
         steps, events, is_forward = self._steps, self._events, self._is_forward
         is_plain = self._slowdown <= 1 and not self._record
         column, num_steps, paces = rank.column, len(steps), self._paces
@@ -241,7 +242,7 @@ class Engine:
         return self._name(message.layer, message.chunk, message.kind)
 
     def _compute(self, rank: _Rank, name: str, ms: float) -> None:
-        """Let time pass on the compute lane."""
+        """Advances the rank's clock by a compute op."""
         start_ms, slowdown = rank.time_ms, self._slowdown
         if slowdown > 1 and rank.num_unknown:
             ms *= slowdown
@@ -253,7 +254,7 @@ class Engine:
             rank.spans.append(Span(name, Lane.COMPUTE, start_ms, rank.time_ms))
 
     def _put_all(self, rank: _Rank, layer: int, costs: Iterable[DwCost]) -> None:
-        """The dWs of a compute op become ready."""
+        """Puts the dWs that became ready with a compute op."""
         for cost in costs:
             for dw in rank.queue.put(LayerDw(layer, cost), cost.pinned_bytes):
                 self._run_dw(rank, dw)
@@ -271,7 +272,7 @@ class Engine:
             rank.time_ms += ms
 
     def _end(self, rank: _Rank) -> None:
-        """The rank's ops have run; what is left of its gradients is computed and reduced."""
+        """Runs the rank's remaining dWs and launches the remaining reductions."""
         for dw in rank.queue.flush():
             self._run_dw(rank, dw)
         if rank.ledger is not None:
@@ -282,11 +283,7 @@ class Engine:
             self.call_at(rank.time_ms, Launch(rank.column, reduction))
 
     def reduce(self, reduction: Reduction, launched_ms: Sequence[float], end_ms: float) -> None:
-        """Called by the links when a reduction has ended on all ranks.
-
-        Args:
-            launched_ms: by simulated rank.
-        """
+        """Records a reduction that has ended on all ranks; called by the links."""
         self._reduced_ms = max(self._reduced_ms, end_ms)
         if self._record:
             for rank in self._ranks:
@@ -298,11 +295,11 @@ class Engine:
         counts.num_issued += 1
         if counts.num_issued == len(self._ranks):
             counts.done_ms = rank.time_ms + self._counts_ms
-            for armed, message in counts.armed:
-                self.call_at(counts.done_ms, _Ready(armed, message))
+            for waiting, message in counts.waiting:
+                self.call_at(counts.done_ms, _Ready(waiting, message))
 
     def _issue(self, rank: _Rank, key: int, layer: int, action: Action) -> None:
-        """A message is sent now, or is armed until its counts have come."""
+        """Sends a rank's part of a message now, or when its counts have arrived."""
         message = self._messages.get(key)
         if message is None:
             message = self._messages[key] = self._new_message(layer, action)
@@ -314,7 +311,7 @@ class Engine:
         if counts is None or counts.done_ms <= rank.time_ms:
             self._send(rank, message, rank.time_ms)
         elif counts.done_ms == NEVER:
-            counts.armed.append((rank, message))
+            counts.waiting.append((rank, message))
         else:
             self.call_at(counts.done_ms, _Ready(rank, message))
 
@@ -339,7 +336,7 @@ class Engine:
         )
 
     def _send(self, rank: _Rank, message: Message, time_ms: float) -> None:
-        """A rank's part of a message can be sent; messages are, when all parts can."""
+        """Notes that a rank's part can be sent; the message is sent when all parts can."""
         message.num_ready += 1
         if time_ms > message.ready_ms:
             message.ready_ms = time_ms
@@ -348,7 +345,7 @@ class Engine:
             self._links.send(message, self)
 
     def arrive(self, message: Message, columns: Iterable[int]) -> None:
-        """Called by the links when it is known when ``message`` comes to ranks."""
+        """Resumes ranks when the arrival of ``message`` is known; called by the links."""
         ranks = self._ranks
         for column in columns:
             ranks[column].num_unknown -= 1
@@ -364,9 +361,9 @@ class Engine:
                 ranks[column].spans.append(Span(name, Lane.COMM, start_ms, end_ms, message.num_bytes[column]))
 
     def _wait(self, rank: _Rank, message: Message) -> bool:
-        """Whether the message is there; dWs run until it is. If not, the rank will be called again."""
+        """Runs dWs until the message has arrived; returns False if the rank must be resumed later."""
         if self._links.next_ms <= rank.time_ms:
-            self.call_at(rank.time_ms, _Resume(rank))  # what comes now comes before it is waited for
+            self.call_at(rank.time_ms, _Resume(rank))  # an arrival at this time precedes the wait
             return False
         column = rank.column
         if rank.wait_start_ms < 0:

@@ -1,18 +1,18 @@
-"""What a plan would do on a profile's machine: time of a step, exposed communication, memory, and the timeline.
+"""Predicts a plan's step on the machine of a profile: time, exposed communication, memory, and the timeline.
 
 A micro-batch runs forward, then backward. Without pipeline parallelism a step is
 
     step_ms = num_micro_batches * micro_batch_ms + rest_ms
 
-and with it an estimate, where the slowest stage sets the pace:
+and with it the slowest stage determines the estimate:
 
     step_ms = (num_micro_batches + num_stages - 1) * slowest stage's (forward_ms + backward_ms) + rest_ms
 
-Both are one formula. Every micro-batch starts on all ranks at once: what ranks drift apart in one is waited for at its
-end. Where the profile says how gradients are reduced beside the backward pass, the last micro-batch's all-to-alls
-share the links with that (``shared_links.py``), and the step waits for what is left of it. Memory is an upper bound:
-everything that a stage's layers keep of the micro-batches that it has in flight (stage s of S has
-min(num_micro_batches, S - s), as in 1F1B), plus the peak of what deferred dWs keep alive.
+The first formula is the second with one stage. All ranks start a micro-batch at the same time, after the slowest has
+ended the one before. If the profile says how gradients are reduced beside the backward pass, the reductions share the
+links with the last micro-batch's all-to-alls (``shared_links.py``), and the step waits for their end. Memory is an
+upper bound: all activations of a stage's micro-batches in flight (min(num_micro_batches, S - s) on stage s of S, as in
+1F1B), plus the peak of what deferred dWs keep alive.
 """
 
 import statistics
@@ -35,24 +35,24 @@ from megatron_lancet.schedule.plan import ChunkDim, Plan, Segment
 from megatron_lancet.schedule.timeline import RankTimeline, Span
 
 
-class PlanMismatch(RecordError):  # noqa: N818 - says what is the matter
-    """A plan doesn't fit the profile's model: what was expected, what is there."""
+class PlanMismatch(RecordError):  # noqa: N818 - the name states the problem
+    """The plan doesn't fit the model of the profile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(StepEstimate):
     """An estimate by simulation.
 
-    Its ``exposed_ms`` is of the rank that waits longest. ``peak_bytes`` is bounded as the module says, without
-    activations where the profile knows no memory.
+    ``exposed_ms`` is that of the rank that waits longest. ``peak_bytes`` is an upper bound, without activations if the
+    profile has no memory use.
 
     Attributes:
-        forward_ms: of one micro-batch, on the slowest stage.
-        backward_ms: the same.
+        forward_ms: forward time of one micro-batch on the slowest stage.
+        backward_ms: its backward time.
         exposed_forward_ms: the part of ``exposed_ms`` in the forward.
-        num_early: dWs of a micro-batch that ran early because their memory was full.
-        floor_ms: the step if the backward never stood still, after the same forward.
-        gradient_ms: of the step, standing still for gradient reductions when the last backward has ended.
+        num_early: number of dWs of a micro-batch that ran early because memory was full.
+        floor_ms: step time if the backward had no exposed time, with the same forward.
+        gradient_ms: time for which the step waits for gradient reductions after the last backward.
     """
 
     forward_ms: float
@@ -65,15 +65,14 @@ class Prediction(StepEstimate):
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step in detail.
+    """A simulated step in detail.
 
     Attributes:
-        prediction: its figures.
         stage: the pipeline stage whose ranks the timelines show.
-        timelines: of the simulated ranks, micro-batches one after the other; under pipeline parallelism ``step_ms`` of
-            a timeline is the step's, and the pipeline's filling and draining is not drawn.
-        waits: of the first micro-batch, by timeline.
-        same_ranks: by timeline, how many ranks of the group behave like it.
+        timelines: timelines of the simulated ranks, micro-batches one after the other. Their ``step_ms`` is that of the
+            whole step; the pipeline's filling and draining is not shown.
+        waits: waits of the first micro-batch, by timeline.
+        same_ranks: by timeline, the number of ranks of the group that it represents.
     """
 
     prediction: Prediction
@@ -85,11 +84,11 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers of one pipeline stage, in runs of neighbours, and the order of their ops.
+    """The steps of one pipeline stage.
 
     Attributes:
-        saved_bytes: that the stage keeps, of all micro-batches in flight.
-        buckets: gradients that are reduced beside the last micro-batch's backward.
+        saved_bytes: activations that the stage keeps of all micro-batches in flight.
+        buckets: gradients that are reduced beside the last micro-batch's backward; None for none.
     """
 
     number: int
@@ -100,7 +99,7 @@ class Stage:
 
 
 class _Played(NamedTuple):
-    """A stage's micro-batch; ``last`` is the backward of a step's last one, in which gradients are reduced."""
+    """A simulated micro-batch of a stage; ``last`` is the last backward of a step, which reduces gradients."""
 
     stage: Stage
     forward: PhaseResult
@@ -117,13 +116,13 @@ class _Played(NamedTuple):
 
 
 class Simulator:
-    """Simulates plans on one profile; what plans have in common is made once."""
+    """Simulates plans on one profile; forward passes and costs that plans share are cached."""
 
     def __init__(self, costs: CostModel, shares: Sequence[float] | None = None) -> None:
         """
         Args:
-            shares: of the group's routed rows that each rank receives, alike in all layers and chunks; None takes what
-                the profile saw, chunk by chunk where it has that.
+            shares: share of the group's routed rows that each rank receives, in all layers and chunks; None for the
+                profile's routing, chunk by chunk if it has that.
 
         Raises:
             RecordError: the shares don't fit the group.
@@ -140,10 +139,10 @@ class Simulator:
         self._forwards: dict[tuple[Segment, ...], tuple[tuple[Stage, PhaseResult], ...]] = {}
 
     def predict(self, plan: Plan) -> Prediction:
-        """Figures only. Forward passes are remembered by the plan's segments.
+        """The figures of a step. Forward passes are cached by the plan's segments.
 
         Raises:
-            PlanMismatch: the plan is of another model.
+            PlanMismatch: the plan is for another model.
             UnknownCost: something was not profiled.
         """
         segments = tuple(plan.segments)
@@ -156,14 +155,14 @@ class Simulator:
         )
 
     def forget(self, segments: tuple[Segment, ...]) -> None:
-        """Free what :meth:`predict` remembers of these."""
+        """Drops the cached forward passes of these segments."""
         self._forwards.pop(segments, None)
 
     def simulate(self, plan: Plan, stage_number: int | None = None) -> Simulation:
-        """In detail; raises like :meth:`predict`.
+        """Simulates a step in detail; raises like :meth:`predict`.
 
         Args:
-            stage_number: the pipeline stage whose timelines are wanted; None for the slowest.
+            stage_number: pipeline stage of the timelines; None for the slowest.
         """
         rules = DwRules.of(plan)
         played = [
@@ -186,12 +185,12 @@ class Simulator:
         )
 
     def expected_step(self, plan: Plan) -> StepEstimate:
-        """What a clock would show: ``exposed_ms`` is the mean over ranks. Raises like :meth:`predict`.
+        """Expected measured step; ``exposed_ms`` is the mean over ranks. Raises like :meth:`predict`.
 
-        A simulation at an even pace is too fast. Ranks drift apart from op to op, and at every all-to-all the faster
-        one waits for the slower. So the plan is also played with each layer as fast, on each rank, as it was in traced
-        steps of the profile; the figures are medians over these. (dPRO replays traces of all ranks for the same
-        reason.) The pace is even where the profile has none, or not those of all ranks.
+        A simulation at an even pace is too fast: ranks drift apart from op to op, and at every all-to-all the faster
+        one waits for the slower. So the plan is simulated with the pace of each layer and rank in each traced step of
+        the profile, and the figures are medians over these. (dPRO replays traces of all ranks for the same reason.)
+        The pace is even if the profile has none, or not those of all ranks.
         """
         profile, num_ranks = self.costs.profile, len(self.loads.simulated)
         even = self.predict(plan)
@@ -210,11 +209,7 @@ class Simulator:
         return StepEstimate(step_ms, exposed_ms, even.peak_bytes, even.peak_dw_bytes)
 
     def _paced(self, plan: Plan, pace: StepPace) -> tuple[float, float]:
-        """Step time and exposed time, mean over ranks, in ms, if all micro-batches' ops took as long as in one step.
-
-        Args:
-            pace: of as many ranks as are simulated.
-        """
+        """Step time and mean exposed time of ranks, in ms, at the pace of one traced step (of the simulated ranks)."""
         columns = range(len(self.loads.simulated))
         forward, backward = (
             [{layer: ranks[column] for layer, ranks in enumerate(layers)} for column in columns]
@@ -241,12 +236,7 @@ class Simulator:
         buckets: Buckets | None = None,
         paces: Paces = (),
     ) -> PhaseResult:
-        """One phase of an order of ops.
-
-        Args:
-            buckets: gradients that are reduced beside it.
-            paces: of the ranks; empty for an even one.
-        """
+        """Simulates one phase; see :class:`~megatron_lancet.planning.simulation.engine.Engine`."""
         links = self._links(phase, has_reductions=buckets is not None)
         return Engine(links, steps, phase, rules, record, paces, buckets).run(start_ms)
 
@@ -256,7 +246,7 @@ class Simulator:
         return SerialLinks(self._network) if self._network.sends_share_link else Collectives(self._network)
 
     def start_ms(self) -> tuple[float, ...]:
-        """Clocks of the simulated ranks when a micro-batch starts."""
+        """Clocks of the simulated ranks at the start of a micro-batch."""
         return (0.0,) * len(self.loads.simulated)
 
     def _play_forward(self, stage: Stage, record: bool, paces: Paces = ()) -> PhaseResult:
@@ -273,7 +263,7 @@ class Simulator:
         return _Played(stage, forward, last if is_alike else play(None), last)
 
     def stages(self, plan: Plan) -> list[Stage]:
-        """The plan's ops by pipeline stage.
+        """The plan's steps by pipeline stage.
 
         Raises:
             PlanMismatch: the plan has other layers than the model, or a segment crosses stages.
@@ -292,11 +282,11 @@ class Simulator:
             raise PlanMismatch(f"the plan ends at layer {plan.segments[-1].last_layer}, the model has {num_layers}")
         forward[last] += self.lowering.beside(OpKind.HEAD)
         kept = self._kept_bytes(plan.segments)
-        return [self._stage(number, steps, kept[number]) for number, steps in forward.items()]
-
-    def _stage(self, number: int, forward: Sequence[Step], kept_bytes: int) -> Stage:
-        steps = tuple(backward(forward))
-        return Stage(number, tuple(forward), steps, kept_bytes, Buckets.of(self.costs, steps))
+        stages = []
+        for number, steps in forward.items():
+            mirrored = tuple(backward(steps))
+            stages.append(Stage(number, tuple(steps), mirrored, kept[number], Buckets.of(self.costs, mirrored)))
+        return stages
 
     def _check(self, segment: Segment, end: int) -> None:
         model, first = self.model, segment.first_layer
@@ -315,11 +305,11 @@ class Simulator:
             )
 
     def saved_bytes(self, segments: Sequence[Segment]) -> int:
-        """What the fullest pipeline stage keeps from forward to backward, without deferred dWs."""
+        """Bytes that the fullest pipeline stage keeps from forward to backward, without deferred dWs."""
         return max(self._kept_bytes(segments).values())
 
     def _kept_bytes(self, segments: Sequence[Segment]) -> dict[int, int]:
-        """By stage, of all micro-batches that it has in flight."""
+        """Bytes that each stage keeps of all its micro-batches in flight."""
         model, saved = self.model, self.costs.saved_bytes
         beside = saved(LayerKind.NONE, ChunkDim.BATCH, 1)
         kept = dict.fromkeys(sorted(set(model.stage_of_layer)), beside)
@@ -334,7 +324,7 @@ class Simulator:
         return min(self.model.num_micro_batches, max(self.model.stage_of_layer) + 1 - stage)
 
     def room_for_layers(self, stage: int, room_bytes: int) -> int:
-        """What a stage's layers may keep of one micro-batch where a rank has room for ``room_bytes``."""
+        """Bytes that a stage's layers may keep of one micro-batch if a rank has room for ``room_bytes``."""
         beside = self.costs.saved_bytes(LayerKind.NONE, ChunkDim.BATCH, 1)
         return room_bytes // self._num_in_flight(stage) - beside
 
@@ -382,10 +372,10 @@ class Simulator:
 
 
 def simulate(profile: Profile, plan: Plan, shares: Sequence[float] | None = None) -> Simulation:
-    """One step of ``plan`` on the machine of ``profile``.
+    """Simulates one step of ``plan`` on the machine of ``profile``.
 
     Args:
-        shares: of the group's routed rows that each rank receives; None takes the profile's.
+        shares: share of the group's routed rows that each rank receives; None for the profile's.
 
     Raises:
         RecordError: the plan, the profile and the shares don't fit together, or something was not profiled.

@@ -1,1 +1,1 @@
-"""Step times in clusters, layouts and routings other than the measured ones."""
+"""Predicts step times in clusters, layouts and routings other than the measured ones."""

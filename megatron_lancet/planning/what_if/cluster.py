@@ -1,7 +1,7 @@
-"""What messages take in a cluster of nodes, by the alpha-beta model: a latency per message and a bandwidth.
+"""Times of messages in a cluster of nodes by the alpha-beta model: a latency per message and a bandwidth.
 
 Legend: n ranks of a group, r of them on each node, b bytes, alpha latency, beta bytes per ms. A rank's ports are full
-duplex, and each level has its own: what goes to other nodes does not slow what stays inside.
+duplex, and each level has its own: messages to other nodes do not slow messages inside a node.
 
 Formulas: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), for
 the pairwise exchange, (n - 1) alpha + b / beta; Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for
@@ -21,8 +21,8 @@ class Level:
     """One kind of link.
 
     Attributes:
-        gbps: Gb/s (10^9 bits) of one rank, in each direction. A port that several ranks share counts in equal parts.
-        latency_us: of one message.
+        gbps: Gb/s (10^9 bits) of one rank in each direction; an equal part of a port that several ranks share.
+        latency_us: latency of one message.
     """
 
     gbps: float
@@ -30,22 +30,22 @@ class Level:
 
     @property
     def bytes_per_ms(self) -> float:
-        """The bandwidth."""
+        """Bandwidth in bytes per ms."""
         return self.gbps * _BYTES_PER_MS_OF_1_GBPS
 
     @property
     def latency_ms(self) -> float:
-        """The latency."""
+        """Latency in ms."""
         return self.latency_us / _US_PER_MS
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal size; ranks are numbered node by node, so neighbours share one.
+    """Nodes of equal size; ranks are numbered node by node, so neighbouring ranks share one.
 
     Attributes:
-        intra: between ranks of a node.
-        inter: between nodes.
+        intra: links between ranks of a node.
+        inter: links between nodes.
     """
 
     ranks_per_node: int
@@ -53,55 +53,50 @@ class Cluster:
     inter: Level
 
     def all_to_all_ms(self, num_bytes: float, size: int) -> float:
-        """An all-to-all of ``size`` neighbouring ranks, until the slower of its two levels is done.
+        """Time of an all-to-all of ``size`` neighbouring ranks: that of the slower of the two levels.
 
         Args:
-            num_bytes: what a rank sends to the others of the group, in equal parts.
+            num_bytes: bytes that a rank sends to the others of the group, in equal parts.
         """
         if size <= 1:
             return 0.0
         inside = min(size, self.ranks_per_node) - 1
-        outside = size - 1 - inside
-        parts = ((self.intra, inside), (self.inter, outside))
         return max(
             peers * level.latency_ms + num_bytes * peers / (size - 1) / level.bytes_per_ms
-            for level, peers in parts
+            for level, peers in ((self.intra, inside), (self.inter, size - 1 - inside))
             if peers
         )
 
     def all_reduce_ms(self, num_bytes: float, size: int, stride: int = 1) -> float:
-        """A ring all-reduce of ``size`` ranks of which each is ``stride`` ranks after the one before.
+        """Time of a ring all-reduce of every ``stride``-th rank, ``size`` ranks in all.
 
-        The ring's slowest link sets its pace: the inner level only where all of them are on one node.
+        The ring is as fast as its slowest link, which is inside a node only if all ranks are on one node.
 
         Args:
-            num_bytes: of the reduced tensor.
+            num_bytes: size of the reduced tensor.
         """
         if size <= 1:
             return 0.0
-        level = self.intra if size * stride <= self.ranks_per_node else self._slower(num_bytes / size)
-        return 2 * (size - 1) * (level.latency_ms + num_bytes / size / level.bytes_per_ms)
+        levels = [self.intra] if size * stride <= self.ranks_per_node else [self.intra, self.inter]
+        return 2 * (size - 1) * max(level.latency_ms + num_bytes / size / level.bytes_per_ms for level in levels)
 
     def message_ms(self, num_bytes: float, distance: int) -> float:
-        """One message to the rank that is ``distance`` ranks further, from the first rank of a node."""
+        """Time of one message from the first rank of a node to the rank ``distance`` ranks after it."""
         level = self.intra if distance < self.ranks_per_node else self.inter
         return level.latency_ms + num_bytes / level.bytes_per_ms
 
-    def _slower(self, num_bytes: float) -> Level:
-        return max(self.intra, self.inter, key=lambda level: level.latency_ms + num_bytes / level.bytes_per_ms)
-
 
 def fitted_level(link: LinkTimes, size: int) -> Level | None:
-    """The level that a measured all-to-all of ``size`` ranks comes closest to; None if there are too few points.
+    """Fits a level to measured all-to-alls of ``size`` ranks; None if there are too few points.
 
-    The bandwidth is that of the step between the largest two messages, the latency what is left of the smallest one.
+    The bandwidth comes from the difference of the two largest messages, the latency from the rest of the smallest one.
     """
     points = link.all_to_all
     if size <= 1 or len(points) < 2:
         return None
     (bytes_before, ms_before), (bytes_last, ms_last) = points[-2:]
     slope_ms = (ms_last - ms_before) / (bytes_last - bytes_before) if bytes_last > bytes_before else 0.0
-    if slope_ms <= 0:  # noise: take the largest message as a whole
+    if slope_ms <= 0:  # noise: use the whole time of the largest message
         slope_ms = ms_last / bytes_last if bytes_last else 0.0
     if slope_ms <= 0:
         return None

@@ -1,11 +1,11 @@
-"""How many experts a rank should hold: the expert-parallel size against replicas of experts (Lina, expert packing).
+"""Chooses the number of experts per rank: expert-parallel size against replicas of experts (Lina, expert packing).
 
 With fewer expert-parallel ranks each holds more experts, sends less to others, and sums the gradients of its experts
 with more replicas. Lina doubles the experts of a device until their compute covers one micro-op of an all-to-all. Here
-a micro-op is one chunk's message under the plan that is made for the size.
+a micro-op is one chunk's message in the plan for that size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_lancet.errors import UsageError
@@ -15,44 +15,43 @@ from megatron_lancet.planning.what_if.forecast import Forecast, Forecaster, Plan
 from megatron_lancet.planning.what_if.layout import Layout, gradient_bytes
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Plan
+from megatron_lancet.schedule.units import BYTES_PER_MB
 
 type PackingPlanner = Callable[[Profile, int | None], Plan]
-"""The plan of a model in the layout of a profile, and the bytes of a rank that activations may take; None: any."""
+"""Makes a plan for a profile, with a bound on a rank's activations in bytes; None for no bound."""
 
 _WEIGHT_AND_GRADIENT = 2.0
 _MOMENTS = 2.0
-_BYTES_PER_MB = 1e6
 
 
 @dataclass(frozen=True)
 class StateMemory:
-    """What a rank keeps for each byte of gradients: weight, gradient and two moments of Adam, all of one precision.
+    """Memory of weight, gradient and two moments of Adam, all of the same precision as the gradient.
 
     Attributes:
-        is_distributed: the moments are divided among the ranks that sum a gradient (distributed optimizer).
+        is_distributed: whether the moments are divided among the ranks that sum a gradient (distributed optimizer).
     """
 
     is_distributed: bool = False
 
-    def bytes_of(self, gradients: float, num_ranks: int) -> float:
-        """For gradients that ``num_ranks`` ranks sum."""
-        return gradients * (_WEIGHT_AND_GRADIENT + _MOMENTS / (num_ranks if self.is_distributed else 1))
+    def state_bytes(self, gradient_bytes: float, num_ranks: int) -> float:
+        """Bytes on a rank for gradients that ``num_ranks`` ranks sum."""
+        return gradient_bytes * (_WEIGHT_AND_GRADIENT + _MOMENTS / (num_ranks if self.is_distributed else 1))
 
 
 @dataclass(frozen=True)
 class Packing:
-    """One expert-parallel size.
+    """The figures of one expert-parallel size.
 
     Attributes:
-        layout: with it.
-        experts_per_rank: of each MoE layer.
-        expert_replicas: ranks that hold the same experts (expert-DP).
-        num_chunks: of MoE layers in the plan, the most.
-        experts_ms: forward, one chunk on the rank that gets most rows.
-        all_to_all_ms: the longer of the chunk's dispatch and combine; 0 with a single rank.
-        state_bytes: weights, gradients and optimizer of the fullest stage's rank.
-        peak_bytes: of a rank, with activations and deferred weight gradients.
-        fits: within the memory limit.
+        experts_per_rank: experts of each MoE layer on a rank.
+        expert_replicas: number of ranks that hold the same experts (expert-DP).
+        num_chunks: most chunks of a MoE layer in the plan.
+        experts_ms: forward time of one chunk's experts on the rank that receives most rows.
+        all_to_all_ms: time of the longer of the chunk's dispatch and combine; 0 with a single rank.
+        state_bytes: weights, gradients and optimizer states of a rank of the fullest stage.
+        peak_bytes: ``state_bytes`` with activations and deferred weight gradients.
+        fits: whether ``peak_bytes`` is within the memory limit.
     """
 
     layout: Layout
@@ -74,11 +73,11 @@ class Packing:
 
 @dataclass(frozen=True)
 class PackingChoice:
-    """All sizes, most ranks first, and what to choose.
+    """All expert-parallel sizes, largest first, and the recommended ones.
 
     Attributes:
-        fastest: of those that fit.
-        fewest_experts: the first that fits and covers (Lina's rule).
+        fastest: the size with the shortest step of those that fit.
+        fewest_experts: the first size that fits and covers (Lina's rule).
     """
 
     packings: tuple[Packing, ...]
@@ -98,11 +97,12 @@ def pack_experts(
     """Predicts a step for each expert-parallel size that the ranks and the experts allow.
 
     Args:
-        planner: makes the plan for each size; with a single rank there is nothing to overlap.
-        world_size: ranks; None for the profiled number.
-        num_micro_batches: of a step, on each pipeline; None for as many as profiled.
-        memory: what optimizer states take.
-        limit_bytes: of a rank; None for no limit.
+        planner: makes the plan for each size above 1.
+        world_size: number of ranks; None for the profiled number.
+        num_micro_batches: micro-batches of a step on each pipeline; None for the profiled number.
+        routing: how uneven routing is; None for the profile's.
+        memory: memory of optimizer states; None for Adam without distributed optimizer.
+        limit_bytes: memory limit of a rank; None for none.
 
     Raises:
         UsageError: nothing fits, or the model has no experts or the layout is impossible.
@@ -121,18 +121,18 @@ def pack_experts(
         least = min(packings, key=lambda one: one.peak_bytes)
         assert limit_bytes is not None
         raise UsageError(
-            f"no expert-parallel size fits into {limit_bytes / _BYTES_PER_MB:g} MB: the smallest, EP "
-            f"{least.layout.ep_size}, takes about {least.peak_bytes / _BYTES_PER_MB:.0f} MB. Allow more, use more "
+            f"no expert-parallel size fits into {limit_bytes / BYTES_PER_MB:g} MB: the smallest, EP "
+            f"{least.layout.ep_size}, takes about {least.peak_bytes / BYTES_PER_MB:.0f} MB. Allow more, use more "
             "ranks, the distributed optimizer, a smaller micro-batch or recompute"
         )
-    # EP 1 sends nothing and always covers. Where it does not fit, the most experts that do come nearest.
+    # EP 1 has no messages and always covers; if it does not fit, the smallest size that fits comes closest.
     covering = [one for one in fitting if one.covers] or fitting[-1:]
     fastest = min(fitting, key=lambda one: (round(one.forecast.step_ms, 6), -one.layout.ep_size))
     return PackingChoice(tuple(packings), fastest, covering[0])
 
 
 def expert_parallel_sizes(facts: ModelFacts, world_size: int) -> list[int]:
-    """Sizes that divide the experts and the ranks of a pipeline stage, largest first.
+    """The sizes that divide the experts and the ranks of a pipeline stage, largest first.
 
     Raises:
         UsageError: the model has no experts, or the ranks are no multiple of the stages.
@@ -153,7 +153,7 @@ def _packing(
 ) -> Packing:
     replicas = layout.ranks_per_stage // layout.ep_size
     state_bytes = max(
-        memory.bytes_of(dense, layout.ranks_per_stage) + memory.bytes_of(experts, replicas)
+        memory.state_bytes(dense, layout.ranks_per_stage) + memory.state_bytes(experts, replicas)
         for dense, experts in gradient_bytes(forecaster.profile, layout)
     )
     room_bytes = None if limit_bytes is None else max(1, round(limit_bytes - state_bytes))
@@ -177,25 +177,21 @@ def _packing(
 
 
 def _chunks_of(plan: Plan, facts: ModelFacts) -> tuple[int, ChunkDim]:
-    """The most chunks of a MoE layer, and along which dimension."""
+    """The largest number of chunks of a MoE layer, and their dimension."""
     moe_layers = [number for number, kind in enumerate(facts.layer_kinds, 1) if kind is LayerKind.MOE]
     segment = max((plan.segment_of(number) for number in moe_layers), key=lambda one: one.num_chunks)
     return segment.num_chunks, segment.chunk_dim
 
 
 def _micro_op_ms(moved: Profile, num_chunks: int, dim: ChunkDim) -> tuple[float, float]:
-    """A chunk's experts on the busiest rank, and the longer of its two messages, forward."""
+    """Forward times of a chunk's experts on the busiest rank, and of the longer of its two messages."""
     costs, facts = CostModel(moved), moved.model
     sent = costs.chunk_units(dim, num_chunks)[0] * facts.topk
-    shares: Sequence[float] = moved.received_share
+    shares = moved.received_share
     received = sent * max(shares) * facts.ep_size
     experts_ms = costs.op_ms(LayerKind.MOE, OpKind.EXPERTS, Phase.FORWARD, dim, num_chunks, 0, received)
-    messages = _message_bytes(facts, sent, shares)
-    return experts_ms, max((costs.message_ms(size) for size in messages), default=0.0)
-
-
-def _message_bytes(facts: ModelFacts, sent: int, shares: Sequence[float]) -> Iterator[float]:
-    """Of dispatch and combine on the ranks that send most."""
-    if facts.ep_size > 1:
-        yield sent * (1 - min(shares)) * facts.row_bytes
-        yield sent * max(shares) * (facts.ep_size - 1) * facts.combine_row_bytes
+    if facts.ep_size == 1:
+        return experts_ms, 0.0
+    dispatch_bytes = sent * (1 - min(shares)) * facts.row_bytes
+    combine_bytes = sent * max(shares) * (facts.ep_size - 1) * facts.combine_row_bytes
+    return experts_ms, max(costs.message_ms(dispatch_bytes), costs.message_ms(combine_bytes))

@@ -1,4 +1,4 @@
-"""What a step would take elsewhere: a profile moved to another layout, planned anew there, simulated."""
+"""Predicts a step in another layout: moves the profile there, makes a plan for it, and simulates that."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -23,21 +23,21 @@ from megatron_lancet.planning.what_if.routing import even_share, rebinned_share,
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, fixed_plan
 
 type Planner = Callable[[Profile], Plan]
-"""The plan of a model in the layout of a profile."""
+"""Makes a plan for a profile."""
 _MAX_DISTINCT = 6
-"""Shares of a group that may differ: one rank of each is simulated, and a large group would take minutes."""
+"""Most distinct shares of a group: each is simulated, and a large group would take minutes."""
 
 
 @dataclass(frozen=True)
 class NetworkChoice:
-    """What the user says of the network; None where it is as measured.
+    """The user's settings of the network; None for measured values.
 
     Attributes:
-        ranks_per_node: None for one node of all ranks.
+        ranks_per_node: number of ranks of a node; None for one node with all ranks.
         intra_gbps: Gb/s of one rank inside a node.
-        intra_latency_us: of one message.
-        inter_gbps: between nodes; as inside where None.
-        inter_latency_us: of one message.
+        intra_latency_us: latency of one message inside a node.
+        inter_gbps: Gb/s of one rank between nodes; None for the value inside a node.
+        inter_latency_us: latency of one message between nodes; None for the value inside a node.
     """
 
     ranks_per_node: int | None = None
@@ -47,7 +47,7 @@ class NetworkChoice:
     inter_latency_us: float | None = None
 
     def cluster(self, profile: Profile, world_size: int) -> Cluster:
-        """The cluster, with what is not said taken from the profile's measured all-to-alls.
+        """The cluster; settings that are None are fitted to the profile's measured all-to-alls.
 
         Raises:
             UsageError: the profile has no usable link, and no bandwidth is given.
@@ -71,13 +71,13 @@ class NetworkChoice:
 
     @property
     def is_as_measured(self) -> bool:
-        """Whether nothing is said of any bandwidth or latency."""
+        """Whether all bandwidths and latencies are None."""
         return self == NetworkChoice(self.ranks_per_node)
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How uneven routing is: the profile's histogram, even, or Zipf with an exponent."""
+    """Distribution of routed rows: ``measured``, ``even``, or ``zipf`` with an exponent."""
 
     kind: str = "measured"
     exponent: float = 0.0
@@ -98,13 +98,13 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(StepEstimate):
-    """What one plan would take in one layout. Its ``exposed_ms`` is of the slowest stage's rank that waits longest.
+    """The prediction of one plan in one layout; ``exposed_ms`` is that of the slowest stage's rank that waits longest.
 
     Attributes:
-        plan: of the whole model; segments end with pipeline stages.
-        bubble_ms: of the step, waiting for other pipeline stages.
-        gradient_ms: of it, standing still for gradients' reductions, by the ring model; where they run beside the
-            backward pass, what the simulator leaves of them.
+        plan: plan of the whole model; segments end with pipeline stages.
+        bubble_ms: time for which a step waits for other pipeline stages.
+        gradient_ms: time for which a step waits for gradient reductions: by the ring model, or if they run beside the
+            backward pass, by simulation.
     """
 
     plan: Plan
@@ -113,17 +113,17 @@ class Forecast(StepEstimate):
 
     @property
     def exposed_share(self) -> float:
-        """Part of the step in which compute stands still for all-to-alls."""
+        """Part of the step for which compute waits for all-to-alls."""
         return self.exposed_ms / self.step_ms if self.step_ms else 0.0
 
 
 @dataclass
 class Forecaster:
-    """Predicts steps of one profiled model in many layouts; what was simulated once is remembered.
+    """Predicts steps of one profiled model in many layouts; simulations are cached.
 
     Attributes:
-        profile: as measured.
-        network: of the cluster.
+        profile: the measured profile.
+        network: the network of the cluster.
     """
 
     profile: Profile
@@ -138,10 +138,10 @@ class Forecaster:
         num_micro_batches: int | None = None,
         routing: Routing | None = None,
     ) -> Layout:
-        """A layout in the network; what is None is as profiled.
+        """A layout in the network; values that are None are as profiled.
 
         Raises:
-            UsageError: a layout that can't be.
+            UsageError: the layout is impossible.
         """
         facts = self.profile.model
         ep_size = ep_size or facts.ep_size
@@ -157,22 +157,22 @@ class Forecaster:
         return layout
 
     def _cluster_of_messages(self, world_size: int, ep_size: int) -> Cluster | None:
-        """None where the measured table holds: nothing is said of the network, and groups have the measured size."""
+        """The cluster, or None if measured times apply: no network settings, and groups of the measured size."""
         if self.network.is_as_measured and ep_size == self.profile.model.ep_size:
             return None
         return self.network.cluster(self.profile, world_size) if ep_size > 1 else None
 
     def forecast(self, layout: Layout, planner: Planner) -> Forecast:
-        """Step and exposed time in a layout.
+        """Predicts a step in a layout.
 
         Raises:
-            RecordError: the profile lacks what the plan would do.
+            RecordError: the profile has no times for the plan.
         """
         plan, prediction = self._predicted(self.moved(layout), planner)
         gradient_ms, more_ms = prediction.gradient_ms, 0.0
         if self.profile.gradients is None:
             gradient_ms = self._gradient_ms(layout, self.network)
-            # The measured rest holds the profiled run's own reduction; more than there is can't be taken out of it.
+            # The measured rest includes the profiled run's reduction, which can't be larger than the rest.
             more_ms = gradient_ms - min(self._profiled_gradient_ms(), self.profile.rest_ms)
         activations_ms = 2 * (layout.pp_size - 1) * self._activations_ms(layout)
         if layout == self._profiled() and self.network.is_as_measured:
@@ -198,7 +198,7 @@ class Forecaster:
         return with_moved_reduction(self.profile, in_layout(self.profile, layout), layout, cluster)
 
     def _predicted(self, moved: Profile, planner: Planner) -> tuple[Plan, Prediction]:
-        """The plan of a moved profile and its figures; replicas of the model change neither."""
+        """The plan of a moved profile and its prediction; both are independent of the number of replicas."""
         alike = dataclasses.replace(moved, model=dataclasses.replace(moved.model, world_size=1))
         key = (planner, alike.model, alike.link, alike.received_share, alike.gradients)
         if key not in self._seen:
@@ -223,7 +223,7 @@ class Forecaster:
         return gradient_ms(self.profile, layout, network.cluster(self.profile, layout.world_size))
 
     def _activations_ms(self, layout: Layout) -> float:
-        """One message between neighbouring stages: a micro-batch's hidden states."""
+        """Time of one message between neighbouring stages: a micro-batch's hidden states."""
         if layout.pp_size == 1:
             return 0.0
         facts = self.profile.model
@@ -244,7 +244,7 @@ def two_chunks(profile: Profile) -> Plan:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """All variants in one layout."""
+    """The forecasts of all planners in one layout."""
 
     layout: Layout
     num_nodes: int
@@ -261,7 +261,7 @@ def largest_ep_size(facts: ModelFacts, ranks_per_stage: int) -> int:
 
 
 def sweep(forecaster: Forecaster, layouts: Sequence[Layout], planners: dict[str, Planner]) -> Iterator[SweepRow]:
-    """One row per layout, as soon as it is known."""
+    """Yields one row per layout."""
     for layout in layouts:
         per_node = forecaster.network.ranks_per_node or layout.world_size
         yield SweepRow(

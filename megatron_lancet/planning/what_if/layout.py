@@ -1,12 +1,12 @@
-"""A profile as it would have been measured in another cluster, layout or routing.
+"""Converts a profile to another cluster, layout or routing.
 
-What changes with the layout, and how:
+Conversion of the parts:
 
 - **messages**: a rank sends (ep - 1) / ep of its routed rows when routing is even; the table of all-to-all times is
-  made anew from the cluster's two levels. Where neither bandwidths nor latencies are given, groups of the measured size
+  computed from the cluster's two levels. If neither bandwidths nor latencies are given, groups of the measured size
   keep the measured curve, and for others a latency and a bandwidth are fitted to it.
-- **experts**: with even routing a rank receives as many rows as it has itself, whatever the group's size. That its
-  experts become fewer and their matrices taller is left out.
+- **experts**: with even routing a rank receives as many rows as it has itself, for any group size. The effect of fewer
+  experts with more rows each is left out.
 - **gradients**: an expert's weights are on one rank of each group, so a rank holds 1 / ep of them. Ring all-reduce of
   the dense weights over all ranks of a stage, and of expert weights over their replicas. The profile's ``rest_ms``
   holds the one of the profiled run, so only the difference is added. Nothing of it is hidden, unless the profile says
@@ -33,21 +33,21 @@ from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import Plan, Segment
 
 _TABLE_STEPS = 4
-"""Factor between neighbouring message sizes of a table that is made from a model of the link."""
+"""Factor between neighbouring message sizes of a computed table."""
 _SMALLEST_MESSAGE_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where and how a model runs.
+    """Parallel sizes, network and routing of a run.
 
     Attributes:
-        world_size: ranks.
-        ep_size: ranks that share the experts.
-        pp_size: stages of the pipeline.
-        num_micro_batches: of a step, on each pipeline.
-        cluster: the network; None where messages take what was measured.
-        received_share: of each rank of the expert-parallel group; sums to 1.
+        world_size: number of ranks.
+        ep_size: number of ranks that share the experts.
+        pp_size: number of pipeline stages.
+        num_micro_batches: micro-batches of a step on each pipeline.
+        cluster: the network; None for measured message times.
+        received_share: share of routed rows of each rank of the expert-parallel group; sums to 1.
     """
 
     world_size: int
@@ -59,15 +59,15 @@ class Layout:
 
     @property
     def ranks_per_stage(self) -> int:
-        """Ranks that hold the same layers."""
+        """Number of ranks that hold the same layers."""
         return self.world_size // self.pp_size
 
 
 def check_layout(layout: Layout, profile: Profile) -> None:
-    """Refuses a layout that can't be.
+    """Refuses an impossible layout.
 
     Raises:
-        UsageError: sizes that do not divide each other.
+        UsageError: the sizes do not divide each other.
     """
     if layout.world_size < 1:
         raise UsageError("a layout has at least one rank")
@@ -84,10 +84,7 @@ def check_layout(layout: Layout, profile: Profile) -> None:
 
 
 def in_layout(profile: Profile, layout: Layout) -> Profile:
-    """The profile with the layout's stages, links, shares and weights; ``rest_ms`` stays.
-
-    A layout that is the profiled one gives the profile as it is.
-    """
+    """The profile with the layout's stages, links, shares and weights; ``rest_ms`` and the profiled layout stay."""
     before = profile.model
     as_measured = (layout.ep_size, layout.received_share) == (before.ep_size, profile.received_share)
     facts = dataclasses.replace(
@@ -126,7 +123,7 @@ def _link(profile: Profile, layout: Layout) -> LinkTimes:
 
 
 def _table_sizes(largest: float) -> list[int]:
-    """Message sizes of a table, up to at least ``largest``."""
+    """Message sizes of a table in bytes, up to at least ``largest``."""
     sizes = [_SMALLEST_MESSAGE_BYTES, _SMALLEST_MESSAGE_BYTES * _TABLE_STEPS]
     while sizes[-1] < largest:
         sizes.append(sizes[-1] * _TABLE_STEPS)
@@ -140,10 +137,10 @@ def _largest_message(profile: Profile, layout: Layout) -> int:
 
 
 def gradient_ms(profile: Profile, layout: Layout, cluster: Cluster) -> float:
-    """Ring all-reduces of one stage's gradients, the fullest stage's.
+    """Time of the ring all-reduces of the fullest stage's gradients.
 
     Args:
-        profile: as it was measured.
+        profile: the measured profile.
     """
     replicas = layout.ranks_per_stage // layout.ep_size
     return max(
@@ -154,25 +151,28 @@ def gradient_ms(profile: Profile, layout: Layout, cluster: Cluster) -> float:
 
 
 def gradient_bytes(profile: Profile, layout: Layout) -> list[tuple[float, float]]:
-    """Bytes of gradients on a rank of each stage: (dense, of experts). Norms, routers and embeddings are left out.
+    """Bytes of gradients on a rank of each stage: (dense, experts). Norms, routers and embeddings are left out.
 
     Args:
-        profile: as it was measured.
+        profile: the measured profile.
     """
     per_layer = _weight_bytes(profile, layout.ep_size)
     kinds, stage_of = profile.model.layer_kinds, stages_of_layers(profile.model, layout.pp_size)
     kinds_of = {stage: [kind for kind, its in zip(kinds, stage_of, strict=True) if its == stage] for stage in stage_of}
     kinds_of[stage_of[-1]].append(LayerKind.NONE)  # the head
-    return [_sum_of(of_stage, per_layer) for of_stage in kinds_of.values()]
+    return [
+        (sum(per_layer[kind][0] for kind in of_stage), sum(per_layer[kind][1] for kind in of_stage))
+        for of_stage in kinds_of.values()
+    ]
 
 
 def with_moved_reduction(profile: Profile, moved: Profile, layout: Layout, cluster: Cluster | None) -> Profile:
     """``moved`` with its gradients summed by the layout's ranks.
 
     Args:
-        profile: as it was measured.
-        moved: of :func:`in_layout`.
-        cluster: None where reductions of the measured number of ranks take what was measured.
+        profile: the measured profile.
+        moved: the result of :func:`in_layout`.
+        cluster: the network; None for measured times of reductions.
     """
     rules, before = profile.gradients, profile.model
     if rules is None:
@@ -190,7 +190,7 @@ def with_moved_reduction(profile: Profile, moved: Profile, layout: Layout, clust
 
 
 def _weight_bytes(profile: Profile, ep_size: int) -> dict[LayerKind, tuple[float, float]]:
-    """Bytes of gradients of a layer of each kind on a rank: (dense, of experts)."""
+    """Bytes of gradients of a layer of each kind on a rank: (dense, experts)."""
     found = {(grad.layer_kind, grad.name): grad for grad in profile.weight_grads}
     per_layer = dict.fromkeys(LayerKind, (0.0, 0.0))
     for (kind, _), grad in found.items():
@@ -203,13 +203,8 @@ def _weight_bytes(profile: Profile, ep_size: int) -> dict[LayerKind, tuple[float
     return per_layer
 
 
-def _sum_of(kinds: Sequence[LayerKind], per_layer: dict[LayerKind, tuple[float, float]]) -> tuple[float, float]:
-    """Of layers of these kinds."""
-    return sum(per_layer[kind][0] for kind in kinds), sum(per_layer[kind][1] for kind in kinds)
-
-
 def stages_of_layers(facts: ModelFacts, num_stages: int) -> tuple[int, ...]:
-    """The stage of each layer: as profiled where their number is the same, else even."""
+    """The stage of each layer: as profiled if the number of stages is the same, else split evenly."""
     if num_stages == len(set(facts.stage_of_layer)):
         return facts.stage_of_layer
     ranges = stage_ranges(len(facts.layer_kinds), num_stages)
@@ -228,7 +223,7 @@ def stage_ranges(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
 
 
 def split_at_stages(plan: Plan, stage_of_layer: Sequence[int]) -> Plan:
-    """The same plan with every segment that crosses pipeline stages cut there: nothing overlaps across them anyway.
+    """The plan with segments cut at pipeline stages, across which nothing overlaps.
 
     Raises:
         RecordError: the plan is for another number of layers.

@@ -1,18 +1,18 @@
-"""How unevenly routed rows arrive: the share of its group's rows that each rank receives, in other layouts too."""
+"""Shares of its group's routed rows that each rank receives, for given routings and layouts."""
 
 from collections.abc import Sequence
 
 
 def even_share(size: int) -> tuple[float, ...]:
-    """Every one of ``size`` ranks receives as much."""
+    """Equal shares of ``size`` ranks."""
     return (1 / size,) * size
 
 
 def zipf_share(exponent: float, num_experts: int, size: int) -> tuple[float, ...]:
-    """The i-th most popular expert gets rows in proportion to ``1 / i ** exponent``; experts are dealt in turn.
+    """Shares if the i-th most popular expert gets rows in proportion to ``1 / i ** exponent``; exponent 0 is even.
 
-    Dealt in turn (expert i on rank i modulo ``size``), popular experts are spread over the ranks: a measured histogram
-    may be worse. Exponent 0 is even.
+    Expert i is on rank i modulo ``size``, so popular experts are spread over the ranks; a measured histogram may be
+    more uneven.
     """
     weights = [1 / (expert + 1) ** exponent for expert in range(num_experts)]
     total = sum(weights)
@@ -20,9 +20,9 @@ def zipf_share(exponent: float, num_experts: int, size: int) -> tuple[float, ...
 
 
 def rebinned_share(measured: Sequence[float], size: int) -> tuple[float, ...]:
-    """A measured histogram over another number of ranks; what a rank received counts evenly for all its experts.
+    """Converts measured shares to another number of ranks; all experts of a measured rank count as equally popular.
 
-    More ranks than measured therefore look more even than they will be: within a rank nothing was measured.
+    More ranks than measured therefore look more even than they are.
     """
     if size == len(measured):
         return tuple(measured)
