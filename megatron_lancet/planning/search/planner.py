@@ -134,7 +134,9 @@ class Planner:
         self._has_merged_shares = merged != shares
         self._simulator = Simulator(plain, merged)
         self._reduction_simulator = None if profile.gradients is None else Simulator(costs, merged)
-        self._complete_simulator = Simulator(costs)
+        self._complete_simulator = self._reduction_simulator or self._simulator
+        if self._has_merged_shares or profile.routing:
+            self._complete_simulator = Simulator(costs)
         self._limits = limits
         self._space = SearchSpace.of(costs, limits)
         self._is_exact = self._space.num_segmentations() <= max_exhaustive
