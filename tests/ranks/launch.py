@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import json
 import os
 import secrets
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,6 +145,12 @@ def check(results: Sequence[RankResult]) -> None:
     ]
     if failed:
         pytest.fail("\n".join(failed))
+
+
+def results_of(worker: Path, num_ranks: int, folder: Path, timeout_s: float) -> list[dict[str, Any]]:
+    """Run a worker on several ranks, and read the result of each. See :mod:`tests.ranks.worker`."""
+    check(run(worker, [folder / "result.json"], num_ranks, folder, timeout_s))
+    return [json.loads((folder / f"result.json.{rank}").read_text()) for rank in range(num_ranks)]
 
 
 def _log(log_dir: Path, rank: int) -> str:

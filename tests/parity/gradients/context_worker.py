@@ -7,12 +7,7 @@ the same samples; there both ranks are data-parallel, and have the same ones.
 """
 
 import copy
-import faulthandler
-import json
-import signal
-import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +15,6 @@ import torch.distributed as dist
 
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import replaced
-from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.parity.gradients import gradients_worker
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import (
@@ -34,6 +28,7 @@ from tests.parity.gradients.gradients_worker import (
     wrap_with_ddp,
 )
 from tests.parity.gradients.variants import MLA, RECOMPUTE, VARIANTS
+from tests.ranks.worker import finish, run_on_cpu
 
 CONTEXT = {"context_parallel_size": 2}
 LAYOUT = {"expert_model_parallel_size": 2}
@@ -168,12 +163,8 @@ def on_slices(expected: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     dist.init_process_group("gloo")
     results = on_slices(on_whole_sequences())
-    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(results)
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with cpu_platform():
-        main()
+    run_on_cpu(main)

@@ -4,14 +4,10 @@ Usage: gradients_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
 """
 
 import copy
-import faulthandler
-import json
 import re
-import signal
 import sys
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,7 +18,6 @@ from torch.distributed import distributed_c10d
 from benchmarks.gradient_error import relative_difference, relative_error, relative_errors
 from megatron_lancet.patching import replaced
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
-from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.parity.gradients.disturbances import (
     DAMAGED_GRADIENTS,
     erratic_wire,
@@ -42,6 +37,7 @@ from tests.parity.gradients.variants import (
     chunk_counts,
     cut_name,
 )
+from tests.ranks.worker import finish, run_on_cpu
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, transformer_config
 
 MICRO_BATCH, NUM_MICRO_BATCHES = 4, 2
@@ -324,12 +320,8 @@ def main() -> None:
     for name, disturb in DAMAGED_GRADIENTS.items():
         results[f"{name}/k=2"] = compare({}, 2, disturb)
     results["lost-flush"] = what_a_lost_flush_raises()
-    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(results)
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with cpu_platform():
-        main()
+    run_on_cpu(main)

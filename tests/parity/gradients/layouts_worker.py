@@ -3,19 +3,14 @@
 Usage: layouts_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
 """
 
-import faulthandler
-import json
-import signal
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare
+from tests.ranks.worker import finish, run_on_cpu
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "EP4": {"expert_model_parallel_size": 4},
@@ -88,12 +83,8 @@ def main() -> None:
     with sequence_parallel_with_torch_norm():
         for layout in LAYOUTS:
             results |= compare_in(layout)
-    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(results)
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with cpu_platform():
-        main()
+    run_on_cpu(main)

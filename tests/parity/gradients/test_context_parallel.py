@@ -1,6 +1,5 @@
 """Context parallelism without Transformer Engine: against stock on whole sequences, and with the overlap on top."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,7 @@ WORKER = Path(__file__).with_name("context_worker.py")
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Per rank: how far each case is from what it is compared with."""
-    folder = tmp_path_factory.mktemp("context")
-    launch.check(launch.run(WORKER, [folder / "result.json"], 2, folder, timeout_s=150))
-    return [json.loads((folder / f"result.json.{rank}").read_text()) for rank in range(2)]
+    return launch.results_of(WORKER, 2, tmp_path_factory.mktemp("context"), timeout_s=150)
 
 
 @pytest.mark.parametrize("model", MODELS)

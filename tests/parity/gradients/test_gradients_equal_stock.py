@@ -1,6 +1,5 @@
 """Every parameter's gradient, every logged loss and every report to DDP: ours against stock, EP=2 on two ranks."""
 
-import json
 import math
 from pathlib import Path
 
@@ -33,9 +32,7 @@ BF16_AGAINST_FP32 = "bf16 against fp32"
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Per rank: what the worker found for each variant."""
-    folder = tmp_path_factory.mktemp("gradients")
-    launch.check(launch.run(WORKER, [folder / "result.json"], 2, folder, timeout_s=600))
-    return [json.loads((folder / f"result.json.{rank}").read_text()) for rank in range(2)]
+    return launch.results_of(WORKER, 2, tmp_path_factory.mktemp("gradients"), timeout_s=600)
 
 
 def exact_cases() -> list[str]:

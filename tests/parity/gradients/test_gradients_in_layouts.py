@@ -1,6 +1,5 @@
 """Every gradient and the order of collectives with tensor, context and expert tensor parallelism: against stock."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,7 @@ WORKER = Path(__file__).with_name("layouts_worker.py")
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Per rank: what the worker found for each layout."""
-    folder = tmp_path_factory.mktemp("layouts")
-    launch.check(launch.run(WORKER, [folder / "result.json"], 4, folder, timeout_s=230))
-    return [json.loads((folder / f"result.json.{rank}").read_text()) for rank in range(4)]
+    return launch.results_of(WORKER, 4, tmp_path_factory.mktemp("layouts"), timeout_s=230)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,13 +4,8 @@ Usage: comm_priority_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
 """
 
 import copy
-import faulthandler
-import json
-import signal
-import sys
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +16,6 @@ from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import around
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
-from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.fakes import cpu_stats
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import (
@@ -33,6 +27,7 @@ from tests.parity.gradients.gradients_worker import (
     plan_of,
     step,
 )
+from tests.ranks.worker import finish, run_on_cpu
 
 NUM_STEPS = 2
 """In DDP's first one reductions start at its end."""
@@ -205,12 +200,8 @@ def main() -> None:
     results: dict[str, Any] = {case: compare(case) for case in CASES}
     results["erratic-wire"] = compare("reduce-scatter/k=2", erratic_wire)
     results["chunk-too-small"] = what_a_chunk_too_small_raises()
-    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(results)
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with cpu_platform():
-        main()
+    run_on_cpu(main)

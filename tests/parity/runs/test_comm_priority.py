@@ -20,9 +20,7 @@ PRIORITY = ["--overlap-grad-reduce", "--lancet-comm-priority", "all-to-all-first
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Per rank: what the worker found for each case."""
-    folder = tmp_path_factory.mktemp("priority")
-    launch.check(launch.run(WORKER, [folder / "result.json"], 2, folder, timeout_s=120))
-    return [json.loads((folder / f"result.json.{rank}").read_text()) for rank in range(2)]
+    return launch.results_of(WORKER, 2, tmp_path_factory.mktemp("priority"), timeout_s=120)
 
 
 @pytest.mark.parametrize("case", CASES)
