@@ -204,7 +204,7 @@ class _PositionedRotary(RotaryEmbedding):
 
 
 class _PositionedYarnRotary(YarnRotaryEmbedding):
-    """The same for YaRN."""
+    """Like :class:`_PositionedRotary`, for YaRN."""
 
     start = 0
 

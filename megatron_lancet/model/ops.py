@@ -26,7 +26,7 @@ class ChunkState:
         chunk: which part of the micro-batch it is.
         hidden_sbH: the residual stream, [s, b, H].
         normed_sbH: input of the router and of the experts, [s, b, H].
-        probs_tE: of each token's experts, [t, E].
+        probs_tE: weights of each token's experts, [t, E].
         routing_map_tE: the experts of each token, [t, E] bool.
         routes: how many rows go where, known when the counts have arrived.
         permutation: maps rows to tokens.

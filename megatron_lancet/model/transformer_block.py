@@ -28,7 +28,7 @@ class SegmentForward:
     """The forward pass of a plan's segment, as far as its layers are in this block.
 
     Attributes:
-        layers: by number.
+        layers: the segment's layers in this block, by number.
         program: what runs in them, in order.
     """
 
@@ -62,7 +62,7 @@ class OverlappingTransformerBlock(TransformerBlock):
         comm: all-to-alls of the model.
         overlapping_layers: its layers, prepared for chunks.
         uses_sdpa_everywhere: whether the fused attention kernel runs also where a plan doesn't need it.
-        segments: of the plan, as far as their layers are in this block, in order.
+        segments: the plan's segments that have layers in this block, in order.
     """
 
     comm: Comm
@@ -149,7 +149,7 @@ def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[Se
     """The plan's segments that have any of ``layers``, in order.
 
     Args:
-        layers: of a pipeline stage; they know their number in the whole model.
+        layers: layers of a pipeline stage; they know their number in the whole model.
     """
     segments = []
     for segment in plan.segments:

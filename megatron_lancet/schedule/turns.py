@@ -154,7 +154,7 @@ def program(layers: Sequence[tuple[int, Layer]], num_chunks: int, overlap_range:
 
     Args:
         layers: global number and verbs of each.
-        num_chunks: of a micro-batch.
+        num_chunks: number of chunks of a micro-batch.
         overlap_range: the part of the layers that runs in chunks.
     """
     if num_chunks == 1:

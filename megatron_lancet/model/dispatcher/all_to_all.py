@@ -127,7 +127,7 @@ class AllToAllDispatcher:
         return (tokens_nH, probs_n), Permutation(row_ids_n, routing_map_tE, hidden_sbH.shape)
 
     def _routes(self, *counts: torch.Tensor) -> Routes:
-        """From sent and received counts, both [P * V, e]."""
+        """Makes the routes from sent and received counts, both [P * V, e]."""
         sent, received = (side.view(self._num_ranks, self._tp_size, -1).transpose(0, 1) for side in counts)
         rows_VP = received.sum(dim=2)
         return Routes(
@@ -161,7 +161,7 @@ class AllToAllDispatcher:
         """Experts' output rows, from expert order back to rank order: [r, H].
 
         Args:
-            sum_dtype: of the sum over the parts of an expert.
+            sum_dtype: type in which the parts of an expert are summed.
         """
         if self._needs_sort:
             output_mH, _ = sort_chunks_by_idxs(output_mH, routes.rows_by_source.T.ravel(), self._source_major)

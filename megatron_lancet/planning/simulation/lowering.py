@@ -29,7 +29,7 @@ _CODES: dict[type[Verb], int] = {Compute: COMPUTE, LaunchCounts: COUNTS, Launch:
 """Other verbs take no step of their own: the residual's time is in the op's that it belongs to."""
 _EVEN = 1e-9
 _MAX_RANKS_WITH_ROUTING = 8
-"""More ranks are told apart by their shares only, so that simulations stay quick."""
+"""Larger groups are simulated by their shares only, which keeps simulations quick."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,15 +38,15 @@ class Action:
 
     Attributes:
         code: compute, counts, issue or wait, forward.
-        kind: of the op.
+        kind: kind of the op.
         chunk: index of the chunk.
-        forward_ms: of the compute op or of the message.
-        backward_ms: the same in the backward.
-        forward_bytes: of the message, sent to others.
-        backward_bytes: the same in the backward.
-        forward_queued_ms: of a message that leaves behind another: by which it comes after that.
-        backward_queued_ms: the same in the backward.
-        weight_grads: that become ready in the backward.
+        forward_ms: time of the compute op, or of the message alone on its link.
+        backward_ms: like ``forward_ms``, in the backward.
+        forward_bytes: bytes of the message that go to other ranks.
+        backward_bytes: like ``forward_bytes``, in the backward.
+        forward_queued_ms: delay of the message's arrival after that of the message in front of it on the link.
+        backward_queued_ms: like ``forward_queued_ms``, in the backward.
+        weight_grads: dWs that become ready in the backward.
         slot: tells the messages and counts of a layer apart.
     """
 
@@ -69,11 +69,11 @@ Step = tuple[int, int, Action]
 
 @dataclass(frozen=True)
 class Loads:
-    """Who receives how much. Ranks that receive the same behave the same, so one stands for all of them.
+    """Received rows by rank. Ranks that receive equally many behave alike, so one of them is simulated for all.
 
     Attributes:
-        shares: of the group's routed rows that each rank receives.
-        routing: rows of single chunks, by layer, dimension, chunk count and chunk; the shares hold where there is none.
+        shares: share of the group's routed rows that each rank receives.
+        routing: rows of single chunks, by layer, dimension, chunk count and chunk; without an entry the shares hold.
     """
 
     shares: tuple[float, ...]
@@ -81,10 +81,10 @@ class Loads:
 
     @staticmethod
     def of(model: ModelFacts, shares: Sequence[float] | None) -> "Loads":
-        """Checked and normalised.
+        """Checks and normalises shares; None for equal ones.
 
         Raises:
-            RecordError: there is not one share per rank of the group, or they can't be shares.
+            RecordError: the number of shares is not that of the group's ranks, or one is out of range.
         """
         given = tuple(shares) if shares else (1.0 / model.ep_size,) * model.ep_size
         if len(given) != model.ep_size:
@@ -96,7 +96,7 @@ class Loads:
 
     @staticmethod
     def measured(profile: Profile) -> "Loads":
-        """As a profile saw them, chunk by chunk if the group is small: then every rank is simulated."""
+        """Returns the loads of a profile; chunk by chunk in a small group, of which then every rank is simulated."""
         loads = Loads.of(profile.model, profile.received_share)
         if profile.model.ep_size > _MAX_RANKS_WITH_ROUTING:
             return loads
@@ -107,7 +107,7 @@ class Loads:
 
     @cached_property
     def simulated(self) -> tuple[int, ...]:
-        """The ranks that are simulated: the first of each distinct share."""
+        """The simulated ranks: the first of each distinct share."""
         if self.routing:
             return tuple(range(len(self.shares)))
         ranks: list[int] = []
@@ -118,7 +118,7 @@ class Loads:
 
     @cached_property
     def same_ranks(self) -> tuple[int, ...]:
-        """How many ranks each simulated one stands for, itself included."""
+        """Number of ranks that each simulated one represents, itself included."""
         if self.routing:
             return (1,) * len(self.shares)
         return tuple(sum(abs(share - self.shares[rank]) <= _EVEN for share in self.shares) for rank in self.simulated)
@@ -128,9 +128,9 @@ class _Rows(NamedTuple):
     """Rows of a chunk in a layer, by simulated rank.
 
     Attributes:
-        received: that its experts get.
-        sent: that it sends to others.
-        returned: that it sends back to others.
+        received: rows that its experts get.
+        sent: rows that it sends to others.
+        returned: rows that it sends back to others.
     """
 
     received: Sequence[float]
@@ -232,7 +232,7 @@ class Lowering:
     ) -> Action:
         """
         Args:
-            rows: that the op works on, by simulated rank; None for the chunk's tokens.
+            rows: rows that the op works on, by simulated rank; None for the chunk's tokens.
         """
         costs = self.costs
         if rows is None:

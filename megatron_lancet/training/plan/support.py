@@ -48,7 +48,7 @@ class Unsupported:
     Attributes:
         flags: names, separated by spaces.
         topic: section of the documentation; None for flags that it does not list.
-        reason: for the documentation.
+        reason: why it is unsupported, for docs/flags.md.
         advice: what to do about a flag, for the refusal.
         even_zero: whether the flags are refused with any value, also 0.
         refused: for a flag whose refusal depends on more than its value: returns the value to report, True where the

@@ -103,7 +103,7 @@ class TuningController:
     :meth:`planning_failed`.
 
     Attributes:
-        plan: of the present steps; meaningless while the profiler chooses.
+        plan: plan of the present steps; meaningless while the profiler chooses.
         settled: whether ``plan`` was chosen: planned and verified, returned to, or taken from a checkpoint.
         baseline: measured without overlap; None before that, or if the plan is a checkpoint's.
         prediction: for ``plan``; None if there is none.
@@ -268,8 +268,8 @@ class TuningController:
         """Verifies a profiled plan, if one was clearly faster than the fallback and all plans that were tried.
 
         Args:
-            stats: of the plan that was measured last.
-            lines: to report before the attempt.
+            stats: figures of the plan that was measured last.
+            lines: lines to report before the attempt.
         """
         if trial.num_other_tries == MAX_OTHER_TRIES or not trial.others:
             return None
