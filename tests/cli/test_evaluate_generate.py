@@ -184,7 +184,7 @@ def test_generate_streams_tokens_and_stops_where_the_context_is_full(tool, train
     ("flags", "message"),
     [
         (["--prompt", ""], r"the prompt is empty"),
-        (["--prompt", " ".join(["1"] * CONTEXT)], rf"has {CONTEXT} tokens; the model's context of {CONTEXT} leaves"),
+        (["--prompt", " ".join(["1"] * CONTEXT)], rf"has {CONTEXT} tokens; the model's context of {CONTEXT} has room"),
         (["--prompt", "500"], r"ids from 500 to 500; the vocabulary has 0 to 499"),
         (["--prompt", "word"], r"refuses the prompt"),
         (["--prompt-file", "/nowhere"], r"can't read /nowhere"),
@@ -192,7 +192,7 @@ def test_generate_streams_tokens_and_stops_where_the_context_is_full(tool, train
         (["--prompt", "1", "--temperature", "nan"], r"--temperature expects"),
         (["--prompt", "1", "--top-p", "0"], r"--top-p expects"),
         (["--prompt", "1", "--top-p", "0.5", "--top-k", "3"], r"exclude each other"),
-        (["--prompt", "1", "--greedy", "--top-k", "3"], r"mean nothing"),
+        (["--prompt", "1", "--greedy", "--top-k", "3"], r"have no effect"),
         (["--prompt", "1", "--seed", "-1"], r"--seed expects"),
         (["--prompt", "1", "--load", "/nowhere"], r"there is no folder /nowhere"),
         (["--prompt", "1", "--step", "7"], r"no checkpoint .*iter_0000007; in .* there are: iter_00000"),

@@ -16,7 +16,7 @@ sys.path.insert(0, str(REPO))
 
 from tests.ranks.preloaded import fork  # noqa: E402 it is found only now
 
-TORCHRUN = REPO / "tests" / "distributed" / "stand_ins" / "torchrun.py"
+TORCHRUN = Path(__file__).with_name("torchrun.py")
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
