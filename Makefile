@@ -1,5 +1,5 @@
-# make demo | test | test-quick | test-gpu | lint | wheel: each sets up everything it needs in .venv first, once; later calls start at once and
-# work offline. PYTHON=/path/to/python picks the interpreter, VENV=folder the environment.
+# make demo | test | test-quick | test-gpu | lint | wheel: each sets up everything it needs in .venv first, once; later
+# calls start at once and work offline. PYTHON=/path/to/python picks the interpreter, VENV=folder the environment.
 
 VENV ?= .venv
 STAMP := $(VENV)/.installed
