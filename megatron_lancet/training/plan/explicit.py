@@ -66,7 +66,8 @@ def _segment_blockers(segment: Segment, args: argparse.Namespace, config: Lancet
     along = chunked_dim(args, segment.chunk_dim)
     fitting = most_chunks(along.size, segment.chunk_multiple)
     if segment.num_chunks > fitting:
-        yield f"{along.flag} is {along.size}, so at most {fitting} chunk{'s' * (fitting > 1)} fit. Make a plan for this run"
+        most = f"{fitting} chunk" + "s" * (fitting > 1)
+        yield f"{along.flag} is {along.size}, so at most {most} fit. Make a plan for this run"
     elif any(size % along.multiple for size in segment.chunk_sizes(along.size)):
         sizes = ", ".join(map(str, segment.chunk_sizes(along.size)))
         yield f"its chunks have {sizes} {along.units}, and {along.why}. Make a plan for this run"
