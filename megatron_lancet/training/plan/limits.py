@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_lancet.config import AttentionChoice, LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.attention import sdpa_blockers
+from megatron_lancet.model.attention.sdpa import sdpa_blockers
 from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
 from megatron_lancet.schedule.chunk_sizes import most_chunks, multiple_along
