@@ -13,7 +13,8 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher, Routes
-from megatron_lancet.model.ops import NOTHING, ChunkState, Recompute, maybe_recomputed
+from megatron_lancet.model.ops import ChunkState
+from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed, outputs_dropped_in_stock
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
@@ -43,7 +44,8 @@ class OverlappingMoE:
 
 def route(moe: OverlappingMoE, x: ChunkState) -> None:
     """Choose the experts of each token."""
-    x.probs_tE, x.routing_map_tE = moe.stock.router(x.normed_sbH, chunk=x.chunk)
+    with x.norm.consumed():
+        x.probs_tE, x.routing_map_tE = moe.stock.router(x.normed_sbH, chunk=x.chunk)
 
 
 def launch_counts(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -67,7 +69,8 @@ def launch_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
 def shared_experts(moe: OverlappingMoE, x: ChunkState) -> None:
     """Run the experts that see all tokens."""
     compute = moe.stock.shared_experts_compute
-    x.shared_sbH = maybe_recomputed(moe.recompute.shared_experts, compute, x.normed_sbH)
+    with x.norm.consumed():
+        x.shared_sbH = maybe_recomputed(moe.recompute.shared_experts, compute, x.normed_sbH)
 
 
 def wait_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -78,7 +81,8 @@ def wait_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
 
 def experts(moe: OverlappingMoE, x: ChunkState) -> None:
     """Run this rank's experts on the rows received."""
-    x.rows = (maybe_recomputed(moe.recompute.experts, _run_experts, moe, *x.rows, x.routes.wait()),)
+    with outputs_dropped_in_stock(moe.recompute.drops_outputs):
+        x.rows = (maybe_recomputed(moe.recompute.experts, _run_experts, moe, *x.rows, x.routes.wait()),)
 
 
 def launch_combine(moe: OverlappingMoE, x: ChunkState) -> None:
