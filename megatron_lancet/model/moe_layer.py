@@ -8,6 +8,7 @@ chosen expert), r rows received, H hidden size.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -15,6 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher, Routes
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed, outputs_dropped_in_stock
+from megatron_lancet.model.te.precision import op_precision
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
@@ -68,9 +70,8 @@ def launch_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
 
 def shared_experts(moe: OverlappingMoE, x: ChunkState) -> None:
     """Run the experts that see all tokens."""
-    compute = moe.stock.shared_experts_compute
     with x.norm.consumed():
-        x.shared_sbH = maybe_recomputed(moe.recompute.shared_experts, compute, x.normed_sbH)
+        x.shared_sbH = maybe_recomputed(moe.recompute.shared_experts, _run_shared_experts, moe.stock, x.normed_sbH)
 
 
 def wait_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -81,7 +82,9 @@ def wait_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
 
 def experts(moe: OverlappingMoE, x: ChunkState) -> None:
     """Run this rank's experts on the rows received."""
-    with outputs_dropped_in_stock(moe.recompute.drops_outputs):
+    with outputs_dropped_in_stock(
+        moe.recompute.drops_outputs, partial(op_precision, moe.stock.config, moe.stock.layer_number)
+    ):
         x.rows = (maybe_recomputed(moe.recompute.experts, _run_experts, moe, *x.rows, x.routes.wait()),)
 
 
@@ -127,9 +130,15 @@ def _num_rows(moe: MoELayer, routing_map_tE: torch.Tensor) -> int:
     return int(routing_map_tE.sum())
 
 
+def _run_shared_experts(moe: MoELayer, normed_sbH: torch.Tensor) -> torch.Tensor:
+    with op_precision(moe.config, moe.layer_number):
+        return moe.shared_experts_compute(normed_sbH)
+
+
 def _run_experts(moe: OverlappingMoE, tokens_rH: torch.Tensor, probs_r: torch.Tensor, routes: Routes) -> torch.Tensor:
     """Runs received rows through the local experts; [r, H], in the order of arrival."""
     tokens_mH, probs_m = moe.dispatcher.sort_by_expert(tokens_rH, probs_r, routes)
-    output_mH, bias = moe.stock.experts(tokens_mH, routes.rows_per_expert, probs_m)
+    with op_precision(moe.stock.config, moe.stock.layer_number):
+        output_mH, bias = moe.stock.experts(tokens_mH, routes.rows_per_expert, probs_m)
     assert bias is None, "experts return their bias added to the output"
     return moe.dispatcher.sort_by_peer(output_mH, routes, probs_r.dtype)

@@ -110,9 +110,15 @@ class DroppedOutputs:
     saved tensor of the function itself, makes the function run again, once.
     """
 
-    _source: "_Recomputed | None" = None
-    _storages: Sequence[StorageWeakRef] = ()
-    _versions: Sequence[int] = ()
+    def __init__(self, context: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """
+        Args:
+            context: returns what the function runs in; entered when it runs again.
+        """
+        self._context = context
+        self._source: _Recomputed | None = None
+        self._storages: Sequence[StorageWeakRef] = ()
+        self._versions: Sequence[int] = ()
 
     def run[T](self, function: Callable[..., T], *inputs: Any) -> T:
         """Returns ``function(*inputs)``, a tensor or several; memory is freed when the caller drops the result.
@@ -122,7 +128,7 @@ class DroppedOutputs:
         """
         if not torch.is_grad_enabled():
             return function(*inputs)
-        source = self._source = _Recomputed(function, inputs)
+        source = self._source = _Recomputed(function, inputs, self._context)
         with saved_tensors_hooks(source.drop, source.saved):
             outputs = function(*inputs)
         # A storage that a weak reference names is not given to another tensor, so the addresses stay unique.
@@ -171,8 +177,13 @@ class DroppedOutputs:
 class _Recomputed:
     """The outputs of a function and the tensors that it saves, made again when one of them is asked for."""
 
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
-        self._function = function
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Any],
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._function, self._context = function, context
         self._num_saved = 0
         self._outputs: list[torch.Tensor] | None = None
         self._saved: list[torch.Tensor] = []
@@ -211,7 +222,7 @@ class _Recomputed:
         def keep(tensor: torch.Tensor) -> None:
             self._saved.append(tensor.detach())
 
-        with torch.enable_grad(), saved_tensors_hooks(keep, _never_unpacked):
+        with torch.enable_grad(), self._context(), saved_tensors_hooks(keep, _never_unpacked):
             outputs = self._function(*inputs)
         assert len(self._saved) == self._num_saved, "a function saved other tensors when it ran again"
         self._outputs = [output.detach() for output in _several(outputs)]
@@ -242,11 +253,20 @@ def _several(outputs: Any) -> Sequence[torch.Tensor]:
 class _Checkpoint:
     """:class:`DroppedOutputs` with the interface of Megatron's ``CheckpointWithoutOutput``."""
 
-    def __init__(self, scopes: list[ExitStack], fp8: object = None) -> None:
-        self._scopes = scopes
+    def __init__(
+        self,
+        scopes: list[ExitStack],
+        context: Callable[[], AbstractContextManager[None]],
+        fp8: object = None,
+    ) -> None:
+        """
+        Args:
+            fp8: Megatron's; ``context`` says more.
+        """
+        self._scopes, self._context = scopes, context
 
     def checkpoint[T](self, function: Callable[..., T], *inputs: Any) -> T:
-        dropped = DroppedOutputs()
+        dropped = DroppedOutputs(self._context)
         outputs = dropped.run(function, *inputs)
         self._scopes.append(ExitStack())
         self._scopes[-1].enter_context(dropped.consumed())
@@ -257,18 +277,23 @@ class _Checkpoint:
 
 
 @contextmanager
-def outputs_dropped_in_stock(again: bool) -> Iterator[None]:
+def outputs_dropped_in_stock(
+    again: bool, context: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Iterator[None]:
     """Inside, with ``again``, Megatron's modules drop outputs by :class:`DroppedOutputs`.
 
     Where they do so stays their own decision. They run what saves an output between two calls, one after the output
     was made and one after its last use.
+
+    Args:
+        context: returns what the modules run in; entered when a function of theirs runs again.
     """
     if not again:
         yield
         return
     scopes: list[ExitStack] = []
     try:
-        with replaced(tensor_parallel, "CheckpointWithoutOutput", partial(_Checkpoint, scopes)):
+        with replaced(tensor_parallel, "CheckpointWithoutOutput", partial(_Checkpoint, scopes, context)):
             yield
     finally:
         while scopes:  # a module raised between its two calls

@@ -4,7 +4,9 @@ Legend of shapes: s positions, b samples of the chunk, H hidden size.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -12,7 +14,7 @@ from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_lancet.model import moe_layer
-from megatron_lancet.model.attention import SwitchableAttention, at_positions
+from megatron_lancet.model.attention.switchable import SwitchableAttention, at_positions
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.ops import ChunkState, traced
@@ -23,6 +25,7 @@ from megatron_lancet.model.recompute import (
     maybe_recomputed,
     outputs_dropped_in_stock,
 )
+from megatron_lancet.model.te.precision import op_precision
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule import turns
 from megatron_lancet.schedule.ops import OpKind
@@ -74,7 +77,7 @@ def attention(layer: OverlappingLayer, x: ChunkState) -> None:
     if layer.moe is not None and recompute.attention:
         x.hidden_sbH, x.normed_sbH = maybe_recomputed(True, _attend_and_norm, stock, x.hidden_sbH, x.chunk)
         return
-    with outputs_dropped_in_stock(recompute.drops_outputs):
+    with _outputs_dropped_in(layer):
         x.hidden_sbH = maybe_recomputed(recompute.attention, _attend, stock, x.hidden_sbH, x.chunk)
     if layer.moe is not None:
         norm = apply_module(stock.pre_mlp_layernorm)
@@ -87,8 +90,8 @@ def attention(layer: OverlappingLayer, x: ChunkState) -> None:
 
 def mlp(layer: OverlappingLayer, x: ChunkState) -> None:
     """Norm, MLP and residual of a dense layer."""
-    with outputs_dropped_in_stock(layer.recompute.drops_outputs):
-        x.hidden_sbH = maybe_recomputed(layer.recompute.mlp, layer.stock._forward_mlp, x.hidden_sbH)
+    with _outputs_dropped_in(layer):
+        x.hidden_sbH = maybe_recomputed(layer.recompute.mlp, _forward_mlp, layer.stock, x.hidden_sbH)
 
 
 def add_residual(layer: OverlappingLayer, x: ChunkState) -> None:
@@ -109,9 +112,14 @@ FORWARD: Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]] = {
 }
 
 
+def _outputs_dropped_in(layer: OverlappingLayer) -> AbstractContextManager[None]:
+    precision = partial(op_precision, layer.stock.config, layer.number)
+    return outputs_dropped_in_stock(layer.recompute.drops_outputs, precision)
+
+
 def _attend(layer: TransformerLayer, hidden_sbH: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     """Norm, self-attention and residual, [s, b, H]."""
-    with at_positions(layer.self_attention, chunk):
+    with at_positions(layer.self_attention, chunk), op_precision(layer.config, layer.layer_number):
         hidden_sbH, _ = layer._forward_attention(
             hidden_states=hidden_sbH,
             attention_mask=chunk.attention_mask,
@@ -119,6 +127,12 @@ def _attend(layer: TransformerLayer, hidden_sbH: torch.Tensor, chunk: Chunk) -> 
             attention_bias=chunk.attention_bias,
         )
     return hidden_sbH
+
+
+def _forward_mlp(layer: TransformerLayer, hidden_sbH: torch.Tensor) -> torch.Tensor:
+    """Norm, MLP and residual, [s, b, H]."""
+    with op_precision(layer.config, layer.layer_number):
+        return layer._forward_mlp(hidden_sbH)
 
 
 def _attend_and_norm(
