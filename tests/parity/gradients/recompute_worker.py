@@ -1,0 +1,171 @@
+"""Stock and overlapping model with Transformer Engine's layers, whose norms and projections are recomputed.
+
+Usage: recompute_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
+"""
+
+from collections import defaultdict
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_lancet.patching import replaced
+from tests.parity.gradients import gradients_worker as gradients
+from tests.parity.gradients.variants import MLA
+from tests.ranks.worker import finish
+from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, transformer_config
+
+NORMS = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
+LATENT = {**MLA, "recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"]}
+SHARED = {"moe_shared_expert_intermediate_size": 48, "moe_layer_freq": [0, 1]}
+ALL_OF_MOE = {**NORMS, "recompute_modules": ["layernorm", "moe_act", "core_attn", "moe", "mlp", "shared_experts"]}
+FP8 = {"bf16": True, "fp8": "e4m3", "fp8_recipe": "tensorwise", "hidden_size": 64, "ffn_hidden_size": 64}
+LATENT_FP8 = {**LATENT, **FP8, "q_lora_rank": None, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16, "v_head_dim": 16}
+CASES: dict[str, tuple[dict[str, Any], int, dict[str, str]]] = {
+    "norms/k=1": (NORMS, 1, {}),
+    "norms/bf16/k=1": ({**NORMS, "bf16": True}, 1, {}),
+    "norms/fp8/bf16/k=1": ({**NORMS, **FP8}, 1, {}),
+    "norms/k=3": ({**NORMS, **SHARED}, 3, {}),
+    "norms/fused-dw/k=3": ({**NORMS, "fused": True}, 3, {}),
+    "norms/k=3/none": ({**NORMS, **SHARED}, 3, {"dw": "none"}),
+    "norms/k=3/gate": ({**NORMS, **SHARED}, 3, {"over": "gate"}),
+    "norms/k=3/experts": ({**NORMS, **SHARED}, 3, {"over": "experts", "dim": "sequence"}),
+    "all-of-moe/k=3": ({**ALL_OF_MOE, **SHARED}, 3, {}),
+    "latent/k=1": (LATENT, 1, {}),
+    "latent/bf16/k=1/none": ({**LATENT, "bf16": True}, 1, {"dw": "none"}),
+    "latent/fp8/bf16/k=1": (LATENT_FP8, 1, {}),
+    "latent/k=3": ({**LATENT, "q_lora_rank": None}, 3, {}),
+    "latent/k=3/sequence": (LATENT, 3, {"dim": "sequence"}),
+}
+"""Overrides of the transformer config, chunks, fields of the plan."""
+MEMORY_CASES = ("norms/k=3", "norms/k=3/gate", "latent/k=3/sequence")
+
+
+def build(overrides: dict[str, Any]):
+    """As :func:`gradients.build`, with the layers of Megatron's specification for Transformer Engine."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import Float16Module
+
+    overrides = dict(overrides)
+    position = overrides.pop("position_embedding_type", "learned_absolute")
+    fused = overrides.pop("fused", False)
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    settings = {"num_layers": 2, "moe_grouped_gemm": True, "expert_model_parallel_size": 2}
+    config = transformer_config(**{**EXPERTS, **settings, **overrides})
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization=config.normalization)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCAB,
+        max_sequence_length=SEQ_LENGTH,
+        position_embedding_type=position,
+        share_embeddings_and_output_weights=False,
+    )
+    for module in model.modules() if fused else ():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True  # Megatron's setting needs apex, for the output layer
+    return model, config, (Float16Module if config.bf16 else lambda _, plain: plain)
+
+
+def share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """Megatron's function of this name, which it compiles when it is needed; this one copies."""
+    storage = recomputed.untyped_storage()
+    output.untyped_storage().resize_(storage.nbytes())
+    output.untyped_storage().copy_(storage)
+
+
+class Watched:
+    """Memory of the tensors that recompute drops, seen where a module receives them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._storages: dict[str, list[StorageWeakRef]] = defaultdict(list)
+        for name, module in model.named_modules():
+            consumer = name.rpartition(".")[2]
+            if consumer in ("router", "core_attention") or name.endswith(".experts.linear_fc2"):
+                module.register_forward_pre_hook(lambda _, args, consumer=consumer: self._add(consumer, args))
+
+    def _add(self, consumer: str, args: tuple[Any, ...]) -> None:
+        # Core attention receives queries, keys and values; the others one tensor, and sizes.
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()]
+        self._storages[consumer] += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+    def kept_bytes(self) -> dict[str, int]:
+        """Bytes that still exist, by module; Megatron's own recompute leaves storages of no bytes."""
+        kept = {}
+        for consumer, storages in self._storages.items():
+            alive = [torch.UntypedStorage._new_with_weak_ptr(one.cdata) for one in storages if not one.expired()]
+            kept[consumer] = sum(storage.nbytes() for storage in alive if storage is not None)
+        return kept
+
+
+def kept_after_forward(overrides: dict[str, Any], num_chunks: int | None, **plan: str) -> dict[str, int]:
+    """What exists between forward and backward of a micro-batch.
+
+    Args:
+        num_chunks: None for stock.
+    """
+    model, config, precision = build(overrides)
+    if num_chunks is None:
+        ddp = gradients.wrap_with_ddp(model, config, precision, deferred=False)
+    else:
+        setup, stats = gradients.overlapping_model(model, gradients.plan_of(num_chunks, **plan))
+        ddp = gradients.wrap_with_ddp(model, config, precision, setup.delays_weight_grads)
+    watched = Watched(model)
+    batch = next(gradients.micro_batches())
+    loss = ddp(**{"attention_mask": None, **batch}).float().mean()
+    kept = watched.kept_bytes()
+    loss.backward()
+    ddp.finish_grad_sync()
+    if num_chunks is not None:
+        gradients.close(stats)
+    gradients.logged_losses()
+    return kept
+
+
+def with_stocks_checkpoints(stack) -> None:
+    """Megatron's own recompute, which runs a backward pass inside the backward pass."""
+    from megatron_lancet.model import moe_layer, transformer_layer
+
+    for module in (moe_layer, transformer_layer):
+        stack.enter_context(replaced(module, "outputs_dropped_in_stock", lambda *_: nullcontext()))
+
+
+def errors_with_stocks_checkpoints() -> dict[str, Any]:
+    overrides, _, _ = CASES["latent/k=1"]
+    return gradients.compare(overrides, 2, with_stocks_checkpoints)
+
+
+def main() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / gradients.NUM_MICRO_BATCHES)
+    results: dict[str, Any] = {}
+    with replaced(gradients, "build", build), replaced(random, "_get_share_storage", lambda: share_storage):
+        for name, (overrides, num_chunks, plan) in CASES.items():
+            results[name] = gradients.compare(overrides, num_chunks, **plan)
+        for name in MEMORY_CASES:
+            overrides, num_chunks, plan = CASES[name]
+            results[f"memory/{name}"] = {
+                "ours": kept_after_forward(overrides, num_chunks, **plan),
+                "stock": kept_after_forward(overrides, None),
+                "ours without recompute": kept_after_forward(
+                    {**overrides, "recompute_granularity": None}, num_chunks, **plan
+                ),
+            }
+        results["stock's checkpoints"] = errors_with_stocks_checkpoints()
+    finish(results)
+
+
+if __name__ == "__main__":
+    from tests.ranks.worker import run_on_cpu_with_te
+
+    run_on_cpu_with_te(main)
