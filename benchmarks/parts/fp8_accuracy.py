@@ -1,6 +1,6 @@
 """Prints the table of fp8 errors in docs/support.md: python -m benchmarks.parts.fp8_accuracy.
 
-It runs the models of tests/parity/gradients/test_fp8.py on two CPU ranks, with Transformer Engine's real Python and
+It runs the models of tests/parity/te/test_fp8.py on two CPU ranks, with Transformer Engine's real Python and
 plain torch for its kernels. Errors are relative to the norm of a parameter's fp32 gradient on the same weights.
 """
 
@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.harness.tables import markdown
-from tests.parity.gradients import fp8_worker
-from tests.parity.gradients.fp8_worker import HOPPER, MXFP8, RECIPES
+from tests.parity.te import fp8_worker
+from tests.parity.te.fp8_worker import HOPPER, MXFP8, RECIPES
 from tests.ranks import launch
 
 _WHOLE = "k=1"

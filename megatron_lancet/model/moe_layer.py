@@ -89,9 +89,7 @@ def wait_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
 
 def experts(moe: OverlappingMoE, x: ChunkState) -> None:
     """Run this rank's experts on the rows received."""
-    with outputs_dropped_in_stock(
-        moe.recompute.drops_outputs, functools.partial(op_precision, moe.stock.config, moe.stock.layer_number)
-    ):
+    with outputs_dropped_in_stock(moe.recompute.drops_outputs):
         x.rows = (maybe_recomputed(moe.recompute.experts, _run_experts, moe, *x.rows, x.routes.wait()),)
 
 

@@ -4,9 +4,7 @@ Legend of shapes: s positions, b samples of the chunk, H hidden size.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -77,7 +75,7 @@ def attention(layer: OverlappingLayer, x: ChunkState) -> None:
     if layer.moe is not None and recompute.attention:
         x.hidden_sbH, x.normed_sbH = maybe_recomputed(True, _attend_and_norm, stock, x.hidden_sbH, x.chunk)
         return
-    with _outputs_dropped_in(layer):
+    with outputs_dropped_in_stock(layer.recompute.drops_outputs):
         x.hidden_sbH = maybe_recomputed(recompute.attention, _attend, stock, x.hidden_sbH, x.chunk)
     if layer.moe is not None:
         norm = apply_module(stock.pre_mlp_layernorm)
@@ -90,7 +88,7 @@ def attention(layer: OverlappingLayer, x: ChunkState) -> None:
 
 def mlp(layer: OverlappingLayer, x: ChunkState) -> None:
     """Norm, MLP and residual of a dense layer."""
-    with _outputs_dropped_in(layer):
+    with outputs_dropped_in_stock(layer.recompute.drops_outputs):
         x.hidden_sbH = maybe_recomputed(layer.recompute.mlp, _forward_mlp, layer.stock, x.hidden_sbH)
 
 
@@ -110,11 +108,6 @@ FORWARD: Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]] = {
     Compute(OpKind.MLP): mlp,
     AddResidual(OpKind.POSTPROCESS): add_residual,
 }
-
-
-def _outputs_dropped_in(layer: OverlappingLayer) -> AbstractContextManager[None]:
-    precision = partial(op_precision, layer.stock.config, layer.number)
-    return outputs_dropped_in_stock(layer.recompute.drops_outputs, precision)
 
 
 def _attend(layer: TransformerLayer, hidden_sbH: torch.Tensor, chunk: Chunk) -> torch.Tensor:

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -27,24 +28,38 @@ from tests.parity.gradients.gradients_worker import (
     step,
     wrap_with_ddp,
 )
+from tests.parity.gradients.variants import MLA
+from tests.parity.te.variants import FUSED, TE
 from tests.ranks.worker import finish, run_on_cpu_with_te
-from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, transformer_config
 
 NUM_STEPS = 2
 """Delayed scaling has no scale yet in the first step."""
 _LEARNING_RATE = 0.05
-_MODEL = {
+_MODEL: dict[str, Any] = {
+    **TE,
+    **FUSED,
     "hidden_size": 64,
     "ffn_hidden_size": 64,
-    "moe_grouped_gemm": True,
     "normalization": "RMSNorm",
-    "expert_model_parallel_size": 2,
+    "position_embedding_type": "rope",
     "first_last_layers_bf16": False,
 }
 FIRST_LAST: dict[str, Any] = {
     "first_last_layers_bf16": True,
     "num_layers_at_start_in_bf16": 1,
     "num_layers_at_end_in_bf16": 1,
+}
+
+
+RECOMPUTE: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
+"""Stock runs without it: Megatron's own checkpoint keeps random states of a GPU."""
+
+
+LATENT: dict[str, Any] = {
+    **MLA,
+    **{"q_lora_rank": None, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16, "v_head_dim": 16},
+    **{"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
 }
 
 
@@ -69,18 +84,24 @@ def _fp8(recipe: str, number: str = "hybrid", **settings: Any) -> dict[str, Any]
 _WHOLE, _TWO, _FOUR = ({f"k={k}": plan_of(k)} for k in (1, 2, 4))
 _SEQUENCE = {"k=2 sequence": plan_of(2, dim="sequence")}
 _NO_CACHE: dict[str, Any] = {"disable_parameter_transpose_cache": True}
+_IN_FP32 = _fp8("delayed", bf16=False, fp8_amax_history_len=3, fp8_amax_compute_algo="max")
 RECIPES = {
     "delayed": Recipe(_fp8("delayed"), _WHOLE | _TWO | _FOUR),
+    "delayed-recompute": Recipe(_fp8("delayed", **RECOMPUTE), _WHOLE),
+    "delayed-selective-recompute": Recipe(_fp8("delayed", **SELECTIVE), _WHOLE),
+    "delayed-latent-recompute": Recipe(_fp8("delayed", **LATENT), _WHOLE),
     "delayed-e4m3": Recipe(_fp8("delayed", "e4m3"), _WHOLE),
-    "delayed-in-fp32": Recipe(_fp8("delayed", bf16=False), _TWO | _FOUR),
+    "delayed-in-fp32": Recipe(_IN_FP32, _TWO | _FOUR),
+    "delayed-in-fp32-recompute": Recipe({**_IN_FP32, **RECOMPUTE}, _TWO),
     "tensorwise": Recipe(_fp8("tensorwise"), _WHOLE | _FOUR | _SEQUENCE),
+    "tensorwise-recompute": Recipe(_fp8("tensorwise", **RECOMPUTE), _WHOLE),
     "tensorwise-e4m3": Recipe(_fp8("tensorwise", "e4m3"), _WHOLE),
-    "tensorwise-first-last-bf16": Recipe(_fp8("tensorwise", **FIRST_LAST), _WHOLE | _TWO),
+    "tensorwise-first-last-bf16": Recipe(_fp8("tensorwise", **FIRST_LAST), _WHOLE),
     "tensorwise-no-cache": Recipe(_fp8("tensorwise", **_NO_CACHE), _TWO),
     "blockwise": Recipe(_fp8("blockwise", "e4m3", hidden_size=128, ffn_hidden_size=128), _WHOLE | _TWO, micro_batch=16),
     "mxfp8": Recipe(_fp8("mxfp8", "e4m3"), _WHOLE | _TWO | _SEQUENCE),
 }
-IN_FP32 = "delayed-in-fp32"
+IN_FP32 = ("delayed-in-fp32", "delayed-in-fp32-recompute")
 NO_CACHE = "tensorwise-no-cache"
 MXFP8 = "mxfp8"
 """Of Blackwell: in ranks of its own, because a process has one device."""
@@ -88,31 +109,11 @@ HOPPER = [name for name in RECIPES if name != MXFP8]
 
 
 def build(settings: Mapping[str, Any]):
-    """Megatron's model of Transformer Engine's layers; gradients are accumulated in the GEMM."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.module import Float16Module
+    """See :func:`gradients_worker.build`; Transformer Engine forgets the amax histories of all models so far."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    FP8GlobalStateManager.reset()  # it has the amax histories of all models so far
-    torch.manual_seed(1)
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    config = transformer_config(**{**EXPERTS, **_MODEL, **settings})
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization=config.normalization)
-    model = GPTModel(
-        config,
-        spec,
-        vocab_size=VOCAB,
-        max_sequence_length=SEQ_LENGTH,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
-    for module in model.modules():
-        # The configuration's switch is for the output layer too, which then asks for apex.
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
-    return model, config, (Float16Module if config.bf16 else lambda _, plain: plain)
+    FP8GlobalStateManager.reset()
+    return gradients_worker.build({**_MODEL, **settings})
 
 
 def scaling(model) -> dict[str, torch.Tensor]:
@@ -156,6 +157,13 @@ def recorded_puts() -> Iterator[dict[str, int]]:
         yield by_name
 
 
+def num_stashed() -> int:
+    """Scales and amax histories that Transformer Engine keeps for recomputations to come."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    return sum(map(len, FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer))
+
+
 class Step(NamedTuple):
     """What one step started from, and what it left."""
 
@@ -167,11 +175,17 @@ class Step(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Some steps of a model; of one with deferred dWs also their bytes."""
+    """Some steps of a model.
+
+    Attributes:
+        dw_bytes: bytes of a chunk's deferred dWs, by op.
+        num_stashed: scales and histories that were put aside for a recomputation, and are still there.
+    """
 
     steps: list[Step]
     dw_bytes: dict[str, int]
     peak_dw_bytes: int
+    num_stashed: int
 
 
 def run(settings: Mapping[str, Any], plan: Plan | None = None, weights: list[dict[str, torch.Tensor]] | None = None):
@@ -196,7 +210,7 @@ def run(settings: Mapping[str, Any], plan: Plan | None = None, weights: list[dic
         peak_bytes = stats.take().peak_dw_bytes
         close(stats)
     logged_losses()
-    return Run(steps, dict(dw_bytes), peak_bytes)
+    return Run(steps, dict(dw_bytes), peak_bytes, num_stashed())
 
 
 def set_weights(model, weights: Mapping[str, torch.Tensor]) -> None:
@@ -225,6 +239,7 @@ def compared(ours: Run, stock: Run) -> dict[str, Any]:
         "quantized_by_stock": [b.quantized for _, b in pairs],
         "dw_bytes": ours.dw_bytes,
         "peak_dw_bytes": ours.peak_dw_bytes,
+        "num_stashed": ours.num_stashed,
     }
 
 
@@ -234,14 +249,24 @@ def errors(gradients_of: Step, truth: Step) -> dict[str, float]:
     return {"median": median(found), "worst": max(found)}
 
 
-def compare(recipe: Recipe) -> dict[str, Any]:
-    """Every plan of a recipe, see :func:`compared`; those of several chunks also with fp32 on the same weights."""
+@cache
+def reference(recipe: str) -> tuple[Run, Step]:
+    """Stock with a recipe, and its last step in fp32 on the same weights."""
+    settings = RECIPES[recipe].settings
+    stock = run(settings)
+    plain = {name: value for name, value in settings.items() if not name.startswith(("fp8", "bf16"))}
+    return stock, run(plain, weights=[stock.steps[-1].weights]).steps[0]
+
+
+def compare(name: str) -> dict[str, Any]:
+    """Every plan of a recipe beside stock, see :func:`compared`, and beside fp32."""
+    recipe = RECIPES[name]
+    without_recompute = {key: value for key, value in recipe.settings.items() if not key.startswith("recompute")}
+    same = next((other for other, one in RECIPES.items() if one.settings == without_recompute), None)
     with replaced(gradients_worker, "MICRO_BATCH", recipe.micro_batch):
-        stock = run(recipe.settings)
+        stock, truth = reference(same or name)
         weights = [one.weights for one in stock.steps]
         runs = {name: run(recipe.settings, plan, weights) for name, plan in recipe.plans.items()}
-        plain = {name: value for name, value in recipe.settings.items() if not name.startswith(("fp8", "bf16"))}
-        truth = run(plain, weights=weights[-1:]).steps[0]
     return {
         "plans": {name: compared(ours, stock) for name, ours in runs.items()},
         "errors": {name: errors(one.steps[-1], truth) for name, one in {"stock": stock, **runs}.items()},
@@ -256,7 +281,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
-    finish({name: compare(RECIPES[name]) for name in sys.argv[2:]})
+    finish({name: compare(name) for name in sys.argv[2:]})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.gradients.fp8_worker import HOPPER, IN_FP32, MXFP8, NO_CACHE, NUM_STEPS, RECIPES
+from tests.parity.te.fp8_worker import HOPPER, IN_FP32, MXFP8, NO_CACHE, NUM_STEPS, RECIPES
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(420)]
@@ -15,6 +15,8 @@ WORKER = Path(__file__).with_name("fp8_worker.py")
 WHOLE = "k=1"
 NUM_WEIGHTS = 18
 """Three layers of two linears in attention and two in each of a rank's two experts."""
+FIRST_LAST, LATENT = "tensorwise-first-last-bf16", "delayed-latent-recompute"
+"""Fewer layers in fp8; in each layer two linears more."""
 NUM_SCALED = 15
 """Modules with scales: in each layer core attention and four linears, of which two have several weights."""
 
@@ -43,14 +45,14 @@ def test_fp8_gradients_of_one_chunk_equal_stock_to_the_bit(results, recipe, plan
         assert found["other_scaling"] == []
 
 
-@pytest.mark.parametrize("plan", RECIPES[IN_FP32].plans)
-def test_delayed_scaling_of_chunks_is_that_of_one_call(results, plan, check_gradients):
-    """Amax histories and scales to the bit: a history takes the maximum over calls, and moves on once a step.
+@pytest.mark.parametrize(("recipe", "plan"), [(name, plan) for name in IN_FP32 for plan in RECIPES[name].plans])
+def test_delayed_scaling_of_chunks_is_that_of_one_call(results, recipe, plan, check_gradients):
+    """Amax histories and scales to the bit: a history takes the maximum over calls, and moves on once a micro-batch.
 
     Activations are fp32, so that nothing else differs but the order of sums.
     """
     for result in results:
-        found = result[IN_FP32]["plans"][plan]
+        found = result[recipe]["plans"][plan]
         assert found["other_scaling"] == []
         assert found["num_scaling"] == NUM_SCALED * 2 * 2  # forward and backward, scale and history
         assert found["moved_scaling"]
@@ -65,7 +67,8 @@ def test_weights_are_quantized_once_a_step(results, recipe, plan):
     for result in results:
         found = result[recipe]["plans"][plan]
         assert found["quantized"] == found["quantized_by_stock"]
-        expected = NUM_WEIGHTS // 3 if "first-last" in recipe else NUM_WEIGHTS
+        assert found["num_stashed"] == 0
+        expected = {FIRST_LAST: NUM_WEIGHTS // 3, LATENT: NUM_WEIGHTS + 2 * 3}.get(recipe, NUM_WEIGHTS)
         assert [list(step.values()) for step in found["quantized"]] == [[1] * expected] * NUM_STEPS
 
 
