@@ -1,11 +1,12 @@
-"""Stock and overlapping model with Transformer Engine's layers, whose norms and projections are recomputed.
+"""Stock and overlapping model with Transformer Engine's layers: what Megatron offers for these layers only.
 
-Usage: recompute_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
+Usage: te_options_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
 """
 
 from collections import defaultdict
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_lancet.patching import replaced
 from tests.parity.gradients import gradients_worker as gradients
 from tests.parity.gradients.variants import MLA
-from tests.ranks.worker import finish
+from tests.ranks.worker import finish, run_on_cpu_with_te
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, transformer_config
 
 NORMS = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
@@ -23,7 +24,7 @@ SHARED = {"moe_shared_expert_intermediate_size": 48, "moe_layer_freq": [0, 1]}
 ALL_OF_MOE = {**NORMS, "recompute_modules": ["layernorm", "moe_act", "core_attn", "moe", "mlp", "shared_experts"]}
 FP8 = {"bf16": True, "fp8": "e4m3", "fp8_recipe": "tensorwise", "hidden_size": 64, "ffn_hidden_size": 64}
 LATENT_FP8 = {**LATENT, **FP8, "q_lora_rank": None, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16, "v_head_dim": 16}
-CASES: dict[str, tuple[dict[str, Any], int, dict[str, str]]] = {
+RECOMPUTED: dict[str, tuple[dict[str, Any], int, dict[str, str]]] = {
     "norms/k=1": (NORMS, 1, {}),
     "norms/bf16/k=1": ({**NORMS, "bf16": True}, 1, {}),
     "norms/fp8/bf16/k=1": ({**NORMS, **FP8}, 1, {}),
@@ -40,6 +41,15 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, str]]] = {
     "latent/k=3/sequence": (LATENT, 3, {"dim": "sequence"}),
 }
 """Overrides of the transformer config, chunks, fields of the plan."""
+_ROWS = {"num_layers": 1, "moe_permute_fusion": True}
+FUSED: dict[str, tuple[dict[str, Any], int, dict[str, str]]] = {
+    "fused-permutation/bf16/k=1": ({**_ROWS, "bf16": True}, 1, {}),
+    "fused-permutation/k=2": (_ROWS, 2, {}),
+    "fused-permutation/k=2/experts": (_ROWS, 2, {"over": "experts", "dim": "sequence"}),
+}
+"""Cases whose rows Transformer Engine's kernels permute. Triton's interpreter needs milliseconds for each row."""
+FEW_TOKENS = {"MICRO_BATCH": 2, "NUM_MICRO_BATCHES": 1, "SEQ_LENGTH": 4}
+CASES = RECOMPUTED | FUSED
 MEMORY_CASES = ("norms/k=3", "norms/k=3/gate", "latent/k=3/sequence")
 
 
@@ -127,7 +137,7 @@ def kept_after_forward(overrides: dict[str, Any], num_chunks: int | None, **plan
     return kept
 
 
-def with_stocks_checkpoints(stack) -> None:
+def with_stocks_checkpoints(stack: ExitStack) -> None:
     """Megatron's own recompute, which runs a backward pass inside the backward pass."""
     from megatron_lancet.model import moe_layer, transformer_layer
 
@@ -135,9 +145,20 @@ def with_stocks_checkpoints(stack) -> None:
         stack.enter_context(replaced(module, "outputs_dropped_in_stock", lambda *_: nullcontext()))
 
 
-def errors_with_stocks_checkpoints() -> dict[str, Any]:
-    overrides, _, _ = CASES["latent/k=1"]
-    return gradients.compare(overrides, 2, with_stocks_checkpoints)
+def compare_fused(overrides: dict[str, Any], num_chunks: int, plan: dict[str, str]) -> dict[str, Any]:
+    """As :func:`gradients.compare`, with the number of our calls of each kernel."""
+    from megatron.core.transformer.moe import moe_utils
+
+    names = ("permute_with_probs", "unpermute", "sort_chunks_by_index_with_probs", "sort_chunks_by_index")
+    kernels = {}
+
+    def count(stack: ExitStack) -> None:
+        for name in names:
+            kernel = getattr(moe_utils, f"fused_{name}")
+            kernels[name] = stack.enter_context(mock.patch.object(moe_utils, f"fused_{name}", wraps=kernel))
+
+    found = gradients.compare(overrides, num_chunks, count, **plan)
+    return found | {"kernels": {name: kernel.call_count for name, kernel in kernels.items()}}
 
 
 def main() -> None:
@@ -150,8 +171,13 @@ def main() -> None:
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / gradients.NUM_MICRO_BATCHES)
     results: dict[str, Any] = {}
     with replaced(gradients, "build", build), replaced(random, "_get_share_storage", lambda: share_storage):
-        for name, (overrides, num_chunks, plan) in CASES.items():
+        for name, (overrides, num_chunks, plan) in RECOMPUTED.items():
             results[name] = gradients.compare(overrides, num_chunks, **plan)
+        with ExitStack() as stack:
+            for constant, value in FEW_TOKENS.items():
+                stack.enter_context(replaced(gradients, constant, value))
+            for name, (overrides, num_chunks, plan) in FUSED.items():
+                results[name] = compare_fused(overrides, num_chunks, plan)
         for name in MEMORY_CASES:
             overrides, num_chunks, plan = CASES[name]
             results[f"memory/{name}"] = {
@@ -161,11 +187,9 @@ def main() -> None:
                     {**overrides, "recompute_granularity": None}, num_chunks, **plan
                 ),
             }
-        results["stock's checkpoints"] = errors_with_stocks_checkpoints()
+        results["stock's checkpoints"] = gradients.compare(LATENT, 2, with_stocks_checkpoints)
     finish(results)
 
 
 if __name__ == "__main__":
-    from tests.ranks.worker import run_on_cpu_with_te
-
     run_on_cpu_with_te(main)
