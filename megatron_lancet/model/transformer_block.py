@@ -16,6 +16,7 @@ from megatron_lancet.model.adopt import refuse_bypassed_hooks
 from megatron_lancet.model.chunking import Chunk, make_chunks, merge_hidden, split_hidden, split_rows
 from megatron_lancet.model.ops import ChunkState, begin_cut, begin_layers, end_cut, end_layers
 from megatron_lancet.model.router import ChunkedTopKRouter
+from megatron_lancet.model.te.precision import block_precision
 from megatron_lancet.model.transformer_layer import OverlappingLayer, forward_layer
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.trace import Trace
@@ -109,7 +110,7 @@ class OverlappingTransformerBlock(TransformerBlock):
         chunk = Chunk(0, 1, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, attention_bias=attention_bias)
         micro_batch = ChunkState(chunk)
         micro_batch.hidden_sbH = hidden
-        with self._random_state():
+        with self._random_state(), block_precision(self.config):
             for segment in self.segments:
                 segment.run(micro_batch, trace)
         hidden = micro_batch.hidden_sbH
@@ -187,12 +188,12 @@ def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Trace | None) 
     if segment.range is OverlapRange.EXPERTS:
         shape = micro_batch.normed_sbH.shape
         routing = [split_rows(rows, shape, segment) for rows in (micro_batch.probs_tE, micro_batch.routing_map_tE)]
-        del micro_batch.probs_tE, micro_batch.routing_map_tE
+        del micro_batch.probs_tE, micro_batch.routing_map_tE, micro_batch.shared_input_sbH
     parts_sbH = split_hidden(begin_cut(trace, micro_batch.normed_sbH), segment)
     del micro_batch.normed_sbH
     states = [ChunkState(chunk) for chunk in make_chunks(parts_sbH, segment)]
     for index, (x, normed_sbH) in enumerate(zip(states, parts_sbH, strict=True)):
-        x.normed_sbH = normed_sbH
+        x.normed_sbH = x.shared_input_sbH = normed_sbH
         if routing:
             x.probs_tE, x.routing_map_tE = (parts_tE[index] for parts_tE in routing)
     return states

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from benchmarks.gradient_error import relative_difference, relative_error, relative_errors
 from megatron_lancet.patching import replaced
+from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from tests.parity.gradients.disturbances import (
     DAMAGED_GRADIENTS,
@@ -54,12 +55,17 @@ def build(overrides: dict[str, Any]):
     position = overrides.pop("position_embedding_type", "learned_absolute")
     tied = overrides.pop("share_embeddings", False)
     frozen = overrides.pop("frozen", None)
+    te, fused = overrides.pop("te", False), overrides.pop("fused_weight_grads", False)
     expert_bias = overrides.pop("expert_bias", None)
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = transformer_config(**{**EXPERTS, "expert_model_parallel_size": 2, **overrides})
-    with core_attention_without_te(config.multi_latent_attention or config.context_parallel_size > 1):
-        model = small_gpt(config, position_embedding_type=position, share_embeddings_and_output_weights=tied)
+    with core_attention_without_te(not te and (config.multi_latent_attention or config.context_parallel_size > 1)):
+        model = small_gpt(config, te=te, position_embedding_type=position, share_embeddings_and_output_weights=tied)
+    for module in model.modules() if fused else ():
+        # As --gradient-accumulation-fusion sets it, which Megatron's own output layer can't do without apex.
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
     if frozen is not None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(re.search(frozen, name) is None)
@@ -99,6 +105,7 @@ def step(ddp) -> list[float]:
     losses = []
     torch.manual_seed(5)  # input jitter draws from it
     ddp.zero_grad_buffer()
+    ddp.module.set_is_first_microbatch()  # as Megatron's training step does, for fp8
     for i, batch in enumerate(micro_batches()):
         last = i == NUM_MICRO_BATCHES - 1
         with nullcontext() if last else ddp.no_sync():
@@ -157,6 +164,12 @@ def trained(model) -> dict[str, torch.nn.Parameter]:
 
 def gradients(model) -> dict[str, torch.Tensor]:
     return {name: parameter.main_grad.clone() for name, parameter in trained(model).items()}
+
+
+def deferred_weights(model) -> list[DeferredWeight]:
+    """Weights whose gradients the store computes; a module of Transformer Engine may have several."""
+    found = [module.deferred for module in model.modules() if getattr(module, "deferred", None)]
+    return [weight for one in found for weight in (one if isinstance(one, list) else [one])]
 
 
 def largest(steps: list[dict[str, float]]) -> dict[str, float]:
@@ -234,7 +247,7 @@ def compare_plan(overrides, plan: Plan, disturb=None) -> dict[str, Any]:
     setup.check_step(lambda: None)
     logged = logged_losses()
     pairs = list(zip(results, stock.steps, strict=True))
-    stored = [module.deferred for module in our_model.modules() if getattr(module, "deferred", None) is not None]
+    stored = deferred_weights(our_model)
     return {
         "loss": max(relative_difference(a[0], b[0]) for a, b in pairs),
         "gradients": largest([relative_errors(a[1], b[1]) for a, b in pairs]),
