@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.gradients.te_options_worker import CASES, FUSED, MEMORY_CASES
+from tests.parity.te.recompute_and_permutation_worker import CASES, FUSED, MEMORY_CASES
 from tests.parity.gradients.variants import precision_of
 from tests.ranks import launch
 
@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(320)]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Per rank: what the worker found for each case."""
-    worker = Path(__file__).with_name("te_options_worker.py")
-    return launch.results_of(worker, 2, tmp_path_factory.mktemp("te_options"), timeout_s=300, te=True)
+    worker = Path(__file__).with_name("recompute_and_permutation_worker.py")
+    return launch.results_of(worker, 2, tmp_path_factory.mktemp("te_recompute"), timeout_s=300, te=True)
 
 
 @pytest.mark.parametrize("case", CASES)
