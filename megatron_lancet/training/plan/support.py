@@ -276,11 +276,10 @@ def unsupported(args: argparse.Namespace, validated: bool) -> Iterator[tuple[str
         validated: whether flags that ask for what the plan does should be mapped by now. Those that are still set come
             from a checkpoint's arguments, which Megatron reads after the mapping.
     """
-    for entry in UNSUPPORTED:
-        for found in entry.found_in(args):
-            yield found, entry.advice
-    if not validated:
-        return
+    found = [(flag, entry.advice) for entry in UNSUPPORTED for flag in entry.found_in(args)]
+    yield from found
+    if found or not validated:
+        return  # a run that can't overlap keeps the flags that would have been mapped
     if args.moe_token_dispatcher_type != OWN_DISPATCHER:
         dispatcher = f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type}"
         yield dispatcher, f"pass --moe-token-dispatcher-type {OWN_DISPATCHER}"
