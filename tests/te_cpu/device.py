@@ -1,7 +1,7 @@
 """The device that Transformer Engine and Triton see on a CPU, beside what Megatron's CPU settings replace."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from triton.runtime import driver
 
-from megatron_lancet.patching import replaced
+from megatron_lancet.patching import around, replaced
 
 
 class _InterpreterDriver:
@@ -58,6 +58,16 @@ class DeviceGenerator:
         return clone
 
 
+def _on_cpu(stock: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``Tensor.to`` with the CPU as the device of CUDA."""
+
+    def chosen(value: Any) -> Any:
+        is_device = isinstance(value, str | torch.device) and str(value).startswith("cuda")
+        return torch.device("cpu") if is_device else value
+
+    return stock(tensor, *map(chosen, args), **{name: chosen(value) for name, value in kwargs.items()})
+
+
 @contextmanager
 def te_device(capability: tuple[int, int]) -> Iterator[None]:
     """Inside :func:`cpu_platform`: every tensor is on the device, whose compute capability is this."""
@@ -66,6 +76,7 @@ def te_device(capability: tuple[int, int]) -> Iterator[None]:
     )
     with ExitStack() as stack:
         stack.enter_context(replaced(torch.Tensor, "is_cuda", property(lambda self: True)))
+        stack.enter_context(around(torch.Tensor, "to", _on_cpu))
         stack.enter_context(replaced(torch.cuda, "get_device_properties", lambda *_: properties))
         stack.enter_context(replaced(torch.cuda, "get_device_capability", lambda *_: capability))
         stack.enter_context(replaced(torch.version, "cuda", "13.0"))  # torch for CPUs has none
