@@ -140,7 +140,10 @@ def _prepare_layer(layer: Any, index_in_stage: int, comm: Comm) -> OverlappingLa
     if type(layer.mlp.experts) is SequentialMLP:
         adopt(layer.mlp.experts, GroupingSequentialMLP)
     stock = layer.mlp.token_dispatcher
-    dispatcher = AllToAllDispatcher(comm, layer.config.num_moe_experts, stock.ep_size, stock.tp_group)
+    config = layer.config
+    dispatcher = AllToAllDispatcher(
+        comm, config.num_moe_experts, stock.ep_size, stock.tp_group, config.moe_permute_fusion
+    )
     moe = OverlappingMoE(layer.mlp, dispatcher, comm, recompute)
     return OverlappingLayer(layer, moe, attention, comm, recompute)
 

@@ -131,8 +131,8 @@ FORWARD: Mapping[Verb, Callable[[OverlappingMoE, ChunkState], None]] = {
 class _ForkInStocksOrder(torch.autograd.Function):
     """The input of a layer's experts for the permutation, the router and the shared experts.
 
-    Stock runs the shared experts first, we run them while the dispatch is in flight, and autograd adds gradients as they
-    come. Adding them here keeps stock's order of sums.
+    Stock runs the shared experts first, we run them while the dispatch is in flight, and autograd adds gradients as
+    they come. Adding them here keeps stock's order of sums.
     """
 
     @staticmethod

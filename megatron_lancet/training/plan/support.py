@@ -29,7 +29,9 @@ OVERLAP_FLAGS = {
 OWN_SPEC = ("megatron_lancet.training.spec", "overlapped_gpt")
 """Value of Megatron's ``--spec`` that selects the overlapping block."""
 _RECOMPUTABLE = {"core_attn", "mlp", "moe", "shared_experts"}
-"""Values of ``--recompute-modules``; in stock, too, layernorm, mla_up_proj and moe_act need Transformer Engine."""
+"""Values of ``--recompute-modules`` for any layers."""
+_RECOMPUTABLE_WITH_TE = {"layernorm", "mla_up_proj", "moe_act"}
+"""Values of ``--recompute-modules`` for layers of Transformer Engine; stock's recompute of them needs it, too."""
 
 
 class Topic(StrEnum):
@@ -108,7 +110,11 @@ _NOT_IN_MOE = "not part of the block's MoE layer"
 _NOT_IN_BLOCK = "not part of the block"
 _MTP = "the block ends at the last layer; multi-token prediction comes after it"
 _UPCYCLING = "convert the checkpoint in a run of its own"
-_MODULES = f"choose among {', '.join(sorted(_RECOMPUTABLE))}"
+_LOCAL_MODULES = "in stock, too, local layers can't recompute these modules"
+_MODULES = (
+    f"choose among {', '.join(sorted(_RECOMPUTABLE))}, and with --transformer-impl transformer_engine "
+    f"{', '.join(sorted(_RECOMPUTABLE_WITH_TE))}"
+)
 _RETIRED = "retired by Megatron"
 _SAVED = "tied to what Megatron's own forward pass saves"
 _GRAPHS = (
@@ -149,6 +155,8 @@ def _other_spec(args: argparse.Namespace) -> object:
 
 def _other_modules(args: argparse.Namespace) -> object:
     modules = sorted(set(args.recompute_modules or ()) - _RECOMPUTABLE)
+    if args.transformer_impl == TRANSFORMER_ENGINE:
+        modules = [module for module in modules if module not in _RECOMPUTABLE_WITH_TE]
     return args.recompute_granularity == "selective" and " ".join(modules)
 
 
@@ -216,9 +224,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("--experimental-attention-variant", Topic.MODEL, "other layers"),
     Unsupported("--batch-invariant-mode --init-model-with-meta-device", Topic.MODEL, _NOT_IN_BLOCK),
     Unsupported("--moe-use-upcycling", Topic.MOE, "builds a second, dense model", _UPCYCLING),
-    Unsupported(
-        "--recompute-modules", None, "local layers lack these modules, in stock too", _MODULES, refused=_other_modules
-    ),
+    Unsupported("--recompute-modules", None, _LOCAL_MODULES, _MODULES, refused=_other_modules),
     Unsupported("--distribute-saved-activations --cpu-offloading-num-layers", Topic.MEMORY, _SAVED),
     Unsupported("--fine-grained-activation-offloading --moe-paged-stash", Topic.MEMORY, _SAVED),
     # Megatron's validation turns the first two into the third, and deletes them.
@@ -257,11 +263,10 @@ def unsupported(args: argparse.Namespace, validated: bool) -> Iterator[tuple[str
         validated: whether flags that ask for what the plan does should be mapped by now. Those that are still set come
             from a checkpoint's arguments, which Megatron reads after the mapping.
     """
-    for entry in UNSUPPORTED:
-        for found in entry.found_in(args):
-            yield found, entry.advice
-    if not validated:
-        return
+    found = [(flag, entry.advice) for entry in UNSUPPORTED for flag in entry.found_in(args)]
+    yield from found
+    if found or not validated:
+        return  # a run that can't overlap keeps the flags that would have been mapped
     if args.moe_token_dispatcher_type != OWN_DISPATCHER:
         dispatcher = f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type}"
         yield dispatcher, f"pass --moe-token-dispatcher-type {OWN_DISPATCHER}"

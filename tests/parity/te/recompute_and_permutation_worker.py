@@ -1,11 +1,12 @@
-"""Stock and overlapping model with Transformer Engine's layers, whose norms and projections are recomputed.
+"""Stock and overlapping model with Transformer Engine's layers: what Megatron offers for these layers only.
 
-Usage: recompute_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
+Usage: recompute_and_permutation_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
 """
 
 from collections import defaultdict
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,21 +15,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_lancet.patching import replaced
 from tests.parity.gradients import gradients_worker as gradients
 from tests.parity.gradients.variants import MLA
-from tests.ranks.worker import finish
-from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, transformer_config
+from tests.ranks.worker import finish, run_on_cpu_with_te
 
-NORMS = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
-LATENT = {**MLA, "recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"]}
+TE = {"te": True, "num_layers": 2, "moe_grouped_gemm": True}
+NORMS = {**TE, "recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
+LATENT = {**NORMS, **MLA, "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"]}
 SHARED = {"moe_shared_expert_intermediate_size": 48, "moe_layer_freq": [0, 1]}
 ALL_OF_MOE = {**NORMS, "recompute_modules": ["layernorm", "moe_act", "core_attn", "moe", "mlp", "shared_experts"]}
 FP8 = {"bf16": True, "fp8": "e4m3", "fp8_recipe": "tensorwise", "hidden_size": 64, "ffn_hidden_size": 64}
 LATENT_FP8 = {**LATENT, **FP8, "q_lora_rank": None, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16, "v_head_dim": 16}
-CASES: dict[str, tuple[dict[str, Any], int, dict[str, str]]] = {
+RECOMPUTED: dict[str, tuple[dict[str, Any], int, dict[str, str]]] = {
     "norms/k=1": (NORMS, 1, {}),
     "norms/bf16/k=1": ({**NORMS, "bf16": True}, 1, {}),
     "norms/fp8/bf16/k=1": ({**NORMS, **FP8}, 1, {}),
     "norms/k=3": ({**NORMS, **SHARED}, 3, {}),
-    "norms/fused-dw/k=3": ({**NORMS, "fused": True}, 3, {}),
+    "norms/fused-dw/k=3": ({**NORMS, "fused_weight_grads": True}, 3, {}),
     "norms/k=3/none": ({**NORMS, **SHARED}, 3, {"dw": "none"}),
     "norms/k=3/gate": ({**NORMS, **SHARED}, 3, {"over": "gate"}),
     "norms/k=3/experts": ({**NORMS, **SHARED}, 3, {"over": "experts", "dim": "sequence"}),
@@ -40,36 +41,16 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, str]]] = {
     "latent/k=3/sequence": (LATENT, 3, {"dim": "sequence"}),
 }
 """Overrides of the transformer config, chunks, fields of the plan."""
+_ROWS = {**TE, "num_layers": 1, "moe_permute_fusion": True}
+FUSED: dict[str, tuple[dict[str, Any], int, dict[str, str]]] = {
+    "fused-permutation/bf16/k=1": ({**_ROWS, "bf16": True}, 1, {}),
+    "fused-permutation/k=2": (_ROWS, 2, {}),
+    "fused-permutation/k=2/experts": (_ROWS, 2, {"over": "experts", "dim": "sequence"}),
+}
+"""Cases whose rows Transformer Engine's kernels permute. Triton's interpreter needs milliseconds for each row."""
+FEW_TOKENS = {"MICRO_BATCH": 2, "NUM_MICRO_BATCHES": 1, "SEQ_LENGTH": 4}
+CASES = RECOMPUTED | FUSED
 MEMORY_CASES = ("norms/k=3", "norms/k=3/gate", "latent/k=3/sequence")
-
-
-def build(overrides: dict[str, Any]):
-    """As :func:`gradients.build`, with the layers of Megatron's specification for Transformer Engine."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.module import Float16Module
-
-    overrides = dict(overrides)
-    position = overrides.pop("position_embedding_type", "learned_absolute")
-    fused = overrides.pop("fused", False)
-    torch.manual_seed(1)
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    settings = {"num_layers": 2, "moe_grouped_gemm": True, "expert_model_parallel_size": 2}
-    config = transformer_config(**{**EXPERTS, **settings, **overrides})
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization=config.normalization)
-    model = GPTModel(
-        config,
-        spec,
-        vocab_size=VOCAB,
-        max_sequence_length=SEQ_LENGTH,
-        position_embedding_type=position,
-        share_embeddings_and_output_weights=False,
-    )
-    for module in model.modules() if fused else ():
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True  # Megatron's setting needs apex, for the output layer
-    return model, config, (Float16Module if config.bf16 else lambda _, plain: plain)
 
 
 def share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
@@ -109,7 +90,7 @@ def kept_after_forward(overrides: dict[str, Any], num_chunks: int | None, **plan
     Args:
         num_chunks: None for stock.
     """
-    model, config, precision = build(overrides)
+    model, config, precision = gradients.build(overrides)
     if num_chunks is None:
         ddp = gradients.wrap_with_ddp(model, config, precision, deferred=False)
     else:
@@ -127,7 +108,7 @@ def kept_after_forward(overrides: dict[str, Any], num_chunks: int | None, **plan
     return kept
 
 
-def with_stocks_checkpoints(stack) -> None:
+def with_stocks_checkpoints(stack: ExitStack) -> None:
     """Megatron's own recompute, which runs a backward pass inside the backward pass."""
     from megatron_lancet.model import moe_layer, transformer_layer
 
@@ -135,9 +116,20 @@ def with_stocks_checkpoints(stack) -> None:
         stack.enter_context(replaced(module, "outputs_dropped_in_stock", lambda *_: nullcontext()))
 
 
-def errors_with_stocks_checkpoints() -> dict[str, Any]:
-    overrides, _, _ = CASES["latent/k=1"]
-    return gradients.compare(overrides, 2, with_stocks_checkpoints)
+def compare_fused(overrides: dict[str, Any], num_chunks: int, plan: dict[str, str]) -> dict[str, Any]:
+    """As :func:`gradients.compare`, with the number of our calls of each kernel."""
+    from megatron.core.transformer.moe import moe_utils
+
+    names = ("permute_with_probs", "unpermute", "sort_chunks_by_index_with_probs", "sort_chunks_by_index")
+    kernels = {}
+
+    def count(stack: ExitStack) -> None:
+        for name in names:
+            kernel = getattr(moe_utils, f"fused_{name}")
+            kernels[name] = stack.enter_context(mock.patch.object(moe_utils, f"fused_{name}", wraps=kernel))
+
+    found = gradients.compare(overrides, num_chunks, count, **plan)
+    return found | {"kernels": {name: kernel.call_count for name, kernel in kernels.items()}}
 
 
 def main() -> None:
@@ -149,9 +141,14 @@ def main() -> None:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / gradients.NUM_MICRO_BATCHES)
     results: dict[str, Any] = {}
-    with replaced(gradients, "build", build), replaced(random, "_get_share_storage", lambda: share_storage):
-        for name, (overrides, num_chunks, plan) in CASES.items():
+    with replaced(random, "_get_share_storage", lambda: share_storage):
+        for name, (overrides, num_chunks, plan) in RECOMPUTED.items():
             results[name] = gradients.compare(overrides, num_chunks, **plan)
+        with ExitStack() as stack:
+            for constant, value in FEW_TOKENS.items():
+                stack.enter_context(replaced(gradients, constant, value))
+            for name, (overrides, num_chunks, plan) in FUSED.items():
+                results[name] = compare_fused(overrides, num_chunks, plan)
         for name in MEMORY_CASES:
             overrides, num_chunks, plan = CASES[name]
             results[f"memory/{name}"] = {
@@ -161,11 +158,9 @@ def main() -> None:
                     {**overrides, "recompute_granularity": None}, num_chunks, **plan
                 ),
             }
-        results["stock's checkpoints"] = errors_with_stocks_checkpoints()
+        results["stock's checkpoints"] = gradients.compare(LATENT, 2, with_stocks_checkpoints)
     finish(results)
 
 
 if __name__ == "__main__":
-    from tests.ranks.worker import run_on_cpu_with_te
-
     run_on_cpu_with_te(main)
