@@ -21,7 +21,8 @@ from megatron_lancet.model.linear import (
     defer_weight_grad,
 )
 from megatron_lancet.model.moe_layer import OverlappingMoE
-from megatron_lancet.model.ops import recompute_of_layer, trace_ends
+from megatron_lancet.model.ops import trace_ends
+from megatron_lancet.model.recompute import recompute_of_layer
 from megatron_lancet.model.router import ChunkedTopKRouter
 from megatron_lancet.model.te.linear import TELinearPerChunk, call_per_chunk, is_te_linear
 from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
@@ -129,13 +130,20 @@ def _prepare_layer(layer: Any, index_in_stage: int, comm: Comm) -> OverlappingLa
     attention = SwitchableAttention(layer.self_attention, recompute.attention)
     if not isinstance(layer.mlp, MoELayer):
         layer.recompute_mlp = False  # ours now
+        if recompute.mlp:
+            layer.recompute_pre_mlp_layernorm = False  # part of what runs again
         return OverlappingLayer(layer, None, attention, comm, recompute)
     layer.mlp.shared_experts_recompute = False
+    if recompute.experts and hasattr(layer.mlp.experts, "activation_recompute"):
+        layer.mlp.experts.activation_recompute = False  # part of what runs again
     adopt(layer.mlp.router, ChunkedTopKRouter).begin_micro_batch()
     if type(layer.mlp.experts) is SequentialMLP:
         adopt(layer.mlp.experts, GroupingSequentialMLP)
     stock = layer.mlp.token_dispatcher
-    dispatcher = AllToAllDispatcher(comm, layer.config.num_moe_experts, stock.ep_size, stock.tp_group)
+    config = layer.config
+    dispatcher = AllToAllDispatcher(
+        comm, config.num_moe_experts, stock.ep_size, stock.tp_group, config.moe_permute_fusion
+    )
     moe = OverlappingMoE(layer.mlp, dispatcher, comm, recompute)
     return OverlappingLayer(layer, moe, attention, comm, recompute)
 

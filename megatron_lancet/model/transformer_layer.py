@@ -15,7 +15,14 @@ from megatron_lancet.model import moe_layer
 from megatron_lancet.model.attention.switchable import SwitchableAttention, at_positions
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.moe_layer import OverlappingMoE
-from megatron_lancet.model.ops import NOTHING, ChunkState, Recompute, maybe_recomputed, traced
+from megatron_lancet.model.ops import ChunkState, traced
+from megatron_lancet.model.recompute import (
+    NOTHING,
+    DroppedOutputs,
+    Recompute,
+    maybe_recomputed,
+    outputs_dropped_in_stock,
+)
 from megatron_lancet.model.te.precision import op_precision
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule import turns
@@ -64,17 +71,25 @@ def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkSta
 
 def attention(layer: OverlappingLayer, x: ChunkState) -> None:
     """Norm, self-attention and residual; in a MoE layer also the norm in front of the router and the experts."""
-    if layer.moe is None:
-        x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _attend, layer.stock, x.hidden_sbH, x.chunk)
-    else:
-        x.hidden_sbH, x.normed_sbH = maybe_recomputed(
-            layer.recompute.attention, _attend_and_norm, layer.stock, x.hidden_sbH, x.chunk
-        )
+    recompute, stock = layer.recompute, layer.stock
+    if layer.moe is not None and recompute.attention:
+        x.hidden_sbH, x.normed_sbH = maybe_recomputed(True, _attend_and_norm, stock, x.hidden_sbH, x.chunk)
+        return
+    with outputs_dropped_in_stock(layer.recompute.drops_outputs):
+        x.hidden_sbH = maybe_recomputed(recompute.attention, _attend, stock, x.hidden_sbH, x.chunk)
+    if layer.moe is not None:
+        norm = apply_module(stock.pre_mlp_layernorm)
+        if recompute.experts_norm:
+            x.norm = DroppedOutputs()
+            x.normed_sbH = x.norm.run(norm, x.hidden_sbH)
+        else:
+            x.normed_sbH = norm(x.hidden_sbH)
 
 
 def mlp(layer: OverlappingLayer, x: ChunkState) -> None:
     """Norm, MLP and residual of a dense layer."""
-    x.hidden_sbH = maybe_recomputed(layer.recompute.mlp, _forward_mlp, layer.stock, x.hidden_sbH)
+    with outputs_dropped_in_stock(layer.recompute.drops_outputs):
+        x.hidden_sbH = maybe_recomputed(layer.recompute.mlp, _forward_mlp, layer.stock, x.hidden_sbH)
 
 
 def add_residual(layer: OverlappingLayer, x: ChunkState) -> None:

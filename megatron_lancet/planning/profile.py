@@ -15,12 +15,22 @@ chunks and back).
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from megatron_lancet.files import MAX_COUNT, Range, from_plain, parse_object, read_text, take_version, to_plain
+from megatron_lancet.files import (
+    MAX_COUNT,
+    OMITTED_AT_DEFAULT,
+    Range,
+    from_plain,
+    parse_object,
+    read_text,
+    take_version,
+    to_plain,
+)
+from megatron_lancet.schedule.chunk_sizes import multiple_along
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 from megatron_lancet.schedule.reductions import GradientReduction
@@ -69,6 +79,7 @@ class ModelFacts:
         combine_row_bytes: bytes of one row in a forward combine, without the probability.
         combine_grad_row_bytes: bytes of one row in a backward combine.
         counts_bytes: bytes that a rank sends in one exchange of token counts.
+        token_multiple: number of tokens that the tokens of each chunk are a multiple of.
     """
 
     name: str
@@ -87,6 +98,7 @@ class ModelFacts:
     combine_grad_row_bytes: _Size
     counts_bytes: _Size
     has_shared_experts: bool = False
+    token_multiple: _CountFrom1 = field(default=1, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         if not self.layer_kinds or len(self.layer_kinds) != len(self.stage_of_layer):
@@ -99,6 +111,15 @@ class ModelFacts:
     def num_rows(self) -> int:
         """Routed rows of a micro-batch on one rank."""
         return self.micro_batch_size * self.seq_length * self.topk
+
+    def size_along(self, dim: ChunkDim) -> tuple[int, int]:
+        """Samples or positions of a micro-batch along ``dim``, and the tokens of one of them."""
+        sizes = self.micro_batch_size, self.seq_length
+        return sizes if dim is ChunkDim.BATCH else (sizes[1], sizes[0])
+
+    def chunk_multiple(self, dim: ChunkDim) -> int:
+        """Number of samples or positions that chunks along ``dim`` are a multiple of."""
+        return multiple_along(self.token_multiple, self.size_along(dim)[1])
 
 
 @dataclass(frozen=True)

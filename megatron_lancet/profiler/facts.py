@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
 
+from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
 from megatron_lancet.planning.profile import LayerKind, ModelFacts
 from megatron_lancet.profiler.cache import ProfileKey
@@ -94,6 +95,7 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
         combine_grad_row_bytes=_message_bytes(row),
         counts_bytes=(config.num_moe_experts or 0) * torch.int64.itemsize,
         has_shared_experts=config.moe_shared_expert_intermediate_size is not None,
+        token_multiple=token_multiple(config),
     )
 
 
@@ -134,6 +136,8 @@ def _name(config: TransformerConfig) -> str:
         config.normalization,
         *(["sequence-parallel"] if config.sequence_parallel else []),
         *(["latent-attention"] if config.multi_latent_attention else []),
+        *([f"fp8={config.fp8}-{config.fp8_recipe}"] if config.fp8 else []),
+        *([f"fp4={config.fp4}-{config.fp4_recipe}"] if config.fp4 else []),
         *(["bias"] if config.add_bias_linear else []),
         *([f"recompute-{config.recompute_granularity}"] if config.recompute_granularity else []),
     ]
