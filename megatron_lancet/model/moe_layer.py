@@ -25,12 +25,14 @@ class OverlappingMoE:
     """The experts of a layer that Megatron built, prepared for chunks.
 
     Attributes:
+        number: number of its layer.
         stock: Megatron's module.
         dispatcher: moves rows between tokens' ranks and experts' ranks.
         comm: all-to-alls of the model.
         recompute: which ops are recomputed in the backward pass.
     """
 
+    number: int
     stock: MoELayer
     dispatcher: AllToAllDispatcher
     comm: Comm
@@ -38,7 +40,7 @@ class OverlappingMoE:
 
     def message_op(self, kind: OpKind, x: ChunkState) -> Op:
         """The message of a kind that a chunk sends in this layer."""
-        return Op(self.stock.layer_number, x.chunk.index, Phase.FORWARD, kind)
+        return Op(self.number, x.chunk.index, Phase.FORWARD, kind)
 
 
 def route(moe: OverlappingMoE, x: ChunkState) -> None:

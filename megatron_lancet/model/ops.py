@@ -25,6 +25,7 @@ class ChunkState:
     Attributes:
         chunk: which part of the micro-batch it is.
         hidden_sbH: the residual stream, [s, b, H].
+        embedded_sbH: embeddings of the next tokens, for a multi-token prediction; [S, B, H].
         normed_sbH: input of the router and of the experts, [s, b, H].
         probs_tE: weights of each token's experts, [t, E].
         routing_map_tE: the experts of each token, [t, E] bool.
@@ -38,6 +39,7 @@ class ChunkState:
     """
 
     hidden_sbH: torch.Tensor
+    embedded_sbH: torch.Tensor
     normed_sbH: torch.Tensor
     probs_tE: torch.Tensor
     routing_map_tE: torch.Tensor
@@ -131,13 +133,15 @@ def begin_layers(trace: Trace, hidden: torch.Tensor, has_embedding: bool) -> tor
     return trace.last_boundary(hidden, _name(Phase.INPUT_GRAD, OpKind.EMBEDDING))
 
 
-def end_layers(trace: Trace, hidden: torch.Tensor, has_head: bool) -> torch.Tensor:
-    """Traces the begin of the head, after a stage's last layer.
+def end_layers(trace: Trace | None, hidden: torch.Tensor, following: Op | None) -> torch.Tensor:
+    """Traces the begin of the op that follows a stage's last layer, or a multi-token prediction's layer.
 
     Args:
+        trace: None where nothing is recorded.
         hidden: [S, B, H].
+        following: the op in the forward pass; None where it is on the next stage.
     """
-    return trace.boundary(hidden, _name(Phase.INPUT_GRAD, OpKind.HEAD)) if has_head else hidden
+    return hidden if trace is None or following is None else trace.boundary(hidden, str(following.mirrored()))
 
 
 def begin_cut(trace: Trace | None, hidden: torch.Tensor) -> torch.Tensor:
@@ -175,7 +179,7 @@ class Recompute:
     that the experts got.
 
     Attributes:
-        attention: norms and attention, up to the router's input.
+        attention: norms and attention, up to the router's input; in a multi-token prediction also its projection.
         mlp: a dense layer's MLP.
         experts: the experts, from the rows that arrived to the rows that leave.
         shared_experts: the experts that see all tokens.
@@ -204,6 +208,12 @@ def recompute_of_layer(config: TransformerConfig, index_in_stage: int) -> Recomp
         return NOTHING
     moe = "moe" in modules
     return Recompute(mlp="mlp" in modules, experts=moe, shared_experts=moe or "shared_experts" in modules)
+
+
+def recompute_of_mtp(config: TransformerConfig) -> Recompute:
+    """Translates Megatron's settings for a multi-token prediction, which stock's block method leaves out."""
+    is_left_out = config.recompute_granularity == "full" and config.recompute_method == "block"
+    return NOTHING if is_left_out else recompute_of_layer(config, 0)
 
 
 def maybe_recomputed[T](again: bool, segment: Callable[..., T], *args: Any) -> T:

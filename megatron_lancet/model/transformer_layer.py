@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
@@ -27,28 +28,28 @@ class OverlappingLayer:
     """A layer that Megatron built, prepared for chunks.
 
     Attributes:
+        number: Megatron's global layer number, from 1. Multi-token predictions count on from the model's last layer.
         stock: the layer.
         moe: its experts, None for a dense layer.
         attention: its self-attention's kernel.
         comm: all-to-alls of the model.
         recompute: which of its ops are recomputed in the backward pass.
+        prediction: the multi-token prediction that it belongs to; None in the decoder.
     """
 
+    number: int
     stock: TransformerLayer
     moe: OverlappingMoE | None
     attention: SwitchableAttention
     comm: Comm
     recompute: Recompute = NOTHING
-
-    @property
-    def number(self) -> int:
-        """Megatron's global layer number, from 1."""
-        return self.stock.layer_number
+    prediction: MultiTokenPredictionLayer | None = None
 
     @property
     def verbs(self) -> turns.Layer:
         """The verbs of a chunk in this layer, in order."""
-        return turns.DENSE_LAYER if self.moe is None else turns.moe_layer(self.moe.stock.use_shared_expert)
+        verbs = turns.DENSE_LAYER if self.moe is None else turns.moe_layer(self.moe.stock.use_shared_expert)
+        return verbs if self.prediction is None else turns.mtp_layer(verbs)
 
 
 def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkState) -> None:
@@ -59,6 +60,14 @@ def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkSta
         else:
             assert layer.moe is not None
             moe_layer.FORWARD[instruction.verb](layer.moe, x)
+
+
+def project(layer: OverlappingLayer, x: ChunkState) -> None:
+    """Join the hidden states of a multi-token prediction with the embeddings of the next tokens."""
+    assert layer.prediction is not None
+    join = layer.prediction._concat_embeddings
+    x.hidden_sbH = maybe_recomputed(layer.recompute.attention, join, x.hidden_sbH, x.embedded_sbH)
+    del x.embedded_sbH
 
 
 def attention(layer: OverlappingLayer, x: ChunkState) -> None:
@@ -88,6 +97,7 @@ def add_residual(layer: OverlappingLayer, x: ChunkState) -> None:
 
 
 FORWARD: Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]] = {
+    Compute(OpKind.MTP_PROJECTION): project,
     Compute(OpKind.ATTENTION): attention,
     Compute(OpKind.MLP): mlp,
     AddResidual(OpKind.POSTPROCESS): add_residual,
