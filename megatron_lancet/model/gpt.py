@@ -1,6 +1,7 @@
 """Makes a GPT model that Megatron has built run a plan."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -9,9 +10,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.adopt import adopt
-from megatron_lancet.model.attention import SwitchableAttention
-from megatron_lancet.model.delayed_wgrad import delays_own_weight_grad, feed_from
+from megatron_lancet.model.adopt import adopt, unknown_class
+from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.experts import GroupingSequentialMLP
 from megatron_lancet.model.linear import (
@@ -23,6 +23,7 @@ from megatron_lancet.model.linear import (
 from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.ops import recompute_of_layer, trace_ends
 from megatron_lancet.model.router import ChunkedTopKRouter
+from megatron_lancet.model.te.linear import TELinearPerChunk, call_per_chunk, is_te_linear
 from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
 from megatron_lancet.model.transformer_layer import OverlappingLayer
 from megatron_lancet.runtime.comm import Comm
@@ -45,10 +46,13 @@ def overlap(model: GPTModel, plan: Plan, comm: Comm, sdpa: bool = False) -> None
     block = adopt(model.decoder, OverlappingTransformerBlock)
     block.comm = comm
     block.overlapping_layers = [_prepare_layer(layer, index, comm) for index, layer in enumerate(block.layers)]
+    for module in list(model.modules()):
+        if is_te_linear(module):
+            call_per_chunk(module)
     if comm.store is not None:
         for linear, name in _deferrable_linears(model):
-            if delays_own_weight_grad(linear):
-                feed_from(linear, name, comm.store)
+            if isinstance(linear, TELinearPerChunk):
+                linear.begin_deferring(name, comm.store)
             else:
                 defer_weight_grad(linear, name, comm.store)
     trace_ends(model, comm)
@@ -79,7 +83,7 @@ def set_plan(model: GPTModel, plan: Plan) -> None:
     block.run_by(plan)
     for layer, segment in segments:
         if layer in with_sdpa:
-            layer.attention.use_sdpa()
+            layer.attention.use_prefixed()
         else:
             layer.attention.use_built()
         _set_exact(layer.stock, _is_exact(segment))
@@ -118,8 +122,9 @@ def _set_exact(part: torch.nn.Module, exact: bool) -> None:
             module.accumulate_in_gemm = not exact
 
 
-def _prepare_layer(layer: torch.nn.Module, index_in_stage: int, comm: Comm) -> OverlappingLayer:
-    assert isinstance(layer, TransformerLayer)
+def _prepare_layer(layer: Any, index_in_stage: int, comm: Comm) -> OverlappingLayer:
+    if type(layer) is not TransformerLayer:  # a layer of a derived class may do more than its parts
+        raise unknown_class(TransformerLayer, layer)
     recompute = recompute_of_layer(layer.config, index_in_stage)
     attention = SwitchableAttention(layer.self_attention, recompute.attention)
     if not isinstance(layer.mlp, MoELayer):
@@ -139,7 +144,12 @@ def _deferrable_linears(model: GPTModel) -> Iterator[tuple[torch.nn.Module, str]
     """Yields linear layers with the names of their dWs; the output layer only where its weight is its own."""
     for layer in model.decoder.layers:
         for name, module in layer.named_modules():
-            if can_defer(module) or delays_own_weight_grad(module):
+            if _has_deferrable_weight_grad(module):
                 yield module, str(Op.weight_grad(layer.layer_number, name))
-    if model.post_process and not model.share_embeddings_and_output_weights and can_defer(model.output_layer):
+    owns_output_layer = model.post_process and not model.share_embeddings_and_output_weights
+    if owns_output_layer and _has_deferrable_weight_grad(model.output_layer):
         yield model.output_layer, str(Op.weight_grad(None, "output_layer"))
+
+
+def _has_deferrable_weight_grad(module: torch.nn.Module) -> bool:
+    return module.trains_weight if isinstance(module, TELinearPerChunk) else can_defer(module)
