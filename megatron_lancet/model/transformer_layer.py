@@ -4,7 +4,7 @@ Legend of shapes: s positions, b samples of the chunk, H hidden size.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -17,7 +17,7 @@ from megatron_lancet.model.attention.switchable import SwitchableAttention, at_p
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.ops import NOTHING, ChunkState, Recompute, maybe_recomputed, traced
-from megatron_lancet.model.te.precision import op_precision
+from megatron_lancet.model.te.precision import block_precision, op_precision
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule import turns
 from megatron_lancet.schedule.ops import OpKind
@@ -46,6 +46,10 @@ class OverlappingLayer:
     recompute: Recompute = NOTHING
     prediction: MultiTokenPredictionLayer | None = None
 
+    def numbered(self, number: int) -> "OverlappingLayer":
+        """The same layer under another number."""
+        return replace(self, number=number, moe=None if self.moe is None else replace(self.moe, number=number))
+
     @property
     def verbs(self) -> turns.Layer:
         """The verbs of a chunk in this layer, in order."""
@@ -64,10 +68,8 @@ def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkSta
 
 
 def project(layer: OverlappingLayer, x: ChunkState) -> None:
-    """Join the hidden states of a multi-token prediction with the embeddings of the next tokens."""
-    assert layer.prediction is not None
-    join = layer.prediction._concat_embeddings
-    x.hidden_sbH = maybe_recomputed(layer.recompute.attention, join, x.hidden_sbH, x.embedded_sbH)
+    """Join the hidden states with the embeddings of the next tokens, before the layer of a multi-token prediction."""
+    x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _project, layer, x.hidden_sbH, x.embedded_sbH)
     del x.embedded_sbH
 
 
@@ -105,9 +107,16 @@ FORWARD: Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]] = {
 }
 
 
+def _project(layer: OverlappingLayer, hidden_sbH: torch.Tensor, embedded_sbH: torch.Tensor) -> torch.Tensor:
+    """Norms of both and projection to [s, b, H]."""
+    assert layer.prediction is not None
+    with block_precision(layer.stock.config), op_precision(layer.stock):
+        return layer.prediction._concat_embeddings(hidden_sbH, embedded_sbH)
+
+
 def _attend(layer: TransformerLayer, hidden_sbH: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     """Norm, self-attention and residual, [s, b, H]."""
-    with at_positions(layer.self_attention, chunk), op_precision(layer.config, layer.layer_number):
+    with at_positions(layer.self_attention, chunk), op_precision(layer):
         hidden_sbH, _ = layer._forward_attention(
             hidden_states=hidden_sbH,
             attention_mask=chunk.attention_mask,
@@ -119,7 +128,7 @@ def _attend(layer: TransformerLayer, hidden_sbH: torch.Tensor, chunk: Chunk) -> 
 
 def _forward_mlp(layer: TransformerLayer, hidden_sbH: torch.Tensor) -> torch.Tensor:
     """Norm, MLP and residual, [s, b, H]."""
-    with op_precision(layer.config, layer.layer_number):
+    with op_precision(layer):
         return layer._forward_mlp(hidden_sbH)
 
 

@@ -113,9 +113,13 @@ def step(ddp) -> list[float]:
 def logged_losses() -> dict[str, list[float]]:
     """Auxiliary losses as Megatron's log will see them; forgotten, with their names, for the next step."""
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     values = {name: metric.values.tolist() for name, metric in get_moe_metrics_tracker().metrics.items()}
     destroy_moe_metrics_tracker()
+    predictions = MTPLossLoggingHelper.tracker
+    values |= {f"mtp {name}": values.tolist() for name, values in predictions.items() if name.endswith("values")}
+    predictions.clear()
     return values
 
 
