@@ -1,4 +1,4 @@
-"""Small GPT models of Megatron's own modules, without Transformer Engine."""
+"""Small GPT models of Megatron's local layers, or of Transformer Engine's."""
 
 from typing import Any
 
@@ -38,17 +38,18 @@ def transformer_config(**settings: Any) -> Any:
     return (MLATransformerConfig if is_mla else TransformerConfig)(**settings)
 
 
-def small_gpt(config: Any, pp_rank: int | None = None, **arguments: Any) -> Any:
+def small_gpt(config: Any, pp_rank: int | None = None, te: bool = False, **arguments: Any) -> Any:
     """
     Args:
         pp_rank: the pipeline stage whose layers are built, where it isn't the one of this process.
+        te: layers of Transformer Engine.
         arguments: of Megatron's ``GPTModel``.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, pp_rank=pp_rank
+        config, use_transformer_engine=te, normalization=config.normalization, pp_rank=pp_rank
     )
     standard = {
         "vocab_size": VOCAB,
