@@ -57,5 +57,5 @@ def small_gpt(config: Any, pp_rank: int | None = None, te: bool = False, **argum
         "share_embeddings_and_output_weights": False,
     }
     if config.mtp_num_layers and arguments.get("post_process", True):
-        standard["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, pp_rank=pp_rank)
+        standard["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=te, pp_rank=pp_rank)
     return GPTModel(config, spec, **{**standard, **arguments})
