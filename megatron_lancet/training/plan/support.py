@@ -90,7 +90,6 @@ _KITCHEN = "for layers of Transformer Engine or of the kitchen extension only"
 _NO_TE = "drop it, it is for layers of Transformer Engine"
 _NOT_IN_MOE = "not part of the block's MoE layer"
 _NOT_IN_BLOCK = "not part of the block"
-_MTP = "the block ends at the last layer; multi-token prediction comes after it"
 _UPCYCLING = "convert the checkpoint in a run of its own"
 _MODULES = f"choose among {', '.join(sorted(_RECOMPUTABLE))}"
 _RETIRED = "retired by Megatron"
@@ -162,7 +161,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("--qk-clip --log-max-attention-logit", Topic.MODEL, _KITCHEN, _NO_TE),
     Unsupported("--fp8-format", Topic.PRECISION, _TE, refused=lambda args: bool(args.fp8)),
     Unsupported("--fp4-format", Topic.PRECISION, _TE, refused=lambda args: bool(args.fp4)),
-    Unsupported("--mtp-num-layers", Topic.MODEL, _MTP),
     Unsupported("--moe-latent-size --moe-enable-routing-replay", Topic.MOE, _NOT_IN_MOE),
     Unsupported("--moe-expert-rank-capacity-factor", Topic.MOE, _NOT_IN_MOE, even_zero=True),
     Unsupported("--moe-router-padding-for-quantization --moe-router-padding-for-fp8", Topic.MOE, _NOT_IN_MOE),

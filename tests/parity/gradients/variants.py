@@ -117,6 +117,8 @@ CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     *(("plain", {}, k, SEQUENCE) for k in (3, 8)),
     *((name, VARIANTS[name], 3, SEQUENCE) for name in SEQUENCE_MATTERS),
     *((name, settings, 1, {}) for name, settings in RECOMPUTE.items()),
+    *(("mtp-2-full-recompute", {**VARIANTS["mtp-2"], **FULL}, k, {}) for k in (1, 3)),
+    ("mtp-repeated", VARIANTS["mtp-repeated"], 3, SEQUENCE),
     ("dropout", {"hidden_dropout": 0.1, "attention_dropout": 0.1}, 1, {}),
     *((name, RECOMPUTE[name], 3, {}) for name in ("full-recompute", "selective-recompute")),
     *((name, RECOMPUTE[name], 3, SEQUENCE) for name in ("block-recompute", "selective-recompute")),
@@ -176,6 +178,10 @@ SEGMENTED: dict[str, tuple[dict[str, Any], Plan]] = {
             ),
             dw_window=4,
         ),
+    ),
+    "segments/mtp-repeated": (
+        VARIANTS["mtp-repeated"],
+        Plan((Segment(1, 4, 2), Segment(5, None, 3, ChunkDim.SEQUENCE, OverlapRange.GATE)), dw_window=4),
     ),
     "segments/all-whole/k=1": ({}, Plan((Segment(1, 2, 1), Segment(3, 3, 1)), dw_window=2)),
 }

@@ -203,10 +203,6 @@ REFUSED = {
         ["--transformer-impl", "local", "--lancet-num-chunks", 3, "--lancet-chunk-dim", "batch"],
         r"--lancet-num-chunks 3 is more than the micro-batch can be cut into",
     ),
-    "MTP": (
-        ["--transformer-impl", "local", "--mtp-num-layers", 1, "--lancet-range", "experts"],
-        "--mtp-num-layers does",
-    ),
     "profile": (
         ["--transformer-impl", "local", "--lancet-profile", "/no/p.json"],
         "--lancet-profile: no such folder: /no",
