@@ -112,6 +112,7 @@ def test_clipped_training_with_grouped_experts_and_bounded_weight_gradients(toke
 @pytest.mark.parametrize("repeated", [[], ["--mtp-use-repeated-layer"]], ids=["two layers", "repeated layer"])
 def test_losses_of_multi_token_prediction_equal_stock(token_data, tmp_path, repeated):
     both = [*EP2, *SETTINGS["fp32-distributed-optimizer"], "--mtp-num-layers", "2", *repeated]
+    both += ["--position-embedding-type", "rope"]
     expected = pretrain(token_data, [*both, "--lancet-plan", "off"], tmp_path / "stock", train_iters=5)
     ours = pretrain(token_data, [*both, "--lancet-num-chunks", "2"], tmp_path / "ours", train_iters=5)
     assert "megatron_lancet.model.mtp" in ours.model_modules

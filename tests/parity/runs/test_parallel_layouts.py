@@ -81,7 +81,10 @@ def test_losses_with_overlap_equal_stock_on_one_rank(one_rank, first_step, token
 
 
 def test_losses_of_one_chunk_equal_stock_bitwise_with_interleaved_pipeline_stages_and_mtp(token_data, tmp_path):
-    layout = [*MODEL, *OVERLAPPING["EP2xPP2 interleaved"], *LARGER_BATCH, "--mtp-num-layers", "1"]
+    # The last virtual stage has no layer beside the multi-token prediction.
+    stages = ["--pipeline-model-parallel-layout", "Et|t|tt|mL", "--mtp-num-layers", "1"]
+    positions = ["--position-embedding-type", "rope"]
+    layout = [*MODEL, *EP2, *PIPELINE, *stages, *positions, "--overlap-grad-reduce", *LARGER_BATCH]
     expected = pretrain(token_data, [*STOCK, *layout], tmp_path / "stock", 4, train_iters=3)
     ours = pretrain(token_data, ["--lancet-num-chunks", "1", *layout], tmp_path / "ours", 4, train_iters=3)
     assert "megatron_lancet.model.transformer_block" in ours.model_modules
