@@ -18,6 +18,7 @@ MTP: dict[str, dict[str, Any]] = {
     "mtp-1": {"mtp_num_layers": 1},
     "mtp-2": {"mtp_num_layers": 2, "moe_shared_expert_intermediate_size": None, "position_embedding_type": "rope"},
     "mtp-repeated": {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+    "mtp-detached-heads": {"mtp_num_layers": 2, "mtp_detach_heads": True},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -61,6 +62,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 CHUNK_COUNTS = {
     "plain": (1, 2, 4),
     "fp64-router": (1,),
+    "mtp-detached-heads": (1,),
     **dict.fromkeys(("top-1", "grouped-experts-gated", "frozen-layer", "frozen-tied-embeddings"), (3,)),
 }
 """Where they are not 1 and 3: with one chunk the last ones differ from a neighbour in little."""
