@@ -231,7 +231,6 @@ REFUSED: list[tuple[list, str]] = [
     (["--delay-wgrad-compute"], "the plan does what it asks for"),
     (["--use-megatron-fsdp"], "use --use-distributed-optimizer"),
     (["--moe-enable-routing-replay"], "--moe-enable-routing-replay"),
-    (["--mtp-num-layers", 1], "--mtp-num-layers"),
     (
         ["--recompute-granularity", "selective", "--recompute-modules", "layernorm"],
         "choose among core_attn, mlp, moe, .*and with --transformer-impl transformer_engine layernorm, mla_up_proj",
@@ -239,10 +238,6 @@ REFUSED: list[tuple[list, str]] = [
     (
         [*TE, "--recompute-granularity", "selective", "--recompute-modules", "layernorm", "gdn_norm_out"],
         "--recompute-modules gdn_norm_out does not work",
-    ),
-    (
-        [*TE, *FP8, "--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj"],
-        "--fp8-recipe delayed with --recompute-modules mla_up_proj .*another --fp8-recipe",
     ),
     (["--distribute-saved-activations"], "--distribute-saved-activations"),
     (["--spec", "mine", "layers"], "--spec mine layers"),
@@ -307,7 +302,7 @@ def test_recompute_settings_get_a_plan(megatron_args, changes):
     [
         ["--qk-clip", "--log-max-attention-logit", "--mla-down-proj-fusion"],
         ["--moe-grouped-gemm", "--moe-mlp-glu-interleave-size", 8],
-        [*FP8, "--recompute-granularity", "selective", "--recompute-modules", "core_attn"],
+        [*FP8, "--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe", "mla_up_proj"],
         ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "mla_up_proj", "moe_act"],
         [*FP8, "--fp8-recipe", "tensorwise", *FULL_RECOMPUTE],
         ["--fp4-format", "e2m1", "--seq-length", 128],
