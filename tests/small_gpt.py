@@ -1,4 +1,4 @@
-"""Small GPT models of Megatron's own modules, without Transformer Engine."""
+"""Small models of Megatron's own modules, without Transformer Engine."""
 
 from typing import Any
 
@@ -56,3 +56,46 @@ def small_gpt(config: Any, pp_rank: int | None = None, **arguments: Any) -> Any:
         "share_embeddings_and_output_weights": False,
     }
     return GPTModel(config, spec, **{**standard, **arguments})
+
+
+def small_hybrid(config: Any, pattern: str, **arguments: Any) -> Any:
+    """A hybrid model of local layers. It has no final norm, because Megatron's hybrid stack only knows that of TE.
+
+    Args:
+        pattern: symbol of each layer, as in ``--hybrid-layer-pattern``.
+        arguments: of Megatron's ``HybridModel``.
+    """
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import (
+        MoETransformerLayer,
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    dense = get_gpt_layer_local_submodules(normalization=config.normalization)
+    moe = get_gpt_layer_local_submodules(num_experts=config.num_moe_experts, normalization=config.normalization)
+
+    def layer(module: type, **submodules: Any) -> Any:
+        return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**submodules))
+
+    layers = HybridStackSubmodules(
+        attention_layer=layer(
+            TransformerLayer,
+            input_layernorm=dense.input_layernorm,
+            self_attention=dense.self_attention,
+            self_attn_bda=get_bias_dropout_add,
+        ),
+        mlp_layer=layer(
+            MLPLayer, pre_mlp_layernorm=dense.pre_mlp_layernorm, mlp=dense.mlp, mlp_bda=get_bias_dropout_add
+        ),
+        moe_layer=layer(
+            MoETransformerLayer, pre_mlp_layernorm=moe.pre_mlp_layernorm, mlp=moe.mlp, mlp_bda=get_bias_dropout_add
+        ),
+    )
+    spec = ModuleSpec(module=HybridStack, submodules=layers, params={"post_layer_norm": False})
+    return HybridModel(config, spec, VOCAB, SEQ_LENGTH, hybrid_layer_pattern=pattern, **arguments)

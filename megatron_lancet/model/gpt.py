@@ -1,9 +1,11 @@
-"""Makes a GPT model that Megatron has built run a plan."""
+"""Makes a model that Megatron has built run a plan: a GPT, or a hybrid model of attention, MoE and MLP layers."""
 
 from collections.abc import Iterator
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -14,6 +16,7 @@ from megatron_lancet.model.attention import SwitchableAttention
 from megatron_lancet.model.delayed_wgrad import delays_own_weight_grad, feed_from
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.experts import GroupingSequentialMLP
+from megatron_lancet.model.hybrid import OverlappingHybridStack
 from megatron_lancet.model.linear import (
     DeferredColumnParallelLinear,
     DeferredRowParallelLinear,
@@ -23,15 +26,18 @@ from megatron_lancet.model.linear import (
 from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.ops import recompute_of_layer, trace_ends
 from megatron_lancet.model.router import ChunkedTopKRouter
-from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
+from megatron_lancet.model.transformer_block import LayersByPlan, OverlappingTransformerBlock
 from megatron_lancet.model.transformer_layer import OverlappingLayer
 from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, Segment
 
+type LanguageModel = GPTModel | HybridModel
 
-def overlap(model: GPTModel, plan: Plan, comm: Comm, sdpa: bool = False) -> None:
-    """Gives ``model`` the overlapping transformer block, in place; parameters and their names stay.
+
+def overlap(model: LanguageModel, plan: Plan, comm: Comm, sdpa: bool = False) -> None:
+    """Gives ``model`` the overlapping stack of layers, in place; parameters and their names stay.
 
     Call it after Megatron built the model and before DDP wraps it. With a store in ``comm`` the linear layers are
     prepared for deferral, also where this plan defers nothing, so that :func:`set_plan` can set any other plan.
@@ -42,7 +48,11 @@ def overlap(model: GPTModel, plan: Plan, comm: Comm, sdpa: bool = False) -> None
     Raises:
         UsageError: the model has parts that the overlapping block does not know, or the plan is another model's.
     """
-    block = adopt(model.decoder, OverlappingTransformerBlock)
+    block: LayersByPlan
+    if isinstance(model, HybridModel):
+        block = adopt(model.decoder, OverlappingHybridStack)
+    else:
+        block = adopt(model.decoder, OverlappingTransformerBlock)
     block.comm = comm
     block.overlapping_layers = [_prepare_layer(layer, index, comm) for index, layer in enumerate(block.layers)]
     if comm.store is not None:
@@ -56,7 +66,7 @@ def overlap(model: GPTModel, plan: Plan, comm: Comm, sdpa: bool = False) -> None
     set_plan(model, plan)
 
 
-def set_plan(model: GPTModel, plan: Plan) -> None:
+def set_plan(model: LanguageModel, plan: Plan) -> None:
     """Makes a model that :func:`overlap` prepared run ``plan`` from the next step on. Call between steps.
 
     All ranks must do so between the same two steps. Only the order of sums changes.
@@ -66,22 +76,24 @@ def set_plan(model: GPTModel, plan: Plan) -> None:
         AssertionError: the last backward pass is not over, or the plan defers dW and the model is not prepared for it.
     """
     block = model.decoder
-    assert isinstance(block, OverlappingTransformerBlock)
+    assert isinstance(block, LayersByPlan)
     check_layers(plan, model.config.num_layers)
     segments = [(layer, plan.segment_of(layer.number)) for layer in block.overlapping_layers]
-    with_sdpa = [layer for layer, segment in segments if block.uses_sdpa_everywhere or _needs_sdpa(segment)]
-    for layer in with_sdpa:
-        layer.attention.check()
+    with_attention = [(layer.attention, segment) for layer, segment in segments if layer.attention is not None]
+    with_sdpa = [one for one, segment in with_attention if block.uses_sdpa_everywhere or _needs_sdpa(segment)]
+    for attention in with_sdpa:
+        attention.check()
     store = block.comm.store
     assert store is not None or plan.dw_policy is DwPolicy.NONE, "dW can't be deferred in a model without a store"
     if store is not None:
         store.configure(plan)
     block.run_by(plan)
-    for layer, segment in segments:
-        if layer in with_sdpa:
-            layer.attention.use_sdpa()
+    for attention, _ in with_attention:
+        if attention in with_sdpa:
+            attention.use_sdpa()
         else:
-            layer.attention.use_built()
+            attention.use_built()
+    for layer, segment in segments:
         _set_exact(layer.stock, _is_exact(segment))
     if model.post_process:
         _set_exact(model.output_layer, _is_exact(plan.segments[-1]))
@@ -120,11 +132,11 @@ def _set_exact(part: torch.nn.Module, exact: bool) -> None:
 
 def _prepare_layer(layer: torch.nn.Module, index_in_stage: int, comm: Comm) -> OverlappingLayer:
     assert isinstance(layer, TransformerLayer)
-    recompute = recompute_of_layer(layer.config, index_in_stage)
-    attention = SwitchableAttention(layer.self_attention, recompute.attention)
-    if not isinstance(layer.mlp, MoELayer):
+    kind, recompute = kind_of(layer), recompute_of_layer(layer.config, index_in_stage)
+    attention = SwitchableAttention(layer.self_attention, recompute.attention) if kind.has_attention else None
+    if not kind.has_experts:
         layer.recompute_mlp = False  # ours now
-        return OverlappingLayer(layer, None, attention, comm, recompute)
+        return OverlappingLayer(layer, kind, None, attention, comm, recompute)
     layer.mlp.shared_experts_recompute = False
     adopt(layer.mlp.router, ChunkedTopKRouter).begin_micro_batch()
     if type(layer.mlp.experts) is SequentialMLP:
@@ -132,10 +144,20 @@ def _prepare_layer(layer: torch.nn.Module, index_in_stage: int, comm: Comm) -> O
     stock = layer.mlp.token_dispatcher
     dispatcher = AllToAllDispatcher(comm, layer.config.num_moe_experts, stock.ep_size, stock.tp_group)
     moe = OverlappingMoE(layer.mlp, dispatcher, comm, recompute)
-    return OverlappingLayer(layer, moe, attention, comm, recompute)
+    return OverlappingLayer(layer, kind, moe, attention, comm, recompute)
 
 
-def _deferrable_linears(model: GPTModel) -> Iterator[tuple[torch.nn.Module, str]]:
+def kind_of(layer: TransformerLayer) -> LayerKind:
+    """The parts of a layer that Megatron built: those that it lacks are identities."""
+    has_attention = not isinstance(layer.self_attention, IdentityOp)
+    if isinstance(layer.mlp, MoELayer):
+        return LayerKind.MOE if has_attention else LayerKind.MOE_ONLY
+    if isinstance(layer.mlp, IdentityOp):
+        return LayerKind.ATTENTION_ONLY
+    return LayerKind.DENSE if has_attention else LayerKind.MLP_ONLY
+
+
+def _deferrable_linears(model: LanguageModel) -> Iterator[tuple[torch.nn.Module, str]]:
     """Yields linear layers with the names of their dWs; the output layer only where its weight is its own."""
     for layer in model.decoder.layers:
         for name, module in layer.named_modules():

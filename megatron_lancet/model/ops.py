@@ -65,6 +65,7 @@ class ChunkState:
 
 _FORKS: dict[Verb, str] = {
     Compute(OpKind.ATTENTION): "hidden_sbH",
+    Compute(OpKind.NORM): "hidden_sbH",
     Compute(OpKind.MLP): "hidden_sbH",
     Compute(OpKind.ROUTE): "normed_sbH",
     Compute(OpKind.PREPROCESS): "probs_tE",
@@ -175,8 +176,8 @@ class Recompute:
     that the experts got.
 
     Attributes:
-        attention: norms and attention, up to the router's input.
-        mlp: a dense layer's MLP.
+        attention: norms and attention, up to the router's input; the norm alone in a layer without attention.
+        mlp: the MLP of a layer without experts.
         experts: the experts, from the rows that arrived to the rows that leave.
         shared_experts: the experts that see all tokens.
     """

@@ -18,6 +18,7 @@ from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.ops import NOTHING, ChunkState, Recompute, maybe_recomputed, traced
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule import turns
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.turns import AddResidual, Compute, Instruction, Verb
 
@@ -28,15 +29,17 @@ class OverlappingLayer:
 
     Attributes:
         stock: the layer.
-        moe: its experts, None for a dense layer.
-        attention: its self-attention's kernel.
+        kind: the parts that it has.
+        moe: its experts; None where it has none.
+        attention: its self-attention's kernel; None where it has no attention.
         comm: all-to-alls of the model.
         recompute: which of its ops are recomputed in the backward pass.
     """
 
     stock: TransformerLayer
+    kind: LayerKind
     moe: OverlappingMoE | None
-    attention: SwitchableAttention
+    attention: SwitchableAttention | None
     comm: Comm
     recompute: Recompute = NOTHING
 
@@ -48,7 +51,7 @@ class OverlappingLayer:
     @property
     def verbs(self) -> turns.Layer:
         """The verbs of a chunk in this layer, in order."""
-        return turns.DENSE_LAYER if self.moe is None else turns.moe_layer(self.moe.stock.use_shared_expert)
+        return turns.verbs_of(self.kind, self.moe is not None and self.moe.stock.use_shared_expert)
 
 
 def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkState) -> None:
@@ -62,7 +65,7 @@ def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkSta
 
 
 def attention(layer: OverlappingLayer, x: ChunkState) -> None:
-    """Norm, self-attention and residual; in a MoE layer also the norm in front of the router and the experts."""
+    """Norm, self-attention and residual; in a layer with experts also the norm in front of the router."""
     if layer.moe is None:
         x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _attend, layer.stock, x.hidden_sbH, x.chunk)
     else:
@@ -71,8 +74,13 @@ def attention(layer: OverlappingLayer, x: ChunkState) -> None:
         )
 
 
+def norm(layer: OverlappingLayer, x: ChunkState) -> None:
+    """The norm in front of the router and the experts, in a layer without attention."""
+    x.normed_sbH = maybe_recomputed(layer.recompute.attention, _norm, layer.stock, x.hidden_sbH)
+
+
 def mlp(layer: OverlappingLayer, x: ChunkState) -> None:
-    """Norm, MLP and residual of a dense layer."""
+    """Norm, MLP and residual of a layer without experts."""
     x.hidden_sbH = maybe_recomputed(layer.recompute.mlp, layer.stock._forward_mlp, x.hidden_sbH)
 
 
@@ -89,6 +97,7 @@ def add_residual(layer: OverlappingLayer, x: ChunkState) -> None:
 
 FORWARD: Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]] = {
     Compute(OpKind.ATTENTION): attention,
+    Compute(OpKind.NORM): norm,
     Compute(OpKind.MLP): mlp,
     AddResidual(OpKind.POSTPROCESS): add_residual,
 }
@@ -111,4 +120,10 @@ def _attend_and_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states after attention, and normed, both [s, b, H]."""
     hidden_sbH = _attend(layer, hidden_sbH, chunk)
-    return hidden_sbH, apply_module(layer.pre_mlp_layernorm)(hidden_sbH)
+    return hidden_sbH, _norm(layer, hidden_sbH)
+
+
+def _norm(layer: TransformerLayer, hidden_sbH: torch.Tensor) -> torch.Tensor:
+    """Input of the router and the experts, [s, b, H]."""
+    normed_sbH: torch.Tensor = apply_module(layer.pre_mlp_layernorm)(hidden_sbH)
+    return normed_sbH

@@ -7,7 +7,10 @@ The compute ops of a chunk in one layer, in the order in which they run forward:
     moe layer     attention  route  preprocess  [dispatch]  shared_experts  experts  [combine]  postprocess
     dense layer   attention  mlp
 
-``attention`` holds the layer's first norm, self-attention, the residual and, in a MoE layer, the second norm.
+Layers of a hybrid model have one part of these: ``attention`` alone, ``mlp`` alone, or a moe layer's ops from the
+router on, with ``norm`` before them.
+
+``attention`` holds the layer's first norm, self-attention, the residual and, in a moe layer, the second norm.
 ``preprocess`` ends where the dispatch is issued, ``experts`` where the combine is. ``shared_experts`` runs while the
 dispatch is in flight. ``postprocess`` sums a token's rows and adds the residual. Beside the layers: ``embedding``
 and ``head`` (last norm, output layer, loss), both on the whole micro-batch, and ``cut`` (a segment's micro-batch to
@@ -16,11 +19,11 @@ chunks and back).
 
 import json
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 from megatron_lancet.files import MAX_COUNT, Range, from_plain, parse_object, read_text, take_version, to_plain
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 from megatron_lancet.schedule.reductions import GradientReduction
@@ -38,15 +41,6 @@ _CountFrom1 = Annotated[int, Range(1, MAX_COUNT)]
 _Size = Annotated[int, Range(0, _LARGEST)]
 _SizeFrom1 = Annotated[int, Range(1, _LARGEST)]
 _Ms = Annotated[float, Range(0, _LARGEST)]
-
-
-class LayerKind(StrEnum):
-    """Kind of a layer."""
-
-    MOE = "moe"
-    DENSE = "dense"
-    NONE = "none"
-    """Ops and weights beside the layers: embedding, head."""
 
 
 @dataclass(frozen=True)

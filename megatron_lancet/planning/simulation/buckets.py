@@ -13,10 +13,10 @@ from itertools import chain
 from typing import Any
 
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.profile import LayerKind
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.lowering import COMPUTE, WAIT, Step
 from megatron_lancet.schedule.dw_queue import DwQueue
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.reductions import CommPriority, MicroOps, ReductionQueue
 

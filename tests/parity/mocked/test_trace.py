@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lancet.planning.profile import LayerKind, read_profile
+from megatron_lancet.planning.profile import read_profile
 from megatron_lancet.profiler.op_times import op_key
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 from tests.parity.gradients.gradients_worker import MICRO_BATCH, NUM_MICRO_BATCHES, SEQ_LENGTH

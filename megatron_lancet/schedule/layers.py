@@ -1,0 +1,56 @@
+"""Kinds of layers, by the parts that they have."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+
+class LayerKind(StrEnum):
+    """Kind of a layer. A GPT's layers have two parts each, those of a hybrid model only one."""
+
+    MOE = "moe"
+    """Attention and routed experts."""
+    DENSE = "dense"
+    """Attention and an MLP."""
+    ATTENTION_ONLY = "attention-only"
+    """Attention, ``*`` or ``+`` in Megatron's ``--hybrid-layer-pattern``."""
+    MOE_ONLY = "moe-only"
+    """Routed experts, ``E`` in the pattern."""
+    MLP_ONLY = "mlp-only"
+    """An MLP, ``-`` in the pattern."""
+    NONE = "none"
+    """Ops and weights beside the layers: embedding, head."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the layer has routed experts, and with them all-to-alls."""
+        return self in (LayerKind.MOE, LayerKind.MOE_ONLY)
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether the layer has attention."""
+        return self in (LayerKind.MOE, LayerKind.DENSE, LayerKind.ATTENTION_ONLY)
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether the layer has an MLP that is not an expert."""
+        return self in (LayerKind.DENSE, LayerKind.MLP_ONLY)
+
+    @property
+    def has_one_part(self) -> bool:
+        """Whether it is a layer of a hybrid model."""
+        return self in (LayerKind.ATTENTION_ONLY, LayerKind.MOE_ONLY, LayerKind.MLP_ONLY)
+
+
+_SYMBOLS = {LayerKind.ATTENTION_ONLY: "*", LayerKind.MOE_ONLY: "E", LayerKind.MLP_ONLY: "-"}
+LAYER_KINDS = tuple(kind for kind in LayerKind if kind is not LayerKind.NONE)
+"""The kinds of layers proper."""
+
+
+def pattern_of(kinds: Sequence[LayerKind]) -> str | None:
+    """The parts of a hybrid model's layers as in Megatron's ``--hybrid-layer-pattern``, such as ``*E*-``; None for GPT.
+
+    Every kind of attention is written as ``*``, and pipeline stages are not.
+    """
+    if not any(kind.has_one_part for kind in kinds):
+        return None
+    return "".join(_SYMBOLS[kind] for kind in kinds)
