@@ -143,7 +143,7 @@ def _build(config: Any, size: Size) -> Any:
 
 def _prepare(model: Any, plan: Plan | None, device: torch.device, stats: CommStats) -> bool:
     """Gives the model its plan; whether weight gradients are deferred. All variants use the same fused attention."""
-    from megatron_lancet.model.attention import SwitchableAttention
+    from megatron_lancet.model.attention.switchable import SwitchableAttention
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     if plan is not None:
@@ -151,7 +151,7 @@ def _prepare(model: Any, plan: Plan | None, device: torch.device, stats: CommSta
         setup([model])
         return setup.delays_weight_grads
     for layer in model.decoder.layers:
-        SwitchableAttention(layer.self_attention, recomputed=False).use_sdpa()
+        SwitchableAttention(layer.self_attention, recomputed=False).use_prefixed()
     return False
 
 

@@ -82,10 +82,10 @@ def peak_mb(args: argparse.Namespace, cut: str, num_chunks: int, dim: str, recom
             [model]
         )
     else:
-        from megatron_lancet.model.attention import SwitchableAttention
+        from megatron_lancet.model.attention.switchable import SwitchableAttention
 
         for layer in model.decoder.layers:
-            SwitchableAttention(layer.self_attention, recomputed=False).use_sdpa()
+            SwitchableAttention(layer.self_attention, recomputed=False).use_prefixed()
     DistributedDataParallel(config, DistributedDataParallelConfig(delay_wgrad_compute=cut != "off"), model)
     tokens = torch.randint(VOCAB, (args.micro_batch, args.seq_length))
     positions = torch.arange(args.seq_length).expand(args.micro_batch, -1)

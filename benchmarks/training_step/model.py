@@ -18,7 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from benchmarks.harness.cases import Shape, Variant
 from benchmarks.training_step.links import Link
 from benchmarks.training_step.megatron_overlap import schedule_micro_batches
-from megatron_lancet.model.attention import SwitchableAttention
+from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.gpt import overlap
 from megatron_lancet.runtime.comm import Comm, Handle
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
@@ -89,7 +89,7 @@ def prepare(model: GPTModel, variant: Variant, link: Link) -> Callable[[], Abstr
             schedule_micro_batches(model.config)
         if variant.sdpa:
             for layer in model.decoder.layers:
-                SwitchableAttention(layer.self_attention, recomputed=False).use_sdpa()
+                SwitchableAttention(layer.self_attention, recomputed=False).use_prefixed()
         return link.carries_stock
     fills = plan.dw_policy is DwPolicy.FILL
     store = WeightGradStore.of(plan, link.stats) if fills else None

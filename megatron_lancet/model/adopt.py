@@ -26,12 +26,17 @@ def adopt[ModuleT: torch.nn.Module](module: torch.nn.Module, subclass: type[Modu
     """
     expected = subclass.__bases__[-1]
     if type(module) is not expected:
-        raise UsageError(
-            f"the overlapping model knows how to run {expected.__name__}, but the model spec built "
-            f"{type(module).__name__}. Use --transformer-impl local without --spec, or --lancet-plan off."
-        )
+        raise unknown_class(expected, module)
     module.__class__ = subclass
     return cast(ModuleT, module)
+
+
+def unknown_class(expected: type[torch.nn.Module], module: torch.nn.Module) -> UsageError:
+    """The error for a module of another class than the one that is known, also of one derived from it."""
+    return UsageError(
+        f"the overlapping model knows how to run {expected.__name__}, but the model spec built "
+        f"{type(module).__name__}. Drop the flag that selects it (--spec, for example), or pass --lancet-plan off."
+    )
 
 
 def refuse_bypassed_hooks(layer: torch.nn.Module) -> None:

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 
-from megatron_lancet.model.prefix import Prefix
+from megatron_lancet.model.attention.prefix import Prefix
 from megatron_lancet.schedule.plan import ChunkDim, Segment
 
 _DIMS = {ChunkDim.SEQUENCE: 0, ChunkDim.BATCH: 1}
@@ -49,6 +49,25 @@ class Chunk:
     def is_last(self) -> bool:
         """Whether this is the chunk after which a layer's router has seen the whole micro-batch."""
         return self.index == self.num_chunks - 1
+
+    def with_earlier(
+        self, layer_number: int, key: torch.Tensor, value: torch.Tensor, recomputed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values up to the chunk's last position, and keeps its own for later chunks.
+
+        Args:
+            layer_number: layer of the attention, in whose order chunks call.
+            key: the chunk's own, [s, b, g, k].
+            value: the chunk's own, [s, b, g, v].
+            recomputed: whether the chunk calls a second time in the backward pass.
+        """
+        assert self.earlier is not None
+        prefixes = self.earlier[layer_number]
+        keep = not self.is_last or recomputed
+        keys, values = (prefix.up_to(own, self.index, keep) for prefix, own in zip(prefixes, (key, value), strict=True))
+        if not keep:
+            del self.earlier[layer_number]
+        return keys, values
 
 
 def split_hidden(hidden_SBH: torch.Tensor, segment: Segment) -> Sequence[torch.Tensor]:

@@ -1,19 +1,20 @@
 """Makes a model that Megatron has built run a plan: a GPT, or a hybrid model of attention, MoE and MLP layers."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.adopt import adopt
-from megatron_lancet.model.attention import SwitchableAttention
-from megatron_lancet.model.delayed_wgrad import delays_own_weight_grad, feed_from
+from megatron_lancet.model.adopt import adopt, unknown_class
+from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.experts import GroupingSequentialMLP
 from megatron_lancet.model.hybrid import OverlappingHybridStack
@@ -26,6 +27,7 @@ from megatron_lancet.model.linear import (
 from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.ops import recompute_of_layer, trace_ends
 from megatron_lancet.model.router import ChunkedTopKRouter
+from megatron_lancet.model.te.linear import TELinearPerChunk, call_per_chunk, is_te_linear
 from megatron_lancet.model.transformer_block import LayersByPlan, OverlappingTransformerBlock
 from megatron_lancet.model.transformer_layer import OverlappingLayer
 from megatron_lancet.runtime.comm import Comm
@@ -33,6 +35,7 @@ from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, Segment
 
+_LAYER_CLASSES = (TransformerLayer, MoETransformerLayer, MLPLayer)
 type LanguageModel = GPTModel | HybridModel
 
 
@@ -55,10 +58,13 @@ def overlap(model: LanguageModel, plan: Plan, comm: Comm, sdpa: bool = False) ->
         block = adopt(model.decoder, OverlappingTransformerBlock)
     block.comm = comm
     block.overlapping_layers = [_prepare_layer(layer, index, comm) for index, layer in enumerate(block.layers)]
+    for module in list(model.modules()):
+        if is_te_linear(module):
+            call_per_chunk(module)
     if comm.store is not None:
         for linear, name in _deferrable_linears(model):
-            if delays_own_weight_grad(linear):
-                feed_from(linear, name, comm.store)
+            if isinstance(linear, TELinearPerChunk):
+                linear.begin_deferring(name, comm.store)
             else:
                 defer_weight_grad(linear, name, comm.store)
     trace_ends(model, comm)
@@ -90,7 +96,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     block.run_by(plan)
     for attention, _ in with_attention:
         if attention in with_sdpa:
-            attention.use_sdpa()
+            attention.use_prefixed()
         else:
             attention.use_built()
     for layer, segment in segments:
@@ -130,8 +136,9 @@ def _set_exact(part: torch.nn.Module, exact: bool) -> None:
             module.accumulate_in_gemm = not exact
 
 
-def _prepare_layer(layer: torch.nn.Module, index_in_stage: int, comm: Comm) -> OverlappingLayer:
-    assert isinstance(layer, TransformerLayer)
+def _prepare_layer(layer: Any, index_in_stage: int, comm: Comm) -> OverlappingLayer:
+    if type(layer) not in _LAYER_CLASSES:  # a layer of a derived class may do more than its parts
+        raise unknown_class(TransformerLayer, layer)
     kind, recompute = kind_of(layer), recompute_of_layer(layer.config, index_in_stage)
     attention = SwitchableAttention(layer.self_attention, recompute.attention) if kind.has_attention else None
     if not kind.has_experts:
@@ -161,7 +168,12 @@ def _deferrable_linears(model: LanguageModel) -> Iterator[tuple[torch.nn.Module,
     """Yields linear layers with the names of their dWs; the output layer only where its weight is its own."""
     for layer in model.decoder.layers:
         for name, module in layer.named_modules():
-            if can_defer(module) or delays_own_weight_grad(module):
+            if _has_deferrable_weight_grad(module):
                 yield module, str(Op.weight_grad(layer.layer_number, name))
-    if model.post_process and not model.share_embeddings_and_output_weights and can_defer(model.output_layer):
+    owns_output_layer = model.post_process and not model.share_embeddings_and_output_weights
+    if owns_output_layer and _has_deferrable_weight_grad(model.output_layer):
         yield model.output_layer, str(Op.weight_grad(None, "output_layer"))
+
+
+def _has_deferrable_weight_grad(module: torch.nn.Module) -> bool:
+    return module.trains_weight if isinstance(module, TELinearPerChunk) else can_defer(module)

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher, Routes
 from megatron_lancet.model.ops import NOTHING, ChunkState, Recompute, maybe_recomputed
+from megatron_lancet.model.te.precision import op_precision
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
@@ -66,8 +67,7 @@ def launch_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
 
 def shared_experts(moe: OverlappingMoE, x: ChunkState) -> None:
     """Run the experts that see all tokens."""
-    compute = moe.stock.shared_experts_compute
-    x.shared_sbH = maybe_recomputed(moe.recompute.shared_experts, compute, x.normed_sbH)
+    x.shared_sbH = maybe_recomputed(moe.recompute.shared_experts, _run_shared_experts, moe.stock, x.normed_sbH)
 
 
 def wait_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -123,9 +123,15 @@ def _num_rows(moe: MoELayer, routing_map_tE: torch.Tensor) -> int:
     return int(routing_map_tE.sum())
 
 
+def _run_shared_experts(moe: MoELayer, normed_sbH: torch.Tensor) -> torch.Tensor:
+    with op_precision(moe.config, moe.layer_number):
+        return moe.shared_experts_compute(normed_sbH)
+
+
 def _run_experts(moe: OverlappingMoE, tokens_rH: torch.Tensor, probs_r: torch.Tensor, routes: Routes) -> torch.Tensor:
     """Runs received rows through the local experts; [r, H], in the order of arrival."""
     tokens_mH, probs_m = moe.dispatcher.sort_by_expert(tokens_rH, probs_r, routes)
-    output_mH, bias = moe.stock.experts(tokens_mH, routes.rows_per_expert, probs_m)
+    with op_precision(moe.stock.config, moe.stock.layer_number):
+        output_mH, bias = moe.stock.experts(tokens_mH, routes.rows_per_expert, probs_m)
     assert bias is None, "experts return their bias added to the output"
     return moe.dispatcher.sort_by_peer(output_mH, routes, probs_r.dtype)

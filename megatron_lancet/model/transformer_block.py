@@ -17,6 +17,7 @@ from megatron_lancet.model.adopt import refuse_bypassed_hooks
 from megatron_lancet.model.chunking import Chunk, make_chunks, merge_hidden, split_hidden, split_rows
 from megatron_lancet.model.ops import ChunkState, begin_cut, begin_layers, end_cut, end_layers
 from megatron_lancet.model.router import ChunkedTopKRouter
+from megatron_lancet.model.te.precision import block_precision
 from megatron_lancet.model.transformer_layer import OverlappingLayer, forward_layer
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.trace import Trace
@@ -116,7 +117,7 @@ class LayersByPlan:
         chunk = Chunk(0, 1, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, attention_bias=attention_bias)
         micro_batch = ChunkState(chunk)
         micro_batch.hidden_sbH = hidden
-        with self._random_state():
+        with self._random_state(), block_precision(self.config):
             for segment in self.segments:
                 segment.run(micro_batch, trace)
         hidden = micro_batch.hidden_sbH

@@ -12,10 +12,11 @@ from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_lancet.model import moe_layer
-from megatron_lancet.model.attention import SwitchableAttention, at_positions
+from megatron_lancet.model.attention.switchable import SwitchableAttention, at_positions
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.ops import NOTHING, ChunkState, Recompute, maybe_recomputed, traced
+from megatron_lancet.model.te.precision import op_precision
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule import turns
 from megatron_lancet.schedule.layers import LayerKind
@@ -81,7 +82,7 @@ def norm(layer: OverlappingLayer, x: ChunkState) -> None:
 
 def mlp(layer: OverlappingLayer, x: ChunkState) -> None:
     """Norm, MLP and residual of a layer without experts."""
-    x.hidden_sbH = maybe_recomputed(layer.recompute.mlp, layer.stock._forward_mlp, x.hidden_sbH)
+    x.hidden_sbH = maybe_recomputed(layer.recompute.mlp, _forward_mlp, layer.stock, x.hidden_sbH)
 
 
 def add_residual(layer: OverlappingLayer, x: ChunkState) -> None:
@@ -105,7 +106,7 @@ FORWARD: Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]] = {
 
 def _attend(layer: TransformerLayer, hidden_sbH: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     """Norm, self-attention and residual, [s, b, H]."""
-    with at_positions(layer.self_attention, chunk):
+    with at_positions(layer.self_attention, chunk), op_precision(layer.config, layer.layer_number):
         hidden_sbH, _ = layer._forward_attention(
             hidden_states=hidden_sbH,
             attention_mask=chunk.attention_mask,
@@ -113,6 +114,12 @@ def _attend(layer: TransformerLayer, hidden_sbH: torch.Tensor, chunk: Chunk) -> 
             attention_bias=chunk.attention_bias,
         )
     return hidden_sbH
+
+
+def _forward_mlp(layer: TransformerLayer, hidden_sbH: torch.Tensor) -> torch.Tensor:
+    """Norm, MLP and residual, [s, b, H]."""
+    with op_precision(layer.config, layer.layer_number):
+        return layer._forward_mlp(hidden_sbH)
 
 
 def _attend_and_norm(

@@ -215,12 +215,12 @@ class WeightGradStore:
             self._run(tasks.pop(0))  # the list would keep the dW's tensors alive
 
     def _run(self, task: _Task) -> None:
-        first = task.weights[0]
         with torch.no_grad():
             if self.trace is None:
                 task.compute()
             else:
-                with self.trace.weight_grad(first.name, task.num_bytes, first.num_bytes):
+                weight_bytes = sum(weight.num_bytes for weight in task.weights)
+                with self.trace.weight_grad(task.names[0], task.num_bytes, weight_bytes):
                     task.compute()
         for weight in task.weights:
             weight.num_pending -= 1

@@ -20,7 +20,7 @@ from megatron.core.transformer import torch_norm
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.training import training
 
-from megatron_lancet.model.attention import SdpaAttention
+from megatron_lancet.model.attention.sdpa import SdpaAttention
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.training.megatron.norm import sequence_parallel_norm

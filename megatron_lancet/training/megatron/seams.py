@@ -126,7 +126,7 @@ _TWO_SLICES_PER_RANK = (
     (utils, "_get_batch_on_this_cp_rank_per_sequence_balancing"),
     (rope_utils, "get_pos_emb_on_this_cp_rank"),
 )
-"""Functions that cut sequences for context parallelism in the way that ``model/attention.py`` expects."""
+"""Functions that cut sequences for context parallelism in the way that ``model/attention/sdpa.py`` expects."""
 
 
 def check_seams() -> None:

@@ -4,7 +4,7 @@ import argparse
 
 from megatron_lancet.config import AttentionChoice, LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.attention import sdpa_blockers
+from megatron_lancet.model.attention.sdpa import sdpa_blockers
 
 
 def needs_own_attention(args: argparse.Namespace) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from megatron_lancet.config import AttentionChoice, LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.attention import sdpa_blockers
+from megatron_lancet.model.attention.sdpa import sdpa_blockers
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 

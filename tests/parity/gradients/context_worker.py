@@ -96,9 +96,9 @@ def in_documents(stack: ExitStack) -> None:
 
 def contiguous_slices(stack: ExitStack) -> None:
     """Negative control: positions are taken for those of a plain cut."""
-    from megatron_lancet.model import attention
+    from megatron_lancet.model.attention import sdpa
 
-    stack.enter_context(replaced(attention, "own_slices", lambda group: (2 * group.rank(), 2 * group.rank() + 1)))
+    stack.enter_context(replaced(sdpa, "own_slices", lambda group: (2 * group.rank(), 2 * group.rank() + 1)))
 
 
 def stock_step(name: str, overrides: dict[str, Any], weights: dict[str, Any] | None, disturb=None) -> dict[str, Any]:

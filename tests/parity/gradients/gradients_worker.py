@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from benchmarks.gradient_error import relative_difference, relative_error, relative_errors
 from megatron_lancet.patching import replaced
+from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from tests.parity.gradients.disturbances import (
     DAMAGED_GRADIENTS,
@@ -159,6 +160,12 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return {name: parameter.main_grad.clone() for name, parameter in trained(model).items()}
 
 
+def deferred_weights(model) -> list[DeferredWeight]:
+    """Weights whose gradients the store computes; a module of Transformer Engine may have several."""
+    found = [module.deferred for module in model.modules() if getattr(module, "deferred", None)]
+    return [weight for one in found for weight in (one if isinstance(one, list) else [one])]
+
+
 def largest(steps: list[dict[str, float]]) -> dict[str, float]:
     """Each parameter's largest error in any step; it may be trained in one of them only."""
     return {name: max(errors.get(name, 0.0) for errors in steps) for errors in steps for name in errors}
@@ -234,7 +241,7 @@ def compare_plan(overrides, plan: Plan, disturb=None) -> dict[str, Any]:
     setup.check_step(lambda: None)
     logged = logged_losses()
     pairs = list(zip(results, stock.steps, strict=True))
-    stored = [module.deferred for module in our_model.modules() if getattr(module, "deferred", None) is not None]
+    stored = deferred_weights(our_model)
     return {
         "loss": max(relative_difference(a[0], b[0]) for a, b in pairs),
         "gradients": largest([relative_errors(a[1], b[1]) for a, b in pairs]),

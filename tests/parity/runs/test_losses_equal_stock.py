@@ -80,7 +80,7 @@ def test_fused_attention_range_gate_batch_chunks_and_no_late_weight_gradients_eq
     flags = [*EP2, *limits.split(), "--lancet-dw-policy", "none", "--lancet-report", tmp_path]
     ours = pretrain(token_data, flags, tmp_path, train_iters=4)
     assert "chunks=2 dim=batch range=gate dw=none" in ours.outputs[0]
-    assert "megatron_lancet.model.attention" in ours.model_modules
+    assert "megatron_lancet.model.attention.sdpa" in ours.model_modules
     for name in COMPARED:
         assert ours.series(name) == pytest.approx(stock("fp32").series(name)[:4], rel=TOLERANCE["fp32"][name]), name
     report = json.loads((tmp_path / "report.json").read_text())

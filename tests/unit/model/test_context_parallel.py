@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lancet.model import attention
-from megatron_lancet.model.attention import gather_positions, own_slices
+from megatron_lancet.model.attention import sdpa
+from megatron_lancet.model.attention.sdpa import gather_positions, own_slices
 from megatron_lancet.patching import replaced
 from megatron_lancet.training.platform.cpu import cpu_platform
 
@@ -26,5 +26,5 @@ def test_gathered_positions_are_in_sequence_order(num_ranks):
     def gather(part, group):
         return torch.cat(parts)
 
-    with replaced(attention, "gather_from_sequence_parallel_region", gather):
+    with replaced(sdpa, "gather_from_sequence_parallel_region", gather):
         assert all(gather_positions(part, group).equal(positions) for group, part in zip(groups, parts, strict=True))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lancet.model.prefix import Prefix
+from megatron_lancet.model.attention.prefix import Prefix
 
 SIZES = [3, 2, 2]
 

@@ -15,18 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_lancet.errors import UsageError
-from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.chunking import Chunk
 
 
@@ -99,7 +93,7 @@ class SdpaAttention(DotProductAttention):
             assert self.chunk is None, "refused when the plan was chosen"
             return self._attend_across_ranks(query, key, value, attention_mask)
         if self.chunk is not None:
-            key, value = self._with_earlier(key, value, self.chunk)
+            key, value = self.chunk.with_earlier(self.layer_number, key, value, self.recomputed)
         return self._attend(query, key, value, attention_mask)
 
     def _attend(
@@ -147,18 +141,6 @@ class SdpaAttention(DotProductAttention):
             context.append(self._attend(part, keys[:seen], values[:seen], None if mask is None else mask[..., :seen]))
         return torch.cat(context)
 
-    def _with_earlier(self, key: torch.Tensor, value: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values up to the chunk's last position, and keeps its own for later chunks."""
-        assert chunk.earlier is not None
-        prefixes = chunk.earlier[self.layer_number]
-        keep = not chunk.is_last or self.recomputed
-        keys, values = (
-            prefix.up_to(own, chunk.index, keep) for prefix, own in zip(prefixes, (key, value), strict=True)
-        )
-        if not keep:
-            del chunk.earlier[self.layer_number]
-        return keys, values
-
     def _scale(self) -> float:
         # Query-key layer scaling divides the scores by the layer's number and multiplies them again in fp32.
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
@@ -192,99 +174,3 @@ def _causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch
     if device.type == "cuda":
         return causal_lower_right(num_queries, num_keys)  # the flash kernel's own, never materialised
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
-
-
-class _PositionedRotary(RotaryEmbedding):
-    """Rotary embedding of multi-latent attention, which asks for positions from 0: shifted to the chunk's."""
-
-    start = 0
-
-    def forward(self, max_seq_len: int, offset: int = 0, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return super().forward(max_seq_len, offset + self.start, *args, **kwargs)
-
-
-class _PositionedYarnRotary(YarnRotaryEmbedding):
-    """Like :class:`_PositionedRotary`, for YaRN."""
-
-    start = 0
-
-    def forward(self, max_seq_len: int, offset: int = 0, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(max_seq_len, offset + self.start, *args, **kwargs)
-
-
-class SwitchableAttention:
-    """Switches a self-attention that Megatron built to the fused kernel and back to the built one."""
-
-    def __init__(self, attention: torch.nn.Module, recomputed: bool) -> None:
-        """
-        Args:
-            recomputed: whether it runs again in the backward pass.
-        """
-        assert isinstance(attention, Attention)
-        self._attention = attention
-        self._recomputed = recomputed
-        self._core_class = type(attention.core_attention)
-        self._checkpoints = attention.checkpoint_core_attention
-        # Multi-latent attention has its own; other attentions get their positions as an argument.
-        self._rotary = (
-            getattr(attention, "rotary_pos_emb", None) if isinstance(attention, MultiLatentAttention) else None
-        )
-        self._rotary_class = type(self._rotary)
-
-    def check(self) -> None:
-        """
-        Raises:
-            UsageError: the attention needs something that the kernel lacks.
-        """
-        for flag in sdpa_blockers(self._attention.config):
-            raise UsageError(
-                f"{flag} does not work with sequence chunks or --lancet-attention sdpa: the fused kernel lacks it. "
-                "Drop it, or pass --lancet-chunk-dim batch --lancet-attention stock."
-            )
-
-    def use_sdpa(self) -> None:
-        """Switches to the fused kernel, which sequence chunks need.
-
-        Raises:
-            UsageError: the attention needs something that the kernel lacks, or is of an unknown class.
-        """
-        self.check()
-        attention = self._attention
-        if not isinstance(attention.core_attention, SdpaAttention):
-            adopt(attention.core_attention, SdpaAttention)
-        attention.core_attention.recomputed = self._recomputed
-        # The fused kernel saves its inputs and its output only, so there is nothing to recompute. With context
-        # parallelism its inputs are all ranks' keys and values, which may be gathered again.
-        if attention.config.context_parallel_size == 1:
-            attention.checkpoint_core_attention = False
-        if self._rotary is not None and not isinstance(self._rotary, _PositionedRotary | _PositionedYarnRotary):
-            adopt(
-                self._rotary, _PositionedYarnRotary if self._rotary_class is YarnRotaryEmbedding else _PositionedRotary
-            )
-
-    def use_built(self) -> None:
-        """Switches back to what Megatron built."""
-        self._attention.core_attention.__class__ = self._core_class
-        self._attention.checkpoint_core_attention = self._checkpoints
-        if self._rotary is not None:
-            self._rotary.__class__ = self._rotary_class
-
-
-@contextmanager
-def at_positions(attention: torch.nn.Module, chunk: Chunk) -> Iterator[None]:
-    """Inside, ``attention`` works on the positions of ``chunk``."""
-    if chunk.earlier is None:
-        yield
-        return
-    core = attention.core_attention
-    assert isinstance(core, SdpaAttention)
-    rotary = getattr(attention, "rotary_pos_emb", None)
-    core.chunk = chunk
-    if isinstance(rotary, _PositionedRotary | _PositionedYarnRotary):
-        rotary.start = chunk.start
-    try:
-        yield
-    finally:
-        core.chunk = None
-        if isinstance(rotary, _PositionedRotary | _PositionedYarnRotary):
-            rotary.start = 0

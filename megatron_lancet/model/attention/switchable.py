@@ -1,0 +1,126 @@
+"""Chooses a layer's core attention by its plan: the one that Megatron built, or one whose chunks see earlier ones."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.model.adopt import adopt
+from megatron_lancet.model.attention import te
+from megatron_lancet.model.attention.sdpa import SdpaAttention, sdpa_blockers
+from megatron_lancet.model.chunking import Chunk
+
+
+class _PositionedRotary(RotaryEmbedding):
+    """Rotary embedding of multi-latent attention, which asks for positions from 0: shifted to the chunk's."""
+
+    start = 0
+
+    def forward(self, max_seq_len: int, offset: int = 0, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().forward(max_seq_len, offset + self.start, *args, **kwargs)
+
+
+class _PositionedYarnRotary(YarnRotaryEmbedding):
+    """Like :class:`_PositionedRotary`, for YaRN."""
+
+    start = 0
+
+    def forward(self, max_seq_len: int, offset: int = 0, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(max_seq_len, offset + self.start, *args, **kwargs)
+
+
+class SwitchableAttention:
+    """Switches a self-attention that Megatron built to a core attention for sequence chunks, and back.
+
+    With local layers that is torch's fused kernel. Transformer Engine's core attention takes both kinds of chunks, so
+    there only the rotary embedding changes.
+    """
+
+    def __init__(self, attention: torch.nn.Module, recomputed: bool) -> None:
+        """
+        Args:
+            recomputed: whether it runs again in the backward pass.
+        """
+        assert isinstance(attention, Attention)
+        self._attention = attention
+        self._recomputed = recomputed
+        self._is_te = te.is_te_attention(attention.core_attention)
+        if self._is_te:
+            core = te.call_per_chunk(attention.core_attention)
+            core.recomputes_core = attention.checkpoint_core_attention
+            core.recomputed = recomputed
+            attention.checkpoint_core_attention = False  # ours now
+        self._core_class = type(attention.core_attention)
+        self._checkpoints = attention.checkpoint_core_attention
+        # Multi-latent attention has its own; other attentions get their positions as an argument.
+        self._rotary = (
+            getattr(attention, "rotary_pos_emb", None) if isinstance(attention, MultiLatentAttention) else None
+        )
+        self._rotary_class = type(self._rotary)
+
+    def check(self) -> None:
+        """
+        Raises:
+            UsageError: the attention needs something that the kernel for sequence chunks lacks.
+        """
+        for flag in () if self._is_te else sdpa_blockers(self._attention.config):
+            raise UsageError(
+                f"{flag} does not work with sequence chunks or --lancet-attention sdpa: the fused kernel lacks it. "
+                "Drop it, or pass --lancet-chunk-dim batch --lancet-attention stock."
+            )
+
+    def use_prefixed(self) -> None:
+        """Switches to the core attention that sequence chunks need.
+
+        Raises:
+            UsageError: the attention needs something that the kernel lacks, or is of an unknown class.
+        """
+        self.check()
+        if not self._is_te:
+            self._use_sdpa(self._attention)
+        if self._rotary is not None and not isinstance(self._rotary, _PositionedRotary | _PositionedYarnRotary):
+            adopt(
+                self._rotary, _PositionedYarnRotary if self._rotary_class is YarnRotaryEmbedding else _PositionedRotary
+            )
+
+    def _use_sdpa(self, attention: Any) -> None:
+        if not isinstance(attention.core_attention, SdpaAttention):
+            adopt(attention.core_attention, SdpaAttention)
+        attention.core_attention.recomputed = self._recomputed
+        # The fused kernel saves its inputs and its output only, so there is nothing to recompute. With context
+        # parallelism its inputs are all ranks' keys and values, which may be gathered again.
+        if attention.config.context_parallel_size == 1:
+            attention.checkpoint_core_attention = False
+
+    def use_built(self) -> None:
+        """Switches back to what Megatron built."""
+        self._attention.core_attention.__class__ = self._core_class
+        self._attention.checkpoint_core_attention = self._checkpoints
+        if self._rotary is not None:
+            self._rotary.__class__ = self._rotary_class
+
+
+@contextmanager
+def at_positions(attention: torch.nn.Module, chunk: Chunk) -> Iterator[None]:
+    """Inside, ``attention`` works on the positions of ``chunk``."""
+    if chunk.earlier is None:
+        yield
+        return
+    core = attention.core_attention
+    assert isinstance(core, SdpaAttention | te.TEAttentionPerChunk)
+    rotary = getattr(attention, "rotary_pos_emb", None)
+    core.chunk = chunk
+    if isinstance(rotary, _PositionedRotary | _PositionedYarnRotary):
+        rotary.start = chunk.start
+    try:
+        yield
+    finally:
+        core.chunk = None
+        if isinstance(rotary, _PositionedRotary | _PositionedYarnRotary):
+            rotary.start = 0

@@ -1,0 +1,1 @@
+"""Transformer Engine's modules, called once per chunk instead of once per micro-batch. Imports without it."""
