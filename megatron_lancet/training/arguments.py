@@ -127,8 +127,7 @@ def validate(args: argparse.Namespace) -> None:
         if args.transformer_impl == "transformer_engine" and not HAVE_TE:
             raise UsageError(
                 "--transformer-impl transformer_engine, Megatron's default, needs Transformer Engine, which is not "
-                "installed. Pass --transformer-impl local, which the overlap needs, too, or install it for stock "
-                "modules."
+                "installed. Install it, or pass --transformer-impl local."
             )
         set_global_variables(args)
 
@@ -203,8 +202,7 @@ def _check_local_modules(args: argparse.Namespace) -> None:
     if args.multi_latent_attention and args.q_lora_rank is None and args.qk_layernorm and is_local:
         raise UsageError(
             "--qk-layernorm with --multi-latent-attention has no query norm in Megatron's local modules unless queries "
-            "are compressed, too: pass --q-lora-rank, drop --qk-layernorm, or use Transformer Engine with "
-            "--lancet-plan off."
+            "are compressed, too: pass --q-lora-rank, drop --qk-layernorm, or use Transformer Engine."
         )
 
 

@@ -5,6 +5,7 @@ import argparse
 from megatron_lancet.config import AttentionChoice, LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.attention.sdpa import sdpa_blockers
+from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
 
 
 def needs_own_attention(args: argparse.Namespace) -> str | None:
@@ -17,7 +18,9 @@ def needs_own_attention(args: argparse.Namespace) -> str | None:
 
 
 def uses_sdpa(args: argparse.Namespace, config: LancetConfig) -> bool:
-    """Whether the user asks for the fused kernel, or for a flag that needs it; sequence chunks use it in any case."""
+    """Whether the user asks for torch's fused kernel, or for a flag that needs it; sequence chunks of local layers use
+    it in any case.
+    """
     return config.attention is AttentionChoice.SDPA or needs_own_attention(args) is not None
 
 
@@ -27,6 +30,11 @@ def check_attention(args: argparse.Namespace, config: LancetConfig) -> None:
     Raises:
         UsageError: the model needs something that it does not support.
     """
+    if args.transformer_impl == TRANSFORMER_ENGINE and config.attention is AttentionChoice.SDPA:
+        raise UsageError(
+            "--lancet-attention sdpa is for local layers: Transformer Engine's core attention has fused kernels of its "
+            "own. Drop the flag, or pass --transformer-impl local."
+        )
     need = needs_own_attention(args)
     if need and config.attention is AttentionChoice.STOCK:
         raise UsageError(

@@ -52,10 +52,25 @@ def map_overlap_flags(args: argparse.Namespace, config: LancetConfig) -> str | N
     if args.high_priority_a2a_comm_stream:
         args.high_priority_a2a_comm_stream = False
         notes.append("--high-priority-a2a-comm-stream is replaced by the plan's own stream")
-    if args.context_parallel_size > 1 and args.cp_comm_type != ["p2p"]:
+    notes += _padding_by_experts(args)
+    if args.transformer_impl == "local" and args.context_parallel_size > 1 and args.cp_comm_type != ["p2p"]:
         notes.append(f"--cp-comm-type {' '.join(args.cp_comm_type)} is replaced by gathered keys and values")
         args.cp_comm_type, args.hierarchical_context_parallel_sizes = ["p2p"], None
     return "; ".join(notes) or None
+
+
+def _padding_by_experts(args: argparse.Namespace) -> list[str]:
+    """Leaves the padding of each expert's rows to the experts, which pad every call unless the router has done so.
+
+    Without fp8 and fp4 the flags stay, and Megatron refuses them.
+    """
+    names = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
+    if not given or not (args.fp8 or args.fp4):
+        return []
+    for name in names:
+        setattr(args, name, False)
+    return [f"{' '.join(given)}: rows are padded by the experts instead of the router"]
 
 
 def refuse_mapped_flags(args: argparse.Namespace, config: LancetConfig) -> None:

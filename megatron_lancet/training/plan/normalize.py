@@ -19,7 +19,6 @@ def normalize_args(args: argparse.Namespace, config: LancetConfig) -> list[str]:
     Returns:
         A line for each change.
     """
-    mapped = map_overlap_flags(args, config)
     lines = []
     if args.tokenizer_type is None and args.vocab_file and args.merge_file:
         args.tokenizer_type = "GPT2BPETokenizer"
@@ -46,4 +45,6 @@ def normalize_args(args: argparse.Namespace, config: LancetConfig) -> list[str]:
             f"--max-position-embeddings is {length} instead of {positions}, for --seq-length {length}: "
             f"{kind} positions have no table of that size"
         )
+    # After the corrections: a flag that they drop can't keep the run from overlapping.
+    mapped = map_overlap_flags(args, config)
     return [*lines, mapped] if mapped else lines

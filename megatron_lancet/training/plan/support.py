@@ -15,6 +15,8 @@ from megatron_lancet.schedule.reductions import CommPriority
 
 OWN_DISPATCHER = "alltoall"
 """Megatron's name for the token dispatcher that the plan's all-to-alls replace."""
+TRANSFORMER_ENGINE = "transformer_engine"
+"""Value of Megatron's ``--transformer-impl`` for layers of Transformer Engine, and its default."""
 OVERLAP_FLAGS = {
     "--overlap-moe-expert-parallel-comm": "overlap_moe_expert_parallel_comm",
     "--delay-wgrad-compute": "delay_wgrad_compute",
@@ -79,15 +81,31 @@ class Unsupported:
 _GATHERED = "weights that are gathered for each use; dW would have to follow"
 _PARALLELISM = "use expert, tensor, context, data and pipeline parallelism"
 _REPLACED = "tied to modules whose forward pass the block replaces"
-_LOCAL = "only Megatron's local layers are overlapped; a CPU run sets them"
+_INFERENCE = "layers for inference"
 _OTHER_SPEC = (
     "layers of another specification; see [migration](migration.md#a-megatron-lm-checkout---spec) for the other "
     "direction"
 )
 _NO_SPEC = "drop it, layers of other specifications are not known to the block"
 _TE = "for layers of Transformer Engine only"
-_KITCHEN = "for layers of Transformer Engine or of the kitchen extension only"
-_NO_TE = "drop it, it is for layers of Transformer Engine"
+_NO_TE = "drop it, or pass --transformer-impl transformer_engine"
+_GROUPED_TE = "for Transformer Engine's grouped experts only"
+_NO_GROUPED_TE = "drop it, or pass --transformer-impl transformer_engine --moe-grouped-gemm"
+_FUSER = "Transformer Engine's op fuser computes dW inside its fused backward, where it can't be deferred"
+_ONE_OP = "an operation of Transformer Engine's op fuser; it was not compared with stock in chunks"
+_FUSER_ONLY = "Megatron's grouped linear layers there need Transformer Engine's op fuser, which defers no dW"
+_SINGLE_WEIGHT = "one parameter for all experts; it needs Transformer Engine's op fuser, which defers no dW"
+_USERBUFFERS = (
+    "its buffers have the size of the whole micro-batch, and Transformer Engine defers no dW with them; a CPU run "
+    "switches it off"
+)
+_NO_USERBUFFERS = "drop it, userbuffers hold whole micro-batches and defer no dW"
+_FUSED_RESIDUAL = "its norms return the residual, too, which the block adds by itself"
+_BY_MODULE = "sets the precision of single modules; the multiples that it asks of a chunk's tokens are not known"
+_SYMMETRIC = "an all-reduce for inference in buffers of one size"
+_KITCHEN = "layers of the kitchen extension"
+_DELAYED = "recomputation runs outside the context in which delayed scaling records maxima"
+_OTHER_SCALING = "drop the recomputation, or pass another --fp8-recipe"
 _NOT_IN_MOE = "not part of the block's MoE layer"
 _NOT_IN_BLOCK = "not part of the block"
 _MTP = "the block ends at the last layer; multi-token prediction comes after it"
@@ -113,8 +131,28 @@ def _expert_weight_shards(args: argparse.Namespace) -> object:
     return (num_shards or 0) > (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) and num_shards
 
 
-def _transformer_impl(args: argparse.Namespace) -> object:
-    return args.transformer_impl != "local" and args.transformer_impl
+def _inference_layers(args: argparse.Namespace) -> object:
+    return args.transformer_impl not in ("local", TRANSFORMER_ENGINE) and args.transformer_impl
+
+
+def _with_local_layers(name: str) -> Callable[[argparse.Namespace], object]:
+    """Returns a check that finds argument ``name`` set although the layers are not Transformer Engine's."""
+    return lambda args: args.transformer_impl != TRANSFORMER_ENGINE and bool(getattr(args, name))
+
+
+def _interleave_outside_grouped_experts(args: argparse.Namespace) -> object:
+    grouped = args.transformer_impl == TRANSFORMER_ENGINE and args.moe_grouped_gemm
+    return not grouped and bool(args.moe_mlp_glu_interleave_size)
+
+
+def _recompute_with_delayed_scaling(args: argparse.Namespace) -> object:
+    """Finds recomputed modules with linear layers; core attention has none."""
+    if args.transformer_impl != TRANSFORMER_ENGINE or not args.fp8 or args.fp8_recipe != "delayed":
+        return False
+    if args.recompute_granularity == "full":
+        return "delayed with --recompute-granularity full"
+    modules = sorted(set(args.recompute_modules or ()) - {"core_attn"})
+    return args.recompute_granularity == "selective" and modules and f"delayed with --recompute-modules {modules[0]}"
 
 
 def _other_spec(args: argparse.Namespace) -> object:
@@ -148,24 +186,40 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "--fake-process-group", Topic.PARALLELISM, "no message would be sent", "use --distributed-backend mock"
     ),
     Unsupported("--lazy-mpu-init", Topic.PARALLELISM, "leaves Megatron without process groups"),
-    Unsupported("--transformer-impl", Topic.MODEL, _LOCAL, "pass --transformer-impl local", refused=_transformer_impl),
+    Unsupported("--transformer-impl", None, _INFERENCE, "pass transformer_engine or local", refused=_inference_layers),
     Unsupported("--spec", Topic.MODEL, _OTHER_SPEC, _NO_SPEC, refused=_other_spec),
-    Unsupported("--tp-comm-overlap", Topic.OVERLAP, f"{_TE}; a CPU run switches it off", _NO_TE),
-    Unsupported("--use-te-activation-func --use-transformer-engine-op-fuser", Topic.MODEL, _TE, _NO_TE),
-    Unsupported("--te-precision-config-file", Topic.MODEL, _TE, _NO_TE),
-    Unsupported("--moe-single-grouped-weight --moe-single-grouped-bias", Topic.MOE, _TE, _NO_TE),
-    Unsupported("--use-grouped-gemm-for-shared-expert --use-grouped-gemm-for-dense-mlp", Topic.MOE, _TE, _NO_TE),
-    Unsupported("--moe-mlp-glu-interleave-size --moe-shared-expert-glu-interleave-size", Topic.MOE, _TE, _NO_TE),
-    Unsupported("--fused-residual-rmsnorm --mla-down-proj-fusion", Topic.MODEL, _TE, _NO_TE),
-    Unsupported("--fp8-output-proj", Topic.PRECISION, _TE, _NO_TE),
-    Unsupported("--symmetric-ar-type --use-kitchen-attention", Topic.MODEL, _KITCHEN, _NO_TE),
-    Unsupported("--qk-clip --log-max-attention-logit", Topic.MODEL, _KITCHEN, _NO_TE),
-    Unsupported("--fp8-format", Topic.PRECISION, _TE, refused=lambda args: bool(args.fp8)),
-    Unsupported("--fp4-format", Topic.PRECISION, _TE, refused=lambda args: bool(args.fp4)),
+    Unsupported("--tp-comm-overlap", Topic.OVERLAP, _USERBUFFERS, _NO_USERBUFFERS),
+    Unsupported("--use-transformer-engine-op-fuser", Topic.MODEL, _FUSER),
+    Unsupported("--use-te-activation-func", Topic.MODEL, _ONE_OP),
+    Unsupported("--te-precision-config-file", Topic.PRECISION, _BY_MODULE),
+    Unsupported("--moe-single-grouped-weight --moe-single-grouped-bias", Topic.MOE, _SINGLE_WEIGHT),
+    Unsupported("--use-grouped-gemm-for-shared-expert --use-grouped-gemm-for-dense-mlp", Topic.MOE, _FUSER_ONLY),
+    Unsupported("--moe-shared-expert-glu-interleave-size", Topic.MOE, _FUSER_ONLY),
+    Unsupported(
+        "--moe-mlp-glu-interleave-size",
+        None,
+        _GROUPED_TE,
+        _NO_GROUPED_TE,
+        refused=_interleave_outside_grouped_experts,
+    ),
+    Unsupported("--fused-residual-rmsnorm", Topic.MODEL, _FUSED_RESIDUAL),
+    Unsupported("--symmetric-ar-type", Topic.MODEL, _SYMMETRIC),
+    Unsupported("--use-kitchen-attention", Topic.MODEL, _KITCHEN),
+    *(
+        Unsupported(flag, None, _TE, _NO_TE, refused=_with_local_layers(name))
+        for flag, name in {
+            "--mla-down-proj-fusion": "mla_down_proj_fusion",
+            "--qk-clip": "qk_clip",
+            "--log-max-attention-logit": "log_max_attention_logit",
+            "--fp8-format": "fp8",
+            "--fp4-format": "fp4",
+            "--fp8-output-proj": "fp8_output_proj",
+        }.items()
+    ),
+    Unsupported("--fp8-recipe", None, _DELAYED, _OTHER_SCALING, refused=_recompute_with_delayed_scaling),
     Unsupported("--mtp-num-layers", Topic.MODEL, _MTP),
     Unsupported("--moe-latent-size --moe-enable-routing-replay", Topic.MOE, _NOT_IN_MOE),
     Unsupported("--moe-expert-rank-capacity-factor", Topic.MOE, _NOT_IN_MOE, even_zero=True),
-    Unsupported("--moe-router-padding-for-quantization --moe-router-padding-for-fp8", Topic.MOE, _NOT_IN_MOE),
     Unsupported("--moe-routing-trace-path", Topic.MOE, _NOT_IN_MOE),
     Unsupported(
         "--mlp-chunks-for-training", Topic.MODEL, _NOT_IN_BLOCK, refused=lambda args: args.mlp_chunks_for_training > 1

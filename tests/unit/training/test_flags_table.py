@@ -37,7 +37,13 @@ RUN = (
     "--moe-token-dispatcher-type alltoall --attention-dropout 0 --seq-length 32"
 ).split()
 # What a flag needs to be in, to be looked at.
+TE = ["--transformer-impl", "transformer_engine"]
 CONTEXT = {
+    **dict.fromkeys(("--qk-clip", "--log-max-attention-logit", "--mla-down-proj-fusion"), TE),
+    **dict.fromkeys(("--fp8-format", "--fp4-format", "--fp8-output-proj"), TE),
+    "--moe-mlp-glu-interleave-size": [*TE, "--moe-grouped-gemm"],
+    "--moe-router-padding-for-fp8": [*TE, "--fp8-format", "hybrid"],
+    "--moe-router-padding-for-quantization": [*TE, "--fp8-format", "hybrid"],
     "--cp-comm-type": ["--context-parallel-size", "2"],
     "--recompute-modules": ["--recompute-granularity", "selective"],
 }

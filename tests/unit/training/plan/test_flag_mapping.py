@@ -67,6 +67,26 @@ def test_flag_mapping_names_dropped_flags(parsed):
     assert map_overlap_flags(args, LancetConfig()) is None
 
 
+def test_padding_of_the_router_is_left_to_the_experts(parsed):
+    flags = ["--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8"]
+    words = f"--moe-token-dispatcher-type alltoall --transformer-impl transformer_engine {' '.join(flags)}"
+    args = parsed(f"{words} --fp8-format hybrid")
+    line = map_overlap_flags(args, LancetConfig())
+    assert line == f"{' '.join(flags)}: rows are padded by the experts instead of the router"
+    assert not args.moe_router_padding_for_quantization
+    assert not args.moe_router_padding_for_fp8
+    without_fp8 = parsed(words)
+    assert map_overlap_flags(without_fp8, LancetConfig()) is None
+    assert without_fp8.moe_router_padding_for_fp8
+
+
+def test_flag_mapping_keeps_context_parallelism_of_transformer_engine(parsed):
+    words = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+    args = parsed(f"--moe-token-dispatcher-type alltoall --transformer-impl transformer_engine {words}")
+    assert map_overlap_flags(args, LancetConfig()) is None
+    assert (args.cp_comm_type, args.hierarchical_context_parallel_sizes) == (["a2a+p2p"], [2, 2])
+
+
 def test_flag_mapping_of_nothing_is_silent(parsed):
     args = parsed("--moe-token-dispatcher-type alltoall")
     before = copy.deepcopy(vars(args))

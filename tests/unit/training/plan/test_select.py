@@ -185,8 +185,20 @@ def test_dropout_is_allowed_and_explained(megatron_args):
     assert "dropout draws its random numbers chunk by chunk" in line
 
 
+TE = ["--transformer-impl", "transformer_engine"]
+FP8 = ["--fp8-format", "hybrid"]
+FULL_RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
+
 REFUSED: list[tuple[list, str]] = [
-    (["--transformer-impl", "transformer_engine"], "--transformer-impl transformer_engine"),
+    (["--transformer-impl", "inference_optimized"], "--transformer-impl inference_optimized .*transformer_engine or"),
+    ([*TE, "--tp-comm-overlap"], "--tp-comm-overlap .*userbuffers hold whole micro-batches"),
+    ([*TE, "--use-transformer-engine-op-fuser"], "--use-transformer-engine-op-fuser"),
+    ([*TE, "--fused-residual-rmsnorm"], "--fused-residual-rmsnorm"),
+    ([*TE, "--moe-mlp-glu-interleave-size", 8], "--moe-mlp-glu-interleave-size .*--moe-grouped-gemm"),
+    ([*TE, *FP8, *FULL_RECOMPUTE], "--fp8-recipe delayed with --recompute-granularity full .*drop the recomputation"),
+    ([*TE, *FP8, "--recompute-granularity", "selective", "--recompute-modules", "moe"], "--recompute-modules moe"),
+    (FP8, "--fp8-format .*pass --transformer-impl transformer_engine"),
+    (["--qk-clip"], "--qk-clip .*pass --transformer-impl transformer_engine"),
     (["--moe-token-dispatcher-type", "allgather"], "pass --moe-token-dispatcher-type alltoall"),
     (["--delay-wgrad-compute"], "the plan does what it asks for"),
     (["--use-megatron-fsdp"], "use --use-distributed-optimizer"),
@@ -199,7 +211,7 @@ REFUSED: list[tuple[list, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(change[0]) for change, _ in REFUSED])
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[" ".join(map(str, one)) for one, _ in REFUSED])
 def test_unsupported_settings_are_refused(megatron_args, changes, message):
     with pytest.raises(UsageError, match=message) as refusal:
         choose_plan(megatron_args(*changes), LancetConfig(num_chunks=2))
@@ -207,7 +219,7 @@ def test_unsupported_settings_are_refused(megatron_args, changes, message):
     assert choose_plan(megatron_args(*changes), LancetConfig(plan=PlanChoice.OFF))[0] is None
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(change[0]) for change, _ in REFUSED])
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[" ".join(map(str, one)) for one, _ in REFUSED])
 def test_unsupported_settings_without_requested_overlap_keep_stock_with_a_reason(megatron_args, changes, message):
     plan, line = choose_plan(megatron_args(*changes), LancetConfig())
     assert plan is None
@@ -243,9 +255,30 @@ def test_parallel_layouts_get_a_plan(megatron_args, changes):
     "changes",
     [
         ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp", "moe", "shared_experts"],
-        ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1],
+        FULL_RECOMPUTE,
     ],
     ids=["selective", "full"],
 )
 def test_recompute_settings_get_a_plan(megatron_args, changes):
     assert choose_plan(megatron_args(*changes), LancetConfig())[0] == fixed_plan(2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["--qk-clip", "--log-max-attention-logit", "--mla-down-proj-fusion"],
+        ["--moe-grouped-gemm", "--moe-mlp-glu-interleave-size", 8],
+        [*FP8, "--recompute-granularity", "selective", "--recompute-modules", "core_attn"],
+        [*FP8, "--fp8-recipe", "tensorwise", *FULL_RECOMPUTE],
+        ["--fp4-format", "e2m1"],
+        ["--context-parallel-size", 2, "--cp-comm-type", "a2a"],
+    ],
+    ids=lambda changes: " ".join(map(str, changes)),
+)
+def test_layers_of_transformer_engine_get_a_plan(megatron_args, changes):
+    assert choose_plan(megatron_args(*TE, *changes), LancetConfig())[0] == fixed_plan(2)
+
+
+def test_fused_attention_of_torch_is_refused_with_transformer_engine(megatron_args):
+    with pytest.raises(UsageError, match="--lancet-attention sdpa is for local layers: Transformer Engine's"):
+        choose_plan(megatron_args(*TE), LancetConfig(attention=AttentionChoice.SDPA))
