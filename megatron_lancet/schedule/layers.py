@@ -41,6 +41,12 @@ class LayerKind(StrEnum):
         return self in (LayerKind.ATTENTION_ONLY, LayerKind.MOE_ONLY, LayerKind.MLP_ONLY)
 
 
+_KINDS = {
+    "*": LayerKind.ATTENTION_ONLY,
+    "+": LayerKind.ATTENTION_ONLY,
+    "E": LayerKind.MOE_ONLY,
+    "-": LayerKind.MLP_ONLY,
+}
 _SYMBOLS = {LayerKind.ATTENTION_ONLY: "*", LayerKind.MOE_ONLY: "E", LayerKind.MLP_ONLY: "-"}
 LAYER_KINDS = tuple(kind for kind in LayerKind if kind is not LayerKind.NONE)
 """The kinds of layers proper."""
@@ -54,3 +60,18 @@ def pattern_of(kinds: Sequence[LayerKind]) -> str | None:
     if not any(kind.has_one_part for kind in kinds):
         return None
     return "".join(_SYMBOLS[kind] for kind in kinds)
+
+
+def kinds_of_pattern(symbols: str) -> list[LayerKind]:
+    """The kinds of a hybrid model's layers.
+
+    Args:
+        symbols: one for each layer, as in Megatron's ``--hybrid-layer-pattern``, without separators.
+
+    Raises:
+        ValueError: a symbol stands for a kind of layer that is not known.
+    """
+    unknown = sorted(set(symbols) - set(_KINDS))
+    if unknown:
+        raise ValueError(f"the layers {', '.join(unknown)} are not known")
+    return [_KINDS[symbol] for symbol in symbols]

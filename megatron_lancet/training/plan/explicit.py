@@ -8,9 +8,10 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.plan_file import MadeFor, check_fits, read_plan_file
+from megatron_lancet.schedule.layers import pattern_of
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
 from megatron_lancet.schedule.ranges import ranges
-from megatron_lancet.training.moe_pattern import moe_pattern
+from megatron_lancet.training.layer_pattern import layer_kinds
 from megatron_lancet.training.plan.limits import chunked_size, routing_over_whole_micro_batch, sequence_blockers
 from megatron_lancet.training.plan.support import has_all_to_alls
 
@@ -45,9 +46,10 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
 
 def model_of_run(args: argparse.Namespace) -> MadeFor:
     """Model and layout of this run, to be compared with those of a plan file."""
-    moe_layers = [number for number, is_moe in enumerate(moe_pattern(args), start=1) if is_moe]
+    kinds = layer_kinds(args)
+    moe_layers = [number for number, kind in enumerate(kinds, start=1) if kind.has_experts]
     return MadeFor(
-        num_layers=args.num_layers,
+        num_layers=len(kinds),
         moe_layers=ranges(moe_layers),
         num_stages=args.pipeline_model_parallel_size,
         micro_batch_size=args.micro_batch_size,
@@ -55,6 +57,7 @@ def model_of_run(args: argparse.Namespace) -> MadeFor:
         num_experts=args.num_experts or 0,
         topk=args.moe_router_topk,
         ep_size=args.expert_model_parallel_size,
+        pattern=pattern_of(kinds),
     )
 
 
