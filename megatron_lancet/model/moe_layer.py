@@ -6,8 +6,10 @@ Legend of shapes: s positions, b samples, t = s * b tokens of the chunk, E exper
 chosen expert), r rows received, H hidden size.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -44,7 +46,10 @@ class OverlappingMoE:
 
 def route(moe: OverlappingMoE, x: ChunkState) -> None:
     """Choose the experts of each token."""
-    x.probs_tE, x.routing_map_tE = moe.stock.router(x.normed_sbH, chunk=x.chunk)
+    router_input_sbH = x.shared_input_sbH = x.normed_sbH
+    if moe.stock.use_shared_expert and x.chunk.num_chunks == 1:
+        x.normed_sbH, router_input_sbH, x.shared_input_sbH = _ForkInStocksOrder.apply(x.normed_sbH)
+    x.probs_tE, x.routing_map_tE = moe.stock.router(router_input_sbH, chunk=x.chunk)
 
 
 def launch_counts(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -57,7 +62,7 @@ def preprocess(moe: OverlappingMoE, x: ChunkState) -> None:
     x.rows, x.permutation = moe.dispatcher.permute(
         x.normed_sbH, x.probs_tE, x.routing_map_tE, _num_rows(moe.stock, x.routing_map_tE)
     )
-    del x.probs_tE, x.routing_map_tE
+    del x.normed_sbH, x.probs_tE, x.routing_map_tE
 
 
 def launch_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -67,12 +72,12 @@ def launch_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
 
 def shared_experts(moe: OverlappingMoE, x: ChunkState) -> None:
     """Run the experts that see all tokens."""
-    x.shared_sbH = maybe_recomputed(moe.recompute.shared_experts, _run_shared_experts, moe.stock, x.normed_sbH)
+    x.shared_sbH = maybe_recomputed(moe.recompute.shared_experts, _run_shared_experts, moe.stock, x.shared_input_sbH)
+    del x.shared_input_sbH
 
 
 def wait_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
     """Receive other tokens' rows."""
-    del x.normed_sbH
     x.wait()
 
 
@@ -114,6 +119,23 @@ FORWARD: Mapping[Verb, Callable[[OverlappingMoE, ChunkState], None]] = {
     Wait(OpKind.COMBINE): wait_combine,
     Compute(OpKind.POSTPROCESS): postprocess,
 }
+
+
+class _ForkInStocksOrder(torch.autograd.Function):
+    """The input of a layer's experts for the permutation, the router and the shared experts.
+
+    Stock runs the shared experts first, we run them while the dispatch is in flight, and autograd adds gradients as they
+    come. Adding them here keeps stock's order of sums.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, normed_sbH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(normed_sbH.view_as(normed_sbH) for _ in range(3))
+
+    @staticmethod
+    def backward(ctx: Any, *grads_sbH: torch.Tensor | None) -> torch.Tensor | None:
+        return functools.reduce(torch.add, [grad_sbH for grad_sbH in grads_sbH if grad_sbH is not None])
 
 
 def _num_rows(moe: MoELayer, routing_map_tE: torch.Tensor) -> int:

@@ -26,6 +26,7 @@ class ChunkState:
         chunk: which part of the micro-batch it is.
         hidden_sbH: the residual stream, [s, b, H].
         normed_sbH: input of the router and of the experts, [s, b, H].
+        shared_input_sbH: the same for the experts that see all tokens.
         probs_tE: weights of each token's experts, [t, E].
         routing_map_tE: the experts of each token, [t, E] bool.
         routes: how many rows go where, known when the counts have arrived.
@@ -39,6 +40,7 @@ class ChunkState:
 
     hidden_sbH: torch.Tensor
     normed_sbH: torch.Tensor
+    shared_input_sbH: torch.Tensor
     probs_tE: torch.Tensor
     routing_map_tE: torch.Tensor
     routes: PendingRoutes
@@ -69,7 +71,7 @@ _FORKS: dict[Verb, str] = {
     Compute(OpKind.MLP): "hidden_sbH",
     Compute(OpKind.ROUTE): "normed_sbH",
     Compute(OpKind.PREPROCESS): "probs_tE",
-    Compute(OpKind.SHARED_EXPERTS): "normed_sbH",
+    Compute(OpKind.SHARED_EXPERTS): "shared_input_sbH",
 }
 """The tensor whose complete gradient ends an op's backward: the one in front of the fork where a residual bypasses the
 op, or the experts' input bypasses the router. An op that receives its rows by a message has none: its backward ends
