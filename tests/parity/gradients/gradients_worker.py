@@ -22,6 +22,7 @@ from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan
 from tests.parity.gradients.disturbances import (
     DAMAGED_GRADIENTS,
     erratic_wire,
+    experts_without_norm,
     lost_flush,
     lost_weight_grad,
     naive_aux_loss,
@@ -31,6 +32,7 @@ from tests.parity.gradients.variants import (
     CUTS,
     DW_MEMORY_CASES,
     FORCED,
+    HYBRID,
     MICRO_BATCH_OF_ONE,
     SEGMENTED,
     VARIANTS,
@@ -39,7 +41,7 @@ from tests.parity.gradients.variants import (
     cut_name,
 )
 from tests.ranks.worker import finish, run_on_cpu
-from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, transformer_config
+from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, small_hybrid, transformer_config
 
 MICRO_BATCH, NUM_MICRO_BATCHES = 4, 2
 
@@ -54,13 +56,15 @@ def build(overrides: dict[str, Any]):
     overrides.pop("distributed_optimizer", None)  # of DDP
     position = overrides.pop("position_embedding_type", "learned_absolute")
     tied = overrides.pop("share_embeddings", False)
+    pattern = overrides.pop("hybrid_layer_pattern", None)
     frozen = overrides.pop("frozen", None)
     expert_bias = overrides.pop("expert_bias", None)
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = transformer_config(**{**EXPERTS, "expert_model_parallel_size": 2, **overrides})
     with core_attention_without_te(config.multi_latent_attention or config.context_parallel_size > 1):
-        model = small_gpt(config, position_embedding_type=position, share_embeddings_and_output_weights=tied)
+        arguments = {"position_embedding_type": position, "share_embeddings_and_output_weights": tied}
+        model = small_gpt(config, **arguments) if pattern is None else small_hybrid(config, pattern, **arguments)
     if frozen is not None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(re.search(frozen, name) is None)
@@ -324,6 +328,7 @@ def main() -> None:
         results[name] = compare({}, num_chunks, erratic_wire, dw_memory_bytes=memory_bytes)
     results["naive-aux-loss/k=2"] = compare({}, 2, naive_aux_loss)
     results["lost-weight-grad/k=2"] = compare({}, 2, lost_weight_grad)
+    results["hybrid-without-norm/k=2"] = compare(HYBRID, 2, experts_without_norm)
     for name, disturb in DAMAGED_GRADIENTS.items():
         results[f"{name}/k=2"] = compare({}, 2, disturb)
     results["lost-flush"] = what_a_lost_flush_raises()
