@@ -72,7 +72,7 @@ format: $(STAMP)
 	@$(BIN)/ruff format $(SOURCES)
 
 # Installed anew only when what is to be installed changes. The environment is complete or has no stamp.
-$(STAMP): setup.py constraints.txt tools/setup_venv.sh
+$(STAMP): setup.py constraints.txt requirements-te.txt tools/setup_venv.sh tools/setup_te.sh
 	@PYTHON="$(PYTHON)" sh tools/setup_venv.sh "$(VENV)"
 	@touch $@
 

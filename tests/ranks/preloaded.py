@@ -2,6 +2,9 @@
 
 The forked process runs a script as its main program, with arguments, environment and output file of its own, and
 ends as any interpreter does. ``launch.py`` starts ranks here where nothing is tested that happens on import.
+
+With ``--te`` the process imports the tests' Transformer Engine first, and Megatron then finds it: a second process of
+this kind, for the ranks that ask for it.
 """
 
 import argparse
@@ -38,6 +41,7 @@ MODULES = (
     "megatron.core.tokenizers.text.text_tokenizer",
     "torch.profiler._cupti_monitor",
 )
+_TE_FLAG = "--te"
 _READY_WITHIN_S = 120.0
 _ANSWER_WITHIN_S = 30.0
 _MAX_REQUEST_BYTES = 1 << 20
@@ -108,17 +112,18 @@ class Preloaded:
         address: of its socket, for :func:`fork` in other processes.
     """
 
-    def __init__(self, environment: Mapping[str, str], folder: Path) -> None:
+    def __init__(self, environment: Mapping[str, str], folder: Path, te: bool = False) -> None:
         """
         Args:
             environment: in which the modules are imported.
             folder: of its socket and its log; the path must be short.
+            te: imports the tests' Transformer Engine before them.
         """
         self.address = folder / "fork"
         self._log = folder / "preloaded.log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__)), str(self.address)],
+                [sys.executable, str(Path(__file__)), str(self.address), *([_TE_FLAG] if te else [])],
                 env=dict(environment),
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -255,6 +260,10 @@ def start_queue_of_saves() -> None:
 def main() -> None:
     """Import, then fork on request."""
     address = Path(sys.argv[1])
+    if _TE_FLAG in sys.argv[2:]:
+        from tests import te_cpu
+
+        te_cpu.install()
     for module in MODULES:
         importlib.import_module(module)
     keep_docstrings()

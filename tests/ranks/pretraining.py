@@ -51,6 +51,7 @@ def pretrain(
     num_ranks: int = 2,
     train_iters: int = 20,
     timeout_s: float = 150,
+    te: bool = False,
     **env: str,
 ) -> Run:
     """Run the loop to its end.
@@ -58,12 +59,13 @@ def pretrain(
     Args:
         data: prefix of a token data set.
         extra: arguments beside the tiny model's and the short run's; later ones win.
+        te: the ranks have the tests' Transformer Engine, for ``--transformer-impl transformer_engine``.
         env: further environment variables.
     """
     result_file = folder / "result.json"
     arguments = command_line(data, ["--train-iters", train_iters, *extra])
     results = launch.run(
-        WORKER, arguments, num_ranks, folder, timeout_s, {"LANCET_TEST_RESULT": str(result_file), **env}
+        WORKER, arguments, num_ranks, folder, timeout_s, {"LANCET_TEST_RESULT": str(result_file), **env}, te=te
     )
     launch.check(results)
     outputs = [result.output for result in results]

@@ -11,12 +11,24 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_lancet.training.platform.cpu import cpu_platform
+from tests.te_cpu import te_platform
 
 
 def run_on_cpu(main: Callable[[], None]) -> None:
     """Runs a worker under Megatron's CPU settings; SIGUSR1 prints its stacks, which the launcher asks for."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     with cpu_platform():
+        main()
+
+
+def run_on_cpu_with_te(main: Callable[[], None], capability: tuple[int, int] = (9, 0)) -> None:
+    """As :func:`run_on_cpu`, with Transformer Engine's layers: for a worker that is launched with ``te=True``.
+
+    Args:
+        capability: see :func:`tests.te_cpu.te_platform`.
+    """
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with te_platform(capability):
         main()
 
 

@@ -1,7 +1,7 @@
 """Transformer Engine on a CPU: its real Python from the pinned wheel, and plain torch for its compiled extension.
 
-The wheel is pure Python. It lies in ``te/`` of the virtual environment, outside site-packages: Megatron's import fails
-where it finds the package without its extension. ``kernels.py`` stands in for the extension
+The wheel is pure Python. ``make`` unpacks it into ``te/`` of the virtual environment, outside site-packages: Megatron's
+import fails where it finds the package without its extension. ``extension.py`` stands in for the extension
 ``transformer_engine_torch``; no file of Transformer Engine or Megatron is changed.
 """
 
@@ -11,23 +11,33 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 SITE = Path(sys.prefix) / "te"
 """Folder of the wheel and of the packages that it imports."""
+ENVIRONMENT = {
+    "NVTE_PROJECT_BUILDING": "1",  # Transformer Engine's own switch: load no library on import
+    "NVTE_TORCH_COMPILE": "0",
+    "TRITON_INTERPRET": "1",  # its Triton kernels, for permutation, run in Python
+}
+"""Environment variables of a process that installs it."""
+
+
+def is_installed() -> bool:
+    """Whether this process has called :func:`install`."""
+    return "transformer_engine_torch" in sys.modules
 
 
 def install() -> None:
-    """Imports Transformer Engine with the stand-in. Call it before anything imports Megatron."""
+    """Imports Transformer Engine with the stand-in. Call it before anything imports Megatron or Triton."""
     assert "megatron.core" not in sys.modules, "Megatron has looked for Transformer Engine already"
+    assert "triton" not in sys.modules, "Triton has chosen how to run kernels already"
     sys.path.insert(0, str(SITE))
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # Transformer Engine's own switch: load no library on import
-    os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
-    from tests.te_cpu import kernels
+    os.environ.update(ENVIRONMENT)
+    from tests.te_cpu import extension
 
-    sys.modules["transformer_engine_torch"] = kernels
+    sys.modules["transformer_engine_torch"] = extension
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that there is no extension, and leaves out its torch part
         import transformer_engine
@@ -46,22 +56,15 @@ def install() -> None:
 def te_platform(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     """Megatron's CPU settings with a device that Transformer Engine accepts.
 
+    Transformer Engine keeps what it finds out about a device: a process has one capability.
+
     Args:
-        capability: compute capability of the device; fp8 needs 8.9, MXFP8 10.0.
+        capability: compute capability of the device: 8.9 or 9.0 for fp8, 10.0 for MXFP8.
     """
-    import torch
-
-    from megatron_lancet.patching import replaced
     from megatron_lancet.training.platform.cpu import cpu_platform
+    from tests.te_cpu.device import te_device
 
-    properties = SimpleNamespace(
-        name="cpu", total_memory=0, major=capability[0], minor=capability[1], multi_processor_count=1
-    )
-    with ExitStack() as stack:
-        stack.enter_context(cpu_platform())
-        stack.enter_context(replaced(torch.Tensor, "is_cuda", property(lambda self: True)))
-        stack.enter_context(replaced(torch.cuda, "get_device_properties", lambda *_: properties))
-        stack.enter_context(replaced(torch.cuda, "get_device_capability", lambda *_: capability))
+    with cpu_platform(), te_device(capability):
         yield
 
 
@@ -73,5 +76,5 @@ def _module_with_any_name(name: str) -> types.ModuleType:
             raise AttributeError(attribute)
         return lambda *_, **__: None
 
-    module.__getattr__ = get
+    vars(module)["__getattr__"] = get
     return module
