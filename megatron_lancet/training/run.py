@@ -14,6 +14,7 @@ from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.training.megatron import checkpoint_patches, patches
 from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
 from megatron_lancet.training.megatron.patches import StepHook
+from megatron_lancet.training.megatron.te_seams import check_te_seams
 from megatron_lancet.training.observe.run_report import report_overlap
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
@@ -21,6 +22,7 @@ from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
 from megatron_lancet.training.plan.attention import needs_own_attention, uses_sdpa
 from megatron_lancet.training.plan.comm_priority import choose_micro_ops
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
+from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
 from megatron_lancet.training.tuning.announcement import announced_plan
 from megatron_lancet.training.tuning.autotune import AutoTune
 from megatron_lancet.training.tuning.controller import TuningController, plan_without_overlap
@@ -72,6 +74,8 @@ def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "Sto
     Raises:
         UsageError: the user asks for something that the run does not allow.
     """
+    if choice.plan is not None and choice.args.transformer_impl == TRANSFORMER_ENGINE:
+        check_te_seams()
     stack.enter_context(patches.sequence_parallel_with_torch_norm())
     stack.enter_context(patches.core_attention_without_te(needs_own_attention(choice.args) is not None))
     stack.enter_context(patches.resumable_distributed_optimizer())

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
 from megatron_lancet.training.platform.cpu import cpu_platform, gpu_available
 from megatron_lancet.training.platform.mock import is_mocked
 
 _CPU_SETTINGS = {
-    "transformer_impl": "local",
-    "gradient_accumulation_fusion": False,
     "no_persist_layer_norm": True,
     "masked_softmax_fusion": False,
     "bias_gelu_fusion": False,
@@ -30,9 +29,10 @@ _CPU_SETTINGS = {
 }
 """Megatron's arguments that select CUDA kernels, with the values that select their plain counterparts."""
 
+_LOW_PRECISION = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
+"""Arguments that need Transformer Engine's layers."""
+
 _GPU_ONLY = {
-    "fp8": "--fp8-format",
-    "fp4": "--fp4-format",
     "use_megatron_fsdp": "--use-megatron-fsdp",
     "use_torch_fsdp2": "--use-torch-fsdp2",
     "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
@@ -61,7 +61,16 @@ def platform() -> Iterator[Platform]:
     # Megatron requires it for tensor and context parallelism; it orders CUDA launches, and there are none.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with cpu_platform():
-        yield Platform(torch.device("cpu"), "no GPU found: CPU with gloo, unfused attention, norms and losses")
+        layers = "Transformer Engine's layers if asked for" if _has_transformer_engine() else "local layers"
+        description = f"no GPU found: CPU with gloo, {layers}, unfused attention, norms and losses"
+        yield Platform(torch.device("cpu"), description)
+
+
+def _has_transformer_engine() -> bool:
+    """Whether Megatron could import Transformer Engine; the compiled one asks for a GPU."""
+    from megatron.core.extensions import transformer_engine
+
+    return bool(transformer_engine.HAVE_TE)
 
 
 def apply_cpu_settings(args: argparse.Namespace) -> None:
@@ -70,9 +79,11 @@ def apply_cpu_settings(args: argparse.Namespace) -> None:
     Raises:
         UsageError: a setting has no counterpart.
     """
+    from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.enums import AttnBackend
 
-    for name, flag in _GPU_ONLY.items():
+    with_te = args.transformer_impl == TRANSFORMER_ENGINE and _has_transformer_engine()
+    for name, flag in (_GPU_ONLY if with_te else _LOW_PRECISION | _GPU_ONLY).items():
         if getattr(args, name):
             raise UsageError(f"{flag} needs a GPU, and this machine has none. Drop the flag to run on the CPU.")
     if args.cuda_graph_impl != "none" or args.enable_cuda_graph or args.external_cuda_graph:
@@ -80,6 +91,12 @@ def apply_cpu_settings(args: argparse.Namespace) -> None:
     for name, value in _CPU_SETTINGS.items():
         assert hasattr(args, name), f"Megatron has no argument {name}"
         setattr(args, name, value)
+    if not with_te:
+        args.transformer_impl = "local"
+    # Transformer Engine's layers need nothing else for it, but Megatron's output layer has the same setting and needs
+    # apex's extension.
+    if not (with_te and layers._grad_accum_fusion_available):
+        args.gradient_accumulation_fusion = False
     if not is_mocked(args):
         args.distributed_backend = "gloo"
     args.attention_backend = AttnBackend.unfused

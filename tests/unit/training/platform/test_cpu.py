@@ -5,10 +5,12 @@ import sys
 import pytest
 import torch
 from megatron.core.datasets import utils as dataset_utils
-from megatron.core.tensor_parallel import mappings
+from megatron.core.extensions import transformer_engine as megatron_te
+from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.patching import replaced
 from megatron_lancet.training.platform import cpu as stand_ins
 from megatron_lancet.training.platform.detect import apply_cpu_settings
 
@@ -87,6 +89,22 @@ def test_cpu_platform_accepts_flags_of_a_gpu_script(gpu_script):
     assert not args.gradient_accumulation_fusion
     assert not args.moe_permute_fusion
     assert args.attention_backend is AttnBackend.unfused
+
+
+@pytest.mark.parametrize("has_apex", [True, False])
+def test_cpu_platform_keeps_settings_of_transformer_engine_where_it_is_installed(gpu_script, has_apex):
+    fp8 = ("--fp8-format", "hybrid", "--fp8-recipe", "delayed")
+    with replaced(megatron_te, "HAVE_TE", True), replaced(layers, "_grad_accum_fusion_available", has_apex):
+        args = gpu_script(*fp8, "--tp-comm-overlap")
+        apply_cpu_settings(args)
+        assert (args.transformer_impl, args.fp8, args.fp8_recipe) == ("transformer_engine", "hybrid", "delayed")
+        assert args.gradient_accumulation_fusion == has_apex  # Megatron's output layer has the same setting
+        assert not args.tp_comm_overlap
+        local = gpu_script("--transformer-impl", "local")
+        apply_cpu_settings(local)
+        assert (local.transformer_impl, local.gradient_accumulation_fusion) == ("local", False)
+        with pytest.raises(UsageError, match="--fp8-format needs a GPU"):
+            apply_cpu_settings(gpu_script("--transformer-impl", "local", *fp8))
 
 
 @pytest.mark.parametrize(
