@@ -4,7 +4,6 @@ import math
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -49,16 +48,11 @@ def lost_weight_grad(stack: ExitStack) -> None:
     stack.enter_context(around(DeferredWeight, "add_product", add))
 
 
-def experts_without_norm(stack: ExitStack) -> None:
-    """Negative control: layers of experts without attention skip the norm in front of their router."""
-    from megatron_lancet.model.transformer_layer import FORWARD
-    from megatron_lancet.schedule.ops import OpKind
-    from megatron_lancet.schedule.turns import Compute
+def detached_experts(stack: ExitStack) -> None:
+    """Negative control: no gradient of the experts reaches the input of a layer without attention."""
+    from megatron_lancet.model import transformer_layer
 
-    def norm(_, x) -> None:
-        x.normed_sbH = x.hidden_sbH
-
-    stack.enter_context(mock.patch.dict(FORWARD, {Compute(OpKind.NORM): norm}))
+    stack.enter_context(around(transformer_layer, "_norm", lambda stock, layer, hidden: stock(layer, hidden.detach())))
 
 
 def lost_flush(stack: ExitStack) -> None:

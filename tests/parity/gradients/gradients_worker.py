@@ -21,8 +21,8 @@ from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from tests.parity.gradients.disturbances import (
     DAMAGED_GRADIENTS,
+    detached_experts,
     erratic_wire,
-    experts_without_norm,
     lost_flush,
     lost_weight_grad,
     naive_aux_loss,
@@ -328,7 +328,7 @@ def main() -> None:
         results[name] = compare({}, num_chunks, erratic_wire, dw_memory_bytes=memory_bytes)
     results["naive-aux-loss/k=2"] = compare({}, 2, naive_aux_loss)
     results["lost-weight-grad/k=2"] = compare({}, 2, lost_weight_grad)
-    results["hybrid-without-norm/k=2"] = compare(HYBRID, 2, experts_without_norm)
+    results["detached-experts/k=2"] = compare(HYBRID, 2, detached_experts)
     for name, disturb in DAMAGED_GRADIENTS.items():
         results[f"{name}/k=2"] = compare({}, 2, disturb)
     results["lost-flush"] = what_a_lost_flush_raises()
