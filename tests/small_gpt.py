@@ -1,4 +1,4 @@
-"""Small models of Megatron's own modules, without Transformer Engine."""
+"""Small models of Megatron's local layers, or of Transformer Engine's."""
 
 from typing import Any
 
@@ -38,17 +38,18 @@ def transformer_config(**settings: Any) -> Any:
     return (MLATransformerConfig if is_mla else TransformerConfig)(**settings)
 
 
-def small_gpt(config: Any, pp_rank: int | None = None, **arguments: Any) -> Any:
+def small_gpt(config: Any, pp_rank: int | None = None, te: bool = False, **arguments: Any) -> Any:
     """
     Args:
         pp_rank: the pipeline stage whose layers are built, where it isn't the one of this process.
+        te: layers of Transformer Engine.
         arguments: of Megatron's ``GPTModel``.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, pp_rank=pp_rank
+        config, use_transformer_engine=te, normalization=config.normalization, pp_rank=pp_rank
     )
     standard = {
         "vocab_size": VOCAB,
@@ -58,17 +59,25 @@ def small_gpt(config: Any, pp_rank: int | None = None, **arguments: Any) -> Any:
     return GPTModel(config, spec, **{**standard, **arguments})
 
 
-def small_hybrid(config: Any, pattern: str, **arguments: Any) -> Any:
-    """A hybrid model of local layers. It has no final norm, because Megatron's hybrid stack only knows that of TE.
-
+def small_hybrid(config: Any, pattern: str, te: bool = False, **arguments: Any) -> Any:
+    """
     Args:
         pattern: symbol of each layer, as in ``--hybrid-layer-pattern``.
+        te: layers of Transformer Engine, as in every real run; see :func:`_local_hybrid_stack` for the others.
         arguments: of Megatron's ``HybridModel``.
     """
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    spec = hybrid_stack_spec if te else _local_hybrid_stack(config)
+    return HybridModel(config, spec, VOCAB, SEQ_LENGTH, hybrid_layer_pattern=pattern, **arguments)
+
+
+def _local_hybrid_stack(config: Any) -> Any:
+    """Local layers for a hybrid model; without a final norm, because Megatron's hybrid stack only knows TE's."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import (
@@ -97,5 +106,4 @@ def small_hybrid(config: Any, pattern: str, **arguments: Any) -> Any:
             MoETransformerLayer, pre_mlp_layernorm=moe.pre_mlp_layernorm, mlp=moe.mlp, mlp_bda=get_bias_dropout_add
         ),
     )
-    spec = ModuleSpec(module=HybridStack, submodules=layers, params={"post_layer_norm": False})
-    return HybridModel(config, spec, VOCAB, SEQ_LENGTH, hybrid_layer_pattern=pattern, **arguments)
+    return ModuleSpec(module=HybridStack, submodules=layers, params={"post_layer_norm": False})

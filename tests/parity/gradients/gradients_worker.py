@@ -58,13 +58,18 @@ def build(overrides: dict[str, Any]):
     tied = overrides.pop("share_embeddings", False)
     pattern = overrides.pop("hybrid_layer_pattern", None)
     frozen = overrides.pop("frozen", None)
+    te, fused = overrides.pop("te", False), overrides.pop("fused_weight_grads", False)
     expert_bias = overrides.pop("expert_bias", None)
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = transformer_config(**{**EXPERTS, "expert_model_parallel_size": 2, **overrides})
-    with core_attention_without_te(config.multi_latent_attention or config.context_parallel_size > 1):
-        arguments = {"position_embedding_type": position, "share_embeddings_and_output_weights": tied}
+    arguments = {"te": te, "position_embedding_type": position, "share_embeddings_and_output_weights": tied}
+    with core_attention_without_te(not te and (config.multi_latent_attention or config.context_parallel_size > 1)):
         model = small_gpt(config, **arguments) if pattern is None else small_hybrid(config, pattern, **arguments)
+    for module in model.modules() if fused else ():
+        # As --gradient-accumulation-fusion sets it, which Megatron's own output layer can't do without apex.
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
     if frozen is not None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(re.search(frozen, name) is None)
@@ -104,6 +109,7 @@ def step(ddp) -> list[float]:
     losses = []
     torch.manual_seed(5)  # input jitter draws from it
     ddp.zero_grad_buffer()
+    ddp.module.set_is_first_microbatch()  # as Megatron's training step does, for fp8
     for i, batch in enumerate(micro_batches()):
         last = i == NUM_MICRO_BATCHES - 1
         with nullcontext() if last else ddp.no_sync():

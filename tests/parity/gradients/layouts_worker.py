@@ -57,7 +57,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int, Any]] = {
 """Layout, overrides of the config, number of chunks, what disturbs the run."""
 
 
-def compare_in(layout: str) -> dict[str, Any]:
+def compare_in(layout: str, cases: dict[str, tuple[str, dict[str, Any], int, Any]]) -> dict[str, Any]:
+    """What :func:`compare` finds in those of ``cases`` that have this layout."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 
@@ -68,7 +69,7 @@ def compare_in(layout: str) -> dict[str, Any]:
     config = {**sizes, "sequence_parallel": "tensor_model_parallel_size" in sizes}
     results = {
         name: compare({**config, **overrides}, num_chunks, disturb)
-        for name, (its_layout, overrides, num_chunks, disturb) in CASES.items()
+        for name, (its_layout, overrides, num_chunks, disturb) in cases.items()
         if its_layout == layout
     }
     parallel_state.destroy_model_parallel()
@@ -82,7 +83,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     with sequence_parallel_with_torch_norm():
         for layout in LAYOUTS:
-            results |= compare_in(layout)
+            results |= compare_in(layout, CASES)
     finish(results)
 
 

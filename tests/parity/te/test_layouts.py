@@ -1,0 +1,39 @@
+"""Gradients of Transformer Engine's layers with tensor, context, data and expert tensor parallelism: against stock."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.gradient_deviations import TOLERANCE
+from tests.parity.te.layouts_worker import CASES
+from tests.ranks import launch
+
+pytestmark = pytest.mark.distributed
+
+WORKER = Path(__file__).with_name("layouts_worker.py")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Per rank: what the worker found for each layout."""
+    return launch.results_of(WORKER, 4, tmp_path_factory.mktemp("layouts"), timeout_s=230, te=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_te_gradients_equal_stock_in_layouts(results, case, check_gradients):
+    bound = 0.0 if case.endswith("/k=1") else TOLERANCE
+    for rank, result in enumerate(results):
+        found = result[case]
+        assert found["zero_gradients"] == []
+        check_gradients(found["gradients"], bound, f"rank {rank}")
+        assert found["loss"] <= bound
+        assert found["logged"] <= bound
+        assert found["reports"] == dict.fromkeys(found["parameters"], 1)
+        assert set(found["reports_of_deferred"]) == {4}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_te_order_of_collectives_is_the_same_on_all_ranks(results, case):
+    collectives = [result[case]["collectives"] for result in results]
+    assert all(order == collectives[0] for order in collectives)
+    assert any(".I.dispatch" in op for op in collectives[0])

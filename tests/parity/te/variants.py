@@ -1,0 +1,57 @@
+"""Models and plans beside those of ``parity/gradients/variants.py`` that are compared with Transformer Engine's layers."""
+
+from typing import Any
+
+from megatron_lancet.schedule.plan import Gap, Plan, fixed_plan
+from tests.parity.gradients.variants import MLA, RECOMPUTE, SEQUENCE, VARIANTS
+
+TE: dict[str, Any] = {"te": True, "moe_grouped_gemm": True, "gradient_accumulation_fusion": False}
+"""Overrides that select Transformer Engine's layers and its grouped experts."""
+FUSED: dict[str, Any] = {"fused_weight_grads": True}
+"""dW is added to the gradient by the GEMM, as ``--gradient-accumulation-fusion`` asks."""
+RMS_NORM = {"normalization": "RMSNorm"}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "fused": FUSED,
+    "fused-bias": {**FUSED, "moe_layer_freq": [0, 1, 1], "add_bias_linear": True},
+    "sequential-experts": {**FUSED, "moe_grouped_gemm": False},
+    "mla": MLA,
+    "rms-norm-qk-layernorm": {**RMS_NORM, "qk_layernorm": True, "num_query_groups": 2},
+    "zero-centered-norm": {**RMS_NORM, "layernorm_zero_centered_gamma": True},
+    "sliding-window": {"window_size": (5, 0)},
+    "attention-sink": {"softmax_type": "learnable"},
+    "log-max-attention-logit": {"log_max_attention_logit": True},
+}
+"""With one chunk, with batch and with sequence chunks."""
+
+CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
+    ("bf16", {"bf16": True}, 1, {}),
+    ("bf16-fused", {**FUSED, "bf16": True}, 1, {}),
+    ("fused", FUSED, 4, {"dw": "none"}),
+    ("plain", {}, 2, {"dw": "none"}),
+    *((name, settings, k, SEQUENCE) for name, settings in RECOMPUTE.items() for k in (1, 3)),
+    *((name, VARIANTS[name], 3, SEQUENCE) for name in ("llama-like", "shared-expert-gate", "core-attention-recompute")),
+    ("mla-yarn", {**MLA, "rope_type": "yarn"}, 3, SEQUENCE),
+    *(("plain", {}, 3, {"over": over}) for over in ("experts", "gate", "layer")),
+]
+"""Further axes: name, overrides, chunks, fields of the plan."""
+
+HAZARDS: dict[str, tuple[dict[str, Any], Plan]] = {
+    # The first chunk's dW comes last.
+    "first-call": (FUSED, fixed_plan(3)),
+    # No room: each dW runs as soon as it is put.
+    "dw-at-once": ({}, fixed_plan(2, dw_memory_bytes=1)),
+    "gaps": (
+        FUSED,
+        Plan(
+            fixed_plan(2).segments,
+            dw_window=4,
+            gaps=(Gap("L2.c1.I.combine", ("L3.W.mlp.experts.linear_fc1", "L3.W.self_attention.linear_qkv")),),
+        ),
+    ),
+}
+"""Plans in which a module's own habits would give wrong gradients, see ``model/te/linear.py``; and planned gaps."""
+
+
+def case_name(name: str, num_chunks: int, cut: dict[str, str] | None = None) -> str:
+    return "/".join([name, f"k={num_chunks}", *(cut or {}).values()])

@@ -1,0 +1,78 @@
+"""Every variant of the models with Transformer Engine's layers, stock beside ours, on two ranks.
+
+Usage: worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_lancet.patching import replaced
+from tests.parity.gradients import gradients_worker
+from tests.parity.gradients.disturbances import erratic_wire
+from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare, compare_plan
+from tests.parity.gradients.variants import (
+    DW_MEMORY_CASES,
+    FORCED,
+    SEGMENTED,
+    SEQUENCE,
+    VARIANTS,
+    WHOLE_ROUTING,
+    chunk_counts,
+)
+from tests.parity.te.variants import CUTS, FUSED, HAZARDS, MODELS, TE, case_name
+from tests.ranks.worker import finish, run_on_cpu_with_te
+
+
+def first_call_of_a_step(stack: ExitStack) -> None:
+    """Negative control: Transformer Engine's own forward, whose first dW of a step overwrites the gradient."""
+    from megatron_lancet.model.te.linear import TELinearPerChunk
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return super(TELinearPerChunk, self).forward(*args, **kwargs)
+
+    stack.enter_context(replaced(TELinearPerChunk, "forward", forward))
+
+
+def grad_from_autograd_counts(stack: ExitStack) -> None:
+    """Negative control: what autograd finds in ``.grad`` is added, as for Megatron's own linear layers."""
+    from megatron_lancet.model.te import linear
+    from megatron_lancet.runtime.weight_grad_store import DeferredWeight
+
+    stack.enter_context(replaced(linear._WeightWithPlaceholder, "report", DeferredWeight.report))
+
+
+def main() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
+    results: dict[str, Any] = {}
+    for name, overrides in {**VARIANTS, **FORCED}.items():
+        for num_chunks in chunk_counts(name):
+            results[case_name(name, num_chunks)] = compare({**TE, **overrides}, num_chunks)
+    for name, overrides, num_chunks, cut in CUTS:
+        results[case_name(name, num_chunks, cut)] = compare({**TE, **overrides}, num_chunks, **cut)
+    for name, overrides in MODELS.items():
+        for num_chunks, cut in ((1, {}), (2, {}), (3, SEQUENCE)):
+            results[case_name(name, num_chunks, cut)] = compare({**TE, **overrides}, num_chunks, **cut)
+    for name, overrides in WHOLE_ROUTING.items():
+        results[case_name(name, 3)] = compare({**TE, **overrides}, 3, over="experts")
+    for name, (overrides, plan) in SEGMENTED.items():
+        results[name] = compare_plan({**TE, **overrides}, plan)
+    for name, (memory_bytes, num_chunks) in DW_MEMORY_CASES.items():
+        results[name] = compare({**TE, **FUSED}, num_chunks, erratic_wire, dw_memory_bytes=memory_bytes)
+    for name, (overrides, plan) in HAZARDS.items():
+        results[name] = compare_plan({**TE, **overrides}, plan)
+    for name, disturb in {"first-call": first_call_of_a_step, "dw-at-once": grad_from_autograd_counts}.items():
+        overrides, plan = HAZARDS[name]
+        results[f"{name}/damaged"] = compare_plan({**TE, **overrides}, plan, disturb)
+    finish(results)
+
+
+if __name__ == "__main__":
+    run_on_cpu_with_te(main)
