@@ -31,23 +31,11 @@ def recording(losses: list[dict[str, float]], classes: set[str]):
     return train_step
 
 
-KEPT_WITH_TE = ("transformer_impl", "fp8", "moe_permute_fusion")
-
-
-def keep_te_settings(stock, args):
-    """A CPU run's settings, but for those that the tests' Transformer Engine can do."""
-    kept = {name: getattr(args, name) for name in KEPT_WITH_TE}
-    args.fp8 = None
-    stock(args)
-    vars(args).update(kept)
-
-
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     from megatron.training import training
 
     # Only here: Megatron's checkpoint writer starts a process that imports this file, and needs nothing of it.
-    from megatron_lancet.training import job
     from megatron_lancet.training.platform import detect
     from megatron_lancet.training.pretrain import main
 
@@ -57,7 +45,6 @@ if __name__ == "__main__":
         stack.enter_context(around(training, "train_step", recording(losses, classes)))
         if te_cpu.is_installed():
             stack.enter_context(replaced(detect, "cpu_platform", te_cpu.te_platform))
-            stack.enter_context(around(job, "apply_cpu_settings", keep_te_settings))
         main()
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     if "LANCET_TEST_RESULT" in os.environ and (last or "mock" in sys.argv):

@@ -33,7 +33,8 @@ def call_per_chunk(core: torch.nn.Module) -> "TEAttentionPerChunk":
 
 @cache
 def _subclass() -> type:
-    return type("TEDotProductAttentionPerChunk", (TEAttentionPerChunk, megatron_te.TEDotProductAttention), {})
+    bases = (TEAttentionPerChunk, megatron_te.TEDotProductAttention)
+    return type("TEDotProductAttentionPerChunk", bases, {"__module__": __name__})
 
 
 class TEAttentionPerChunk:

@@ -23,9 +23,6 @@ _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "arange", "linspace", "eye")
 """Functions that Megatron calls with ``device="cuda"`` or for pinned memory; only these are wrapped."""
 
-_CAPABILITY = (9, 0)
-"""Compute capability that the CPU reports; Transformer Engine's fp8 layers want 8.9 or more."""
-
 
 def gpu_available() -> bool:
     """Whether this process sees a CUDA device."""
@@ -101,14 +98,13 @@ def _constant(value: Any) -> Callable[..., Any]:
 
 def _cuda_stand_ins() -> dict[str, Any]:
     """Replacements for names in ``torch.cuda``."""
-    major, minor = _CAPABILITY
-    properties = SimpleNamespace(name="cpu", total_memory=0, major=major, minor=minor, multi_processor_count=1)
+    properties = SimpleNamespace(name="cpu", total_memory=0, major=8, minor=0, multi_processor_count=1)
     constants = {
         "is_available": True,
         "is_initialized": True,
         "device_count": 1,
         "current_device": _CPU,
-        "get_device_capability": _CAPABILITY,
+        "get_device_capability": (8, 0),
         "get_device_properties": properties,
         "get_device_name": "cpu",
         "current_stream": _THE_STREAM,

@@ -21,7 +21,6 @@ _CPU_SETTINGS = {
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
     "cross_entropy_loss_fusion": False,
-    "moe_permute_fusion": False,
     "moe_router_fusion": False,
     "use_flash_attn": False,
     "tp_comm_overlap": False,
@@ -92,7 +91,7 @@ def apply_cpu_settings(args: argparse.Namespace) -> None:
         assert hasattr(args, name), f"Megatron has no argument {name}"
         setattr(args, name, value)
     if not with_te:
-        args.transformer_impl = "local"
+        args.transformer_impl, args.moe_permute_fusion = "local", False
     # Transformer Engine's layers need nothing else for it, but Megatron's output layer has the same setting and needs
     # apex's extension.
     if not (with_te and layers._grad_accum_fusion_available):

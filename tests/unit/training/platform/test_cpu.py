@@ -95,14 +95,14 @@ def test_cpu_platform_accepts_flags_of_a_gpu_script(gpu_script):
 def test_cpu_platform_keeps_settings_of_transformer_engine_where_it_is_installed(gpu_script, has_apex):
     fp8 = ("--fp8-format", "hybrid", "--fp8-recipe", "delayed")
     with replaced(megatron_te, "HAVE_TE", True), replaced(layers, "_grad_accum_fusion_available", has_apex):
-        args = gpu_script(*fp8, "--tp-comm-overlap")
+        args = gpu_script(*fp8, "--tp-comm-overlap", "--moe-permute-fusion")
         apply_cpu_settings(args)
         assert (args.transformer_impl, args.fp8, args.fp8_recipe) == ("transformer_engine", "hybrid", "delayed")
         assert args.gradient_accumulation_fusion == has_apex  # Megatron's output layer has the same setting
-        assert not args.tp_comm_overlap
-        local = gpu_script("--transformer-impl", "local")
+        assert (args.moe_permute_fusion, args.tp_comm_overlap) == (True, False)
+        local = gpu_script("--transformer-impl", "local", "--moe-permute-fusion")
         apply_cpu_settings(local)
-        assert (local.transformer_impl, local.gradient_accumulation_fusion) == ("local", False)
+        assert not (local.gradient_accumulation_fusion or local.moe_permute_fusion)
         with pytest.raises(UsageError, match="--fp8-format needs a GPU"):
             apply_cpu_settings(gpu_script("--transformer-impl", "local", *fp8))
 
