@@ -43,5 +43,5 @@ def test_hybrid_run_with_two_chunks_continues_stocks_checkpoint(stock, token_dat
     sequence = ["--lancet-num-chunks", 2, "--lancet-chunk-dim", "sequence"]
     ours = pretrain(token_data, [*EP2, *HYBRID, *sequence, *load], tmp_path, train_iters=STEPS, te=True)
     assert "chunks=2 dim=sequence" in ours.outputs[0]
-    for name in COMPARED:
+    for name in ("lm loss", "grad norm"):  # stock, too, logs other auxiliary losses after it has resumed
         assert ours.series(name) == pytest.approx(expected.series(name)[SAVED:], rel=1e-5), name
