@@ -19,7 +19,10 @@ from tests.ranks.worker import finish, run_on_cpu_with_te
 
 TE = {"te": True, "num_layers": 2, "moe_grouped_gemm": True}
 NORMS = {**TE, "recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
-LATENT = {**NORMS, **MLA, "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"]}
+LOCAL_NORMS = {**NORMS, "te": False, "recompute_modules": ["layernorm"], "moe_layer_freq": [0, 1]}
+"""In front of every linear layer; with Transformer Engine's layers most are part of it."""
+LATENT: dict[str, Any] = {**NORMS, **MLA, "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"]}
+LATENT_AND_CORE = {**LATENT, "recompute_modules": [*LATENT["recompute_modules"], "core_attn"]}
 SHARED = {"moe_shared_expert_intermediate_size": 48, "moe_layer_freq": [0, 1]}
 ALL_OF_MOE = {**NORMS, "recompute_modules": ["layernorm", "moe_act", "core_attn", "moe", "mlp", "shared_experts"]}
 FP8 = {"bf16": True, "fp8": "e4m3", "fp8_recipe": "tensorwise", "hidden_size": 64, "ffn_hidden_size": 64}
@@ -34,11 +37,12 @@ RECOMPUTED: dict[str, tuple[dict[str, Any], int, dict[str, str]]] = {
     "norms/k=3/gate": ({**NORMS, **SHARED}, 3, {"over": "gate"}),
     "norms/k=3/experts": ({**NORMS, **SHARED}, 3, {"over": "experts", "dim": "sequence"}),
     "all-of-moe/k=3": ({**ALL_OF_MOE, **SHARED}, 3, {}),
+    "local-norms/k=3": (LOCAL_NORMS, 3, {}),
     "latent/k=1": (LATENT, 1, {}),
     "latent/bf16/k=1/none": ({**LATENT, "bf16": True}, 1, {"dw": "none"}),
     "latent/fp8/bf16/k=1": (LATENT_FP8, 1, {}),
     "latent/k=3": ({**LATENT, "q_lora_rank": None}, 3, {}),
-    "latent/k=3/sequence": (LATENT, 3, {"dim": "sequence"}),
+    "latent/k=3/sequence": (LATENT_AND_CORE, 3, {"dim": "sequence"}),
 }
 """Overrides of the transformer config, chunks, fields of the plan."""
 _ROWS = {**TE, "num_layers": 1, "moe_permute_fusion": True}
