@@ -10,7 +10,7 @@ as well, although other functions save them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from megatron_lancet.model.te.precision import recompute_precision
 from megatron_lancet.patching import replaced
 
 DROPS_OUTPUTS = frozenset({"layernorm", "moe_act", "mla_up_proj"})
@@ -35,7 +36,7 @@ class Recompute:
     What an op receives stays in memory: a layer's input, and the rows that the experts got.
 
     Attributes:
-        attention: norms and attention, up to the router's input.
+        attention: norms and attention, up to the router's input; in a multi-token prediction also its projection.
         mlp: a dense layer's MLP.
         experts: the experts, from the rows that arrived to the rows that leave.
         shared_experts: the experts that see all tokens.
@@ -76,6 +77,12 @@ def recompute_of_layer(config: TransformerConfig, index_in_stage: int) -> Recomp
     )
 
 
+def recompute_of_mtp(config: TransformerConfig) -> Recompute:
+    """Translates Megatron's settings for a multi-token prediction, which stock's block method leaves out."""
+    is_left_out = config.recompute_granularity == "full" and config.recompute_method == "block"
+    return NOTHING if is_left_out else recompute_of_layer(config, 0)
+
+
 def maybe_recomputed[T](again: bool, segment: Callable[..., T], *args: Any) -> T:
     """Returns ``segment(*args)``; with ``again``, saved tensors are dropped and recomputed in the backward pass.
 
@@ -86,18 +93,20 @@ def maybe_recomputed[T](again: bool, segment: Callable[..., T], *args: Any) -> T
         return segment(*args)
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states = tracker.get_states()
+    first, again_precision = recompute_precision()
 
     @contextmanager
     def with_first_states() -> Iterator[None]:
         now = tracker.get_states()
         tracker.set_states(states)
         try:
-            yield
+            with again_precision:
+                yield
         finally:
             tracker.set_states(now)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), with_first_states()
+        return first, with_first_states()
 
     return checkpoint(segment, *args, use_reentrant=False, context_fn=contexts)
 
@@ -110,12 +119,7 @@ class DroppedOutputs:
     saved tensor of the function itself, makes the function run again, once.
     """
 
-    def __init__(self, context: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """
-        Args:
-            context: returns what the function runs in; entered when it runs again.
-        """
-        self._context = context
+    def __init__(self) -> None:
         self._source: _Recomputed | None = None
         self._storages: Sequence[StorageWeakRef] = ()
         self._versions: Sequence[int] = ()
@@ -128,8 +132,9 @@ class DroppedOutputs:
         """
         if not torch.is_grad_enabled():
             return function(*inputs)
-        source = self._source = _Recomputed(function, inputs, self._context)
-        with saved_tensors_hooks(source.drop, source.saved):
+        first, again = recompute_precision()
+        source = self._source = _Recomputed(function, inputs, again)
+        with first, saved_tensors_hooks(source.drop, source.saved):
             outputs = function(*inputs)
         # A storage that a weak reference names is not given to another tensor, so the addresses stay unique.
         self._storages = [StorageWeakRef(output.untyped_storage()) for output in _several(outputs)]
@@ -181,9 +186,13 @@ class _Recomputed:
         self,
         function: Callable[..., Any],
         inputs: Sequence[Any],
-        context: Callable[[], AbstractContextManager[None]],
+        precision: AbstractContextManager[None],
     ) -> None:
-        self._function, self._context = function, context
+        """
+        Args:
+            precision: entered when the function runs again.
+        """
+        self._function, self._precision = function, precision
         self._num_saved = 0
         self._outputs: list[torch.Tensor] | None = None
         self._saved: list[torch.Tensor] = []
@@ -222,7 +231,7 @@ class _Recomputed:
         def keep(tensor: torch.Tensor) -> None:
             self._saved.append(tensor.detach())
 
-        with torch.enable_grad(), self._context(), saved_tensors_hooks(keep, _never_unpacked):
+        with torch.enable_grad(), self._precision, saved_tensors_hooks(keep, _never_unpacked):
             outputs = self._function(*inputs)
         assert len(self._saved) == self._num_saved, "a function saved other tensors when it ran again"
         self._outputs = [output.detach() for output in _several(outputs)]
@@ -253,20 +262,15 @@ def _several(outputs: Any) -> Sequence[torch.Tensor]:
 class _Checkpoint:
     """:class:`DroppedOutputs` with the interface of Megatron's ``CheckpointWithoutOutput``."""
 
-    def __init__(
-        self,
-        scopes: list[ExitStack],
-        context: Callable[[], AbstractContextManager[None]],
-        fp8: object = None,
-    ) -> None:
+    def __init__(self, scopes: list[ExitStack], fp8: object = None) -> None:
         """
         Args:
-            fp8: Megatron's; ``context`` says more.
+            fp8: Megatron's; the context that is open says more.
         """
-        self._scopes, self._context = scopes, context
+        self._scopes = scopes
 
     def checkpoint[T](self, function: Callable[..., T], *inputs: Any) -> T:
-        dropped = DroppedOutputs(self._context)
+        dropped = DroppedOutputs()
         outputs = dropped.run(function, *inputs)
         self._scopes.append(ExitStack())
         self._scopes[-1].enter_context(dropped.consumed())
@@ -277,23 +281,18 @@ class _Checkpoint:
 
 
 @contextmanager
-def outputs_dropped_in_stock(
-    again: bool, context: Callable[[], AbstractContextManager[None]] = nullcontext
-) -> Iterator[None]:
+def outputs_dropped_in_stock(again: bool) -> Iterator[None]:
     """Inside, with ``again``, Megatron's modules drop outputs by :class:`DroppedOutputs`.
 
     Where they do so stays their own decision. They run what saves an output between two calls, one after the output
     was made and one after its last use.
-
-    Args:
-        context: returns what the modules run in; entered when a function of theirs runs again.
     """
     if not again:
         yield
         return
     scopes: list[ExitStack] = []
     try:
-        with replaced(tensor_parallel, "CheckpointWithoutOutput", partial(_Checkpoint, scopes, context)):
+        with replaced(tensor_parallel, "CheckpointWithoutOutput", partial(_Checkpoint, scopes)):
             yield
     finally:
         while scopes:  # a module raised between its two calls

@@ -106,11 +106,8 @@ _FUSED_RESIDUAL = "its norms return the residual, too, which the block adds by i
 _BY_MODULE = "sets the precision of single modules; the multiples that it asks of a chunk's tokens are not known"
 _SYMMETRIC = "an all-reduce for inference in buffers of one size"
 _KITCHEN = "layers of the kitchen extension"
-_DELAYED = "recomputation runs outside the context in which delayed scaling records maxima"
-_OTHER_SCALING = "drop the recomputation, or pass another --fp8-recipe"
 _NOT_IN_MOE = "not part of the block's MoE layer"
 _NOT_IN_BLOCK = "not part of the block"
-_MTP = "the block ends at the last layer; multi-token prediction comes after it"
 _UPCYCLING = "convert the checkpoint in a run of its own"
 _LOCAL_MODULES = "in stock, too, local layers can't recompute these modules"
 _MODULES = (
@@ -149,16 +146,6 @@ def _with_local_layers(name: str) -> Callable[[argparse.Namespace], object]:
 def _interleave_outside_grouped_experts(args: argparse.Namespace) -> object:
     grouped = args.transformer_impl == TRANSFORMER_ENGINE and args.moe_grouped_gemm
     return not grouped and bool(args.moe_mlp_glu_interleave_size)
-
-
-def _recompute_with_delayed_scaling(args: argparse.Namespace) -> object:
-    """Finds recomputed modules with linear layers; core attention has none."""
-    if args.transformer_impl != TRANSFORMER_ENGINE or not args.fp8 or args.fp8_recipe != "delayed":
-        return False
-    if args.recompute_granularity == "full":
-        return "delayed with --recompute-granularity full"
-    modules = sorted(set(args.recompute_modules or ()) - {"core_attn"})
-    return args.recompute_granularity == "selective" and modules and f"delayed with --recompute-modules {modules[0]}"
 
 
 def _other_spec(args: argparse.Namespace) -> object:
@@ -224,8 +211,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
             "--fp8-output-proj": "fp8_output_proj",
         }.items()
     ),
-    Unsupported("--fp8-recipe", None, _DELAYED, _OTHER_SCALING, refused=_recompute_with_delayed_scaling),
-    Unsupported("--mtp-num-layers", Topic.MODEL, _MTP),
     Unsupported("--moe-latent-size --moe-enable-routing-replay", Topic.MOE, _NOT_IN_MOE),
     Unsupported("--moe-expert-rank-capacity-factor", Topic.MOE, _NOT_IN_MOE, even_zero=True),
     Unsupported("--moe-routing-trace-path", Topic.MOE, _NOT_IN_MOE),
