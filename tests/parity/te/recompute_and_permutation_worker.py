@@ -28,6 +28,7 @@ SHARED = {"moe_shared_expert_intermediate_size": 48, "moe_layer_freq": [0, 1]}
 ALL_OF_MOE = {**NORMS, "recompute_modules": ["layernorm", "moe_act", "core_attn", "moe", "mlp", "shared_experts"]}
 FP8 = {"bf16": True, "fp8": "e4m3", "fp8_recipe": "tensorwise", "hidden_size": 64, "ffn_hidden_size": 64}
 LATENT_FP8 = {**LATENT, **FP8, "q_lora_rank": None, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16, "v_head_dim": 16}
+DELAYED = {**LATENT_FP8, "fp8_recipe": "delayed", "recompute_modules": ["mla_up_proj"]}
 RECOMPUTED: dict[str, tuple[dict[str, Any], int, dict[str, str]]] = {
     "norms/k=1": (NORMS, 1, {}),
     "norms/bf16/k=1": ({**NORMS, "bf16": True}, 1, {}),
@@ -42,6 +43,7 @@ RECOMPUTED: dict[str, tuple[dict[str, Any], int, dict[str, str]]] = {
     "latent/k=1": (LATENT, 1, {}),
     "latent/bf16/k=1/none": ({**LATENT, "bf16": True}, 1, {"dw": "none"}),
     "latent/fp8/bf16/k=1": (LATENT_FP8, 1, {}),
+    "latent/fp8-delayed/bf16/k=1": (DELAYED, 1, {}),
     "latent/k=3": ({**LATENT, "q_lora_rank": None}, 3, {}),
     "latent/k=3/sequence": (LATENT_AND_CORE, 3, {"dim": "sequence"}),
 }
