@@ -239,10 +239,6 @@ REFUSED: list[tuple[list, str]] = [
         [*TE, "--recompute-granularity", "selective", "--recompute-modules", "layernorm", "gdn_norm_out"],
         "--recompute-modules gdn_norm_out does not work",
     ),
-    (
-        [*TE, *FP8, "--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj"],
-        "--fp8-recipe delayed with --recompute-modules mla_up_proj .*another --fp8-recipe",
-    ),
     (["--distribute-saved-activations"], "--distribute-saved-activations"),
     (["--spec", "mine", "layers"], "--spec mine layers"),
     (["--save-dgrads-interval", 5], "it would save one chunk for the whole micro-batch"),
