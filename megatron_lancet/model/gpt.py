@@ -23,7 +23,8 @@ from megatron_lancet.model.linear import (
 )
 from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.mtp import OverlappingMTP, OverlappingMTPLayer
-from megatron_lancet.model.ops import Recompute, recompute_of_layer, recompute_of_mtp, trace_ends
+from megatron_lancet.model.ops import trace_ends
+from megatron_lancet.model.recompute import Recompute, recompute_of_layer, recompute_of_mtp
 from megatron_lancet.model.router import ChunkedTopKRouter
 from megatron_lancet.model.te.linear import TELinearPerChunk, call_per_chunk, is_te_linear
 from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
@@ -184,13 +185,20 @@ def _prepare_layer(layer: Any, number: int, recompute: Recompute, comm: Comm) ->
     attention = SwitchableAttention(layer.self_attention, recompute.attention)
     if not isinstance(layer.mlp, MoELayer):
         layer.recompute_mlp = False  # ours now
+        if recompute.mlp:
+            layer.recompute_pre_mlp_layernorm = False  # part of what runs again
         return OverlappingLayer(number, layer, None, attention, comm, recompute)
     layer.mlp.shared_experts_recompute = False
+    if recompute.experts and hasattr(layer.mlp.experts, "activation_recompute"):
+        layer.mlp.experts.activation_recompute = False  # part of what runs again
     adopt(layer.mlp.router, ChunkedTopKRouter).begin_micro_batch()
     if type(layer.mlp.experts) is SequentialMLP:
         adopt(layer.mlp.experts, GroupingSequentialMLP)
     stock = layer.mlp.token_dispatcher
-    dispatcher = AllToAllDispatcher(comm, layer.config.num_moe_experts, stock.ep_size, stock.tp_group)
+    config = layer.config
+    dispatcher = AllToAllDispatcher(
+        comm, config.num_moe_experts, stock.ep_size, stock.tp_group, config.moe_permute_fusion
+    )
     moe = OverlappingMoE(number, layer.mlp, dispatcher, comm, recompute)
     return OverlappingLayer(number, layer, moe, attention, comm, recompute)
 

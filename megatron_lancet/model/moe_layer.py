@@ -15,7 +15,8 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher, Routes
-from megatron_lancet.model.ops import NOTHING, ChunkState, Recompute, maybe_recomputed
+from megatron_lancet.model.ops import ChunkState
+from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed, outputs_dropped_in_stock
 from megatron_lancet.model.te.precision import op_precision
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
@@ -48,10 +49,13 @@ class OverlappingMoE:
 
 def route(moe: OverlappingMoE, x: ChunkState) -> None:
     """Choose the experts of each token."""
-    router_input_sbH = x.shared_input_sbH = x.normed_sbH
-    if moe.stock.use_shared_expert and x.chunk.num_chunks == 1:
-        x.normed_sbH, router_input_sbH, x.shared_input_sbH = _ForkInStocksOrder.apply(x.normed_sbH)
-    x.probs_tE, x.routing_map_tE = moe.stock.router(router_input_sbH, chunk=x.chunk)
+    router_input_sbH = x.normed_sbH
+    if moe.stock.use_shared_expert:
+        x.shared_input_sbH = x.normed_sbH
+        if x.chunk.num_chunks == 1:
+            x.normed_sbH, router_input_sbH, x.shared_input_sbH = _ForkInStocksOrder.apply(x.normed_sbH)
+    with x.norm.consumed():
+        x.probs_tE, x.routing_map_tE = moe.stock.router(router_input_sbH, chunk=x.chunk)
 
 
 def launch_counts(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -74,7 +78,9 @@ def launch_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
 
 def shared_experts(moe: OverlappingMoE, x: ChunkState) -> None:
     """Run the experts that see all tokens."""
-    x.shared_sbH = maybe_recomputed(moe.recompute.shared_experts, _run_shared_experts, moe.stock, x.shared_input_sbH)
+    again = moe.recompute.shared_experts
+    with x.norm.consumed():
+        x.shared_sbH = maybe_recomputed(again, _run_shared_experts, moe.stock, x.shared_input_sbH)
     del x.shared_input_sbH
 
 
@@ -85,7 +91,8 @@ def wait_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
 
 def experts(moe: OverlappingMoE, x: ChunkState) -> None:
     """Run this rank's experts on the rows received."""
-    x.rows = (maybe_recomputed(moe.recompute.experts, _run_experts, moe, *x.rows, x.routes.wait()),)
+    with outputs_dropped_in_stock(moe.recompute.drops_outputs):
+        x.rows = (maybe_recomputed(moe.recompute.experts, _run_experts, moe, *x.rows, x.routes.wait()),)
 
 
 def launch_combine(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -126,8 +133,8 @@ FORWARD: Mapping[Verb, Callable[[OverlappingMoE, ChunkState], None]] = {
 class _ForkInStocksOrder(torch.autograd.Function):
     """The input of a layer's experts for the permutation, the router and the shared experts.
 
-    Stock runs the shared experts first, we run them while the dispatch is in flight, and autograd adds gradients as they
-    come. Adding them here keeps stock's order of sums.
+    Stock runs the shared experts first, we run them while the dispatch is in flight, and autograd adds gradients as
+    they come. Adding them here keeps stock's order of sums.
     """
 
     @staticmethod

@@ -203,12 +203,17 @@ def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Trace | None) 
     if segment.range is OverlapRange.EXPERTS:
         shape = micro_batch.normed_sbH.shape
         routing = [split_rows(rows, shape, segment) for rows in (micro_batch.probs_tE, micro_batch.routing_map_tE)]
-        del micro_batch.probs_tE, micro_batch.routing_map_tE, micro_batch.shared_input_sbH
-    parts_sbH = split_hidden(begin_cut(trace, micro_batch.normed_sbH), segment)
+        del micro_batch.probs_tE, micro_batch.routing_map_tE
+    has_shared_experts = hasattr(micro_batch, "shared_input_sbH")  # the router of the whole micro-batch has run
+    parts_sbH, norm = micro_batch.norm.then(split_hidden, begin_cut(trace, micro_batch.normed_sbH), segment)
     del micro_batch.normed_sbH
+    if has_shared_experts:
+        del micro_batch.shared_input_sbH
     states = [ChunkState(chunk) for chunk in make_chunks(parts_sbH, segment)]
-    for index, (x, normed_sbH) in enumerate(zip(states, parts_sbH, strict=True)):
-        x.normed_sbH = x.shared_input_sbH = normed_sbH
+    for index, (x, part_sbH) in enumerate(zip(states, parts_sbH, strict=True)):
+        x.normed_sbH, x.norm = part_sbH, norm
+        if has_shared_experts:
+            x.shared_input_sbH = part_sbH
         if routing:
             x.probs_tE, x.routing_map_tE = (parts_tE[index] for parts_tE in routing)
     return states

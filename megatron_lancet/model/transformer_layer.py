@@ -16,7 +16,14 @@ from megatron_lancet.model import moe_layer
 from megatron_lancet.model.attention.switchable import SwitchableAttention, at_positions
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.moe_layer import OverlappingMoE
-from megatron_lancet.model.ops import NOTHING, ChunkState, Recompute, maybe_recomputed, traced
+from megatron_lancet.model.ops import ChunkState, traced
+from megatron_lancet.model.recompute import (
+    NOTHING,
+    DroppedOutputs,
+    Recompute,
+    maybe_recomputed,
+    outputs_dropped_in_stock,
+)
 from megatron_lancet.model.te.precision import block_precision, op_precision
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule import turns
@@ -69,23 +76,32 @@ def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkSta
 
 def project(layer: OverlappingLayer, x: ChunkState) -> None:
     """Join the hidden states with the embeddings of the next tokens, before the layer of a multi-token prediction."""
-    x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _project, layer, x.hidden_sbH, x.embedded_sbH)
+    with block_precision(layer.stock.config):
+        x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _project, layer, x.hidden_sbH, x.embedded_sbH)
     del x.embedded_sbH
 
 
 def attention(layer: OverlappingLayer, x: ChunkState) -> None:
     """Norm, self-attention and residual; in a MoE layer also the norm in front of the router and the experts."""
-    if layer.moe is None:
-        x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _attend, layer.stock, x.hidden_sbH, x.chunk)
-    else:
-        x.hidden_sbH, x.normed_sbH = maybe_recomputed(
-            layer.recompute.attention, _attend_and_norm, layer.stock, x.hidden_sbH, x.chunk
-        )
+    recompute, stock = layer.recompute, layer.stock
+    if layer.moe is not None and recompute.attention:
+        x.hidden_sbH, x.normed_sbH = maybe_recomputed(True, _attend_and_norm, stock, x.hidden_sbH, x.chunk)
+        return
+    with outputs_dropped_in_stock(layer.recompute.drops_outputs):
+        x.hidden_sbH = maybe_recomputed(recompute.attention, _attend, stock, x.hidden_sbH, x.chunk)
+    if layer.moe is not None:
+        norm = apply_module(stock.pre_mlp_layernorm)
+        if recompute.experts_norm:
+            x.norm = DroppedOutputs()
+            x.normed_sbH = x.norm.run(norm, x.hidden_sbH)
+        else:
+            x.normed_sbH = norm(x.hidden_sbH)
 
 
 def mlp(layer: OverlappingLayer, x: ChunkState) -> None:
     """Norm, MLP and residual of a dense layer."""
-    x.hidden_sbH = maybe_recomputed(layer.recompute.mlp, _forward_mlp, layer.stock, x.hidden_sbH)
+    with outputs_dropped_in_stock(layer.recompute.drops_outputs):
+        x.hidden_sbH = maybe_recomputed(layer.recompute.mlp, _forward_mlp, layer.stock, x.hidden_sbH)
 
 
 def add_residual(layer: OverlappingLayer, x: ChunkState) -> None:
@@ -110,7 +126,7 @@ FORWARD: Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]] = {
 def _project(layer: OverlappingLayer, hidden_sbH: torch.Tensor, embedded_sbH: torch.Tensor) -> torch.Tensor:
     """Norms of both and projection to [s, b, H]."""
     assert layer.prediction is not None
-    with block_precision(layer.stock.config), op_precision(layer.stock):
+    with op_precision(layer.stock):
         return layer.prediction._concat_embeddings(hidden_sbH, embedded_sbH)
 
 

@@ -18,12 +18,22 @@ chunks and back).
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from megatron_lancet.files import MAX_COUNT, Range, from_plain, parse_object, read_text, take_version, to_plain
+from megatron_lancet.files import (
+    MAX_COUNT,
+    OMITTED_AT_DEFAULT,
+    Range,
+    from_plain,
+    parse_object,
+    read_text,
+    take_version,
+    to_plain,
+)
+from megatron_lancet.schedule.chunk_sizes import multiple_along
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 from megatron_lancet.schedule.reductions import GradientReduction
@@ -74,6 +84,7 @@ class ModelFacts:
         combine_row_bytes: bytes of one row in a forward combine, without the probability.
         combine_grad_row_bytes: bytes of one row in a backward combine.
         counts_bytes: bytes that a rank sends in one exchange of token counts.
+        token_multiple: number of tokens that the tokens of each chunk are a multiple of.
         num_mtp_layers: number of layers that are multi-token predictions.
         repeats_mtp_layer: whether they are one layer, which runs several times.
         num_output_uses: how often a micro-batch passes through the output layer with a weight gradient.
@@ -95,6 +106,7 @@ class ModelFacts:
     combine_grad_row_bytes: _Size
     counts_bytes: _Size
     has_shared_experts: bool = False
+    token_multiple: _CountFrom1 = field(default=1, metadata=OMITTED_AT_DEFAULT)
     num_mtp_layers: _Size = 0
     repeats_mtp_layer: bool = False
     num_output_uses: _CountFrom1 = 1
@@ -112,6 +124,15 @@ class ModelFacts:
     def num_rows(self) -> int:
         """Routed rows of a micro-batch on one rank."""
         return self.micro_batch_size * self.seq_length * self.topk
+
+    def size_along(self, dim: ChunkDim) -> tuple[int, int]:
+        """Samples or positions of a micro-batch along ``dim``, and the tokens of one of them."""
+        sizes = self.micro_batch_size, self.seq_length
+        return sizes if dim is ChunkDim.BATCH else (sizes[1], sizes[0])
+
+    def chunk_multiple(self, dim: ChunkDim) -> int:
+        """Number of samples or positions that chunks along ``dim`` are a multiple of."""
+        return multiple_along(self.token_multiple, self.size_along(dim)[1])
 
     @property
     def mtp_layers(self) -> range:

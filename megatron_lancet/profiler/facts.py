@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from megatron_lancet.model.gpt import overlapping_layers
+from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
 from megatron_lancet.planning.profile import LayerKind, ModelFacts
 from megatron_lancet.profiler.cache import ProfileKey
@@ -95,6 +96,7 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
         combine_grad_row_bytes=_message_bytes(row),
         counts_bytes=(config.num_moe_experts or 0) * torch.int64.itemsize,
         has_shared_experts=config.moe_shared_expert_intermediate_size is not None,
+        token_multiple=token_multiple(config),
         num_mtp_layers=num_mtp,
         repeats_mtp_layer=num_mtp > 0 and config.mtp_use_repeated_layer,
         num_output_uses=1 if config.mtp_detach_heads else 1 + num_mtp,
@@ -138,6 +140,8 @@ def _name(config: TransformerConfig) -> str:
         config.normalization,
         *(["sequence-parallel"] if config.sequence_parallel else []),
         *(["latent-attention"] if config.multi_latent_attention else []),
+        *([f"fp8={config.fp8}-{config.fp8_recipe}"] if config.fp8 else []),
+        *([f"fp4={config.fp4}-{config.fp4_recipe}"] if config.fp4 else []),
         *(["bias"] if config.add_bias_linear else []),
         *(["repeated-mtp"] if config.mtp_num_layers and config.mtp_use_repeated_layer else []),
         *([f"recompute-{config.recompute_granularity}"] if config.recompute_granularity else []),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from megatron_lancet.planning.profile import LayerKind, ModelFacts, OpTime, WeightGradTime
 from megatron_lancet.runtime.trace import StepTrace
+from megatron_lancet.schedule.chunk_sizes import chunk_sizes
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan
 from megatron_lancet.schedule.timeline import Lane, Span
@@ -231,11 +232,8 @@ def _rows(key: OpKey, medians: OpMedians, model: ModelFacts) -> int:
         return round(medians.received[key._replace(phase=Phase.FORWARD)])
     if key.layer_kind is LayerKind.NONE:
         return model.micro_batch_size * model.seq_length
-    size, other = model.micro_batch_size, model.seq_length
-    if key.chunk_dim is ChunkDim.SEQUENCE:
-        size, other = other, size
-    base, rest = divmod(size, key.num_chunks)
-    return (base + (key.chunk < rest)) * other
+    size, tokens_per_unit = model.size_along(key.chunk_dim)
+    return chunk_sizes(size, key.num_chunks, model.chunk_multiple(key.chunk_dim))[key.chunk] * tokens_per_unit
 
 
 class _InFlight:

@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.ops import maybe_recomputed
+from megatron_lancet.model.recompute import maybe_recomputed
 
 
 def is_te_attention(core: torch.nn.Module) -> bool:
@@ -33,7 +33,8 @@ def call_per_chunk(core: torch.nn.Module) -> "TEAttentionPerChunk":
 
 @cache
 def _subclass() -> type:
-    return type("TEDotProductAttentionPerChunk", (TEAttentionPerChunk, megatron_te.TEDotProductAttention), {})
+    bases = (TEAttentionPerChunk, megatron_te.TEDotProductAttention)
+    return type("TEDotProductAttentionPerChunk", bases, {"__module__": __name__})
 
 
 class TEAttentionPerChunk:

@@ -54,7 +54,7 @@ def call_per_chunk(module: torch.nn.Module) -> "TELinearPerChunk":
 
 @cache
 def _subclass(stock: Any) -> Any:
-    return type(f"{stock.__name__}PerChunk", (TELinearPerChunk, stock), {})
+    return type(f"{stock.__name__}PerChunk", (TELinearPerChunk, stock), {"__module__": __name__})
 
 
 class _WeightWithPlaceholder(DeferredWeight):

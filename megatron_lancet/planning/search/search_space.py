@@ -50,10 +50,11 @@ class SegmentChoice:
     num_chunks: int
     chunk_dim: ChunkDim = ChunkDim.BATCH
     range: OverlapRange = OverlapRange.STACK
+    chunk_multiple: int = 1
 
     def segment(self, first_layer: int, last_layer: int | None) -> Segment:
         """The segment of these layers (global numbers, None for the model's last) that runs in this way."""
-        return Segment(first_layer, last_layer, self.num_chunks, self.chunk_dim, self.range)
+        return Segment(first_layer, last_layer, self.num_chunks, self.chunk_dim, self.range, self.chunk_multiple)
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class SearchSpace:
                 elif num_chunks == 1:
                     choices.append(SegmentChoice(1))  # dimension and range make no difference
                 else:
-                    choices += [SegmentChoice(num_chunks, dim, one) for one in limits.ranges]
+                    multiple = costs.model.chunk_multiple(dim)
+                    choices += [SegmentChoice(num_chunks, dim, one, multiple) for one in limits.ranges]
         has_dw_option = DwPolicy.NONE in limits.dw_policies or (limits.dw_policies and limits.dw_window_layers)
         if not choices or not has_dw_option:
             raise RecordError(f"the limits leave no plan: {'; '.join(f'{e.what}: {e.reason}' for e in excluded)}")
@@ -181,9 +183,10 @@ def _joints(model: ModelFacts) -> frozenset[int]:
 
 def _unusable(costs: CostModel, dim: ChunkDim, num_chunks: int, profiled: tuple[int, ...]) -> str | None:
     """Why micro-batches can't be cut like that, or why the cost of doing so is unknown; None if neither holds."""
-    model = costs.model
-    if not costs.can_cut(dim, num_chunks):
-        return f"a micro-batch has {model.micro_batch_size} samples of {model.seq_length} positions"
+    model, multiple = costs.model, costs.model.chunk_multiple(dim)
+    if not costs.can_cut(dim, num_chunks, multiple):
+        wanted = f", and chunks are multiples of {model.token_multiple} tokens" if multiple > 1 else ""
+        return f"a micro-batch has {model.micro_batch_size} samples of {model.seq_length} positions{wanted}"
     if num_chunks > 1 and num_chunks > max(profiled, default=0):
         return f"chunks along {dim} were profiled up to {max(profiled, default=0)}"
     return None

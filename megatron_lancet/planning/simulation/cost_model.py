@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.profile import LayerKind, MemoryUse, ModelFacts, OpTime, Profile, WeightGradTime
 from megatron_lancet.planning.simulation.curve import Curve
+from megatron_lancet.schedule.chunk_sizes import chunk_sizes, most_chunks
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 
@@ -70,19 +71,18 @@ class CostModel:
         """Whether the profile has the memory use of layers."""
         return bool(self._memory)
 
-    def chunk_units(self, dim: ChunkDim, num_chunks: int) -> list[int]:
-        """Sizes of the chunks of a micro-batch in tokens, larger ones first."""
-        model = self.model
-        size, other = model.micro_batch_size, model.seq_length
-        if dim is ChunkDim.SEQUENCE:
-            size, other = other, size
-        base, rest = divmod(size, num_chunks)
-        return [(base + (chunk < rest)) * other for chunk in range(num_chunks)]
+    def chunk_tokens(self, dim: ChunkDim, num_chunks: int, multiple: int) -> list[int]:
+        """Sizes of the chunks of a micro-batch in tokens, larger ones first.
 
-    def can_cut(self, dim: ChunkDim, num_chunks: int) -> bool:
-        """Whether a micro-batch is long enough along ``dim``."""
-        size = self.model.micro_batch_size if dim is ChunkDim.BATCH else self.model.seq_length
-        return num_chunks <= size
+        Args:
+            multiple: sizes along ``dim`` are multiples of this number of samples or positions.
+        """
+        size, tokens_per_unit = self.model.size_along(dim)
+        return [part * tokens_per_unit for part in chunk_sizes(size, num_chunks, multiple)]
+
+    def can_cut(self, dim: ChunkDim, num_chunks: int, multiple: int) -> bool:
+        """Whether a micro-batch is long enough along ``dim``; see :meth:`chunk_tokens`."""
+        return num_chunks == 1 or num_chunks <= most_chunks(self.model.size_along(dim)[0], multiple)
 
     def profiled_chunk_counts(self, dim: ChunkDim) -> tuple[int, ...]:
         """Chunk counts at which layers' ops were measured along ``dim``, ascending."""

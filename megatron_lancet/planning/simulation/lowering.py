@@ -145,6 +145,7 @@ class _Pieces(NamedTuple):
 
     dim: ChunkDim = ChunkDim.BATCH
     num_chunks: int = 1
+    multiple: int = 1
 
 
 _WHOLE = _Pieces()
@@ -177,7 +178,7 @@ class Lowering:
                 if code is not None:
                     steps.append((code, number, self._action(instruction, kinds[number], pieces)))
             elif isinstance(instruction, Cut):
-                pieces = _Pieces(segment.chunk_dim, segment.num_chunks)
+                pieces = _Pieces(segment.chunk_dim, segment.num_chunks, segment.chunk_multiple)
             else:
                 steps += self._cut(pieces)
                 pieces = _WHOLE
@@ -198,14 +199,14 @@ class Lowering:
         """Splitting and concatenating together, behind the segment."""
         key = (OpKind.CUT, pieces)
         if key not in self._actions:
-            num_tokens = float(sum(self.costs.chunk_units(*pieces)))
+            num_tokens = float(sum(self.costs.chunk_tokens(*pieces)))
             self._actions[key] = self._compute(OpKind.CUT, LayerKind.NONE, pieces, 0, [num_tokens] * len(self._shares))
         action = self._actions[key]
         return [(COMPUTE, 0, action)] if _takes_time(action) else []
 
     def _action(self, instruction: Instruction, layer: LayerKind, pieces: _Pieces) -> Action:
         verb, number, chunk = instruction
-        routing = self.loads.routing.get((number, *pieces, chunk)) if self.loads.routing else None
+        routing = self.loads.routing.get((number, pieces.dim, pieces.num_chunks, chunk)) if self.loads.routing else None
         layers_back = number - self._model.owner_of_weights(number)
         key = (type(verb), verb.kind, layer, pieces, chunk, None if routing is None else number, layers_back)
         action = self._actions.get(key)
@@ -230,7 +231,7 @@ class Lowering:
 
     def _rows(self, pieces: _Pieces, chunk: int, routing: ChunkRouting | None) -> _Rows:
         """A rank keeps the rows that go from itself to itself."""
-        own = self.costs.chunk_units(*pieces)[chunk] * self.costs.model.topk
+        own = self.costs.chunk_tokens(*pieces)[chunk] * self.costs.model.topk
         if routing is not None:
             kept = [own - sent for sent in routing.sent]
             returned = [received - stays for received, stays in zip(routing.received, kept, strict=True)]
@@ -249,16 +250,16 @@ class Lowering:
         Args:
             rows: rows that the op works on, by simulated rank; None for the chunk's tokens.
         """
-        costs = self.costs
+        costs, dim, num_chunks = self.costs, pieces.dim, pieces.num_chunks
         if rows is None:
-            rows = [float(costs.chunk_units(*pieces)[chunk])] * len(self._shares)
+            rows = [float(costs.chunk_tokens(*pieces)[chunk])] * len(self._shares)
         return Action(
             COMPUTE,
             op,
             chunk,
-            tuple(costs.op_ms(layer, op, Phase.FORWARD, *pieces, chunk, number) for number in rows),
-            tuple(costs.op_ms(layer, op, Phase.INPUT_GRAD, *pieces, chunk, number) for number in rows),
-            weight_grads=tuple(costs.weight_grads(layer, op, pieces.num_chunks, number) for number in rows),
+            tuple(costs.op_ms(layer, op, Phase.FORWARD, dim, num_chunks, chunk, number) for number in rows),
+            tuple(costs.op_ms(layer, op, Phase.INPUT_GRAD, dim, num_chunks, chunk, number) for number in rows),
+            weight_grads=tuple(costs.weight_grads(layer, op, num_chunks, number) for number in rows),
         )
 
     def _message(self, verb: Verb, chunk: int, rows: _Rows) -> Action:

@@ -298,10 +298,11 @@ class Simulator:
                 f"layers {first} to {end} are one segment of the plan but on pipeline stages {sorted(stages)}; "
                 "end a segment with each stage"
             )
-        if not self.costs.can_cut(segment.chunk_dim, segment.num_chunks):
+        if not self.costs.can_cut(segment.chunk_dim, segment.num_chunks, segment.chunk_multiple):
             raise PlanMismatch(
-                f"the plan cuts layers {first} to {end} into {segment.num_chunks} chunks along {segment.chunk_dim}; "
-                f"the profile's micro-batch has {model.micro_batch_size} samples of {model.seq_length} positions"
+                f"the plan cuts layers {first} to {end} into {segment.num_chunks} chunks along {segment.chunk_dim}"
+                + (f", multiples of {segment.chunk_multiple}" if segment.chunk_multiple > 1 else "")
+                + f"; the profile's micro-batch has {model.micro_batch_size} samples of {model.seq_length} positions"
             )
 
     def saved_bytes(self, segments: Sequence[Segment]) -> int:

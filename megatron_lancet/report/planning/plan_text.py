@@ -45,8 +45,9 @@ def in_words(segment: Segment) -> str:
     """Describes how a segment cuts a micro-batch."""
     if segment.num_chunks == 1:
         return "the micro-batch as a whole"
+    multiple = f", multiples of {segment.chunk_multiple}" if segment.chunk_multiple > 1 else ""
     return (
-        f"{segment.num_chunks} chunks of {_PIECES[segment.chunk_dim]} (dim {segment.chunk_dim}), "
+        f"{segment.num_chunks} chunks of {_PIECES[segment.chunk_dim]} (dim {segment.chunk_dim}){multiple}, "
         f"{_RANGES[segment.range]} (range {segment.range})"
     )
 

@@ -132,7 +132,9 @@ def layer_tensors(args: argparse.Namespace, is_moe: bool, saves_scores: bool) ->
     """Yields the tensors that a transformer layer saves for one micro-batch; small ones are left out."""
     residual = _residual_bytes(args)
     yield Saved(2 * residual)  # inputs of both norms
-    yield Saved(2 * residual, "layernorm")
+    # Their outputs; elsewhere layers of Transformer Engine have a norm inside the linear layer that reads it.
+    yield Saved(residual, "layernorm" if args.multi_latent_attention else "")
+    yield Saved(residual, "layernorm" if is_moe else "")
     if args.hidden_dropout > 0:
         yield Saved(2 * residual / _value_bytes(args))  # masks of one byte
     yield from _latent_attention(args) if args.multi_latent_attention else _attention(args)
@@ -175,8 +177,9 @@ def _latent_attention(args: argparse.Namespace) -> Iterator[Saved]:
     """Compressed queries and keys before and after their norms, their projections, and the output."""
     per_value = _tokens(args) * _value_bytes(args)
     ranks = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    compressed = 2 * (args.q_lora_rank or 0) + 2 * args.kv_lora_rank + args.qk_pos_emb_head_dim
-    yield Saved(per_value * compressed / ranks)
+    compressed = (args.q_lora_rank or 0) + args.kv_lora_rank
+    yield Saved(per_value * (compressed + args.qk_pos_emb_head_dim) / ranks)
+    yield Saved(per_value * compressed / ranks, "mla_up_proj")  # after their norms
     heads = args.num_attention_heads / args.tensor_model_parallel_size
     query = args.qk_head_dim + args.qk_pos_emb_head_dim
     yield Saved(per_value * heads * (2 * query + args.v_head_dim), "mla_up_proj")

@@ -8,10 +8,11 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.plan_file import MadeFor, check_fits, read_plan_file
+from megatron_lancet.schedule.chunk_sizes import most_chunks
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
 from megatron_lancet.schedule.ranges import ranges
 from megatron_lancet.training.moe_pattern import moe_pattern
-from megatron_lancet.training.plan.limits import chunked_size, routing_over_whole_micro_batch, sequence_blockers
+from megatron_lancet.training.plan.limits import chunked_dim, routing_over_whole_micro_batch, sequence_blockers
 from megatron_lancet.training.plan.support import has_all_to_alls
 
 
@@ -64,9 +65,14 @@ def _segment_blockers(segment: Segment, args: argparse.Namespace, config: Lancet
     """Reasons why the run can't cut its micro-batches as a segment asks, each with what to change."""
     if segment.num_chunks == 1:
         return
-    size, flag = chunked_size(args, segment.chunk_dim)
-    if segment.num_chunks > size:
-        yield f"{flag} is {size}, so at most {size} chunks fit. Make a plan for this run"
+    along = chunked_dim(args, segment.chunk_dim)
+    fitting = most_chunks(along.size, segment.chunk_multiple)
+    if segment.num_chunks > fitting:
+        most = f"{fitting} chunk" + "s" * (fitting > 1)
+        yield f"{along.flag} is {along.size}, so at most {most} fit. Make a plan for this run"
+    elif any(size % along.multiple for size in segment.chunk_sizes(along.size)):
+        sizes = ", ".join(map(str, segment.chunk_sizes(along.size)))
+        yield f"its chunks have {sizes} {along.units}, and {along.why}. Make a plan for this run"
     if segment.range is not OverlapRange.EXPERTS:
         for whole in routing_over_whole_micro_batch(args):
             yield f"{whole} looks at the whole micro-batch, so chunks may only start after the gate: range experts"

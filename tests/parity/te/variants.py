@@ -1,4 +1,4 @@
-"""Models and plans beside those of ``parity/gradients/variants.py`` that are compared with Transformer Engine's layers."""
+"""Models and plans that are compared with Transformer Engine's layers, beside those of ``parity/gradients/variants.py``."""
 
 from typing import Any
 
