@@ -1,4 +1,4 @@
-"""Models and plans that are compared with Transformer Engine's layers, beside those of ``parity/gradients/variants.py``."""
+"""Models and plans compared with Transformer Engine's layers, beside those of ``parity/gradients/variants.py``."""
 
 from typing import Any
 
