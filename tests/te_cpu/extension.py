@@ -6,6 +6,7 @@ Any other name can be imported, and raises by its name when it is called.
 from collections.abc import Callable
 from typing import Any
 
+from tests.te_cpu.attention import fused_attn_bwd, fused_attn_fwd, get_fused_attn_backend  # noqa: F401
 from tests.te_cpu.enums import (  # noqa: F401 - names of the extension
     CommOverlap,
     CommOverlapAlgo,
@@ -31,7 +32,6 @@ from tests.te_cpu.gemm import (  # noqa: F401
     generic_gemm,
     get_cublasLt_version,
     get_cudnn_version,
-    get_fused_attn_backend,
     get_num_cublas_streams,
     te_general_grouped_gemm,
 )
