@@ -37,9 +37,11 @@ class OpKind(StrEnum):
     CUT = "cut"
     """Splitting a micro-batch into chunks, and concatenating them again."""
     ATTENTION = "attention"
-    """Norm, self-attention and residual; in a MoE layer also the norm in front of the router."""
+    """Norm, self-attention and residual; in a layer with experts also the norm in front of the router."""
+    NORM = "norm"
+    """The norm in front of the router, in a layer with experts and without attention."""
     MLP = "mlp"
-    """The MLP of a dense layer, with its norm and residual."""
+    """An MLP that sees all tokens in place of experts, with its norm and residual."""
     ROUTE = "route"
     """The router: probabilities and the routing map."""
     COUNTS = "counts"
@@ -56,6 +58,9 @@ class OpKind(StrEnum):
     """Message: the experts' outputs back to the ranks of their tokens."""
     POSTPROCESS = "postprocess"
     """Summing the outputs of each token's experts, and the residual."""
+    MTP_PROJECTION = "mtp_projection"
+    """What precedes the layer of a multi-token prediction, on the whole micro-batch: the norm of the layers before it,
+    the embedding of the next tokens and the projection of both."""
     HEAD = "head"
     """Final norm, output layer and loss, on the whole micro-batch."""
 

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.reductions import CommPriority
+from megatron_lancet.training.layer_pattern import hybrid_pattern, other_layers
 
 OWN_DISPATCHER = "alltoall"
 """Megatron's name for the token dispatcher that the plan's all-to-alls replace."""
@@ -28,8 +31,16 @@ OVERLAP_FLAGS = {
 """Megatron's switches that overlap all-to-alls or defer weight gradients, and their names among the arguments."""
 OWN_SPEC = ("megatron_lancet.training.spec", "overlapped_gpt")
 """Value of Megatron's ``--spec`` that selects the overlapping block."""
+_HYBRID_SPECS = (
+    ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
+    ("megatron.core.models.hybrid.hybrid_layer_specs", "mamba_stack_spec"),
+    ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"),
+)
+"""Values of ``--spec`` in scripts for hybrid models: names of the layers that Megatron builds without it, too."""
 _RECOMPUTABLE = {"core_attn", "mlp", "moe", "shared_experts"}
-"""Values of ``--recompute-modules``; in stock, too, layernorm, mla_up_proj and moe_act need Transformer Engine."""
+"""Values of ``--recompute-modules`` for any layers."""
+_RECOMPUTABLE_WITH_TE = {"layernorm", "mla_up_proj", "moe_act"}
+"""Values of ``--recompute-modules`` for layers of Transformer Engine; stock's recompute of them needs it, too."""
 
 
 class Topic(StrEnum):
@@ -104,13 +115,14 @@ _FUSED_RESIDUAL = "its norms return the residual, too, which the block adds by i
 _BY_MODULE = "sets the precision of single modules; the multiples that it asks of a chunk's tokens are not known"
 _SYMMETRIC = "an all-reduce for inference in buffers of one size"
 _KITCHEN = "layers of the kitchen extension"
-_DELAYED = "recomputation runs outside the context in which delayed scaling records maxima"
-_OTHER_SCALING = "drop the recomputation, or pass another --fp8-recipe"
 _NOT_IN_MOE = "not part of the block's MoE layer"
 _NOT_IN_BLOCK = "not part of the block"
-_MTP = "the block ends at the last layer; multi-token prediction comes after it"
 _UPCYCLING = "convert the checkpoint in a run of its own"
-_MODULES = f"choose among {', '.join(sorted(_RECOMPUTABLE))}"
+_LOCAL_MODULES = "in stock, too, local layers can't recompute these modules"
+_MODULES = (
+    f"choose among {', '.join(sorted(_RECOMPUTABLE))}, and with --transformer-impl transformer_engine "
+    f"{', '.join(sorted(_RECOMPUTABLE_WITH_TE))}"
+)
 _RETIRED = "retired by Megatron"
 _SAVED = "tied to what Megatron's own forward pass saves"
 _GRAPHS = (
@@ -145,22 +157,15 @@ def _interleave_outside_grouped_experts(args: argparse.Namespace) -> object:
     return not grouped and bool(args.moe_mlp_glu_interleave_size)
 
 
-def _recompute_with_delayed_scaling(args: argparse.Namespace) -> object:
-    """Finds recomputed modules with linear layers; core attention has none."""
-    if args.transformer_impl != TRANSFORMER_ENGINE or not args.fp8 or args.fp8_recipe != "delayed":
-        return False
-    if args.recompute_granularity == "full":
-        return "delayed with --recompute-granularity full"
-    modules = sorted(set(args.recompute_modules or ()) - {"core_attn"})
-    return args.recompute_granularity == "selective" and modules and f"delayed with --recompute-modules {modules[0]}"
-
-
 def _other_spec(args: argparse.Namespace) -> object:
-    return args.spec is not None and tuple(args.spec) != OWN_SPEC and " ".join(args.spec)
+    known = (OWN_SPEC,) if hybrid_pattern(args) is None else _HYBRID_SPECS
+    return args.spec is not None and tuple(args.spec) not in known and " ".join(args.spec)
 
 
 def _other_modules(args: argparse.Namespace) -> object:
     modules = sorted(set(args.recompute_modules or ()) - _RECOMPUTABLE)
+    if args.transformer_impl == TRANSFORMER_ENGINE:
+        modules = [module for module in modules if module not in _RECOMPUTABLE_WITH_TE]
     return args.recompute_granularity == "selective" and " ".join(modules)
 
 
@@ -216,8 +221,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
             "--fp8-output-proj": "fp8_output_proj",
         }.items()
     ),
-    Unsupported("--fp8-recipe", None, _DELAYED, _OTHER_SCALING, refused=_recompute_with_delayed_scaling),
-    Unsupported("--mtp-num-layers", Topic.MODEL, _MTP),
     Unsupported("--moe-latent-size --moe-enable-routing-replay", Topic.MOE, _NOT_IN_MOE),
     Unsupported("--moe-expert-rank-capacity-factor", Topic.MOE, _NOT_IN_MOE, even_zero=True),
     Unsupported("--moe-routing-trace-path", Topic.MOE, _NOT_IN_MOE),
@@ -227,11 +230,10 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("--heterogeneous-layers-config-path", Topic.MODEL, "other layers"),
     Unsupported("--heterogeneous-layers-config-encoded-json", Topic.MODEL, "other layers"),
     Unsupported("--experimental-attention-variant", Topic.MODEL, "other layers"),
+    Unsupported("--hybrid-layer-pattern", None, "other layers", "use *, +, E and - only", refused=other_layers),
     Unsupported("--batch-invariant-mode --init-model-with-meta-device", Topic.MODEL, _NOT_IN_BLOCK),
     Unsupported("--moe-use-upcycling", Topic.MOE, "builds a second, dense model", _UPCYCLING),
-    Unsupported(
-        "--recompute-modules", None, "local layers lack these modules, in stock too", _MODULES, refused=_other_modules
-    ),
+    Unsupported("--recompute-modules", None, _LOCAL_MODULES, _MODULES, refused=_other_modules),
     Unsupported("--distribute-saved-activations --cpu-offloading-num-layers", Topic.MEMORY, _SAVED),
     Unsupported("--fine-grained-activation-offloading --moe-paged-stash", Topic.MEMORY, _SAVED),
     # Megatron's validation turns the first two into the third, and deletes them.
@@ -254,12 +256,10 @@ OTHER_TASKS: tuple[Unsupported, ...] = (
     Unsupported("--sft --fim-data", None, "other data"),
     Unsupported("--hybrid-context-parallel", Topic.PARALLELISM, "packed sequences"),
     Unsupported("--dataloader-inter-document-masking --perform-rl-step", None, "other data"),
-    Unsupported("--hybrid-layer-pattern --hybrid-override-pattern", Topic.MODEL, "`pretrain_gpt_moe.py` builds GPT"),
-    Unsupported("--is-hybrid-model", Topic.MODEL, "`pretrain_gpt_moe.py` builds GPT"),
     Unsupported("--logits-save-dir --logits-load-dir", None, "another kind of run"),
     Unsupported("--yaml-cfg --per-dataset-sequences-path", None, "another kind of run"),
 )
-"""Refused in every run, because they ask for something else than to pretrain a GPT model on plain text."""
+"""Refused in every run, because they ask for something else than to pretrain a model on plain text."""
 
 
 def unsupported(args: argparse.Namespace, validated: bool) -> Iterator[tuple[str, str]]:
@@ -270,11 +270,10 @@ def unsupported(args: argparse.Namespace, validated: bool) -> Iterator[tuple[str
         validated: whether flags that ask for what the plan does should be mapped by now. Those that are still set come
             from a checkpoint's arguments, which Megatron reads after the mapping.
     """
-    for entry in UNSUPPORTED:
-        for found in entry.found_in(args):
-            yield found, entry.advice
-    if not validated:
-        return
+    found = [(flag, entry.advice) for entry in UNSUPPORTED for flag in entry.found_in(args)]
+    yield from found
+    if found or not validated:
+        return  # a run that can't overlap keeps the flags that would have been mapped
     if args.moe_token_dispatcher_type != OWN_DISPATCHER:
         dispatcher = f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type}"
         yield dispatcher, f"pass --moe-token-dispatcher-type {OWN_DISPATCHER}"
@@ -294,7 +293,7 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
 
 
 def refuse_other_tasks(args: argparse.Namespace) -> None:
-    """Refuses flags that Megatron has retired, and those that ask for something else than pretraining GPT on text.
+    """Refuses flags that Megatron has retired, and those that ask for something else than pretraining on text.
 
     Raises:
         UsageError: such a flag is set.
@@ -304,12 +303,13 @@ def refuse_other_tasks(args: argparse.Namespace) -> None:
             raise UsageError(f"Megatron has retired {flag}: {entry.advice}.")
     for entry in OTHER_TASKS:
         for flag in entry.found_in(args):
-            raise UsageError(f"{flag} is not supported by pretrain_gpt_moe.py: it pretrains GPT on plain text.")
+            raise UsageError(f"{flag} is not supported by pretrain_gpt_moe.py: it pretrains on plain text.")
 
 
 def has_all_to_alls(args: argparse.Namespace) -> bool:
     """Whether the model has all-to-alls of expert parallelism."""
-    return bool(args.num_experts) and args.expert_model_parallel_size > 1
+    has_experts = hybrid_pattern(args) is None or Symbols.MOE in (hybrid_pattern(args) or "")
+    return bool(args.num_experts) and has_experts and args.expert_model_parallel_size > 1
 
 
 def may_overlap(args: argparse.Namespace, config: LancetConfig) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_lancet.patching import around
+from megatron_lancet.patching import around, replaced
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
@@ -21,7 +21,7 @@ from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 from megatron_lancet.schedule.plan import Plan, fixed_plan
 from megatron_lancet.schedule.reductions import MicroOps
-from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, transformer_config
+from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, small_hybrid, transformer_config
 
 EP_SIZE, NUM_STAGES = 4, 3
 MICRO_BATCH, NUM_MICRO_BATCHES = 4, 2
@@ -165,17 +165,19 @@ class _StageOf:
 
 @dataclass
 class Model:
-    """A small GPT, whole or one stage of a pipeline, that can run by any plan.
+    """A small model, whole or one stage of a pipeline, that can run by any plan.
 
     Attributes:
         moe_layers: for each layer of the whole model, 1 where it has experts.
         stage: of :data:`NUM_STAGES`; None for the whole model.
         overrides: of Megatron's config.
+        pattern: symbol of each layer of a hybrid model; None for a GPT.
     """
 
     moe_layers: Sequence[int]
     stage: int | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    pattern: str | None = None
 
     def record(self, plan: Plan, num_filled: Mapping[str, int], has_priority: bool) -> list[Recorded]:
         """A step under ``plan``: what each micro-batch did.
@@ -211,6 +213,7 @@ class Model:
 
     @cached_property
     def _module(self) -> Any:
+        from megatron.core import parallel_state
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -230,10 +233,16 @@ class Model:
             }
         )
         groups = ProcessGroupCollection.use_mpu_process_groups()
+        if self.pattern is not None:
+            groups.pp = groups.tp  # a group of one rank, of which torch is asked
+            return small_hybrid(config, self.pattern, pg_collection=groups)
         groups.pp = _StageOf(stage, num_stages)
-        return small_gpt(
-            config, stage, pre_process=stage == 0, post_process=stage == num_stages - 1, pg_collection=groups
-        )
+        ends = {"pre_process": stage == 0, "post_process": stage == num_stages - 1}
+        # Megatron builds multi-token predictions where this rank is the last stage.
+        with replaced(
+            parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", NUM_STAGES - 1 if ends["post_process"] else 0
+        ):
+            return small_gpt(config, stage, pg_collection=groups, **ends)
 
     @cached_property
     def _setup(self) -> Any:

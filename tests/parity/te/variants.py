@@ -1,14 +1,15 @@
-"""Models and plans beside those of ``parity/gradients/variants.py`` that are compared with Transformer Engine's layers."""
+"""Models and plans of the comparison with Transformer Engine's layers, beside ``parity/gradients/variants.py``."""
 
 from typing import Any
 
 from megatron_lancet.schedule.plan import Gap, Plan, fixed_plan
-from tests.parity.gradients.variants import MLA, RECOMPUTE, SEQUENCE, VARIANTS
+from tests.parity.gradients.variants import HYBRID, MLA, RECOMPUTE, SEQUENCE, VARIANTS
 
 TE: dict[str, Any] = {"te": True, "moe_grouped_gemm": True, "gradient_accumulation_fusion": False}
 """Overrides that select Transformer Engine's layers and its grouped experts."""
 FUSED: dict[str, Any] = {"fused_weight_grads": True}
 """dW is added to the gradient by the GEMM, as ``--gradient-accumulation-fusion`` asks."""
+FP8: dict[str, Any] = {"bf16": True, "hidden_size": 64, "fp8": "hybrid", "fp8_recipe": "delayed"}
 RMS_NORM = {"normalization": "RMSNorm"}
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -18,6 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mla": MLA,
     "rms-norm-qk-layernorm": {**RMS_NORM, "qk_layernorm": True, "num_query_groups": 2},
     "zero-centered-norm": {**RMS_NORM, "layernorm_zero_centered_gamma": True},
+    "hybrid-mla": {**MLA, **HYBRID, "hybrid_layer_pattern": "+E+-+E"},
     "sliding-window": {"window_size": (5, 0)},
     "attention-sink": {"softmax_type": "learnable"},
     "log-max-attention-logit": {"log_max_attention_logit": True},
@@ -26,11 +28,15 @@ MODELS: dict[str, dict[str, Any]] = {
 
 CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     ("bf16", {"bf16": True}, 1, {}),
+    ("hybrid-fp8", {**HYBRID, **FP8}, 1, {}),
     ("bf16-fused", {**FUSED, "bf16": True}, 1, {}),
     ("fused", FUSED, 4, {"dw": "none"}),
     ("plain", {}, 2, {"dw": "none"}),
     *((name, settings, k, SEQUENCE) for name, settings in RECOMPUTE.items() for k in (1, 3)),
     *((name, VARIANTS[name], 3, SEQUENCE) for name in ("llama-like", "shared-expert-gate", "core-attention-recompute")),
+    *(("mtp-2-fused", {**FUSED, **VARIANTS["mtp-2"]}, k, SEQUENCE) for k in (1, 3)),
+    ("mtp-repeated-fp8/bf16", {**FP8, **VARIANTS["mtp-repeated"]}, 1, {}),
+    ("mtp-2-full-recompute", {**RECOMPUTE["full-recompute"], **VARIANTS["mtp-2"]}, 3, {}),
     ("mla-yarn", {**MLA, "rope_type": "yarn"}, 3, SEQUENCE),
     *(("plain", {}, 3, {"over": over}) for over in ("experts", "gate", "layer")),
 ]
