@@ -28,6 +28,22 @@ from tests.te_cpu.enums import (  # noqa: F401 - names of the extension
     NVTERoutingMapFormat,
     NVTEScalingMode,
 )
+from tests.te_cpu.fp8.per_tensor import (  # noqa: F401
+    compute_amax,
+    fp8_transpose,
+    fused_amax_and_scale_update_after_reduction,
+)
+from tests.te_cpu.fp8.quantize import (  # noqa: F401
+    bgrad_quantize,
+    create_empty_quantized_tensor,
+    dequantize,
+    multi_tensor_quantize,
+    multi_tensor_swizzle_scales_for_gemm_,
+    multi_tensor_swizzle_scales_for_gemm_unchecked_,
+    quantize,
+    split_quantize,
+    swizzle_scales_for_gemm_,
+)
 from tests.te_cpu.gemm import (  # noqa: F401
     generic_gemm,
     get_cublasLt_version,
@@ -46,22 +62,6 @@ from tests.te_cpu.optimizers import (  # noqa: F401
     multi_tensor_scale_tensor,
     multi_tensor_sgd,
     multi_tensor_unscale_l2norm,
-)
-from tests.te_cpu.per_tensor import (  # noqa: F401
-    compute_amax,
-    fp8_transpose,
-    fused_amax_and_scale_update_after_reduction,
-)
-from tests.te_cpu.quantize import (  # noqa: F401
-    bgrad_quantize,
-    create_empty_quantized_tensor,
-    dequantize,
-    multi_tensor_quantize,
-    multi_tensor_swizzle_scales_for_gemm_,
-    multi_tensor_swizzle_scales_for_gemm_unchecked_,
-    quantize,
-    split_quantize,
-    swizzle_scales_for_gemm_,
 )
 from tests.te_cpu.rows import fused_multi_row_padding, fused_multi_row_unpadding  # noqa: F401
 from tests.te_cpu.softmax import (  # noqa: F401

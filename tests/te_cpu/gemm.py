@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tests.te_cpu.enums import torch_dtype
-from tests.te_cpu.quantize import create_empty_quantized_tensor, is_quantized, quantize, values
+from tests.te_cpu.fp8.quantize import create_empty_quantized_tensor, is_quantized, quantize, values
 
 
 def generic_gemm(

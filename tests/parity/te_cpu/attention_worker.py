@@ -22,8 +22,8 @@ def own_part(whole: torch.Tensor) -> torch.Tensor:
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Causal attention to [sequence, batch, heads, channels] in fp32."""
-    heads = [tensor.float().permute(1, 2, 0, 3) for tensor in (query, key, value)]
-    output = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+    query, key, value = (tensor.float().permute(1, 2, 0, 3) for tensor in (query, key, value))
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     return output.permute(2, 0, 1, 3).flatten(2)
 
 

@@ -26,17 +26,30 @@ def inputs(form: str) -> list[torch.Tensor]:
     return [randn(*([s, BATCH] if form == "SBHD" else [BATCH, s]), heads, channels) for s, heads, channels in sizes]
 
 
-def settings(mask: str, window: tuple[int, int], bottom_right: bool, dropout: float = 0.0) -> tuple:
+def settings(mask: str, window: tuple[int, int], bottom_right: bool) -> tuple:
     bias, softmax = NVTE_Bias_Type.NVTE_NO_BIAS, NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
     return bias, NVTE_Mask_Type[f"NVTE_{mask}"], softmax, window, bottom_right
 
 
 def forward(form: str, tensors: list[torch.Tensor], *chosen, dropout: float = 0.0, max_logit: bool = False):
     layout, out = NVTE_QKV_Layout[f"NVTE_{form}_{form}_{form}"], NVTE_QKV_Format[f"NVTE_{form}"]
-    return tex.fused_attn_fwd(
-        *(QUERIES, KEYS, True, SCALE, dropout, True, layout, out, out, *chosen, None, None, *tensors, torch.float32),
-        *(None, None, None, None, None, None, None, None, None, 0, max_logit, False),
-    )
+    sizes = [QUERIES, KEYS, True, SCALE, dropout, True]
+    arguments = [
+        *sizes,
+        layout,
+        out,
+        out,
+        *chosen,
+        None,
+        None,
+        *tensors,
+        torch.float32,
+        *[None] * 9,
+        0,
+        max_logit,
+        False,
+    ]
+    return tex.fused_attn_fwd(*arguments)
 
 
 def expected(form: str, tensors: list[torch.Tensor], mask: str, window: tuple[int, int], bottom_right: bool):
@@ -75,11 +88,10 @@ def test_te_fused_attention_equals_autograd(form, mask, window, bottom_right):
     torch.testing.assert_close(out, wanted.detach())
     torch.testing.assert_close(lse, wanted_lse.detach())
     layout, out_format = NVTE_QKV_Layout[f"NVTE_{form}_{form}_{form}"], NVTE_QKV_Format[f"NVTE_{form}"]
-    *grads, bias_grad, offset_grad = tex.fused_attn_bwd(
-        *(QUERIES, KEYS, SCALE, 0.0, True, layout, out_format, out_format, layout, out_format, out_format, *chosen),
-        *(True, None, None, *plain, out, grad, torch.float32, [lse, rng_state]),
-        *(None, None, None, None, None, False),
-    )
+    sizes = [QUERIES, KEYS, SCALE, 0.0, True]
+    formats = [layout, out_format, out_format, layout, out_format, out_format]
+    arguments = [*sizes, *formats, *chosen, True, None, None, *plain, out, grad, torch.float32, [lse, rng_state]]
+    *grads, bias_grad, offset_grad = tex.fused_attn_bwd(*arguments, *[None] * 5, False)
     for actual, tensor in zip(grads, tensors, strict=True):
         torch.testing.assert_close(actual, tensor.grad, atol=1e-5, rtol=1e-5)
     assert (bias_grad, offset_grad) == (None, None)
