@@ -90,8 +90,9 @@ def test_te_fused_attention_equals_autograd(form, mask, window, bottom_right):
     layout, out_format = NVTE_QKV_Layout[f"NVTE_{form}_{form}_{form}"], NVTE_QKV_Format[f"NVTE_{form}"]
     sizes = [QUERIES, KEYS, SCALE, 0.0, True]
     formats = [layout, out_format, out_format, layout, out_format, out_format]
-    arguments = [*sizes, *formats, *chosen, True, None, None, *plain, out, grad, torch.float32, [lse, rng_state]]
-    *grads, bias_grad, offset_grad = tex.fused_attn_bwd(*arguments, *[None] * 5, False)
+    saved = [*plain, out, grad, torch.float32, [lse, rng_state]]
+    arguments = [*sizes, *formats, *chosen, True, None, None, *saved, *[None] * 5, False]
+    *grads, bias_grad, offset_grad = tex.fused_attn_bwd(*arguments)
     for actual, tensor in zip(grads, tensors, strict=True):
         torch.testing.assert_close(actual, tensor.grad, atol=1e-5, rtol=1e-5)
     assert (bias_grad, offset_grad) == (None, None)
