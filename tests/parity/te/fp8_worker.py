@@ -97,15 +97,18 @@ RECIPES = {
     "tensorwise-recompute": Recipe(_fp8("tensorwise", **RECOMPUTE), _WHOLE),
     "tensorwise-e4m3": Recipe(_fp8("tensorwise", "e4m3"), _WHOLE),
     "tensorwise-first-last-bf16": Recipe(_fp8("tensorwise", **FIRST_LAST), _WHOLE),
+    "delayed-fp8-weights": Recipe(_fp8("delayed", fp8_param=True), _WHOLE),
+    "tensorwise-fp8-weights": Recipe(_fp8("tensorwise", fp8_param=True), _WHOLE | _TWO),
     "tensorwise-no-cache": Recipe(_fp8("tensorwise", **_NO_CACHE), _TWO),
     "blockwise": Recipe(_fp8("blockwise", "e4m3", hidden_size=128, ffn_hidden_size=128), _WHOLE | _TWO, micro_batch=16),
     "mxfp8": Recipe(_fp8("mxfp8", "e4m3"), _WHOLE | _TWO | _SEQUENCE),
+    "mxfp8-output": Recipe(_fp8("mxfp8", "e4m3", fp8_output_proj=True), _WHOLE),
 }
 IN_FP32 = ("delayed-in-fp32", "delayed-in-fp32-recompute")
 NO_CACHE = "tensorwise-no-cache"
-MXFP8 = "mxfp8"
-"""Of Blackwell: in ranks of its own, because a process has one device."""
-HOPPER = [name for name in RECIPES if name != MXFP8]
+BLACKWELL = [name for name in RECIPES if name.startswith("mxfp8")]
+"""In ranks of their own, because a process has one device."""
+HOPPER = [name for name in RECIPES if name not in BLACKWELL]
 
 
 def build(settings: Mapping[str, Any]):
@@ -285,4 +288,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_on_cpu_with_te(main, (10, 0) if MXFP8 in sys.argv else (9, 0))
+    run_on_cpu_with_te(main, (10, 0) if set(BLACKWELL) & set(sys.argv) else (9, 0))
