@@ -29,12 +29,14 @@ class OverlappingMoE:
     """The experts of a layer that Megatron built, prepared for chunks.
 
     Attributes:
+        number: number of its layer.
         stock: Megatron's module.
         dispatcher: moves rows between tokens' ranks and experts' ranks.
         comm: all-to-alls of the model.
         recompute: which ops are recomputed in the backward pass.
     """
 
+    number: int
     stock: MoELayer
     dispatcher: AllToAllDispatcher
     comm: Comm
@@ -42,7 +44,7 @@ class OverlappingMoE:
 
     def message_op(self, kind: OpKind, x: ChunkState) -> Op:
         """The message of a kind that a chunk sends in this layer."""
-        return Op(self.stock.layer_number, x.chunk.index, Phase.FORWARD, kind)
+        return Op(self.number, x.chunk.index, Phase.FORWARD, kind)
 
 
 def route(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -153,14 +155,14 @@ def _num_rows(moe: MoELayer, routing_map_tE: torch.Tensor) -> int:
 
 
 def _run_shared_experts(moe: MoELayer, normed_sbH: torch.Tensor) -> torch.Tensor:
-    with op_precision(moe.config, moe.layer_number):
+    with op_precision(moe):
         return moe.shared_experts_compute(normed_sbH)
 
 
 def _run_experts(moe: OverlappingMoE, tokens_rH: torch.Tensor, probs_r: torch.Tensor, routes: Routes) -> torch.Tensor:
     """Runs received rows through the local experts; [r, H], in the order of arrival."""
     tokens_mH, probs_m = moe.dispatcher.sort_by_expert(tokens_rH, probs_r, routes)
-    with op_precision(moe.stock.config, moe.stock.layer_number):
+    with op_precision(moe.stock):
         output_mH, bias = moe.stock.experts(tokens_mH, routes.rows_per_expert, probs_m)
     assert bias is None, "experts return their bias added to the output"
     return moe.dispatcher.sort_by_peer(output_mH, routes, probs_r.dtype)

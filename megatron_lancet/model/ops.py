@@ -22,6 +22,7 @@ class ChunkState:
     Attributes:
         chunk: which part of the micro-batch it is.
         hidden_sbH: the residual stream, [s, b, H].
+        embedded_sbH: embeddings of the next tokens, for a multi-token prediction; [S, B, H].
         normed_sbH: input of the router and of the experts, [s, b, H].
         norm: drops ``normed_sbH``, where that is recomputed.
         shared_input_sbH: the same for the experts that see all tokens.
@@ -37,6 +38,7 @@ class ChunkState:
     """
 
     hidden_sbH: torch.Tensor
+    embedded_sbH: torch.Tensor
     normed_sbH: torch.Tensor
     norm: DroppedOutputs
     shared_input_sbH: torch.Tensor
@@ -133,13 +135,15 @@ def begin_layers(trace: Trace, hidden: torch.Tensor, has_embedding: bool) -> tor
     return trace.last_boundary(hidden, _name(Phase.INPUT_GRAD, OpKind.EMBEDDING))
 
 
-def end_layers(trace: Trace, hidden: torch.Tensor, has_head: bool) -> torch.Tensor:
-    """Traces the begin of the head, after a stage's last layer.
+def end_layers(trace: Trace | None, hidden: torch.Tensor, following: Op | None) -> torch.Tensor:
+    """Traces the begin of the op that follows a stage's last layer, or a multi-token prediction's layer.
 
     Args:
+        trace: None where nothing is recorded.
         hidden: [S, B, H].
+        following: the op in the forward pass; None where it is on the next stage.
     """
-    return trace.boundary(hidden, _name(Phase.INPUT_GRAD, OpKind.HEAD)) if has_head else hidden
+    return hidden if trace is None or following is None else trace.boundary(hidden, str(following.mirrored()))
 
 
 def begin_cut(trace: Trace | None, hidden: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Recompute:
     What an op receives stays in memory: a layer's input, and the rows that the experts got.
 
     Attributes:
-        attention: norms and attention, up to the router's input.
+        attention: norms and attention, up to the router's input; in a multi-token prediction also its projection.
         mlp: a dense layer's MLP.
         experts: the experts, from the rows that arrived to the rows that leave.
         shared_experts: the experts that see all tokens.
@@ -75,6 +75,12 @@ def recompute_of_layer(config: TransformerConfig, index_in_stage: int) -> Recomp
         experts_norm="layernorm" in modules,
         drops_outputs=not DROPS_OUTPUTS.isdisjoint(modules),
     )
+
+
+def recompute_of_mtp(config: TransformerConfig) -> Recompute:
+    """Translates Megatron's settings for a multi-token prediction, which stock's block method leaves out."""
+    is_left_out = config.recompute_granularity == "full" and config.recompute_method == "block"
+    return NOTHING if is_left_out else recompute_of_layer(config, 0)
 
 
 def maybe_recomputed[T](again: bool, segment: Callable[..., T], *args: Any) -> T:

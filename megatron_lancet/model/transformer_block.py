@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
@@ -20,6 +21,7 @@ from megatron_lancet.model.te.precision import block_precision
 from megatron_lancet.model.transformer_layer import OverlappingLayer, forward_layer
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import OverlapRange, Plan, Segment
 from megatron_lancet.schedule.turns import Concatenate, Cut, Instruction, Program, program
 
@@ -64,12 +66,14 @@ class OverlappingTransformerBlock(TransformerBlock):
         overlapping_layers: its layers, prepared for chunks.
         uses_sdpa_everywhere: whether the fused attention kernel runs also where a plan doesn't need it.
         segments: the plan's segments that have layers in this block, in order.
+        following: the op after its last layer; None where that is on the next stage.
     """
 
     comm: Comm
     overlapping_layers: Sequence[OverlappingLayer]
     uses_sdpa_everywhere: bool
     segments: Sequence[SegmentForward]
+    following: Op | None
 
     def run_by(self, plan: Plan) -> None:
         """Runs ``plan`` from the next micro-batch on."""
@@ -100,7 +104,7 @@ class OverlappingTransformerBlock(TransformerBlock):
                 attention_bias=attention_bias,
                 **kwargs,
             )
-        self._refuse(kwargs)
+        refuse_arguments(kwargs)
         hidden = hidden_states if self.pre_process else self.input_tensor
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
         self._begin_micro_batch()
@@ -110,40 +114,51 @@ class OverlappingTransformerBlock(TransformerBlock):
         chunk = Chunk(0, 1, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, attention_bias=attention_bias)
         micro_batch = ChunkState(chunk)
         micro_batch.hidden_sbH = hidden
-        with self._random_state(), block_precision(self.config):
+        with random_state(self.config), block_precision(self.config):
             for segment in self.segments:
                 segment.run(micro_batch, trace)
         hidden = micro_batch.hidden_sbH
-        if trace is not None:
-            hidden = end_layers(trace, hidden, self.post_process)
+        hidden = end_layers(trace, hidden, self.following)
         if self.final_layernorm is not None:
             hidden = apply_module(self.final_layernorm)(hidden)
             hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
         return hidden
 
-    def _random_state(self) -> AbstractContextManager[None]:
-        """Random state of the layers' dropout: under sequence parallelism each rank has positions of its own."""
-        if self.config.sequence_parallel:
-            return get_cuda_rng_tracker().fork()
-        return nullcontext()
-
     def _begin_micro_batch(self) -> None:
         if self.comm.store is not None:
             self.comm.store.assert_idle()
         for layer in self.layers:
-            refuse_bypassed_hooks(layer)
-            router = getattr(layer.mlp, "router", None)
-            if isinstance(router, ChunkedTopKRouter):
-                router.begin_micro_batch()
+            begin_layer(layer)
 
-    @staticmethod
-    def _refuse(kwargs: dict[str, Any]) -> None:
-        given = sorted(name for name, value in kwargs.items() if value is not None)
-        if given:
-            raise UsageError(
-                f"the overlapping transformer block got {', '.join(given)}, which it can't cut into chunks yet. "
-                "Run with --lancet-plan off."
-            )
+
+def random_state(config: TransformerConfig) -> AbstractContextManager[None]:
+    """Random state of the layers' dropout: under sequence parallelism each rank has positions of its own."""
+    return get_cuda_rng_tracker().fork() if config.sequence_parallel else nullcontext()
+
+
+def begin_layer(layer: torch.nn.Module) -> None:
+    """Prepares a layer for the chunks of the next micro-batch.
+
+    Raises:
+        UsageError: the layer has a hook that would not run.
+    """
+    refuse_bypassed_hooks(layer)
+    router = getattr(layer.mlp, "router", None)
+    if isinstance(router, ChunkedTopKRouter):
+        router.begin_micro_batch()
+
+
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        UsageError: an argument that can't be cut into chunks is given.
+    """
+    given = sorted(name for name, value in arguments.items() if value is not None)
+    if given:
+        raise UsageError(
+            f"the overlapping transformer block got {', '.join(given)}, which it can't cut into chunks yet. "
+            "Run with --lancet-plan off."
+        )
 
 
 def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[SegmentForward]:

@@ -4,9 +4,10 @@ Legend of shapes: s positions, b samples of the chunk, H hidden size.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
@@ -23,7 +24,7 @@ from megatron_lancet.model.recompute import (
     maybe_recomputed,
     outputs_dropped_in_stock,
 )
-from megatron_lancet.model.te.precision import op_precision
+from megatron_lancet.model.te.precision import block_precision, op_precision
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule import turns
 from megatron_lancet.schedule.ops import OpKind
@@ -35,28 +36,32 @@ class OverlappingLayer:
     """A layer that Megatron built, prepared for chunks.
 
     Attributes:
+        number: Megatron's global layer number, from 1. Multi-token predictions count on from the model's last layer.
         stock: the layer.
         moe: its experts, None for a dense layer.
         attention: its self-attention's kernel.
         comm: all-to-alls of the model.
         recompute: which of its ops are recomputed in the backward pass.
+        prediction: the multi-token prediction that it belongs to; None in the decoder.
     """
 
+    number: int
     stock: TransformerLayer
     moe: OverlappingMoE | None
     attention: SwitchableAttention
     comm: Comm
     recompute: Recompute = NOTHING
+    prediction: MultiTokenPredictionLayer | None = None
 
-    @property
-    def number(self) -> int:
-        """Megatron's global layer number, from 1."""
-        return self.stock.layer_number
+    def numbered(self, number: int) -> "OverlappingLayer":
+        """The same layer under another number."""
+        return replace(self, number=number, moe=None if self.moe is None else replace(self.moe, number=number))
 
     @property
     def verbs(self) -> turns.Layer:
         """The verbs of a chunk in this layer, in order."""
-        return turns.DENSE_LAYER if self.moe is None else turns.moe_layer(self.moe.stock.use_shared_expert)
+        verbs = turns.DENSE_LAYER if self.moe is None else turns.moe_layer(self.moe.stock.use_shared_expert)
+        return verbs if self.prediction is None else turns.mtp_layer(verbs)
 
 
 def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkState) -> None:
@@ -67,6 +72,12 @@ def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkSta
         else:
             assert layer.moe is not None
             moe_layer.FORWARD[instruction.verb](layer.moe, x)
+
+
+def project(layer: OverlappingLayer, x: ChunkState) -> None:
+    """Join the hidden states with the embeddings of the next tokens, before the layer of a multi-token prediction."""
+    x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _project, layer, x.hidden_sbH, x.embedded_sbH)
+    del x.embedded_sbH
 
 
 def attention(layer: OverlappingLayer, x: ChunkState) -> None:
@@ -104,15 +115,23 @@ def add_residual(layer: OverlappingLayer, x: ChunkState) -> None:
 
 
 FORWARD: Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]] = {
+    Compute(OpKind.MTP_PROJECTION): project,
     Compute(OpKind.ATTENTION): attention,
     Compute(OpKind.MLP): mlp,
     AddResidual(OpKind.POSTPROCESS): add_residual,
 }
 
 
+def _project(layer: OverlappingLayer, hidden_sbH: torch.Tensor, embedded_sbH: torch.Tensor) -> torch.Tensor:
+    """Norms of both and projection to [s, b, H]."""
+    assert layer.prediction is not None
+    with block_precision(layer.stock.config), op_precision(layer.stock):
+        return layer.prediction._concat_embeddings(hidden_sbH, embedded_sbH)
+
+
 def _attend(layer: TransformerLayer, hidden_sbH: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     """Norm, self-attention and residual, [s, b, H]."""
-    with at_positions(layer.self_attention, chunk), op_precision(layer.config, layer.layer_number):
+    with at_positions(layer.self_attention, chunk), op_precision(layer):
         hidden_sbH, _ = layer._forward_attention(
             hidden_states=hidden_sbH,
             attention_mask=chunk.attention_mask,
@@ -124,7 +143,7 @@ def _attend(layer: TransformerLayer, hidden_sbH: torch.Tensor, chunk: Chunk) -> 
 
 def _forward_mlp(layer: TransformerLayer, hidden_sbH: torch.Tensor) -> torch.Tensor:
     """Norm, MLP and residual, [s, b, H]."""
-    with op_precision(layer.config, layer.layer_number):
+    with op_precision(layer):
         return layer._forward_mlp(hidden_sbH)
 
 

@@ -35,6 +35,7 @@ class MadeFor:
     Times also depend on other settings (hidden size, device), but a plan is only slower if these differ, not wrong.
 
     Attributes:
+        num_layers: number of layers, multi-token predictions included.
         moe_layers: numbers of the MoE layers, from 1, as text: ``2, 4-12``.
         num_stages: number of pipeline stages.
         micro_batch_size: samples of a micro-batch.
@@ -42,6 +43,7 @@ class MadeFor:
         num_experts: experts of a MoE layer, on all ranks.
         topk: experts of a token.
         ep_size: number of ranks that share the experts.
+        num_mtp_layers: number of layers, the last ones, that are multi-token predictions.
     """
 
     num_layers: int
@@ -52,6 +54,7 @@ class MadeFor:
     num_experts: int
     topk: int
     ep_size: int
+    num_mtp_layers: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_layers <= _MAX_LAYERS:
@@ -72,6 +75,7 @@ def made_for(facts: ModelFacts) -> MadeFor:
         num_experts=facts.num_experts,
         topk=facts.topk,
         ep_size=facts.ep_size,
+        num_mtp_layers=facts.num_mtp_layers,
     )
 
 

@@ -15,6 +15,7 @@ from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan
 from megatron_lancet.schedule.timeline import Lane, Span
 
 _READY_AFTER = (
+    ("eh_proj", OpKind.MTP_PROJECTION),
     ("self_attention.", OpKind.ATTENTION),
     ("mlp.experts.", OpKind.EXPERTS),
     ("mlp.shared_experts.", OpKind.SHARED_EXPERTS),
@@ -194,7 +195,7 @@ def op_key(op: Op, plan: Plan, model: ModelFacts) -> OpKey:
     if op.layer is not None:
         assert op.chunk is not None, op
         dim, num_chunks = _cut_of(plan, op.layer, op.kind)
-        return OpKey(model.layer_kinds[op.layer - 1], op.kind, op.phase, dim, num_chunks, op.chunk)
+        return OpKey(_layer_kind(op.layer, op.kind, model), op.kind, op.phase, dim, num_chunks, op.chunk)
     dim, num_chunks = ChunkDim.BATCH, 1
     if op.kind == OpKind.CUT:
         most = max(plan.segments, key=lambda segment: segment.num_chunks)
@@ -205,13 +206,20 @@ def op_key(op: Op, plan: Plan, model: ModelFacts) -> OpKey:
 def _dw_key(op: Op, plan: Plan, model: ModelFacts) -> DwKey:
     if op.layer is None:
         return DwKey(LayerKind.NONE, op.kind, 1)
-    layer_kind = model.layer_kinds[op.layer - 1]
-    _, num_chunks = _cut_of(plan, op.layer, ready_after(DwKey(layer_kind, op.kind, 1)))
-    return DwKey(layer_kind, op.kind, num_chunks)
+    after = ready_after(DwKey(model.layer_kinds[op.layer - 1], op.kind, 1))
+    _, num_chunks = _cut_of(plan, op.layer, after)
+    return DwKey(_layer_kind(op.layer, after, model), op.kind, num_chunks)
+
+
+def _layer_kind(layer: int, kind: str, model: ModelFacts) -> LayerKind:
+    """Returns the kind that an op's costs belong to."""
+    return LayerKind.MTP if kind == OpKind.MTP_PROJECTION else model.layer_kinds[layer - 1]
 
 
 def _cut_of(plan: Plan, layer: int, kind: str) -> tuple[ChunkDim, int]:
     """Returns how an op of a layer is cut: narrow ranges leave attention, or also the router, whole."""
+    if kind == OpKind.MTP_PROJECTION:
+        return ChunkDim.BATCH, 1
     segment = plan.segment_of(layer)
     whole = kind in (OpKind.ATTENTION, OpKind.MLP) or (kind == OpKind.ROUTE and segment.range is OverlapRange.EXPERTS)
     if segment.num_chunks == 1 or (whole and not segment.range.has_attention):

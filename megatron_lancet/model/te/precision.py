@@ -13,6 +13,8 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fp4_utils import get_fp4_context
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 def block_precision(config: TransformerConfig) -> AbstractContextManager[None]:
@@ -24,12 +26,16 @@ def block_precision(config: TransformerConfig) -> AbstractContextManager[None]:
     return get_fp8_context(config) if config.fp8 and config.fp8_recipe == Fp8Recipe.delayed else nullcontext()
 
 
-def op_precision(config: TransformerConfig, layer_number: int) -> AbstractContextManager[None]:
+def op_precision(layer: TransformerLayer | MoELayer) -> AbstractContextManager[None]:
     """The context around one op of a layer.
 
-    Args:
-        layer_number: Megatron's global layer number, from 1; the first and the last layers may run in bf16.
+    The first and the last layers may run in bf16. As in stock, multi-token predictions do not count among them, and
+    have no fp4.
     """
+    config = layer.config
+    if layer.is_mtp_layer:
+        return get_fp8_context(config) if config.fp8 and config.fp8_recipe != Fp8Recipe.delayed else nullcontext()
+    layer_number = layer.layer_number
     if config.fp8 and config.fp8_recipe != Fp8Recipe.delayed:
         return get_fp8_context(config, layer_number - 1)
     return get_fp4_context(config, layer_number - 1) if config.fp4 else nullcontext()

@@ -63,7 +63,7 @@ class SearchSpace:
 
     Attributes:
         choices: options of each segment, simplest first.
-        runs: neighbouring layers of one pipeline stage, as (first, last) global numbers; no segment crosses them.
+        runs: see :func:`stage_runs`; no segment crosses them.
         limits: the restrictions from which the space was made.
         excluded: parts that are not considered, and why.
     """
@@ -152,9 +152,15 @@ def with_open_end(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 
 def stage_runs(model: ModelFacts) -> tuple[tuple[int, int], ...]:
-    """Runs of neighbouring layers of one pipeline stage, as (first, last) global numbers."""
-    numbered = enumerate(model.stage_of_layer, start=1)
-    runs = [[number for number, _ in run] for _, run in groupby(numbered, key=lambda one: one[1])]
+    """Runs of neighbouring layers of one pipeline stage, as (first, last) global numbers.
+
+    A multi-token prediction is a run of its own, because chunks can't pass into it.
+    """
+
+    def run_of(number: int) -> tuple[int, int]:
+        return model.stage_of_layer[number - 1], number if number in model.mtp_layers else 0
+
+    runs = [list(run) for _, run in groupby(range(1, len(model.layer_kinds) + 1), key=run_of)]
     return tuple((run[0], run[-1]) for run in runs)
 
 

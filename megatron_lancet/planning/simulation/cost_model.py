@@ -28,11 +28,13 @@ class DwCost(NamedTuple):
     Attributes:
         name: name of the weight inside its layer.
         pinned_bytes: memory that stays alive while it is deferred.
+        layers_back: distance from the layer of the op to the one that owns the weight: a repeated layer's first.
     """
 
     name: str
     ms: float
     pinned_bytes: int
+    layers_back: int = 0
 
 
 class CostModel:
@@ -101,9 +103,14 @@ class CostModel:
             return 0.0
         return self._queued.at(num_bytes)
 
-    def gradient(self, layer_kind: LayerKind, name: str) -> tuple[str, int]:
-        """The op in whose backward a weight's gradient becomes ready, and the gradient's bytes on a rank."""
-        return self._gradients[layer_kind, name]
+    def gradient(self, layer: int, name: str) -> tuple[str, int]:
+        """The op in whose backward a weight's gradient becomes ready, and the gradient's bytes on a rank.
+
+        Args:
+            layer: global layer number; 0 beside the layers.
+        """
+        layer_kind = self.model.layer_kinds[layer - 1] if layer else LayerKind.NONE
+        return self._gradients.get((layer_kind, name)) or self._gradients[LayerKind.MTP, name]
 
     def reduction_ms(self, num_bytes: float, num_ranks: int) -> float:
         """Time to reduce gradients of ``num_bytes`` over ``num_ranks`` ranks without other messages on the link.

@@ -1,7 +1,7 @@
 """Puts costs on the instructions of ``schedule/turns.py``, which say what the model runs in which order."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,9 +18,11 @@ from megatron_lancet.schedule.turns import (
     Instruction,
     Launch,
     LaunchCounts,
+    Layer,
     Verb,
     Wait,
     moe_layer,
+    mtp_layer,
     program,
 )
 
@@ -157,6 +159,7 @@ class Lowering:
         self.loads = loads
         self._shares = [loads.shares[rank] for rank in loads.simulated]
         self._actions: dict[tuple[object, ...], Action] = {}
+        self._model = costs.model
         self._layers = {LayerKind.DENSE: DENSE_LAYER, LayerKind.MOE: moe_layer(costs.model.has_shared_experts)}
 
     def forward(self, layers: Sequence[tuple[int, LayerKind]], segment: Segment) -> list[Step]:
@@ -168,7 +171,7 @@ class Lowering:
         kinds = dict(layers)
         pieces = _WHOLE
         steps: list[Step] = []
-        verbs = [(number, self._layers[kind]) for number, kind in layers]
+        verbs = [(number, self._verbs(number, kind)) for number, kind in layers]
         for instruction in program(verbs, segment.num_chunks, segment.range):
             if isinstance(instruction, Instruction):
                 number, code = instruction.layer, _CODES.get(type(instruction.verb))
@@ -181,9 +184,15 @@ class Lowering:
                 pieces = _WHOLE
         return steps
 
+    def _verbs(self, number: int, kind: LayerKind) -> Layer:
+        return mtp_layer(self._layers[kind]) if number in self._model.mtp_layers else self._layers[kind]
+
     def beside(self, kind: str) -> list[Step]:
         """Embedding or head, on the whole micro-batch."""
         action = self._compute(kind, LayerKind.NONE, _WHOLE, 0)
+        if kind == OpKind.HEAD:
+            of_all_uses = tuple(grads * self._model.num_output_uses for grads in action.weight_grads)
+            action = replace(action, weight_grads=of_all_uses)
         return [(COMPUTE, 0, action)] if _takes_time(action) else []
 
     def _cut(self, pieces: _Pieces) -> list[Step]:
@@ -198,10 +207,15 @@ class Lowering:
     def _action(self, instruction: Instruction, layer: LayerKind, pieces: _Pieces) -> Action:
         verb, number, chunk = instruction
         routing = self.loads.routing.get((number, pieces.dim, pieces.num_chunks, chunk)) if self.loads.routing else None
-        key = (type(verb), verb.kind, layer, pieces, chunk, None if routing is None else number)
+        layers_back = number - self._model.owner_of_weights(number)
+        key = (type(verb), verb.kind, layer, pieces, chunk, None if routing is None else number, layers_back)
         action = self._actions.get(key)
         if action is None:
-            action = self._actions[key] = self._costs_of(verb, layer, pieces, chunk, routing)
+            action = self._costs_of(verb, layer, pieces, chunk, routing)
+            if layers_back:
+                grads = (tuple(cost._replace(layers_back=layers_back) for cost in its) for its in action.weight_grads)
+                action = replace(action, weight_grads=tuple(grads))
+            self._actions[key] = action
         return action
 
     def _costs_of(
@@ -211,7 +225,8 @@ class Lowering:
             return Action(COUNTS, verb.kind, chunk, (), (), slot=_slot(OpKind.DISPATCH, chunk))
         if isinstance(verb, Compute):
             received = self._rows(pieces, chunk, routing).received if verb.kind is OpKind.EXPERTS else None
-            return self._compute(verb.kind, layer, pieces, chunk, received)
+            kind = LayerKind.MTP if verb.kind is OpKind.MTP_PROJECTION else layer
+            return self._compute(verb.kind, kind, pieces, chunk, received)
         return self._message(verb, chunk, self._rows(pieces, chunk, routing))
 
     def _rows(self, pieces: _Pieces, chunk: int, routing: ChunkRouting | None) -> _Rows:

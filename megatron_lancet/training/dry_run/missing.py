@@ -76,7 +76,6 @@ def unknown_sizes(args: argparse.Namespace) -> Iterator[str]:
     for flag, is_given in {
         "--experimental-attention-variant": args.experimental_attention_variant,
         "--heterogeneous-layers-config-path": args.heterogeneous_layers_config_path,
-        "--mtp-use-repeated-layer": args.mtp_use_repeated_layer,
         "--use-megatron-fsdp": args.use_megatron_fsdp,
         "--use-torch-fsdp2": args.use_torch_fsdp2,
         "--tensor-parallel-num-weight-shards": args.gtp_weight_remat_size > 1,

@@ -68,7 +68,7 @@ def model_size(args: argparse.Namespace, stages: list[PipelineStage]) -> ModelSi
         for chunk in stage.chunks:
             for is_moe in chunk.layers:
                 own += layer_weights(args, is_moe)
-            for _ in range(chunk.num_mtp):
+            for _ in range(min(chunk.num_mtp, 1) if args.mtp_use_repeated_layer else chunk.num_mtp):
                 own += _mtp_weights(args, is_moe=moe_pattern(args)[-1])  # like the last layer
             if chunk.has_embedding:
                 own += _embedding_weights(args)

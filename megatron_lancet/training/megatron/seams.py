@@ -29,6 +29,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import arguments, checkpointing, global_vars, training
@@ -44,6 +45,15 @@ _MODEL: tuple[Seam, ...] = (
     (TransformerBlock, "forward", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
     (TransformerLayer, "_forward_attention", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
     (TransformerLayer, "_forward_mlp", ("hidden_states",)),
+    (MultiTokenPredictionBlock, "forward", ("hidden_states",)),
+    (MultiTokenPredictionLayer, "_checkpointed_forward", ("hidden_states", "decoder_input")),
+    (
+        MultiTokenPredictionLayer,
+        "_proj_and_transformer_layer",
+        ("hidden_states", "decoder_input", "attention_mask", "rotary_pos_emb", "attention_bias"),
+    ),
+    (MultiTokenPredictionLayer, "_concat_embeddings", ("hidden_states", "decoder_input")),
+    (MultiTokenPredictionLayer, "_postprocess", ("hidden_states",)),
     (DotProductAttention, "__init__", ("config", "pg_collection")),
     (
         DotProductAttention,

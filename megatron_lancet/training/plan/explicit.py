@@ -46,16 +46,18 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
 
 def model_of_run(args: argparse.Namespace) -> MadeFor:
     """Model and layout of this run, to be compared with those of a plan file."""
-    moe_layers = [number for number, is_moe in enumerate(moe_pattern(args), start=1) if is_moe]
+    num_mtp, pattern = args.mtp_num_layers or 0, moe_pattern(args)
+    pattern += pattern[-1:] * num_mtp  # like the last layer
     return MadeFor(
-        num_layers=args.num_layers,
-        moe_layers=ranges(moe_layers),
+        num_layers=len(pattern),
+        moe_layers=ranges(number for number, is_moe in enumerate(pattern, start=1) if is_moe),
         num_stages=args.pipeline_model_parallel_size,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length // args.context_parallel_size,
         num_experts=args.num_experts or 0,
         topk=args.moe_router_topk,
         ep_size=args.expert_model_parallel_size,
+        num_mtp_layers=num_mtp,
     )
 
 

@@ -108,7 +108,6 @@ _SYMMETRIC = "an all-reduce for inference in buffers of one size"
 _KITCHEN = "layers of the kitchen extension"
 _NOT_IN_MOE = "not part of the block's MoE layer"
 _NOT_IN_BLOCK = "not part of the block"
-_MTP = "the block ends at the last layer; multi-token prediction comes after it"
 _UPCYCLING = "convert the checkpoint in a run of its own"
 _LOCAL_MODULES = "in stock, too, local layers can't recompute these modules"
 _MODULES = (
@@ -212,7 +211,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
             "--fp8-output-proj": "fp8_output_proj",
         }.items()
     ),
-    Unsupported("--mtp-num-layers", Topic.MODEL, _MTP),
     Unsupported("--moe-latent-size --moe-enable-routing-replay", Topic.MOE, _NOT_IN_MOE),
     Unsupported("--moe-expert-rank-capacity-factor", Topic.MOE, _NOT_IN_MOE, even_zero=True),
     Unsupported("--moe-routing-trace-path", Topic.MOE, _NOT_IN_MOE),

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.te.recompute_and_permutation_worker import CASES, FUSED, MEMORY_CASES
 from tests.parity.gradients.variants import precision_of
+from tests.parity.te.recompute_and_permutation_worker import CASES, FUSED, MEMORY_CASES
 from tests.ranks import launch
 
 # All cases run in one start of the ranks: 30 seconds on two idle cores.

@@ -14,10 +14,17 @@ from megatron_lancet.schedule.turns import (
     LaunchCounts,
     Wait,
     moe_layer,
+    mtp_layer,
     program,
 )
 
-LAYERS = {"m": MOE_LAYER, "d": DENSE_LAYER, "n": moe_layer(has_shared_experts=False)}
+LAYERS = {
+    "m": MOE_LAYER,
+    "d": DENSE_LAYER,
+    "n": moe_layer(has_shared_experts=False),
+    "p": mtp_layer(DENSE_LAYER),
+    "q": mtp_layer(moe_layer(has_shared_experts=False)),
+}
 TWO_CHUNKS_STACK = """
 cut
 L1.c0.F.attention, L1.c0.F.mlp, L2.c0.F.attention, L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess,\
@@ -72,6 +79,34 @@ wait L1.c2.F.combine, L1.c2.F.postprocess
 concatenate
 add residual in L1.c0.F.postprocess
 """
+PREDICTIONS_STACK = """
+cut
+L1.c0.F.attention, L1.c0.F.mlp, L2.c0.F.attention, L2.c0.F.mlp
+L1.c1.F.attention, L1.c1.F.mlp, L2.c1.F.attention, L2.c1.F.mlp
+concatenate
+L3.c0.F.mtp_projection
+cut
+L3.c0.F.attention, L3.c0.F.mlp
+L3.c1.F.attention, L3.c1.F.mlp
+concatenate
+L4.c0.F.mtp_projection
+cut
+L4.c0.F.attention, L4.c0.F.mlp
+L4.c1.F.attention, L4.c1.F.mlp
+concatenate
+"""
+PREDICTION_GATE = """
+L1.c0.F.mtp_projection, L1.c0.F.attention
+cut
+L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.dispatch
+L1.c1.F.route, launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.dispatch
+wait L1.c0.F.dispatch, L1.c0.F.experts, launch L1.c0.F.combine
+wait L1.c1.F.dispatch, L1.c1.F.experts, launch L1.c1.F.combine
+wait L1.c0.F.combine, L1.c0.F.postprocess
+wait L1.c1.F.combine, L1.c1.F.postprocess
+concatenate
+add residual in L1.c0.F.postprocess
+"""
 ONE_CHUNK = """
 L1.c0.F.attention, L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.dispatch
 L1.c0.F.shared_experts
@@ -97,6 +132,8 @@ def instructions_in(text: str) -> list[str]:
         ("dn", 2, OverlapRange.LAYER, TWO_CHUNKS_LAYER),
         ("dm", 2, OverlapRange.GATE, TWO_CHUNKS_GATE),
         ("n", 3, OverlapRange.EXPERTS, THREE_CHUNKS_EXPERTS),
+        ("ddpp", 2, OverlapRange.STACK, PREDICTIONS_STACK),
+        ("q", 2, OverlapRange.GATE, PREDICTION_GATE),
         *(("md", 1, overlap_range, ONE_CHUNK) for overlap_range in OverlapRange),
     ],
 )
@@ -119,12 +156,12 @@ def test_verbs_of_the_same_op_are_different_keys():
     assert len({verb(OpKind.DISPATCH) for verb in verbs}) == len(verbs)
 
 
-@pytest.mark.parametrize("layer", [DENSE_LAYER, MOE_LAYER])
+@pytest.mark.parametrize("layer", [DENSE_LAYER, MOE_LAYER, mtp_layer(DENSE_LAYER)])
 def test_every_verb_of_a_layer_has_one_function_and_no_other_has(layer):
     from megatron_lancet.model import moe_layer as experts
     from megatron_lancet.model import transformer_layer
 
     functions = {**transformer_layer.FORWARD, **experts.FORWARD}
     assert set(layer) <= set(functions)
-    assert set(functions) == {*DENSE_LAYER, *MOE_LAYER}
+    assert set(functions) == {*mtp_layer(DENSE_LAYER), *MOE_LAYER}
     assert not set(transformer_layer.FORWARD) & set(experts.FORWARD)

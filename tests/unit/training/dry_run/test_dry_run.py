@@ -54,9 +54,9 @@ SIZES = {
 
 STOCK = {
     "modelzoo_mixtral_8x22b_capacity": "--tp-comm-overlap does not work",
-    "modelzoo_deepseek_v3_h100_128k": "--mtp-num-layers does not work",
-    "modelzoo_deepseek_v3_h100_a2aoverlap": "--mtp-num-layers does not work",
-    "mcore_ft_selective_recompute_pp2_ep4": "--mtp-num-layers does not work",
+    "modelzoo_deepseek_v3_h100_128k": "--recompute-modules layernorm mla_up_proj does not work",
+    "modelzoo_deepseek_v3_h100_a2aoverlap": "--recompute-modules mla_up_proj does not work",
+    "mcore_ft_selective_recompute_pp2_ep4": "--recompute-modules layernorm mla_up_proj moe_act does not work",
 }
 """Lists whose runs keep stock modules, with the reason; the others overlap as they are."""
 
@@ -251,10 +251,6 @@ REFUSED = {
     "too many chunks": (
         ["--transformer-impl", "local", "--lancet-num-chunks", 3, "--lancet-chunk-dim", "batch"],
         r"--lancet-num-chunks 3 is more than the micro-batch can be cut into",
-    ),
-    "MTP": (
-        ["--transformer-impl", "local", "--mtp-num-layers", 1, "--lancet-range", "experts"],
-        "--mtp-num-layers does",
     ),
     "profile": (
         ["--transformer-impl", "local", "--lancet-profile", "/no/p.json"],

@@ -53,6 +53,8 @@ MODELS = {
     "latent, whole queries": MOE + LATENT + "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
     "multi-token prediction": MOE + LATENT + "--mtp-num-layers 1 --pipeline-model-parallel-size 2 "
     "--pipeline-model-parallel-layout Et|tt|t|mL",
+    "repeated multi-token prediction": MOE + "--mtp-num-layers 2 --mtp-use-repeated-layer "
+    "--position-embedding-type rope",
 }
 
 

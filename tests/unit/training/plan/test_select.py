@@ -231,7 +231,6 @@ REFUSED: list[tuple[list, str]] = [
     (["--delay-wgrad-compute"], "the plan does what it asks for"),
     (["--use-megatron-fsdp"], "use --use-distributed-optimizer"),
     (["--moe-enable-routing-replay"], "--moe-enable-routing-replay"),
-    (["--mtp-num-layers", 1], "--mtp-num-layers"),
     (
         ["--recompute-granularity", "selective", "--recompute-modules", "layernorm"],
         "choose among core_attn, mlp, moe, .*and with --transformer-impl transformer_engine layernorm, mla_up_proj",
