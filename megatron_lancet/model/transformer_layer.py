@@ -76,7 +76,8 @@ def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkSta
 
 def project(layer: OverlappingLayer, x: ChunkState) -> None:
     """Join the hidden states with the embeddings of the next tokens, before the layer of a multi-token prediction."""
-    x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _project, layer, x.hidden_sbH, x.embedded_sbH)
+    with block_precision(layer.stock.config):
+        x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _project, layer, x.hidden_sbH, x.embedded_sbH)
     del x.embedded_sbH
 
 
@@ -125,7 +126,7 @@ FORWARD: Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]] = {
 def _project(layer: OverlappingLayer, hidden_sbH: torch.Tensor, embedded_sbH: torch.Tensor) -> torch.Tensor:
     """Norms of both and projection to [s, b, H]."""
     assert layer.prediction is not None
-    with block_precision(layer.stock.config), op_precision(layer.stock):
+    with op_precision(layer.stock):
         return layer.prediction._concat_embeddings(hidden_sbH, embedded_sbH)
 
 

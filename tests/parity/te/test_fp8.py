@@ -15,8 +15,8 @@ WORKER = Path(__file__).with_name("fp8_worker.py")
 WHOLE = "k=1"
 NUM_WEIGHTS = 18
 """Three layers of two linears in attention and two in each of a rank's two experts."""
-FIRST_LAST, LATENT = "tensorwise-first-last-bf16", "delayed-latent-recompute"
-"""Fewer layers in fp8; in each layer two linears more."""
+FIRST_LAST, LATENT, OUTPUT = "tensorwise-first-last-bf16", "delayed-latent-recompute", "mxfp8-output"
+"""Fewer layers in fp8; two linears more in each layer; one more behind them."""
 NUM_SCALED = 15
 """Modules with scales: in each layer core attention and four linears, of which two have several weights."""
 
@@ -68,7 +68,9 @@ def test_weights_are_quantized_once_a_step(results, recipe, plan):
         found = result[recipe]["plans"][plan]
         assert found["quantized"] == found["quantized_by_stock"]
         assert found["num_stashed"] == 0
-        expected = {FIRST_LAST: NUM_WEIGHTS // 3, LATENT: NUM_WEIGHTS + 2 * 3}.get(recipe, NUM_WEIGHTS)
+        expected = {FIRST_LAST: NUM_WEIGHTS // 3, LATENT: NUM_WEIGHTS + 2 * 3, OUTPUT: NUM_WEIGHTS + 1}.get(
+            recipe, NUM_WEIGHTS
+        )
         if "weights" in recipe:
             expected = 0  # they are kept in fp8
         assert [list(step.values()) for step in found["quantized"]] == [[1] * expected] * NUM_STEPS
