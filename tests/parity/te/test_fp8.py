@@ -15,8 +15,14 @@ WORKER = Path(__file__).with_name("fp8_worker.py")
 WHOLE = "k=1"
 NUM_WEIGHTS = 18
 """Three layers of two linears in attention and two in each of a rank's two experts."""
-FIRST_LAST, LATENT, OUTPUT = "tensorwise-first-last-bf16", "delayed-latent-recompute", "mxfp8-output"
-"""Fewer layers in fp8; two linears more in each layer; one more behind them."""
+OTHER_NUM_WEIGHTS = {
+    "first-last-bf16": NUM_WEIGHTS // 3,  # one layer
+    "fp8-weights": 0,
+    "latent": NUM_WEIGHTS + 2 * 3,  # two linears more in each layer's attention
+    "mtp": NUM_WEIGHTS + 6 + 1,  # a layer and a projection more
+    "output": NUM_WEIGHTS + 1,
+}
+"""By a part of the recipe's name."""
 NUM_SCALED = 15
 """Modules with scales: in each layer core attention and four linears, of which two have several weights."""
 
@@ -68,11 +74,7 @@ def test_weights_are_quantized_once_a_step(results, recipe, plan):
         found = result[recipe]["plans"][plan]
         assert found["quantized"] == found["quantized_by_stock"]
         assert found["num_stashed"] == 0
-        expected = {FIRST_LAST: NUM_WEIGHTS // 3, LATENT: NUM_WEIGHTS + 2 * 3, OUTPUT: NUM_WEIGHTS + 1}.get(
-            recipe, NUM_WEIGHTS
-        )
-        if "weights" in recipe:
-            expected = 0  # they are kept in fp8
+        expected = next((count for part, count in OTHER_NUM_WEIGHTS.items() if part in recipe), NUM_WEIGHTS)
         assert [list(step.values()) for step in found["quantized"]] == [[1] * expected] * NUM_STEPS
 
 
