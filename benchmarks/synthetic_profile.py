@@ -3,15 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_lancet.planning.profile import (
-    LayerKind,
-    LinkTimes,
-    MemoryUse,
-    ModelFacts,
-    OpTime,
-    Profile,
-    WeightGradTime,
-)
+from megatron_lancet.planning.profile import LinkTimes, MemoryUse, ModelFacts, OpTime, Profile, WeightGradTime
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 

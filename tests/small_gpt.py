@@ -1,4 +1,4 @@
-"""Small GPT models of Megatron's local layers, or of Transformer Engine's."""
+"""Small models of Megatron's local layers, or of Transformer Engine's."""
 
 from typing import Any
 
@@ -59,3 +59,53 @@ def small_gpt(config: Any, pp_rank: int | None = None, te: bool = False, **argum
     if config.mtp_num_layers and arguments.get("post_process", True):
         standard["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=te, pp_rank=pp_rank)
     return GPTModel(config, spec, **{**standard, **arguments})
+
+
+def small_hybrid(config: Any, pattern: str, te: bool = False, **arguments: Any) -> Any:
+    """
+    Args:
+        pattern: symbol of each layer, as in ``--hybrid-layer-pattern``.
+        te: layers of Transformer Engine, as in every real run; see :func:`_local_hybrid_stack` for the others.
+        arguments: of Megatron's ``HybridModel``.
+    """
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    spec = hybrid_stack_spec if te else _local_hybrid_stack(config)
+    return HybridModel(config, spec, VOCAB, SEQ_LENGTH, hybrid_layer_pattern=pattern, **arguments)
+
+
+def _local_hybrid_stack(config: Any) -> Any:
+    """Local layers for a hybrid model; without a final norm, because Megatron's hybrid stack only knows TE's."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import (
+        MoETransformerLayer,
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    dense = get_gpt_layer_local_submodules(normalization=config.normalization)
+    moe = get_gpt_layer_local_submodules(num_experts=config.num_moe_experts, normalization=config.normalization)
+
+    def layer(module: type, **submodules: Any) -> Any:
+        return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**submodules))
+
+    layers = HybridStackSubmodules(
+        attention_layer=layer(
+            TransformerLayer,
+            input_layernorm=dense.input_layernorm,
+            self_attention=dense.self_attention,
+            self_attn_bda=get_bias_dropout_add,
+        ),
+        mlp_layer=layer(
+            MLPLayer, pre_mlp_layernorm=dense.pre_mlp_layernorm, mlp=dense.mlp, mlp_bda=get_bias_dropout_add
+        ),
+        moe_layer=layer(
+            MoETransformerLayer, pre_mlp_layernorm=moe.pre_mlp_layernorm, mlp=moe.mlp, mlp_bda=get_bias_dropout_add
+        ),
+    )
+    return ModuleSpec(module=HybridStack, submodules=layers, params={"post_layer_norm": False})

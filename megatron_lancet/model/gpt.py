@@ -1,20 +1,24 @@
-"""Makes a GPT model that Megatron has built run a plan."""
+"""Makes a model that Megatron has built run a plan: a GPT, or a hybrid model of attention, MoE and MLP layers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import adopt, unknown_class
 from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.experts import GroupingSequentialMLP
+from megatron_lancet.model.hybrid import OverlappingHybridStack
 from megatron_lancet.model.linear import (
     DeferredColumnParallelLinear,
     DeferredRowParallelLinear,
@@ -27,15 +31,19 @@ from megatron_lancet.model.ops import trace_ends
 from megatron_lancet.model.recompute import Recompute, recompute_of_layer, recompute_of_mtp
 from megatron_lancet.model.router import ChunkedTopKRouter
 from megatron_lancet.model.te.linear import TELinearPerChunk, call_per_chunk, is_te_linear
-from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
+from megatron_lancet.model.transformer_block import LayersByPlan, OverlappingTransformerBlock
 from megatron_lancet.model.transformer_layer import OverlappingLayer
 from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, Segment
 
+_LAYER_CLASSES = (TransformerLayer, MoETransformerLayer, MLPLayer)
+type LanguageModel = GPTModel | HybridModel
 
-def overlap(model: GPTModel, plan: Plan, comm: Comm, sdpa: bool = False) -> None:
-    """Gives ``model`` the overlapping transformer block, in place; parameters and their names stay.
+
+def overlap(model: LanguageModel, plan: Plan, comm: Comm, sdpa: bool = False) -> None:
+    """Gives ``model`` the overlapping stack of layers, in place; parameters and their names stay.
 
     Call it after Megatron built the model and before DDP wraps it. With a store in ``comm`` the linear layers are
     prepared for deferral, also where this plan defers nothing, so that :func:`set_plan` can set any other plan.
@@ -46,14 +54,18 @@ def overlap(model: GPTModel, plan: Plan, comm: Comm, sdpa: bool = False) -> None
     Raises:
         UsageError: the model has parts that the overlapping block does not know, or the plan is another model's.
     """
-    block = adopt(model.decoder, OverlappingTransformerBlock)
+    block: LayersByPlan
+    if isinstance(model, HybridModel):
+        block = adopt(model.decoder, OverlappingHybridStack)
+    else:
+        block = adopt(model.decoder, OverlappingTransformerBlock)
     block.comm = comm
     block.overlapping_layers = [
-        _prepare_layer(layer, layer.layer_number, recompute_of_layer(layer.config, index), comm)
+        _prepare_layer(layer, cast(int, layer.layer_number), recompute_of_layer(model.config, index), comm)
         for index, layer in enumerate(block.layers)
     ]
     block.following = Op.beside_layers(Phase.FORWARD, OpKind.HEAD) if model.post_process else None
-    if model.mtp_process:
+    if _has_predictions(model):
         _prepare_predictions(model, comm)
     for module in list(model.modules()):
         if is_te_linear(module):
@@ -71,7 +83,7 @@ def overlap(model: GPTModel, plan: Plan, comm: Comm, sdpa: bool = False) -> None
     set_plan(model, plan)
 
 
-def set_plan(model: GPTModel, plan: Plan) -> None:
+def set_plan(model: LanguageModel, plan: Plan) -> None:
     """Makes a model that :func:`overlap` prepared run ``plan`` from the next step on. Call between steps.
 
     All ranks must do so between the same two steps. Only the order of sums changes.
@@ -81,40 +93,42 @@ def set_plan(model: GPTModel, plan: Plan) -> None:
         AssertionError: the last backward pass is not over, or the plan defers dW and the model is not prepared for it.
     """
     block = model.decoder
-    assert isinstance(block, OverlappingTransformerBlock)
+    assert isinstance(block, LayersByPlan)
     check_layers(plan, model.config.num_layers + (model.config.mtp_num_layers or 0))
     layers = overlapping_layers(model)
     # A repeated layer has several numbers.
     segments: dict[torch.nn.Module, list[Segment]] = {layer.stock: [] for layer in layers}
     for layer in layers:
         segments[layer.stock].append(plan.segment_of(layer.number))
-    needs_sdpa = {
-        stock: block.uses_sdpa_everywhere or any(map(_needs_sdpa, its_segments))
-        for stock, its_segments in segments.items()
+    attentions = {layer.attention: segments[layer.stock] for layer in layers if layer.attention is not None}
+    prefixed = {
+        attention
+        for attention, its_segments in attentions.items()
+        if block.uses_sdpa_everywhere or any(map(_needs_sdpa, its_segments))
     }
-    for layer in layers:
-        if needs_sdpa[layer.stock]:
-            layer.attention.check()
+    for attention in prefixed:
+        attention.check()
     store = block.comm.store
     assert store is not None or plan.dw_policy is DwPolicy.NONE, "dW can't be deferred in a model without a store"
     if store is not None:
         store.configure(plan)
     block.run_by(plan)
-    if model.mtp_process:
+    if _has_predictions(model):
         model.mtp.run_by(plan)
-    for layer in layers:
-        if needs_sdpa[layer.stock]:
-            layer.attention.use_prefixed()
+    for attention in attentions:
+        if attention in prefixed:
+            attention.use_prefixed()
         else:
-            layer.attention.use_built()
+            attention.use_built()
+    for layer in layers:
         _set_exact(layer.prediction or layer.stock, all(map(_is_exact, segments[layer.stock])))
     if model.post_process:
         _set_exact(model.output_layer, _is_exact(plan.segments[-1]))
 
 
-def overlapping_layers(model: GPTModel) -> list[OverlappingLayer]:
+def overlapping_layers(model: LanguageModel) -> list[OverlappingLayer]:
     """The layers of a model that :func:`overlap` prepared, in order; a repeated layer once for each of its numbers."""
-    predicting = model.mtp.overlapping_layers if model.mtp_process else []
+    predicting = model.mtp.overlapping_layers if _has_predictions(model) else []
     return [*model.decoder.overlapping_layers, *predicting]
 
 
@@ -151,6 +165,11 @@ def _set_exact(part: torch.nn.Module, exact: bool) -> None:
             module.is_exact = exact
 
 
+def _has_predictions(model: LanguageModel) -> bool:
+    """Whether this stage has the layers of multi-token prediction."""
+    return getattr(model, "mtp_process", False)
+
+
 def _prepare_predictions(model: GPTModel, comm: Comm) -> None:
     """Prepares the layers of multi-token prediction, which are numbered from the model's last layer on."""
     mtp, config, block = adopt(model.mtp, OverlappingMTP), model.config, model.decoder
@@ -165,13 +184,13 @@ def _prepare_predictions(model: GPTModel, comm: Comm) -> None:
     block.following = Op(layers[0].number, 0, Phase.FORWARD, OpKind.MTP_PROJECTION)
 
 
-def _linears_with_several_uses(model: GPTModel) -> Iterator[Any]:
+def _linears_with_several_uses(model: LanguageModel) -> Iterator[Any]:
     """Yields the linear layers with deferred dW that run more than once in a micro-batch of stock."""
     config = model.config
     parts: list[torch.nn.Module] = []
     if config.mtp_num_layers and model.post_process and not config.mtp_detach_heads:
         parts.append(model.output_layer)
-    if model.mtp_process and len(model.mtp.overlapping_layers) > len(model.mtp.layers):
+    if _has_predictions(model) and len(model.mtp.overlapping_layers) > len(model.mtp.layers):
         parts.append(model.mtp)
     for part in parts:
         for module in part.modules():
@@ -180,14 +199,15 @@ def _linears_with_several_uses(model: GPTModel) -> Iterator[Any]:
 
 
 def _prepare_layer(layer: Any, number: int, recompute: Recompute, comm: Comm) -> OverlappingLayer:
-    if type(layer) is not TransformerLayer:  # a layer of a derived class may do more than its parts
+    if type(layer) not in _LAYER_CLASSES:  # a layer of a derived class may do more than its parts
         raise unknown_class(TransformerLayer, layer)
-    attention = SwitchableAttention(layer.self_attention, recompute.attention)
-    if not isinstance(layer.mlp, MoELayer):
+    kind = kind_of(layer)
+    attention = SwitchableAttention(layer.self_attention, recompute.attention) if kind.has_attention else None
+    if not kind.has_experts:
         layer.recompute_mlp = False  # ours now
         if recompute.mlp:
             layer.recompute_pre_mlp_layernorm = False  # part of what runs again
-        return OverlappingLayer(number, layer, None, attention, comm, recompute)
+        return OverlappingLayer(number, layer, kind, None, attention, comm, recompute)
     layer.mlp.shared_experts_recompute = False
     if recompute.experts and hasattr(layer.mlp.experts, "activation_recompute"):
         layer.mlp.experts.activation_recompute = False  # part of what runs again
@@ -200,10 +220,20 @@ def _prepare_layer(layer: Any, number: int, recompute: Recompute, comm: Comm) ->
         comm, config.num_moe_experts, stock.ep_size, stock.tp_group, config.moe_permute_fusion
     )
     moe = OverlappingMoE(number, layer.mlp, dispatcher, comm, recompute)
-    return OverlappingLayer(number, layer, moe, attention, comm, recompute)
+    return OverlappingLayer(number, layer, kind, moe, attention, comm, recompute)
 
 
-def _deferrable_linears(model: GPTModel) -> Iterator[tuple[torch.nn.Module, str]]:
+def kind_of(layer: TransformerLayer) -> LayerKind:
+    """The parts of a layer that Megatron built: those that it lacks are identities."""
+    has_attention = not isinstance(layer.self_attention, IdentityOp)
+    if isinstance(layer.mlp, MoELayer):
+        return LayerKind.MOE if has_attention else LayerKind.MOE_ONLY
+    if isinstance(layer.mlp, IdentityOp):
+        return LayerKind.ATTENTION_ONLY
+    return LayerKind.DENSE if has_attention else LayerKind.MLP_ONLY
+
+
+def _deferrable_linears(model: LanguageModel) -> Iterator[tuple[torch.nn.Module, str]]:
     """Yields linear layers with the names of their dWs; the output layer only where its weight is its own."""
     owners: dict[torch.nn.Module, OverlappingLayer] = {}
     for layer in overlapping_layers(model):

@@ -69,6 +69,7 @@ class ChunkState:
 
 _FORKS: dict[Verb, str] = {
     Compute(OpKind.ATTENTION): "hidden_sbH",
+    Compute(OpKind.NORM): "hidden_sbH",
     Compute(OpKind.MLP): "hidden_sbH",
     Compute(OpKind.ROUTE): "normed_sbH",
     Compute(OpKind.PREPROCESS): "probs_tE",

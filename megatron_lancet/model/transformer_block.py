@@ -1,4 +1,4 @@
-"""The transformer block, which runs the program of each of the plan's segments."""
+"""The stack of layers, which runs the program of each of the plan's segments."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -58,10 +58,15 @@ class SegmentForward:
                     chunks = [micro_batch]
 
 
-class OverlappingTransformerBlock(TransformerBlock):
-    """Megatron's transformer block; in training its micro-batches go through in chunks.
+class LayersByPlan:
+    """A stack of layers that Megatron built; in training it runs by a plan.
 
     Attributes:
+        layers: the layers, as Megatron built them.
+        config: Megatron's configuration.
+        pre_process: whether the input comes from the embedding, not from another pipeline stage.
+        post_process: whether the model's head comes next.
+        input_tensor: the input from the previous pipeline stage.
         comm: all-to-alls of the model.
         overlapping_layers: its layers, prepared for chunks.
         uses_sdpa_everywhere: whether the fused attention kernel runs also where a plan doesn't need it.
@@ -69,6 +74,11 @@ class OverlappingTransformerBlock(TransformerBlock):
         following: the op after its last layer; None where that is on the next stage.
     """
 
+    layers: torch.nn.ModuleList
+    config: TransformerConfig
+    pre_process: bool
+    post_process: bool
+    input_tensor: torch.Tensor
     comm: Comm
     overlapping_layers: Sequence[OverlappingLayer]
     uses_sdpa_everywhere: bool
@@ -79,32 +89,28 @@ class OverlappingTransformerBlock(TransformerBlock):
         """Runs ``plan`` from the next micro-batch on."""
         self.segments = segments_here(plan, self.overlapping_layers)
 
-    def forward(
+    def run_layers(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor | None = None,
         attention_bias: torch.Tensor | None = None,
-        **kwargs: Any,
+        **others: Any,
     ) -> torch.Tensor:
-        """Run all layers.
+        """Run all layers, up to the final norm.
 
         Args:
             hidden_states: [S, B, H], ignored where a previous pipeline stage sends the input.
             attention_mask: [B or 1, 1, S, S] or None, True where attention is not allowed.
+            others: other inputs of Megatron's forward pass, which must be None.
+
+        Returns:
+            The output of the last layer, [S, B, H].
 
         Raises:
             UsageError: an input that can't be cut into chunks (packed sequences, padding masks, ...).
         """
-        if not (self.training and torch.is_grad_enabled()):
-            return super().forward(
-                hidden_states,
-                attention_mask,
-                rotary_pos_emb=rotary_pos_emb,
-                attention_bias=attention_bias,
-                **kwargs,
-            )
-        refuse_arguments(kwargs)
+        refuse_arguments(others)
         hidden = hidden_states if self.pre_process else self.input_tensor
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
         self._begin_micro_batch()
@@ -117,12 +123,7 @@ class OverlappingTransformerBlock(TransformerBlock):
         with random_state(self.config), block_precision(self.config):
             for segment in self.segments:
                 segment.run(micro_batch, trace)
-        hidden = micro_batch.hidden_sbH
-        hidden = end_layers(trace, hidden, self.following)
-        if self.final_layernorm is not None:
-            hidden = apply_module(self.final_layernorm)(hidden)
-            hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
-        return hidden
+        return end_layers(trace, micro_batch.hidden_sbH, self.following)
 
     def _begin_micro_batch(self) -> None:
         if self.comm.store is not None:
@@ -156,9 +157,31 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     given = sorted(name for name, value in arguments.items() if value is not None)
     if given:
         raise UsageError(
-            f"the overlapping transformer block got {', '.join(given)}, which it can't cut into chunks yet. "
+            f"the overlapping layers got {', '.join(given)}, which they can't cut into chunks yet. "
             "Run with --lancet-plan off."
         )
+
+
+class OverlappingTransformerBlock(LayersByPlan, TransformerBlock):
+    """Megatron's transformer block; in training its micro-batches go through in chunks."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        attention_bias: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Run all layers and the final norm; see :meth:`LayersByPlan.run_layers`."""
+        inputs = {"rotary_pos_emb": rotary_pos_emb, "attention_bias": attention_bias, **kwargs}
+        if not (self.training and torch.is_grad_enabled()):
+            return super().forward(hidden_states, attention_mask, **inputs)
+        hidden = self.run_layers(hidden_states, attention_mask, **inputs)
+        if self.final_layernorm is not None:
+            hidden = apply_module(self.final_layernorm)(hidden)
+            hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
+        return hidden
 
 
 def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[SegmentForward]:

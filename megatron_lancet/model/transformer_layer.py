@@ -5,6 +5,7 @@ Legend of shapes: s positions, b samples of the chunk, H hidden size.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -27,6 +28,7 @@ from megatron_lancet.model.recompute import (
 from megatron_lancet.model.te.precision import block_precision, op_precision
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule import turns
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.turns import AddResidual, Compute, Instruction, Verb
 
@@ -38,8 +40,9 @@ class OverlappingLayer:
     Attributes:
         number: Megatron's global layer number, from 1. Multi-token predictions count on from the model's last layer.
         stock: the layer.
-        moe: its experts, None for a dense layer.
-        attention: its self-attention's kernel.
+        kind: the parts that it has.
+        moe: its experts; None where it has none.
+        attention: its self-attention's kernel; None where it has no attention.
         comm: all-to-alls of the model.
         recompute: which of its ops are recomputed in the backward pass.
         prediction: the multi-token prediction that it belongs to; None in the decoder.
@@ -47,8 +50,9 @@ class OverlappingLayer:
 
     number: int
     stock: TransformerLayer
+    kind: LayerKind
     moe: OverlappingMoE | None
-    attention: SwitchableAttention
+    attention: SwitchableAttention | None
     comm: Comm
     recompute: Recompute = NOTHING
     prediction: MultiTokenPredictionLayer | None = None
@@ -60,7 +64,7 @@ class OverlappingLayer:
     @property
     def verbs(self) -> turns.Layer:
         """The verbs of a chunk in this layer, in order."""
-        verbs = turns.DENSE_LAYER if self.moe is None else turns.moe_layer(self.moe.stock.use_shared_expert)
+        verbs = turns.verbs_of(self.kind, self.moe is not None and self.moe.stock.use_shared_expert)
         return verbs if self.prediction is None else turns.mtp_layer(verbs)
 
 
@@ -82,24 +86,27 @@ def project(layer: OverlappingLayer, x: ChunkState) -> None:
 
 
 def attention(layer: OverlappingLayer, x: ChunkState) -> None:
-    """Norm, self-attention and residual; in a MoE layer also the norm in front of the router and the experts."""
+    """Norm, self-attention and residual; in a layer with experts also the norm in front of the router."""
     recompute, stock = layer.recompute, layer.stock
     if layer.moe is not None and recompute.attention:
         x.hidden_sbH, x.normed_sbH = maybe_recomputed(True, _attend_and_norm, stock, x.hidden_sbH, x.chunk)
         return
-    with outputs_dropped_in_stock(layer.recompute.drops_outputs):
+    with outputs_dropped_in_stock(recompute.drops_outputs):
         x.hidden_sbH = maybe_recomputed(recompute.attention, _attend, stock, x.hidden_sbH, x.chunk)
     if layer.moe is not None:
-        norm = apply_module(stock.pre_mlp_layernorm)
-        if recompute.experts_norm:
-            x.norm = DroppedOutputs()
-            x.normed_sbH = x.norm.run(norm, x.hidden_sbH)
-        else:
-            x.normed_sbH = norm(x.hidden_sbH)
+        _norm_or_drop(layer, x)
+
+
+def norm(layer: OverlappingLayer, x: ChunkState) -> None:
+    """The norm in front of the router and the experts, in a layer without attention."""
+    if layer.recompute.attention:
+        x.normed_sbH = maybe_recomputed(True, _norm, layer.stock, x.hidden_sbH)
+    else:
+        _norm_or_drop(layer, x)
 
 
 def mlp(layer: OverlappingLayer, x: ChunkState) -> None:
-    """Norm, MLP and residual of a dense layer."""
+    """Norm, MLP and residual of a layer without experts."""
     with outputs_dropped_in_stock(layer.recompute.drops_outputs):
         x.hidden_sbH = maybe_recomputed(layer.recompute.mlp, _forward_mlp, layer.stock, x.hidden_sbH)
 
@@ -118,6 +125,7 @@ def add_residual(layer: OverlappingLayer, x: ChunkState) -> None:
 FORWARD: Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]] = {
     Compute(OpKind.MTP_PROJECTION): project,
     Compute(OpKind.ATTENTION): attention,
+    Compute(OpKind.NORM): norm,
     Compute(OpKind.MLP): mlp,
     AddResidual(OpKind.POSTPROCESS): add_residual,
 }
@@ -153,4 +161,19 @@ def _attend_and_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states after attention, and normed, both [s, b, H]."""
     hidden_sbH = _attend(layer, hidden_sbH, chunk)
-    return hidden_sbH, apply_module(layer.pre_mlp_layernorm)(hidden_sbH)
+    return hidden_sbH, _norm(layer, hidden_sbH)
+
+
+def _norm_or_drop(layer: OverlappingLayer, x: ChunkState) -> None:
+    """The norm in front of the router and the experts, whose output may be dropped."""
+    if layer.recompute.experts_norm:
+        x.norm = DroppedOutputs()
+        x.normed_sbH = x.norm.run(partial(_norm, layer.stock), x.hidden_sbH)
+    else:
+        x.normed_sbH = _norm(layer.stock, x.hidden_sbH)
+
+
+def _norm(layer: TransformerLayer, hidden_sbH: torch.Tensor) -> torch.Tensor:
+    """Input of the router and the experts, [s, b, H]."""
+    normed_sbH: torch.Tensor = apply_module(layer.pre_mlp_layernorm)(hidden_sbH)
+    return normed_sbH

@@ -4,13 +4,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_lancet.planning.profile import LayerKind, Profile
+from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.planner import PlannedStep
 from megatron_lancet.planning.search.search_space import Exclusion
 from megatron_lancet.planning.simulation.buckets import REDUCTION
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.engine import Wait
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulation, Simulator
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import DwPolicy, OverlapRange, Plan
 from megatron_lancet.schedule.timeline import Lane, Span

@@ -19,7 +19,8 @@ from megatron_lancet.files import (
     to_plain,
 )
 from megatron_lancet.planning.estimate import StepEstimate
-from megatron_lancet.planning.profile import LayerKind, ModelFacts
+from megatron_lancet.planning.profile import ModelFacts
+from megatron_lancet.schedule.layers import pattern_of
 from megatron_lancet.schedule.plan import PLAN_VERSION, Plan
 from megatron_lancet.schedule.ranges import parse_ranges, ranges
 
@@ -44,6 +45,7 @@ class MadeFor:
         topk: experts of a token.
         ep_size: number of ranks that share the experts.
         num_mtp_layers: number of layers, the last ones, that are multi-token predictions.
+        pattern: one symbol for each layer of a hybrid model, from ``schedule/layers.py``; None for a GPT.
     """
 
     num_layers: int
@@ -55,6 +57,7 @@ class MadeFor:
     topk: int
     ep_size: int
     num_mtp_layers: int = 0
+    pattern: str | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_layers <= _MAX_LAYERS:
@@ -65,10 +68,11 @@ class MadeFor:
 
 def made_for(facts: ModelFacts) -> MadeFor:
     """The model and the layout of a profile."""
-    moe = [number for number, kind in enumerate(facts.layer_kinds, start=1) if kind is LayerKind.MOE]
+    moe = [number for number, kind in enumerate(facts.layer_kinds, start=1) if kind.has_experts]
     return MadeFor(
         num_layers=len(facts.layer_kinds),
         moe_layers=ranges(moe),
+        pattern=pattern_of(facts.layer_kinds),
         num_stages=len(set(facts.stage_of_layer)),
         micro_batch_size=facts.micro_batch_size,
         seq_length=facts.seq_length,

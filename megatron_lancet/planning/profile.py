@@ -7,10 +7,11 @@ The compute ops of a chunk in one layer, in the order in which they run forward:
     moe layer     attention  route  preprocess  [dispatch]  shared_experts  experts  [combine]  postprocess
     dense layer   attention  mlp
 
-A multi-token prediction is such a layer behind ``mtp_projection``, on the whole micro-batch: the norm of the layer
-before it, the embedding of the next tokens and the projection.
+Layers of a hybrid model have one part of these: ``attention`` alone, ``mlp`` alone, or a moe layer's ops from the
+router on, with ``norm`` before them. A multi-token prediction is a layer behind ``mtp_projection``, on the whole
+micro-batch: the norm of the layer before it, the embedding of the next tokens and the projection.
 
-``attention`` holds the layer's first norm, self-attention, the residual and, in a MoE layer, the second norm.
+``attention`` holds the layer's first norm, self-attention, the residual and, in a moe layer, the second norm.
 ``preprocess`` ends where the dispatch is issued, ``experts`` where the combine is. ``shared_experts`` runs while the
 dispatch is in flight. ``postprocess`` sums a token's rows and adds the residual. Beside the layers: ``embedding``
 and ``head`` (last norm, output layer, loss), both on the whole micro-batch, and ``cut`` (a segment's micro-batch to
@@ -19,7 +20,6 @@ chunks and back).
 
 import json
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +34,7 @@ from megatron_lancet.files import (
     to_plain,
 )
 from megatron_lancet.schedule.chunk_sizes import multiple_along
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 from megatron_lancet.schedule.reductions import GradientReduction
@@ -51,17 +52,6 @@ _CountFrom1 = Annotated[int, Range(1, MAX_COUNT)]
 _Size = Annotated[int, Range(0, _LARGEST)]
 _SizeFrom1 = Annotated[int, Range(1, _LARGEST)]
 _Ms = Annotated[float, Range(0, _LARGEST)]
-
-
-class LayerKind(StrEnum):
-    """Kind of a layer."""
-
-    MOE = "moe"
-    DENSE = "dense"
-    MTP = "mtp"
-    """Op and weight that precede the layer of a multi-token prediction; the layer is one of the others."""
-    NONE = "none"
-    """Ops and weights beside the layers: embedding, head."""
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
 
-from megatron_lancet.model.gpt import overlapping_layers
+from megatron_lancet.model.gpt import LanguageModel, overlapping_layers
 from megatron_lancet.model.te.token_multiple import token_multiple
-from megatron_lancet.model.transformer_block import OverlappingTransformerBlock
-from megatron_lancet.planning.profile import LayerKind, ModelFacts
+from megatron_lancet.model.transformer_block import LayersByPlan
+from megatron_lancet.planning.profile import ModelFacts
 from megatron_lancet.profiler.cache import ProfileKey
 from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.comm import Comm
@@ -42,7 +41,7 @@ class ProfiledModel:
         num_micro_batches: micro-batches in a step.
     """
 
-    stages: tuple[GPTModel, ...]
+    stages: tuple[LanguageModel, ...]
     device: torch.device
     micro_batch_size: int
     seq_length: int
@@ -67,11 +66,7 @@ def key_of(model: ProfiledModel) -> ProfileKey:
 def model_facts(model: ProfiledModel) -> ModelFacts:
     """Returns the facts of a run. Collective over all ranks of the world."""
     config = model.config
-    own = [
-        (layer.number, LayerKind.DENSE if layer.moe is None else LayerKind.MOE)
-        for stage in model.stages
-        for layer in overlapping_layers(stage)
-    ]
+    own = [(layer.number, layer.kind) for stage in model.stages for layer in overlapping_layers(stage)]
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers = {number: (kind, stage) for stage, layers in from_all_ranks((stage, own)) for number, kind in layers}
     assert set(layers) == set(range(1, len(layers) + 1)), layers
@@ -120,8 +115,8 @@ def package_versions() -> dict[str, str]:
     return {package: version(package) for package in _PACKAGES}
 
 
-def _block(stage: GPTModel) -> OverlappingTransformerBlock:
-    assert isinstance(stage.decoder, OverlappingTransformerBlock)
+def _block(stage: LanguageModel) -> LayersByPlan:
+    assert isinstance(stage.decoder, LayersByPlan)
     return stage.decoder
 
 
@@ -146,4 +141,4 @@ def _name(config: TransformerConfig) -> str:
         *(["repeated-mtp"] if config.mtp_num_layers and config.mtp_use_repeated_layer else []),
         *([f"recompute-{config.recompute_granularity}"] if config.recompute_granularity else []),
     ]
-    return "gpt " + " ".join([*sizes, *kinds])
+    return " ".join(["hybrid" if config.is_hybrid_model else "gpt", *sizes, *kinds])

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_lancet.planning.profile import LayerKind, LinkTimes, MemoryUse, Profile
+from megatron_lancet.planning.profile import LinkTimes, MemoryUse, Profile
 from megatron_lancet.profiler.facts import ProfiledModel, key_of
 from megatron_lancet.profiler.links import Wires, measure_links
 from megatron_lancet.profiler.memory import SavedActivations
@@ -37,6 +37,7 @@ from megatron_lancet.profiler.routing import (
 from megatron_lancet.runtime.collectives import from_all_ranks, from_rank_0
 from megatron_lancet.runtime.trace import StepTrace, Trace
 from megatron_lancet.schedule.chunk_sizes import most_chunks, multiple_along
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_lancet.planning.profile import LayerKind, ModelFacts, OpTime, WeightGradTime
+from megatron_lancet.planning.profile import ModelFacts, OpTime, WeightGradTime
 from megatron_lancet.runtime.trace import StepTrace
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan
+from megatron_lancet.schedule.plan import ChunkDim, Plan
 from megatron_lancet.schedule.timeline import Lane, Span
+from megatron_lancet.schedule.turns import is_cut
 
 _READY_AFTER = (
     ("eh_proj", OpKind.MTP_PROJECTION),
@@ -194,7 +196,7 @@ def op_key(op: Op, plan: Plan, model: ModelFacts) -> OpKey:
     assert op.phase is not Phase.WEIGHT_GRAD, op
     if op.layer is not None:
         assert op.chunk is not None, op
-        dim, num_chunks = _cut_of(plan, op.layer, op.kind)
+        dim, num_chunks = _cut_of(plan, model, op.layer, op.kind)
         return OpKey(_layer_kind(op.layer, op.kind, model), op.kind, op.phase, dim, num_chunks, op.chunk)
     dim, num_chunks = ChunkDim.BATCH, 1
     if op.kind == OpKind.CUT:
@@ -207,7 +209,7 @@ def _dw_key(op: Op, plan: Plan, model: ModelFacts) -> DwKey:
     if op.layer is None:
         return DwKey(LayerKind.NONE, op.kind, 1)
     after = ready_after(DwKey(model.layer_kinds[op.layer - 1], op.kind, 1))
-    _, num_chunks = _cut_of(plan, op.layer, after)
+    _, num_chunks = _cut_of(plan, model, op.layer, after)
     return DwKey(_layer_kind(op.layer, after, model), op.kind, num_chunks)
 
 
@@ -216,13 +218,12 @@ def _layer_kind(layer: int, kind: str, model: ModelFacts) -> LayerKind:
     return LayerKind.MTP if kind == OpKind.MTP_PROJECTION else model.layer_kinds[layer - 1]
 
 
-def _cut_of(plan: Plan, layer: int, kind: str) -> tuple[ChunkDim, int]:
+def _cut_of(plan: Plan, model: ModelFacts, layer: int, kind: str) -> tuple[ChunkDim, int]:
     """Returns how an op of a layer is cut: narrow ranges leave attention, or also the router, whole."""
     if kind == OpKind.MTP_PROJECTION:
         return ChunkDim.BATCH, 1
     segment = plan.segment_of(layer)
-    whole = kind in (OpKind.ATTENTION, OpKind.MLP) or (kind == OpKind.ROUTE and segment.range is OverlapRange.EXPERTS)
-    if segment.num_chunks == 1 or (whole and not segment.range.has_attention):
+    if segment.num_chunks == 1 or not is_cut(model.layer_kinds[layer - 1], kind, segment.range):
         return ChunkDim.BATCH, 1
     return segment.chunk_dim, segment.num_chunks
 

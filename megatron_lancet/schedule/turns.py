@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import OverlapRange
 
@@ -66,13 +67,7 @@ class AddResidual(Verb):
 Layer = tuple[Verb, ...]
 """What a chunk does in a layer, in order."""
 
-DENSE_LAYER: Layer = (
-    Compute(OpKind.ATTENTION),
-    Compute(OpKind.MLP),
-)
-
-MOE_LAYER: Layer = (
-    Compute(OpKind.ATTENTION),
+_EXPERTS: Layer = (
     Compute(OpKind.ROUTE),
     LaunchCounts(OpKind.COUNTS),
     Compute(OpKind.PREPROCESS),
@@ -88,15 +83,22 @@ MOE_LAYER: Layer = (
 
 _MTP_PROJECTION = Compute(OpKind.MTP_PROJECTION)
 """Needs the next tokens' embeddings, so the micro-batch is whole here."""
+_VERBS: dict[LayerKind, Layer] = {
+    LayerKind.MOE: (Compute(OpKind.ATTENTION), *_EXPERTS),
+    LayerKind.DENSE: (Compute(OpKind.ATTENTION), Compute(OpKind.MLP)),
+    LayerKind.ATTENTION_ONLY: (Compute(OpKind.ATTENTION),),
+    LayerKind.MOE_ONLY: (Compute(OpKind.NORM), *_EXPERTS),
+    LayerKind.MLP_ONLY: (Compute(OpKind.MLP),),
+}
 
 MIRRORED: dict[type[Verb], type[Verb]] = {Compute: Compute, Launch: Wait, Wait: Launch}
 """The verb in the backward pass: the gradient's message is launched where the rows were waited for, and waited for
 where they were launched. Counts are not exchanged again."""
 
-ROWS_MADE_BY = {after.kind: before.kind for before, after in pairwise(MOE_LAYER) if isinstance(after, Launch)}
+ROWS_MADE_BY = {after.kind: before.kind for before, after in pairwise(_EXPERTS) if isinstance(after, Launch)}
 """The op that makes the rows of a message. Launching the message is a part of it."""
 
-ROWS_NEEDED_BY = {before.kind: after.kind for before, after in pairwise(MOE_LAYER) if isinstance(before, Wait)}
+ROWS_NEEDED_BY = {before.kind: after.kind for before, after in pairwise(_EXPERTS) if isinstance(before, Wait)}
 """The op that needs the rows of a message. In the backward it makes their gradients."""
 
 _FIRST_IN_CHUNKS = {
@@ -147,9 +149,23 @@ class Concatenate:
 Program = list[Instruction | Cut | Concatenate]
 
 
-def moe_layer(has_shared_experts: bool) -> Layer:
-    """:data:`MOE_LAYER`, without its shared experts where a model has none."""
-    return tuple(verb for verb in MOE_LAYER if has_shared_experts or verb.kind is not OpKind.SHARED_EXPERTS)
+def verbs_of(kind: LayerKind, has_shared_experts: bool) -> Layer:
+    """What a chunk does in a layer of a kind, in order.
+
+    Args:
+        has_shared_experts: whether the model's MoE layers have experts that see all tokens.
+    """
+    return tuple(verb for verb in _VERBS[kind] if has_shared_experts or verb.kind is not OpKind.SHARED_EXPERTS)
+
+
+def is_cut(kind: LayerKind, op: str, overlap_range: OverlapRange) -> bool:
+    """Whether an op of a layer runs in chunks, where the micro-batch is cut.
+
+    Args:
+        op: kind of the op.
+    """
+    _, inside, _ = _split(_VERBS[kind], overlap_range)
+    return any(verb.kind == op for verb in inside)
 
 
 def mtp_layer(layer: Layer) -> Layer:

@@ -20,6 +20,7 @@ from megatron_lancet.errors import UsageError, reason_of
 from megatron_lancet.training.checkpoint.ep_resize import check_experts_apart
 from megatron_lancet.training.checkpoint.load_save import check_before_start
 from megatron_lancet.training.input_files import check_datasets, missing_files
+from megatron_lancet.training.layer_pattern import check_hybrid_pattern
 from megatron_lancet.training.plan.support import OWN_SPEC, refuse_other_tasks
 from megatron_lancet.training.platform.mock import add_mock_arguments, check_mock_arguments
 
@@ -140,6 +141,7 @@ def check_settings(args: argparse.Namespace) -> None:
     """
     check_mock_arguments(args)
     _check_layout(args)
+    check_hybrid_pattern(args)
     _check_data(args)
     check_modes(args)
     check_experts_apart(args)
@@ -218,7 +220,7 @@ def _check_data(args: argparse.Namespace) -> None:
 
 
 def check_modes(args: argparse.Namespace) -> None:
-    """Refuses runs that do something else than pretrain a GPT model on plain text.
+    """Refuses runs that do something else than pretrain a model on plain text.
 
     Raises:
         UsageError: a flag asks for something else, is retired, or names our own layer specification.

@@ -1,4 +1,4 @@
-"""Megatron's pretraining loop over a GPT-MoE, from the command line to the report.
+"""Megatron's pretraining loop over a GPT or a hybrid model, from the command line to the report.
 
 The phases: read the arguments, choose the plan, make Megatron's configurations, change Megatron, train, report.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.training import arguments
@@ -20,6 +20,7 @@ from megatron_lancet.training.checkpoint.ep_resize import check_checkpoint
 from megatron_lancet.training.checkpoint.load_save import Checkpoints, check_before_start
 from megatron_lancet.training.megatron import checkpoint_patches
 from megatron_lancet.training.megatron.gpt_data import build_datasets, forward_step
+from megatron_lancet.training.megatron.model_config import model_config_from_args
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.platform import mock
@@ -52,7 +53,7 @@ def run_job(device: torch.device, status: RankStatus) -> None:
     say(f"Megatron-Lancet plan: {choice.line}")
     stop = StopRequest(status, device) if saves_on_sigterm(args, config) else None
     with arguments.megatrons_refusals():
-        model_config = gpt_config_from_args(args)
+        model_config = model_config_from_args(args)
         run_config = pretrain_cfg_container_from_args(args, model_config)
 
     with ExitStack() as stack:

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch.distributed import distributed_c10d
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.gpt import overlap, set_plan
+from megatron_lancet.model.gpt import LanguageModel, overlap, set_plan
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.comm_stats import CommStats
@@ -58,7 +59,7 @@ class OverlapSetup:
         self._stats = stats
         self._timeout = timeout
         self._switchable = switchable
-        self._stages: list[GPTModel] = []
+        self._stages: list[LanguageModel] = []
         self._comm: Comm | None = None
 
     @property
@@ -82,7 +83,7 @@ class OverlapSetup:
             transport, store, self._stats, own_rank=ep_group.rank(), peers=peers, scheduler=self.scheduler
         )
         for stage in stages:
-            assert isinstance(stage, GPTModel)
+            assert isinstance(stage, GPTModel | HybridModel)
             overlap(stage, self.plan, self._comm, self._sdpa)
             self._stages.append(stage)
         return stages
@@ -114,7 +115,7 @@ class OverlapSetup:
         return result
 
     @property
-    def stages(self) -> tuple[GPTModel, ...]:
+    def stages(self) -> tuple[LanguageModel, ...]:
         """The pipeline stages of this rank; empty before the model is built."""
         return tuple(self._stages)
 

@@ -22,7 +22,7 @@ from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.megatron.versions import check_versions
 from megatron_lancet.training.plan.flag_mapping import refuse_mapped_flags
-from megatron_lancet.training.plan.support import overlap_blockers
+from megatron_lancet.training.plan.support import OWN_SPEC, overlap_blockers
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.process.exit import exit_now
 from megatron_lancet.training.run import choose_run, enter_run
@@ -31,18 +31,28 @@ FLAGS_VARIABLE = "LANCET_FLAGS"
 """Environment variable with ``--lancet-*`` flags: the parser of Megatron's own script does not accept them."""
 
 
-def overlapped_gpt(config: GPTModelConfig, vp_stage: int | None = None) -> Any:
+def overlapped_gpt(config: GPTModelConfig | None = None, vp_stage: int | None = None, **inputs: Any) -> Any:
     """The function that ``--spec`` names. Megatron's builder calls it for each pipeline stage, on all ranks.
+
+    A hybrid model takes it for its stack of layers and calls it in the first forward pass, which is refused.
 
     The ``--lancet-*`` flags are read from the environment variable ``LANCET_FLAGS``. A refused setting ends the process
     with one line and status 2.
 
     Args:
         config: the model's configuration; the first call adds a hook to it.
+        inputs: what a hybrid model gives its layers.
 
     Returns:
         Megatron's own specification of the layers.
     """
+    if config is None or inputs:
+        _end(
+            UsageError(
+                f"--spec {' '.join(OWN_SPEC)} is for GPT models. Start a hybrid model with pretrain_gpt_moe.py, which "
+                "overlaps --hybrid-layer-pattern without --spec."
+            )
+        )
     try:
         if not any(isinstance(hook, _SpecRun) for hook in config.pre_wrap_hooks):
             config.pre_wrap_hooks.append(_SpecRun())

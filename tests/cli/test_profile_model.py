@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from megatron_lancet.planning.profile import LayerKind, read_profile
+from megatron_lancet.planning.profile import read_profile
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.plan import ChunkDim
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, command_line

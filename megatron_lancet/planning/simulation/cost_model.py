@@ -9,9 +9,10 @@ from functools import cache
 from typing import NamedTuple
 
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.profile import LayerKind, MemoryUse, ModelFacts, OpTime, Profile, WeightGradTime
+from megatron_lancet.planning.profile import MemoryUse, ModelFacts, OpTime, Profile, WeightGradTime
 from megatron_lancet.planning.simulation.curve import Curve
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes, most_chunks
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 

@@ -6,12 +6,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.profile import ChunkRouting, LayerKind, ModelFacts, Profile
+from megatron_lancet.planning.profile import ChunkRouting, ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel, DwCost
+from megatron_lancet.schedule.layers import LAYER_KINDS, LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Segment
 from megatron_lancet.schedule.turns import (
-    DENSE_LAYER,
     MIRRORED,
     Compute,
     Cut,
@@ -21,9 +21,9 @@ from megatron_lancet.schedule.turns import (
     Layer,
     Verb,
     Wait,
-    moe_layer,
     mtp_layer,
     program,
+    verbs_of,
 )
 
 COMPUTE, COUNTS, ISSUE, WAIT = range(4)
@@ -160,7 +160,9 @@ class Lowering:
         self._shares = [loads.shares[rank] for rank in loads.simulated]
         self._actions: dict[tuple[object, ...], Action] = {}
         self._model = costs.model
-        self._layers = {LayerKind.DENSE: DENSE_LAYER, LayerKind.MOE: moe_layer(costs.model.has_shared_experts)}
+        self._layers: dict[LayerKind, Layer] = {
+            kind: verbs_of(kind, costs.model.has_shared_experts) for kind in LAYER_KINDS
+        }
 
     def forward(self, layers: Sequence[tuple[int, LayerKind]], segment: Segment) -> list[Step]:
         """Steps of a segment's layers, forward.

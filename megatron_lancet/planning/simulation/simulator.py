@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.estimate import StepEstimate
-from megatron_lancet.planning.profile import LayerKind, Profile, StepPace
+from megatron_lancet.planning.profile import Profile, StepPace
 from megatron_lancet.planning.simulation.buckets import Buckets
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.engine import Engine, Paces, PhaseResult, Wait
@@ -30,6 +30,7 @@ from megatron_lancet.planning.simulation.links import Collectives, Links, Networ
 from megatron_lancet.planning.simulation.lowering import Loads, Lowering, Step, backward
 from megatron_lancet.planning.simulation.shared_links import SharedLinks
 from megatron_lancet.schedule.dw_queue import AT_ONCE, DwRules
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Plan, Segment
 from megatron_lancet.schedule.timeline import RankTimeline, Span

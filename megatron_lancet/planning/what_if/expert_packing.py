@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.planning.profile import LayerKind, ModelFacts, Profile
+from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.what_if.forecast import Forecast, Forecaster, Planner, Routing, no_overlap
 from megatron_lancet.planning.what_if.layout import Layout, gradient_bytes
@@ -138,7 +138,7 @@ def expert_parallel_sizes(facts: ModelFacts, world_size: int) -> list[int]:
         UsageError: the model has no experts, or the ranks are no multiple of the stages.
     """
     num_stages = len(set(facts.stage_of_layer))
-    if LayerKind.MOE not in facts.layer_kinds or facts.num_experts < 1:
+    if not any(kind.has_experts for kind in facts.layer_kinds) or facts.num_experts < 1:
         raise UsageError("the profiled model has no experts, so there is nothing to pack")
     if world_size % num_stages:
         raise UsageError(f"{world_size} ranks are no multiple of {num_stages} pipeline stages. Choose another number")
@@ -178,7 +178,7 @@ def _packing(
 
 def _chunks_of(plan: Plan, facts: ModelFacts) -> tuple[int, ChunkDim]:
     """The largest number of chunks of a MoE layer, and their dimension."""
-    moe_layers = [number for number, kind in enumerate(facts.layer_kinds, 1) if kind is LayerKind.MOE]
+    moe_layers = [number for number, kind in enumerate(facts.layer_kinds, 1) if kind.has_experts]
     segment = max((plan.segment_of(number) for number in moe_layers), key=lambda one: one.num_chunks)
     return segment.num_chunks, segment.chunk_dim
 
@@ -189,7 +189,8 @@ def _micro_op_ms(moved: Profile, num_chunks: int, dim: ChunkDim) -> tuple[float,
     sent = costs.chunk_tokens(dim, num_chunks, facts.chunk_multiple(dim))[0] * facts.topk
     shares = moved.received_share
     received = sent * max(shares) * facts.ep_size
-    experts_ms = costs.op_ms(LayerKind.MOE, OpKind.EXPERTS, Phase.FORWARD, dim, num_chunks, 0, received)
+    moe_kind = next(kind for kind in facts.layer_kinds if kind.has_experts)
+    experts_ms = costs.op_ms(moe_kind, OpKind.EXPERTS, Phase.FORWARD, dim, num_chunks, 0, received)
     if facts.ep_size == 1:
         return experts_ms, 0.0
     dispatch_bytes = sent * (1 - min(shares)) * facts.row_bytes

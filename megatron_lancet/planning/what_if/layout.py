@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.plan_file import layers_beyond
-from megatron_lancet.planning.profile import LayerKind, LinkTimes, ModelFacts, Profile
+from megatron_lancet.planning.profile import LinkTimes, ModelFacts, Profile
 from megatron_lancet.planning.what_if.cluster import Cluster
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import Plan, Segment
 

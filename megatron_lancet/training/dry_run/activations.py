@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.training.dry_run.parameters import is_gated
 from megatron_lancet.training.dry_run.stages import ModelChunk, PipelineStage
-from megatron_lancet.training.moe_pattern import moe_pattern
+from megatron_lancet.training.layer_pattern import mtp_layer_kinds
 
 _FP32_BYTES = 4
 
@@ -77,7 +78,7 @@ def _in_flight(
 
 def _kept_bytes(args: argparse.Namespace, chunk: ModelChunk, saves_scores: bool) -> float:
     """Bytes that a virtual stage keeps of one micro-batch between its forward and its backward."""
-    layers = [*chunk.layers, *moe_pattern(args)[-1:] * chunk.num_mtp]
+    layers = [*chunk.layers, *(mtp_layer_kinds(args) * chunk.num_mtp if chunk.num_mtp else [])]
     if args.recompute_granularity == "full":
         num_recomputed, per_input = len(layers), 1
         if args.recompute_method == "uniform":
@@ -86,9 +87,9 @@ def _kept_bytes(args: argparse.Namespace, chunk: ModelChunk, saves_scores: bool)
             num_recomputed = min(len(layers), args.recompute_num_layers or 0)
         input_shards = args.tensor_model_parallel_size if args.distribute_saved_activations else 1
         inputs = _residual_bytes(args) / input_shards * -(-num_recomputed // per_input)
-        return inputs + sum(_layer_bytes(args, is_moe, saves_scores) for is_moe in layers[num_recomputed:])
+        return inputs + sum(_layer_bytes(args, kind, saves_scores) for kind in layers[num_recomputed:])
     dropped = _dropped_modules(args)
-    return sum(_layer_bytes(args, is_moe, saves_scores, dropped) for is_moe in layers)
+    return sum(_layer_bytes(args, kind, saves_scores, dropped) for kind in layers)
 
 
 def _working_bytes(args: argparse.Namespace, stage: PipelineStage, saves_scores: bool) -> float:
@@ -103,13 +104,13 @@ def _working_bytes(args: argparse.Namespace, stage: PipelineStage, saves_scores:
     kinds = set(stage.layers)
     if not kinds or args.recompute_granularity is None:
         return working
-    whole = max(_layer_bytes(args, is_moe, saves_scores) for is_moe in kinds)
+    whole = max(_layer_bytes(args, kind, saves_scores) for kind in kinds)
     if args.recompute_granularity == "full":
         unit = args.recompute_num_layers if args.recompute_method == "uniform" else 1
         return working + whole * min(unit or 1, len(stage.layers))
     dropped = _dropped_modules(args)
     return working + max(
-        _layer_bytes(args, is_moe, saves_scores) - _layer_bytes(args, is_moe, saves_scores, dropped) for is_moe in kinds
+        _layer_bytes(args, kind, saves_scores) - _layer_bytes(args, kind, saves_scores, dropped) for kind in kinds
     )
 
 
@@ -118,34 +119,38 @@ def _dropped_modules(args: argparse.Namespace) -> frozenset[str]:
 
 
 def _layer_bytes(
-    args: argparse.Namespace, is_moe: bool, saves_scores: bool, dropped: frozenset[str] = frozenset()
+    args: argparse.Namespace, kind: LayerKind, saves_scores: bool, dropped: frozenset[str] = frozenset()
 ) -> float:
-    """Bytes that a transformer layer saves for one micro-batch, without those of recomputed modules."""
+    """Bytes that a layer saves for one micro-batch, without those of recomputed modules."""
     return sum(
         saved.num_bytes
-        for saved in layer_tensors(args, is_moe, saves_scores)
+        for saved in layer_tensors(args, kind, saves_scores)
         if saved.module not in dropped and saved.also not in dropped
     )
 
 
-def layer_tensors(args: argparse.Namespace, is_moe: bool, saves_scores: bool) -> Iterator[Saved]:
-    """Yields the tensors that a transformer layer saves for one micro-batch; small ones are left out."""
+def layer_tensors(args: argparse.Namespace, kind: LayerKind, saves_scores: bool) -> Iterator[Saved]:
+    """Yields the tensors that a layer saves for one micro-batch; small ones are left out."""
     residual = _residual_bytes(args)
-    yield Saved(2 * residual)  # inputs of both norms
+    num_parts = kind.has_attention + (kind.has_experts or kind.has_mlp)
+    yield Saved(num_parts * residual)  # inputs of the norms
     # Their outputs; elsewhere layers of Transformer Engine have a norm inside the linear layer that reads it.
-    yield Saved(residual, "layernorm" if args.multi_latent_attention else "")
-    yield Saved(residual, "layernorm" if is_moe else "")
+    if kind.has_attention:
+        yield Saved(residual, "layernorm" if args.multi_latent_attention else "")
+    if kind.has_experts or kind.has_mlp:
+        yield Saved(residual, "layernorm" if kind.has_experts else "")
     if args.hidden_dropout > 0:
-        yield Saved(2 * residual / _value_bytes(args))  # masks of one byte
-    yield from _latent_attention(args) if args.multi_latent_attention else _attention(args)
-    if saves_scores:
+        yield Saved(num_parts * residual / _value_bytes(args))  # masks of one byte
+    if kind.has_attention:
+        yield from _latent_attention(args) if args.multi_latent_attention else _attention(args)
+    if kind.has_attention and saves_scores:
         # Softmax, and with dropout its mask and result: [samples, heads, positions of this rank, positions].
         heads = args.num_attention_heads / args.tensor_model_parallel_size
         per_score = _value_bytes(args) + (1 + _value_bytes(args) if args.attention_dropout > 0 else 0)
         yield Saved(_tokens(args) * heads * args.seq_length * per_score, "core_attn")
-    if is_moe:
+    if kind.has_experts:
         yield from _moe(args)
-    else:
+    if kind.has_mlp:
         for saved in _mlp(args, _tokens(args), args.ffn_hidden_size, args.tensor_model_parallel_size):
             yield Saved(saved.num_bytes, "mlp")
 

@@ -9,8 +9,9 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.training.dry_run.stages import PipelineStage
-from megatron_lancet.training.moe_pattern import moe_pattern
+from megatron_lancet.training.layer_pattern import mtp_layer_kinds
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,10 @@ def model_size(args: argparse.Namespace, stages: list[PipelineStage]) -> ModelSi
     for stage in stages:
         own: list[Weight] = []
         for chunk in stage.chunks:
-            for is_moe in chunk.layers:
-                own += layer_weights(args, is_moe)
+            for kind in chunk.layers:
+                own += layer_weights(args, kind)
             for _ in range(min(chunk.num_mtp, 1) if args.mtp_use_repeated_layer else chunk.num_mtp):
-                own += _mtp_weights(args, is_moe=moe_pattern(args)[-1])  # like the last layer
+                own += _mtp_weights(args)
             if chunk.has_embedding:
                 own += _embedding_weights(args)
             if chunk.has_final_norm:
@@ -110,20 +111,24 @@ def _embedding_weights(args: argparse.Namespace) -> Iterator[Weight]:
         yield Weight(args.max_position_embeddings * args.hidden_size)
 
 
-def _mtp_weights(args: argparse.Namespace, is_moe: bool) -> Iterator[Weight]:
-    """A layer of multi-token prediction: three norms, the projection of two inputs into one, a transformer layer."""
+def _mtp_weights(args: argparse.Namespace) -> Iterator[Weight]:
+    """A layer of multi-token prediction: three norms, the projection of two inputs into one, the layers inside."""
     yield Weight(3 * _norm(args, args.hidden_size))
     yield Weight(2 * args.hidden_size * args.hidden_size, args.tensor_model_parallel_size)
-    yield from layer_weights(args, is_moe)
+    for kind in mtp_layer_kinds(args):
+        yield from layer_weights(args, kind)
 
 
-def layer_weights(args: argparse.Namespace, is_moe: bool) -> Iterator[Weight]:
-    """Yields the weights of a transformer layer."""
-    yield Weight(2 * _norm(args, args.hidden_size))
-    yield from _latent_attention(args) if args.multi_latent_attention else _attention(args)
-    if is_moe:
+def layer_weights(args: argparse.Namespace, kind: LayerKind) -> Iterator[Weight]:
+    """Yields the weights of a layer."""
+    if kind.has_attention:
+        yield Weight(_norm(args, args.hidden_size))
+        yield from _latent_attention(args) if args.multi_latent_attention else _attention(args)
+    if kind.has_experts or kind.has_mlp:
+        yield Weight(_norm(args, args.hidden_size))
+    if kind.has_experts:
         yield from _moe(args)
-    else:
+    if kind.has_mlp:
         yield from _mlp(args, args.hidden_size, args.ffn_hidden_size, args.tensor_model_parallel_size)
 
 
@@ -138,8 +143,13 @@ def _attention(args: argparse.Namespace) -> Iterator[Weight]:
     yield Weight(query * args.hidden_size, tp_size)
     if args.add_bias_linear:
         yield Weight(args.hidden_size)
-    if args.qk_layernorm:
+    if _has_query_norms(args):
         yield Weight(2 * _norm(args, args.kv_channels))
+
+
+def _has_query_norms(args: argparse.Namespace) -> bool:
+    """Whether ``--qk-layernorm`` has an effect: the layers of hybrid models have no such norms."""
+    return args.qk_layernorm and args.hybrid_layer_pattern is None
 
 
 def _latent_attention(args: argparse.Namespace) -> Iterator[Weight]:
@@ -159,7 +169,7 @@ def _latent_attention(args: argparse.Namespace) -> Iterator[Weight]:
     yield Weight(heads * args.v_head_dim * args.hidden_size, tp_size)
     if args.add_bias_linear:
         yield Weight(args.hidden_size)
-    if args.qk_layernorm:
+    if _has_query_norms(args):
         # Without compressed queries Transformer Engine normalises the input of their projection.
         yield Weight(_norm(args, args.kv_lora_rank + (args.q_lora_rank or args.hidden_size)))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import _build_num_microbatches_calculator
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import validate_args
 
 from megatron_lancet.errors import UsageError
@@ -26,6 +26,7 @@ from megatron_lancet.training.dry_run.report import Findings, report
 from megatron_lancet.training.dry_run.stages import pipeline_stages
 from megatron_lancet.training.dry_run.vocabulary import set_vocabulary_size
 from megatron_lancet.training.input_files import missing_files
+from megatron_lancet.training.megatron.model_config import model_config_from_args
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.platform.cpu import gpu_available
@@ -53,7 +54,7 @@ def examine() -> Findings:
         missing = _validate(args)
         plan = plan_lines(args, config)
         with arguments.megatrons_refusals():
-            model_config = gpt_config_from_args(args)
+            model_config = model_config_from_args(args)
             pretrain_cfg_container_from_args(args, model_config)
             model_config.finalize()
             stages = pipeline_stages(args, model_config.transformer)

@@ -49,24 +49,23 @@ def core_attention_without_te(needed: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def resumable_distributed_optimizer() -> Iterator[None]:
-    """Lets the distributed optimizer resume with torch's Adam, where stock asserts without apex or TE.
+    """Lets the distributed optimizer resume fp32 parameters, and with torch's Adam, where there is no apex or TE.
 
-    Stock reads the step count from optimizer state that does not exist yet; copies into fp32 parameters, which require
-    gradients, with autograd on; and overwrites torch's per-parameter step counters, one tensor that all share, by
-    those of before loading. The saved count survives in the parameter groups.
+    Stock copies into fp32 parameters, which require gradients, with autograd on. With torch's Adam it also reads the
+    step count from optimizer state that does not exist yet, and overwrites torch's per-parameter step counters, one
+    tensor that all share, by those of before loading. The saved count survives in the parameter groups.
     """
-    if distrib_optimizer.HAVE_APEX_OR_TE:
-        yield
-        return
+    has_torch_adam = not distrib_optimizer.HAVE_APEX_OR_TE
 
     def state_dict(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        _make_adam_state(self.optimizer)
+        if has_torch_adam:
+            _make_adam_state(self.optimizer)
         return stock(self, *args, **kwargs)
 
     def load_state_dict(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             result = stock(self, *args, **kwargs)
-        for group in self.optimizer.param_groups:
+        for group in self.optimizer.param_groups if has_torch_adam else ():
             for parameter in group["params"]:
                 self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
         return result

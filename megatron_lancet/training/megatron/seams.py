@@ -18,6 +18,8 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -42,7 +44,9 @@ type Seam = tuple[Any, str, tuple[str, ...]]
 
 _MODEL: tuple[Seam, ...] = (
     (GPTModel, "forward", ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask")),
+    (HybridModel, "forward", ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask")),
     (TransformerBlock, "forward", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
+    (HybridStack, "forward", ("hidden_states", "attention_mask", "inference_context", "rotary_pos_emb")),
     (TransformerLayer, "_forward_attention", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
     (TransformerLayer, "_forward_mlp", ("hidden_states",)),
     (MultiTokenPredictionBlock, "forward", ("hidden_states",)),

@@ -9,9 +9,10 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.plan_file import MadeFor, check_fits, read_plan_file
 from megatron_lancet.schedule.chunk_sizes import most_chunks
+from megatron_lancet.schedule.layers import pattern_of
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
 from megatron_lancet.schedule.ranges import ranges
-from megatron_lancet.training.moe_pattern import moe_pattern
+from megatron_lancet.training.layer_pattern import layer_kinds
 from megatron_lancet.training.plan.limits import chunked_dim, routing_over_whole_micro_batch, sequence_blockers
 from megatron_lancet.training.plan.support import has_all_to_alls
 
@@ -46,11 +47,12 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
 
 def model_of_run(args: argparse.Namespace) -> MadeFor:
     """Model and layout of this run, to be compared with those of a plan file."""
-    num_mtp, pattern = args.mtp_num_layers or 0, moe_pattern(args)
-    pattern += pattern[-1:] * num_mtp  # like the last layer
+    num_mtp, kinds = args.mtp_num_layers or 0, layer_kinds(args)
+    kinds += kinds[-1:] * num_mtp  # like the last layer
+    moe_layers = [number for number, kind in enumerate(kinds, start=1) if kind.has_experts]
     return MadeFor(
-        num_layers=len(pattern),
-        moe_layers=ranges(number for number, is_moe in enumerate(pattern, start=1) if is_moe),
+        num_layers=len(kinds),
+        moe_layers=ranges(moe_layers),
         num_stages=args.pipeline_model_parallel_size,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length // args.context_parallel_size,
@@ -58,6 +60,7 @@ def model_of_run(args: argparse.Namespace) -> MadeFor:
         topk=args.moe_router_topk,
         ep_size=args.expert_model_parallel_size,
         num_mtp_layers=num_mtp,
+        pattern=pattern_of(kinds),
     )
 
 

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.reductions import CommPriority
+from megatron_lancet.training.layer_pattern import hybrid_pattern, other_layers
 
 OWN_DISPATCHER = "alltoall"
 """Megatron's name for the token dispatcher that the plan's all-to-alls replace."""
@@ -28,6 +31,12 @@ OVERLAP_FLAGS = {
 """Megatron's switches that overlap all-to-alls or defer weight gradients, and their names among the arguments."""
 OWN_SPEC = ("megatron_lancet.training.spec", "overlapped_gpt")
 """Value of Megatron's ``--spec`` that selects the overlapping block."""
+_HYBRID_SPECS = (
+    ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
+    ("megatron.core.models.hybrid.hybrid_layer_specs", "mamba_stack_spec"),
+    ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"),
+)
+"""Values of ``--spec`` in scripts for hybrid models: names of the layers that Megatron builds without it, too."""
 _RECOMPUTABLE = {"core_attn", "mlp", "moe", "shared_experts"}
 """Values of ``--recompute-modules`` for any layers."""
 _RECOMPUTABLE_WITH_TE = {"layernorm", "mla_up_proj", "moe_act"}
@@ -149,7 +158,8 @@ def _interleave_outside_grouped_experts(args: argparse.Namespace) -> object:
 
 
 def _other_spec(args: argparse.Namespace) -> object:
-    return args.spec is not None and tuple(args.spec) != OWN_SPEC and " ".join(args.spec)
+    known = (OWN_SPEC,) if hybrid_pattern(args) is None else _HYBRID_SPECS
+    return args.spec is not None and tuple(args.spec) not in known and " ".join(args.spec)
 
 
 def _other_modules(args: argparse.Namespace) -> object:
@@ -220,6 +230,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("--heterogeneous-layers-config-path", Topic.MODEL, "other layers"),
     Unsupported("--heterogeneous-layers-config-encoded-json", Topic.MODEL, "other layers"),
     Unsupported("--experimental-attention-variant", Topic.MODEL, "other layers"),
+    Unsupported("--hybrid-layer-pattern", None, "other layers", "use *, +, E and - only", refused=other_layers),
     Unsupported("--batch-invariant-mode --init-model-with-meta-device", Topic.MODEL, _NOT_IN_BLOCK),
     Unsupported("--moe-use-upcycling", Topic.MOE, "builds a second, dense model", _UPCYCLING),
     Unsupported("--recompute-modules", None, _LOCAL_MODULES, _MODULES, refused=_other_modules),
@@ -245,12 +256,10 @@ OTHER_TASKS: tuple[Unsupported, ...] = (
     Unsupported("--sft --fim-data", None, "other data"),
     Unsupported("--hybrid-context-parallel", Topic.PARALLELISM, "packed sequences"),
     Unsupported("--dataloader-inter-document-masking --perform-rl-step", None, "other data"),
-    Unsupported("--hybrid-layer-pattern --hybrid-override-pattern", Topic.MODEL, "`pretrain_gpt_moe.py` builds GPT"),
-    Unsupported("--is-hybrid-model", Topic.MODEL, "`pretrain_gpt_moe.py` builds GPT"),
     Unsupported("--logits-save-dir --logits-load-dir", None, "another kind of run"),
     Unsupported("--yaml-cfg --per-dataset-sequences-path", None, "another kind of run"),
 )
-"""Refused in every run, because they ask for something else than to pretrain a GPT model on plain text."""
+"""Refused in every run, because they ask for something else than to pretrain a model on plain text."""
 
 
 def unsupported(args: argparse.Namespace, validated: bool) -> Iterator[tuple[str, str]]:
@@ -284,7 +293,7 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
 
 
 def refuse_other_tasks(args: argparse.Namespace) -> None:
-    """Refuses flags that Megatron has retired, and those that ask for something else than pretraining GPT on text.
+    """Refuses flags that Megatron has retired, and those that ask for something else than pretraining on text.
 
     Raises:
         UsageError: such a flag is set.
@@ -294,12 +303,13 @@ def refuse_other_tasks(args: argparse.Namespace) -> None:
             raise UsageError(f"Megatron has retired {flag}: {entry.advice}.")
     for entry in OTHER_TASKS:
         for flag in entry.found_in(args):
-            raise UsageError(f"{flag} is not supported by pretrain_gpt_moe.py: it pretrains GPT on plain text.")
+            raise UsageError(f"{flag} is not supported by pretrain_gpt_moe.py: it pretrains on plain text.")
 
 
 def has_all_to_alls(args: argparse.Namespace) -> bool:
     """Whether the model has all-to-alls of expert parallelism."""
-    return bool(args.num_experts) and args.expert_model_parallel_size > 1
+    has_experts = hybrid_pattern(args) is None or Symbols.MOE in (hybrid_pattern(args) or "")
+    return bool(args.num_experts) and has_experts and args.expert_model_parallel_size > 1
 
 
 def may_overlap(args: argparse.Namespace, config: LancetConfig) -> bool:

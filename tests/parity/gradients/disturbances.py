@@ -72,6 +72,13 @@ def same_prediction_twice(stack: ExitStack) -> None:
     stack.enter_context(around(OverlappingMTPLayer, "_concat_embeddings", project))
 
 
+def detached_experts(stack: ExitStack) -> None:
+    """Negative control: no gradient of the experts reaches the input of a layer without attention."""
+    from megatron_lancet.model import transformer_layer
+
+    stack.enter_context(around(transformer_layer, "_norm", lambda stock, layer, hidden: stock(layer, hidden.detach())))
+
+
 def lost_flush(stack: ExitStack) -> None:
     """Negative control: nothing runs or reports what is left at the end of a backward pass."""
     from megatron_lancet.runtime.weight_grad_store import WeightGradStore

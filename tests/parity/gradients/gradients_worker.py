@@ -21,6 +21,7 @@ from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from tests.parity.gradients.disturbances import (
     DAMAGED_GRADIENTS,
+    detached_experts,
     erratic_wire,
     lost_flush,
     lost_weight_grad,
@@ -33,6 +34,7 @@ from tests.parity.gradients.variants import (
     CUTS,
     DW_MEMORY_CASES,
     FORCED,
+    HYBRID,
     MICRO_BATCH_OF_ONE,
     SEGMENTED,
     VARIANTS,
@@ -41,7 +43,7 @@ from tests.parity.gradients.variants import (
     cut_name,
 )
 from tests.ranks.worker import finish, run_on_cpu
-from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, transformer_config
+from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, small_hybrid, transformer_config
 
 MICRO_BATCH, NUM_MICRO_BATCHES = 4, 2
 
@@ -56,14 +58,16 @@ def build(overrides: dict[str, Any]):
     overrides.pop("distributed_optimizer", None)  # of DDP
     position = overrides.pop("position_embedding_type", "learned_absolute")
     tied = overrides.pop("share_embeddings", False)
+    pattern = overrides.pop("hybrid_layer_pattern", None)
     frozen = overrides.pop("frozen", None)
     te, fused = overrides.pop("te", False), overrides.pop("fused_weight_grads", False)
     expert_bias = overrides.pop("expert_bias", None)
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = transformer_config(**{**EXPERTS, "expert_model_parallel_size": 2, **overrides})
+    arguments = {"te": te, "position_embedding_type": position, "share_embeddings_and_output_weights": tied}
     with core_attention_without_te(not te and (config.multi_latent_attention or config.context_parallel_size > 1)):
-        model = small_gpt(config, te=te, position_embedding_type=position, share_embeddings_and_output_weights=tied)
+        model = small_gpt(config, **arguments) if pattern is None else small_hybrid(config, pattern, **arguments)
     for module in model.modules() if fused else ():
         # As --gradient-accumulation-fusion sets it, which Megatron's own output layer can't do without apex.
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -227,14 +231,17 @@ def compare(overrides, num_chunks: int, disturb=None, **plan: Any) -> dict[str, 
     return compare_plan(overrides, plan_of(num_chunks, **plan), disturb)
 
 
-def compare_plan(overrides, plan: Plan, disturb=None) -> dict[str, Any]:
+def compare_plan(overrides, plan: Plan, disturb=None, against=None) -> dict[str, Any]:
     """Two steps of stock and of ours on the same weights and data; how far they are apart.
 
     In DDP's first step reductions start at its end, from the second on as soon as gradients become ready.
+
+    Args:
+        against: stock's settings where they are not ours.
     """
     from megatron_lancet.model import experts
 
-    stock = stock_run(overrides)
+    stock = stock_run(against or overrides)
     our_model, config, precision = build(overrides)
     our_model.load_state_dict(copy.deepcopy(stock.weights))
 
@@ -338,6 +345,7 @@ def main() -> None:
     results["uses-added-one-by-one/k=1"] = compare(VARIANTS["mtp-repeated"], 1, uses_added_one_by_one)
     results["same-prediction-twice/k=2"] = compare(VARIANTS["mtp-2"], 2, same_prediction_twice)
     results["lost-weight-grad/k=2"] = compare({}, 2, lost_weight_grad)
+    results["detached-experts/k=2"] = compare(HYBRID, 2, detached_experts)
     for name, disturb in DAMAGED_GRADIENTS.items():
         results[f"{name}/k=2"] = compare({}, 2, disturb)
     results["lost-flush"] = what_a_lost_flush_raises()

@@ -172,6 +172,10 @@ def test_gradient_comparison_detects_a_lost_weight_grad(results):
     assert max(results[0]["lost-weight-grad/k=2"]["gradients"].values()) > 1e4 * TOLERANCE
 
 
+def test_gradient_comparison_detects_hybrid_layers_whose_input_lacks_a_gradient(results):
+    assert max(results[0]["detached-experts/k=2"]["gradients"].values()) > 1e4 * TOLERANCE
+
+
 @pytest.mark.parametrize("damage", DAMAGED_GRADIENTS)
 def test_gradient_comparison_detects_one_damaged_gradient_of_the_second_step(results, damage):
     """Not a number, infinite, or of a parameter that only stock trains: nothing else deviates, and this is seen."""

@@ -20,6 +20,7 @@ MTP: dict[str, dict[str, Any]] = {
     "mtp-repeated": {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
     "mtp-detached-heads": {"mtp_num_layers": 2, "mtp_detach_heads": True},
 }
+HYBRID = {"hybrid_layer_pattern": "*E*-*E", "num_layers": 6}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no-balancing": {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
@@ -52,6 +53,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped-experts": {"num_moe_experts": 8},
     "grouped-experts-gated": {"num_moe_experts": 16, "moe_router_topk": 4, "gated_linear_unit": True},
     **MTP,
+    "hybrid": HYBRID,
+    "hybrid-shared-expert": {**HYBRID, "moe_shared_expert_intermediate_size": 48},
     "frozen-half-of-the-linears": {"frozen": r"linear_(qkv|fc1)|local_experts\.0"},
     "frozen-layer": {"frozen": r"layers\.1\."},
     "frozen-router-embedding-output": {"frozen": r"router|embedding|output_layer"},
@@ -112,7 +115,15 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     },
 }
 
-SEQUENCE_MATTERS = ("two-aux-losses", "shared-expert-gate", "bias", "llama-like", "per-token-loss", "tied-embeddings")
+SEQUENCE_MATTERS = (
+    "two-aux-losses",
+    "shared-expert-gate",
+    "bias",
+    "llama-like",
+    "per-token-loss",
+    "tied-embeddings",
+    "hybrid",
+)
 """Variants with a part that sees positions or the number of tokens; the others are drawn in test_random_configs."""
 
 CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
@@ -129,6 +140,8 @@ CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     ("mla", MLA, 3, SEQUENCE),
     ("mla-yarn", {**MLA, "rope_type": "yarn"}, 3, SEQUENCE),
     *(("plain", {}, k, {"over": over}) for over in ("experts", "gate", "layer") for k in (1, 3)),
+    *(("hybrid", HYBRID, 3, {"over": over}) for over in ("experts", "gate", "layer")),
+    ("hybrid-full-recompute", {**HYBRID, **FULL}, 3, {}),
     *(("dense-first-layer", VARIANTS["dense-first-layer"], 2, {"over": o, **SEQUENCE}) for o in ("gate", "layer")),
     *((name, settings, k, {"over": "experts"}) for name, settings in WHOLE_ROUTING.items() for k in (1, 3)),
     ("capacity-probs", CAPACITY, 3, {"over": "experts", **SEQUENCE}),

@@ -4,13 +4,14 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_lancet.planning.profile import LayerKind, Profile
+from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.dw_placement import best_fit_gaps
 from megatron_lancet.planning.simulation.buckets import Buckets, Ledger, Reduction, WeightKind
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.lowering import COMPUTE, COUNTS, ISSUE, WAIT, Step
 from megatron_lancet.planning.simulation.simulator import Simulation, Simulator
 from megatron_lancet.schedule.dw_queue import AT_ONCE, DwQueue, DwRules
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import CommPriority, GradientReduction
@@ -31,6 +32,7 @@ SELECTIVE = {
     "recompute_modules": ["core_attn", "mlp", "moe", "shared_experts"],
 }
 PIPELINE = (0, 1, 1, 1, 0, 1)
+HYBRID = "E*-*E"
 LAYERS_PER_STAGE = len(PIPELINE) // NUM_STAGES
 MODELS = {
     "shared-experts": Model((1, 0, 1, 1), overrides=SHARED),
@@ -41,9 +43,10 @@ MODELS = {
     "mtp-repeated": Model(
         (0, 1), overrides={"mtp_num_layers": 2, "mtp_use_repeated_layer": True, "mtp_detach_heads": True}
     ),
+    "hybrid": Model([kind == "E" for kind in HYBRID], overrides=SHARED, pattern=HYBRID),
     **{f"stage-{stage}": Model(PIPELINE, stage, SHARED) for stage in range(NUM_STAGES)},
 }
-"""Layers with experts and without in each of them; two experts a rank."""
+"""Layers with experts and without in each of them; two experts a rank. Layers of the hybrid model have one part."""
 
 SLOW_MS, MEDIUM_MS, FAST_MS = 1000.0, 2.5, 0.01
 """Of a message: all deferred dWs find it on its way, some do, or none. An op takes 1 ms, a dW 0.4 ms."""

@@ -21,7 +21,7 @@ from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 from megatron_lancet.schedule.plan import Plan, fixed_plan
 from megatron_lancet.schedule.reductions import MicroOps
-from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, transformer_config
+from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, small_hybrid, transformer_config
 
 EP_SIZE, NUM_STAGES = 4, 3
 MICRO_BATCH, NUM_MICRO_BATCHES = 4, 2
@@ -165,17 +165,19 @@ class _StageOf:
 
 @dataclass
 class Model:
-    """A small GPT, whole or one stage of a pipeline, that can run by any plan.
+    """A small model, whole or one stage of a pipeline, that can run by any plan.
 
     Attributes:
         moe_layers: for each layer of the whole model, 1 where it has experts.
         stage: of :data:`NUM_STAGES`; None for the whole model.
         overrides: of Megatron's config.
+        pattern: symbol of each layer of a hybrid model; None for a GPT.
     """
 
     moe_layers: Sequence[int]
     stage: int | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    pattern: str | None = None
 
     def record(self, plan: Plan, num_filled: Mapping[str, int], has_priority: bool) -> list[Recorded]:
         """A step under ``plan``: what each micro-batch did.
@@ -231,6 +233,9 @@ class Model:
             }
         )
         groups = ProcessGroupCollection.use_mpu_process_groups()
+        if self.pattern is not None:
+            groups.pp = groups.tp  # a group of one rank, of which torch is asked
+            return small_hybrid(config, self.pattern, pg_collection=groups)
         groups.pp = _StageOf(stage, num_stages)
         ends = {"pre_process": stage == 0, "post_process": stage == num_stages - 1}
         # Megatron builds multi-token predictions where this rank is the last stage.

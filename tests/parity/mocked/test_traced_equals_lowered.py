@@ -106,12 +106,28 @@ def cases() -> Iterator[tuple[str, Case]]:
     for stage in range(NUM_STAGES):
         for num_chunks, over in ((1, STACK), (2, STACK), (2, GATE), (3, LAYER)):
             yield f"stage-{stage}-k{num_chunks}-{over}", Case(each_stage(num_chunks, over), f"stage-{stage}")
+    yield from hybrid_cases()
     for over in OverlapRange:
         for num_chunks in (1, 2):
             plan = fixed_plan(num_chunks, overlap_range=over)
             yield f"priority-k{num_chunks}-{over}", Case(plan, has_priority=True)
     yield "priority-dw-none", Case(fixed_plan(2, DwPolicy.NONE), has_priority=True)
     yield "priority-stage-1", Case(each_stage(2), "stage-1", has_priority=True)
+
+
+def hybrid_cases() -> Iterator[tuple[str, Case]]:
+    for over in OverlapRange:
+        for num_chunks, dim in ((1, BATCH), (2, BATCH), (3, SEQUENCE)):
+            plan = fixed_plan(num_chunks, chunk_dim=dim, overlap_range=over)
+            yield f"hybrid-k{num_chunks}-{dim}-{over}", Case(plan, "hybrid")
+    yield "hybrid-k2-dw-none", Case(fixed_plan(2, DwPolicy.NONE), "hybrid")
+    yield "hybrid-k2-slow-link", Case(fixed_plan(2), "hybrid", message_ms=SLOW_MS)
+    yield "hybrid-k2-dw-fitted-gaps", Case(fixed_plan(2), "hybrid", message_ms=4.0, has_fitted_gaps=True)
+    yield (
+        "hybrid-segments",
+        Case(segmented(Segment(1, 2, 2), Segment(3, 4, 1), Segment(5, 5, 2, BATCH, GATE)), "hybrid"),
+    )
+    yield "hybrid-priority", Case(fixed_plan(2), "hybrid", has_priority=True)
 
 
 def segment_cases() -> Iterator[tuple[str, Case]]:

@@ -1,15 +1,15 @@
-"""Models and plans that are compared with Transformer Engine's layers, beside those of ``parity/gradients/variants.py``."""
+"""Models and plans of the comparison with Transformer Engine's layers, beside ``parity/gradients/variants.py``."""
 
 from typing import Any
 
 from megatron_lancet.schedule.plan import Gap, Plan, fixed_plan
-from tests.parity.gradients.variants import MLA, RECOMPUTE, SEQUENCE, VARIANTS
+from tests.parity.gradients.variants import HYBRID, MLA, RECOMPUTE, SEQUENCE, VARIANTS
 
 TE: dict[str, Any] = {"te": True, "moe_grouped_gemm": True, "gradient_accumulation_fusion": False}
 """Overrides that select Transformer Engine's layers and its grouped experts."""
 FUSED: dict[str, Any] = {"fused_weight_grads": True}
 """dW is added to the gradient by the GEMM, as ``--gradient-accumulation-fusion`` asks."""
-FP8: dict[str, Any] = {"bf16": True, "fp8": "hybrid", "fp8_recipe": "delayed"}
+FP8: dict[str, Any] = {"bf16": True, "hidden_size": 64, "fp8": "hybrid", "fp8_recipe": "delayed"}
 RMS_NORM = {"normalization": "RMSNorm"}
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -19,6 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mla": MLA,
     "rms-norm-qk-layernorm": {**RMS_NORM, "qk_layernorm": True, "num_query_groups": 2},
     "zero-centered-norm": {**RMS_NORM, "layernorm_zero_centered_gamma": True},
+    "hybrid-mla": {**MLA, **HYBRID, "hybrid_layer_pattern": "+E+-+E"},
     "sliding-window": {"window_size": (5, 0)},
     "attention-sink": {"softmax_type": "learnable"},
     "log-max-attention-logit": {"log_max_attention_logit": True},
@@ -27,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     ("bf16", {"bf16": True}, 1, {}),
+    ("hybrid-fp8", {**HYBRID, **FP8}, 1, {}),
     ("bf16-fused", {**FUSED, "bf16": True}, 1, {}),
     ("fused", FUSED, 4, {"dw": "none"}),
     ("plain", {}, 2, {"dw": "none"}),

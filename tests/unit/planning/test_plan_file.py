@@ -164,7 +164,8 @@ def test_plan_file_for_another_model_is_refused_field_by_field():
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(made_for(facts()))])
 def test_every_field_of_made_for_is_compared(field):
     ours = made_for(facts())
-    other = dataclasses.replace(ours, **{field: "1-3" if field == "moe_layers" else getattr(ours, field) + 1})
+    texts = {"moe_layers": "1-3", "pattern": "*E*E"}
+    other = dataclasses.replace(ours, **{field: texts.get(field) or getattr(ours, field) + 1})
     assert len(misfits(WHOLE, other)) == 1
 
 

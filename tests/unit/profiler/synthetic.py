@@ -1,7 +1,8 @@
 """Facts and steps that nobody measured."""
 
-from megatron_lancet.planning.profile import LayerKind, ModelFacts
+from megatron_lancet.planning.profile import ModelFacts
 from megatron_lancet.runtime.trace import StepTrace, WeightGradFacts
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 

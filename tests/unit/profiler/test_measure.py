@@ -2,9 +2,10 @@
 
 import pytest
 
-from megatron_lancet.planning.profile import LayerKind, MemoryUse
+from megatron_lancet.planning.profile import MemoryUse
 from megatron_lancet.profiler.measure import median_memory, num_profile_steps, plans_to_profile
 from megatron_lancet.profiler.routing import RankRouting, received_shares
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_lancet.planning.profile import LayerKind
 from megatron_lancet.profiler.op_times import Samples, op_key, op_times, over_ranks, weight_grad_times
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, fixed_plan
 from tests.unit.profiler.synthetic import FACTS, step

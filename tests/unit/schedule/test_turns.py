@@ -2,29 +2,28 @@
 
 import pytest
 
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import OverlapRange
 from megatron_lancet.schedule.turns import (
-    DENSE_LAYER,
-    MOE_LAYER,
     ROWS_MADE_BY,
     ROWS_NEEDED_BY,
     Compute,
+    Instruction,
     Launch,
     LaunchCounts,
     Wait,
-    moe_layer,
+    is_cut,
     mtp_layer,
     program,
+    verbs_of,
 )
 
-LAYERS = {
-    "m": MOE_LAYER,
-    "d": DENSE_LAYER,
-    "n": moe_layer(has_shared_experts=False),
-    "p": mtp_layer(DENSE_LAYER),
-    "q": mtp_layer(moe_layer(has_shared_experts=False)),
-}
+ALL_KINDS = {"m": LayerKind.MOE, "d": LayerKind.DENSE, "*": LayerKind.ATTENTION_ONLY, "E": LayerKind.MOE_ONLY}
+ALL_KINDS |= {"-": LayerKind.MLP_ONLY}
+LAYERS = {letter: verbs_of(kind, has_shared_experts=True) for letter, kind in ALL_KINDS.items()}
+LAYERS["n"] = verbs_of(LayerKind.MOE, has_shared_experts=False)
+LAYERS |= {"p": mtp_layer(LAYERS["d"]), "q": mtp_layer(LAYERS["n"])}
 TWO_CHUNKS_STACK = """
 cut
 L1.c0.F.attention, L1.c0.F.mlp, L2.c0.F.attention, L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess,\
@@ -107,6 +106,59 @@ wait L1.c1.F.combine, L1.c1.F.postprocess
 concatenate
 add residual in L1.c0.F.postprocess
 """
+HYBRID_STACK = """
+cut
+L1.c0.F.attention, L2.c0.F.norm, L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess,\
+ launch L2.c0.F.dispatch, L2.c0.F.shared_experts
+L1.c1.F.attention, L2.c1.F.norm, L2.c1.F.route, launch L2.c1.F.counts, L2.c1.F.preprocess,\
+ launch L2.c1.F.dispatch, L2.c1.F.shared_experts
+wait L2.c0.F.dispatch, L2.c0.F.experts, launch L2.c0.F.combine
+wait L2.c1.F.dispatch, L2.c1.F.experts, launch L2.c1.F.combine
+wait L2.c0.F.combine, L2.c0.F.postprocess, add residual in L2.c0.F.postprocess, L3.c0.F.mlp
+wait L2.c1.F.combine, L2.c1.F.postprocess, add residual in L2.c1.F.postprocess, L3.c1.F.mlp
+concatenate
+"""
+HYBRID_GATE = """
+L1.c0.F.mlp
+L2.c0.F.attention
+L3.c0.F.norm
+cut
+L3.c0.F.route, launch L3.c0.F.counts, L3.c0.F.preprocess, launch L3.c0.F.dispatch, L3.c0.F.shared_experts
+L3.c1.F.route, launch L3.c1.F.counts, L3.c1.F.preprocess, launch L3.c1.F.dispatch, L3.c1.F.shared_experts
+wait L3.c0.F.dispatch, L3.c0.F.experts, launch L3.c0.F.combine
+wait L3.c1.F.dispatch, L3.c1.F.experts, launch L3.c1.F.combine
+wait L3.c0.F.combine, L3.c0.F.postprocess
+wait L3.c1.F.combine, L3.c1.F.postprocess
+concatenate
+add residual in L3.c0.F.postprocess
+"""
+HYBRID_EXPERTS = """
+L1.c0.F.norm, L1.c0.F.route
+cut
+launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.dispatch, L1.c0.F.shared_experts
+launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.dispatch, L1.c1.F.shared_experts
+wait L1.c0.F.dispatch, L1.c0.F.experts, launch L1.c0.F.combine
+wait L1.c1.F.dispatch, L1.c1.F.experts, launch L1.c1.F.combine
+wait L1.c0.F.combine, L1.c0.F.postprocess
+wait L1.c1.F.combine, L1.c1.F.postprocess
+concatenate
+add residual in L1.c0.F.postprocess
+L2.c0.F.attention
+"""
+HYBRID_LAYER = """
+cut
+L1.c0.F.norm, L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.dispatch, L1.c0.F.shared_experts
+L1.c1.F.norm, L1.c1.F.route, launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.dispatch, L1.c1.F.shared_experts
+wait L1.c0.F.dispatch, L1.c0.F.experts, launch L1.c0.F.combine
+wait L1.c1.F.dispatch, L1.c1.F.experts, launch L1.c1.F.combine
+wait L1.c0.F.combine, L1.c0.F.postprocess, add residual in L1.c0.F.postprocess
+wait L1.c1.F.combine, L1.c1.F.postprocess, add residual in L1.c1.F.postprocess
+concatenate
+cut
+L2.c0.F.attention
+L2.c1.F.attention
+concatenate
+"""
 ONE_CHUNK = """
 L1.c0.F.attention, L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.dispatch
 L1.c0.F.shared_experts
@@ -134,6 +186,10 @@ def instructions_in(text: str) -> list[str]:
         ("n", 3, OverlapRange.EXPERTS, THREE_CHUNKS_EXPERTS),
         ("ddpp", 2, OverlapRange.STACK, PREDICTIONS_STACK),
         ("q", 2, OverlapRange.GATE, PREDICTION_GATE),
+        ("*E-", 2, OverlapRange.STACK, HYBRID_STACK),
+        ("-*E", 2, OverlapRange.GATE, HYBRID_GATE),
+        ("E*", 2, OverlapRange.EXPERTS, HYBRID_EXPERTS),
+        ("E*", 2, OverlapRange.LAYER, HYBRID_LAYER),
         *(("md", 1, overlap_range, ONE_CHUNK) for overlap_range in OverlapRange),
     ],
 )
@@ -142,8 +198,16 @@ def test_program_of_a_segment_equals_the_golden_text(layers, num_chunks, overlap
 
 
 def test_moe_layer_without_shared_experts_has_all_other_verbs():
-    assert [verb for verb in MOE_LAYER if verb not in LAYERS["n"]] == [Compute(OpKind.SHARED_EXPERTS)]
-    assert LAYERS["m"] == moe_layer(has_shared_experts=True)
+    assert [verb for verb in LAYERS["m"] if verb not in LAYERS["n"]] == [Compute(OpKind.SHARED_EXPERTS)]
+
+
+@pytest.mark.parametrize("letter", ALL_KINDS)
+@pytest.mark.parametrize("overlap_range", OverlapRange)
+def test_op_is_cut_where_the_program_of_its_layer_runs_it_in_two_chunks(letter, overlap_range):
+    computed = [one for one in program([(1, LAYERS[letter])], 2, overlap_range) if isinstance(one, Instruction)]
+    in_chunks = {one.verb.kind for one in computed if one.chunk == 1}
+    for kind in {verb.kind for verb in LAYERS[letter]}:
+        assert is_cut(ALL_KINDS[letter], kind, overlap_range) == (kind in in_chunks)
 
 
 def test_messages_have_an_op_that_makes_their_rows_and_one_that_needs_them():
@@ -156,12 +220,12 @@ def test_verbs_of_the_same_op_are_different_keys():
     assert len({verb(OpKind.DISPATCH) for verb in verbs}) == len(verbs)
 
 
-@pytest.mark.parametrize("layer", [DENSE_LAYER, MOE_LAYER, mtp_layer(DENSE_LAYER)])
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_every_verb_of_a_layer_has_one_function_and_no_other_has(layer):
     from megatron_lancet.model import moe_layer as experts
     from megatron_lancet.model import transformer_layer
 
     functions = {**transformer_layer.FORWARD, **experts.FORWARD}
     assert set(layer) <= set(functions)
-    assert set(functions) == {*mtp_layer(DENSE_LAYER), *MOE_LAYER}
+    assert set(functions) == {verb for verbs in LAYERS.values() for verb in verbs}
     assert not set(transformer_layer.FORWARD) & set(experts.FORWARD)

@@ -169,7 +169,7 @@ def parsed(command_line, *words: object, world_size: int = 2):
         (["--num-experts", 8, "--expert-model-parallel-size", 4], "must divide the ranks of a pipeline stage"),
         (["--num-experts", 4], "--disable-bias-linear"),
         (["--sft"], "--sft is not supported"),
-        (["--hybrid-override-pattern", "M*"], "--hybrid-override-pattern is not supported"),
+        (["--hybrid-override-pattern", "*E"], "builds layers of Transformer Engine only"),
         (["--logits-load-dir", "logits"], "--logits-load-dir is not supported"),
         (["--spec", *OWN_SPEC], "is for Megatron's own pretrain_gpt.py"),
         (["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "/no/such.model"], "no such file"),

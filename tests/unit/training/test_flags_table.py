@@ -48,6 +48,8 @@ CONTEXT = {
     "--recompute-modules": ["--recompute-granularity", "selective"],
 }
 VALUES = {
+    "--hybrid-layer-pattern": ["*E"],
+    "--hybrid-override-pattern": ["*E"],
     "--spec": ["mine", "layers"],
     "--cuda-graph-modules": ["attn"],
     "--cuda-graph-scope": ["attn"],

@@ -4,9 +4,9 @@ import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.profile import LayerKind
 from megatron_lancet.planning.simulation.cost_model import CostModel, UnknownCost
 from megatron_lancet.planning.simulation.curve import Curve
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import ChunkDim
 

@@ -1,7 +1,6 @@
 import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
-from megatron_lancet.planning.profile import LayerKind
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.lowering import (
     COMPUTE,
@@ -12,6 +11,7 @@ from megatron_lancet.planning.simulation.lowering import (
     Lowering,
     backward,
 )
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Segment
 
 VERBS = {COMPUTE: "", COUNTS: "issue ", ISSUE: "issue ", WAIT: "wait "}

@@ -18,6 +18,7 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
 from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.training.dry_run.activations import _in_flight, layer_tensors
 from megatron_lancet.training.dry_run.memory import optimizer_bytes_per_parameter
 from megatron_lancet.training.dry_run.parameters import Held
@@ -154,7 +155,8 @@ def test_estimated_activations_are_close_to_what_a_layer_keeps(examined, flags):
     two, four = (examined(f"{larger} --num-layers {layers}") for layers in (2, 4))
     kept = (saved_bytes(four) - saved_bytes(two)) / 2
     # Of heads of two sizes torch's kernel for the CPU keeps the scores, like unfused attention.
-    estimated = sum(saved.num_bytes for saved in layer_tensors(two.args, "--num-experts" in flags, saves_scores=True))
+    kind = LayerKind.MOE if "--num-experts" in flags else LayerKind.DENSE
+    estimated = sum(saved.num_bytes for saved in layer_tensors(two.args, kind, saves_scores=True))
     assert 0.8 * kept < estimated < kept
 
 

@@ -8,8 +8,9 @@ import pytest
 from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
-from megatron_lancet.training.moe_pattern import moe_pattern
+from megatron_lancet.training.layer_pattern import layer_kinds
 from megatron_lancet.training.plan.explicit import model_of_run, plan_from_file
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan
@@ -62,11 +63,22 @@ def test_moe_layer_pattern_of_every_second_layer(megatron_args):
     assert model_of_run(megatron_args("--moe-layer-freq", 2)).moe_layers == "1, 3"
 
 
+def test_hybrid_plan_does_not_fit_a_gpt_with_as_many_layers(megatron_args, written):
+    args = megatron_args("--hybrid-layer-pattern", "*E-", "--transformer-impl", "transformer_engine")
+    assert (model_of_run(args).moe_layers, model_of_run(args).pattern) == ("2", "*E-")
+    path = written(fixed_plan(2), model_of_run(args))
+    plan, _ = choose_plan(args, LancetConfig(plan=path))
+    assert plan == fixed_plan(2)
+    with pytest.raises(UsageError, match=r"pattern is \*E- in the plan file, None in the run"):
+        choose_plan(megatron_args("--moe-layer-freq", "[0,1,0]"), LancetConfig(plan=path))
+
+
 def test_moe_layer_pattern_has_the_models_length(megatron_args):
-    assert moe_pattern(megatron_args("--moe-layer-freq", "[1,0,1]")) == [True, False, True]
-    assert moe_pattern(megatron_args("--num-experts", 0)) == [False] * 3
+    moe, dense = LayerKind.MOE, LayerKind.DENSE
+    assert layer_kinds(megatron_args("--moe-layer-freq", "[1,0,1]")) == [moe, dense, moe]
+    assert layer_kinds(megatron_args("--num-experts", 0)) == [dense] * 3
     with pytest.raises(UsageError, match="--moe-layer-freq is a pattern of 2 layers, --num-layers is 3"):
-        moe_pattern(megatron_args("--moe-layer-freq", "[1,0]"))
+        layer_kinds(megatron_args("--moe-layer-freq", "[1,0]"))
 
 
 @pytest.mark.parametrize(
