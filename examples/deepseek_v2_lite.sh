@@ -11,8 +11,9 @@ export VOCAB_SIZE="${VOCAB_SIZE:-102400}"
 set -- --num-layers 27 --hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16 --seq-length 4096 \
     --max-position-embeddings 4096 --position-embedding-type rope --normalization RMSNorm --norm-epsilon 1e-6 --swiglu \
     --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 \
-    --init-method-std 0.02 --lancet-attention sdpa "$@"
-# Multi-latent attention; queries are not compressed, and without that Megatron's local modules have no --qk-layernorm
+    --init-method-std 0.02 "$@"
+# Multi-latent attention; queries are not compressed, and without that Megatron's local layers have no --qk-layernorm
+[ "${LAYERS:-}" = local ] || set -- --qk-layernorm "$@"
 set -- --multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 \
     --kv-channels 128 --rotary-base 10000 --rotary-scaling-factor 40 --mscale 0.707 \
     --mscale-all-dim 0.707 "$@"

@@ -12,7 +12,7 @@ export VOCAB_SIZE="${VOCAB_SIZE:-129280}"
 set -- --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --seq-length 4096 \
     --max-position-embeddings 4096 --position-embedding-type rope --normalization RMSNorm --norm-epsilon 1e-6 --swiglu \
     --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 \
-    --init-method-std 0.006 --lancet-attention sdpa "$@"
+    --init-method-std 0.006 "$@"
 # Multi-latent attention
 set -- --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 \
     --v-head-dim 128 --kv-channels 128 --qk-layernorm --rotary-base 10000 --rotary-scaling-factor 40 --mscale 1.0 \

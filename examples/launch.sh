@@ -10,6 +10,7 @@
 #   VOCAB_SIZE              of the tokenizer
 #   CHECKPOINTS             folder to save to, and to go on from if there is a checkpoint; empty: neither
 #   SAVE_INTERVAL           steps from one checkpoint to the next (500)
+#   LAYERS                  transformer_engine, with its grouped experts and apex; or local: packages from PyPI are enough
 #   PYTHON                  interpreter (this checkout's .venv, else python3)
 set -eu
 root=$(CDPATH='' cd -P -- "$(dirname -- "$0")/.." && pwd)
@@ -30,10 +31,13 @@ if [ -n "${CHECKPOINTS:-}" ]; then
     set -- --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval "${SAVE_INTERVAL:-500}" \
         --exit-signal-handler "$@"
 fi
-# Local modules are what overlaps, and they run with packages from PyPI alone: each of these flags turns off a kernel of
-# Transformer Engine or apex.
-set -- --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion \
-    --no-rope-fusion "$@"
+if [ "${LAYERS:-transformer_engine}" = local ]; then
+    # Each of these flags turns off a kernel of Transformer Engine or apex.
+    set -- --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm \
+        --no-masked-softmax-fusion --no-rope-fusion "$@"
+else
+    set -- --transformer-impl transformer_engine --moe-grouped-gemm "$@"
+fi
 
 for argument in "$@"; do
     [ "$argument" != --lancet-dry-run ] ||

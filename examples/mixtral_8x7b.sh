@@ -11,8 +11,7 @@ export VOCAB_SIZE="${VOCAB_SIZE:-32000}"
 set -- --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention \
     --num-query-groups 8 --seq-length 4096 --max-position-embeddings 32768 --position-embedding-type rope \
     --rotary-base 1000000 --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear \
-    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.01 \
-    --lancet-attention sdpa "$@"
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.01 "$@"
 # Experts
 set -- --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 \
     --moe-token-dispatcher-type alltoall "$@"

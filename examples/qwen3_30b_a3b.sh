@@ -12,7 +12,7 @@ set -- --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention
     --num-query-groups 4 --kv-channels 128 --qk-layernorm --seq-length 4096 --max-position-embeddings 40960 \
     --position-embedding-type rope --rotary-base 1000000 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu \
     --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 \
-    --init-method-std 0.02 --lancet-attention sdpa "$@"
+    --init-method-std 0.02 "$@"
 # Experts
 set -- --num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8 --moe-router-load-balancing-type aux_loss \
     --moe-aux-loss-coeff 1e-3 --moe-router-dtype fp32 --moe-token-dispatcher-type alltoall "$@"

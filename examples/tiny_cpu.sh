@@ -2,7 +2,7 @@
 # A tiny GPT-MoE on two CPU ranks with expert parallelism, on Megatron's mock data: the smallest complete launch script.
 # Runs from anywhere, in about 20 seconds. Further arguments are passed on, for example: --lancet-plan off
 set -eu
-export NNODES="${NNODES:-1}" GPUS_PER_NODE="${GPUS_PER_NODE:-2}"
+export NNODES="${NNODES:-1}" GPUS_PER_NODE="${GPUS_PER_NODE:-2}" LAYERS="${LAYERS:-local}"
 export DATA_PATH=mock VOCAB_SIZE=1000
 
 set -- --num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 \

@@ -25,6 +25,8 @@ _SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 """Exit status that shells show for a process which SIGTERM ended."""
 MAX_COUNT = 10**5
 """Largest number of ranks, chunks or experts in a file: a damaged number must not fill the memory."""
+OMITTED_AT_DEFAULT = types.MappingProxyType({"omitted_at_default": True})
+"""Metadata of a dataclass field that is written only if it differs from its default, so that older files stay equal."""
 _type_hints = cache(typing.get_type_hints)
 _IN_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 
@@ -47,7 +49,7 @@ class RecordError(ValueError):
 def to_plain(value: Any) -> Any:
     """Convert dataclasses, tuples and enums into what ``json.dumps`` accepts; fields keep their order."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: to_plain(getattr(value, field.name)) for field in _written_fields(value)}
     if isinstance(value, list | tuple):
         return [to_plain(part) for part in value]
     if isinstance(value, dict):
@@ -169,6 +171,12 @@ def atomic_write(path: Path, content: str | bytes) -> None:
     """
     with atomic_outputs(path) as (temporary,):
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def _written_fields(value: Any) -> Iterator[dataclasses.Field[Any]]:
+    for field in dataclasses.fields(value):
+        if not (OMITTED_AT_DEFAULT.items() <= field.metadata.items() and getattr(value, field.name) == field.default):
+            yield field
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:

@@ -45,7 +45,7 @@ def small_gpt(config: Any, pp_rank: int | None = None, te: bool = False, **argum
         te: layers of Transformer Engine.
         arguments: of Megatron's ``GPTModel``.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     spec = get_gpt_decoder_block_spec(
@@ -56,6 +56,8 @@ def small_gpt(config: Any, pp_rank: int | None = None, te: bool = False, **argum
         "max_sequence_length": SEQ_LENGTH,
         "share_embeddings_and_output_weights": False,
     }
+    if config.mtp_num_layers and arguments.get("post_process", True):
+        standard["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=te, pp_rank=pp_rank)
     return GPTModel(config, spec, **{**standard, **arguments})
 
 

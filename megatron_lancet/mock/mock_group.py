@@ -222,7 +222,7 @@ class MockProcessGroup(_ProcessGroup):
         self, op: str, deliver: Callable[[], Any], inputs: _Tensors, outputs: _Tensors, bytes_to_others: float
     ) -> dist.Work:
         duration_us = self._link.time_us(bytes_to_others)
-        if not outputs or not outputs[0].is_cuda:
+        if not outputs or outputs[0].device.type != "cuda":
             return HostWork(op, deliver, outputs, self._queue.enter(duration_us), self._timeout, self._clock)
         if self._stream is None:
             self._stream = torch.cuda.Stream(outputs[0].device)

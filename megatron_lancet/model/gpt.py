@@ -1,6 +1,7 @@
 """Makes a model that Megatron has built run a plan: a GPT, or a hybrid model of attention, MoE and MLP layers."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,14 +26,16 @@ from megatron_lancet.model.linear import (
     defer_weight_grad,
 )
 from megatron_lancet.model.moe_layer import OverlappingMoE
-from megatron_lancet.model.ops import recompute_of_layer, trace_ends
+from megatron_lancet.model.mtp import OverlappingMTP, OverlappingMTPLayer
+from megatron_lancet.model.ops import trace_ends
+from megatron_lancet.model.recompute import Recompute, recompute_of_layer, recompute_of_mtp
 from megatron_lancet.model.router import ChunkedTopKRouter
 from megatron_lancet.model.te.linear import TELinearPerChunk, call_per_chunk, is_te_linear
 from megatron_lancet.model.transformer_block import LayersByPlan, OverlappingTransformerBlock
 from megatron_lancet.model.transformer_layer import OverlappingLayer
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import Op
+from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, Segment
 
 _LAYER_CLASSES = (TransformerLayer, MoETransformerLayer, MLPLayer)
@@ -57,7 +60,13 @@ def overlap(model: LanguageModel, plan: Plan, comm: Comm, sdpa: bool = False) ->
     else:
         block = adopt(model.decoder, OverlappingTransformerBlock)
     block.comm = comm
-    block.overlapping_layers = [_prepare_layer(layer, index, comm) for index, layer in enumerate(block.layers)]
+    block.overlapping_layers = [
+        _prepare_layer(layer, layer.layer_number, recompute_of_layer(layer.config, index), comm)
+        for index, layer in enumerate(block.layers)
+    ]
+    block.following = Op.beside_layers(Phase.FORWARD, OpKind.HEAD) if model.post_process else None
+    if model.mtp_process:
+        _prepare_predictions(model, comm)
     for module in list(model.modules()):
         if is_te_linear(module):
             call_per_chunk(module)
@@ -67,6 +76,8 @@ def overlap(model: LanguageModel, plan: Plan, comm: Comm, sdpa: bool = False) ->
                 linear.begin_deferring(name, comm.store)
             else:
                 defer_weight_grad(linear, name, comm.store)
+    for linear in _linears_with_several_uses(model):
+        linear.has_several_uses = True
     trace_ends(model, comm)
     block.uses_sdpa_everywhere = sdpa
     set_plan(model, plan)
@@ -83,26 +94,40 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     """
     block = model.decoder
     assert isinstance(block, LayersByPlan)
-    check_layers(plan, model.config.num_layers)
-    segments = [(layer, plan.segment_of(layer.number)) for layer in block.overlapping_layers]
-    with_attention = [(layer.attention, segment) for layer, segment in segments if layer.attention is not None]
-    with_sdpa = [one for one, segment in with_attention if block.uses_sdpa_everywhere or _needs_sdpa(segment)]
-    for attention in with_sdpa:
-        attention.check()
+    check_layers(plan, model.config.num_layers + (model.config.mtp_num_layers or 0))
+    layers = overlapping_layers(model)
+    # A repeated layer has several numbers.
+    segments: dict[torch.nn.Module, list[Segment]] = {layer.stock: [] for layer in layers}
+    for layer in layers:
+        segments[layer.stock].append(plan.segment_of(layer.number))
+    needs_sdpa = {
+        stock: block.uses_sdpa_everywhere or any(map(_needs_sdpa, its_segments))
+        for stock, its_segments in segments.items()
+    }
+    for layer in layers:
+        if layer.attention is not None and needs_sdpa[layer.stock]:
+            layer.attention.check()
     store = block.comm.store
     assert store is not None or plan.dw_policy is DwPolicy.NONE, "dW can't be deferred in a model without a store"
     if store is not None:
         store.configure(plan)
     block.run_by(plan)
-    for attention, _ in with_attention:
-        if attention in with_sdpa:
-            attention.use_prefixed()
-        else:
-            attention.use_built()
-    for layer, segment in segments:
-        _set_exact(layer.stock, _is_exact(segment))
+    if model.mtp_process:
+        model.mtp.run_by(plan)
+    for layer in layers:
+        if layer.attention is not None and needs_sdpa[layer.stock]:
+            layer.attention.use_prefixed()
+        elif layer.attention is not None:
+            layer.attention.use_built()
+        _set_exact(layer.prediction or layer.stock, all(map(_is_exact, segments[layer.stock])))
     if model.post_process:
         _set_exact(model.output_layer, _is_exact(plan.segments[-1]))
+
+
+def overlapping_layers(model: LanguageModel) -> list[OverlappingLayer]:
+    """The layers of a model that :func:`overlap` prepared, in order; a repeated layer once for each of its numbers."""
+    predicting = model.mtp.overlapping_layers if model.mtp_process else []
+    return [*model.decoder.overlapping_layers, *predicting]
 
 
 def check_layers(plan: Plan, num_layers: int) -> None:
@@ -134,24 +159,61 @@ def _set_exact(part: torch.nn.Module, exact: bool) -> None:
             module.may_group = not exact
         elif isinstance(module, DeferredColumnParallelLinear | DeferredRowParallelLinear):
             module.accumulate_in_gemm = not exact
+        elif isinstance(module, TELinearPerChunk):
+            module.is_exact = exact
 
 
-def _prepare_layer(layer: Any, index_in_stage: int, comm: Comm) -> OverlappingLayer:
+def _prepare_predictions(model: LanguageModel, comm: Comm) -> None:
+    """Prepares the layers of multi-token prediction, which are numbered from the model's last layer on."""
+    mtp, config, block = adopt(model.mtp, OverlappingMTP), model.config, model.decoder
+    layers = []
+    for number, prediction in enumerate(mtp.layers, start=config.num_layers + 1):
+        prediction = adopt(prediction, OverlappingMTPLayer)
+        layer = _prepare_layer(prediction.mtp_model_layer, number, recompute_of_mtp(config), comm)
+        layers.append(replace(layer, prediction=prediction))
+    if config.mtp_use_repeated_layer:
+        layers = [layers[0].numbered(layers[0].number + depth) for depth in range(config.mtp_num_layers)]
+    mtp.overlapping_layers, mtp.following = layers, block.following
+    block.following = Op(layers[0].number, 0, Phase.FORWARD, OpKind.MTP_PROJECTION)
+
+
+def _linears_with_several_uses(model: LanguageModel) -> Iterator[Any]:
+    """Yields the linear layers with deferred dW that run more than once in a micro-batch of stock."""
+    config = model.config
+    parts: list[torch.nn.Module] = []
+    if config.mtp_num_layers and model.post_process and not config.mtp_detach_heads:
+        parts.append(model.output_layer)
+    if model.mtp_process and len(model.mtp.overlapping_layers) > len(model.mtp.layers):
+        parts.append(model.mtp)
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, DeferredColumnParallelLinear | DeferredRowParallelLinear | TELinearPerChunk):
+                yield module
+
+
+def _prepare_layer(layer: Any, number: int, recompute: Recompute, comm: Comm) -> OverlappingLayer:
     if type(layer) not in _LAYER_CLASSES:  # a layer of a derived class may do more than its parts
         raise unknown_class(TransformerLayer, layer)
-    kind, recompute = kind_of(layer), recompute_of_layer(layer.config, index_in_stage)
+    kind = kind_of(layer)
     attention = SwitchableAttention(layer.self_attention, recompute.attention) if kind.has_attention else None
     if not kind.has_experts:
         layer.recompute_mlp = False  # ours now
-        return OverlappingLayer(layer, kind, None, attention, comm, recompute)
+        if recompute.mlp:
+            layer.recompute_pre_mlp_layernorm = False  # part of what runs again
+        return OverlappingLayer(number, layer, kind, None, attention, comm, recompute)
     layer.mlp.shared_experts_recompute = False
+    if recompute.experts and hasattr(layer.mlp.experts, "activation_recompute"):
+        layer.mlp.experts.activation_recompute = False  # part of what runs again
     adopt(layer.mlp.router, ChunkedTopKRouter).begin_micro_batch()
     if type(layer.mlp.experts) is SequentialMLP:
         adopt(layer.mlp.experts, GroupingSequentialMLP)
     stock = layer.mlp.token_dispatcher
-    dispatcher = AllToAllDispatcher(comm, layer.config.num_moe_experts, stock.ep_size, stock.tp_group)
-    moe = OverlappingMoE(layer.mlp, dispatcher, comm, recompute)
-    return OverlappingLayer(layer, kind, moe, attention, comm, recompute)
+    config = layer.config
+    dispatcher = AllToAllDispatcher(
+        comm, config.num_moe_experts, stock.ep_size, stock.tp_group, config.moe_permute_fusion
+    )
+    moe = OverlappingMoE(number, layer.mlp, dispatcher, comm, recompute)
+    return OverlappingLayer(number, layer, kind, moe, attention, comm, recompute)
 
 
 def kind_of(layer: TransformerLayer) -> LayerKind:
@@ -166,10 +228,16 @@ def kind_of(layer: TransformerLayer) -> LayerKind:
 
 def _deferrable_linears(model: LanguageModel) -> Iterator[tuple[torch.nn.Module, str]]:
     """Yields linear layers with the names of their dWs; the output layer only where its weight is its own."""
-    for layer in model.decoder.layers:
-        for name, module in layer.named_modules():
+    owners: dict[torch.nn.Module, OverlappingLayer] = {}
+    for layer in overlapping_layers(model):
+        owners.setdefault(layer.stock, layer)  # a repeated layer's first number
+    for layer in owners.values():
+        parts = list(layer.stock.named_modules())
+        if layer.prediction is not None:
+            parts.append(("eh_proj", layer.prediction.eh_proj))
+        for name, module in parts:
             if _has_deferrable_weight_grad(module):
-                yield module, str(Op.weight_grad(layer.layer_number, name))
+                yield module, str(Op.weight_grad(layer.number, name))
     owns_output_layer = model.post_process and not model.share_embeddings_and_output_weights
     if owns_output_layer and _has_deferrable_weight_grad(model.output_layer):
         yield model.output_layer, str(Op.weight_grad(None, "output_layer"))

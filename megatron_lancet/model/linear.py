@@ -83,6 +83,8 @@ class _DeferredWeightGrad:
     store: WeightGradStore
     weight_name: str
     deferred: DeferredWeight | None
+    has_several_uses: bool = False
+    """Whether the layer runs more than once in a micro-batch, also without chunks."""
     accumulate_in_gemm: bool = False
     """See :class:`DeferredWeight`. May change between steps."""
 
@@ -106,10 +108,11 @@ class _DeferredWeightGrad:
 
     def _defer(self, grad_TO: torch.Tensor, input_TI: torch.Tensor) -> None:
         deferred, in_gemm = self.deferred, self.accumulate_in_gemm
+        sum_first = self.has_several_uses and not in_gemm
         assert deferred is not None
 
         def compute() -> None:
-            deferred.add_product(grad_TO, input_TI, in_gemm)
+            deferred.add_product(grad_TO, input_TI, in_gemm, sum_first)
 
         self.store.put([deferred], compute, num_bytes=grad_TO.nbytes + input_TI.nbytes)
 

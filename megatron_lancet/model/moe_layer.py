@@ -15,7 +15,8 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher, Routes
-from megatron_lancet.model.ops import NOTHING, ChunkState, Recompute, maybe_recomputed
+from megatron_lancet.model.ops import ChunkState
+from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed, outputs_dropped_in_stock
 from megatron_lancet.model.te.precision import op_precision
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
@@ -28,12 +29,14 @@ class OverlappingMoE:
     """The experts of a layer that Megatron built, prepared for chunks.
 
     Attributes:
+        number: number of its layer.
         stock: Megatron's module.
         dispatcher: moves rows between tokens' ranks and experts' ranks.
         comm: all-to-alls of the model.
         recompute: which ops are recomputed in the backward pass.
     """
 
+    number: int
     stock: MoELayer
     dispatcher: AllToAllDispatcher
     comm: Comm
@@ -41,15 +44,18 @@ class OverlappingMoE:
 
     def message_op(self, kind: OpKind, x: ChunkState) -> Op:
         """The message of a kind that a chunk sends in this layer."""
-        return Op(self.stock.layer_number, x.chunk.index, Phase.FORWARD, kind)
+        return Op(self.number, x.chunk.index, Phase.FORWARD, kind)
 
 
 def route(moe: OverlappingMoE, x: ChunkState) -> None:
     """Choose the experts of each token."""
-    router_input_sbH = x.shared_input_sbH = x.normed_sbH
-    if moe.stock.use_shared_expert and x.chunk.num_chunks == 1:
-        x.normed_sbH, router_input_sbH, x.shared_input_sbH = _ForkInStocksOrder.apply(x.normed_sbH)
-    x.probs_tE, x.routing_map_tE = moe.stock.router(router_input_sbH, chunk=x.chunk)
+    router_input_sbH = x.normed_sbH
+    if moe.stock.use_shared_expert:
+        x.shared_input_sbH = x.normed_sbH
+        if x.chunk.num_chunks == 1:
+            x.normed_sbH, router_input_sbH, x.shared_input_sbH = _ForkInStocksOrder.apply(x.normed_sbH)
+    with x.norm.consumed():
+        x.probs_tE, x.routing_map_tE = moe.stock.router(router_input_sbH, chunk=x.chunk)
 
 
 def launch_counts(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -72,7 +78,9 @@ def launch_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
 
 def shared_experts(moe: OverlappingMoE, x: ChunkState) -> None:
     """Run the experts that see all tokens."""
-    x.shared_sbH = maybe_recomputed(moe.recompute.shared_experts, _run_shared_experts, moe.stock, x.shared_input_sbH)
+    again = moe.recompute.shared_experts
+    with x.norm.consumed():
+        x.shared_sbH = maybe_recomputed(again, _run_shared_experts, moe.stock, x.shared_input_sbH)
     del x.shared_input_sbH
 
 
@@ -83,7 +91,8 @@ def wait_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
 
 def experts(moe: OverlappingMoE, x: ChunkState) -> None:
     """Run this rank's experts on the rows received."""
-    x.rows = (maybe_recomputed(moe.recompute.experts, _run_experts, moe, *x.rows, x.routes.wait()),)
+    with outputs_dropped_in_stock(moe.recompute.drops_outputs):
+        x.rows = (maybe_recomputed(moe.recompute.experts, _run_experts, moe, *x.rows, x.routes.wait()),)
 
 
 def launch_combine(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -124,8 +133,8 @@ FORWARD: Mapping[Verb, Callable[[OverlappingMoE, ChunkState], None]] = {
 class _ForkInStocksOrder(torch.autograd.Function):
     """The input of a layer's experts for the permutation, the router and the shared experts.
 
-    Stock runs the shared experts first, we run them while the dispatch is in flight, and autograd adds gradients as they
-    come. Adding them here keeps stock's order of sums.
+    Stock runs the shared experts first, we run them while the dispatch is in flight, and autograd adds gradients as
+    they come. Adding them here keeps stock's order of sums.
     """
 
     @staticmethod
@@ -146,14 +155,14 @@ def _num_rows(moe: MoELayer, routing_map_tE: torch.Tensor) -> int:
 
 
 def _run_shared_experts(moe: MoELayer, normed_sbH: torch.Tensor) -> torch.Tensor:
-    with op_precision(moe.config, moe.layer_number):
+    with op_precision(moe):
         return moe.shared_experts_compute(normed_sbH)
 
 
 def _run_experts(moe: OverlappingMoE, tokens_rH: torch.Tensor, probs_r: torch.Tensor, routes: Routes) -> torch.Tensor:
     """Runs received rows through the local experts; [r, H], in the order of arrival."""
     tokens_mH, probs_m = moe.dispatcher.sort_by_expert(tokens_rH, probs_r, routes)
-    with op_precision(moe.stock.config, moe.stock.layer_number):
+    with op_precision(moe.stock):
         output_mH, bias = moe.stock.experts(tokens_mH, routes.rows_per_expert, probs_m)
     assert bias is None, "experts return their bias added to the output"
     return moe.dispatcher.sort_by_peer(output_mH, routes, probs_r.dtype)

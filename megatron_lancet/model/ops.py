@@ -1,17 +1,14 @@
-"""State that passes between the ops of a chunk, their trace and their recomputation."""
+"""State that passes between the ops of a chunk, and their trace."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
-from megatron.core.transformer import TransformerConfig
-from torch.utils.checkpoint import checkpoint
 
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.dispatcher.all_to_all import PendingRoutes, Permutation
+from megatron_lancet.model.recompute import DroppedOutputs
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.trace import Trace
@@ -25,7 +22,9 @@ class ChunkState:
     Attributes:
         chunk: which part of the micro-batch it is.
         hidden_sbH: the residual stream, [s, b, H].
+        embedded_sbH: embeddings of the next tokens, for a multi-token prediction; [S, B, H].
         normed_sbH: input of the router and of the experts, [s, b, H].
+        norm: drops ``normed_sbH``, where that is recomputed.
         shared_input_sbH: the same for the experts that see all tokens.
         probs_tE: weights of each token's experts, [t, E].
         routing_map_tE: the experts of each token, [t, E] bool.
@@ -39,7 +38,9 @@ class ChunkState:
     """
 
     hidden_sbH: torch.Tensor
+    embedded_sbH: torch.Tensor
     normed_sbH: torch.Tensor
+    norm: DroppedOutputs
     shared_input_sbH: torch.Tensor
     probs_tE: torch.Tensor
     routing_map_tE: torch.Tensor
@@ -53,6 +54,7 @@ class ChunkState:
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = chunk
+        self.norm = DroppedOutputs()
 
     def launch(self, message: AllToAll) -> None:
         """Launches ``message`` with the rows."""
@@ -134,13 +136,15 @@ def begin_layers(trace: Trace, hidden: torch.Tensor, has_embedding: bool) -> tor
     return trace.last_boundary(hidden, _name(Phase.INPUT_GRAD, OpKind.EMBEDDING))
 
 
-def end_layers(trace: Trace, hidden: torch.Tensor, has_head: bool) -> torch.Tensor:
-    """Traces the begin of the head, after a stage's last layer.
+def end_layers(trace: Trace | None, hidden: torch.Tensor, following: Op | None) -> torch.Tensor:
+    """Traces the begin of the op that follows a stage's last layer, or a multi-token prediction's layer.
 
     Args:
+        trace: None where nothing is recorded.
         hidden: [S, B, H].
+        following: the op in the forward pass; None where it is on the next stage.
     """
-    return trace.boundary(hidden, _name(Phase.INPUT_GRAD, OpKind.HEAD)) if has_head else hidden
+    return hidden if trace is None or following is None else trace.boundary(hidden, str(following.mirrored()))
 
 
 def begin_cut(trace: Trace | None, hidden: torch.Tensor) -> torch.Tensor:
@@ -165,71 +169,3 @@ def end_cut(trace: Trace | None) -> None:
 
 def _name(phase: Phase, kind: OpKind) -> str:
     return str(Op.beside_layers(phase, kind))
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """Which ops of a layer are recomputed in the backward pass: all that lies between its collectives, or a part.
-
-    Megatron's own checkpoints run a backward pass inside the backward pass: there a weight's gradient would seem
-    complete after each chunk, and a layer's all-to-alls would run a second time. torch's non-reentrant checkpoint
-    leaves the graph as it is and only makes saved tensors again, so the mirrored pipeline and the deferred dWs stay
-    what they are, and no all-to-all is repeated. What an op receives stays in memory: a layer's input, and the rows
-    that the experts got.
-
-    Attributes:
-        attention: norms and attention, up to the router's input; the norm alone in a layer without attention.
-        mlp: the MLP of a layer without experts.
-        experts: the experts, from the rows that arrived to the rows that leave.
-        shared_experts: the experts that see all tokens.
-    """
-
-    attention: bool = False
-    mlp: bool = False
-    experts: bool = False
-    shared_experts: bool = False
-
-
-NOTHING = Recompute()
-_EVERYTHING = Recompute(attention=True, mlp=True, experts=True, shared_experts=True)
-
-
-def recompute_of_layer(config: TransformerConfig, index_in_stage: int) -> Recompute:
-    """Translates Megatron's settings for the layer with this index in its pipeline stage.
-
-    The uniform method's groups of several layers are recomputed layer by layer: a segment ends at a collective anyway.
-    """
-    modules = config.recompute_modules or []
-    if config.recompute_granularity == "full":
-        everywhere = config.recompute_method != "block"
-        return _EVERYTHING if everywhere or index_in_stage < (config.recompute_num_layers or 0) else NOTHING
-    if config.recompute_granularity != "selective":
-        return NOTHING
-    moe = "moe" in modules
-    return Recompute(mlp="mlp" in modules, experts=moe, shared_experts=moe or "shared_experts" in modules)
-
-
-def maybe_recomputed[T](again: bool, segment: Callable[..., T], *args: Any) -> T:
-    """Returns ``segment(*args)``; with ``again``, saved tensors are dropped and recomputed in the backward pass.
-
-    Args:
-        segment: function without lasting effects; it draws the same random numbers when it runs again.
-    """
-    if not again:
-        return segment(*args)
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    states = tracker.get_states()
-
-    @contextmanager
-    def with_first_states() -> Iterator[None]:
-        now = tracker.get_states()
-        tracker.set_states(states)
-        try:
-            yield
-        finally:
-            tracker.set_states(now)
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), with_first_states()
-
-    return checkpoint(segment, *args, use_reentrant=False, context_fn=contexts)

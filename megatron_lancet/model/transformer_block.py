@@ -21,6 +21,7 @@ from megatron_lancet.model.te.precision import block_precision
 from megatron_lancet.model.transformer_layer import OverlappingLayer, forward_layer
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import OverlapRange, Plan, Segment
 from megatron_lancet.schedule.turns import Concatenate, Cut, Instruction, Program, program
 
@@ -70,9 +71,10 @@ class LayersByPlan:
         overlapping_layers: its layers, prepared for chunks.
         uses_sdpa_everywhere: whether the fused attention kernel runs also where a plan doesn't need it.
         segments: the plan's segments that have layers in this block, in order.
+        following: the op after its last layer; None where that is on the next stage.
     """
 
-    layers: torch.nn.ModuleList
+    layers: Sequence[Any]
     config: TransformerConfig
     pre_process: bool
     post_process: bool
@@ -81,6 +83,7 @@ class LayersByPlan:
     overlapping_layers: Sequence[OverlappingLayer]
     uses_sdpa_everywhere: bool
     segments: Sequence[SegmentForward]
+    following: Op | None
 
     def run_by(self, plan: Plan) -> None:
         """Runs ``plan`` from the next micro-batch on."""
@@ -107,7 +110,7 @@ class LayersByPlan:
         Raises:
             UsageError: an input that can't be cut into chunks (packed sequences, padding masks, ...).
         """
-        self._refuse(others)
+        refuse_arguments(others)
         hidden = hidden_states if self.pre_process else self.input_tensor
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
         self._begin_micro_batch()
@@ -117,37 +120,18 @@ class LayersByPlan:
         chunk = Chunk(0, 1, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, attention_bias=attention_bias)
         micro_batch = ChunkState(chunk)
         micro_batch.hidden_sbH = hidden
-        with self._random_state(), block_precision(self.config):
+        with random_state(self.config), block_precision(self.config):
             for segment in self.segments:
                 segment.run(micro_batch, trace)
         hidden = micro_batch.hidden_sbH
-        if trace is not None:
-            hidden = end_layers(trace, hidden, self.post_process)
+        hidden = end_layers(trace, hidden, self.following)
         return hidden
-
-    def _random_state(self) -> AbstractContextManager[None]:
-        """Random state of the layers' dropout: under sequence parallelism each rank has positions of its own."""
-        if self.config.sequence_parallel:
-            return get_cuda_rng_tracker().fork()
-        return nullcontext()
 
     def _begin_micro_batch(self) -> None:
         if self.comm.store is not None:
             self.comm.store.assert_idle()
         for layer in self.layers:
-            refuse_bypassed_hooks(layer)
-            router = getattr(layer.mlp, "router", None)
-            if isinstance(router, ChunkedTopKRouter):
-                router.begin_micro_batch()
-
-    @staticmethod
-    def _refuse(inputs: dict[str, Any]) -> None:
-        given = sorted(name for name, value in inputs.items() if value is not None)
-        if given:
-            raise UsageError(
-                f"the overlapping layers got {', '.join(given)}, which they can't cut into chunks yet. "
-                "Run with --lancet-plan off."
-            )
+            begin_layer(layer)
 
 
 class OverlappingTransformerBlock(LayersByPlan, TransformerBlock):
@@ -170,6 +154,36 @@ class OverlappingTransformerBlock(LayersByPlan, TransformerBlock):
             hidden = apply_module(self.final_layernorm)(hidden)
             hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
         return hidden
+
+
+def random_state(config: TransformerConfig) -> AbstractContextManager[None]:
+    """Random state of the layers' dropout: under sequence parallelism each rank has positions of its own."""
+    return get_cuda_rng_tracker().fork() if config.sequence_parallel else nullcontext()
+
+
+def begin_layer(layer: torch.nn.Module) -> None:
+    """Prepares a layer for the chunks of the next micro-batch.
+
+    Raises:
+        UsageError: the layer has a hook that would not run.
+    """
+    refuse_bypassed_hooks(layer)
+    router = getattr(layer.mlp, "router", None)
+    if isinstance(router, ChunkedTopKRouter):
+        router.begin_micro_batch()
+
+
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        UsageError: an argument that can't be cut into chunks is given.
+    """
+    given = sorted(name for name, value in arguments.items() if value is not None)
+    if given:
+        raise UsageError(
+            f"the overlapping layers got {', '.join(given)}, which they can't cut into chunks yet. "
+            "Run with --lancet-plan off."
+        )
 
 
 def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[SegmentForward]:
@@ -214,12 +228,17 @@ def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Trace | None) 
     if segment.range is OverlapRange.EXPERTS:
         shape = micro_batch.normed_sbH.shape
         routing = [split_rows(rows, shape, segment) for rows in (micro_batch.probs_tE, micro_batch.routing_map_tE)]
-        del micro_batch.probs_tE, micro_batch.routing_map_tE, micro_batch.shared_input_sbH
-    parts_sbH = split_hidden(begin_cut(trace, micro_batch.normed_sbH), segment)
+        del micro_batch.probs_tE, micro_batch.routing_map_tE
+    has_shared_experts = hasattr(micro_batch, "shared_input_sbH")  # the router of the whole micro-batch has run
+    parts_sbH, norm = micro_batch.norm.then(split_hidden, begin_cut(trace, micro_batch.normed_sbH), segment)
     del micro_batch.normed_sbH
+    if has_shared_experts:
+        del micro_batch.shared_input_sbH
     states = [ChunkState(chunk) for chunk in make_chunks(parts_sbH, segment)]
-    for index, (x, normed_sbH) in enumerate(zip(states, parts_sbH, strict=True)):
-        x.normed_sbH = x.shared_input_sbH = normed_sbH
+    for index, (x, part_sbH) in enumerate(zip(states, parts_sbH, strict=True)):
+        x.normed_sbH, x.norm = part_sbH, norm
+        if has_shared_experts:
+            x.shared_input_sbH = part_sbH
         if routing:
             x.probs_tE, x.routing_map_tE = (parts_tE[index] for parts_tE in routing)
     return states

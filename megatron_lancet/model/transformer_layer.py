@@ -4,9 +4,10 @@ Legend of shapes: s positions, b samples of the chunk, H hidden size.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
@@ -15,8 +16,15 @@ from megatron_lancet.model import moe_layer
 from megatron_lancet.model.attention.switchable import SwitchableAttention, at_positions
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.moe_layer import OverlappingMoE
-from megatron_lancet.model.ops import NOTHING, ChunkState, Recompute, maybe_recomputed, traced
-from megatron_lancet.model.te.precision import op_precision
+from megatron_lancet.model.ops import ChunkState, traced
+from megatron_lancet.model.recompute import (
+    NOTHING,
+    DroppedOutputs,
+    Recompute,
+    maybe_recomputed,
+    outputs_dropped_in_stock,
+)
+from megatron_lancet.model.te.precision import block_precision, op_precision
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule import turns
 from megatron_lancet.schedule.layers import LayerKind
@@ -29,30 +37,34 @@ class OverlappingLayer:
     """A layer that Megatron built, prepared for chunks.
 
     Attributes:
+        number: Megatron's global layer number, from 1. Multi-token predictions count on from the model's last layer.
         stock: the layer.
         kind: the parts that it has.
         moe: its experts; None where it has none.
         attention: its self-attention's kernel; None where it has no attention.
         comm: all-to-alls of the model.
         recompute: which of its ops are recomputed in the backward pass.
+        prediction: the multi-token prediction that it belongs to; None in the decoder.
     """
 
+    number: int
     stock: TransformerLayer
     kind: LayerKind
     moe: OverlappingMoE | None
     attention: SwitchableAttention | None
     comm: Comm
     recompute: Recompute = NOTHING
+    prediction: MultiTokenPredictionLayer | None = None
 
-    @property
-    def number(self) -> int:
-        """Megatron's global layer number, from 1."""
-        return self.stock.layer_number
+    def numbered(self, number: int) -> "OverlappingLayer":
+        """The same layer under another number."""
+        return replace(self, number=number, moe=None if self.moe is None else replace(self.moe, number=number))
 
     @property
     def verbs(self) -> turns.Layer:
         """The verbs of a chunk in this layer, in order."""
-        return turns.verbs_of(self.kind, self.moe is not None and self.moe.stock.use_shared_expert)
+        verbs = turns.verbs_of(self.kind, self.moe is not None and self.moe.stock.use_shared_expert)
+        return verbs if self.prediction is None else turns.mtp_layer(verbs)
 
 
 def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkState) -> None:
@@ -65,24 +77,36 @@ def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkSta
             moe_layer.FORWARD[instruction.verb](layer.moe, x)
 
 
+def project(layer: OverlappingLayer, x: ChunkState) -> None:
+    """Join the hidden states with the embeddings of the next tokens, before the layer of a multi-token prediction."""
+    x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _project, layer, x.hidden_sbH, x.embedded_sbH)
+    del x.embedded_sbH
+
+
 def attention(layer: OverlappingLayer, x: ChunkState) -> None:
     """Norm, self-attention and residual; in a layer with experts also the norm in front of the router."""
-    if layer.moe is None:
-        x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _attend, layer.stock, x.hidden_sbH, x.chunk)
-    else:
-        x.hidden_sbH, x.normed_sbH = maybe_recomputed(
-            layer.recompute.attention, _attend_and_norm, layer.stock, x.hidden_sbH, x.chunk
-        )
+    recompute, stock = layer.recompute, layer.stock
+    if layer.moe is not None and recompute.attention:
+        x.hidden_sbH, x.normed_sbH = maybe_recomputed(True, _attend_and_norm, stock, x.hidden_sbH, x.chunk)
+        return
+    with outputs_dropped_in_stock(layer.recompute.drops_outputs):
+        x.hidden_sbH = maybe_recomputed(recompute.attention, _attend, stock, x.hidden_sbH, x.chunk)
+    if layer.moe is not None:
+        _norm_or_drop(layer, x)
 
 
 def norm(layer: OverlappingLayer, x: ChunkState) -> None:
     """The norm in front of the router and the experts, in a layer without attention."""
-    x.normed_sbH = maybe_recomputed(layer.recompute.attention, _norm, layer.stock, x.hidden_sbH)
+    if layer.recompute.attention:
+        x.normed_sbH = maybe_recomputed(True, _norm, layer.stock, x.hidden_sbH)
+    else:
+        _norm_or_drop(layer, x)
 
 
 def mlp(layer: OverlappingLayer, x: ChunkState) -> None:
     """Norm, MLP and residual of a layer without experts."""
-    x.hidden_sbH = maybe_recomputed(layer.recompute.mlp, _forward_mlp, layer.stock, x.hidden_sbH)
+    with outputs_dropped_in_stock(layer.recompute.drops_outputs):
+        x.hidden_sbH = maybe_recomputed(layer.recompute.mlp, _forward_mlp, layer.stock, x.hidden_sbH)
 
 
 def add_residual(layer: OverlappingLayer, x: ChunkState) -> None:
@@ -97,6 +121,7 @@ def add_residual(layer: OverlappingLayer, x: ChunkState) -> None:
 
 
 FORWARD: Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]] = {
+    Compute(OpKind.MTP_PROJECTION): project,
     Compute(OpKind.ATTENTION): attention,
     Compute(OpKind.NORM): norm,
     Compute(OpKind.MLP): mlp,
@@ -104,9 +129,25 @@ FORWARD: Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]] = {
 }
 
 
+def _project(layer: OverlappingLayer, hidden_sbH: torch.Tensor, embedded_sbH: torch.Tensor) -> torch.Tensor:
+    """Norms of both and projection to [s, b, H]."""
+    assert layer.prediction is not None
+    with block_precision(layer.stock.config), op_precision(layer.stock):
+        return layer.prediction._concat_embeddings(hidden_sbH, embedded_sbH)
+
+
+def _norm_or_drop(layer: OverlappingLayer, x: ChunkState) -> None:
+    """The norm in front of the router; recomputed alone, its output is dropped."""
+    if layer.recompute.experts_norm:
+        x.norm = DroppedOutputs()
+        x.normed_sbH = x.norm.run(lambda hidden_sbH: _norm(layer.stock, hidden_sbH), x.hidden_sbH)
+    else:
+        x.normed_sbH = _norm(layer.stock, x.hidden_sbH)
+
+
 def _attend(layer: TransformerLayer, hidden_sbH: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     """Norm, self-attention and residual, [s, b, H]."""
-    with at_positions(layer.self_attention, chunk), op_precision(layer.config, layer.layer_number):
+    with at_positions(layer.self_attention, chunk), op_precision(layer):
         hidden_sbH, _ = layer._forward_attention(
             hidden_states=hidden_sbH,
             attention_mask=chunk.attention_mask,
@@ -118,7 +159,7 @@ def _attend(layer: TransformerLayer, hidden_sbH: torch.Tensor, chunk: Chunk) -> 
 
 def _forward_mlp(layer: TransformerLayer, hidden_sbH: torch.Tensor) -> torch.Tensor:
     """Norm, MLP and residual, [s, b, H]."""
-    with op_precision(layer.config, layer.layer_number):
+    with op_precision(layer):
         return layer._forward_mlp(hidden_sbH)
 
 

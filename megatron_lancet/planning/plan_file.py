@@ -36,6 +36,7 @@ class MadeFor:
     Times also depend on other settings (hidden size, device), but a plan is only slower if these differ, not wrong.
 
     Attributes:
+        num_layers: number of layers, multi-token predictions included.
         moe_layers: numbers of the MoE layers, from 1, as text: ``2, 4-12``.
         num_stages: number of pipeline stages.
         micro_batch_size: samples of a micro-batch.
@@ -43,6 +44,7 @@ class MadeFor:
         num_experts: experts of a MoE layer, on all ranks.
         topk: experts of a token.
         ep_size: number of ranks that share the experts.
+        num_mtp_layers: number of layers, the last ones, that are multi-token predictions.
         pattern: one symbol for each layer of a hybrid model, from ``schedule/layers.py``; None for a GPT.
     """
 
@@ -54,6 +56,7 @@ class MadeFor:
     num_experts: int
     topk: int
     ep_size: int
+    num_mtp_layers: int = 0
     pattern: str | None = None
 
     def __post_init__(self) -> None:
@@ -76,6 +79,7 @@ def made_for(facts: ModelFacts) -> MadeFor:
         num_experts=facts.num_experts,
         topk=facts.topk,
         ep_size=facts.ep_size,
+        num_mtp_layers=facts.num_mtp_layers,
     )
 
 

@@ -8,7 +8,8 @@ The compute ops of a chunk in one layer, in the order in which they run forward:
     dense layer   attention  mlp
 
 Layers of a hybrid model have one part of these: ``attention`` alone, ``mlp`` alone, or a moe layer's ops from the
-router on, with ``norm`` before them.
+router on, with ``norm`` before them. A multi-token prediction is such a layer behind ``mtp_projection``, on the whole
+micro-batch: the norm of the layer before it, the embedding of the next tokens and the projection.
 
 ``attention`` holds the layer's first norm, self-attention, the residual and, in a moe layer, the second norm.
 ``preprocess`` ends where the dispatch is issued, ``experts`` where the combine is. ``shared_experts`` runs while the
@@ -18,11 +19,21 @@ chunks and back).
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from megatron_lancet.files import MAX_COUNT, Range, from_plain, parse_object, read_text, take_version, to_plain
+from megatron_lancet.files import (
+    MAX_COUNT,
+    OMITTED_AT_DEFAULT,
+    Range,
+    from_plain,
+    parse_object,
+    read_text,
+    take_version,
+    to_plain,
+)
+from megatron_lancet.schedule.chunk_sizes import multiple_along
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
@@ -49,7 +60,7 @@ class ModelFacts:
 
     Attributes:
         name: name of the profiled model; with ``device`` and ``versions`` the key of the cache.
-        layer_kinds: kind of each layer.
+        layer_kinds: kind of each layer; those of multi-token predictions come last, a repeated one several times.
         stage_of_layer: pipeline stage of each layer, from 0.
         micro_batch_size: samples of a micro-batch, B.
         seq_length: positions of a sample on this rank, S.
@@ -63,6 +74,10 @@ class ModelFacts:
         combine_row_bytes: bytes of one row in a forward combine, without the probability.
         combine_grad_row_bytes: bytes of one row in a backward combine.
         counts_bytes: bytes that a rank sends in one exchange of token counts.
+        token_multiple: number of tokens that the tokens of each chunk are a multiple of.
+        num_mtp_layers: number of layers that are multi-token predictions.
+        repeats_mtp_layer: whether they are one layer, which runs several times.
+        num_output_uses: how often a micro-batch passes through the output layer with a weight gradient.
     """
 
     name: str
@@ -81,10 +96,16 @@ class ModelFacts:
     combine_grad_row_bytes: _Size
     counts_bytes: _Size
     has_shared_experts: bool = False
+    token_multiple: _CountFrom1 = field(default=1, metadata=OMITTED_AT_DEFAULT)
+    num_mtp_layers: _Size = 0
+    repeats_mtp_layer: bool = False
+    num_output_uses: _CountFrom1 = 1
 
     def __post_init__(self) -> None:
         if not self.layer_kinds or len(self.layer_kinds) != len(self.stage_of_layer):
             raise ValueError("layer_kinds and stage_of_layer must be of the same layers, at least one")
+        if self.num_mtp_layers > len(self.layer_kinds):
+            raise ValueError(f"num_mtp_layers is {self.num_mtp_layers} of {len(self.layer_kinds)} layers")
         stages = sorted(set(self.stage_of_layer))
         if stages != list(range(len(stages))):
             raise ValueError(f"pipeline stages count from 0 without gaps, found {stages[:8]}")
@@ -93,6 +114,25 @@ class ModelFacts:
     def num_rows(self) -> int:
         """Routed rows of a micro-batch on one rank."""
         return self.micro_batch_size * self.seq_length * self.topk
+
+    def size_along(self, dim: ChunkDim) -> tuple[int, int]:
+        """Samples or positions of a micro-batch along ``dim``, and the tokens of one of them."""
+        sizes = self.micro_batch_size, self.seq_length
+        return sizes if dim is ChunkDim.BATCH else (sizes[1], sizes[0])
+
+    def chunk_multiple(self, dim: ChunkDim) -> int:
+        """Number of samples or positions that chunks along ``dim`` are a multiple of."""
+        return multiple_along(self.token_multiple, self.size_along(dim)[1])
+
+    @property
+    def mtp_layers(self) -> range:
+        """Numbers of the layers that are multi-token predictions."""
+        num_layers = len(self.layer_kinds)
+        return range(num_layers - self.num_mtp_layers + 1, num_layers + 1)
+
+    def owner_of_weights(self, layer: int) -> int:
+        """The layer whose name the weights have: a repeated layer's first number, or the layer itself."""
+        return self.mtp_layers[0] if self.repeats_mtp_layer and layer in self.mtp_layers else layer
 
 
 @dataclass(frozen=True)

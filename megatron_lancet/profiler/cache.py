@@ -1,6 +1,5 @@
 """Stores profiles on disk by model, device and versions; refuses one that does not fit a run, field by field."""
 
-import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
@@ -28,11 +27,7 @@ class ProfileKey:
 
     def fields(self) -> dict[str, str]:
         """Returns everything that must agree, as text by name."""
-        model = {
-            field.name: json.dumps(to_plain(getattr(self.model, field.name)))
-            for field in dataclasses.fields(self.model)
-            if field.name not in _MEASURED
-        }
+        model = {name: json.dumps(value) for name, value in to_plain(self.model).items() if name not in _MEASURED}
         versions = {f"version of {name}": version for name, version in sorted(self.versions.items())}
         return {**model, "device": self.device, **versions}
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
-from megatron_lancet.model.gpt import LanguageModel
+from megatron_lancet.model.gpt import LanguageModel, overlapping_layers
+from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.model.transformer_block import LayersByPlan
 from megatron_lancet.planning.profile import ModelFacts
 from megatron_lancet.profiler.cache import ProfileKey
@@ -20,7 +21,7 @@ from megatron_lancet.runtime.packing import RowLayout
 
 _PACKAGES = ("torch", "megatron-core", "megatron-lancet")
 _NAMED = (
-    ("layers", "num_layers"), ("hidden", "hidden_size"), ("ffn", "ffn_hidden_size"),
+    ("layers", "num_layers"), ("mtp", "mtp_num_layers"), ("hidden", "hidden_size"), ("ffn", "ffn_hidden_size"),
     ("expert-ffn", "moe_ffn_hidden_size"), ("shared-ffn", "moe_shared_expert_intermediate_size"),
     ("heads", "num_attention_heads"), ("groups", "num_query_groups"), ("experts", "num_moe_experts"),
     ("top", "moe_router_topk"), ("tp", "tensor_model_parallel_size"), ("etp", "expert_tensor_parallel_size"),
@@ -65,11 +66,11 @@ def key_of(model: ProfiledModel) -> ProfileKey:
 def model_facts(model: ProfiledModel) -> ModelFacts:
     """Returns the facts of a run. Collective over all ranks of the world."""
     config = model.config
-    own = [(layer.number, layer.kind) for stage in model.stages for layer in _block(stage).overlapping_layers]
+    own = [(layer.number, layer.kind) for stage in model.stages for layer in overlapping_layers(stage)]
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers = {number: (kind, stage) for stage, layers in from_all_ranks((stage, own)) for number, kind in layers}
     assert set(layers) == set(range(1, len(layers) + 1)), layers
-    dtype = config.params_dtype
+    dtype, num_mtp = config.params_dtype, config.mtp_num_layers or 0
     router_dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(config.moe_router_dtype or "", dtype)
     row = torch.empty(0, config.hidden_size, dtype=dtype)
     with_prob = _message_bytes(row, torch.empty(0, dtype=router_dtype))
@@ -90,6 +91,10 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
         combine_grad_row_bytes=_message_bytes(row),
         counts_bytes=(config.num_moe_experts or 0) * torch.int64.itemsize,
         has_shared_experts=config.moe_shared_expert_intermediate_size is not None,
+        token_multiple=token_multiple(config),
+        num_mtp_layers=num_mtp,
+        repeats_mtp_layer=num_mtp > 0 and config.mtp_use_repeated_layer,
+        num_output_uses=1 if config.mtp_detach_heads else 1 + num_mtp,
     )
 
 
@@ -130,7 +135,10 @@ def _name(config: TransformerConfig) -> str:
         config.normalization,
         *(["sequence-parallel"] if config.sequence_parallel else []),
         *(["latent-attention"] if config.multi_latent_attention else []),
+        *([f"fp8={config.fp8}-{config.fp8_recipe}"] if config.fp8 else []),
+        *([f"fp4={config.fp4}-{config.fp4_recipe}"] if config.fp4 else []),
         *(["bias"] if config.add_bias_linear else []),
+        *(["repeated-mtp"] if config.mtp_num_layers and config.mtp_use_repeated_layer else []),
         *([f"recompute-{config.recompute_granularity}"] if config.recompute_granularity else []),
     ]
     return " ".join(["hybrid" if config.is_hybrid_model else "gpt", *sizes, *kinds])

@@ -36,6 +36,7 @@ from megatron_lancet.profiler.routing import (
 )
 from megatron_lancet.runtime.collectives import from_all_ranks, from_rank_0
 from megatron_lancet.runtime.trace import StepTrace, Trace
+from megatron_lancet.schedule.chunk_sizes import most_chunks, multiple_along
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
@@ -56,6 +57,7 @@ def plans_to_profile(
     dims: Sequence[ChunkDim] = (ChunkDim.BATCH, ChunkDim.SEQUENCE),
     overlap_range: OverlapRange = OverlapRange.STACK,
     chunk_counts: Sequence[int] = _CHUNK_COUNTS,
+    token_multiple: int = 1,
 ) -> list[Plan]:
     """Returns plans whose ops together give the costs of any plan: whole micro-batches, and each possible cut.
 
@@ -65,14 +67,16 @@ def plans_to_profile(
         seq_length: positions on a rank.
         dims: dimensions along which the run may be cut.
         overlap_range: widest range that the run allows.
+        token_multiple: number that the tokens of a chunk are a multiple of.
     """
     sizes = {ChunkDim.BATCH: micro_batch_size, ChunkDim.SEQUENCE: seq_length}
     tokens = micro_batch_size * seq_length
+    multiples = {dim: multiple_along(token_multiple, tokens // size) for dim, size in sizes.items()}
     return [fixed_plan(1, overlap_range=overlap_range)] + [
-        fixed_plan(count, DwPolicy.FILL, dim, overlap_range)
+        fixed_plan(count, DwPolicy.FILL, dim, overlap_range, chunk_multiple=multiples[dim])
         for dim in dims
         for count in chunk_counts
-        if count <= sizes[dim] and tokens // count >= _MIN_TOKENS_OF_CHUNK
+        if count <= most_chunks(sizes[dim], multiples[dim]) and tokens // count >= _MIN_TOKENS_OF_CHUNK
     ]
 
 
@@ -101,7 +105,7 @@ class ProfileRun:
         self._ep_group = min(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
         self._key = key_of(model)
         facts = self._key.model
-        plans = plans or plans_to_profile(facts.micro_batch_size, facts.seq_length)
+        plans = plans or plans_to_profile(facts.micro_batch_size, facts.seq_length, token_multiple=facts.token_multiple)
         self.plans = [plan for plan in plans for _ in range(1 + num_traced_steps)]
         self._num_steps_of_plan = 1 + num_traced_steps
         self._trace = Trace(model.device, dist.get_rank())

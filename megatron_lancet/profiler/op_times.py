@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from megatron_lancet.planning.profile import ModelFacts, OpTime, WeightGradTime
 from megatron_lancet.runtime.trace import StepTrace
+from megatron_lancet.schedule.chunk_sizes import chunk_sizes
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Plan
@@ -16,6 +17,7 @@ from megatron_lancet.schedule.timeline import Lane, Span
 from megatron_lancet.schedule.turns import is_cut
 
 _READY_AFTER = (
+    ("eh_proj", OpKind.MTP_PROJECTION),
     ("self_attention.", OpKind.ATTENTION),
     ("mlp.experts.", OpKind.EXPERTS),
     ("mlp.shared_experts.", OpKind.SHARED_EXPERTS),
@@ -195,7 +197,7 @@ def op_key(op: Op, plan: Plan, model: ModelFacts) -> OpKey:
     if op.layer is not None:
         assert op.chunk is not None, op
         dim, num_chunks = _cut_of(plan, model, op.layer, op.kind)
-        return OpKey(model.layer_kinds[op.layer - 1], op.kind, op.phase, dim, num_chunks, op.chunk)
+        return OpKey(_layer_kind(op.layer, op.kind, model), op.kind, op.phase, dim, num_chunks, op.chunk)
     dim, num_chunks = ChunkDim.BATCH, 1
     if op.kind == OpKind.CUT:
         most = max(plan.segments, key=lambda segment: segment.num_chunks)
@@ -206,9 +208,14 @@ def op_key(op: Op, plan: Plan, model: ModelFacts) -> OpKey:
 def _dw_key(op: Op, plan: Plan, model: ModelFacts) -> DwKey:
     if op.layer is None:
         return DwKey(LayerKind.NONE, op.kind, 1)
-    layer_kind = model.layer_kinds[op.layer - 1]
-    _, num_chunks = _cut_of(plan, model, op.layer, ready_after(DwKey(layer_kind, op.kind, 1)))
-    return DwKey(layer_kind, op.kind, num_chunks)
+    after = ready_after(DwKey(model.layer_kinds[op.layer - 1], op.kind, 1))
+    _, num_chunks = _cut_of(plan, model, op.layer, after)
+    return DwKey(_layer_kind(op.layer, after, model), op.kind, num_chunks)
+
+
+def _layer_kind(layer: int, kind: str, model: ModelFacts) -> LayerKind:
+    """Returns the kind that an op's costs belong to."""
+    return LayerKind.MTP if kind == OpKind.MTP_PROJECTION else model.layer_kinds[layer - 1]
 
 
 def _cut_of(plan: Plan, model: ModelFacts, layer: int, kind: str) -> tuple[ChunkDim, int]:
@@ -224,11 +231,8 @@ def _rows(key: OpKey, medians: OpMedians, model: ModelFacts) -> int:
         return round(medians.received[key._replace(phase=Phase.FORWARD)])
     if key.layer_kind is LayerKind.NONE:
         return model.micro_batch_size * model.seq_length
-    size, other = model.micro_batch_size, model.seq_length
-    if key.chunk_dim is ChunkDim.SEQUENCE:
-        size, other = other, size
-    base, rest = divmod(size, key.num_chunks)
-    return (base + (key.chunk < rest)) * other
+    size, tokens_per_unit = model.size_along(key.chunk_dim)
+    return chunk_sizes(size, key.num_chunks, model.chunk_multiple(key.chunk_dim))[key.chunk] * tokens_per_unit
 
 
 class _InFlight:

@@ -263,7 +263,7 @@ class LocalExchange:
 
     @property
     def on_cuda(self) -> bool:
-        return self._tensors[0].is_cuda
+        return self._tensors[0].device.type == "cuda"
 
     def in_flight(self) -> bool:
         return False
@@ -308,7 +308,7 @@ class Exchange:
 
     @property
     def on_cuda(self) -> bool:
-        return self._sent.is_cuda
+        return self._sent.device.type == "cuda"
 
     def is_known(self) -> bool:
         """Whether a queued message can be launched without waiting."""

@@ -38,6 +38,7 @@ class DeferredWeight:
         self.num_pending = 0
         self.num_reported = 0
         self._parameter = parameter
+        self._sum: torch.Tensor | None = None
         self._report_ready = report_ready
 
     @property
@@ -46,27 +47,40 @@ class DeferredWeight:
         main_grad: torch.Tensor = self._parameter.main_grad  # type: ignore[attr-defined]
         return main_grad.nbytes
 
-    def add_to_main_grad(self, weight_grad: torch.Tensor) -> None:
-        """Adds one chunk's dW, shaped like the weight, to Megatron's gradient accumulator."""
-        self._parameter.main_grad.add_(weight_grad)  # type: ignore[attr-defined]
+    def add_to_main_grad(self, weight_grad: torch.Tensor, sum_first: bool = False) -> None:
+        """Adds one chunk's dW, shaped like the weight, to Megatron's gradient accumulator.
 
-    def add_product(self, grad_TO: torch.Tensor, input_TI: torch.Tensor, in_gemm: bool = False) -> None:
+        Args:
+            sum_first: sum the dWs of all uses of the weight in a micro-batch before they are added, as autograd does.
+        """
+        if not sum_first:
+            self._parameter.main_grad.add_(weight_grad)  # type: ignore[attr-defined]
+        else:
+            self._sum = weight_grad if self._sum is None else self._sum.add_(weight_grad)
+
+    def add_product(
+        self, grad_TO: torch.Tensor, input_TI: torch.Tensor, in_gemm: bool = False, sum_first: bool = False
+    ) -> None:
         """Computes one chunk's dW, [O, I], from T tokens and adds it to Megatron's gradient accumulator.
 
         Args:
             in_gemm: let the GEMM add to the gradient where the types agree. This is faster and needs no temporary of
                 the weight's size (benchmarks/RESULTS.md), but changes stock's order of additions.
+            sum_first: see :meth:`add_to_main_grad`.
         """
         main_grad: torch.Tensor = self._parameter.main_grad  # type: ignore[attr-defined]
         if in_gemm and main_grad.dtype == grad_TO.dtype == input_TI.dtype:
             main_grad.addmm_(grad_TO.t(), input_TI)
         else:
-            self.add_to_main_grad(grad_TO.t().matmul(input_TI))
+            self.add_to_main_grad(grad_TO.t().matmul(input_TI), sum_first)
 
     def report(self) -> None:
         """Reports to DDP that the gradient of this micro-batch is complete. DDP then reads ``.grad`` and clears it."""
         assert self.num_pending == 0, f"{self.name} was reported with {self.num_pending} dW pending"
         parameter = self._parameter
+        if self._sum is not None:
+            parameter.main_grad.add_(self._sum)  # type: ignore[attr-defined]
+            self._sum = None
         # If autograd computed a gradient as well (for a use that was not deferred), DDP adds it. Otherwise DDP still
         # insists on a .grad: an expanded scalar takes no memory, and the flag keeps it from being added.
         parameter.grad_added_to_main_grad = parameter.grad is None  # type: ignore[attr-defined]

@@ -17,6 +17,8 @@ class LayerKind(StrEnum):
     """Routed experts, ``E`` in the pattern."""
     MLP_ONLY = "mlp-only"
     """An MLP, ``-`` in the pattern."""
+    MTP = "mtp"
+    """Op and weight that precede the layer of a multi-token prediction; the layer is one of the others."""
     NONE = "none"
     """Ops and weights beside the layers: embedding, head."""
 
@@ -48,7 +50,7 @@ _KINDS = {
     "-": LayerKind.MLP_ONLY,
 }
 _SYMBOLS = {LayerKind.ATTENTION_ONLY: "*", LayerKind.MOE_ONLY: "E", LayerKind.MLP_ONLY: "-"}
-LAYER_KINDS = tuple(kind for kind in LayerKind if kind is not LayerKind.NONE)
+LAYER_KINDS = tuple(kind for kind in LayerKind if kind not in (LayerKind.MTP, LayerKind.NONE))
 """The kinds of layers proper."""
 
 

@@ -58,6 +58,9 @@ class OpKind(StrEnum):
     """Message: the experts' outputs back to the ranks of their tokens."""
     POSTPROCESS = "postprocess"
     """Summing the outputs of each token's experts, and the residual."""
+    MTP_PROJECTION = "mtp_projection"
+    """What precedes the layer of a multi-token prediction, on the whole micro-batch: the norm of the layers before it,
+    the embedding of the next tokens and the projection of both."""
     HEAD = "head"
     """Final norm, output layer and loss, on the whole micro-batch."""
 

@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from megatron_lancet.files import parse_record, to_plain
+from megatron_lancet.files import OMITTED_AT_DEFAULT, parse_record, to_plain
+from megatron_lancet.schedule.chunk_sizes import chunk_sizes
 
 PLAN_VERSION = 3
 ALL_TO_ALLS_PER_LAYER = 2
@@ -58,6 +59,7 @@ class Segment:
         num_chunks: number of chunks of a micro-batch.
         chunk_dim: dimension along which they are cut.
         range: part of the layers that runs chunk by chunk.
+        chunk_multiple: sizes of the chunks along ``chunk_dim`` are multiples of this number of samples or positions.
     """
 
     first_layer: int
@@ -65,15 +67,18 @@ class Segment:
     num_chunks: int
     chunk_dim: ChunkDim = ChunkDim.BATCH
     range: OverlapRange = OverlapRange.STACK
+    chunk_multiple: int = field(default=1, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
-        if self.num_chunks < 1:
-            raise ValueError(f"num_chunks must be at least 1, not {self.num_chunks}")
+        for name in ("num_chunks", "chunk_multiple"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.first_layer < 1 or (self.last_layer is not None and self.last_layer < self.first_layer):
             raise ValueError(f"layers {self.first_layer} to {self.last_layer} are no segment: layers count from 1")
 
     def __str__(self) -> str:
-        return f"chunks={self.num_chunks} dim={self.chunk_dim} range={self.range}"
+        multiple = f" multiple={self.chunk_multiple}" if self.chunk_multiple > 1 else ""
+        return f"chunks={self.num_chunks} dim={self.chunk_dim} range={self.range}{multiple}"
 
     def has_layer(self, number: int) -> bool:
         """Whether the layer with this global number belongs to the segment."""
@@ -81,9 +86,7 @@ class Segment:
 
     def chunk_sizes(self, size: int) -> list[int]:
         """Sizes of the chunks of a dimension of ``size``, as equal as possible, larger ones first."""
-        assert size >= self.num_chunks
-        base, rest = divmod(size, self.num_chunks)
-        return [base + (chunk < rest) for chunk in range(self.num_chunks)]
+        return chunk_sizes(size, self.num_chunks, self.chunk_multiple)
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,7 @@ def fixed_plan(
     chunk_dim: ChunkDim = ChunkDim.BATCH,
     overlap_range: OverlapRange = OverlapRange.STACK,
     dw_memory_bytes: int | None = None,
+    chunk_multiple: int = 1,
 ) -> Plan:
     """A plan without a cost model: all layers run alike, and the dW window is one layer's all-to-alls.
 
@@ -184,7 +188,8 @@ def fixed_plan(
 
     Args:
         dw_memory_bytes: bound on the memory that deferred dWs keep alive; None for none.
+        chunk_multiple: sizes of chunks are multiples of this number of samples or positions.
     """
     window = ALL_TO_ALLS_PER_LAYER * num_chunks if dw_policy is DwPolicy.FILL else 0
-    segment = Segment(1, None, num_chunks, chunk_dim, overlap_range)
+    segment = Segment(1, None, num_chunks, chunk_dim, overlap_range, chunk_multiple)
     return Plan((segment,), dw_policy, window, dw_memory_bytes)

@@ -89,6 +89,9 @@ _VERBS: dict[LayerKind, Layer] = {
     LayerKind.MLP_ONLY: (Compute(OpKind.MLP),),
 }
 
+_MTP_PROJECTION = Compute(OpKind.MTP_PROJECTION)
+"""Needs the next tokens' embeddings, so the micro-batch is whole here."""
+
 MIRRORED: dict[type[Verb], type[Verb]] = {Compute: Compute, Launch: Wait, Wait: Launch}
 """The verb in the backward pass: the gradient's message is launched where the rows were waited for, and waited for
 where they were launched. Counts are not exchanged again."""
@@ -166,6 +169,11 @@ def is_cut(kind: LayerKind, op: str, overlap_range: OverlapRange) -> bool:
     return any(verb.kind == op for verb in inside)
 
 
+def mtp_layer(layer: Layer) -> Layer:
+    """The verbs of a multi-token prediction: those of its transformer layer, after the projection of the whole."""
+    return (_MTP_PROJECTION, *layer)
+
+
 def program(layers: Sequence[tuple[int, Layer]], num_chunks: int, overlap_range: OverlapRange) -> Program:
     """Returns what runs in a segment's layers, forward, in order.
 
@@ -176,22 +184,33 @@ def program(layers: Sequence[tuple[int, Layer]], num_chunks: int, overlap_range:
     """
     if num_chunks == 1:
         return [instruction for number, layer in layers for instruction in _placed(layer, number, 0)]
-    if overlap_range is OverlapRange.STACK:
-        return _in_chunks(layers, num_chunks)
     instructions: Program = []
-    for number, layer in layers:
-        before, inside, behind = _split(layer, overlap_range)
-        instructions += _placed(before, number, 0)
-        if inside:
-            instructions += _in_chunks([(number, inside)], num_chunks)
-        instructions += _placed(behind, number, 0)
+    for stack in _stacks(layers, overlap_range):
+        parts = [(number, *_split(layer, overlap_range)) for number, layer in stack]
+        (first, before, _, _), (last, _, _, behind) = parts[0], parts[-1]
+        in_chunks = [(number, inside) for number, _, inside, _ in parts if inside]
+        instructions += _placed(before, first, 0)
+        if in_chunks:
+            instructions += _in_chunks(in_chunks, num_chunks)
+        instructions += _placed(behind, last, 0)
     return instructions
+
+
+def _stacks(layers: Sequence[tuple[int, Layer]], overlap_range: OverlapRange) -> list[list[tuple[int, Layer]]]:
+    """Layers without a concatenation between them: single ones, or in the range stack all up to the next projection."""
+    stacks: list[list[tuple[int, Layer]]] = []
+    for number, layer in layers:
+        if not stacks or overlap_range is not OverlapRange.STACK or layer[0] == _MTP_PROJECTION:
+            stacks.append([])
+        stacks[-1].append((number, layer))
+    return stacks
 
 
 def _split(layer: Layer, overlap_range: OverlapRange) -> tuple[Layer, Layer, Layer]:
     """Splits a layer into what runs on the whole micro-batch, then in chunks, then on the whole again."""
     if overlap_range.has_attention:
-        return (), layer, ()
+        num_whole = layer.count(_MTP_PROJECTION)
+        return layer[:num_whole], layer[num_whole:], ()
     if _FIRST_IN_CHUNKS[overlap_range] not in layer:
         return layer, (), ()
     first, end = layer.index(_FIRST_IN_CHUNKS[overlap_range]), layer.index(_LAST_IN_CHUNKS) + 1

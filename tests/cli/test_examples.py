@@ -93,18 +93,46 @@ def test_shellcheck_covers_every_script():
     assert all(script.read_text().startswith(("#!/bin/sh\n", "#!/bin/bash\n")) for script in SHELL_SCRIPTS)
 
 
-@pytest.mark.parametrize("data", ["mock", "data/train_text_document"])
-@pytest.mark.parametrize("name", MODELS)
-def test_example_passes_dry_run(name, data, launch, monkeypatch):
+@pytest.fixture
+def dry_run(launch, monkeypatch):
+    """Findings of an example's dry run in this process."""
     from megatron_lancet.training.dry_run.run import examine
 
-    script, *words = launch(name, "--lancet-dry-run", DATA_PATH=data).command
-    assert Path(script).name == "pretrain_gpt_moe.py"
-    monkeypatch.setattr(sys, "argv", [script, *words])
-    findings = examine()
+    def run(name: str, **environment: str):
+        script, *words = launch(name, "--lancet-dry-run", **environment).command
+        assert Path(script).name == "pretrain_gpt_moe.py"
+        monkeypatch.setattr(sys, "argv", [script, *words])
+        return examine()
+
+    return run
+
+
+LOCAL = {"tiny_cpu", "gpt2_s_moe", "gpt2_l_moe"}
+"""Examples that run without Transformer Engine; the others are recipes that were published with its layers."""
+
+
+@pytest.mark.parametrize("data", ["mock", "data/train_text_document"])
+@pytest.mark.parametrize("name", MODELS)
+def test_example_passes_dry_run(name, data, dry_run):
+    findings = dry_run(name, DATA_PATH=data)
+    assert findings.args.transformer_impl == ("local" if name in LOCAL else "transformer_engine")
     assert findings.layout.num_ranks == NUM_RANKS[name]
     assert (findings.size.total / 1e9, findings.size.active / 1e9) == pytest.approx(MODELS[name], rel=0.02)
     assert "chunks=2" in findings.plan[0]
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - LOCAL))
+def test_example_with_local_layers_passes_dry_run(name, dry_run):
+    findings = dry_run(name, LAYERS="local")
+    assert findings.args.transformer_impl == "local"
+    assert "chunks=2" in findings.plan[0]
+    missing = [warning for warning in findings.warnings if "is not installed here" in warning]
+    assert not any(name in warning for warning in missing for name in ("apex", "transformer_engine"))
+
+
+@pytest.mark.parametrize("name", ["gpt2_s_moe", "gpt2_l_moe"])
+def test_example_of_the_paper_passes_dry_run_with_transformer_engine(name, dry_run):
+    assert "chunks=2" in dry_run(name, LAYERS="transformer_engine").plan[0]
 
 
 def test_example_takes_arguments_of_the_user_last(launch):

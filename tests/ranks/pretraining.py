@@ -83,6 +83,6 @@ def parse_log(text: str) -> list[dict[str, float]]:
     rows = []
     for line in text.splitlines():
         if re.search(r"\] iteration +\d+/", line):
-            pairs = re.findall(r"\| ?([a-z_ ]+?)(?: \(ms\))?: +([-+.\dE]+)", line)
+            pairs = re.findall(r"\| ?([a-z_\d ]+?)(?: \(ms\))?: +([-+.\dE]+)", line)
             rows.append({name.strip(): float(value) for name, value in pairs})
     return rows

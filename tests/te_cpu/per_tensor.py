@@ -98,7 +98,7 @@ def values(tensor: Any, rowwise: bool) -> torch.Tensor:
     return from_fp8(transpose, tensor._fp8_dtype).t() * tensor._scale_inv
 
 
-def fp8_transpose(input: torch.Tensor, dtype: int, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def fp8_transpose(input: torch.Tensor, dtype: int, *, out: torch.Tensor | None) -> torch.Tensor:
     """The bytes of a tensor, seen as a matrix of its last dimension, with this dimension first."""
     result = input.reshape(-1, input.shape[-1]).t().contiguous().reshape(transposed_shape(input.shape))
     return result if out is None else out.copy_(result.view(out.shape))

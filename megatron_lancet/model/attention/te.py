@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.ops import maybe_recomputed
+from megatron_lancet.model.recompute import maybe_recomputed
 
 
 def is_te_attention(core: torch.nn.Module) -> bool:

@@ -29,12 +29,12 @@ class Permutation:
     """Maps a chunk's rows to its tokens.
 
     Attributes:
-        row_ids_n: the token of each row.
+        row_ids: the token of each row, [n]; what Transformer Engine's kernels note instead, where these run.
         routing_map_tE: bool.
         hidden_shape: [s, b, H] of the chunk.
     """
 
-    row_ids_n: torch.Tensor
+    row_ids: torch.Tensor
     routing_map_tE: torch.Tensor
     hidden_shape: torch.Size
 
@@ -79,13 +79,17 @@ class PendingRoutes:
 class AllToAllDispatcher:
     """Moves the rows of chunks between tokens' ranks and experts' ranks."""
 
-    def __init__(self, comm: Comm, num_experts: int, num_ranks: int, expert_tp_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, comm: Comm, num_experts: int, num_ranks: int, expert_tp_group: dist.ProcessGroup, fused: bool = False
+    ) -> None:
         """
         Args:
             num_ranks: P.
             expert_tp_group: the V ranks that hold the parts of the same experts.
+            fused: use Transformer Engine's kernels to permute and to sort rows.
         """
         self._comm = comm
+        self._fused = fused
         self._num_ranks = num_ranks
         self._num_local_experts = num_experts // num_ranks
         self._tp_group = expert_tp_group
@@ -120,11 +124,11 @@ class AllToAllDispatcher:
             Tokens [n, H] and the weight of each row in its token's output, [n]; and how to put them back.
         """
         hidden_tH = hidden_sbH.reshape(-1, hidden_sbH.shape[-1])
-        tokens_nH, probs_n, row_ids_n, _, _ = permute(
-            hidden_tH, routing_map_tE, probs=probs_tE, num_out_tokens=num_rows
+        tokens_nH, probs_n, row_ids, _, _ = permute(
+            hidden_tH, routing_map_tE, probs=probs_tE, num_out_tokens=num_rows, fused=self._fused
         )
         assert probs_n is not None
-        return (tokens_nH, probs_n), Permutation(row_ids_n, routing_map_tE, hidden_sbH.shape)
+        return (tokens_nH, probs_n), Permutation(row_ids, routing_map_tE, hidden_sbH.shape)
 
     def _routes(self, *counts: torch.Tensor) -> Routes:
         """Makes the routes from sent and received counts, both [P * V, e]."""
@@ -152,8 +156,7 @@ class AllToAllDispatcher:
             )
         if not self._needs_sort:
             return tokens, probs
-        sizes = routes.rows_by_source.ravel()
-        tokens_mH, probs_m = sort_chunks_by_idxs(tokens, sizes, self._expert_major, probs=probs)
+        tokens_mH, probs_m = self._sort(tokens, routes.rows_by_source.ravel(), self._expert_major, probs)
         assert probs_m is not None
         return tokens_mH, probs_m
 
@@ -164,7 +167,7 @@ class AllToAllDispatcher:
             sum_dtype: type in which the parts of an expert are summed.
         """
         if self._needs_sort:
-            output_mH, _ = sort_chunks_by_idxs(output_mH, routes.rows_by_source.T.ravel(), self._source_major)
+            output_mH, _ = self._sort(output_mH, routes.rows_by_source.T.ravel(), self._source_major)
         if self._tp_size == 1:
             return output_mH
         summed_rH = reduce_scatter_to_sequence_parallel_region(
@@ -172,10 +175,22 @@ class AllToAllDispatcher:
         )
         return summed_rH.to(output_mH.dtype)
 
+    def _sort(
+        self, rows: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor, probs: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Parts of ``rows`` and ``probs`` with these sizes, in another order; sizes and order are on the host."""
+        if self._fused:
+            sizes, order = (index.to(rows.device, non_blocking=True) for index in (sizes, order))
+        return sort_chunks_by_idxs(rows, sizes, order, probs=probs, fused=self._fused)
+
     def unpermute(self, rows_nH: torch.Tensor, permutation: Permutation) -> torch.Tensor:
         """Sum the output rows of each token: the chunk's output, [s, b, H]."""
         shape_tH = torch.Size((permutation.routing_map_tE.size(0), permutation.hidden_shape[-1]))
         output_tH = unpermute(
-            rows_nH, permutation.row_ids_n, restore_shape=shape_tH, routing_map=permutation.routing_map_tE
+            rows_nH,
+            permutation.row_ids,
+            restore_shape=shape_tH,
+            routing_map=permutation.routing_map_tE,
+            fused=self._fused,
         )
         return output_tH.view(permutation.hidden_shape)

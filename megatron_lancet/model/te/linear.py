@@ -87,7 +87,12 @@ class TELinearPerChunk:
 
     Attributes:
         deferred: weights and biases whose gradients the store computes, in the module's order; empty without DDP.
+        has_several_uses: whether the module runs more than once in a micro-batch, also without chunks.
+        is_exact: whether gradients are summed in stock's order. May change between steps.
     """
+
+    has_several_uses: bool = False
+    is_exact: bool = False
 
     deferred: Sequence[DeferredWeight] = ()
     _late: Mapping[str, torch.nn.Parameter] = {}
@@ -165,9 +170,10 @@ class TELinearPerChunk:
 
     def _add(self: Any, kind: str, grads: Iterable[torch.Tensor | None]) -> None:
         names = [f"{kind}{i}" for i in range(self.num_gemms)] if self._is_grouped else [kind]
+        deferred = dict(zip(self._late, self.deferred, strict=True))
         for name, grad in zip(names, grads, strict=True):
-            if name in self._late and grad is not None and grad.numel():
-                self._late[name].main_grad.add_(grad)
+            if name in deferred and grad is not None and grad.numel():
+                deferred[name].add_to_main_grad(grad, sum_first=self.has_several_uses and self.is_exact)
 
 
 def _is_late(name: str) -> bool:

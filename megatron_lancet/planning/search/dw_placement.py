@@ -42,7 +42,8 @@ def _gaps_of_stage(simulator: Simulator, plan: Plan, stage: Stage) -> Iterator[G
     for code, layer, action in stage.backward:
         if code == COMPUTE:
             due = num_passed + plan.dw_window
-            ready += [_Ready(LayerDw(layer, cost), due) for cost in action.weight_grads[column]]
+            costs = action.weight_grads[column]
+            ready += [_Ready(LayerDw(layer - cost.layers_back, cost), due) for cost in costs]
         elif code == WAIT:
             name = str(Op(layer, action.chunk, Phase.INPUT_GRAD, action.kind))
             ready = [one for one in ready if not one.is_used and one.due > num_passed]

@@ -1,7 +1,7 @@
 """The plans that the planner may choose from, and why others are excluded."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from megatron_lancet.files import RecordError
@@ -50,10 +50,11 @@ class SegmentChoice:
     num_chunks: int
     chunk_dim: ChunkDim = ChunkDim.BATCH
     range: OverlapRange = OverlapRange.STACK
+    chunk_multiple: int = 1
 
     def segment(self, first_layer: int, last_layer: int | None) -> Segment:
         """The segment of these layers (global numbers, None for the model's last) that runs in this way."""
-        return Segment(first_layer, last_layer, self.num_chunks, self.chunk_dim, self.range)
+        return Segment(first_layer, last_layer, self.num_chunks, self.chunk_dim, self.range, self.chunk_multiple)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class SearchSpace:
 
     Attributes:
         choices: options of each segment, simplest first.
-        runs: neighbouring layers of one pipeline stage, as (first, last) global numbers; no segment crosses them.
+        runs: see :func:`stage_runs`; no segment crosses them.
         limits: the restrictions from which the space was made.
         excluded: parts that are not considered, and why.
     """
@@ -91,7 +92,8 @@ class SearchSpace:
                 elif num_chunks == 1:
                     choices.append(SegmentChoice(1))  # dimension and range make no difference
                 else:
-                    choices += [SegmentChoice(num_chunks, dim, one) for one in limits.ranges]
+                    multiple = costs.model.chunk_multiple(dim)
+                    choices += [SegmentChoice(num_chunks, dim, one, multiple) for one in limits.ranges]
         has_dw_option = DwPolicy.NONE in limits.dw_policies or (limits.dw_policies and limits.dw_window_layers)
         if not choices or not has_dw_option:
             raise RecordError(f"the limits leave no plan: {'; '.join(f'{e.what}: {e.reason}' for e in excluded)}")
@@ -146,21 +148,28 @@ class SearchSpace:
 def with_open_end(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     """Extends the last segment to the model's end, so that a plan of one segment reads the same for every model."""
     last = segments[-1]
-    return (*segments[:-1], Segment(last.first_layer, None, last.num_chunks, last.chunk_dim, last.range))
+    return (*segments[:-1], replace(last, last_layer=None))
 
 
 def stage_runs(model: ModelFacts) -> tuple[tuple[int, int], ...]:
-    """Runs of neighbouring layers of one pipeline stage, as (first, last) global numbers."""
-    numbered = enumerate(model.stage_of_layer, start=1)
-    runs = [[number for number, _ in run] for _, run in groupby(numbered, key=lambda one: one[1])]
+    """Runs of neighbouring layers of one pipeline stage, as (first, last) global numbers.
+
+    A multi-token prediction is a run of its own, because chunks can't pass into it.
+    """
+
+    def run_of(number: int) -> tuple[int, int]:
+        return model.stage_of_layer[number - 1], number if number in model.mtp_layers else 0
+
+    runs = [list(run) for _, run in groupby(range(1, len(model.layer_kinds) + 1), key=run_of)]
     return tuple((run[0], run[-1]) for run in runs)
 
 
 def _unusable(costs: CostModel, dim: ChunkDim, num_chunks: int, profiled: tuple[int, ...]) -> str | None:
     """Why micro-batches can't be cut like that, or why the cost of doing so is unknown; None if neither holds."""
-    model = costs.model
-    if not costs.can_cut(dim, num_chunks):
-        return f"a micro-batch has {model.micro_batch_size} samples of {model.seq_length} positions"
+    model, multiple = costs.model, costs.model.chunk_multiple(dim)
+    if not costs.can_cut(dim, num_chunks, multiple):
+        wanted = f", and chunks are multiples of {model.token_multiple} tokens" if multiple > 1 else ""
+        return f"a micro-batch has {model.micro_batch_size} samples of {model.seq_length} positions{wanted}"
     if num_chunks > 1 and num_chunks > max(profiled, default=0):
         return f"chunks along {dim} were profiled up to {max(profiled, default=0)}"
     return None

@@ -16,7 +16,6 @@ from megatron_lancet.files import RecordError
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.lowering import COMPUTE, WAIT, Step
 from megatron_lancet.schedule.dw_queue import DwQueue
-from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.reductions import CommPriority, MicroOps, ReductionQueue
 
@@ -27,7 +26,7 @@ _MAX_MICRO_OPS = 10_000
 """Limit for a bucket; simulating more would take long."""
 
 Weight = tuple[int, str]
-"""Global layer number (0 beside the layers) and name."""
+"""Global layer number (0 beside the layers; the first one of a repeated layer) and name."""
 
 
 class WeightKind(IntEnum):
@@ -93,7 +92,8 @@ class Buckets:
         for code, layer, action in backward:
             if code == COMPUTE and action.weight_grads:
                 for cost in action.weight_grads[0]:
-                    num_puts[layer, cost.name] = num_puts.get((layer, cost.name), 0) + 1
+                    weight = (layer - cost.layers_back, cost.name)
+                    num_puts[weight] = num_puts.get(weight, 0) + 1
         late = frozenset(weight for weight in num_puts if weight[0] == 0 and rules.has_late_head)
         # The sort is stable, so weights of a layer stay in backward order.
         ordered = sorted(num_puts, key=lambda weight: (weight in late, weight[0] != 0, -weight[0]))
@@ -117,9 +117,7 @@ class Buckets:
 
 def _weight(costs: CostModel, weight: Weight) -> tuple[WeightKind, int]:
     """The weight's kind, and bytes of its gradient."""
-    layer, name = weight
-    layer_kind = costs.model.layer_kinds[layer - 1] if layer else LayerKind.NONE
-    after, num_bytes = costs.gradient(layer_kind, name)
+    after, num_bytes = costs.gradient(*weight)
     return (WeightKind.EXPERT if after == OpKind.EXPERTS else WeightKind.DENSE), num_bytes
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.profile import MemoryUse, ModelFacts, OpTime, Profile, WeightGradTime
 from megatron_lancet.planning.simulation.curve import Curve
+from megatron_lancet.schedule.chunk_sizes import chunk_sizes, most_chunks
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
@@ -28,11 +29,13 @@ class DwCost(NamedTuple):
     Attributes:
         name: name of the weight inside its layer.
         pinned_bytes: memory that stays alive while it is deferred.
+        layers_back: distance from the layer of the op to the one that owns the weight: a repeated layer's first.
     """
 
     name: str
     ms: float
     pinned_bytes: int
+    layers_back: int = 0
 
 
 class CostModel:
@@ -69,19 +72,18 @@ class CostModel:
         """Whether the profile has the memory use of layers."""
         return bool(self._memory)
 
-    def chunk_units(self, dim: ChunkDim, num_chunks: int) -> list[int]:
-        """Sizes of the chunks of a micro-batch in tokens, larger ones first."""
-        model = self.model
-        size, other = model.micro_batch_size, model.seq_length
-        if dim is ChunkDim.SEQUENCE:
-            size, other = other, size
-        base, rest = divmod(size, num_chunks)
-        return [(base + (chunk < rest)) * other for chunk in range(num_chunks)]
+    def chunk_tokens(self, dim: ChunkDim, num_chunks: int, multiple: int) -> list[int]:
+        """Sizes of the chunks of a micro-batch in tokens, larger ones first.
 
-    def can_cut(self, dim: ChunkDim, num_chunks: int) -> bool:
-        """Whether a micro-batch is long enough along ``dim``."""
-        size = self.model.micro_batch_size if dim is ChunkDim.BATCH else self.model.seq_length
-        return num_chunks <= size
+        Args:
+            multiple: sizes along ``dim`` are multiples of this number of samples or positions.
+        """
+        size, tokens_per_unit = self.model.size_along(dim)
+        return [part * tokens_per_unit for part in chunk_sizes(size, num_chunks, multiple)]
+
+    def can_cut(self, dim: ChunkDim, num_chunks: int, multiple: int) -> bool:
+        """Whether a micro-batch is long enough along ``dim``; see :meth:`chunk_tokens`."""
+        return num_chunks == 1 or num_chunks <= most_chunks(self.model.size_along(dim)[0], multiple)
 
     def profiled_chunk_counts(self, dim: ChunkDim) -> tuple[int, ...]:
         """Chunk counts at which layers' ops were measured along ``dim``, ascending."""
@@ -102,9 +104,14 @@ class CostModel:
             return 0.0
         return self._queued.at(num_bytes)
 
-    def gradient(self, layer_kind: LayerKind, name: str) -> tuple[str, int]:
-        """The op in whose backward a weight's gradient becomes ready, and the gradient's bytes on a rank."""
-        return self._gradients[layer_kind, name]
+    def gradient(self, layer: int, name: str) -> tuple[str, int]:
+        """The op in whose backward a weight's gradient becomes ready, and the gradient's bytes on a rank.
+
+        Args:
+            layer: global layer number; 0 beside the layers.
+        """
+        layer_kind = self.model.layer_kinds[layer - 1] if layer else LayerKind.NONE
+        return self._gradients.get((layer_kind, name)) or self._gradients[LayerKind.MTP, name]
 
     def reduction_ms(self, num_bytes: float, num_ranks: int) -> float:
         """Time to reduce gradients of ``num_bytes`` over ``num_ranks`` ranks without other messages on the link.

@@ -256,11 +256,11 @@ class Engine:
     def _put_all(self, rank: _Rank, layer: int, costs: Iterable[DwCost]) -> None:
         """Puts the dWs that became ready with a compute op."""
         for cost in costs:
-            for dw in rank.queue.put(LayerDw(layer, cost), cost.pinned_bytes):
+            for dw in rank.queue.put(LayerDw(layer - cost.layers_back, cost), cost.pinned_bytes):
                 self._run_dw(rank, dw)
         if rank.ledger is not None:
             for cost in costs:
-                self._launch(rank, rank.ledger.put((layer, cost.name)))
+                self._launch(rank, rank.ledger.put((layer - cost.layers_back, cost.name)))
 
     def _run_dw(self, rank: _Rank, dw: LayerDw) -> None:
         ms = dw.cost.ms

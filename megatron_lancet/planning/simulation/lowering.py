@@ -1,7 +1,7 @@
 """Puts costs on the instructions of ``schedule/turns.py``, which say what the model runs in which order."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from megatron_lancet.schedule.turns import (
     Layer,
     Verb,
     Wait,
+    mtp_layer,
     program,
     verbs_of,
 )
@@ -144,6 +145,7 @@ class _Pieces(NamedTuple):
 
     dim: ChunkDim = ChunkDim.BATCH
     num_chunks: int = 1
+    multiple: int = 1
 
 
 _WHOLE = _Pieces()
@@ -157,6 +159,7 @@ class Lowering:
         self.loads = loads
         self._shares = [loads.shares[rank] for rank in loads.simulated]
         self._actions: dict[tuple[object, ...], Action] = {}
+        self._model = costs.model
         self._layers: dict[LayerKind, Layer] = {
             kind: verbs_of(kind, costs.model.has_shared_experts) for kind in LAYER_KINDS
         }
@@ -170,40 +173,51 @@ class Lowering:
         kinds = dict(layers)
         pieces = _WHOLE
         steps: list[Step] = []
-        verbs = [(number, self._layers[kind]) for number, kind in layers]
+        verbs = [(number, self._verbs(number, kind)) for number, kind in layers]
         for instruction in program(verbs, segment.num_chunks, segment.range):
             if isinstance(instruction, Instruction):
                 number, code = instruction.layer, _CODES.get(type(instruction.verb))
                 if code is not None:
                     steps.append((code, number, self._action(instruction, kinds[number], pieces)))
             elif isinstance(instruction, Cut):
-                pieces = _Pieces(segment.chunk_dim, segment.num_chunks)
+                pieces = _Pieces(segment.chunk_dim, segment.num_chunks, segment.chunk_multiple)
             else:
                 steps += self._cut(pieces)
                 pieces = _WHOLE
         return steps
 
+    def _verbs(self, number: int, kind: LayerKind) -> Layer:
+        return mtp_layer(self._layers[kind]) if number in self._model.mtp_layers else self._layers[kind]
+
     def beside(self, kind: str) -> list[Step]:
         """Embedding or head, on the whole micro-batch."""
         action = self._compute(kind, LayerKind.NONE, _WHOLE, 0)
+        if kind == OpKind.HEAD:
+            of_all_uses = tuple(grads * self._model.num_output_uses for grads in action.weight_grads)
+            action = replace(action, weight_grads=of_all_uses)
         return [(COMPUTE, 0, action)] if _takes_time(action) else []
 
     def _cut(self, pieces: _Pieces) -> list[Step]:
         """Splitting and concatenating together, behind the segment."""
         key = (OpKind.CUT, pieces)
         if key not in self._actions:
-            num_tokens = float(sum(self.costs.chunk_units(*pieces)))
+            num_tokens = float(sum(self.costs.chunk_tokens(*pieces)))
             self._actions[key] = self._compute(OpKind.CUT, LayerKind.NONE, pieces, 0, [num_tokens] * len(self._shares))
         action = self._actions[key]
         return [(COMPUTE, 0, action)] if _takes_time(action) else []
 
     def _action(self, instruction: Instruction, layer: LayerKind, pieces: _Pieces) -> Action:
         verb, number, chunk = instruction
-        routing = self.loads.routing.get((number, *pieces, chunk)) if self.loads.routing else None
-        key = (type(verb), verb.kind, layer, pieces, chunk, None if routing is None else number)
+        routing = self.loads.routing.get((number, pieces.dim, pieces.num_chunks, chunk)) if self.loads.routing else None
+        layers_back = number - self._model.owner_of_weights(number)
+        key = (type(verb), verb.kind, layer, pieces, chunk, None if routing is None else number, layers_back)
         action = self._actions.get(key)
         if action is None:
-            action = self._actions[key] = self._costs_of(verb, layer, pieces, chunk, routing)
+            action = self._costs_of(verb, layer, pieces, chunk, routing)
+            if layers_back:
+                grads = (tuple(cost._replace(layers_back=layers_back) for cost in its) for its in action.weight_grads)
+                action = replace(action, weight_grads=tuple(grads))
+            self._actions[key] = action
         return action
 
     def _costs_of(
@@ -213,12 +227,13 @@ class Lowering:
             return Action(COUNTS, verb.kind, chunk, (), (), slot=_slot(OpKind.DISPATCH, chunk))
         if isinstance(verb, Compute):
             received = self._rows(pieces, chunk, routing).received if verb.kind is OpKind.EXPERTS else None
-            return self._compute(verb.kind, layer, pieces, chunk, received)
+            kind = LayerKind.MTP if verb.kind is OpKind.MTP_PROJECTION else layer
+            return self._compute(verb.kind, kind, pieces, chunk, received)
         return self._message(verb, chunk, self._rows(pieces, chunk, routing))
 
     def _rows(self, pieces: _Pieces, chunk: int, routing: ChunkRouting | None) -> _Rows:
         """A rank keeps the rows that go from itself to itself."""
-        own = self.costs.chunk_units(*pieces)[chunk] * self.costs.model.topk
+        own = self.costs.chunk_tokens(*pieces)[chunk] * self.costs.model.topk
         if routing is not None:
             kept = [own - sent for sent in routing.sent]
             returned = [received - stays for received, stays in zip(routing.received, kept, strict=True)]
@@ -237,16 +252,16 @@ class Lowering:
         Args:
             rows: rows that the op works on, by simulated rank; None for the chunk's tokens.
         """
-        costs = self.costs
+        costs, dim, num_chunks = self.costs, pieces.dim, pieces.num_chunks
         if rows is None:
-            rows = [float(costs.chunk_units(*pieces)[chunk])] * len(self._shares)
+            rows = [float(costs.chunk_tokens(*pieces)[chunk])] * len(self._shares)
         return Action(
             COMPUTE,
             op,
             chunk,
-            tuple(costs.op_ms(layer, op, Phase.FORWARD, *pieces, chunk, number) for number in rows),
-            tuple(costs.op_ms(layer, op, Phase.INPUT_GRAD, *pieces, chunk, number) for number in rows),
-            weight_grads=tuple(costs.weight_grads(layer, op, pieces.num_chunks, number) for number in rows),
+            tuple(costs.op_ms(layer, op, Phase.FORWARD, dim, num_chunks, chunk, number) for number in rows),
+            tuple(costs.op_ms(layer, op, Phase.INPUT_GRAD, dim, num_chunks, chunk, number) for number in rows),
+            weight_grads=tuple(costs.weight_grads(layer, op, num_chunks, number) for number in rows),
         )
 
     def _message(self, verb: Verb, chunk: int, rows: _Rows) -> Action:

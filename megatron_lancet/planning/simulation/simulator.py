@@ -299,10 +299,11 @@ class Simulator:
                 f"layers {first} to {end} are one segment of the plan but on pipeline stages {sorted(stages)}; "
                 "end a segment with each stage"
             )
-        if not self.costs.can_cut(segment.chunk_dim, segment.num_chunks):
+        if not self.costs.can_cut(segment.chunk_dim, segment.num_chunks, segment.chunk_multiple):
             raise PlanMismatch(
-                f"the plan cuts layers {first} to {end} into {segment.num_chunks} chunks along {segment.chunk_dim}; "
-                f"the profile's micro-batch has {model.micro_batch_size} samples of {model.seq_length} positions"
+                f"the plan cuts layers {first} to {end} into {segment.num_chunks} chunks along {segment.chunk_dim}"
+                + (f", multiples of {segment.chunk_multiple}" if segment.chunk_multiple > 1 else "")
+                + f"; the profile's micro-batch has {model.micro_batch_size} samples of {model.seq_length} positions"
             )
 
     def saved_bytes(self, segments: Sequence[Segment]) -> int:
@@ -312,8 +313,7 @@ class Simulator:
     def _kept_bytes(self, segments: Sequence[Segment]) -> dict[int, int]:
         """Bytes that each stage keeps of all its micro-batches in flight."""
         model, saved = self.model, self.costs.saved_bytes
-        beside = saved(LayerKind.NONE, ChunkDim.BATCH, 1)
-        kept = dict.fromkeys(sorted(set(model.stage_of_layer)), beside)
+        kept = {stage: self._kept_beside(stage) for stage in sorted(set(model.stage_of_layer))}
         for segment in segments:
             for number in range(segment.first_layer, (segment.last_layer or len(model.layer_kinds)) + 1):
                 kind, stage = model.layer_kinds[number - 1], model.stage_of_layer[number - 1]
@@ -326,8 +326,14 @@ class Simulator:
 
     def room_for_layers(self, stage: int, room_bytes: int) -> int:
         """Bytes that a stage's layers may keep of one micro-batch if a rank has room for ``room_bytes``."""
-        beside = self.costs.saved_bytes(LayerKind.NONE, ChunkDim.BATCH, 1)
-        return room_bytes // self._num_in_flight(stage) - beside
+        return room_bytes // self._num_in_flight(stage) - self._kept_beside(stage)
+
+    def _kept_beside(self, stage: int) -> int:
+        """Bytes that a stage keeps of one micro-batch beside its layers; an upper bound on a stage in the middle."""
+        saved, stage_of = self.costs.saved_bytes, self.model.stage_of_layer
+        num_projections = sum(stage_of[number - 1] == stage for number in self.model.mtp_layers)
+        projection = saved(LayerKind.MTP, ChunkDim.BATCH, 1) if num_projections else 0
+        return saved(LayerKind.NONE, ChunkDim.BATCH, 1) + num_projections * projection
 
     def _prediction(self, played: Sequence[_Played]) -> Prediction:
         model, rest_ms = self.model, self.costs.profile.rest_ms

@@ -186,7 +186,7 @@ def _chunks_of(plan: Plan, facts: ModelFacts) -> tuple[int, ChunkDim]:
 def _micro_op_ms(moved: Profile, num_chunks: int, dim: ChunkDim) -> tuple[float, float]:
     """Forward times of a chunk's experts on the busiest rank, and of the longer of its two messages."""
     costs, facts = CostModel(moved), moved.model
-    sent = costs.chunk_units(dim, num_chunks)[0] * facts.topk
+    sent = costs.chunk_tokens(dim, num_chunks, facts.chunk_multiple(dim))[0] * facts.topk
     shares = moved.received_share
     received = sent * max(shares) * facts.ep_size
     moe_kind = next(kind for kind in facts.layer_kinds if kind.has_experts)

@@ -239,7 +239,7 @@ def no_overlap(profile: Profile) -> Plan:
 def two_chunks(profile: Profile) -> Plan:
     """Planner: two chunks everywhere, along the batch where it has two samples."""
     dim = ChunkDim.BATCH if profile.model.micro_batch_size > 1 else ChunkDim.SEQUENCE
-    return fixed_plan(2, chunk_dim=dim)
+    return fixed_plan(2, chunk_dim=dim, chunk_multiple=profile.model.chunk_multiple(dim))
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ Conversion of the parts:
   the dense weights over all ranks of a stage, and of expert weights over their replicas. The profile's ``rest_ms``
   holds the one of the profiled run, so only the difference is added. Nothing of it is hidden, unless the profile says
   that gradients are reduced beside the backward pass: then the simulator shows what stays.
-- **pipeline**: layers are split evenly. 1F1B: (m + p - 1) times the slowest stage's micro-batch, m micro-batches, p
-  stages (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2.1),
-  which is what the simulator computes, and two passes of p - 1 messages with activations. A stage is a block of
-  neighbouring ranks.
+- **pipeline**: layers are split evenly; multi-token predictions stay behind the last one. 1F1B: (m + p - 1) times the
+  slowest stage's micro-batch, m micro-batches, p stages (Narayanan et al., "Efficient Large-Scale Language Model
+  Training on GPU Clusters", 2021, section 2.2.1), which is what the simulator computes, and two passes of p - 1
+  messages with activations. A stage is a block of neighbouring ranks.
 
 Left out: contention between groups, other jobs, stragglers, the optimizer's share in a larger or smaller rank. Tensor
 and context parallelism stay as profiled; in the gradients' rings their ranks count as data-parallel ones.
@@ -72,7 +72,8 @@ def check_layout(layout: Layout, profile: Profile) -> None:
     """
     if layout.world_size < 1:
         raise UsageError("a layout has at least one rank")
-    experts, layers = profile.model.num_experts, len(profile.model.layer_kinds)
+    facts = profile.model
+    experts, layers = facts.num_experts, len(facts.layer_kinds) - facts.num_mtp_layers
     if layout.ep_size > 1 and experts % layout.ep_size:
         raise UsageError(f"EP size {layout.ep_size} does not divide the {experts} experts of the profiled model")
     if layout.pp_size > layers:
@@ -157,9 +158,12 @@ def gradient_bytes(profile: Profile, layout: Layout) -> list[tuple[float, float]
     Args:
         profile: the measured profile.
     """
-    per_layer = _weight_bytes(profile, layout.ep_size)
-    kinds, stage_of = profile.model.layer_kinds, stages_of_layers(profile.model, layout.pp_size)
-    kinds_of = {stage: [kind for kind, its in zip(kinds, stage_of, strict=True) if its == stage] for stage in stage_of}
+    facts, per_layer = profile.model, _weight_bytes(profile, layout.ep_size)
+    stage_of = stages_of_layers(facts, layout.pp_size)
+    kinds_of: dict[int, list[LayerKind]] = {stage: [] for stage in stage_of}
+    for number, (kind, stage) in enumerate(zip(facts.layer_kinds, stage_of, strict=True), start=1):
+        if facts.owner_of_weights(number) == number:
+            kinds_of[stage] += [kind, LayerKind.MTP] if number in facts.mtp_layers else [kind]
     kinds_of[stage_of[-1]].append(LayerKind.NONE)  # the head
     return [
         (sum(per_layer[kind][0] for kind in of_stage), sum(per_layer[kind][1] for kind in of_stage))
@@ -208,8 +212,9 @@ def stages_of_layers(facts: ModelFacts, num_stages: int) -> tuple[int, ...]:
     """The stage of each layer: as profiled if the number of stages is the same, else split evenly."""
     if num_stages == len(set(facts.stage_of_layer)):
         return facts.stage_of_layer
-    ranges = stage_ranges(len(facts.layer_kinds), num_stages)
-    return tuple(stage for stage, (first, last) in enumerate(ranges) for _ in range(first, last + 1))
+    ranges = stage_ranges(len(facts.layer_kinds) - facts.num_mtp_layers, num_stages)
+    stages = [stage for stage, (first, last) in enumerate(ranges) for _ in range(first, last + 1)]
+    return (*stages, *stages[-1:] * facts.num_mtp_layers)
 
 
 def stage_ranges(num_layers: int, num_stages: int) -> list[tuple[int, int]]:

@@ -45,8 +45,9 @@ def in_words(segment: Segment) -> str:
     """Describes how a segment cuts a micro-batch."""
     if segment.num_chunks == 1:
         return "the micro-batch as a whole"
+    multiple = f", multiples of {segment.chunk_multiple}" if segment.chunk_multiple > 1 else ""
     return (
-        f"{segment.num_chunks} chunks of {_PIECES[segment.chunk_dim]} (dim {segment.chunk_dim}), "
+        f"{segment.num_chunks} chunks of {_PIECES[segment.chunk_dim]} (dim {segment.chunk_dim}){multiple}, "
         f"{_RANGES[segment.range]} (range {segment.range})"
     )
 
@@ -103,9 +104,10 @@ def head_lines(content: PlanFile) -> Iterator[str]:
     else:
         model = content.made_for
         stages = "1 pipeline stage" if model.num_stages == 1 else f"{model.num_stages} pipeline stages"
-        pattern = "" if model.pattern is None else f" {model.pattern}"
+        predictions = f", the last {model.num_mtp_layers} multi-token prediction" if model.num_mtp_layers else ""
+        layers = f"{model.num_layers} layers" + ("" if model.pattern is None else f" {model.pattern}")
         yield (
-            f"made for: {model.num_layers} layers{pattern} (MoE: {model.moe_layers}) on {stages}, micro-batches of "
+            f"made for: {layers} (MoE: {model.moe_layers}{predictions}) on {stages}, micro-batches of "
             f"{model.micro_batch_size} x {model.seq_length}, {model.num_experts} experts on {model.ep_size} ranks, "
             f"top-{model.topk}"
         )

@@ -30,7 +30,7 @@ class ReadyEvent:
 
     def __init__(self, sent: torch.Tensor) -> None:
         """Records the point after ``sent`` was written, or its kernels were enqueued."""
-        self._event = torch.cuda.current_stream().record_event() if sent.is_cuda else None
+        self._event = torch.cuda.current_stream().record_event() if sent.device.type == "cuda" else None
 
     def block(self, stream: torch.cuda.Stream) -> None:
         """Makes ``stream`` wait for that point."""

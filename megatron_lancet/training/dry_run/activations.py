@@ -132,11 +132,15 @@ def _layer_bytes(
 def layer_tensors(args: argparse.Namespace, kind: LayerKind, saves_scores: bool) -> Iterator[Saved]:
     """Yields the tensors that a layer saves for one micro-batch; small ones are left out."""
     residual = _residual_bytes(args)
-    num_parts = kind.has_attention + (kind.has_experts or kind.has_mlp)
-    yield Saved(num_parts * residual)  # inputs of the norms
-    yield Saved(num_parts * residual, "layernorm")
+    num_norms = kind.has_attention + (kind.has_experts or kind.has_mlp)
+    yield Saved(num_norms * residual)  # their inputs
+    # And outputs; elsewhere layers of Transformer Engine have a norm inside the linear layer that reads it.
+    if kind.has_attention:
+        yield Saved(residual, "layernorm" if args.multi_latent_attention else "")
+    if kind.has_experts or kind.has_mlp:
+        yield Saved(residual, "layernorm" if kind.has_experts else "")
     if args.hidden_dropout > 0:
-        yield Saved(num_parts * residual / _value_bytes(args))  # masks of one byte
+        yield Saved(num_norms * residual / _value_bytes(args))  # masks of one byte
     if kind.has_attention:
         yield from _latent_attention(args) if args.multi_latent_attention else _attention(args)
     if kind.has_attention and saves_scores:
@@ -178,8 +182,9 @@ def _latent_attention(args: argparse.Namespace) -> Iterator[Saved]:
     """Compressed queries and keys before and after their norms, their projections, and the output."""
     per_value = _tokens(args) * _value_bytes(args)
     ranks = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    compressed = 2 * (args.q_lora_rank or 0) + 2 * args.kv_lora_rank + args.qk_pos_emb_head_dim
-    yield Saved(per_value * compressed / ranks)
+    compressed = (args.q_lora_rank or 0) + args.kv_lora_rank
+    yield Saved(per_value * (compressed + args.qk_pos_emb_head_dim) / ranks)
+    yield Saved(per_value * compressed / ranks, "mla_up_proj")  # after their norms
     heads = args.num_attention_heads / args.tensor_model_parallel_size
     query = args.qk_head_dim + args.qk_pos_emb_head_dim
     yield Saved(per_value * heads * (2 * query + args.v_head_dim), "mla_up_proj")

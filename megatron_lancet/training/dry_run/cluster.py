@@ -38,8 +38,11 @@ def assumptions() -> list[str]:
 
 
 @contextmanager
-def on_the_cluster() -> Iterator[None]:
+def on_the_cluster(uses_fsdp: bool = False) -> Iterator[None]:
     """Shows Megatron's checks the GPU and the packages of the cluster.
+
+    Args:
+        uses_fsdp: whether the run uses FSDP, which does not want CUDA launches on one connection.
 
     At its end the context restores the environment and torch's global settings, which Megatron's checks change.
     """
@@ -50,7 +53,8 @@ def on_the_cluster() -> Iterator[None]:
         if not has_package("transformer_engine"):
             stack.enter_context(assumed_transformer_engine(_TRANSFORMER_ENGINE))
         try:
-            os.environ.setdefault(_CONNECTIONS, "1")  # set by launch scripts; a dry run works without it
+            if not uses_fsdp:
+                os.environ.setdefault(_CONNECTIONS, "1")  # set by launch scripts; a dry run works without it
             os.environ.setdefault("RANK", "0")
             yield
         finally:

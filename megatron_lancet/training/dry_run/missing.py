@@ -30,13 +30,14 @@ def _needed_packages(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Yields the packages that the run must be able to import, each with the flag that asks for it."""
     if args.transformer_impl == "transformer_engine":
         yield "transformer_engine", "--transformer-impl transformer_engine (Megatron's default)"
-    elif args.transformer_impl == "local":
+    if args.gradient_accumulation_fusion:
+        # Megatron's own output layer has it, whatever the other layers are.
+        yield (
+            "fused_weight_gradient_mlp_cuda",
+            "gradient accumulation fusion (part of NVIDIA apex; else pass --no-gradient-accumulation-fusion)",
+        )
+    if args.transformer_impl == "local":
         # Kernels that Megatron's local modules use by default, and do not run without.
-        if args.gradient_accumulation_fusion:
-            yield (
-                "fused_weight_gradient_mlp_cuda",
-                "gradient accumulation fusion (part of NVIDIA apex; else pass --no-gradient-accumulation-fusion)",
-            )
         if args.normalization == "LayerNorm" and not args.no_persist_layer_norm and not args.sequence_parallel:
             yield "apex", "the persistent layer norm (else pass --no-persist-layer-norm)"
         rotates = args.position_embedding_type == "rope" and not args.multi_latent_attention
@@ -75,7 +76,6 @@ def unknown_sizes(args: argparse.Namespace) -> Iterator[str]:
     for flag, is_given in {
         "--experimental-attention-variant": args.experimental_attention_variant,
         "--heterogeneous-layers-config-path": args.heterogeneous_layers_config_path,
-        "--mtp-use-repeated-layer": args.mtp_use_repeated_layer,
         "--use-megatron-fsdp": args.use_megatron_fsdp,
         "--use-torch-fsdp2": args.use_torch_fsdp2,
         "--tensor-parallel-num-weight-shards": args.gtp_weight_remat_size > 1,

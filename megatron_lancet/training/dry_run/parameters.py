@@ -69,7 +69,7 @@ def model_size(args: argparse.Namespace, stages: list[PipelineStage]) -> ModelSi
         for chunk in stage.chunks:
             for kind in chunk.layers:
                 own += layer_weights(args, kind)
-            for _ in range(chunk.num_mtp):
+            for _ in range(min(chunk.num_mtp, 1) if args.mtp_use_repeated_layer else chunk.num_mtp):
                 own += _mtp_weights(args)
             if chunk.has_embedding:
                 own += _embedding_weights(args)
@@ -153,9 +153,11 @@ def _has_query_norms(args: argparse.Namespace) -> bool:
 
 
 def _latent_attention(args: argparse.Namespace) -> Iterator[Weight]:
-    """Multi-latent attention. Transformer Engine keeps the down projections whole on each tensor-parallel rank."""
+    """Multi-latent attention. Transformer Engine keeps two down projections whole on each tensor-parallel rank; one for
+    both is cut.
+    """
     tp_size, heads = args.tensor_model_parallel_size, args.num_attention_heads
-    down_shards = tp_size if args.transformer_impl == "local" else 1
+    down_shards = tp_size if args.transformer_impl == "local" or args.mla_down_proj_fusion else 1
     query = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
     if args.q_lora_rank is None:
         yield Weight(args.hidden_size * query, tp_size)

@@ -44,7 +44,7 @@ def examine() -> Findings:
     check_seams()
     args, config = arguments.parse()
     unset = list(missing_settings(args))
-    with _megatrons_remarks() as remarks, on_the_cluster():
+    with _megatrons_remarks() as remarks, on_the_cluster(bool(args.use_megatron_fsdp or args.use_torch_fsdp2)):
         num_ranks, source = choose_world(args)
         args.rank, args.world_size = 0, num_ranks
         on_cpu = not gpu_available() and (is_mocked(args) or args.distributed_backend == "gloo")

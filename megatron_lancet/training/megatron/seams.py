@@ -21,15 +21,17 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import distrib_optimizer
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import CheckpointWithoutOutput, mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import torch_norm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import arguments, checkpointing, global_vars, training
@@ -47,6 +49,15 @@ _MODEL: tuple[Seam, ...] = (
     (HybridStack, "forward", ("hidden_states", "attention_mask", "inference_context", "rotary_pos_emb")),
     (TransformerLayer, "_forward_attention", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
     (TransformerLayer, "_forward_mlp", ("hidden_states",)),
+    (MultiTokenPredictionBlock, "forward", ("hidden_states",)),
+    (MultiTokenPredictionLayer, "_checkpointed_forward", ("hidden_states", "decoder_input")),
+    (
+        MultiTokenPredictionLayer,
+        "_proj_and_transformer_layer",
+        ("hidden_states", "decoder_input", "attention_mask", "rotary_pos_emb", "attention_bias"),
+    ),
+    (MultiTokenPredictionLayer, "_concat_embeddings", ("hidden_states", "decoder_input")),
+    (MultiTokenPredictionLayer, "_postprocess", ("hidden_states",)),
     (DotProductAttention, "__init__", ("config", "pg_collection")),
     (
         DotProductAttention,
@@ -68,12 +79,14 @@ _MODEL: tuple[Seam, ...] = (
     (TopKRouter, "_apply_global_aux_loss", ("probs", "scores_for_aux_loss", "routing_map")),
     (TopKRouter, "_apply_expert_bias", ("routing_map",)),
     (TopKRouter, "_maintain_float32_expert_bias", ()),
-    (moe_utils, "permute", ("tokens", "routing_map", "probs", "num_out_tokens")),
-    (moe_utils, "unpermute", ("permuted_tokens", "sorted_indices", "restore_shape", "routing_map")),
-    (moe_utils, "sort_chunks_by_idxs", ("input", "split_sizes", "sorted_idxs", "probs")),
+    (moe_utils, "permute", ("tokens", "routing_map", "probs", "num_out_tokens", "fused")),
+    (moe_utils, "unpermute", ("permuted_tokens", "sorted_indices", "restore_shape", "routing_map", "fused")),
+    (moe_utils, "sort_chunks_by_idxs", ("input", "split_sizes", "sorted_idxs", "probs", "fused")),
     (moe_utils, "compute_routing_scores_for_aux_loss", ("logits", "topk", "score_function", "fused")),
     (token_dispatcher, "gather_from_sequence_parallel_region", ("input_", "group")),
     (torch_norm.WrappedTorchNorm, "__new__", ("config", "hidden_size", "eps")),
+    (CheckpointWithoutOutput, "checkpoint", ("run_function",)),
+    (CheckpointWithoutOutput, "discard_output_and_register_recompute", ("hook_tensor",)),
     (ColumnParallelLinear, "_forward_impl", ("input", "weight")),
     (RowParallelLinear, "_forward_impl", ("input", "weight")),
 )
@@ -132,6 +145,14 @@ _TWO_SLICES_PER_RANK = (
 )
 """Functions that cut sequences for context parallelism in the way that ``model/attention/sdpa.py`` expects."""
 
+_DROP_OUTPUTS = (
+    (TransformerLayer, "_forward_attention"),
+    (TransformerLayer, "_forward_pre_mlp_layernorm"),
+    (MLASelfAttention, "get_query_key_value_tensors"),
+    (TEGroupedMLP, "forward"),
+)
+"""Functions that look up the class in which ``model/recompute.py`` takes the place of Megatron's own."""
+
 
 def check_seams() -> None:
     """Raise a UsageError that names all functions, parameters and pieces of code that Megatron lacks."""
@@ -143,6 +164,9 @@ def check_seams() -> None:
     for module, name in _TWO_SLICES_PER_RANK:
         if "2 * cp_size - cp_rank - 1" not in inspect.getsource(getattr(module, name, module)):
             missing.append(f"the cut of a sequence into two slices per rank in {module.__name__}.{name}")
+    for owner, name in _DROP_OUTPUTS:
+        if "tensor_parallel.CheckpointWithoutOutput(" not in inspect.getsource(getattr(owner, name, owner)):
+            missing.append(f"the use of tensor_parallel.CheckpointWithoutOutput in {owner.__name__}.{name}")
     if "maybe_msc.open(tracker_filename, 'w')" not in inspect.getsource(checkpointing.save_checkpoint):
         missing.append("the place in checkpointing.save_checkpoint that writes the tracker file")
     refuse_missing(missing)

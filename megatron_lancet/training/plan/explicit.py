@@ -8,11 +8,12 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.plan_file import MadeFor, check_fits, read_plan_file
+from megatron_lancet.schedule.chunk_sizes import most_chunks
 from megatron_lancet.schedule.layers import pattern_of
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
 from megatron_lancet.schedule.ranges import ranges
-from megatron_lancet.training.layer_pattern import layer_kinds
-from megatron_lancet.training.plan.limits import chunked_size, routing_over_whole_micro_batch, sequence_blockers
+from megatron_lancet.training.layer_pattern import layer_kinds, mtp_layer_kinds
+from megatron_lancet.training.plan.limits import chunked_dim, routing_over_whole_micro_batch, sequence_blockers
 from megatron_lancet.training.plan.support import has_all_to_alls
 
 
@@ -46,17 +47,18 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
 
 def model_of_run(args: argparse.Namespace) -> MadeFor:
     """Model and layout of this run, to be compared with those of a plan file."""
-    kinds = layer_kinds(args)
-    moe_layers = [number for number, kind in enumerate(kinds, start=1) if kind.has_experts]
+    num_mtp = args.mtp_num_layers or 0
+    kinds = layer_kinds(args) + num_mtp * mtp_layer_kinds(args)
     return MadeFor(
         num_layers=len(kinds),
-        moe_layers=ranges(moe_layers),
+        moe_layers=ranges(number for number, kind in enumerate(kinds, start=1) if kind.has_experts),
         num_stages=args.pipeline_model_parallel_size,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length // args.context_parallel_size,
         num_experts=args.num_experts or 0,
         topk=args.moe_router_topk,
         ep_size=args.expert_model_parallel_size,
+        num_mtp_layers=num_mtp,
         pattern=pattern_of(kinds),
     )
 
@@ -65,9 +67,14 @@ def _segment_blockers(segment: Segment, args: argparse.Namespace, config: Lancet
     """Reasons why the run can't cut its micro-batches as a segment asks, each with what to change."""
     if segment.num_chunks == 1:
         return
-    size, flag = chunked_size(args, segment.chunk_dim)
-    if segment.num_chunks > size:
-        yield f"{flag} is {size}, so at most {size} chunks fit. Make a plan for this run"
+    along = chunked_dim(args, segment.chunk_dim)
+    fitting = most_chunks(along.size, segment.chunk_multiple)
+    if segment.num_chunks > fitting:
+        most = f"{fitting} chunk" + "s" * (fitting > 1)
+        yield f"{along.flag} is {along.size}, so at most {most} fit. Make a plan for this run"
+    elif any(size % along.multiple for size in segment.chunk_sizes(along.size)):
+        sizes = ", ".join(map(str, segment.chunk_sizes(along.size)))
+        yield f"its chunks have {sizes} {along.units}, and {along.why}. Make a plan for this run"
     if segment.range is not OverlapRange.EXPERTS:
         for whole in routing_over_whole_micro_batch(args):
             yield f"{whole} looks at the whole micro-batch, so chunks may only start after the gate: range experts"

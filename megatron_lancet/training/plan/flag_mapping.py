@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import os
 
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lancet.config import LancetConfig
@@ -46,9 +47,9 @@ def map_overlap_flags(args: argparse.Namespace, config: LancetConfig) -> str | N
         for field in dataclasses.fields(TransformerConfig):
             if field.name.startswith(_DISPATCHER_SETTINGS) and hasattr(args, field.name):
                 setattr(args, field.name, field.default)
-    if args.moe_permute_fusion:
+    if args.moe_permute_fusion and not _has_fused_permutation():
         args.moe_permute_fusion = False
-        notes.append("--moe-permute-fusion is replaced by torch's permutation, with the same result")
+        notes.append("--moe-permute-fusion is replaced by torch's permutation: Transformer Engine 2.1 is not installed")
     if args.high_priority_a2a_comm_stream:
         args.high_priority_a2a_comm_stream = False
         notes.append("--high-priority-a2a-comm-stream is replaced by the plan's own stream")
@@ -57,6 +58,18 @@ def map_overlap_flags(args: argparse.Namespace, config: LancetConfig) -> str | N
         notes.append(f"--cp-comm-type {' '.join(args.cp_comm_type)} is replaced by gathered keys and values")
         args.cp_comm_type, args.hierarchical_context_parallel_sizes = ["p2p"], None
     return "; ".join(notes) or None
+
+
+def _has_fused_permutation() -> bool:
+    """Whether Transformer Engine is installed, with the kernels that Megatron asks for."""
+    kernels = (
+        moe_utils.fused_permute,
+        moe_utils.fused_permute_with_probs,
+        moe_utils.fused_sort_chunks_by_index,
+        moe_utils.fused_sort_chunks_by_index_with_probs,
+        moe_utils.fused_unpermute,
+    )
+    return None not in kernels
 
 
 def _padding_by_experts(args: argparse.Namespace) -> list[str]:

@@ -2,20 +2,54 @@
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from megatron_lancet.config import AttentionChoice, LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.attention.sdpa import sdpa_blockers
+from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
+from megatron_lancet.schedule.chunk_sizes import most_chunks, multiple_along
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 
 
-def chunked_size(args: argparse.Namespace, dim: ChunkDim) -> tuple[int, str]:
-    """Most chunks that a micro-batch can be cut into along ``dim``, and the flags that set this number."""
+@dataclass(frozen=True)
+class ChunkedDim:
+    """A dimension along which a run's micro-batches are cut.
+
+    Attributes:
+        size: samples or positions of a micro-batch.
+        flag: the flags that set ``size``.
+        units: ``samples`` or ``positions``.
+        multiple: sizes of chunks are multiples of this number of units.
+        why: the reason for ``multiple``, as a clause; empty if that is 1.
+    """
+
+    size: int
+    flag: str
+    units: str
+    multiple: int
+    why: str
+
+    @property
+    def most_chunks(self) -> int:
+        """Most chunks that a micro-batch can be cut into."""
+        return most_chunks(self.size, self.multiple)
+
+
+def chunked_dim(args: argparse.Namespace, dim: ChunkDim) -> ChunkedDim:
+    """How a run's micro-batches can be cut along ``dim``."""
+    samples, positions = args.micro_batch_size, args.seq_length // args.context_parallel_size
     if dim is ChunkDim.BATCH:
-        return args.micro_batch_size, "--micro-batch-size"
-    flag = "--seq-length" + (" / --context-parallel-size" if args.context_parallel_size > 1 else "")
-    return args.seq_length // args.context_parallel_size, flag
+        size, other, flag, units = samples, positions, "--micro-batch-size", "samples"
+    else:
+        size, other, flag, units = positions, samples, "--seq-length", "positions"
+        flag += " / --context-parallel-size" if args.context_parallel_size > 1 else ""
+    tokens = token_multiple(args)
+    multiple = multiple_along(tokens, other)
+    recipe = f"--fp8-recipe {args.fp8_recipe}" if args.fp8 else f"--fp4-recipe {args.fp4_recipe}"
+    why = f"{recipe} wants multiples of {multiple} {units} ({tokens} tokens) in a chunk" if multiple > 1 else ""
+    return ChunkedDim(size, flag, units, multiple, why)
 
 
 def sequence_blockers(args: argparse.Namespace, config: LancetConfig, overlap_range: OverlapRange) -> Iterator[str]:
@@ -62,7 +96,7 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
     """Combines the user's limits with those of the run.
 
     Limits are a product of dimensions and ranges. If sequence chunks work in some ranges only, all ranges are kept and
-    the dimension is excluded, unless the micro-batch has one sample: then only the sequence can be cut.
+    the dimension is excluded, unless the batch can't be cut: then only the sequence is left.
 
     Args:
         args: Megatron's arguments, validated.
@@ -81,7 +115,8 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
     exact = [one for one in ranges if blockers[one] is None]
     if ChunkDim.SEQUENCE in dims and len(exact) < len(ranges):
         blocker = next(found for found in blockers.values() if found is not None)
-        if exact and (config.chunk_dim is ChunkDim.SEQUENCE or args.micro_batch_size == 1):
+        is_whole_batch = chunked_dim(args, ChunkDim.BATCH).most_chunks == 1
+        if exact and (config.chunk_dim is ChunkDim.SEQUENCE or is_whole_batch):
             others = " and ".join(one for one in ranges if one not in exact)
             excluded.append(Exclusion(f"ranges {others}", f"sequence chunks do not work there with {blocker}"))
             ranges = exact
@@ -90,6 +125,8 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
         else:
             excluded.append(Exclusion("sequence chunks", f"they do not work with {blocker}"))
             dims = [ChunkDim.BATCH]
+    reasons = {dim: chunked_dim(args, dim).why for dim in dims}
+    excluded += [Exclusion(f"other sizes of chunks along {dim}", why) for dim, why in reasons.items() if why]
     return Limits(
         num_chunks=None if config.num_chunks is None else (config.num_chunks,),
         chunk_dims=tuple(dims),

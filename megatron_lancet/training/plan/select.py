@@ -1,6 +1,7 @@
 """Chooses the plan of a run from its flags, or reads it from the file that they name."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_lancet.config import LancetConfig, PlanChoice
@@ -9,7 +10,8 @@ from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan
 from megatron_lancet.training.plan.attention import check_attention
 from megatron_lancet.training.plan.explicit import plan_from_file
 from megatron_lancet.training.plan.limits import (
-    chunked_size,
+    ChunkedDim,
+    chunked_dim,
     planning_limits,
     routing_over_whole_micro_batch,
     sequence_blockers,
@@ -61,16 +63,28 @@ def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan
         notes.append(f"chunks start after the gate, because {whole} looks at the whole micro-batch")
     blockers = list(sequence_blockers(args, config, overlap_range))
     num_chunks, dim = _chunks(args, config, blockers)
-    if num_chunks == 1 and config.num_chunks is None and dim is ChunkDim.BATCH:
-        blocker = blockers[0] if blockers else "--lancet-chunk-dim batch"
-        notes.append(f"a micro-batch of 1 stays whole, because sequence chunks do not work with {blocker}")
+    along = chunked_dim(args, dim)
+    if num_chunks == 1 and config.num_chunks is None:
+        notes += _why_whole(along, blockers, dim)
+    elif num_chunks > 1 and along.multiple > 1:
+        notes.append(along.why)
     dw_policy = config.dw_policy or DwPolicy.FILL
     if config.dw_memory_mb is not None and dw_policy is DwPolicy.NONE:
         raise UsageError(
             f"--lancet-dw-memory-mb {config.dw_memory_mb:g} bounds deferred weight gradients, but --lancet-dw-policy "
             "none defers none. Drop one of the two."
         )
-    return fixed_plan(num_chunks, dw_policy, dim, overlap_range, config.dw_memory_bytes), notes
+    multiple = along.multiple if num_chunks > 1 else 1
+    return fixed_plan(num_chunks, dw_policy, dim, overlap_range, config.dw_memory_bytes, multiple), notes
+
+
+def _why_whole(along: ChunkedDim, blockers: list[str], dim: ChunkDim) -> Iterator[str]:
+    """Yields notes on why micro-batches are not cut by default."""
+    if along.most_chunks < along.size:
+        yield f"a micro-batch of {along.size} {along.units} stays whole, because {along.why}"
+    if dim is ChunkDim.BATCH:
+        whole = "a micro-batch of 1 stays whole, because " if along.size == 1 else ""
+        yield f"{whole}sequence chunks do not work with {blockers[0] if blockers else '--lancet-chunk-dim batch'}"
 
 
 def _chunks(args: argparse.Namespace, config: LancetConfig, blockers: list[str]) -> tuple[int, ChunkDim]:
@@ -81,17 +95,19 @@ def _chunks(args: argparse.Namespace, config: LancetConfig, blockers: list[str])
     """
     num_chunks, dim = config.num_chunks or _DEFAULT_NUM_CHUNKS, config.chunk_dim
     if dim is None:
-        dim = ChunkDim.BATCH if num_chunks <= args.micro_batch_size or blockers else ChunkDim.SEQUENCE
+        fits = num_chunks <= chunked_dim(args, ChunkDim.BATCH).most_chunks
+        dim = ChunkDim.BATCH if fits or blockers else ChunkDim.SEQUENCE
     elif dim is ChunkDim.SEQUENCE and num_chunks > 1 and blockers:
         raise sequence_refusal(blockers[0])
-    size, flag = chunked_size(args, dim)
+    along = chunked_dim(args, dim)
     if config.num_chunks is None:
-        return min(num_chunks, size), dim
-    if num_chunks > size:
+        return min(num_chunks, along.most_chunks), dim
+    if num_chunks > along.most_chunks:
         why_not = f" (sequence chunks do not work with {blockers[0]})" if blockers else ""
         raise UsageError(
             f"--lancet-num-chunks {num_chunks} is more than the micro-batch can be cut into along the {dim} "
-            f"dimension: {flag} is {size}{why_not}. Use at most {size} chunks"
+            f"dimension: {along.flag} is {along.size}{', and ' + along.why if along.why else ''}{why_not}. "
+            f"Use at most {along.most_chunks} chunk{'s' if along.most_chunks > 1 else ''}"
             + (", a larger micro-batch, or --lancet-chunk-dim auto." if dim is ChunkDim.BATCH else ".")
         )
     return num_chunks, dim
@@ -116,5 +132,5 @@ def is_tuned(args: argparse.Namespace, config: LancetConfig) -> bool:
     if config.plan is not PlanChoice.AUTO or config.num_chunks is not None or config.profile is not None:
         return False
     limits = planning_limits(args, config)
-    can_be_cut = any(chunked_size(args, dim)[0] > 1 for dim in limits.chunk_dims)
+    can_be_cut = any(chunked_dim(args, dim).most_chunks > 1 for dim in limits.chunk_dims)
     return can_be_cut or limits.dw_policies != (DwPolicy.NONE,)

@@ -38,7 +38,9 @@ _HYBRID_SPECS = (
 )
 """Values of ``--spec`` in scripts for hybrid models: names of the layers that Megatron builds without it, too."""
 _RECOMPUTABLE = {"core_attn", "mlp", "moe", "shared_experts"}
-"""Values of ``--recompute-modules``; in stock, too, layernorm, mla_up_proj and moe_act need Transformer Engine."""
+"""Values of ``--recompute-modules`` for any layers."""
+_RECOMPUTABLE_WITH_TE = {"layernorm", "mla_up_proj", "moe_act"}
+"""Values of ``--recompute-modules`` for layers of Transformer Engine; stock's recompute of them needs it, too."""
 
 
 class Topic(StrEnum):
@@ -113,13 +115,14 @@ _FUSED_RESIDUAL = "its norms return the residual, too, which the block adds by i
 _BY_MODULE = "sets the precision of single modules; the multiples that it asks of a chunk's tokens are not known"
 _SYMMETRIC = "an all-reduce for inference in buffers of one size"
 _KITCHEN = "layers of the kitchen extension"
-_DELAYED = "recomputation runs outside the context in which delayed scaling records maxima"
-_OTHER_SCALING = "drop the recomputation, or pass another --fp8-recipe"
 _NOT_IN_MOE = "not part of the block's MoE layer"
 _NOT_IN_BLOCK = "not part of the block"
-_MTP = "the block ends at the last layer; multi-token prediction comes after it"
 _UPCYCLING = "convert the checkpoint in a run of its own"
-_MODULES = f"choose among {', '.join(sorted(_RECOMPUTABLE))}"
+_LOCAL_MODULES = "in stock, too, local layers can't recompute these modules"
+_MODULES = (
+    f"choose among {', '.join(sorted(_RECOMPUTABLE))}, and with --transformer-impl transformer_engine "
+    f"{', '.join(sorted(_RECOMPUTABLE_WITH_TE))}"
+)
 _RETIRED = "retired by Megatron"
 _SAVED = "tied to what Megatron's own forward pass saves"
 _GRAPHS = (
@@ -154,16 +157,6 @@ def _interleave_outside_grouped_experts(args: argparse.Namespace) -> object:
     return not grouped and bool(args.moe_mlp_glu_interleave_size)
 
 
-def _recompute_with_delayed_scaling(args: argparse.Namespace) -> object:
-    """Finds recomputed modules with linear layers; core attention has none."""
-    if args.transformer_impl != TRANSFORMER_ENGINE or not args.fp8 or args.fp8_recipe != "delayed":
-        return False
-    if args.recompute_granularity == "full":
-        return "delayed with --recompute-granularity full"
-    modules = sorted(set(args.recompute_modules or ()) - {"core_attn"})
-    return args.recompute_granularity == "selective" and modules and f"delayed with --recompute-modules {modules[0]}"
-
-
 def _other_spec(args: argparse.Namespace) -> object:
     known = (OWN_SPEC,) if hybrid_pattern(args) is None else _HYBRID_SPECS
     return args.spec is not None and tuple(args.spec) not in known and " ".join(args.spec)
@@ -171,6 +164,8 @@ def _other_spec(args: argparse.Namespace) -> object:
 
 def _other_modules(args: argparse.Namespace) -> object:
     modules = sorted(set(args.recompute_modules or ()) - _RECOMPUTABLE)
+    if args.transformer_impl == TRANSFORMER_ENGINE:
+        modules = [module for module in modules if module not in _RECOMPUTABLE_WITH_TE]
     return args.recompute_granularity == "selective" and " ".join(modules)
 
 
@@ -226,8 +221,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
             "--fp8-output-proj": "fp8_output_proj",
         }.items()
     ),
-    Unsupported("--fp8-recipe", None, _DELAYED, _OTHER_SCALING, refused=_recompute_with_delayed_scaling),
-    Unsupported("--mtp-num-layers", Topic.MODEL, _MTP),
     Unsupported("--moe-latent-size --moe-enable-routing-replay", Topic.MOE, _NOT_IN_MOE),
     Unsupported("--moe-expert-rank-capacity-factor", Topic.MOE, _NOT_IN_MOE, even_zero=True),
     Unsupported("--moe-routing-trace-path", Topic.MOE, _NOT_IN_MOE),
@@ -240,9 +233,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("--hybrid-layer-pattern", None, "other layers", "use *, +, E and - only", refused=other_layers),
     Unsupported("--batch-invariant-mode --init-model-with-meta-device", Topic.MODEL, _NOT_IN_BLOCK),
     Unsupported("--moe-use-upcycling", Topic.MOE, "builds a second, dense model", _UPCYCLING),
-    Unsupported(
-        "--recompute-modules", None, "local layers lack these modules, in stock too", _MODULES, refused=_other_modules
-    ),
+    Unsupported("--recompute-modules", None, _LOCAL_MODULES, _MODULES, refused=_other_modules),
     Unsupported("--distribute-saved-activations --cpu-offloading-num-layers", Topic.MEMORY, _SAVED),
     Unsupported("--fine-grained-activation-offloading --moe-paged-stash", Topic.MEMORY, _SAVED),
     # Megatron's validation turns the first two into the third, and deletes them.
@@ -279,11 +270,10 @@ def unsupported(args: argparse.Namespace, validated: bool) -> Iterator[tuple[str
         validated: whether flags that ask for what the plan does should be mapped by now. Those that are still set come
             from a checkpoint's arguments, which Megatron reads after the mapping.
     """
-    for entry in UNSUPPORTED:
-        for found in entry.found_in(args):
-            yield found, entry.advice
-    if not validated:
-        return
+    found = [(flag, entry.advice) for entry in UNSUPPORTED for flag in entry.found_in(args)]
+    yield from found
+    if found or not validated:
+        return  # a run that can't overlap keeps the flags that would have been mapped
     if args.moe_token_dispatcher_type != OWN_DISPATCHER:
         dispatcher = f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type}"
         yield dispatcher, f"pass --moe-token-dispatcher-type {OWN_DISPATCHER}"

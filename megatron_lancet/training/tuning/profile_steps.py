@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.gradient_overlap import measured_with
 from megatron_lancet.planning.search.search_space import Limits
@@ -36,6 +37,7 @@ def plans_within(args: argparse.Namespace, limits: Limits) -> list[Plan]:
         args.seq_length // args.context_parallel_size,
         limits.chunk_dims,
         overlap_range=max(limits.ranges, key=list(OverlapRange).index),
+        token_multiple=token_multiple(args),
     )
     return [replace(plan, dw_memory_bytes=limits.dw_memory_bytes) for plan in plans]
 

@@ -55,6 +55,30 @@ def detached_experts(stack: ExitStack) -> None:
     stack.enter_context(around(transformer_layer, "_norm", lambda stock, layer, hidden: stock(layer, hidden.detach())))
 
 
+def uses_added_one_by_one(stack: ExitStack) -> None:
+    """Negative control: dWs of a weight with several uses are added one by one, and not summed as autograd does."""
+    from megatron_lancet.runtime.weight_grad_store import DeferredWeight
+
+    def add(stock, weight, weight_grad, sum_first=False):
+        stock(weight, weight_grad, False)
+
+    stack.enter_context(around(DeferredWeight, "add_to_main_grad", add))
+
+
+def same_prediction_twice(stack: ExitStack) -> None:
+    """Negative control: every prediction sees the embeddings of the first one's tokens."""
+    from megatron_lancet.model.mtp import OverlappingMTPLayer
+
+    first = {}
+
+    def project(stock, prediction, hidden_states, decoder_input):
+        if prediction.layer_number == 1:
+            first["embedded"] = decoder_input
+        return stock(prediction, hidden_states, first["embedded"])
+
+    stack.enter_context(around(OverlappingMTPLayer, "_concat_embeddings", project))
+
+
 def lost_flush(stack: ExitStack) -> None:
     """Negative control: nothing runs or reports what is left at the end of a backward pass."""
     from megatron_lancet.runtime.weight_grad_store import WeightGradStore

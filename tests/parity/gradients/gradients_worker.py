@@ -26,6 +26,8 @@ from tests.parity.gradients.disturbances import (
     lost_flush,
     lost_weight_grad,
     naive_aux_loss,
+    same_prediction_twice,
+    uses_added_one_by_one,
 )
 from tests.parity.gradients.observer import Observer
 from tests.parity.gradients.variants import (
@@ -123,9 +125,13 @@ def step(ddp) -> list[float]:
 def logged_losses() -> dict[str, list[float]]:
     """Auxiliary losses as Megatron's log will see them; forgotten, with their names, for the next step."""
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     values = {name: metric.values.tolist() for name, metric in get_moe_metrics_tracker().metrics.items()}
     destroy_moe_metrics_tracker()
+    predictions = MTPLossLoggingHelper.tracker
+    values |= {f"mtp {name}": values.tolist() for name, values in predictions.items() if name.endswith("values")}
+    predictions.clear()
     return values
 
 
@@ -333,6 +339,8 @@ def main() -> None:
     for name, (memory_bytes, num_chunks) in DW_MEMORY_CASES.items():
         results[name] = compare({}, num_chunks, erratic_wire, dw_memory_bytes=memory_bytes)
     results["naive-aux-loss/k=2"] = compare({}, 2, naive_aux_loss)
+    results["uses-added-one-by-one/k=1"] = compare(VARIANTS["mtp-repeated"], 1, uses_added_one_by_one)
+    results["same-prediction-twice/k=2"] = compare(VARIANTS["mtp-2"], 2, same_prediction_twice)
     results["lost-weight-grad/k=2"] = compare({}, 2, lost_weight_grad)
     results["detached-experts/k=2"] = compare(HYBRID, 2, detached_experts)
     for name, disturb in DAMAGED_GRADIENTS.items():

@@ -158,6 +158,16 @@ def test_gradient_comparison_detects_a_naive_aux_loss(results):
     assert found["logged"] > 100 * TOLERANCE
 
 
+def test_gradient_comparison_detects_mtp_weight_grads_that_are_added_in_another_order(results):
+    assert 0 < max(results[0]["uses-added-one-by-one/k=1"]["gradients"].values()) <= TOLERANCE
+
+
+def test_gradient_comparison_detects_an_mtp_layer_with_the_tokens_of_another(results):
+    found = results[0]["same-prediction-twice/k=2"]
+    assert found["gradients"]["mtp.layers.1.eh_proj.weight"] > 1e4 * TOLERANCE
+    assert found["logged"] > 100 * TOLERANCE
+
+
 def test_gradient_comparison_detects_a_lost_weight_grad(results):
     assert max(results[0]["lost-weight-grad/k=2"]["gradients"].values()) > 1e4 * TOLERANCE
 

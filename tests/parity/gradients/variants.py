@@ -15,6 +15,12 @@ _SIGMOID_BIAS = {
     "moe_router_topk_scaling_factor": 2.5,
 }
 HYBRID = {"hybrid_layer_pattern": "*E*-*E", "num_layers": 6}
+MTP: dict[str, dict[str, Any]] = {
+    "mtp-1": {"mtp_num_layers": 1},
+    "mtp-2": {"mtp_num_layers": 2, "moe_shared_expert_intermediate_size": None, "position_embedding_type": "rope"},
+    "mtp-repeated": {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+    "mtp-detached-heads": {"mtp_num_layers": 2, "mtp_detach_heads": True},
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no-balancing": {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
@@ -48,6 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped-experts-gated": {"num_moe_experts": 16, "moe_router_topk": 4, "gated_linear_unit": True},
     "hybrid": HYBRID,
     "hybrid-shared-expert": {**HYBRID, "moe_shared_expert_intermediate_size": 48},
+    **MTP,
     "frozen-half-of-the-linears": {"frozen": r"linear_(qkv|fc1)|local_experts\.0"},
     "frozen-layer": {"frozen": r"layers\.1\."},
     "frozen-router-embedding-output": {"frozen": r"router|embedding|output_layer"},
@@ -58,6 +65,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 CHUNK_COUNTS = {
     "plain": (1, 2, 4),
     "fp64-router": (1,),
+    "mtp-detached-heads": (1,),
     **dict.fromkeys(("top-1", "grouped-experts-gated", "frozen-layer", "frozen-tied-embeddings"), (3,)),
 }
 """Where they are not 1 and 3: with one chunk the last ones differ from a neighbour in little."""
@@ -122,6 +130,8 @@ CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     *(("plain", {}, k, SEQUENCE) for k in (3, 8)),
     *((name, VARIANTS[name], 3, SEQUENCE) for name in SEQUENCE_MATTERS),
     *((name, settings, 1, {}) for name, settings in RECOMPUTE.items()),
+    *(("mtp-2-full-recompute", {**VARIANTS["mtp-2"], **FULL}, k, {}) for k in (1, 3)),
+    ("mtp-repeated", VARIANTS["mtp-repeated"], 3, SEQUENCE),
     ("dropout", {"hidden_dropout": 0.1, "attention_dropout": 0.1}, 1, {}),
     *((name, RECOMPUTE[name], 3, {}) for name in ("full-recompute", "selective-recompute")),
     *((name, RECOMPUTE[name], 3, SEQUENCE) for name in ("block-recompute", "selective-recompute")),
@@ -183,6 +193,10 @@ SEGMENTED: dict[str, tuple[dict[str, Any], Plan]] = {
             ),
             dw_window=4,
         ),
+    ),
+    "segments/mtp-repeated": (
+        VARIANTS["mtp-repeated"],
+        Plan((Segment(1, 4, 2), Segment(5, None, 3, ChunkDim.SEQUENCE, OverlapRange.GATE)), dw_window=4),
     ),
     "segments/all-whole/k=1": ({}, Plan((Segment(1, 2, 1), Segment(3, 3, 1)), dw_window=2)),
 }

@@ -40,6 +40,10 @@ MODELS = {
     "full-recompute": Model((0, 1, 1), overrides={**SHARED, **FULL}),
     "selective-recompute": Model((0, 1, 1), overrides={**SHARED, **SELECTIVE}),
     "hybrid": Model([kind == "E" for kind in HYBRID], overrides=SHARED, pattern=HYBRID),
+    "mtp": Model((0, 1), overrides={**SHARED, "mtp_num_layers": 2}),
+    "mtp-repeated": Model(
+        (0, 1), overrides={"mtp_num_layers": 2, "mtp_use_repeated_layer": True, "mtp_detach_heads": True}
+    ),
     **{f"stage-{stage}": Model(PIPELINE, stage, SHARED) for stage in range(NUM_STAGES)},
 }
 """Layers with experts and without in each of them; two experts a rank. Layers of the hybrid model have one part."""
@@ -199,7 +203,7 @@ def reports_of(backward: Sequence[Step], costs: CostModel, rules: DwRules) -> It
         code, layer, action = step
         if code == COMPUTE:
             for cost in action.weight_grads[0]:
-                yield from reported(ledger.put((layer, cost.name)))
+                yield from reported(ledger.put((layer - cost.layers_back, cost.name)))
         elif code == ISSUE:
             ledger.issue()
         else:

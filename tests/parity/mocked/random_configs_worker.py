@@ -3,9 +3,7 @@
 Usage: random_configs_worker.py RESULT.json NUM_EXAMPLES [SEED]. Without a seed the draws are the same each time.
 """
 
-import faulthandler
 import json
-import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,9 +16,10 @@ from hypothesis import strategies as st
 from benchmarks.gradient_error import worst
 from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.mock_world import mock_world
-from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.parity.gradients.gradients_worker import MICRO_BATCH, NUM_MICRO_BATCHES, build, compare, logged_losses
 from tests.parity.gradients.variants import FULL, MLA
+from tests.parity.te.variants import FUSED, TE
+from tests.ranks.worker import run_on_cpu_with_te
 
 NUM_RANKS, NUM_EXPERTS = 8, 16
 # As for fixed configurations; small gradients of many experts that few tokens reach make the ratio a bit larger.
@@ -60,6 +59,7 @@ ROUTERS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 MODELS: dict[str, list[dict[str, Any]]] = {
+    "layers": [{}, TE, {**TE, **FUSED}, {**TE, **FUSED, "moe_grouped_gemm": False}],
     "attention": [{}, {"num_query_groups": 2}, MLA],
     "positions": [{}, {"position_embedding_type": "rope"}],
     "mlp": [{}, {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}, {"add_bias_linear": True}],
@@ -126,6 +126,7 @@ def main() -> None:
         deviations.append(deviation)
         tried["compared"] += 1
         tried[f"{cut['dim']} chunks"] += 1
+        tried["layers of Transformer Engine"] += "te" in picks["layers"]
 
     cuts = st.fixed_dictionaries(
         {
@@ -157,6 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with cpu_platform():
-        main()
+    run_on_cpu_with_te(main)

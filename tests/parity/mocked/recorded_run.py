@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_lancet.patching import around
+from megatron_lancet.patching import around, replaced
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
@@ -213,6 +213,7 @@ class Model:
 
     @cached_property
     def _module(self) -> Any:
+        from megatron.core import parallel_state
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -236,9 +237,12 @@ class Model:
             groups.pp = groups.tp  # a group of one rank, of which torch is asked
             return small_hybrid(config, self.pattern, pg_collection=groups)
         groups.pp = _StageOf(stage, num_stages)
-        return small_gpt(
-            config, stage, pre_process=stage == 0, post_process=stage == num_stages - 1, pg_collection=groups
-        )
+        ends = {"pre_process": stage == 0, "post_process": stage == num_stages - 1}
+        # Megatron builds multi-token predictions where this rank is the last stage.
+        with replaced(
+            parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", NUM_STAGES - 1 if ends["post_process"] else 0
+        ):
+            return small_gpt(config, stage, pg_collection=groups, **ends)
 
     @cached_property
     def _setup(self) -> Any:

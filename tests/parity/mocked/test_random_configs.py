@@ -14,9 +14,10 @@ NUM_EXAMPLES = 25
 
 
 def test_losses_and_gradients_of_random_configurations_equal_stock(tmp_path, check_gradients):
-    launch.check(launch.run(WORKER, [tmp_path / "result.json", NUM_EXAMPLES], 1, tmp_path, timeout_s=200))
+    arguments = [tmp_path / "result.json", NUM_EXAMPLES]
+    launch.check(launch.run(WORKER, arguments, 1, tmp_path, timeout_s=200, te=True))
     result = json.loads((tmp_path / "result.json").read_text())
     tried, (parameter, error) = result["tried"], result["worst"]
     check_gradients({parameter: error}, TOLERANCE)
     assert tried["compared"] == NUM_EXAMPLES
-    assert min(tried["batch chunks"], tried["sequence chunks"]) >= 5
+    assert min(tried["batch chunks"], tried["sequence chunks"], tried["layers of Transformer Engine"]) >= 5

@@ -96,6 +96,13 @@ def cases() -> Iterator[tuple[str, Case]]:
         for num_chunks, dim, over in ((1, BATCH, STACK), (2, BATCH, STACK), (3, SEQUENCE, LAYER), (2, BATCH, EXPERTS)):
             yield f"{model}-k{num_chunks}-{over}", Case(fixed_plan(num_chunks, DwPolicy.FILL, dim, over), model)
         yield f"{model}-k2-dw-none", Case(fixed_plan(2, DwPolicy.NONE), model)
+    for model in ("mtp", "mtp-repeated"):
+        for num_chunks, dim, over in ((1, BATCH, STACK), (3, SEQUENCE, LAYER), (2, BATCH, EXPERTS)):
+            yield f"{model}-k{num_chunks}-{over}", Case(fixed_plan(num_chunks, DwPolicy.FILL, dim, over), model)
+        yield f"{model}-k2-stack", Case(fixed_plan(2), model, has_priority=True)
+        yield f"{model}-k2-dw-none", Case(fixed_plan(2, DwPolicy.NONE), model)
+        yield f"{model}-k2-dw-fitted-gaps", Case(fixed_plan(2), model, message_ms=4.0, has_fitted_gaps=True)
+        yield f"{model}-segments", Case(segmented(Segment(1, 3, 2), Segment(4, 4, 3, SEQUENCE)), model)
     for stage in range(NUM_STAGES):
         for num_chunks, over in ((1, STACK), (2, STACK), (2, GATE), (3, LAYER)):
             yield f"stage-{stage}-k{num_chunks}-{over}", Case(each_stage(num_chunks, over), f"stage-{stage}")

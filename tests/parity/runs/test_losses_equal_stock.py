@@ -109,6 +109,17 @@ def test_clipped_training_with_grouped_experts_and_bounded_weight_gradients(toke
     assert sum(event.value for event in ran_early) >= report["num_dw_early"]  # the report leaves the first steps out
 
 
+@pytest.mark.parametrize("repeated", [[], ["--mtp-use-repeated-layer"]], ids=["two layers", "repeated layer"])
+def test_losses_of_multi_token_prediction_equal_stock(token_data, tmp_path, repeated):
+    both = [*EP2, *SETTINGS["fp32-distributed-optimizer"], "--mtp-num-layers", "2", *repeated]
+    both += ["--position-embedding-type", "rope"]
+    expected = pretrain(token_data, [*both, "--lancet-plan", "off"], tmp_path / "stock", train_iters=5)
+    ours = pretrain(token_data, [*both, "--lancet-num-chunks", "2"], tmp_path / "ours", train_iters=5)
+    assert "megatron_lancet.model.mtp" in ours.model_modules
+    for name in (*COMPARED, "mtp_1 loss", "mtp_2 loss"):
+        assert ours.series(name) == pytest.approx(expected.series(name), rel=TOLERANCE["fp32"]["lm loss"]), name
+
+
 def test_loss_falls_during_training(stock):
     losses = stock("fp32").series("lm loss")
     assert losses[-1] < losses[0] - 0.1

@@ -80,13 +80,17 @@ def test_losses_with_overlap_equal_stock_on_one_rank(one_rank, first_step, token
         assert ours.series(name) == pytest.approx(one_rank(batch).series(name), rel=TOLERANCE), name
 
 
-def test_losses_of_one_chunk_equal_stock_bitwise_with_interleaved_pipeline_stages(token_data, tmp_path):
-    layout = [*MODEL, *OVERLAPPING["EP2xPP2 interleaved"], *LARGER_BATCH]
+def test_losses_of_one_chunk_equal_stock_bitwise_with_interleaved_pipeline_stages_and_mtp(token_data, tmp_path):
+    # The last virtual stage has no layer beside the multi-token prediction.
+    stages = ["--pipeline-model-parallel-layout", "Et|t|tt|mL", "--mtp-num-layers", "1"]
+    positions = ["--position-embedding-type", "rope"]
+    layout = [*MODEL, *EP2, *PIPELINE, *stages, *positions, "--overlap-grad-reduce", *LARGER_BATCH]
     expected = pretrain(token_data, [*STOCK, *layout], tmp_path / "stock", 4, train_iters=3)
     ours = pretrain(token_data, ["--lancet-num-chunks", "1", *layout], tmp_path / "ours", 4, train_iters=3)
     assert "megatron_lancet.model.transformer_block" in ours.model_modules
     assert len(ours.losses) == 3
     assert ours.losses == expected.losses
+    assert ours.series("mtp_1 loss") == expected.series("mtp_1 loss")
 
 
 def test_losses_with_context_parallelism_equal_stock_without(one_rank, first_step, token_data, tmp_path):

@@ -66,7 +66,8 @@ def test_te_plan_off_has_no_module_of_ours(stock):
 
 def test_te_losses_with_interleaved_pipeline_stages_equal_stock(token_data, tmp_path):
     layout = (
-        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 --global-batch-size 32"
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 "
+        "--global-batch-size 32"
     ).split()
     flags = [*EP2, *TE, *layout]
     expected = pretrain(token_data, [*flags, "--lancet-plan", "off"], tmp_path / "stock", 4, 3, te=True)

@@ -1,4 +1,4 @@
-"""Models and plans beside those of ``parity/gradients/variants.py`` that are compared with Transformer Engine's layers."""
+"""Models and plans that are compared with Transformer Engine's layers, beside those of ``parity/gradients/variants.py``."""
 
 from typing import Any
 
@@ -9,12 +9,7 @@ TE: dict[str, Any] = {"te": True, "moe_grouped_gemm": True, "gradient_accumulati
 """Overrides that select Transformer Engine's layers and its grouped experts."""
 FUSED: dict[str, Any] = {"fused_weight_grads": True}
 """dW is added to the gradient by the GEMM, as ``--gradient-accumulation-fusion`` asks."""
-FP8: dict[str, Any] = {
-    "fp8": "hybrid",
-    "fp8_recipe": "tensorwise",
-    "bf16": True,
-    "hidden_size": 64,
-}
+FP8: dict[str, Any] = {"bf16": True, "fp8": "hybrid", "fp8_recipe": "delayed"}
 RMS_NORM = {"normalization": "RMSNorm"}
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -39,6 +34,9 @@ CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     ("plain", {}, 2, {"dw": "none"}),
     *((name, settings, k, SEQUENCE) for name, settings in RECOMPUTE.items() for k in (1, 3)),
     *((name, VARIANTS[name], 3, SEQUENCE) for name in ("llama-like", "shared-expert-gate", "core-attention-recompute")),
+    *(("mtp-2-fused", {**FUSED, **VARIANTS["mtp-2"]}, k, SEQUENCE) for k in (1, 3)),
+    ("mtp-repeated-fp8/bf16", {**FP8, **VARIANTS["mtp-repeated"]}, 1, {}),
+    ("mtp-2-full-recompute", {**RECOMPUTE["full-recompute"], **VARIANTS["mtp-2"]}, 3, {}),
     ("mla-yarn", {**MLA, "rope_type": "yarn"}, 3, SEQUENCE),
     *(("plain", {}, 3, {"over": over}) for over in ("experts", "gate", "layer")),
 ]

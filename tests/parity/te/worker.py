@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.patching import replaced
-from tests.parity.gradients import gradients_worker
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare, compare_plan
 from tests.parity.gradients.variants import (

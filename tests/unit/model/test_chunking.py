@@ -27,6 +27,11 @@ def test_split_and_merge_are_inverse_for_values_and_gradients(segment, shapes):
     assert hidden.grad.equal(weight)
 
 
+def test_split_keeps_the_multiple_of_the_segment():
+    positions = Segment(1, None, 3, ChunkDim.SEQUENCE, chunk_multiple=16)
+    assert [part.size(0) for part in split_hidden(torch.zeros(64, 2, 1), positions)] == [32, 16, 16]
+
+
 def test_split_into_one_chunk_returns_the_micro_batch_itself():
     hidden = torch.randn(3, 4, 2)
     (part,) = split_hidden(hidden, WHOLE)

@@ -81,8 +81,8 @@ def test_pipeline_stage_runs_its_own_segments(one_rank):
     from megatron_lancet.model.gpt import set_plan
 
     model, _ = prepared(WHOLE)
-    for layer in model.decoder.layers:
-        layer.layer_number += 3  # the second of two pipeline stages
+    # The second of two pipeline stages.
+    model.decoder.overlapping_layers = [layer.numbered(layer.number + 3) for layer in model.decoder.overlapping_layers]
     model.config.num_layers = 6
     set_plan(model, Plan((Segment(1, 2, 4), Segment(3, 4, 2), Segment(5, 6, 1)), dw_window=4))
     owned = [(forward.segment.num_chunks, list(forward.layers)) for forward in model.decoder.segments]

@@ -33,6 +33,7 @@ def test_kept_profile_is_found_again(tmp_path):
         with_model(name="another"),
         with_model(seq_length=11),
         with_model(world_size=4),
+        with_model(token_multiple=16),
         dataclasses.replace(KEY, device="a GPU"),
         dataclasses.replace(KEY, versions={"torch": "2.12"}),
     ],
@@ -40,6 +41,11 @@ def test_kept_profile_is_found_again(tmp_path):
 def test_kept_profile_is_not_found_by_another_run(tmp_path, key):
     cache.keep(tmp_path, PROFILE)
     assert cache.load(tmp_path, key) is None
+
+
+def test_profile_key_without_a_multiple_of_tokens_is_as_before_there_was_one():
+    assert "token_multiple" not in KEY.fields()
+    assert "token_multiple" not in PROFILE.to_json()
 
 
 def test_measured_fields_are_not_part_of_the_profile_key(tmp_path):

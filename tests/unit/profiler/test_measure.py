@@ -21,6 +21,14 @@ def test_profiled_plans_are_whole_and_cut_along_each_dimension():
     assert cuts(1, 32) == [(batch, 1), (sequence, 2)]  # of 8 tokens nobody makes a chunk
 
 
+def test_profiled_plans_keep_the_multiple_of_tokens():
+    batch, sequence = ChunkDim.BATCH, ChunkDim.SEQUENCE
+    assert cuts(4, 96, token_multiple=128) == [(batch, 1), (sequence, 2)]  # 4 samples, or 32 positions of 4 samples
+    plans = plans_to_profile(4, 96, token_multiple=128)
+    assert [plan.segments[0].chunk_multiple for plan in plans] == [1, 32]
+    assert cuts(4, 128, token_multiple=128) == cuts(4, 128)
+
+
 def test_profiled_plans_time_weight_gradients_separately():
     plans = plans_to_profile(4, 128, overlap_range=OverlapRange.EXPERTS)
     assert {plan.dw_policy for plan in plans} == {DwPolicy.FILL}

@@ -21,7 +21,7 @@ OPS = st.one_of(
 SPELLED_ELSEWHERE = {
     # Megatron's own words, which happen to be the same.
     "model/adopt.py": {"mlp"},  # an attribute of its layers
-    "model/ops.py": {"mlp", "shared_experts"},  # values of --recompute-modules
+    "model/recompute.py": {"mlp", "shared_experts"},  # values of --recompute-modules
     "training/plan/support.py": {"mlp", "shared_experts"},  # the same
     "training/dry_run/activations.py": {"mlp", "shared_experts"},  # the same
     # Values of --lancet-range: what runs in chunks.

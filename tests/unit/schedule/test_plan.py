@@ -51,11 +51,21 @@ def test_plan_is_read_from_json_as_written(plan):
     assert again.fingerprint() == plan.fingerprint()
 
 
+def test_plan_without_a_multiple_is_written_as_before_there_was_one():
+    multiple = fixed_plan(2, chunk_multiple=16)
+    assert str(multiple) == "chunks=2 dim=batch range=stack multiple=16 dw=fill dw-window=4"
+    assert json.loads(multiple.to_json())["segments"][0]["chunk_multiple"] == 16
+    assert Plan.from_json(multiple.to_json()) == multiple
+    assert "chunk_multiple" not in fixed_plan(2).to_json()
+    assert fixed_plan(2).fingerprint() == "c7099db9da6eab52"
+
+
 def test_plan_fingerprint_depends_on_every_field():
     first, second = SEGMENTS.segments
     seconds = [
         dataclasses.replace(second, last_layer=9),
         dataclasses.replace(second, num_chunks=3),
+        dataclasses.replace(second, chunk_multiple=16),
         dataclasses.replace(second, chunk_dim=ChunkDim.BATCH),
         dataclasses.replace(second, range=OverlapRange.STACK),
     ]
@@ -69,7 +79,7 @@ def test_plan_fingerprint_depends_on_every_field():
         dataclasses.replace(SEGMENTS, gaps=(dataclasses.replace(GAP, op="L3.c1.I.combine"),)),
         dataclasses.replace(SEGMENTS, gaps=(dataclasses.replace(GAP, weight_grads=GAP.weight_grads[:1]),)),
     ]
-    assert len({plan.fingerprint() for plan in (SEGMENTS, *others)}) == 12
+    assert len({plan.fingerprint() for plan in (SEGMENTS, *others)}) == 13
 
 
 def changed(path: str, value: object) -> str:
@@ -106,6 +116,7 @@ def changed(path: str, value: object) -> str:
         (changed("segments.0.num_chunks", 2.0), "p.json.segments[0].num_chunks: expected an integer, found 2.0"),
         (changed("segments.0.num_chunks", True), "p.json.segments[0].num_chunks: expected an integer, found True"),
         (changed("segments.0.num_chunks", 0), "p.json.segments[0]: num_chunks must be at least 1, not 0"),
+        (changed("segments.0.chunk_multiple", 0), "p.json.segments[0]: chunk_multiple must be at least 1, not 0"),
         (changed("segments.0.chunk_dim", "hidden"), "chunk_dim: expected one of batch, sequence, found 'hidden'"),
         (changed("segments.0.range", ["stack"]), "p.json.segments[0].range: expected one of experts, gate, layer, st"),
         (changed("segments.1.first_layer", 4), "p.json: a segment starts at layer 4, expected 3"),

@@ -14,6 +14,7 @@ from megatron_lancet.schedule.turns import (
     LaunchCounts,
     Wait,
     is_cut,
+    mtp_layer,
     program,
     verbs_of,
 )
@@ -22,6 +23,7 @@ ALL_KINDS = {"m": LayerKind.MOE, "d": LayerKind.DENSE, "*": LayerKind.ATTENTION_
 ALL_KINDS |= {"-": LayerKind.MLP_ONLY}
 LAYERS = {letter: verbs_of(kind, has_shared_experts=True) for letter, kind in ALL_KINDS.items()}
 LAYERS["n"] = verbs_of(LayerKind.MOE, has_shared_experts=False)
+LAYERS |= {"p": mtp_layer(LAYERS["d"]), "q": mtp_layer(LAYERS["n"])}
 TWO_CHUNKS_STACK = """
 cut
 L1.c0.F.attention, L1.c0.F.mlp, L2.c0.F.attention, L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess,\
@@ -73,6 +75,34 @@ wait L1.c2.F.dispatch, L1.c2.F.experts, launch L1.c2.F.combine
 wait L1.c0.F.combine, L1.c0.F.postprocess
 wait L1.c1.F.combine, L1.c1.F.postprocess
 wait L1.c2.F.combine, L1.c2.F.postprocess
+concatenate
+add residual in L1.c0.F.postprocess
+"""
+PREDICTIONS_STACK = """
+cut
+L1.c0.F.attention, L1.c0.F.mlp, L2.c0.F.attention, L2.c0.F.mlp
+L1.c1.F.attention, L1.c1.F.mlp, L2.c1.F.attention, L2.c1.F.mlp
+concatenate
+L3.c0.F.mtp_projection
+cut
+L3.c0.F.attention, L3.c0.F.mlp
+L3.c1.F.attention, L3.c1.F.mlp
+concatenate
+L4.c0.F.mtp_projection
+cut
+L4.c0.F.attention, L4.c0.F.mlp
+L4.c1.F.attention, L4.c1.F.mlp
+concatenate
+"""
+PREDICTION_GATE = """
+L1.c0.F.mtp_projection, L1.c0.F.attention
+cut
+L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.dispatch
+L1.c1.F.route, launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.dispatch
+wait L1.c0.F.dispatch, L1.c0.F.experts, launch L1.c0.F.combine
+wait L1.c1.F.dispatch, L1.c1.F.experts, launch L1.c1.F.combine
+wait L1.c0.F.combine, L1.c0.F.postprocess
+wait L1.c1.F.combine, L1.c1.F.postprocess
 concatenate
 add residual in L1.c0.F.postprocess
 """
@@ -158,6 +188,8 @@ def instructions_in(text: str) -> list[str]:
         ("-*E", 2, OverlapRange.GATE, HYBRID_GATE),
         ("E*", 2, OverlapRange.EXPERTS, HYBRID_EXPERTS),
         ("E*", 2, OverlapRange.LAYER, HYBRID_LAYER),
+        ("ddpp", 2, OverlapRange.STACK, PREDICTIONS_STACK),
+        ("q", 2, OverlapRange.GATE, PREDICTION_GATE),
         *(("md", 1, overlap_range, ONE_CHUNK) for overlap_range in OverlapRange),
     ],
 )

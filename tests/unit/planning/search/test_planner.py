@@ -55,6 +55,18 @@ def all_plans(profile, machine, limits):
                     yield dataclasses.replace(plan, gaps=gaps)
 
 
+def test_planner_keeps_the_multiple_of_tokens():
+    profile = synthetic_profile(Machine(layers="mm", micro_batch_size=4, seq_length=48, dims=tuple(ChunkDim)))
+    profile = dataclasses.replace(profile, model=dataclasses.replace(profile.model, token_multiple=96))
+    planned = make_plan(profile)
+    # 96 tokens are 2 samples of 48 positions, or 24 positions of 4 samples.
+    multiples = {ChunkDim.BATCH: 2, ChunkDim.SEQUENCE: 24}
+    cut = [s for one in planned.alternatives for s in one.plan.segments if s.num_chunks > 1]
+    assert {(s.num_chunks, s.chunk_dim, s.chunk_multiple) for s in cut} == {(2, dim, m) for dim, m in multiples.items()}
+    reason = "a micro-batch has 4 samples of 48 positions, and chunks are multiples of 96 tokens"
+    assert Exclusion("chunks=4 dim=batch", reason) in planned.excluded
+
+
 @settings(max_examples=20, derandomize=True, deadline=None)
 @given(machines(max_layers=3, max_stages=2), st.sampled_from([None, 21_500_000, 35_000_000, 1_000_000]))
 def test_planner_searches_a_small_space_exhaustively(machine, max_memory_bytes):

@@ -105,8 +105,15 @@ def test_absent_head_costs_nothing():
 
 
 def test_costs_of_uneven_chunks():
-    assert model_of(micro_batch_size=5).chunk_units(BATCH, 2) == [3 * 64, 2 * 64]
-    assert model_of().chunk_units(SEQUENCE, 3) == [22 * 8, 21 * 8, 21 * 8]
+    assert model_of(micro_batch_size=5).chunk_tokens(BATCH, 2, 1) == [3 * 64, 2 * 64]
+    assert model_of().chunk_tokens(SEQUENCE, 3, 1) == [22 * 8, 21 * 8, 21 * 8]
+    assert model_of().chunk_tokens(SEQUENCE, 3, 4) == [24 * 8, 20 * 8, 20 * 8]
+
+
+def test_costs_know_which_cuts_keep_a_multiple():
+    costs = model_of(micro_batch_size=6)
+    assert [costs.can_cut(SEQUENCE, count, 16) for count in (1, 4, 5)] == [True, True, False]
+    assert [costs.can_cut(BATCH, count, 4) for count in (1, 2)] == [True, False]  # 6 samples are no multiple of 4
 
 
 def test_weight_gradients_have_the_order_of_the_nearest_profiled_chunk_count():

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.profile import ChunkRouting
+from megatron_lancet.planning.profile import ChunkRouting, LayerKind
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import PlanMismatch, Simulator, simulate
+from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
 from megatron_lancet.schedule.timeline import Lane
 from tests.unit.planning.strategies import ALONE, UNEVEN, machines_and_plans
@@ -189,11 +190,22 @@ def test_pipeline_step_is_that_of_its_slowest_stage():
         (Plan((Segment(1, 1, 1),), DwPolicy.NONE), "ends at layer 1, the model has 2"),
         (Plan((Segment(1, 3, 1),), DwPolicy.NONE), "has a layer 3"),
         (fixed_plan(9), "into 9 chunks along batch"),
+        (fixed_plan(4, chunk_multiple=4), "into 4 chunks along batch, multiples of 4; the profile's micro-batch has 8"),
     ],
 )
 def test_simulator_refuses_a_plan_for_another_model(plan, message):
     with pytest.raises(PlanMismatch, match=message):
         simulate(synthetic_profile(Machine()), plan)
+
+
+def test_simulator_cuts_as_the_segment_says():
+    """16 samples in fours: the first of three chunks takes twice as long as the others."""
+    profile = synthetic_profile(Machine(layers="m", micro_batch_size=16, shares=(1.0,)))
+    segment = Segment(1, None, 3, chunk_multiple=4)
+    steps = Simulator(CostModel(profile)).lowering.forward([(1, LayerKind.MOE)], segment)
+    rows_ms = [action.forward_ms[0] for _, _, action in steps if action.kind == OpKind.EXPERTS]
+    assert segment.chunk_sizes(16) == [8, 4, 4]
+    assert rows_ms == pytest.approx([6.0 * size / 16 + 0.1 for size in (8, 4, 4)])
 
 
 def test_simulator_refuses_shares_of_another_group_size():

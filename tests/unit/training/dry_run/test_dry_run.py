@@ -54,9 +54,9 @@ SIZES = {
 
 STOCK = {
     "modelzoo_mixtral_8x22b_capacity": "--tp-comm-overlap does not work",
-    "modelzoo_deepseek_v3_h100_128k": "--mtp-num-layers does not work",
-    "modelzoo_deepseek_v3_h100_a2aoverlap": "--mtp-num-layers does not work",
-    "mcore_ft_selective_recompute_pp2_ep4": "--mtp-num-layers does not work",
+    "modelzoo_deepseek_v3_h100_128k": "--recompute-modules layernorm mla_up_proj does not work",
+    "modelzoo_deepseek_v3_h100_a2aoverlap": "--recompute-modules mla_up_proj does not work",
+    "mcore_ft_selective_recompute_pp2_ep4": "--recompute-modules layernorm mla_up_proj moe_act does not work",
 }
 """Lists whose runs keep stock modules, with the reason; the others overlap as they are."""
 
@@ -84,6 +84,45 @@ def test_dry_run_accepts_real_scripts(dry_run, name):
     assert dict(os.environ) == environment
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.distributed.is_initialized()
+
+
+TE_SCRIPTS = {
+    "fp8, padded by the router": (
+        "--fp8-format hybrid --fp8-recipe tensorwise --moe-router-padding-for-fp8 --moe-permute-fusion",
+        "--moe-router-padding-for-fp8: rows are padded by the experts instead of the router",
+    ),
+    "delayed scaling": ("--fp8-format hybrid --fp8-param-gather --tp-comm-overlap", "--tp-comm-overlap is off: "),
+    "MXFP8": ("--fp8-format e4m3 --fp8-recipe mxfp8 --moe-token-dispatcher-type flex --moe-enable-deepep", "flex runs"),
+    "Megatron's own overlap": (
+        "--overlap-moe-expert-parallel-comm --delay-wgrad-compute --moe-shared-expert-overlap "
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        "the plan does what --overlap-moe-expert-parallel-comm, --delay-wgrad-compute, --moe-shared-expert-overlap ask",
+    ),
+    "recompute with current scaling": (
+        "--fp8-format hybrid --fp8-recipe tensorwise --recompute-granularity selective --recompute-modules moe "
+        "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+        "--cross-entropy-fusion-impl is native instead of te",
+    ),
+}
+"""Arguments of our own beside those of a list, and a part of a line on what is changed. None names the layers: they are
+Transformer Engine's by default."""
+
+
+@pytest.mark.parametrize(("more", "change"), TE_SCRIPTS.values(), ids=TE_SCRIPTS.keys())
+def test_dry_run_of_transformer_engines_layers_has_a_plan(dry_run, more, change):
+    findings = dry_run(MIXTRAL, *shlex.split(more))
+    assert findings.args.transformer_impl == "transformer_engine"
+    assert findings.plan[0].startswith("auto (tuned during training)")
+    assert any(change in line for line in findings.changes)
+
+
+def test_dry_run_names_only_what_keeps_a_run_from_overlapping(dry_run):
+    """Flags that would be mapped stay as they are in such a run, and work."""
+    flags = ("--use-transformer-engine-op-fuser", "--moe-token-dispatcher-type", "flex", "--moe-shared-expert-overlap")
+    assert dry_run(MIXTRAL, *flags).plan == [
+        "off: --use-transformer-engine-op-fuser does not work with the overlapping block yet (drop it). Stock Megatron "
+        "modules, nothing is overlapped"
+    ]
 
 
 def test_dry_run_of_a_thousand_ranks(dry_run):
@@ -212,10 +251,6 @@ REFUSED = {
     "too many chunks": (
         ["--transformer-impl", "local", "--lancet-num-chunks", 3, "--lancet-chunk-dim", "batch"],
         r"--lancet-num-chunks 3 is more than the micro-batch can be cut into",
-    ),
-    "MTP": (
-        ["--transformer-impl", "local", "--mtp-num-layers", 1, "--lancet-range", "experts"],
-        "--mtp-num-layers does",
     ),
     "profile": (
         ["--transformer-impl", "local", "--lancet-profile", "/no/p.json"],

@@ -56,6 +56,8 @@ MODELS = {
     "latent, whole queries": MOE + LATENT + "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
     "multi-token prediction": MOE + LATENT + "--mtp-num-layers 1 --pipeline-model-parallel-size 2 "
     "--pipeline-model-parallel-layout Et|tt|t|mL",
+    "repeated multi-token prediction": MOE + "--mtp-num-layers 2 --mtp-use-repeated-layer "
+    "--position-embedding-type rope",
 }
 
 
@@ -101,16 +103,21 @@ def built(findings: Findings, pp_rank: int) -> list[GPTModel]:
     return [builder.build_model(groups, vp_stage=stage) for stage in (range(virtual) if virtual > 1 else (None,))]
 
 
-@pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS.keys())
-def test_estimated_parameters_equal_those_that_megatron_builds(examined, flags):
-    findings = examined(flags)
+def held_when_built(findings: Findings) -> list[Held]:
+    """Parameters on a rank of each pipeline stage that Megatron builds."""
     held = []
     with world_of(findings):
         for rank in range(findings.layout.pipeline):
             parameters = [parameter for chunk in built(findings, rank) for parameter in chunk.parameters()]
             dense = sum(one.numel() for one in parameters if getattr(one, "allreduce", True))
             held.append(Held(dense, sum(one.numel() for one in parameters) - dense))
-    assert list(findings.size.held) == held
+    return held
+
+
+@pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS.keys())
+def test_estimated_parameters_equal_those_that_megatron_builds(examined, flags):
+    findings = examined(flags)
+    assert list(findings.size.held) == held_when_built(findings)
 
 
 HYBRID = (
@@ -252,6 +259,24 @@ PIPELINES = [
 def test_number_of_pending_micro_batches_of_a_stage(pipeline, expected):
     args = Namespace(microbatch_group_size_per_vp_stage=None, overlap_moe_expert_parallel_comm=False)
     assert _in_flight(args, *pipeline) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "module", "dropped_values"),
+    [
+        (MOE, "layernorm", {True: 64, False: 0}),
+        (f"{MOE} {LATENT}", "layernorm", {True: 2 * 64, False: 64}),
+        # Queries and keys of 16 + 8 channels and values of 20 in 4 heads, and 24 compressed ones of both.
+        (f"{MOE} {LATENT}", "mla_up_proj", dict.fromkeys((True, False), 4 * (2 * 24 + 20) + 24)),
+    ],
+)
+def test_estimated_activations_without_recomputed_outputs(examined, flags, module, dropped_values):
+    """Values per token, by whether the layer has experts."""
+    args = examined(f"{flags} --transformer-impl transformer_engine").args
+    num_tokens = args.micro_batch_size * args.seq_length
+    for is_moe, expected in dropped_values.items():
+        dropped = [saved for saved in layer_tensors(args, is_moe, saves_scores=False) if saved.module == module]
+        assert sum(saved.num_bytes for saved in dropped) == expected * num_tokens * 4
 
 
 def test_estimated_activations_shrink_with_recompute(examined):

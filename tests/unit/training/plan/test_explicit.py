@@ -11,7 +11,7 @@ from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
 from megatron_lancet.training.layer_pattern import layer_kinds
-from megatron_lancet.training.plan.explicit import model_of_run
+from megatron_lancet.training.plan.explicit import model_of_run, plan_from_file
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan
 
@@ -128,6 +128,46 @@ def test_plan_file_that_the_run_cannot_follow_is_refused(megatron_args, written,
         choose_plan(megatron_args(*changes), LancetConfig(plan=written(plan), **config))
 
 
+FP8 = ["--transformer-impl", "transformer_engine", "--fp8-format", "hybrid"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "message"),
+    [
+        (
+            fixed_plan(3, chunk_dim=ChunkDim.SEQUENCE),
+            ["--micro-batch-size", 1, "--seq-length", 96, "--fp8-recipe", "mxfp8", "--moe-layer-freq", 1],
+            None,
+        ),
+        (
+            fixed_plan(3, chunk_dim=ChunkDim.SEQUENCE),
+            ["--micro-batch-size", 1, "--seq-length", 64],
+            "its chunks have 22, 21, 21 positions, and --fp8-recipe delayed wants multiples of 16 positions "
+            r"\(16 tokens\) in a chunk\. Make a plan for this run",
+        ),
+        (
+            fixed_plan(4),
+            ["--fp8-recipe", "blockwise"],
+            "its chunks have 1, 1, 1, 1 samples, and --fp8-recipe blockwise wants multiples of 4 samples",
+        ),
+        (fixed_plan(3, chunk_dim=ChunkDim.SEQUENCE, chunk_multiple=16), ["--seq-length", 64], None),
+        (fixed_plan(3, chunk_dim=ChunkDim.SEQUENCE, chunk_multiple=16), [], "--seq-length is 32, so at most 2 chunks"),
+        (
+            fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE, chunk_multiple=24),
+            [],
+            "--seq-length is 32, so at most 1 chunk fit",
+        ),
+    ],
+)
+def test_plan_file_keeps_the_multiple_of_the_recipe(megatron_args, written, plan, changes, message):
+    args, config = megatron_args(*FP8, *changes), LancetConfig()
+    if message is None:
+        assert plan_from_file(written(plan), args, config) == plan
+    else:
+        with pytest.raises(UsageError, match=message):
+            plan_from_file(written(plan), args, config)
+
+
 def test_plan_file_of_one_chunk_fits_any_settings(megatron_args, written):
     args = megatron_args("--context-parallel-size", 2, "--moe-input-jitter-eps", 0.1)
     plan = fixed_plan(1, chunk_dim=ChunkDim.SEQUENCE)
@@ -188,6 +228,19 @@ def test_limits_have_what_the_run_does_not_allow(megatron_args):
     assert ChunkDim.SEQUENCE in alone.chunk_dims
     with pytest.raises(UsageError, match="--lancet-chunk-dim sequence does not work with --context-parallel-size"):
         planning_limits(args, LancetConfig(chunk_dim=ChunkDim.SEQUENCE, range=OverlapRange.STACK))
+
+
+def test_limits_say_which_sizes_of_chunks_fp8_wants(megatron_args):
+    limits = planning_limits(megatron_args(*FP8, "--fp8-recipe", "blockwise"), LancetConfig())
+    # 4 samples of 32 positions: a block of 128 tokens is the whole micro-batch.
+    wants = "--fp8-recipe blockwise wants multiples of {} (128 tokens) in a chunk"
+    assert {one.what: one.reason for one in limits.excluded} == {
+        "other sizes of chunks along batch": wants.format("4 samples"),
+        "other sizes of chunks along sequence": wants.format("32 positions"),
+    }
+    assert (
+        planning_limits(megatron_args(*FP8, "--seq-length", 64), LancetConfig(chunk_dim=ChunkDim.BATCH)).excluded == ()
+    )
 
 
 def test_limits_and_refusals_agree(megatron_args, written):

@@ -2,10 +2,12 @@
 
 import copy
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from megatron.core.transformer.moe import moe_utils
 
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
@@ -53,6 +55,18 @@ def test_other_dispatchers_become_all_to_alls(parsed):
     assert (args.moe_flex_dispatcher_backend, args.moe_hybridep_num_sms) == ("deepep", None)
     by_default = parsed("")
     assert "allgather runs as" in str(map_overlap_flags(by_default, LancetConfig()))
+
+
+def test_fused_permutation_stays_where_transformer_engine_has_its_kernels(parsed, monkeypatch):
+    args = parsed("--moe-token-dispatcher-type alltoall --moe-permute-fusion")
+    for name in vars(moe_utils):
+        if re.fullmatch("fused_(permute|unpermute|permute_with_probs|sort_chunks_by_index(_with_probs)?)", name):
+            monkeypatch.setattr(moe_utils, name, object())
+    assert map_overlap_flags(args, LancetConfig()) is None
+    assert args.moe_permute_fusion
+    monkeypatch.setattr(moe_utils, "fused_unpermute", None)
+    assert "--moe-permute-fusion is replaced" in str(map_overlap_flags(args, LancetConfig()))
+    assert not args.moe_permute_fusion
 
 
 def test_flag_mapping_names_dropped_flags(parsed):

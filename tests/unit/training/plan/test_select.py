@@ -189,22 +189,60 @@ TE = ["--transformer-impl", "transformer_engine"]
 FP8 = ["--fp8-format", "hybrid"]
 FULL_RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
 
+
+@pytest.mark.parametrize(
+    ("changes", "chunks", "note"),
+    [
+        ([], {}, ""),  # a sample of 32 positions is a multiple of 16 tokens
+        (FULL_RECOMPUTE, {}, ""),
+        (["--seq-length", 8], {"chunk_multiple": 2}, "delayed wants multiples of 2 samples (16 tokens) in a chunk"),
+        (
+            ["--micro-batch-size", 1, "--fp8-recipe", "tensorwise"],
+            {"chunk_dim": ChunkDim.SEQUENCE, "chunk_multiple": 16},
+            "tensorwise wants multiples of 16 positions (16 tokens) in a chunk",
+        ),
+    ],
+)
+def test_chunks_keep_the_multiple_that_fp8_wants_and_the_line_says_so(megatron_args, changes, chunks, note):
+    plan, line = choose_plan(megatron_args(*TE, *FP8, *changes), LancetConfig())
+    assert plan == fixed_plan(2, **chunks)
+    assert line == "; ".join([str(plan), *([f"--fp8-recipe {note}"] if note else [])])
+
+
+def test_micro_batch_stays_whole_where_fp8_has_no_smaller_multiple(megatron_args):
+    args = megatron_args(*TE, *FP8, "--fp8-recipe", "mxfp8", "--seq-length", 8)
+    plan, line = choose_plan(args, LancetConfig())
+    assert plan == fixed_plan(1, chunk_dim=ChunkDim.SEQUENCE)
+    assert "a micro-batch of 8 positions stays whole, because --fp8-recipe mxfp8 wants multiples of 8 positions" in line
+    assert not is_tuned(args, LancetConfig(dw_policy=DwPolicy.NONE))
+    with pytest.raises(UsageError, match=r"4, and --fp8-recipe mxfp8 wants .* Use at most 1 chunk, a larger micro-b"):
+        choose_plan(args, LancetConfig(num_chunks=2, chunk_dim=ChunkDim.BATCH))
+
+
 REFUSED: list[tuple[list, str]] = [
     (["--transformer-impl", "inference_optimized"], "--transformer-impl inference_optimized .*transformer_engine or"),
     ([*TE, "--tp-comm-overlap"], "--tp-comm-overlap .*userbuffers hold whole micro-batches"),
     ([*TE, "--use-transformer-engine-op-fuser"], "--use-transformer-engine-op-fuser"),
     ([*TE, "--fused-residual-rmsnorm"], "--fused-residual-rmsnorm"),
     ([*TE, "--moe-mlp-glu-interleave-size", 8], "--moe-mlp-glu-interleave-size .*--moe-grouped-gemm"),
-    ([*TE, *FP8, *FULL_RECOMPUTE], "--fp8-recipe delayed with --recompute-granularity full .*drop the recomputation"),
-    ([*TE, *FP8, "--recompute-granularity", "selective", "--recompute-modules", "moe"], "--recompute-modules moe"),
     (FP8, "--fp8-format .*pass --transformer-impl transformer_engine"),
     (["--qk-clip"], "--qk-clip .*pass --transformer-impl transformer_engine"),
     (["--moe-token-dispatcher-type", "allgather"], "pass --moe-token-dispatcher-type alltoall"),
     (["--delay-wgrad-compute"], "the plan does what it asks for"),
     (["--use-megatron-fsdp"], "use --use-distributed-optimizer"),
     (["--moe-enable-routing-replay"], "--moe-enable-routing-replay"),
-    (["--mtp-num-layers", 1], "--mtp-num-layers"),
-    (["--recompute-granularity", "selective", "--recompute-modules", "layernorm"], "choose among core_attn, mlp, moe"),
+    (
+        ["--recompute-granularity", "selective", "--recompute-modules", "layernorm"],
+        "choose among core_attn, mlp, moe, .*and with --transformer-impl transformer_engine layernorm, mla_up_proj",
+    ),
+    (
+        [*TE, "--recompute-granularity", "selective", "--recompute-modules", "layernorm", "gdn_norm_out"],
+        "--recompute-modules gdn_norm_out does not work",
+    ),
+    (
+        [*TE, *FP8, "--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj"],
+        "--fp8-recipe delayed with --recompute-modules mla_up_proj .*another --fp8-recipe",
+    ),
     (["--distribute-saved-activations"], "--distribute-saved-activations"),
     (["--spec", "mine", "layers"], "--spec mine layers"),
     (["--save-dgrads-interval", 5], "it would save one chunk for the whole micro-batch"),
@@ -269,8 +307,9 @@ def test_recompute_settings_get_a_plan(megatron_args, changes):
         ["--qk-clip", "--log-max-attention-logit", "--mla-down-proj-fusion"],
         ["--moe-grouped-gemm", "--moe-mlp-glu-interleave-size", 8],
         [*FP8, "--recompute-granularity", "selective", "--recompute-modules", "core_attn"],
+        ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "mla_up_proj", "moe_act"],
         [*FP8, "--fp8-recipe", "tensorwise", *FULL_RECOMPUTE],
-        ["--fp4-format", "e2m1"],
+        ["--fp4-format", "e2m1", "--seq-length", 128],
         ["--context-parallel-size", 2, "--cp-comm-type", "a2a"],
     ],
     ids=lambda changes: " ".join(map(str, changes)),

@@ -1,0 +1,137 @@
+"""Multi-token prediction: further layers, each of which predicts one more token from the layer before it.
+
+The micro-batch is whole at the beginning of each, where the hidden states are joined with the embeddings of the next
+tokens. From there its transformer layer runs in chunks, as a layer of the decoder does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, MultiTokenPredictionLayer
+
+from megatron_lancet.model.chunking import Chunk
+from megatron_lancet.model.ops import ChunkState, end_layers
+from megatron_lancet.model.te.precision import block_precision
+from megatron_lancet.model.transformer_block import (
+    SegmentForward,
+    begin_layer,
+    random_state,
+    refuse_arguments,
+    segments_here,
+)
+from megatron_lancet.model.transformer_layer import OverlappingLayer, forward_layer
+from megatron_lancet.schedule.ops import Op
+from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.turns import Instruction
+
+
+@dataclass(frozen=True)
+class Depth:
+    """A prediction's place among the predictions of a micro-batch.
+
+    Attributes:
+        layer: its transformer layer, with the number of this depth.
+        projection: the instruction that runs on the whole micro-batch, before those of ``segment``.
+        following: the op after the layer; None where that is on the next stage.
+    """
+
+    layer: OverlappingLayer
+    projection: Instruction
+    segment: SegmentForward
+    following: Op | None
+
+
+class OverlappingMTPLayer(MultiTokenPredictionLayer):
+    """Megatron's prediction of one more token; in training its transformer layer runs in chunks.
+
+    Attributes:
+        depths: one, or several of a repeated layer.
+    """
+
+    depths: Sequence[Depth]
+    _num_runs: int
+
+    def begin_micro_batch(self) -> None:
+        """Begins with the first depth again."""
+        self._num_runs = 0
+
+    def _checkpointed_forward(self, **kwargs: Any) -> torch.Tensor:
+        # Stock's checkpoint would repeat the all-to-alls: see Recompute.
+        if torch.is_grad_enabled():
+            return self._proj_and_transformer_layer(**kwargs)
+        return super()._checkpointed_forward(**kwargs)
+
+    def _proj_and_transformer_layer(
+        self,
+        hidden_states: torch.Tensor,
+        decoder_input: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        attention_bias: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Run a prediction from its projection on.
+
+        Args:
+            hidden_states: [S, B, H], output of the layer before it.
+            decoder_input: embeddings of the next tokens, [S, B, H].
+            attention_mask: [B or 1, 1, S, S] or None, True where attention is not allowed.
+
+        Raises:
+            UsageError: an input that can't be cut into chunks, or a hook that would not run.
+        """
+        if not (self.training and torch.is_grad_enabled()):
+            return super()._proj_and_transformer_layer(
+                hidden_states,
+                decoder_input,
+                attention_mask=attention_mask,
+                rotary_pos_emb=rotary_pos_emb,
+                attention_bias=attention_bias,
+                **kwargs,
+            )
+        refuse_arguments(kwargs)
+        depth = self.depths[self._num_runs]
+        self._num_runs += 1
+        begin_layer(depth.layer.stock)
+        trace = depth.layer.comm.trace
+        chunk = Chunk(0, 1, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, attention_bias=attention_bias)
+        micro_batch = ChunkState(chunk)
+        micro_batch.hidden_sbH, micro_batch.embedded_sbH = hidden_states, decoder_input
+        with random_state(self.config):
+            forward_layer(depth.layer, depth.projection, micro_batch)
+            with block_precision(self.config):
+                depth.segment.run(micro_batch, trace)
+        hidden: torch.Tensor = self._postprocess(end_layers(trace, micro_batch.hidden_sbH, depth.following))
+        return hidden
+
+
+class OverlappingMTP(MultiTokenPredictionBlock):
+    """Megatron's predictions of further tokens, which run a plan.
+
+    Attributes:
+        overlapping_layers: the transformer layer of each depth. A repeated layer is the same module at all depths.
+        following: the op after the last prediction; None where that is on the next stage.
+    """
+
+    overlapping_layers: Sequence[OverlappingLayer]
+    following: Op | None
+
+    def run_by(self, plan: Plan) -> None:
+        """Runs ``plan`` from the next micro-batch on."""
+        following, depths = self.following, []
+        for layer in reversed(self.overlapping_layers):
+            (whole,) = segments_here(plan, [layer])
+            projection, *rest = whole.program
+            assert isinstance(projection, Instruction)
+            depths.append(Depth(layer, projection, replace(whole, program=rest), following))
+            following = projection.op
+        for prediction in self.layers:
+            prediction.depths = [depth for depth in reversed(depths) if depth.layer.prediction is prediction]
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Predict the further tokens one after the other; arguments and result are Megatron's."""
+        for prediction in self.layers:
+            prediction.begin_micro_batch()
+        return super().forward(*args, **kwargs)

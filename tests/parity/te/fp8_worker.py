@@ -1,0 +1,288 @@
+"""Transformer Engine's fp8 recipes with chunks, beside stock and beside fp32 on the same weights, EP=2 on two ranks.
+
+Usage: fp8_worker.py RESULT.json RECIPE...; each rank writes RESULT.json.<rank>. The recipes are names of ``RECIPES``.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gradient_error import relative_difference, relative_errors
+from megatron_lancet.patching import around, replaced
+from megatron_lancet.schedule.plan import Plan
+from tests.parity.gradients import gradients_worker
+from tests.parity.gradients.gradients_worker import (
+    NUM_MICRO_BATCHES,
+    close,
+    gradients,
+    logged_losses,
+    overlapping_model,
+    plan_of,
+    step,
+    wrap_with_ddp,
+)
+from tests.parity.gradients.variants import MLA
+from tests.parity.te.variants import FUSED, TE
+from tests.ranks.worker import finish, run_on_cpu_with_te
+
+NUM_STEPS = 2
+"""Delayed scaling has no scale yet in the first step."""
+_LEARNING_RATE = 0.05
+_MODEL: dict[str, Any] = {
+    **TE,
+    **FUSED,
+    "hidden_size": 64,
+    "ffn_hidden_size": 64,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "first_last_layers_bf16": False,
+}
+FIRST_LAST: dict[str, Any] = {
+    "first_last_layers_bf16": True,
+    "num_layers_at_start_in_bf16": 1,
+    "num_layers_at_end_in_bf16": 1,
+}
+
+
+RECOMPUTE: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
+"""Stock runs without it: Megatron's own checkpoint keeps random states of a GPU."""
+
+
+LATENT: dict[str, Any] = {
+    **MLA,
+    **{"q_lora_rank": None, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16, "v_head_dim": 16},
+    **{"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+}
+
+
+class Recipe(NamedTuple):
+    """A configuration of fp8, and the plans that it runs by.
+
+    Attributes:
+        settings: of Megatron's configuration.
+        plans: by name.
+        micro_batch: samples; of 16 positions each.
+    """
+
+    settings: dict[str, Any]
+    plans: dict[str, Plan]
+    micro_batch: int = 4
+
+
+def _fp8(recipe: str, number: str = "hybrid", **settings: Any) -> dict[str, Any]:
+    return {"bf16": True, "fp8": number, "fp8_recipe": recipe, **settings}
+
+
+_WHOLE, _TWO, _FOUR = ({f"k={k}": plan_of(k)} for k in (1, 2, 4))
+_SEQUENCE = {"k=2 sequence": plan_of(2, dim="sequence")}
+_NO_CACHE: dict[str, Any] = {"disable_parameter_transpose_cache": True}
+_IN_FP32 = _fp8("delayed", bf16=False, fp8_amax_history_len=3, fp8_amax_compute_algo="max")
+RECIPES = {
+    "delayed": Recipe(_fp8("delayed"), _WHOLE | _TWO | _FOUR),
+    "delayed-recompute": Recipe(_fp8("delayed", **RECOMPUTE), _WHOLE),
+    "delayed-selective-recompute": Recipe(_fp8("delayed", **SELECTIVE), _WHOLE),
+    "delayed-latent-recompute": Recipe(_fp8("delayed", **LATENT), _WHOLE),
+    "delayed-e4m3": Recipe(_fp8("delayed", "e4m3"), _WHOLE),
+    "delayed-in-fp32": Recipe(_IN_FP32, _TWO | _FOUR),
+    "delayed-in-fp32-recompute": Recipe({**_IN_FP32, **RECOMPUTE}, _TWO),
+    "tensorwise": Recipe(_fp8("tensorwise"), _WHOLE | _FOUR | _SEQUENCE),
+    "tensorwise-recompute": Recipe(_fp8("tensorwise", **RECOMPUTE), _WHOLE),
+    "tensorwise-e4m3": Recipe(_fp8("tensorwise", "e4m3"), _WHOLE),
+    "tensorwise-first-last-bf16": Recipe(_fp8("tensorwise", **FIRST_LAST), _WHOLE),
+    "tensorwise-no-cache": Recipe(_fp8("tensorwise", **_NO_CACHE), _TWO),
+    "blockwise": Recipe(_fp8("blockwise", "e4m3", hidden_size=128, ffn_hidden_size=128), _WHOLE | _TWO, micro_batch=16),
+    "mxfp8": Recipe(_fp8("mxfp8", "e4m3"), _WHOLE | _TWO | _SEQUENCE),
+}
+IN_FP32 = ("delayed-in-fp32", "delayed-in-fp32-recompute")
+NO_CACHE = "tensorwise-no-cache"
+MXFP8 = "mxfp8"
+"""Of Blackwell: in ranks of its own, because a process has one device."""
+HOPPER = [name for name in RECIPES if name != MXFP8]
+
+
+def build(settings: Mapping[str, Any]):
+    """See :func:`gradients_worker.build`; Transformer Engine forgets the amax histories of all models so far."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+    return gradients_worker.build({**_MODEL, **settings})
+
+
+def scaling(model) -> dict[str, torch.Tensor]:
+    """Scales and amax histories of delayed scaling, by module; empty for other recipes."""
+    found = {}
+    for name, module in model.named_modules():
+        for direction, state in getattr(module, "fp8_meta", {}).items():
+            for part in ("scale", "amax_history"):
+                if hasattr(state, part):
+                    found[f"{name}.{direction}.{part}"] = getattr(state, part).clone()
+    return found
+
+
+@contextmanager
+def quantized_weights(model) -> Iterator[Counter[str]]:
+    """Counts how often each of the model's parameters is quantized."""
+    names = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
+    counts: Counter[str] = Counter()
+
+    def counted(quantize, tensor, *args, **kwargs):
+        if tensor.data_ptr() in names:
+            counts[names[tensor.data_ptr()]] += 1
+        return quantize(tensor, *args, **kwargs)
+
+    with around(sys.modules["transformer_engine_torch"], "quantize", counted):
+        yield counts
+
+
+@contextmanager
+def recorded_puts() -> Iterator[dict[str, int]]:
+    """Bytes of each deferred dW of a run's last chunk, by the name of its op."""
+    from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+
+    by_name: dict[str, int] = {}
+
+    def recorded(put, store, weights, compute, num_bytes):
+        by_name[weights[0].name] = num_bytes
+        return put(store, weights, compute, num_bytes)
+
+    with around(WeightGradStore, "put", recorded):
+        yield by_name
+
+
+def num_stashed() -> int:
+    """Scales and amax histories that Transformer Engine keeps for recomputations to come."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    return sum(map(len, FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer))
+
+
+class Step(NamedTuple):
+    """What one step started from, and what it left."""
+
+    weights: dict[str, torch.Tensor]
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    scaling: dict[str, torch.Tensor]
+    quantized: dict[str, int]
+
+
+class Run(NamedTuple):
+    """Some steps of a model.
+
+    Attributes:
+        dw_bytes: bytes of a chunk's deferred dWs, by op.
+        num_stashed: scales and histories that were put aside for a recomputation, and are still there.
+    """
+
+    steps: list[Step]
+    dw_bytes: dict[str, int]
+    peak_dw_bytes: int
+    num_stashed: int
+
+
+def run(settings: Mapping[str, Any], plan: Plan | None = None, weights: list[dict[str, torch.Tensor]] | None = None):
+    """Runs stock or a plan; each step is on given weights, or on those that the gradients of the last one lead to."""
+    model, config, precision = build(settings)
+    setup, stats = (None, None) if plan is None else overlapping_model(model, plan)
+    ddp = wrap_with_ddp(model, config, precision, setup is not None and setup.delays_weight_grads)
+    steps: list[Step] = []
+    with quantized_weights(model) as quantized, recorded_puts() as dw_bytes:
+        for index in range(NUM_STEPS if weights is None else len(weights)):
+            if weights is not None:
+                set_weights(model, weights[index])
+            elif steps:
+                move_weights(model)
+            before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            model.set_is_first_microbatch()
+            losses = step(ddp)
+            steps.append(Step(before, losses, gradients(model), scaling(model), dict(quantized)))
+            quantized.clear()
+    peak_bytes = 0
+    if stats is not None:
+        peak_bytes = stats.take().peak_dw_bytes
+        close(stats)
+    logged_losses()
+    return Run(steps, dict(dw_bytes), peak_bytes, num_stashed())
+
+
+def set_weights(model, weights: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+
+
+def move_weights(model) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(parameter.main_grad.to(parameter.dtype), alpha=-_LEARNING_RATE)
+
+
+def compared(ours: Run, stock: Run) -> dict[str, Any]:
+    """How far a run is from stock, in each step."""
+    pairs = list(zip(ours.steps, stock.steps, strict=True))
+    last = stock.steps[-1].scaling
+    return {
+        "loss": max(relative_difference(a.losses, b.losses) for a, b in pairs),
+        "gradients": [relative_errors(a.gradients, b.gradients) for a, b in pairs],
+        "num_scaling": len(last),
+        "other_scaling": [name for a, b in pairs for name in b.scaling if not a.scaling[name].equal(b.scaling[name])],
+        "moved_scaling": [name for name in last if not last[name].equal(stock.steps[0].scaling[name])],
+        "quantized": [a.quantized for a, _ in pairs],
+        "quantized_by_stock": [b.quantized for _, b in pairs],
+        "dw_bytes": ours.dw_bytes,
+        "peak_dw_bytes": ours.peak_dw_bytes,
+        "num_stashed": ours.num_stashed,
+    }
+
+
+def errors(gradients_of: Step, truth: Step) -> dict[str, float]:
+    """Median and largest error of a parameter's gradient against fp32."""
+    found = relative_errors(gradients_of.gradients, truth.gradients).values()
+    return {"median": median(found), "worst": max(found)}
+
+
+@cache
+def reference(recipe: str) -> tuple[Run, Step]:
+    """Stock with a recipe, and its last step in fp32 on the same weights."""
+    settings = RECIPES[recipe].settings
+    stock = run(settings)
+    plain = {name: value for name, value in settings.items() if not name.startswith(("fp8", "bf16"))}
+    return stock, run(plain, weights=[stock.steps[-1].weights]).steps[0]
+
+
+def compare(name: str) -> dict[str, Any]:
+    """Every plan of a recipe beside stock, see :func:`compared`, and beside fp32."""
+    recipe = RECIPES[name]
+    without_recompute = {key: value for key, value in recipe.settings.items() if not key.startswith("recompute")}
+    same = next((other for other, one in RECIPES.items() if one.settings == without_recompute), None)
+    with replaced(gradients_worker, "MICRO_BATCH", recipe.micro_batch):
+        stock, truth = reference(same or name)
+        weights = [one.weights for one in stock.steps]
+        runs = {name: run(recipe.settings, plan, weights) for name, plan in recipe.plans.items()}
+    return {
+        "plans": {name: compared(ours, stock) for name, ours in runs.items()},
+        "errors": {name: errors(one.steps[-1], truth) for name, one in {"stock": stock, **runs}.items()},
+    }
+
+
+def main() -> None:
+    """Compares the recipes that the command line names."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
+    finish({name: compare(name) for name in sys.argv[2:]})
+
+
+if __name__ == "__main__":
+    run_on_cpu_with_te(main, (10, 0) if MXFP8 in sys.argv else (9, 0))

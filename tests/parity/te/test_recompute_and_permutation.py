@@ -1,0 +1,65 @@
+"""Recompute and fused permutation that Megatron offers for Transformer Engine's layers: ours against stock, EP=2."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.gradient_deviations import TOLERANCE
+from tests.parity.gradients.variants import precision_of
+from tests.parity.te.recompute_and_permutation_worker import CASES, FUSED, MEMORY_CASES
+from tests.ranks import launch
+
+# All cases run in one start of the ranks: 30 seconds on two idle cores.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(320)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Per rank: what the worker found for each case."""
+    worker = Path(__file__).with_name("recompute_and_permutation_worker.py")
+    return launch.results_of(worker, 2, tmp_path_factory.mktemp("te_recompute"), timeout_s=300, te=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_with_te_recompute_and_fused_permutation_equal_stock(results, case, check_gradients):
+    for rank, result in enumerate(results):
+        found = result[case]
+        bound = 0.0 if "/k=1" in case else TOLERANCE
+        check_gradients(found["gradients"], bound, f"rank {rank}", precision_of(case))
+        assert found["zero_gradients"] == []
+        assert found["loss"] <= bound
+        assert found["logged"] <= bound
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_with_te_recompute_are_reported_ready_once(results, case):
+    for result in results:
+        assert result[case]["reports"] == dict.fromkeys(result[case]["parameters"], 1)
+
+
+def test_stocks_checkpoints_would_report_parameters_once_per_chunk(results):
+    """Each of its backward passes inside the backward pass reports what was recomputed."""
+    for result in results:
+        reports = result["stock's checkpoints"]["reports"]
+        twice = {name.partition("layers.")[2][2:] for name, number in reports.items() if number == 2}
+        assert twice == {f"self_attention.linear_{part}_up_proj.weight" for part in ("q", "kv")} | {
+            "input_layernorm.weight"
+        }
+
+
+@pytest.mark.parametrize("case", MEMORY_CASES)
+def test_recomputed_outputs_are_not_kept_from_forward_to_backward(results, case):
+    dropped = {"router", "linear_fc2"} | ({"core_attention"} if "latent" in case else set())
+    for result in results:
+        kept = result[f"memory/{case}"]
+        assert {name for name, num_bytes in kept["ours"].items() if num_bytes == 0} == dropped
+        assert kept["ours"] == kept["stock"]
+        assert all(kept["ours without recompute"].values())
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_fused_permutation_runs_in_every_chunk(results, case):
+    num_steps = 2  # of one micro-batch in one layer
+    calls = FUSED[case][1] * num_steps
+    for result in results:
+        assert set(result[case]["kernels"].values()) == {calls}
