@@ -264,18 +264,18 @@ def test_number_of_pending_micro_batches_of_a_stage(pipeline, expected):
 @pytest.mark.parametrize(
     ("flags", "module", "dropped_values"),
     [
-        (MOE, "layernorm", {True: 64, False: 0}),
-        (f"{MOE} {LATENT}", "layernorm", {True: 2 * 64, False: 64}),
+        (MOE, "layernorm", {LayerKind.MOE: 64, LayerKind.DENSE: 0}),
+        (f"{MOE} {LATENT}", "layernorm", {LayerKind.MOE: 2 * 64, LayerKind.DENSE: 64}),
         # Queries and keys of 16 + 8 channels and values of 20 in 4 heads, and 24 compressed ones of both.
-        (f"{MOE} {LATENT}", "mla_up_proj", dict.fromkeys((True, False), 4 * (2 * 24 + 20) + 24)),
+        (f"{MOE} {LATENT}", "mla_up_proj", dict.fromkeys((LayerKind.MOE, LayerKind.DENSE), 4 * (2 * 24 + 20) + 24)),
     ],
 )
 def test_estimated_activations_without_recomputed_outputs(examined, flags, module, dropped_values):
-    """Values per token, by whether the layer has experts."""
+    """Values per token, by the kind of the layer."""
     args = examined(f"{flags} --transformer-impl transformer_engine").args
     num_tokens = args.micro_batch_size * args.seq_length
-    for is_moe, expected in dropped_values.items():
-        dropped = [saved for saved in layer_tensors(args, is_moe, saves_scores=False) if saved.module == module]
+    for kind, expected in dropped_values.items():
+        dropped = [saved for saved in layer_tensors(args, kind, saves_scores=False) if saved.module == module]
         assert sum(saved.num_bytes for saved in dropped) == expected * num_tokens * 4
 
 
