@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -61,11 +61,11 @@ def overlap(model: LanguageModel, plan: Plan, comm: Comm, sdpa: bool = False) ->
         block = adopt(model.decoder, OverlappingTransformerBlock)
     block.comm = comm
     block.overlapping_layers = [
-        _prepare_layer(layer, layer.layer_number, recompute_of_layer(layer.config, index), comm)
+        _prepare_layer(layer, cast(int, layer.layer_number), recompute_of_layer(model.config, index), comm)
         for index, layer in enumerate(block.layers)
     ]
     block.following = Op.beside_layers(Phase.FORWARD, OpKind.HEAD) if model.post_process else None
-    if model.mtp_process:
+    if _has_predictions(model):
         _prepare_predictions(model, comm)
     for module in list(model.modules()):
         if is_te_linear(module):
@@ -100,25 +100,27 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     segments: dict[torch.nn.Module, list[Segment]] = {layer.stock: [] for layer in layers}
     for layer in layers:
         segments[layer.stock].append(plan.segment_of(layer.number))
-    needs_sdpa = {
-        stock: block.uses_sdpa_everywhere or any(map(_needs_sdpa, its_segments))
-        for stock, its_segments in segments.items()
+    attentions = {layer.attention: segments[layer.stock] for layer in layers if layer.attention is not None}
+    prefixed = {
+        attention
+        for attention, its_segments in attentions.items()
+        if block.uses_sdpa_everywhere or any(map(_needs_sdpa, its_segments))
     }
-    for layer in layers:
-        if layer.attention is not None and needs_sdpa[layer.stock]:
-            layer.attention.check()
+    for attention in prefixed:
+        attention.check()
     store = block.comm.store
     assert store is not None or plan.dw_policy is DwPolicy.NONE, "dW can't be deferred in a model without a store"
     if store is not None:
         store.configure(plan)
     block.run_by(plan)
-    if model.mtp_process:
+    if _has_predictions(model):
         model.mtp.run_by(plan)
+    for attention in attentions:
+        if attention in prefixed:
+            attention.use_prefixed()
+        else:
+            attention.use_built()
     for layer in layers:
-        if layer.attention is not None and needs_sdpa[layer.stock]:
-            layer.attention.use_prefixed()
-        elif layer.attention is not None:
-            layer.attention.use_built()
         _set_exact(layer.prediction or layer.stock, all(map(_is_exact, segments[layer.stock])))
     if model.post_process:
         _set_exact(model.output_layer, _is_exact(plan.segments[-1]))
@@ -126,7 +128,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
 
 def overlapping_layers(model: LanguageModel) -> list[OverlappingLayer]:
     """The layers of a model that :func:`overlap` prepared, in order; a repeated layer once for each of its numbers."""
-    predicting = model.mtp.overlapping_layers if model.mtp_process else []
+    predicting = model.mtp.overlapping_layers if _has_predictions(model) else []
     return [*model.decoder.overlapping_layers, *predicting]
 
 
@@ -163,7 +165,12 @@ def _set_exact(part: torch.nn.Module, exact: bool) -> None:
             module.is_exact = exact
 
 
-def _prepare_predictions(model: LanguageModel, comm: Comm) -> None:
+def _has_predictions(model: LanguageModel) -> bool:
+    """Whether this stage has the layers of multi-token prediction."""
+    return getattr(model, "mtp_process", False)
+
+
+def _prepare_predictions(model: GPTModel, comm: Comm) -> None:
     """Prepares the layers of multi-token prediction, which are numbered from the model's last layer on."""
     mtp, config, block = adopt(model.mtp, OverlappingMTP), model.config, model.decoder
     layers = []
@@ -183,7 +190,7 @@ def _linears_with_several_uses(model: LanguageModel) -> Iterator[Any]:
     parts: list[torch.nn.Module] = []
     if config.mtp_num_layers and model.post_process and not config.mtp_detach_heads:
         parts.append(model.output_layer)
-    if model.mtp_process and len(model.mtp.overlapping_layers) > len(model.mtp.layers):
+    if _has_predictions(model) and len(model.mtp.overlapping_layers) > len(model.mtp.layers):
         parts.append(model.mtp)
     for part in parts:
         for module in part.modules():

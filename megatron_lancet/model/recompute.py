@@ -36,8 +36,9 @@ class Recompute:
     What an op receives stays in memory: a layer's input, and the rows that the experts got.
 
     Attributes:
-        attention: norms and attention, up to the router's input; in a multi-token prediction also its projection.
-        mlp: a dense layer's MLP.
+        attention: norms and attention, up to the router's input; in a multi-token prediction also its projection, in a
+            layer without attention the norm alone.
+        mlp: the MLP of a layer without experts.
         experts: the experts, from the rows that arrived to the rows that leave.
         shared_experts: the experts that see all tokens.
         experts_norm: the norm in front of the router and the experts, whose output is dropped.

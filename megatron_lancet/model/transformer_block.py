@@ -74,7 +74,7 @@ class LayersByPlan:
         following: the op after its last layer; None where that is on the next stage.
     """
 
-    layers: Sequence[Any]
+    layers: torch.nn.ModuleList
     config: TransformerConfig
     pre_process: bool
     post_process: bool
@@ -123,37 +123,13 @@ class LayersByPlan:
         with random_state(self.config), block_precision(self.config):
             for segment in self.segments:
                 segment.run(micro_batch, trace)
-        hidden = micro_batch.hidden_sbH
-        hidden = end_layers(trace, hidden, self.following)
-        return hidden
+        return end_layers(trace, micro_batch.hidden_sbH, self.following)
 
     def _begin_micro_batch(self) -> None:
         if self.comm.store is not None:
             self.comm.store.assert_idle()
         for layer in self.layers:
             begin_layer(layer)
-
-
-class OverlappingTransformerBlock(LayersByPlan, TransformerBlock):
-    """Megatron's transformer block; in training its micro-batches go through in chunks."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        rotary_pos_emb: torch.Tensor | None = None,
-        attention_bias: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Run all layers and the final norm; see :meth:`LayersByPlan.run_layers`."""
-        inputs = {"rotary_pos_emb": rotary_pos_emb, "attention_bias": attention_bias, **kwargs}
-        if not (self.training and torch.is_grad_enabled()):
-            return super().forward(hidden_states, attention_mask, **inputs)
-        hidden = self.run_layers(hidden_states, attention_mask, **inputs)
-        if self.final_layernorm is not None:
-            hidden = apply_module(self.final_layernorm)(hidden)
-            hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
-        return hidden
 
 
 def random_state(config: TransformerConfig) -> AbstractContextManager[None]:
@@ -184,6 +160,28 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
             f"the overlapping layers got {', '.join(given)}, which they can't cut into chunks yet. "
             "Run with --lancet-plan off."
         )
+
+
+class OverlappingTransformerBlock(LayersByPlan, TransformerBlock):
+    """Megatron's transformer block; in training its micro-batches go through in chunks."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        attention_bias: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Run all layers and the final norm; see :meth:`LayersByPlan.run_layers`."""
+        inputs = {"rotary_pos_emb": rotary_pos_emb, "attention_bias": attention_bias, **kwargs}
+        if not (self.training and torch.is_grad_enabled()):
+            return super().forward(hidden_states, attention_mask, **inputs)
+        hidden = self.run_layers(hidden_states, attention_mask, **inputs)
+        if self.final_layernorm is not None:
+            hidden = apply_module(self.final_layernorm)(hidden)
+            hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
+        return hidden
 
 
 def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[SegmentForward]:

@@ -5,6 +5,7 @@ Legend of shapes: s positions, b samples of the chunk, H hidden size.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -79,7 +80,8 @@ def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkSta
 
 def project(layer: OverlappingLayer, x: ChunkState) -> None:
     """Join the hidden states with the embeddings of the next tokens, before the layer of a multi-token prediction."""
-    x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _project, layer, x.hidden_sbH, x.embedded_sbH)
+    with block_precision(layer.stock.config):
+        x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _project, layer, x.hidden_sbH, x.embedded_sbH)
     del x.embedded_sbH
 
 
@@ -89,7 +91,7 @@ def attention(layer: OverlappingLayer, x: ChunkState) -> None:
     if layer.moe is not None and recompute.attention:
         x.hidden_sbH, x.normed_sbH = maybe_recomputed(True, _attend_and_norm, stock, x.hidden_sbH, x.chunk)
         return
-    with outputs_dropped_in_stock(layer.recompute.drops_outputs):
+    with outputs_dropped_in_stock(recompute.drops_outputs):
         x.hidden_sbH = maybe_recomputed(recompute.attention, _attend, stock, x.hidden_sbH, x.chunk)
     if layer.moe is not None:
         _norm_or_drop(layer, x)
@@ -132,7 +134,7 @@ FORWARD: Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]] = {
 def _project(layer: OverlappingLayer, hidden_sbH: torch.Tensor, embedded_sbH: torch.Tensor) -> torch.Tensor:
     """Norms of both and projection to [s, b, H]."""
     assert layer.prediction is not None
-    with block_precision(layer.stock.config), op_precision(layer.stock):
+    with op_precision(layer.stock):
         return layer.prediction._concat_embeddings(hidden_sbH, embedded_sbH)
 
 
@@ -169,6 +171,15 @@ def _attend_and_norm(
     """Hidden states after attention, and normed, both [s, b, H]."""
     hidden_sbH = _attend(layer, hidden_sbH, chunk)
     return hidden_sbH, _norm(layer, hidden_sbH)
+
+
+def _norm_or_drop(layer: OverlappingLayer, x: ChunkState) -> None:
+    """The norm in front of the router and the experts, whose output may be dropped."""
+    if layer.recompute.experts_norm:
+        x.norm = DroppedOutputs()
+        x.normed_sbH = x.norm.run(partial(_norm, layer.stock), x.hidden_sbH)
+    else:
+        x.normed_sbH = _norm(layer.stock, x.hidden_sbH)
 
 
 def _norm(layer: TransformerLayer, hidden_sbH: torch.Tensor) -> torch.Tensor:

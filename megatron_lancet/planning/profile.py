@@ -8,7 +8,7 @@ The compute ops of a chunk in one layer, in the order in which they run forward:
     dense layer   attention  mlp
 
 Layers of a hybrid model have one part of these: ``attention`` alone, ``mlp`` alone, or a moe layer's ops from the
-router on, with ``norm`` before them. A multi-token prediction is such a layer behind ``mtp_projection``, on the whole
+router on, with ``norm`` before them. A multi-token prediction is a layer behind ``mtp_projection``, on the whole
 micro-batch: the norm of the layer before it, the embedding of the next tokens and the projection.
 
 ``attention`` holds the layer's first norm, self-attention, the residual and, in a moe layer, the second norm.

@@ -81,6 +81,8 @@ _EXPERTS: Layer = (
     AddResidual(OpKind.POSTPROCESS),
 )
 
+_MTP_PROJECTION = Compute(OpKind.MTP_PROJECTION)
+"""Needs the next tokens' embeddings, so the micro-batch is whole here."""
 _VERBS: dict[LayerKind, Layer] = {
     LayerKind.MOE: (Compute(OpKind.ATTENTION), *_EXPERTS),
     LayerKind.DENSE: (Compute(OpKind.ATTENTION), Compute(OpKind.MLP)),
@@ -88,9 +90,6 @@ _VERBS: dict[LayerKind, Layer] = {
     LayerKind.MOE_ONLY: (Compute(OpKind.NORM), *_EXPERTS),
     LayerKind.MLP_ONLY: (Compute(OpKind.MLP),),
 }
-
-_MTP_PROJECTION = Compute(OpKind.MTP_PROJECTION)
-"""Needs the next tokens' embeddings, so the micro-batch is whole here."""
 
 MIRRORED: dict[type[Verb], type[Verb]] = {Compute: Compute, Launch: Wait, Wait: Launch}
 """The verb in the backward pass: the gradient's message is launched where the rows were waited for, and waited for

@@ -21,14 +21,17 @@ def run_on_cpu(main: Callable[[], None]) -> None:
         main()
 
 
-def run_on_cpu_with_te(main: Callable[[], None], capability: tuple[int, int] = (9, 0)) -> None:
+def run_on_cpu_with_te(
+    main: Callable[[], None], capability: tuple[int, int] = (9, 0), interprets_triton: bool = False
+) -> None:
     """As :func:`run_on_cpu`, with Transformer Engine's layers: for a worker that is launched with ``te=True``.
 
     Args:
         capability: see :func:`tests.te_cpu.te_platform`.
+        interprets_triton: see there.
     """
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    with te_platform(capability):
+    with te_platform(capability, interprets_triton):
         main()
 
 

@@ -19,7 +19,7 @@ SITE = Path(sys.prefix) / "te"
 ENVIRONMENT = {
     "NVTE_PROJECT_BUILDING": "1",  # Transformer Engine's own switch: load no library on import
     "NVTE_TORCH_COMPILE": "0",
-    "TRITON_INTERPRET": "1",  # its Triton kernels, for permutation, run in Python
+    "TRITON_INTERPRET": "1",  # its Triton kernels can run in Python
 }
 """Environment variables of a process that installs it."""
 
@@ -53,18 +53,19 @@ def install() -> None:
 
 
 @contextmanager
-def te_platform(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
+def te_platform(capability: tuple[int, int] = (9, 0), interprets_triton: bool = False) -> Iterator[None]:
     """Megatron's CPU settings with a device that Transformer Engine accepts.
 
     Transformer Engine keeps what it finds out about a device: a process has one capability.
 
     Args:
         capability: compute capability of the device: 8.9 or 9.0 for fp8, 10.0 for MXFP8.
+        interprets_triton: see :func:`tests.te_cpu.device.te_device`.
     """
     from megatron_lancet.training.platform.cpu import cpu_platform
     from tests.te_cpu.device import te_device
 
-    with cpu_platform(), te_device(capability):
+    with cpu_platform(), te_device(capability, interprets_triton):
         yield
 
 

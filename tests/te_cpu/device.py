@@ -10,6 +10,7 @@ import torch
 from triton.runtime import driver
 
 from megatron_lancet.patching import around, replaced
+from tests.te_cpu.permutation import permutation_in_torch
 
 
 class _InterpreterDriver:
@@ -69,8 +70,12 @@ def _on_cpu(stock: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any
 
 
 @contextmanager
-def te_device(capability: tuple[int, int]) -> Iterator[None]:
-    """Inside :func:`cpu_platform`: every tensor is on the device, whose compute capability is this."""
+def te_device(capability: tuple[int, int], interprets_triton: bool = False) -> Iterator[None]:
+    """Inside :func:`cpu_platform`: every tensor is on the device, whose compute capability is this.
+
+    Args:
+        interprets_triton: Triton's interpreter runs the kernels of permutation, and not ``permutation.py``.
+    """
     properties = SimpleNamespace(
         name="cpu", total_memory=0, major=capability[0], minor=capability[1], multi_processor_count=1
     )
@@ -82,4 +87,6 @@ def te_device(capability: tuple[int, int]) -> Iterator[None]:
         stack.enter_context(replaced(torch.version, "cuda", "13.0"))  # torch for CPUs has none
         stack.enter_context(replaced(torch.cuda, "default_generators", defaultdict(DeviceGenerator)))
         stack.enter_context(replaced(driver, "_active", _InterpreterDriver()))
+        if not interprets_triton:
+            stack.enter_context(permutation_in_torch())
         yield

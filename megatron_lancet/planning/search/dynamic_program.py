@@ -18,7 +18,7 @@ from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
-from megatron_lancet.planning.search.search_space import SearchSpace, SegmentChoice, with_open_end
+from megatron_lancet.planning.search.search_space import SearchSpace, SegmentChoice
 from megatron_lancet.planning.simulation.lowering import backward
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.schedule.dw_queue import AT_ONCE, DwRules
@@ -110,7 +110,7 @@ class DynamicProgram:
             if found is None:
                 return None
             chosen += found
-        return with_open_end(sorted(chosen, key=lambda segment: segment.first_layer))
+        return self._space.joined(sorted(chosen, key=lambda segment: segment.first_layer))
 
     def _dw_bytes(self, segments: tuple[Segment, ...], policy: DwPolicy) -> int:
         """Peak memory of deferred dWs in the smallest window."""

@@ -66,12 +66,14 @@ class SearchSpace:
         runs: see :func:`stage_runs`; no segment crosses them.
         limits: the restrictions from which the space was made.
         excluded: parts that are not considered, and why.
+        joints: numbers of the layers that begin a run on the stage of the layer before.
     """
 
     choices: tuple[SegmentChoice, ...]
     runs: tuple[tuple[int, int], ...]
     limits: Limits
     excluded: tuple[Exclusion, ...]
+    joints: frozenset[int] = frozenset()
 
     @staticmethod
     def of(costs: CostModel, limits: Limits) -> "SearchSpace":
@@ -99,7 +101,23 @@ class SearchSpace:
             raise RecordError(f"the limits leave no plan: {'; '.join(f'{e.what}: {e.reason}' for e in excluded)}")
         order = tuple(OverlapRange)
         unique = sorted(set(choices), key=lambda one: (one.num_chunks, -order.index(one.range), one.chunk_dim))
-        return SearchSpace(tuple(unique), stage_runs(costs.model), limits, tuple(dict.fromkeys(excluded)))
+        runs, kept = stage_runs(costs.model), tuple(dict.fromkeys(excluded))
+        return SearchSpace(tuple(unique), runs, limits, kept, _joints(costs.model))
+
+    def joined(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
+        """The segments of all runs as those of a plan, in which layers that run alike read the same for every model.
+
+        The last segment is extended to the model's end, and those that a multi-token prediction separates are joined if
+        they are alike: its chunks begin anew in any case.
+        """
+        whole = [segments[0]]
+        for segment in segments[1:]:
+            longer = replace(whole[-1], last_layer=segment.last_layer)
+            if segment.first_layer in self.joints and longer == replace(segment, first_layer=longer.first_layer):
+                whole[-1] = longer
+            else:
+                whole.append(segment)
+        return (*whole[:-1], replace(whole[-1], last_layer=None))
 
     def num_segmentations(self) -> int:
         """Number of divisions of the layers into segments, times the choices for each segment."""
@@ -115,7 +133,7 @@ class SearchSpace:
     def uniform(self) -> Iterator[tuple[Segment, ...]]:
         """Yields the segmentations in which all layers run alike: one segment per run of layers of a stage."""
         for choice in self.choices:
-            yield with_open_end([choice.segment(first, last) for first, last in self.runs])
+            yield self.joined([choice.segment(first, last) for first, last in self.runs])
 
     def dw_options(self, segments: tuple[Segment, ...]) -> Iterator[Plan]:
         """Yields the plans with these segments, simplest first, without gaps."""
@@ -133,7 +151,7 @@ class SearchSpace:
             return
         for head in self._of_layers(*self.runs[run]):
             for tail in self._from(run + 1):
-                yield with_open_end([*head, *tail]) if run == 0 else (*head, *tail)
+                yield self.joined([*head, *tail]) if run == 0 else (*head, *tail)
 
     def _of_layers(self, first: int, last: int) -> Iterator[tuple[Segment, ...]]:
         if first > last:
@@ -143,12 +161,6 @@ class SearchSpace:
             for choice in self.choices:
                 for tail in self._of_layers(end + 1, last):
                     yield (choice.segment(first, end), *tail)
-
-
-def with_open_end(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Extends the last segment to the model's end, so that a plan of one segment reads the same for every model."""
-    last = segments[-1]
-    return (*segments[:-1], replace(last, last_layer=None))
 
 
 def stage_runs(model: ModelFacts) -> tuple[tuple[int, int], ...]:
@@ -162,6 +174,11 @@ def stage_runs(model: ModelFacts) -> tuple[tuple[int, int], ...]:
 
     runs = [list(run) for _, run in groupby(range(1, len(model.layer_kinds) + 1), key=run_of)]
     return tuple((run[0], run[-1]) for run in runs)
+
+
+def _joints(model: ModelFacts) -> frozenset[int]:
+    stage_of, predictions = model.stage_of_layer, model.mtp_layers
+    return frozenset(number for number in predictions if number > 1 and stage_of[number - 2] == stage_of[number - 1])
 
 
 def _unusable(costs: CostModel, dim: ChunkDim, num_chunks: int, profiled: tuple[int, ...]) -> str | None:

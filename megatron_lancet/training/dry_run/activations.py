@@ -132,15 +132,15 @@ def _layer_bytes(
 def layer_tensors(args: argparse.Namespace, kind: LayerKind, saves_scores: bool) -> Iterator[Saved]:
     """Yields the tensors that a layer saves for one micro-batch; small ones are left out."""
     residual = _residual_bytes(args)
-    num_norms = kind.has_attention + (kind.has_experts or kind.has_mlp)
-    yield Saved(num_norms * residual)  # their inputs
-    # And outputs; elsewhere layers of Transformer Engine have a norm inside the linear layer that reads it.
+    num_parts = kind.has_attention + (kind.has_experts or kind.has_mlp)
+    yield Saved(num_parts * residual)  # inputs of the norms
+    # Their outputs; elsewhere layers of Transformer Engine have a norm inside the linear layer that reads it.
     if kind.has_attention:
         yield Saved(residual, "layernorm" if args.multi_latent_attention else "")
     if kind.has_experts or kind.has_mlp:
         yield Saved(residual, "layernorm" if kind.has_experts else "")
     if args.hidden_dropout > 0:
-        yield Saved(num_norms * residual / _value_bytes(args))  # masks of one byte
+        yield Saved(num_parts * residual / _value_bytes(args))  # masks of one byte
     if kind.has_attention:
         yield from _latent_attention(args) if args.multi_latent_attention else _attention(args)
     if kind.has_attention and saves_scores:

@@ -12,7 +12,7 @@ from megatron_lancet.schedule.chunk_sizes import most_chunks
 from megatron_lancet.schedule.layers import pattern_of
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
 from megatron_lancet.schedule.ranges import ranges
-from megatron_lancet.training.layer_pattern import layer_kinds, mtp_layer_kinds
+from megatron_lancet.training.layer_pattern import layer_kinds
 from megatron_lancet.training.plan.limits import chunked_dim, routing_over_whole_micro_batch, sequence_blockers
 from megatron_lancet.training.plan.support import has_all_to_alls
 
@@ -47,11 +47,12 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
 
 def model_of_run(args: argparse.Namespace) -> MadeFor:
     """Model and layout of this run, to be compared with those of a plan file."""
-    num_mtp = args.mtp_num_layers or 0
-    kinds = layer_kinds(args) + num_mtp * mtp_layer_kinds(args)
+    num_mtp, kinds = args.mtp_num_layers or 0, layer_kinds(args)
+    kinds += kinds[-1:] * num_mtp  # like the last layer
+    moe_layers = [number for number, kind in enumerate(kinds, start=1) if kind.has_experts]
     return MadeFor(
         num_layers=len(kinds),
-        moe_layers=ranges(number for number, kind in enumerate(kinds, start=1) if kind.has_experts),
+        moe_layers=ranges(moe_layers),
         num_stages=args.pipeline_model_parallel_size,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length // args.context_parallel_size,

@@ -48,13 +48,6 @@ def lost_weight_grad(stack: ExitStack) -> None:
     stack.enter_context(around(DeferredWeight, "add_product", add))
 
 
-def detached_experts(stack: ExitStack) -> None:
-    """Negative control: no gradient of the experts reaches the input of a layer without attention."""
-    from megatron_lancet.model import transformer_layer
-
-    stack.enter_context(around(transformer_layer, "_norm", lambda stock, layer, hidden: stock(layer, hidden.detach())))
-
-
 def uses_added_one_by_one(stack: ExitStack) -> None:
     """Negative control: dWs of a weight with several uses are added one by one, and not summed as autograd does."""
     from megatron_lancet.runtime.weight_grad_store import DeferredWeight
@@ -77,6 +70,13 @@ def same_prediction_twice(stack: ExitStack) -> None:
         return stock(prediction, hidden_states, first["embedded"])
 
     stack.enter_context(around(OverlappingMTPLayer, "_concat_embeddings", project))
+
+
+def detached_experts(stack: ExitStack) -> None:
+    """Negative control: no gradient of the experts reaches the input of a layer without attention."""
+    from megatron_lancet.model import transformer_layer
+
+    stack.enter_context(around(transformer_layer, "_norm", lambda stock, layer, hidden: stock(layer, hidden.detach())))
 
 
 def lost_flush(stack: ExitStack) -> None:

@@ -231,14 +231,17 @@ def compare(overrides, num_chunks: int, disturb=None, **plan: Any) -> dict[str, 
     return compare_plan(overrides, plan_of(num_chunks, **plan), disturb)
 
 
-def compare_plan(overrides, plan: Plan, disturb=None) -> dict[str, Any]:
+def compare_plan(overrides, plan: Plan, disturb=None, against=None) -> dict[str, Any]:
     """Two steps of stock and of ours on the same weights and data; how far they are apart.
 
     In DDP's first step reductions start at its end, from the second on as soon as gradients become ready.
+
+    Args:
+        against: stock's settings where they are not ours.
     """
     from megatron_lancet.model import experts
 
-    stock = stock_run(overrides)
+    stock = stock_run(against or overrides)
     our_model, config, precision = build(overrides)
     our_model.load_state_dict(copy.deepcopy(stock.weights))
 

@@ -14,13 +14,13 @@ _SIGMOID_BIAS = {
     "moe_router_enable_expert_bias": True,
     "moe_router_topk_scaling_factor": 2.5,
 }
-HYBRID = {"hybrid_layer_pattern": "*E*-*E", "num_layers": 6}
 MTP: dict[str, dict[str, Any]] = {
     "mtp-1": {"mtp_num_layers": 1},
     "mtp-2": {"mtp_num_layers": 2, "moe_shared_expert_intermediate_size": None, "position_embedding_type": "rope"},
     "mtp-repeated": {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
     "mtp-detached-heads": {"mtp_num_layers": 2, "mtp_detach_heads": True},
 }
+HYBRID = {"hybrid_layer_pattern": "*E*-*E", "num_layers": 6}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no-balancing": {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
@@ -52,9 +52,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied-embeddings": {"share_embeddings": True},
     "grouped-experts": {"num_moe_experts": 8},
     "grouped-experts-gated": {"num_moe_experts": 16, "moe_router_topk": 4, "gated_linear_unit": True},
+    **MTP,
     "hybrid": HYBRID,
     "hybrid-shared-expert": {**HYBRID, "moe_shared_expert_intermediate_size": 48},
-    **MTP,
     "frozen-half-of-the-linears": {"frozen": r"linear_(qkv|fc1)|local_experts\.0"},
     "frozen-layer": {"frozen": r"layers\.1\."},
     "frozen-router-embedding-output": {"frozen": r"router|embedding|output_layer"},

@@ -39,11 +39,11 @@ MODELS = {
     "no-shared-experts": Model((0, 1, 1)),
     "full-recompute": Model((0, 1, 1), overrides={**SHARED, **FULL}),
     "selective-recompute": Model((0, 1, 1), overrides={**SHARED, **SELECTIVE}),
-    "hybrid": Model([kind == "E" for kind in HYBRID], overrides=SHARED, pattern=HYBRID),
     "mtp": Model((0, 1), overrides={**SHARED, "mtp_num_layers": 2}),
     "mtp-repeated": Model(
         (0, 1), overrides={"mtp_num_layers": 2, "mtp_use_repeated_layer": True, "mtp_detach_heads": True}
     ),
+    "hybrid": Model([kind == "E" for kind in HYBRID], overrides=SHARED, pattern=HYBRID),
     **{f"stage-{stage}": Model(PIPELINE, stage, SHARED) for stage in range(NUM_STAGES)},
 }
 """Layers with experts and without in each of them; two experts a rank. Layers of the hybrid model have one part."""

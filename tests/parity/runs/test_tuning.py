@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet.planning.plan_file import read_plan_file
-from megatron_lancet.planning.profile import read_profile
+from megatron_lancet.planning.profile import LayerKind, read_profile
 from megatron_lancet.report.timeline.trace_file import read_trace
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, Run, command_line, pretrain
@@ -110,3 +110,17 @@ def test_tuning_writes_profile_and_plan_files_and_saves_the_plan_in_the_checkpoi
     again = pretrain(token_data, shared, tmp_path / "fourth", train_iters=8)
     (profile,) = (tmp_path / "cache").iterdir()
     assert any(f"from the profile {profile}" in line for line in lines_of(again)), lines_of(again)
+
+
+def test_tuning_plans_multi_token_predictions_too(token_data, tmp_path):
+    both = [*EP2, "--mtp-num-layers", "2", "--mtp-use-repeated-layer", "--position-embedding-type", "rope"]
+    expected = pretrain(token_data, [*both, "--lancet-plan", "off"], tmp_path / "stock", train_iters=28)
+    report = ["--lancet-tune-steps", "1", "--lancet-report", tmp_path]
+    run = pretrain(token_data, [*both, *report], tmp_path / "tuned", train_iters=28)
+    assert_equal(run, expected)
+    profile, made_for = read_profile(tmp_path / "profile.json"), read_plan_file(tmp_path / "plan.json").made_for
+    assert list(profile.model.mtp_layers) == [3, 4]
+    assert made_for is not None
+    assert (made_for.num_layers, made_for.num_mtp_layers) == (4, 2)
+    assert {op.kind for op in profile.ops if op.layer_kind is LayerKind.MTP} == {"mtp_projection"}
+    assert {grad.name for grad in profile.weight_grads if grad.layer_kind is LayerKind.MTP} == {"eh_proj"}

@@ -16,14 +16,19 @@ from megatron_lancet.patching import replaced
 from tests.parity.gradients import gradients_worker as gradients
 from tests.parity.gradients.variants import MLA
 from tests.ranks.worker import finish, run_on_cpu_with_te
+from tests.te_cpu.permutation import permutation_in_torch
 
 TE = {"te": True, "num_layers": 2, "moe_grouped_gemm": True}
 NORMS = {**TE, "recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
-LATENT = {**NORMS, **MLA, "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"]}
+LOCAL_NORMS = {**NORMS, "te": False, "recompute_modules": ["layernorm"], "moe_layer_freq": [0, 1]}
+"""In front of every linear layer; with Transformer Engine's layers most are part of it."""
+LATENT: dict[str, Any] = {**NORMS, **MLA, "recompute_modules": ["layernorm", "moe_act", "mla_up_proj"]}
+LATENT_AND_CORE = {**LATENT, "recompute_modules": [*LATENT["recompute_modules"], "core_attn"]}
 SHARED = {"moe_shared_expert_intermediate_size": 48, "moe_layer_freq": [0, 1]}
 ALL_OF_MOE = {**NORMS, "recompute_modules": ["layernorm", "moe_act", "core_attn", "moe", "mlp", "shared_experts"]}
 FP8 = {"bf16": True, "fp8": "e4m3", "fp8_recipe": "tensorwise", "hidden_size": 64, "ffn_hidden_size": 64}
 LATENT_FP8 = {**LATENT, **FP8, "q_lora_rank": None, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16, "v_head_dim": 16}
+DELAYED = {**LATENT_FP8, "fp8_recipe": "delayed", "recompute_modules": ["mla_up_proj"]}
 RECOMPUTED: dict[str, tuple[dict[str, Any], int, dict[str, str]]] = {
     "norms/k=1": (NORMS, 1, {}),
     "norms/bf16/k=1": ({**NORMS, "bf16": True}, 1, {}),
@@ -34,22 +39,27 @@ RECOMPUTED: dict[str, tuple[dict[str, Any], int, dict[str, str]]] = {
     "norms/k=3/gate": ({**NORMS, **SHARED}, 3, {"over": "gate"}),
     "norms/k=3/experts": ({**NORMS, **SHARED}, 3, {"over": "experts", "dim": "sequence"}),
     "all-of-moe/k=3": ({**ALL_OF_MOE, **SHARED}, 3, {}),
+    "local-norms/k=3": (LOCAL_NORMS, 3, {}),
     "latent/k=1": (LATENT, 1, {}),
     "latent/bf16/k=1/none": ({**LATENT, "bf16": True}, 1, {"dw": "none"}),
     "latent/fp8/bf16/k=1": (LATENT_FP8, 1, {}),
+    "latent/fp8-delayed/bf16/k=1": (DELAYED, 1, {}),
     "latent/k=3": ({**LATENT, "q_lora_rank": None}, 3, {}),
-    "latent/k=3/sequence": (LATENT, 3, {"dim": "sequence"}),
+    "latent/k=3/sequence": (LATENT_AND_CORE, 3, {"dim": "sequence"}),
 }
 """Overrides of the transformer config, chunks, fields of the plan."""
-_ROWS = {**TE, "num_layers": 1, "moe_permute_fusion": True}
 FUSED: dict[str, tuple[dict[str, Any], int, dict[str, str]]] = {
-    "fused-permutation/bf16/k=1": ({**_ROWS, "bf16": True}, 1, {}),
-    "fused-permutation/k=2": (_ROWS, 2, {}),
-    "fused-permutation/k=2/experts": (_ROWS, 2, {"over": "experts", "dim": "sequence"}),
+    "fused-permutation/bf16/k=1": ({**TE, "moe_permute_fusion": True, "bf16": True}, 1, {}),
+    "fused-permutation/k=3": ({**NORMS, **SHARED, "moe_permute_fusion": True}, 3, {}),
+    "fused-permutation/k=3/experts": ({**TE, "moe_permute_fusion": True}, 3, {"over": "experts", "dim": "sequence"}),
 }
-"""Cases whose rows Transformer Engine's kernels permute. Triton's interpreter needs milliseconds for each row."""
+"""Cases whose rows are permuted by Transformer Engine, by the tests' functions in place of its kernels."""
+INTERPRETED: dict[str, tuple[dict[str, Any], int, dict[str, str]]] = {
+    "fused-permutation/interpreted/k=2": ({**TE, "num_layers": 1, "moe_permute_fusion": True}, 2, {}),
+}
+"""The same by the kernels, of which Triton's interpreter needs milliseconds for each row."""
 FEW_TOKENS = {"MICRO_BATCH": 2, "NUM_MICRO_BATCHES": 1, "SEQ_LENGTH": 4}
-CASES = RECOMPUTED | FUSED
+CASES = RECOMPUTED | FUSED | INTERPRETED
 MEMORY_CASES = ("norms/k=3", "norms/k=3/gate", "latent/k=3/sequence")
 
 
@@ -144,10 +154,13 @@ def main() -> None:
     with replaced(random, "_get_share_storage", lambda: share_storage):
         for name, (overrides, num_chunks, plan) in RECOMPUTED.items():
             results[name] = gradients.compare(overrides, num_chunks, **plan)
+        with permutation_in_torch():
+            for name, (overrides, num_chunks, plan) in FUSED.items():
+                results[name] = compare_fused(overrides, num_chunks, plan)
         with ExitStack() as stack:
             for constant, value in FEW_TOKENS.items():
                 stack.enter_context(replaced(gradients, constant, value))
-            for name, (overrides, num_chunks, plan) in FUSED.items():
+            for name, (overrides, num_chunks, plan) in INTERPRETED.items():
                 results[name] = compare_fused(overrides, num_chunks, plan)
         for name in MEMORY_CASES:
             overrides, num_chunks, plan = CASES[name]
@@ -158,9 +171,9 @@ def main() -> None:
                     {**overrides, "recompute_granularity": None}, num_chunks, **plan
                 ),
             }
-        results["stock's checkpoints"] = gradients.compare(LATENT, 2, with_stocks_checkpoints)
+        results["stock's checkpoints"] = gradients.compare(LATENT, 2, with_stocks_checkpoints, dw="none")
     finish(results)
 
 
 if __name__ == "__main__":
-    run_on_cpu_with_te(main)
+    run_on_cpu_with_te(main, interprets_triton=True)

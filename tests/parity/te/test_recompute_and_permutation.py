@@ -6,7 +6,7 @@ import pytest
 
 from tests.gradient_deviations import TOLERANCE
 from tests.parity.gradients.variants import precision_of
-from tests.parity.te.recompute_and_permutation_worker import CASES, FUSED, MEMORY_CASES
+from tests.parity.te.recompute_and_permutation_worker import CASES, MEMORY_CASES
 from tests.ranks import launch
 
 # All cases run in one start of the ranks: 30 seconds on two idle cores.
@@ -57,9 +57,15 @@ def test_recomputed_outputs_are_not_kept_from_forward_to_backward(results, case)
         assert all(kept["ours without recompute"].values())
 
 
-@pytest.mark.parametrize("case", FUSED)
-def test_fused_permutation_runs_in_every_chunk(results, case):
-    num_steps = 2  # of one micro-batch in one layer
-    calls = FUSED[case][1] * num_steps
+@pytest.mark.parametrize(
+    ("case", "calls"),
+    [  # chunks x layers with experts x micro-batches x steps
+        ("fused-permutation/bf16/k=1", 1 * 2 * 2 * 2),
+        ("fused-permutation/k=3", 3 * 1 * 2 * 2),
+        ("fused-permutation/k=3/experts", 3 * 2 * 2 * 2),
+        ("fused-permutation/interpreted/k=2", 2 * 1 * 1 * 2),
+    ],
+)
+def test_fused_permutation_runs_in_every_chunk(results, case, calls):
     for result in results:
         assert set(result[case]["kernels"].values()) == {calls}

@@ -1,4 +1,4 @@
-"""Models and plans that are compared with Transformer Engine's layers, beside those of ``parity/gradients/variants.py``."""
+"""Models and plans of the comparison with Transformer Engine's layers, beside ``parity/gradients/variants.py``."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ TE: dict[str, Any] = {"te": True, "moe_grouped_gemm": True, "gradient_accumulati
 """Overrides that select Transformer Engine's layers and its grouped experts."""
 FUSED: dict[str, Any] = {"fused_weight_grads": True}
 """dW is added to the gradient by the GEMM, as ``--gradient-accumulation-fusion`` asks."""
-FP8: dict[str, Any] = {"bf16": True, "fp8": "hybrid", "fp8_recipe": "delayed"}
+FP8: dict[str, Any] = {"bf16": True, "hidden_size": 64, "fp8": "hybrid", "fp8_recipe": "delayed"}
 RMS_NORM = {"normalization": "RMSNorm"}
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     ("bf16", {"bf16": True}, 1, {}),
-    ("hybrid-fp8", {**HYBRID, **FP8}, 1, {}),
+    ("hybrid-fp8", {**HYBRID, **FP8, "fp8_recipe": "tensorwise"}, 1, {}),
     ("bf16-fused", {**FUSED, "bf16": True}, 1, {}),
     ("fused", FUSED, 4, {"dw": "none"}),
     ("plain", {}, 2, {"dw": "none"}),

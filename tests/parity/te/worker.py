@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.patching import replaced
+from megatron_lancet.schedule.plan import fixed_plan
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare, compare_plan
 from tests.parity.gradients.variants import (
@@ -67,6 +68,9 @@ def main() -> None:
         results[name] = compare({**TE, **FUSED}, num_chunks, erratic_wire, dw_memory_bytes=memory_bytes)
     for name, (overrides, plan) in HAZARDS.items():
         results[name] = compare_plan({**TE, **overrides}, plan)
+    repeated = {**TE, **VARIANTS["mtp-repeated"]}
+    results["mtp-repeated-fused/k=2"] = compare_plan({**repeated, **FUSED}, fixed_plan(2), against=repeated)
+    results["mtp-repeated-fused/stock"] = compare_plan({**repeated, **FUSED}, fixed_plan(2))
     for name, disturb in {"first-call": first_call_of_a_step, "dw-at-once": grad_from_autograd_counts}.items():
         overrides, plan = HAZARDS[name]
         results[f"{name}/damaged"] = compare_plan({**TE, **overrides}, plan, disturb)

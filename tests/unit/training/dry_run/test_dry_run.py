@@ -52,12 +52,7 @@ SIZES = {
 """Ranks; billions of parameters, and of those that are active per token. Names of models say the same."""
 
 
-STOCK = {
-    "modelzoo_mixtral_8x22b_capacity": "--tp-comm-overlap does not work",
-    "modelzoo_deepseek_v3_h100_128k": "--recompute-modules layernorm mla_up_proj does not work",
-    "modelzoo_deepseek_v3_h100_a2aoverlap": "--recompute-modules mla_up_proj does not work",
-    "mcore_ft_selective_recompute_pp2_ep4": "--recompute-modules layernorm mla_up_proj moe_act does not work",
-}
+STOCK = {"modelzoo_mixtral_8x22b_capacity": "--tp-comm-overlap does not work"}
 """Lists whose runs keep stock modules, with the reason; the others overlap as they are."""
 
 
@@ -186,14 +181,14 @@ def test_dry_run_maps_megatrons_overlap_flags(dry_run):
     findings = dry_run(MIXTRAL, "--transformer-impl", "local", "--moe-permute-fusion", *flags)
     assert any(f"the plan does what {', '.join(flags)} ask for" in line for line in findings.changes)
     assert not findings.args.overlap_moe_expert_parallel_comm
-    kept = dry_run("modelzoo_deepseek_v3_h100_a2aoverlap")
+    kept = dry_run("modelzoo_deepseek_v3_h100_a2aoverlap", "--use-transformer-engine-op-fuser")
     assert kept.args.overlap_moe_expert_parallel_comm
     assert kept.args.delay_wgrad_compute
 
 
 def test_dry_run_warns_of_packages_missing_here(dry_run):
     warnings = dry_run("modelzoo_deepseek_v3_h100_128k").warnings
-    for package in ("transformer_engine", "deep_ep", "flash_attn", "wandb", "tensorboard", "transformers"):
+    for package in ("transformer_engine", "flash_attn", "wandb", "tensorboard", "transformers"):
         assert any(package in warning for warning in warnings) == (not has_package(package))
     for part in ("--load: no such folder: /load", "CUDA_DEVICE_MAX_CONNECTIONS is not set", "unsloth/DeepSeek-V3"):
         assert any(part in warning for warning in warnings)

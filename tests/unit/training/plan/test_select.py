@@ -239,10 +239,6 @@ REFUSED: list[tuple[list, str]] = [
         [*TE, "--recompute-granularity", "selective", "--recompute-modules", "layernorm", "gdn_norm_out"],
         "--recompute-modules gdn_norm_out does not work",
     ),
-    (
-        [*TE, *FP8, "--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj"],
-        "--fp8-recipe delayed with --recompute-modules mla_up_proj .*another --fp8-recipe",
-    ),
     (["--distribute-saved-activations"], "--distribute-saved-activations"),
     (["--spec", "mine", "layers"], "--spec mine layers"),
     (["--save-dgrads-interval", 5], "it would save one chunk for the whole micro-batch"),
@@ -306,7 +302,7 @@ def test_recompute_settings_get_a_plan(megatron_args, changes):
     [
         ["--qk-clip", "--log-max-attention-logit", "--mla-down-proj-fusion"],
         ["--moe-grouped-gemm", "--moe-mlp-glu-interleave-size", 8],
-        [*FP8, "--recompute-granularity", "selective", "--recompute-modules", "core_attn"],
+        [*FP8, "--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe", "mla_up_proj"],
         ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "mla_up_proj", "moe_act"],
         [*FP8, "--fp8-recipe", "tensorwise", *FULL_RECOMPUTE],
         ["--fp4-format", "e2m1", "--seq-length", 128],
