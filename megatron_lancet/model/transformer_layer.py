@@ -138,15 +138,6 @@ def _project(layer: OverlappingLayer, hidden_sbH: torch.Tensor, embedded_sbH: to
         return layer.prediction._concat_embeddings(hidden_sbH, embedded_sbH)
 
 
-def _norm_or_drop(layer: OverlappingLayer, x: ChunkState) -> None:
-    """The norm in front of the router; recomputed alone, its output is dropped."""
-    if layer.recompute.experts_norm:
-        x.norm = DroppedOutputs()
-        x.normed_sbH = x.norm.run(lambda hidden_sbH: _norm(layer.stock, hidden_sbH), x.hidden_sbH)
-    else:
-        x.normed_sbH = _norm(layer.stock, x.hidden_sbH)
-
-
 def _attend(layer: TransformerLayer, hidden_sbH: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     """Norm, self-attention and residual, [s, b, H]."""
     with at_positions(layer.self_attention, chunk), op_precision(layer):
