@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from megatron.core import tensor_parallel
@@ -23,7 +23,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lancet.model.te.precision import recompute_precision
-from megatron_lancet.patching import replaced
 
 DROPS_OUTPUTS = frozenset({"layernorm", "moe_act", "mla_up_proj"})
 """Values of ``--recompute-modules`` whose outputs are dropped."""
@@ -261,13 +260,15 @@ def _several(outputs: Any) -> Sequence[torch.Tensor]:
 
 
 class _Checkpoint:
-    """:class:`DroppedOutputs` with the interface of Megatron's ``CheckpointWithoutOutput``."""
+    """:class:`DroppedOutputs` with the interface of Megatron's ``CheckpointWithoutOutput``.
 
-    def __init__(self, scopes: list[ExitStack], fp8: object = None) -> None:
-        """
-        Args:
-            fp8: Megatron's; the context that is open says more.
-        """
+    Attributes:
+        scopes: the objects between their two calls inside :func:`outputs_dropped_in_stock`; None outside of it.
+    """
+
+    scopes: ClassVar[list[ExitStack] | None] = None
+
+    def __init__(self, scopes: list[ExitStack]) -> None:
         self._scopes = scopes
 
     def checkpoint[T](self, function: Callable[..., T], *inputs: Any) -> T:
@@ -286,15 +287,23 @@ def outputs_dropped_in_stock(again: bool) -> Iterator[None]:
     """Inside, with ``again``, Megatron's modules drop outputs by :class:`DroppedOutputs`.
 
     Where they do so stays their own decision. They run what saves an output between two calls, one after the output
-    was made and one after its last use.
+    was made and one after its last use. They get the object from :func:`make_checkpoint`, which a run puts in the place
+    of Megatron's class.
     """
     if not again:
         yield
         return
-    scopes: list[ExitStack] = []
+    assert hasattr(tensor_parallel.CheckpointWithoutOutput, "__wrapped__"), "Megatron's own class is in place"
+    outer, scopes = _Checkpoint.scopes, list[ExitStack]()
+    _Checkpoint.scopes = scopes
     try:
-        with replaced(tensor_parallel, "CheckpointWithoutOutput", partial(_Checkpoint, scopes)):
-            yield
+        yield
     finally:
+        _Checkpoint.scopes = outer
         while scopes:  # a module raised between its two calls
             scopes.pop().close()
+
+
+def make_checkpoint(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Makes Megatron's ``CheckpointWithoutOutput``; inside :func:`outputs_dropped_in_stock` what takes its place."""
+    return stock(*args, **kwargs) if _Checkpoint.scopes is None else _Checkpoint(_Checkpoint.scopes)

@@ -139,6 +139,7 @@ class OverlappedRun:
 
     def enter(self, stack: ExitStack) -> None:
         """Change Megatron for the length of ``stack``."""
+        stack.enter_context(patches.dropped_outputs())
         if self.setup.scheduler is not None:
             stack.enter_context(reductions_in_micro_ops(self.setup.scheduler))
         if self._tuner is not None:

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.optimizer import distrib_optimizer
@@ -21,6 +22,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.training import training
 
 from megatron_lancet.model.attention.sdpa import SdpaAttention
+from megatron_lancet.model.recompute import make_checkpoint
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.training.megatron.norm import sequence_parallel_norm
@@ -38,6 +40,11 @@ def sequence_parallel_with_torch_norm() -> AbstractContextManager[None]:
         return stock(cls, config, hidden_size, eps, **kwargs)
 
     return around(torch_norm.WrappedTorchNorm, "__new__", new)
+
+
+def dropped_outputs() -> AbstractContextManager[None]:
+    """Lets the block's layers drop the outputs that ``--recompute-modules`` names, see ``model/recompute.py``."""
+    return around(tensor_parallel, "CheckpointWithoutOutput", make_checkpoint)
 
 
 def core_attention_without_te(needed: bool) -> AbstractContextManager[None]:

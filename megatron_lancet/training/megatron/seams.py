@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron.core import utils
+from megatron.core import tensor_parallel, utils
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -85,6 +85,7 @@ _MODEL: tuple[Seam, ...] = (
     (moe_utils, "compute_routing_scores_for_aux_loss", ("logits", "topk", "score_function", "fused")),
     (token_dispatcher, "gather_from_sequence_parallel_region", ("input_", "group")),
     (torch_norm.WrappedTorchNorm, "__new__", ("config", "hidden_size", "eps")),
+    (tensor_parallel, "CheckpointWithoutOutput", ()),
     (CheckpointWithoutOutput, "checkpoint", ("run_function",)),
     (CheckpointWithoutOutput, "discard_output_and_register_recompute", ("hook_tensor",)),
     (ColumnParallelLinear, "_forward_impl", ("input", "weight")),

@@ -147,11 +147,13 @@ def main() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 
+    from megatron_lancet.training.megatron.patches import dropped_outputs
+
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / gradients.NUM_MICRO_BATCHES)
     results: dict[str, Any] = {}
-    with replaced(random, "_get_share_storage", lambda: share_storage):
+    with dropped_outputs(), replaced(random, "_get_share_storage", lambda: share_storage):
         for name, (overrides, num_chunks, plan) in RECOMPUTED.items():
             results[name] = gradients.compare(overrides, num_chunks, **plan)
         with permutation_in_torch():

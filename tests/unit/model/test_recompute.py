@@ -8,6 +8,7 @@ from torch.nn.functional import rms_norm
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lancet.model.recompute import DroppedOutputs, outputs_dropped_in_stock
+from megatron_lancet.training.megatron.patches import dropped_outputs
 
 
 class Norm:
@@ -154,7 +155,7 @@ def stock_module(norms: list[Norm], hidden: torch.Tensor, *weights: torch.Tensor
 
 def test_stock_modules_drop_outputs_of_several_calls_before_the_first_backward():
     (hidden, *weights), norms = tensors(), [[Norm(8), Norm(8)] for _ in range(2)]
-    with outputs_dropped_in_stock(True):
+    with dropped_outputs(), outputs_dropped_in_stock(True):
         losses = [stock_module(pair, hidden, *weights) for pair in norms]
     assert not any(norm.output_is_kept for pair in norms for norm in pair)
     expected = [Norm(8), Norm(8)]
@@ -170,8 +171,10 @@ def test_stock_checkpoints_are_restored_after_an_error():
     from megatron.core import tensor_parallel
 
     stock, (hidden, *weights) = tensor_parallel.CheckpointWithoutOutput, tensors()
-    with pytest.raises(RuntimeError), outputs_dropped_in_stock(True):
-        stock_module([Norm(8), Norm(5)], hidden, *weights)
+    with dropped_outputs():
+        with pytest.raises(RuntimeError), outputs_dropped_in_stock(True):
+            stock_module([Norm(8), Norm(5)], hidden, *weights)
+        assert isinstance(tensor_parallel.CheckpointWithoutOutput(), stock)
     assert tensor_parallel.CheckpointWithoutOutput is stock
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
@@ -180,5 +183,7 @@ def test_outputs_are_dropped_in_stock_on_request_only():
     from megatron.core import tensor_parallel
 
     stock = tensor_parallel.CheckpointWithoutOutput
-    with outputs_dropped_in_stock(False):
-        assert tensor_parallel.CheckpointWithoutOutput is stock
+    with dropped_outputs(), outputs_dropped_in_stock(False):
+        assert isinstance(tensor_parallel.CheckpointWithoutOutput(), stock)
+    with pytest.raises(AssertionError, match="own class"), outputs_dropped_in_stock(True):
+        pass

@@ -271,7 +271,7 @@ def test_number_of_pending_micro_batches_of_a_stage(pipeline, expected):
     ],
 )
 def test_estimated_activations_without_recomputed_outputs(examined, flags, module, dropped_values):
-    """Values per token, by the kind of the layer."""
+    """Values per token, by kind of layer."""
     args = examined(f"{flags} --transformer-impl transformer_engine").args
     num_tokens = args.micro_batch_size * args.seq_length
     for kind, expected in dropped_values.items():

@@ -69,6 +69,8 @@ def make(monkeypatch):
             seq_length=MACHINE.seq_length,
             context_parallel_size=1,
             overlap_grad_reduce=False,
+            fp8=None,
+            fp4=None,
         )
         notes: list[str] = []
         setup = SimpleNamespace(plan=PRESENT)
