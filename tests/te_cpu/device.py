@@ -10,6 +10,7 @@ import torch
 from triton.runtime import driver
 
 from megatron_lancet.patching import around, replaced
+from tests.te_cpu.attention import context_parallel_attention
 from tests.te_cpu.permutation import permutation_in_torch
 
 
@@ -87,6 +88,7 @@ def te_device(capability: tuple[int, int], interprets_triton: bool = False) -> I
         stack.enter_context(replaced(torch.version, "cuda", "13.0"))  # torch for CPUs has none
         stack.enter_context(replaced(torch.cuda, "default_generators", defaultdict(DeviceGenerator)))
         stack.enter_context(replaced(driver, "_active", _InterpreterDriver()))
+        stack.enter_context(context_parallel_attention())
         if not interprets_triton:
             stack.enter_context(permutation_in_torch())
         yield

@@ -6,6 +6,7 @@ Any other name can be imported, and raises by its name when it is called.
 from collections.abc import Callable
 from typing import Any
 
+from tests.te_cpu.attention import fused_attn_bwd, fused_attn_fwd, get_fused_attn_backend  # noqa: F401
 from tests.te_cpu.enums import (  # noqa: F401 - names of the extension
     CommOverlap,
     CommOverlapAlgo,
@@ -27,11 +28,26 @@ from tests.te_cpu.enums import (  # noqa: F401 - names of the extension
     NVTERoutingMapFormat,
     NVTEScalingMode,
 )
+from tests.te_cpu.fp8.per_tensor import (  # noqa: F401
+    compute_amax,
+    fp8_transpose,
+    fused_amax_and_scale_update_after_reduction,
+)
+from tests.te_cpu.fp8.quantize import (  # noqa: F401
+    bgrad_quantize,
+    create_empty_quantized_tensor,
+    dequantize,
+    multi_tensor_quantize,
+    multi_tensor_swizzle_scales_for_gemm_,
+    multi_tensor_swizzle_scales_for_gemm_unchecked_,
+    quantize,
+    split_quantize,
+    swizzle_scales_for_gemm_,
+)
 from tests.te_cpu.gemm import (  # noqa: F401
     generic_gemm,
     get_cublasLt_version,
     get_cudnn_version,
-    get_fused_attn_backend,
     get_num_cublas_streams,
     te_general_grouped_gemm,
 )
@@ -46,22 +62,6 @@ from tests.te_cpu.optimizers import (  # noqa: F401
     multi_tensor_scale_tensor,
     multi_tensor_sgd,
     multi_tensor_unscale_l2norm,
-)
-from tests.te_cpu.per_tensor import (  # noqa: F401
-    compute_amax,
-    fp8_transpose,
-    fused_amax_and_scale_update_after_reduction,
-)
-from tests.te_cpu.quantize import (  # noqa: F401
-    bgrad_quantize,
-    create_empty_quantized_tensor,
-    dequantize,
-    multi_tensor_quantize,
-    multi_tensor_swizzle_scales_for_gemm_,
-    multi_tensor_swizzle_scales_for_gemm_unchecked_,
-    quantize,
-    split_quantize,
-    swizzle_scales_for_gemm_,
 )
 from tests.te_cpu.rows import fused_multi_row_padding, fused_multi_row_unpadding  # noqa: F401
 from tests.te_cpu.softmax import (  # noqa: F401

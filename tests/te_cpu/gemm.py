@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from tests.te_cpu.enums import NVTE_Fused_Attn_Backend, torch_dtype
-from tests.te_cpu.quantize import create_empty_quantized_tensor, is_quantized, quantize, values
+from tests.te_cpu.enums import torch_dtype
+from tests.te_cpu.fp8.quantize import create_empty_quantized_tensor, is_quantized, quantize, values
 
 
 def generic_gemm(
@@ -150,8 +150,3 @@ def get_cublasLt_version() -> int:
 def get_cudnn_version() -> int:
     """New enough for every check."""
     return 91800
-
-
-def get_fused_attn_backend(fused_attn_params: Any) -> tuple[int, str]:
-    """No fused attention: Transformer Engine takes its unfused one."""
-    return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "there is no cuDNN"

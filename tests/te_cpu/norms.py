@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tests.te_cpu.enums import torch_dtype
-from tests.te_cpu.quantize import quantize
+from tests.te_cpu.fp8.quantize import quantize
 
 
 def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:

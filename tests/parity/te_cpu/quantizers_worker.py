@@ -130,7 +130,7 @@ def lines_by_hand(lines: torch.Tensor) -> torch.Tensor:
 
 
 def check_block_scaling_of_lines():
-    from tests.te_cpu.quantize import values
+    from tests.te_cpu.fp8.quantize import values
 
     x = randn(132, 260) * torch.logspace(-3, 3, 260)
     tensor = blockwise(1)(x)
@@ -145,7 +145,7 @@ def check_block_scaling_of_lines():
 
 
 def check_block_scaling_of_squares():
-    from tests.te_cpu.quantize import values
+    from tests.te_cpu.fp8.quantize import values
 
     x = randn(132, 260) * torch.logspace(-3, 3, 260)
     tensor = blockwise(2)(x)
@@ -170,7 +170,7 @@ def check_block_scaling_without_powers_of_2():
 
 
 def check_mxfp8_has_a_power_of_2_per_32_elements():
-    from tests.te_cpu.quantize import values
+    from tests.te_cpu.fp8.quantize import values
 
     x = torch.zeros(32, 64)
     x[0, :32], x[0, 32:] = 1.0, 448.0
@@ -197,7 +197,7 @@ def check_mxfp8_has_a_power_of_2_per_32_elements():
 def check_gemms_read_the_layout_that_a_gpu_reads():
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
-    from tests.te_cpu.quantize import values
+    from tests.te_cpu.fp8.quantize import values
 
     weight, rows, grad = randn(128, 64, seed=1), randn(32, 64, seed=2), randn(32, 128, seed=3)
     quantizers = [delayed, current, lambda: blockwise(1)] + ([mxfp8] if CAPABILITY == 10 else [])
@@ -217,7 +217,7 @@ def check_gemms_read_the_layout_that_a_gpu_reads():
 def check_what_a_tensor_lacks_is_refused():
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
-    from tests.te_cpu.quantize import values
+    from tests.te_cpu.fp8.quantize import values
 
     for call, error, words in (
         (lambda: NVFP4Quantizer()(torch.ones(32, 32)), NotImplementedError, "NVFP4Quantizer has no stand-in"),

@@ -7,13 +7,14 @@ import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.planning.plan_file import made_for
-from megatron_lancet.planning.profile import LayerKind, MemoryUse, OpTime, Profile, WeightGradTime, profile_from_json
+from megatron_lancet.planning.profile import MemoryUse, OpTime, Profile, WeightGradTime, profile_from_json
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Limits, SearchSpace
 from megatron_lancet.planning.simulation.buckets import Buckets
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.planning.what_if.layout import Layout, gradient_bytes, stages_of_layers
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, Segment, fixed_plan
 from megatron_lancet.schedule.reductions import CommPriority, GradientReduction
@@ -83,7 +84,7 @@ def test_weights_of_a_repeated_prediction_are_reported_once():
         return stage.buckets
 
     once, repeated = buckets(False), buckets(True)
-    names = {grad.name for grad in predicting().weight_grads if grad.layer_kind is not LayerKind.DENSE}
+    names = {grad.name for grad in predicting().weight_grads if grad.layer_kind in (LayerKind.MOE, LayerKind.MTP)}
     for name in names - {weight for layer, weight in once.num_puts if layer == 0}:
         assert {layer for layer, weight in once.num_puts if weight == name and layer > 2} == {3, 4}
         assert {layer for layer, weight in repeated.num_puts if weight == name and layer > 2} == {3}

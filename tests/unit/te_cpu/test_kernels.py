@@ -62,7 +62,7 @@ def test_te_grouped_gemm_is_one_gemm_per_group_and_leaves_empty_ones(accumulate)
     grads = [randn(3, 5), randn(0, 5), randn(2, 5)]
     wgrads, bias_grads = [torch.full((5, COLUMNS), 2.0) for _ in rows], [torch.full((5,), 7.0) for _ in rows]
     base = 2.0 if accumulate else 0.0
-    flags = (True, [], 0, accumulate, False, 0)
+    flags = (True, torch.empty(0), 0, accumulate, False, 0)
     tex.te_general_grouped_gemm(
         *(rows, False, grads, True, wgrads, tex.DType.kFloat32, [3, 0, 2], bias_grads, tex.DType.kFloat32, False),
         *([torch.empty(0)], *flags),
@@ -74,7 +74,7 @@ def test_te_grouped_gemm_is_one_gemm_per_group_and_leaves_empty_ones(accumulate)
 
 def test_te_grouped_gemm_writes_one_output_for_all_groups():
     weights, rows, out = [randn(5, COLUMNS), 2 * randn(5, COLUMNS)], [randn(4, COLUMNS), randn(2, COLUMNS)], randn(6, 5)
-    flags = (False, [], 0, False, False, 0)
+    flags = (False, torch.empty(0), 0, False, False, 0)
     tex.te_general_grouped_gemm(
         *(weights, True, rows, False, [out], tex.DType.kFloat32, [4, 2], [torch.empty(0)] * 2, tex.DType.kFloat32),
         *(True, [torch.empty(0)], *flags),
@@ -89,6 +89,7 @@ def test_te_norm_equals_autograd(normalization, zero_centered):
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
     gamma = leaves[1] + 1 if zero_centered else leaves[1]
     settings = (EPS, None, None, tex.DType.kFloat32, 0, zero_centered)
+    grads: tuple[torch.Tensor, ...]
     if normalization == "layernorm":
         expected = functional.layer_norm(leaves[0], (COLUMNS,), gamma, leaves[2], EPS)
         out, mean, rsigma = tex.layernorm_fwd(x, weight, bias, *settings)

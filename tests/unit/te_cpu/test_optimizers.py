@@ -1,5 +1,7 @@
 """Optimizer and gradient norm functions of the tests' Transformer Engine against torch's."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ def gradients(step: int) -> list[torch.Tensor]:
     return [randn(4, 3) * step, randn(7) / step]
 
 
-def by_torch(optimizer: type[torch.optim.Optimizer], **settings) -> list[torch.Tensor]:
+def by_torch(optimizer: Callable[..., torch.optim.Optimizer], **settings) -> list[torch.Tensor]:
     """Weights after a few steps of torch's optimizer."""
     weights = [randn(4, 3).requires_grad_(), randn(7).requires_grad_()]
     stepper = optimizer(weights, lr=LR, weight_decay=DECAY, **settings)

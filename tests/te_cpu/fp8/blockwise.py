@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from tests.te_cpu.casting import (
+from tests.te_cpu.fp8.casting import (
     from_fp8,
     largest,
     matrix,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.te_cpu.casting import from_fp8, largest, matrix, scale_from_amax, to_fp8, transposed_shape
+from tests.te_cpu.fp8.casting import from_fp8, largest, matrix, scale_from_amax, to_fp8, transposed_shape
 
 
 def _buffers(quantizer: Any) -> tuple[bool, bool]:

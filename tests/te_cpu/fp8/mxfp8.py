@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.te_cpu.casting import from_fp8, largest, matrix, rounded_up, to_fp8
+from tests.te_cpu.fp8.casting import from_fp8, largest, matrix, rounded_up, to_fp8
 
 BLOCK = 32
 _BIAS = 127

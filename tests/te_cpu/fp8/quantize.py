@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from tests.te_cpu import blockwise, mxfp8, per_tensor
 from tests.te_cpu.enums import torch_dtype
+from tests.te_cpu.fp8 import blockwise, mxfp8, per_tensor
 
 _FORMATS = {
     "Float8Quantizer": per_tensor,

@@ -1,0 +1,58 @@
+"""Transformer Engine's attention with the sequence divided among two ranks. Usage: attention_worker.py RESULT.json.
+
+Each way of communication gets the largest difference of output and gradients from attention to the whole sequence in
+fp32, by the largest value: half of the sequence's first and last quarter, and of the others, per rank.
+"""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from tests.ranks.worker import finish, run_on_cpu_with_te
+
+SEQUENCE, BATCH, HEADS, CHANNELS = 16, 2, 4, 8
+
+
+def own_part(whole: torch.Tensor) -> torch.Tensor:
+    """This rank's two of four parts of the sequence: causal work is then even."""
+    parts, rank = whole.chunk(4), dist.get_rank()
+    return torch.cat([parts[rank], parts[3 - rank]])
+
+
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention to [sequence, batch, heads, channels] in fp32."""
+    query, key, value = (tensor.float().permute(1, 2, 0, 3) for tensor in (query, key, value))
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return output.permute(2, 0, 1, 3).flatten(2)
+
+
+def difference(communication: str) -> list[float]:
+    """Of the output and of the gradients of queries, keys and values."""
+    import transformer_engine.pytorch as te
+
+    generator = torch.Generator().manual_seed(0)
+    shape = (SEQUENCE, BATCH, HEADS, CHANNELS)
+    whole = [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
+    grad = torch.randn(SEQUENCE, BATCH, HEADS * CHANNELS, generator=generator).bfloat16()
+    expected = attention(*whole)
+    expected.backward(grad)
+    parts = [own_part(tensor.detach()).requires_grad_() for tensor in whole]
+    layer = te.DotProductAttention(HEADS, CHANNELS, qkv_format="sbhd", attn_mask_type="causal", attention_dropout=0.0)
+    layer.set_context_parallel_group(dist.group.WORLD, [0, 1], torch.cuda.Stream(), communication)
+    output = layer(*parts)
+    output.backward(own_part(grad))
+    pairs = [(output, expected), *((part.grad, tensor.grad) for part, tensor in zip(parts, whole, strict=True))]
+    return [
+        ((mine.float() - own_part(theirs).float()).abs().max() / theirs.abs().max()).item() for mine, theirs in pairs
+    ]
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    warnings.simplefilter("ignore")
+    finish({communication: difference(communication) for communication in ("p2p", "a2a", "all_gather")})
+
+
+if __name__ == "__main__":
+    run_on_cpu_with_te(main)
