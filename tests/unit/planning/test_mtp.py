@@ -1,7 +1,6 @@
 """Multi-token predictions in profiles, in the simulator, in the planner and in other layouts."""
 
 import dataclasses
-import json
 
 import pytest
 
