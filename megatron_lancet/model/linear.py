@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
@@ -71,6 +72,14 @@ def _start_scatter(whole: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch
     return part, dist.reduce_scatter_tensor(part, whole.contiguous(), group=group, async_op=True)
 
 
+def _accumulate_fused(grad_TO: torch.Tensor, input_TI: torch.Tensor, main_grad_OI: torch.Tensor) -> None:
+    """Adds dW to the gradient inside the GEMM by apex's kernel, as ``--gradient-accumulation-fusion`` asks."""
+    kernels = layers.fused_weight_gradient_mlp_cuda  # Megatron refuses the flag without it
+    in_fp32 = main_grad_OI.dtype is torch.float32
+    accumulate = kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16
+    accumulate(input_TI, grad_TO, main_grad_OI)
+
+
 class _DeferredWeightGrad:
     """Mixin for a Megatron linear layer, whose forward uses the function above.
 
@@ -80,6 +89,7 @@ class _DeferredWeightGrad:
     """
 
     weight: torch.nn.Parameter
+    gradient_accumulation_fusion: bool
     store: WeightGradStore
     weight_name: str
     deferred: DeferredWeight | None
@@ -109,10 +119,14 @@ class _DeferredWeightGrad:
     def _defer(self, grad_TO: torch.Tensor, input_TI: torch.Tensor) -> None:
         deferred, in_gemm = self.deferred, self.accumulate_in_gemm
         sum_first = self.has_several_uses and not in_gemm
+        is_fused = self.gradient_accumulation_fusion
         assert deferred is not None
 
         def compute() -> None:
-            deferred.add_product(grad_TO, input_TI, in_gemm, sum_first)
+            if is_fused:
+                _accumulate_fused(grad_TO, input_TI, deferred.main_grad)
+            else:
+                deferred.add_product(grad_TO, input_TI, in_gemm, sum_first)
 
         self.store.put([deferred], compute, num_bytes=grad_TO.nbytes + input_TI.nbytes)
 

@@ -42,10 +42,15 @@ class DeferredWeight:
         self._report_ready = report_ready
 
     @property
+    def main_grad(self) -> torch.Tensor:
+        """Megatron's gradient accumulator, shaped like the weight."""
+        main_grad: torch.Tensor = self._parameter.main_grad  # type: ignore[attr-defined]
+        return main_grad
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the gradient."""
-        main_grad: torch.Tensor = self._parameter.main_grad  # type: ignore[attr-defined]
-        return main_grad.nbytes
+        return self.main_grad.nbytes
 
     def add_to_main_grad(self, weight_grad: torch.Tensor, sum_first: bool = False) -> None:
         """Adds one chunk's dW, shaped like the weight, to Megatron's gradient accumulator.
@@ -54,7 +59,7 @@ class DeferredWeight:
             sum_first: sum the dWs of all uses of the weight in a micro-batch before they are added, as autograd does.
         """
         if not sum_first:
-            self._parameter.main_grad.add_(weight_grad)  # type: ignore[attr-defined]
+            self.main_grad.add_(weight_grad)
         else:
             self._sum = weight_grad if self._sum is None else self._sum.add_(weight_grad)
 
@@ -68,7 +73,7 @@ class DeferredWeight:
                 the weight's size (benchmarks/RESULTS.md), but changes stock's order of additions.
             sum_first: see :meth:`add_to_main_grad`.
         """
-        main_grad: torch.Tensor = self._parameter.main_grad  # type: ignore[attr-defined]
+        main_grad = self.main_grad
         if in_gemm and main_grad.dtype == grad_TO.dtype == input_TI.dtype:
             main_grad.addmm_(grad_TO.t(), input_TI)
         else:
@@ -79,7 +84,7 @@ class DeferredWeight:
         assert self.num_pending == 0, f"{self.name} was reported with {self.num_pending} dW pending"
         parameter = self._parameter
         if self._sum is not None:
-            parameter.main_grad.add_(self._sum)  # type: ignore[attr-defined]
+            self.main_grad.add_(self._sum)
             self._sum = None
         # If autograd computed a gradient as well (for a use that was not deferred), DDP adds it. Otherwise DDP still
         # insists on a .grad: an expanded scalar takes no memory, and the flag keeps it from being added.

@@ -60,7 +60,7 @@ def build(overrides: dict[str, Any]):
     tied = overrides.pop("share_embeddings", False)
     pattern = overrides.pop("hybrid_layer_pattern", None)
     frozen = overrides.pop("frozen", None)
-    te, fused = overrides.pop("te", False), overrides.pop("fused_weight_grads", False)
+    te = overrides.pop("te", False)
     expert_bias = overrides.pop("expert_bias", None)
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
@@ -68,10 +68,6 @@ def build(overrides: dict[str, Any]):
     arguments = {"te": te, "position_embedding_type": position, "share_embeddings_and_output_weights": tied}
     with core_attention_without_te(not te and (config.multi_latent_attention or config.context_parallel_size > 1)):
         model = small_gpt(config, **arguments) if pattern is None else small_hybrid(config, pattern, **arguments)
-    for module in model.modules() if fused else ():
-        # As --gradient-accumulation-fusion sets it, which Megatron's own output layer can't do without apex.
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
     if frozen is not None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(re.search(frozen, name) is None)

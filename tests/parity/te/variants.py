@@ -7,7 +7,7 @@ from tests.parity.gradients.variants import HYBRID, MLA, RECOMPUTE, SEQUENCE, VA
 
 TE: dict[str, Any] = {"te": True, "moe_grouped_gemm": True, "gradient_accumulation_fusion": False}
 """Overrides that select Transformer Engine's layers and its grouped experts."""
-FUSED: dict[str, Any] = {"fused_weight_grads": True}
+FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
 """dW is added to the gradient by the GEMM, as ``--gradient-accumulation-fusion`` asks."""
 FP8: dict[str, Any] = {"bf16": True, "hidden_size": 64, "fp8": "hybrid", "fp8_recipe": "delayed"}
 RMS_NORM = {"normalization": "RMSNorm"}
