@@ -7,16 +7,16 @@ from megatron_lancet.planning.profile import LinkTimes, MemoryUse, ModelFacts, O
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
+from megatron_lancet.schedule.turns import Compute, verbs_of
 
 ROW_BYTES = 1000
-MOE_OPS = (OpKind.ATTENTION, OpKind.ROUTE, OpKind.PREPROCESS, OpKind.SHARED_EXPERTS, OpKind.EXPERTS, OpKind.POSTPROCESS)
-
-
-DENSE_OPS = (OpKind.ATTENTION, OpKind.MLP)
+KINDS = {"m": LayerKind.MOE, "d": LayerKind.DENSE, "*": LayerKind.ATTENTION_ONLY, "E": LayerKind.MOE_ONLY}
+KINDS |= {"-": LayerKind.MLP_ONLY}
 OP_MS: dict[str, float] = {
     OpKind.EMBEDDING: 0.5,
     OpKind.CUT: 0.1,
     OpKind.ATTENTION: 4.0,
+    OpKind.NORM: 0.4,
     OpKind.ROUTE: 0.5,
     OpKind.PREPROCESS: 0.5,
     OpKind.EXPERTS: 6.0,
@@ -32,7 +32,7 @@ class Machine:
     """A made-up model and machine. Times are of a whole micro-batch; a chunk takes its part and ``overhead_ms``.
 
     Attributes:
-        layers: kinds of the model's layers, ``m`` for MoE, ``d`` for dense.
+        layers: letters of the model's layers: ``m`` for MoE, ``d`` for dense; ``*``, ``E``, ``-`` for a hybrid model's.
         link_ms: of a message with all rows of a balanced micro-batch.
         latency_ms: of any message.
         overhead_ms: that each chunk of each op takes more.
@@ -67,7 +67,7 @@ class Machine:
 
 def synthetic_profile(machine: Machine) -> Profile:
     """What profiling such a machine would have written."""
-    kinds = tuple(LayerKind.MOE if letter == "m" else LayerKind.DENSE for letter in machine.layers)
+    kinds = tuple(KINDS[letter] for letter in machine.layers)
     ep_size = len(machine.shares)
     model = ModelFacts(
         name="synthetic",
@@ -104,7 +104,7 @@ def synthetic_profile(machine: Machine) -> Profile:
         ),
         memory=tuple(
             MemoryUse(kind, dim, count, machine.saved_bytes * (9 + count) // 10)
-            for kind in (LayerKind.MOE, LayerKind.DENSE)
+            for kind in KINDS.values()
             for dim, count in _cuts(machine)
         ),
         rest_ms=machine.rest_ms,
@@ -120,15 +120,15 @@ def _cuts(machine: Machine) -> Sequence[tuple[ChunkDim, int]]:
     return [(ChunkDim.BATCH, 1), *((dim, count) for dim, count in more if count <= sizes[dim])]
 
 
+def _ops(kind: LayerKind) -> list[OpKind]:
+    return [verb.kind for verb in verbs_of(kind, has_shared_experts=True) if isinstance(verb, Compute)]
+
+
 def _op_times(machine: Machine) -> list[OpTime]:
     tokens = machine.micro_batch_size * machine.seq_length
     times = []
-    by_layer = [
-        (LayerKind.MOE, MOE_OPS),
-        (LayerKind.DENSE, DENSE_OPS),
-        (LayerKind.NONE, (OpKind.CUT,)),
-    ]
-    places = [(kind, op, cuts) for kind, ops in by_layer for op in ops for cuts in [_cuts(machine)]]
+    places = [(kind, op, _cuts(machine)) for kind in KINDS.values() for op in _ops(kind)]
+    places += [(LayerKind.NONE, OpKind.CUT, _cuts(machine))]
     places += [(LayerKind.NONE, op, [(ChunkDim.BATCH, 1)]) for op in (OpKind.EMBEDDING, OpKind.HEAD)]
     for kind, op, cuts in places:
         if op not in machine.op_ms:
@@ -146,10 +146,8 @@ def _op_times(machine: Machine) -> list[OpTime]:
 def _weight_grads(machine: Machine) -> list[WeightGradTime]:
     tokens = machine.micro_batch_size * machine.seq_length
     names = {OpKind.ATTENTION: "self_attention.linear_qkv", OpKind.EXPERTS: "mlp.experts", OpKind.MLP: "mlp.linear_fc1"}
-    places = [
-        (LayerKind.MOE, OpKind.ATTENTION), (LayerKind.MOE, OpKind.EXPERTS),
-        (LayerKind.DENSE, OpKind.ATTENTION), (LayerKind.DENSE, OpKind.MLP), (LayerKind.NONE, OpKind.HEAD),
-    ]  # fmt: skip
+    places = [(kind, op) for kind in KINDS.values() for op in _ops(kind) if op in names]
+    places += [(LayerKind.NONE, OpKind.HEAD)]
     return [
         WeightGradTime(
             kind,

@@ -1,7 +1,7 @@
 #!/bin/sh
 # DeepSeek-V3-like: 256 routed experts, eight per token from four of eight groups, balanced by a bias, and a shared one;
 # the first three of 61 layers are dense. 1024 ranks on 128 nodes: 16 pipeline stages of 64 ranks, which share the
-# experts, four each. bf16, and no extra layer that predicts a second token: the overlap has neither fp8 nor MTP.
+# experts, four each. bf16, and no layer that predicts a second token: add --mtp-num-layers 1 for it.
 set -eu
 export NNODES="${NNODES:-128}" GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
 export DATA_PATH="${DATA_PATH:-data/train_text_document}" CHECKPOINTS="${CHECKPOINTS-runs/deepseek_v3}"

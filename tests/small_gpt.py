@@ -65,17 +65,17 @@ def small_hybrid(config: Any, pattern: str, te: bool = False, **arguments: Any) 
     """
     Args:
         pattern: symbol of each layer, as in ``--hybrid-layer-pattern``.
-        te: layers of Transformer Engine, as in every real run; see :func:`_local_hybrid_stack` for the others.
+        te: layers of Transformer Engine, as in every real run; see :func:`local_hybrid_stack` for the others.
         arguments: of Megatron's ``HybridModel``.
     """
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    spec = hybrid_stack_spec if te else _local_hybrid_stack(config)
+    spec = hybrid_stack_spec if te else local_hybrid_stack(config)
     return HybridModel(config, spec, VOCAB, SEQ_LENGTH, hybrid_layer_pattern=pattern, **arguments)
 
 
-def _local_hybrid_stack(config: Any) -> Any:
+def local_hybrid_stack(config: Any) -> Any:
     """Local layers for a hybrid model; without a final norm, because Megatron's hybrid stack only knows TE's."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules

@@ -9,18 +9,19 @@ from pathlib import Path
 
 from benchmarks.harness.tables import markdown
 from tests.parity.te import fp8_worker
-from tests.parity.te.fp8_worker import HOPPER, MXFP8, RECIPES
+from tests.parity.te.fp8_worker import BLACKWELL, HOPPER, RECIPES
 from tests.ranks import launch
 
 _WHOLE = "k=1"
 """Equal to stock to the bit."""
-_TABLED = ("delayed", "tensorwise", "blockwise", MXFP8)
+_TABLED = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
 def main() -> None:
     """Runs the worker of the tests, and prints the errors of its recipes on rank 0."""
     errors: dict[str, dict[str, dict[str, float]]] = {}
-    for names in ([name for name in HOPPER if name in _TABLED], [MXFP8]):
+    for device in (HOPPER, BLACKWELL):
+        names = [name for name in device if name in _TABLED]
         with tempfile.TemporaryDirectory() as folder:
             worker = Path(fp8_worker.__file__)
             found = launch.results_of(worker, 2, Path(folder), timeout_s=300, args=names, te=True)[0]

@@ -97,9 +97,9 @@ class ModelFacts:
     counts_bytes: _Size
     has_shared_experts: bool = False
     token_multiple: _CountFrom1 = field(default=1, metadata=OMITTED_AT_DEFAULT)
-    num_mtp_layers: _Size = 0
-    repeats_mtp_layer: bool = False
-    num_output_uses: _CountFrom1 = 1
+    num_mtp_layers: _Size = field(default=0, metadata=OMITTED_AT_DEFAULT)
+    repeats_mtp_layer: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
+    num_output_uses: _CountFrom1 = field(default=1, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         if not self.layer_kinds or len(self.layer_kinds) != len(self.stage_of_layer):

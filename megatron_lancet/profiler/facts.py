@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_te_version
 
 from megatron_lancet.model.gpt import LanguageModel, overlapping_layers
+from megatron_lancet.model.te.linear import TELinearPerChunk
 from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.model.transformer_block import LayersByPlan
 from megatron_lancet.planning.profile import ModelFacts
@@ -60,7 +62,7 @@ class ProfiledModel:
 
 def key_of(model: ProfiledModel) -> ProfileKey:
     """Returns the key of this run's profile. Collective over all ranks of the world."""
-    return ProfileKey(model_facts(model), device_name(model.device), package_versions())
+    return ProfileKey(model_facts(model), device_name(model.device), package_versions(model))
 
 
 def model_facts(model: ProfiledModel) -> ModelFacts:
@@ -110,9 +112,12 @@ def device_name(device: torch.device) -> str:
     return f"{models[0] if models else platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def package_versions() -> dict[str, str]:
+def package_versions(model: ProfiledModel) -> dict[str, str]:
     """Returns the versions of the packages whose kernels and schedules are timed."""
-    return {package: version(package) for package in _PACKAGES}
+    versions = {package: version(package) for package in _PACKAGES}
+    if any(isinstance(module, TELinearPerChunk) for stage in model.stages for module in stage.modules()):
+        versions["transformer-engine"] = str(get_te_version())
+    return versions
 
 
 def _block(stage: LanguageModel) -> LayersByPlan:

@@ -85,7 +85,9 @@ class DeferredWeight:
         # insists on a .grad: an expanded scalar takes no memory, and the flag keeps it from being added.
         parameter.grad_added_to_main_grad = parameter.grad is None  # type: ignore[attr-defined]
         if parameter.grad is None:
-            parameter.grad = parameter.new_empty(1).expand(parameter.shape)
+            # Not new_empty: of a weight that is kept in fp8 that would be a quantized tensor.
+            placeholder = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
+            parameter.grad = placeholder.expand(parameter.shape)
         self._report_ready()
         self.num_reported += 1
 

@@ -59,7 +59,7 @@ def pattern_of(kinds: Sequence[LayerKind]) -> str | None:
 
     Every kind of attention is written as ``*``, and pipeline stages are not.
     """
-    if not any(kind.has_one_part for kind in kinds):
+    if not all(kind.has_one_part for kind in kinds):
         return None
     return "".join(_SYMBOLS[kind] for kind in kinds)
 

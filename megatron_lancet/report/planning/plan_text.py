@@ -105,8 +105,9 @@ def head_lines(content: PlanFile) -> Iterator[str]:
         model = content.made_for
         stages = "1 pipeline stage" if model.num_stages == 1 else f"{model.num_stages} pipeline stages"
         predictions = f", the last {model.num_mtp_layers} multi-token prediction" if model.num_mtp_layers else ""
+        layers = f"{model.num_layers} layers" + ("" if model.pattern is None else f" {model.pattern}")
         yield (
-            f"made for: {model.num_layers} layers (MoE: {model.moe_layers}{predictions}) on {stages}, micro-batches of "
+            f"made for: {layers} (MoE: {model.moe_layers}{predictions}) on {stages}, micro-batches of "
             f"{model.micro_batch_size} x {model.seq_length}, {model.num_experts} experts on {model.ep_size} ranks, "
             f"top-{model.topk}"
         )

@@ -56,6 +56,8 @@ def examine() -> Findings:
         with arguments.megatrons_refusals():
             model_config = model_config_from_args(args)
             pretrain_cfg_container_from_args(args, model_config)
+            # Megatron's own runs take it from the arguments, and do not call finalize().
+            model_config.transformer.use_te_rng_tracker = args.te_rng_tracker
             model_config.finalize()
             stages = pipeline_stages(args, model_config.transformer)
             layout = layout_of(args, _num_micro_batches(args))

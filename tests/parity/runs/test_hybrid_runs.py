@@ -38,6 +38,17 @@ def test_hybrid_run_with_one_chunk_equals_stock_to_the_bit(stock, token_data, tm
         assert ours.series(name) == expected.series(name), name
 
 
+def test_hybrid_run_in_interleaved_pipeline_stages_equals_stock(token_data, tmp_path):
+    stages = "--hybrid-layer-pattern *E|-E|*E|-* --pipeline-model-parallel-size 2 --global-batch-size 32".split()
+    off, two = (
+        pretrain(token_data, [*EP2, *HYBRID, *stages, *plan], tmp_path / plan[0], 4, train_iters=3, te=True)
+        for plan in (["--lancet-plan", "off"], ["--lancet-num-chunks", 2])
+    )
+    assert "megatron_lancet.model.hybrid" in two.model_modules
+    for name in ("lm loss", "grad norm"):
+        assert two.series(name) == pytest.approx(off.series(name), rel=1e-5), name
+
+
 def test_hybrid_run_with_two_chunks_continues_stocks_checkpoint(stock, token_data, tmp_path):
     expected, load = stock
     sequence = ["--lancet-num-chunks", 2, "--lancet-chunk-dim", "sequence"]

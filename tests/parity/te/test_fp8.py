@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.te.fp8_worker import HOPPER, IN_FP32, MXFP8, NO_CACHE, NUM_STEPS, RECIPES
+from tests.parity.te.fp8_worker import BLACKWELL, HOPPER, IN_FP32, NO_CACHE, NUM_STEPS, RECIPES
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(420)]
@@ -15,8 +15,14 @@ WORKER = Path(__file__).with_name("fp8_worker.py")
 WHOLE = "k=1"
 NUM_WEIGHTS = 18
 """Three layers of two linears in attention and two in each of a rank's two experts."""
-FIRST_LAST, LATENT = "tensorwise-first-last-bf16", "delayed-latent-recompute"
-"""Fewer layers in fp8; in each layer two linears more."""
+OTHER_NUM_WEIGHTS = {
+    "first-last-bf16": NUM_WEIGHTS // 3,  # one layer
+    "fp8-weights": 0,
+    "latent": NUM_WEIGHTS + 2 * 3,  # two linears more in each layer's attention
+    "mtp": NUM_WEIGHTS + 6 + 1,  # a layer and a projection more
+    "output": NUM_WEIGHTS + 1,
+}
+"""By a part of the recipe's name."""
 NUM_SCALED = 15
 """Modules with scales: in each layer core attention and four linears, of which two have several weights."""
 
@@ -26,7 +32,7 @@ def results(tmp_path_factory):
     """Per rank: what the worker found for each recipe."""
     parts = [
         launch.results_of(WORKER, 2, tmp_path_factory.mktemp("fp8"), timeout_s=200, args=names, te=True)
-        for names in (HOPPER, [MXFP8])
+        for names in (HOPPER, BLACKWELL)
     ]
     return [{**hopper, **blackwell} for hopper, blackwell in zip(*parts, strict=True)]
 
@@ -68,7 +74,7 @@ def test_weights_are_quantized_once_a_step(results, recipe, plan):
         found = result[recipe]["plans"][plan]
         assert found["quantized"] == found["quantized_by_stock"]
         assert found["num_stashed"] == 0
-        expected = {FIRST_LAST: NUM_WEIGHTS // 3, LATENT: NUM_WEIGHTS + 2 * 3}.get(recipe, NUM_WEIGHTS)
+        expected = next((count for part, count in OTHER_NUM_WEIGHTS.items() if part in recipe), NUM_WEIGHTS)
         assert [list(step.values()) for step in found["quantized"]] == [[1] * expected] * NUM_STEPS
 
 

@@ -81,10 +81,12 @@ def test_te_losses_with_interleaved_pipeline_stages_equal_stock(token_data, tmp_
 
 def test_te_run_is_tuned(stock, token_data, tmp_path):
     """It profiles, plans, and keeps or drops its plan; whatever it does, losses are stock's."""
-    flags = [*EP2, *TE, "--lancet-tune-steps", "1", "--lancet-report", tmp_path]
+    flags = [*EP2, *TE, "--lancet-tune-steps", "1", "--lancet-report", tmp_path, "--lancet-cache", tmp_path]
     ours = pretrain(token_data, flags, tmp_path, 2, 30, te=True)
     said = [line for line in ours.outputs[0].splitlines() if line.startswith("Megatron-Lancet plan: ")]
     assert any("predicted" in line and "from a profile of" in line for line in said), said
+    (profile,) = tmp_path.glob("profile-*.json")
+    assert "transformer-engine" in json.loads(profile.read_text())["versions"]  # not for runs with local layers
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["tuning"]["stage"] == "watch"
     for name in COMPARED:

@@ -28,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     ("bf16", {"bf16": True}, 1, {}),
-    ("hybrid-fp8", {**HYBRID, **FP8}, 1, {}),
+    ("hybrid-fp8", {**HYBRID, **FP8, "fp8_recipe": "tensorwise"}, 1, {}),
     ("bf16-fused", {**FUSED, "bf16": True}, 1, {}),
     ("fused", FUSED, 4, {"dw": "none"}),
     ("plain", {}, 2, {"dw": "none"}),

@@ -7,7 +7,7 @@ from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan
 
 _times = st.sampled_from([0.0, 0.3, 1.0, 2.0, 5.0])
 _op_ms = st.fixed_dictionaries(
-    dict.fromkeys(("attention", "route", "preprocess", "experts", "postprocess", "mlp"), _times),
+    dict.fromkeys(("attention", "norm", "route", "preprocess", "experts", "postprocess", "mlp"), _times),
     optional=dict.fromkeys(("shared_experts", "embedding", "head", "cut"), _times),
 )
 _dw_ms = st.dictionaries(st.sampled_from(["attention", "experts", "mlp", "head"]), _times)
@@ -16,7 +16,8 @@ EVEN, UNEVEN, ALONE = (0.5, 0.5), (0.7, 0.3), (1.0,)
 
 @st.composite
 def machines(draw, max_layers=3, shares=(EVEN, UNEVEN, (0.5, 0.3, 0.2), ALONE), max_stages=1):
-    layers = draw(st.text("md", min_size=1, max_size=max_layers).filter(lambda text: "m" in text))
+    letters = draw(st.sampled_from(["md", "md", "*E-"]))  # of a GPT, or of a hybrid model
+    layers = draw(st.text(letters, min_size=1, max_size=max_layers).filter(lambda text: {"m", "E"} & set(text)))
     stages = tuple(sorted(draw(st.integers(0, max_stages - 1)) for _ in layers))
     return Machine(
         layers=layers,

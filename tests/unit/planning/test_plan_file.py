@@ -21,6 +21,7 @@ from megatron_lancet.planning.plan_file import (
     write_plan_file,
 )
 from megatron_lancet.planning.profile import ModelFacts
+from megatron_lancet.report.planning.plan_text import head_lines
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
 from tests.damage import leaves, replaced
 
@@ -167,6 +168,12 @@ def test_every_field_of_made_for_is_compared(field):
     texts = {"moe_layers": "1-3", "pattern": "*E*E"}
     other = dataclasses.replace(ours, **{field: texts.get(field) or getattr(ours, field) + 1})
     assert len(misfits(WHOLE, other)) == 1
+
+
+def test_plan_file_names_the_layers_of_a_hybrid_model():
+    model = made_for(facts("*E-E"))
+    assert (model.moe_layers, model.pattern) == ("2, 4", "*E-E")
+    assert next(head_lines(PlanFile(PLAN, model))).startswith("made for: 4 layers *E-E (MoE: 2, 4) on 1 pipeline stage")
 
 
 def test_plan_file_without_made_for_must_fit_the_layers():

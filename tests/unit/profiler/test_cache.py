@@ -43,9 +43,11 @@ def test_kept_profile_is_not_found_by_another_run(tmp_path, key):
     assert cache.load(tmp_path, key) is None
 
 
-def test_profile_key_without_a_multiple_of_tokens_is_as_before_there_was_one():
-    assert "token_multiple" not in KEY.fields()
-    assert "token_multiple" not in PROFILE.to_json()
+def test_profile_key_of_a_plain_run_is_as_before_there_were_multiples_and_predictions():
+    """So profiles and plans that were kept then are found."""
+    added = {"token_multiple", "num_mtp_layers", "repeats_mtp_layer", "num_output_uses"}
+    assert added.isdisjoint(KEY.fields())
+    assert not any(name in PROFILE.to_json() for name in added)
 
 
 def test_measured_fields_are_not_part_of_the_profile_key(tmp_path):

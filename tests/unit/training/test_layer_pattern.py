@@ -1,11 +1,13 @@
 """Kinds of a model's layers by its flags, and patterns of hybrid models that are refused."""
 
 import argparse
+import sys
 
 import pytest
 
-from megatron_lancet.errors import UsageError
+from megatron_lancet.errors import USAGE_EXIT_CODE, UsageError
 from megatron_lancet.schedule.layers import LayerKind, kinds_of_pattern, pattern_of
+from megatron_lancet.training import spec
 from megatron_lancet.training.layer_pattern import (
     check_hybrid_pattern,
     layer_kinds,
@@ -96,7 +98,7 @@ def test_hybrid_layers_that_do_not_overlap_are_named_with_their_reason(hybrid, p
 
 
 def test_dry_run_does_not_guess_the_size_of_other_layers(hybrid):
-    with pytest.raises(UsageError, match="the layers G, M are not known"):
+    with pytest.raises(UsageError, match="the layers G, M are not known; plan files and dry runs know"):
         layer_kinds(hybrid("M*EG"))
 
 
@@ -111,3 +113,12 @@ def test_hybrid_scripts_name_the_layers_that_megatron_builds_anyway(hybrid, pars
     assert list(unsupported(hybrid("*E", *spec), validated=True)) == []
     gpt = parser.parse_args(["--moe-token-dispatcher-type", "alltoall", *spec])
     assert [flag for flag, _ in unsupported(gpt, validated=True)] == [" ".join(spec)]
+
+
+def test_spec_entry_refuses_a_hybrid_model_that_takes_it_for_its_layers(monkeypatch, capsys):
+    """Megatron's hybrid model keeps the function in place of its stack, and calls it with hidden states."""
+    monkeypatch.setattr(spec, "exit_now", sys.exit)
+    with pytest.raises(SystemExit) as end:
+        spec.overlapped_gpt(hidden_states=None, attention_mask=None)
+    assert end.value.code == USAGE_EXIT_CODE
+    assert "is for GPT models. Start a hybrid model with pretrain_gpt_moe.py" in capsys.readouterr().err

@@ -200,7 +200,8 @@ def test_one_flow_has_the_times_of_an_unshared_link(machine_and_plan):
 def test_gradients_are_reduced_once_and_make_no_step_faster(machine_and_plan):
     machine, plan = machine_and_plan
     machine = dataclasses.replace(machine, stages=(), compute_slowdown=1.0, pinned_bytes=BYTES)
-    of_layer = {"m": ("attention", "experts"), "d": ("attention", "mlp")}
+    of_layer = {"m": ("attention", "experts"), "d": ("attention", "mlp"), "*": ("attention",), "E": ("experts",)}
+    of_layer |= {"-": ("mlp",)}
     weights = [op for letter in machine.layers for op in of_layer[letter] if op in machine.dw_ms]
     num_bytes = BYTES * (len(weights) + ("head" in machine.dw_ms))
     for rules in (EAGER, dataclasses.replace(FIRST, bucket_bytes=3 * BYTES, chunk_bytes=2 * BYTES)):

@@ -120,6 +120,15 @@ def test_dry_run_names_only_what_keeps_a_run_from_overlapping(dry_run):
     ]
 
 
+def test_dry_run_accepts_cuda_graphs_and_fsdp_and_names_them(dry_run):
+    """Stock Megatron runs them, without a plan."""
+    graphs = dry_run(MIXTRAL, "--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn")
+    assert graphs.plan[0].startswith("off: --cuda-graph-impl transformer_engine does not work")
+    sharding = ("--data-parallel-sharding-strategy", "optim_grads_params", "--ckpt-format", "fsdp_dtensor")
+    fsdp = ("--use-megatron-fsdp", *sharding, "--no-gradient-accumulation-fusion", "--pipeline-model-parallel-size", 1)
+    assert dry_run(MIXTRAL, *fsdp).plan[0].startswith("off: --use-megatron-fsdp does not work")
+
+
 def test_dry_run_of_a_thousand_ranks(dry_run):
     findings = dry_run("modelzoo_deepseek_v3_h100_a2aoverlap", "--lancet-world-size", 1024)
     layout = findings.layout

@@ -13,12 +13,13 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.models.gpt import GPTModelBuilder
+from megatron.training.models.hybrid import HybridModelBuilder
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
 from megatron_lancet.mock.mock_world import mock_world
-from megatron_lancet.schedule.layers import LayerKind
+from megatron_lancet.schedule.layers import LayerKind, pattern_of
 from megatron_lancet.training.dry_run.activations import _in_flight, layer_tensors
 from megatron_lancet.training.dry_run.memory import optimizer_bytes_per_parameter
 from megatron_lancet.training.dry_run.parameters import Held
@@ -26,6 +27,7 @@ from megatron_lancet.training.dry_run.report import Findings
 from megatron_lancet.training.dry_run.run import examine
 from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.platform.cpu import cpu_platform
+from tests.small_gpt import local_hybrid_stack
 
 SMALL = (
     "--lancet-dry-run --distributed-backend gloo --num-layers 4 --hidden-size 64 --num-attention-heads 4 "
@@ -116,6 +118,51 @@ def held_when_built(findings: Findings) -> list[Held]:
 def test_estimated_parameters_equal_those_that_megatron_builds(examined, flags):
     findings = examined(flags)
     assert list(findings.size.held) == held_when_built(findings)
+
+
+HYBRID = (
+    f"{MOE} --distributed-backend nccl --no-gradient-accumulation-fusion --no-persist-layer-norm --qk-layernorm "
+    "--moe-shared-expert-intermediate-size 48 --swiglu --attention-backend unfused --hybrid-layer-pattern "
+)
+
+
+def test_estimated_parameters_of_a_hybrid_model_equal_those_that_megatron_builds(examined):
+    """Of local layers, whose stack has no final norm."""
+    findings = examined(f"{HYBRID} *E*-*E")
+    config = hybrid_config_from_args(findings.args)
+    config.hybrid_stack_spec = local_hybrid_stack(config.transformer)
+    with world_of(findings):
+        model = HybridModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    dense = sum(one.numel() for one in model.parameters() if getattr(one, "allreduce", True))
+    final_norm = 2 * findings.args.hidden_size
+    all_of_them = sum(one.numel() for one in model.parameters())
+    assert list(findings.size.held) == [Held(dense + final_norm, all_of_them - dense)]
+
+
+def test_dry_run_reads_the_stages_of_a_hybrid_model_from_its_pattern(examined):
+    findings = examined(f"{HYBRID} '*E|-E|*E-|*' --pipeline-model-parallel-size 2")
+    layers = [["".join(pattern_of(chunk.layers)) for chunk in stage.chunks] for stage in findings.stages]
+    assert layers == [["*E", "*E-"], ["-E", "*"]]
+    assert [chunk.has_final_norm for stage in findings.stages for chunk in stage.chunks] == [False, False, False, True]
+    even = examined(f"{HYBRID} *E-E --pipeline-model-parallel-size 2")
+    assert [pattern_of(stage.layers) for stage in even.stages] == ["*E", "-E"]
+    assert any("chunks=" in line for line in even.plan)
+
+
+def test_estimated_activations_of_a_hybrid_model_are_those_of_its_parts(examined):
+    args = examined(f"{HYBRID} *E-").args
+    attention, experts, mlp, dense, moe = (
+        sum(saved.num_bytes for saved in layer_tensors(args, kind, saves_scores=True))
+        for kind in (
+            LayerKind.ATTENTION_ONLY,
+            LayerKind.MOE_ONLY,
+            LayerKind.MLP_ONLY,
+            LayerKind.DENSE,
+            LayerKind.MOE,
+        )
+    )
+    assert dense == attention + mlp
+    assert moe == attention + experts
 
 
 def saved_bytes(findings: Findings) -> int:
