@@ -1,9 +1,10 @@
-"""Fused attention of bf16 and fp16, which Transformer Engine's context parallelism needs.
+"""Fused attention, which Transformer Engine's context parallelism needs; in fp32, too, which no GPU has.
 
 Source: ``csrc/extensions/attention.cpp``. Without context parallelism there is none, and Transformer Engine takes its
 unfused attention.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,9 +42,10 @@ class _WaitsOnce:
 def context_parallel_attention() -> Iterator[None]:
     """Inside the context attention with context parallelism runs on gloo, by the fused attention of this file.
 
-    It finds this attention whatever the environment forbids: Megatron's CPU settings ask for the unfused one.
+    It finds this attention whatever the environment forbids: Megatron's CPU settings ask for the unfused one. Fp32
+    passes for bf16 where the type is looked at, so that sums of chunks can be compared without roundings to bf16.
     """
-    from transformer_engine.pytorch.attention.dot_product_attention import context_parallel, utils
+    from transformer_engine.pytorch.attention.dot_product_attention import backends, context_parallel, utils
 
     from tests.te_cpu import extension
 
@@ -51,17 +53,25 @@ def context_parallel_attention() -> Iterator[None]:
         if not params.context_parallel:
             return stock(params)
         found = NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
+        if params.qkv_dtype == torch.float32:
+            params = dataclasses.replace(params, qkv_dtype=torch.bfloat16)
         with (
             mock.patch.dict(os.environ, NVTE_FUSED_ATTN="1"),
             replaced(extension, "get_fused_attn_backend", lambda _: found),
         ):
             return stock(params)
 
+    def forward(stock: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        quantized = backends.QuantizedTensorStorage  # these may have any type
+        with replaced(backends, "QuantizedTensorStorage", (quantized, torch.Tensor)):
+            return stock(*args, **kwargs)
+
     def communicate(stock: Callable[..., list[torch.distributed.Work]], *args: Any) -> list[_WaitsOnce]:
         return [_WaitsOnce(work) for work in stock(*args)]
 
     with (
         around(utils, "get_attention_backend", choose),
+        around(backends.FusedAttention, "forward", forward),
         around(context_parallel, "flash_attn_p2p_communicate", communicate),
     ):
         yield

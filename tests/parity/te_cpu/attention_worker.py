@@ -1,9 +1,11 @@
 """Transformer Engine's attention with the sequence divided among two ranks. Usage: attention_worker.py RESULT.json.
 
-Each way of communication gets the largest difference of output and gradients from attention to the whole sequence in
-fp32, by the largest value: half of the sequence's first and last quarter, and of the others, per rank.
+A rank has the first and the last quarter of the sequence, or the others. For each way of communication and each type
+there is the largest difference of the output and of the gradients from attention to the whole sequence in fp32, divided
+by the largest value.
 """
 
+import itertools
 import warnings
 
 import torch
@@ -27,14 +29,14 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> to
     return output.permute(2, 0, 1, 3).flatten(2)
 
 
-def difference(communication: str) -> list[float]:
+def difference(communication: str, dtype: torch.dtype) -> list[float]:
     """Of the output and of the gradients of queries, keys and values."""
     import transformer_engine.pytorch as te
 
     generator = torch.Generator().manual_seed(0)
     shape = (SEQUENCE, BATCH, HEADS, CHANNELS)
-    whole = [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
-    grad = torch.randn(SEQUENCE, BATCH, HEADS * CHANNELS, generator=generator).bfloat16()
+    whole = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+    grad = torch.randn(SEQUENCE, BATCH, HEADS * CHANNELS, generator=generator).to(dtype)
     expected = attention(*whole)
     expected.backward(grad)
     parts = [own_part(tensor.detach()).requires_grad_() for tensor in whole]
@@ -51,7 +53,8 @@ def difference(communication: str) -> list[float]:
 def main() -> None:
     dist.init_process_group("gloo")
     warnings.simplefilter("ignore")
-    finish({communication: difference(communication) for communication in ("p2p", "a2a", "all_gather")})
+    ways = itertools.product(("p2p", "a2a", "all_gather"), (torch.float32, torch.bfloat16))
+    finish({f"{communication} {dtype}": difference(communication, dtype) for communication, dtype in ways})
 
 
 if __name__ == "__main__":
