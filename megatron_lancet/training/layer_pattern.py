@@ -98,4 +98,6 @@ def _kinds(symbols: str) -> list[LayerKind]:
     try:
         return kinds_of_pattern(symbols)
     except ValueError as error:
-        raise UsageError(f"--hybrid-layer-pattern: {error}. Use *, +, E and - only.") from error
+        raise UsageError(
+            f"--hybrid-layer-pattern: {error}; plan files and dry runs know layers *, +, E and - only."
+        ) from error

@@ -26,8 +26,12 @@ CASES: dict[str, tuple[str, dict[str, Any], int, Any]] = {
         ("EP2xTP2", "erratic-wire/k=2", {}, 2, erratic_wire),
         ("EP2xETP2", "k=1", {}, 1, None),
         ("EP2xETP2", "fused/k=2", FUSED, 2, None),
-        ("EP2xCP2", "k=1", {}, 1, None),
-        ("EP2xCP2", "fused/erratic-wire/k=2", FUSED, 2, erratic_wire),
+        # Transformer Engine has context parallelism for bf16 and fp16 only.
+        *(
+            ("EP2xCP2", f"bf16/{kind}/k={k}", {**FUSED, "bf16": True, "cp_comm_type": kind}, k, None)
+            for kind in ("p2p", "a2a")
+            for k in (1, 2)
+        ),
     )
 }
 """Layout, overrides of the config, number of chunks, what disturbs the run."""

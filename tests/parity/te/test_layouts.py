@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.gradient_deviations import TOLERANCE
+from tests.parity.gradients.variants import precision_of
 from tests.parity.te.layouts_worker import CASES
 from tests.ranks import launch
 
 pytestmark = pytest.mark.distributed
 
+BF16_TOLERANCE = 2e-2
+"""Chunks round other partial sums to bf16: a weight's gradient is a sum of those of two chunks."""
 WORKER = Path(__file__).with_name("layouts_worker.py")
 
 
@@ -21,11 +24,12 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_te_gradients_equal_stock_in_layouts(results, case, check_gradients):
-    bound = 0.0 if case.endswith("/k=1") else TOLERANCE
+    chunked = BF16_TOLERANCE if precision_of(case) == "bf16" else TOLERANCE
+    bound = 0.0 if case.endswith("/k=1") else chunked
     for rank, result in enumerate(results):
         found = result[case]
         assert found["zero_gradients"] == []
-        check_gradients(found["gradients"], bound, f"rank {rank}")
+        check_gradients(found["gradients"], bound, f"rank {rank}", precision_of(case))
         assert found["loss"] <= bound
         assert found["logged"] <= bound
         assert found["reports"] == dict.fromkeys(found["parameters"], 1)

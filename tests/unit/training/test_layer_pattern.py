@@ -98,7 +98,7 @@ def test_hybrid_layers_that_do_not_overlap_are_named_with_their_reason(hybrid, p
 
 
 def test_dry_run_does_not_guess_the_size_of_other_layers(hybrid):
-    with pytest.raises(UsageError, match="the layers G, M are not known"):
+    with pytest.raises(UsageError, match="the layers G, M are not known; plan files and dry runs know"):
         layer_kinds(hybrid("M*EG"))
 
 
