@@ -149,6 +149,7 @@ class TELinearPerChunk:
     def _put(self: Any, tensors: Iterable[Any], function: Callable[..., Any]) -> None:
         """The module's backward calls this."""
         inputs, grad_outputs, *outputs = tensors
+        _keep_layout_of_dw((inputs, grad_outputs))
         num_bytes = sum(map(_num_bytes, (inputs, grad_outputs)))
         self._grad_store.put(self.deferred, lambda: self._compute(function, inputs, grad_outputs, *outputs), num_bytes)
 
@@ -179,6 +180,15 @@ class TELinearPerChunk:
 def _is_late(name: str) -> bool:
     """Whether the gradient of a parameter comes with the deferred GEMM; that of a norm's weight does not."""
     return name.rstrip("0123456789") in ("weight", "bias")
+
+
+def _keep_layout_of_dw(tensors: Any) -> None:
+    """Frees the data of quantized tensors in the layout that only dX needs: dX has been computed."""
+    if isinstance(tensors, list | tuple):
+        for tensor in tensors:
+            _keep_layout_of_dw(tensor)
+    elif hasattr(tensors, "get_data_tensors") and all(data is not None for data in tensors.get_data_tensors()):
+        tensors.update_usage(rowwise_usage=False, columnwise_usage=True)
 
 
 def _num_bytes(tensors: Any) -> int:

@@ -51,7 +51,7 @@ def recompute_precision() -> tuple[AbstractContextManager[None], AbstractContext
     if not HAVE_TE:
         return nullcontext(), nullcontext()
     from transformer_engine.pytorch.distributed import get_activation_recompute_contexts
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     if not FP8GlobalStateManager.is_fp8_enabled():
         return nullcontext(), nullcontext()

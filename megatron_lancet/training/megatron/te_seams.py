@@ -69,6 +69,11 @@ _PARTS: tuple[_Part, ...] = (
     _Part(f"{_MODULES}.base", r"self\._fp8_workspaces\b", "the attribute _fp8_workspaces"),
     _Part(f"{_MODULES}._common", r"def put\(self, tensor_list, func\)", "WeightGradStore.put(tensor_list, func)"),
     _Part(f"{_MODULES}._common", r"def delay_wgrad_compute\(self\)", "WeightGradStore.delay_wgrad_compute()"),
+    _Part(
+        "transformer_engine.pytorch.distributed",
+        r"def get_activation_recompute_contexts\(\)",
+        "the function get_activation_recompute_contexts",
+    ),
     _Part(_WRAPPERS, r"self\.is_first_microbatch = False", "the attribute is_first_microbatch"),
     _Part(_WRAPPERS, r"def forward\(self, x, m_splits\)", "the grouped linear's forward(x, m_splits)"),
     _Part(
