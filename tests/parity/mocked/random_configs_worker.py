@@ -59,7 +59,7 @@ ROUTERS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 MODELS: dict[str, list[dict[str, Any]]] = {
-    "layers": [{}, TE, {**TE, **FUSED}, {**TE, **FUSED, "moe_grouped_gemm": False}],
+    "layers": [{}, {}, TE, {**TE, **FUSED}, {**TE, **FUSED, "moe_grouped_gemm": False}],
     "attention": [{}, {"num_query_groups": 2}, MLA],
     "positions": [{}, {"position_embedding_type": "rope"}],
     "mlp": [{}, {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}, {"add_bias_linear": True}],
@@ -83,11 +83,23 @@ def looks_at_whole_micro_batch(overrides: dict[str, Any]) -> bool:
     return "sinkhorn" in overrides["moe_router_load_balancing_type"] or "moe_expert_capacity_factor" in overrides
 
 
+def fails_in_stock(overrides: dict[str, Any]) -> bool:
+    """Whether stock can't train the configuration, though it accepts it."""
+    if not overrides.get("add_bias_linear"):
+        return False
+    # Its checkpoint returns the bias itself, and from then on takes it for its own output.
+    checkpoints_bias = "mlp" in overrides.get("recompute_modules", ())
+    # Sequential experts add the bias in place, to what Transformer Engine has returned as a view.
+    return checkpoints_bias or ("te" in overrides and not overrides["moe_grouped_gemm"])
+
+
 def check(picks: dict[str, dict[str, Any]], cut: dict[str, Any], num_chunks: int) -> tuple[str, float] | None:
     """Compare one configuration; the parameter that deviates most, and by how much; None where Megatron refuses it."""
     overrides: dict[str, Any] = {"expert_model_parallel_size": NUM_RANKS, "num_moe_experts": NUM_EXPERTS}
     for pick in picks.values():
         overrides |= pick
+    if fails_in_stock(overrides):
+        return None
     if looks_at_whole_micro_batch(overrides):
         cut = {**cut, "over": "experts"}
     if cut["dim"] == "batch":

@@ -10,7 +10,7 @@ from tests.parity.mocked.random_configs_worker import TOLERANCE
 from tests.ranks import launch
 
 WORKER = Path(__file__).with_name("random_configs_worker.py")
-NUM_EXAMPLES = 25
+NUM_EXAMPLES = 30
 
 
 def test_losses_and_gradients_of_random_configurations_equal_stock(tmp_path, check_gradients):

@@ -168,6 +168,7 @@ def world():
         from megatron.core import parallel_state
         from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None  # another test may have set one of another shape
         MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
         with mock_world(EP_SIZE * NUM_STAGES):
             parallel_state.initialize_model_parallel(
