@@ -1,6 +1,6 @@
 """Configurations drawn from the space of routers, models, axes and ranges: losses and all gradients equal stock's.
 
-More of them: ``python tests/parity/mocked/random_configs_worker.py RESULT.json 500 SEED``.
+More of them: ``python -m tests.te_cpu tests/parity/mocked/random_configs_worker.py RESULT.json 500 SEED``.
 """
 
 import json
