@@ -18,7 +18,6 @@ NUM_WEIGHTS = 18
 OTHER_NUM_WEIGHTS = {
     "first-last-bf16": NUM_WEIGHTS // 3,  # one layer
     "fp8-weights": 0,
-    "latent": NUM_WEIGHTS + 2 * 3,  # two linears more in each layer's attention
     "mtp": NUM_WEIGHTS + 6 + 1,  # a layer and a projection more
     "output": NUM_WEIGHTS + 1,
 }

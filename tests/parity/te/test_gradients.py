@@ -8,41 +8,20 @@ from pathlib import Path
 import pytest
 
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.gradients.variants import (
-    DW_MEMORY_CASES,
-    FORCED,
-    SEGMENTED,
-    SEQUENCE,
-    VARIANTS,
-    WHOLE_ROUTING,
-    chunk_counts,
-    precision_of,
-)
-from tests.parity.te.variants import CUTS, HAZARDS, MODELS, case_name
+from tests.parity.gradients.variants import precision_of
+from tests.parity.te.variants import cases
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(620)]
 
 WORKER = Path(__file__).with_name("worker.py")
+CASES = [*cases(), "mtp-repeated-fused/k=2"]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Per rank: what the worker found for each case."""
     return launch.results_of(WORKER, 2, tmp_path_factory.mktemp("te"), timeout_s=600, te=True)
-
-
-def cases() -> list[str]:
-    return [
-        *(case_name(name, k) for name in {**VARIANTS, **FORCED} for k in chunk_counts(name)),
-        *(case_name(name, num_chunks, cut) for name, _, num_chunks, cut in CUTS),
-        *(case_name(name, k, cut) for name in MODELS for k, cut in ((1, {}), (2, {}), (3, SEQUENCE))),
-        *(case_name(name, 3) for name in WHOLE_ROUTING),
-        *SEGMENTED,
-        *DW_MEMORY_CASES,
-        *HAZARDS,
-        "mtp-repeated-fused/k=2",
-    ]
 
 
 def idle_parameters(case: str, rank: int, names: list[str]) -> list[str]:
@@ -52,7 +31,7 @@ def idle_parameters(case: str, rank: int, names: list[str]) -> list[str]:
     return [name for name in names if name.endswith(tuple(local))]
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", CASES)
 def test_te_gradients_equal_stock(results, case, check_gradients):
     for rank, result in enumerate(results):
         found = result[case]
@@ -68,7 +47,7 @@ def test_te_gradients_equal_stock(results, case, check_gradients):
         assert found["state_keys_equal"]
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", CASES)
 def test_te_parameters_are_reported_ready_once(results, case):
     for result in results:
         found = result[case]
@@ -79,7 +58,7 @@ def test_te_parameters_are_reported_ready_once(results, case):
 
 def test_te_order_of_collectives_is_the_same_on_all_ranks(results):
     first, second = results
-    for case in cases():
+    for case in CASES:
         assert first[case]["collectives"] == second[case]["collectives"], case
         assert any(".I.dispatch" in op for op in first[case]["collectives"]), case
 

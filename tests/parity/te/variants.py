@@ -3,7 +3,19 @@
 from typing import Any
 
 from megatron_lancet.schedule.plan import Gap, Plan, fixed_plan
-from tests.parity.gradients.variants import HYBRID, MLA, RECOMPUTE, SEQUENCE, VARIANTS
+from tests.parity.gradients.gradients_worker import plan_of
+from tests.parity.gradients.variants import (
+    DW_MEMORY_CASES,
+    FORCED,
+    HYBRID,
+    MLA,
+    RECOMPUTE,
+    SEGMENTED,
+    SEQUENCE,
+    VARIANTS,
+    WHOLE_ROUTING,
+    chunk_counts,
+)
 
 TE: dict[str, Any] = {"te": True, "moe_grouped_gemm": True, "gradient_accumulation_fusion": False}
 """Overrides that select Transformer Engine's layers and its grouped experts."""
@@ -11,6 +23,14 @@ FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
 """dW is added to the gradient by the GEMM, as ``--gradient-accumulation-fusion`` asks."""
 FP8: dict[str, Any] = {"bf16": True, "hidden_size": 64, "fp8": "hybrid", "fp8_recipe": "delayed"}
 RMS_NORM = {"normalization": "RMSNorm"}
+
+ROUTERS = (
+    *("no-balancing", "seq-aux-loss", "global-aux-loss", "two-aux-losses", "top-1", "sigmoid-expert-bias"),
+    *("group-limited", "fp32-router", "fp64-router", "per-token-loss", "tied-embeddings", "grouped-experts"),
+    *("frozen-layer", "frozen-router-embedding-output", "frozen-tied-embeddings", *FORCED),
+)
+"""Variants that differ outside of Transformer Engine's modules, which are compared in chunks only."""
+
 
 MODELS: dict[str, dict[str, Any]] = {
     "fused": FUSED,
@@ -24,7 +44,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "attention-sink": {"softmax_type": "learnable"},
     "log-max-attention-logit": {"log_max_attention_logit": True},
 }
-"""With one chunk, with batch and with sequence chunks."""
+"""With one chunk and with sequence chunks; those of :data:`IN_BATCHES` also with batch chunks."""
+
+IN_BATCHES = ("fused", "fused-bias", "sequential-experts", "mla")
 
 CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     ("bf16", {"bf16": True}, 1, {}),
@@ -61,3 +83,25 @@ HAZARDS: dict[str, tuple[dict[str, Any], Plan]] = {
 
 def case_name(name: str, num_chunks: int, cut: dict[str, str] | None = None) -> str:
     return "/".join([name, f"k={num_chunks}", *(cut or {}).values()])
+
+
+def cases() -> dict[str, tuple[dict[str, Any], Plan]]:
+    """All that is compared: overrides beside :data:`TE`, and the plan, by name."""
+    cuts: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [*CUTS]
+    cuts += [(name, settings, k, {}) for name, settings in {**VARIANTS, **FORCED}.items() for k in _chunk_counts(name)]
+    for name, settings in MODELS.items():
+        cuts += [(name, settings, 1, {}), (name, settings, 3, SEQUENCE)]
+    cuts += [(name, MODELS[name], 2, {}) for name in IN_BATCHES]
+    found = {case_name(name, k, cut): (settings, plan_of(k, **cut)) for name, settings, k, cut in cuts}
+    for name in ("capacity-padded", "jitter"):
+        found[case_name(name, 3)] = WHOLE_ROUTING[name], plan_of(3, over="experts")
+    for name in ("segments/batch-then-sequence", "segments/dense-between"):
+        found[name] = SEGMENTED[name]
+    for name in ("dw-memory-1/k=2", "dw-memory-20000/k=2"):
+        memory_bytes, num_chunks = DW_MEMORY_CASES[name]
+        found[name] = FUSED, fixed_plan(num_chunks, dw_memory_bytes=memory_bytes)
+    return found | HAZARDS
+
+
+def _chunk_counts(variant: str) -> tuple[int, ...]:
+    return (3,) if variant in ROUTERS else chunk_counts(variant)

@@ -12,17 +12,9 @@ import torch.distributed as dist
 from megatron_lancet.patching import replaced
 from megatron_lancet.schedule.plan import fixed_plan
 from tests.parity.gradients.disturbances import erratic_wire
-from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare, compare_plan
-from tests.parity.gradients.variants import (
-    DW_MEMORY_CASES,
-    FORCED,
-    SEGMENTED,
-    SEQUENCE,
-    VARIANTS,
-    WHOLE_ROUTING,
-    chunk_counts,
-)
-from tests.parity.te.variants import CUTS, FUSED, HAZARDS, MODELS, TE, case_name
+from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare_plan
+from tests.parity.gradients.variants import VARIANTS
+from tests.parity.te.variants import FUSED, HAZARDS, TE, cases
 from tests.ranks.worker import finish, run_on_cpu_with_te
 
 
@@ -52,22 +44,8 @@ def main() -> None:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
     results: dict[str, Any] = {}
-    for name, overrides in {**VARIANTS, **FORCED}.items():
-        for num_chunks in chunk_counts(name):
-            results[case_name(name, num_chunks)] = compare({**TE, **overrides}, num_chunks)
-    for name, overrides, num_chunks, cut in CUTS:
-        results[case_name(name, num_chunks, cut)] = compare({**TE, **overrides}, num_chunks, **cut)
-    for name, overrides in MODELS.items():
-        for num_chunks, cut in ((1, {}), (2, {}), (3, SEQUENCE)):
-            results[case_name(name, num_chunks, cut)] = compare({**TE, **overrides}, num_chunks, **cut)
-    for name, overrides in WHOLE_ROUTING.items():
-        results[case_name(name, 3)] = compare({**TE, **overrides}, 3, over="experts")
-    for name, (overrides, plan) in SEGMENTED.items():
-        results[name] = compare_plan({**TE, **overrides}, plan)
-    for name, (memory_bytes, num_chunks) in DW_MEMORY_CASES.items():
-        results[name] = compare({**TE, **FUSED}, num_chunks, erratic_wire, dw_memory_bytes=memory_bytes)
-    for name, (overrides, plan) in HAZARDS.items():
-        results[name] = compare_plan({**TE, **overrides}, plan)
+    for name, (overrides, plan) in cases().items():
+        results[name] = compare_plan({**TE, **overrides}, plan, erratic_wire if "dw-memory" in name else None)
     repeated = {**TE, **VARIANTS["mtp-repeated"]}
     results["mtp-repeated-fused/k=2"] = compare_plan({**repeated, **FUSED}, fixed_plan(2), against=repeated)
     results["mtp-repeated-fused/stock"] = compare_plan({**repeated, **FUSED}, fixed_plan(2))
