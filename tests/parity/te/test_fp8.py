@@ -71,7 +71,9 @@ def test_delayed_scaling_of_chunks_is_that_of_one_call(results, recipe, plan, ch
 def test_weights_are_quantized_once_a_step(results, recipe, plan):
     for result in results:
         found = result[recipe]["plans"][plan]
-        assert found["quantized"] == found["quantized_by_stock"]
+        # In a model's first step stock quantizes some weights once more after certain other models of the process.
+        assert [step.keys() for step in found["quantized"]] == [step.keys() for step in found["quantized_by_stock"]]
+        assert found["quantized"][1:] == found["quantized_by_stock"][1:]
         assert found["num_stashed"] == 0
         expected = next((count for part, count in OTHER_NUM_WEIGHTS.items() if part in recipe), NUM_WEIGHTS)
         assert [list(step.values()) for step in found["quantized"]] == [[1] * expected] * NUM_STEPS
