@@ -165,16 +165,8 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
 class OverlappingTransformerBlock(LayersByPlan, TransformerBlock):
     """Megatron's transformer block; in training its micro-batches go through in chunks."""
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        rotary_pos_emb: torch.Tensor | None = None,
-        attention_bias: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
         """Run all layers and the final norm; see :meth:`LayersByPlan.run_layers`."""
-        inputs = {"rotary_pos_emb": rotary_pos_emb, "attention_bias": attention_bias, **kwargs}
         if not (self.training and torch.is_grad_enabled()):
             return super().forward(hidden_states, attention_mask, **inputs)
         hidden = self.run_layers(hidden_states, attention_mask, **inputs)
