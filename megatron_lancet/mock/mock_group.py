@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 
 from megatron_lancet.mock.link import Link, Queue
 from megatron_lancet.mock.mock_work import Clock, DeviceWork, HostWork, device_cycles_per_us
+from megatron_lancet.runtime.placement import on_cuda
 
 BACKEND = "mock"
 
@@ -222,7 +223,7 @@ class MockProcessGroup(_ProcessGroup):
         self, op: str, deliver: Callable[[], Any], inputs: _Tensors, outputs: _Tensors, bytes_to_others: float
     ) -> dist.Work:
         duration_us = self._link.time_us(bytes_to_others)
-        if not outputs or outputs[0].device.type != "cuda":
+        if not outputs or not on_cuda(outputs[0]):
             return HostWork(op, deliver, outputs, self._queue.enter(duration_us), self._timeout, self._clock)
         if self._stream is None:
             self._stream = torch.cuda.Stream(outputs[0].device)

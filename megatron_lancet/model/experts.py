@@ -19,6 +19,7 @@ import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from megatron_lancet.model.linear import DeferredColumnParallelLinear, DeferredRowParallelLinear
+from megatron_lancet.runtime.placement import on_cuda
 
 DeferredLinear = DeferredColumnParallelLinear | DeferredRowParallelLinear
 
@@ -35,7 +36,7 @@ def grouped_is_faster(num_experts: int, num_rows: int, weight: torch.Tensor) -> 
         num_rows: rows of all local experts, m.
         weight: weight of one expert; those of the others are alike.
     """
-    return weight.device.type == "cpu" and num_experts > 1 and num_rows <= num_experts * MAX_ROWS_PER_EXPERT
+    return not on_cuda(weight) and num_experts > 1 and num_rows <= num_experts * MAX_ROWS_PER_EXPERT
 
 
 class GroupingSequentialMLP(SequentialMLP):

@@ -24,6 +24,7 @@ from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.packing import RowLayout
 from megatron_lancet.runtime.peers import Peers
+from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.trace import Trace, waiting
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer, Transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
@@ -263,7 +264,7 @@ class LocalExchange:
 
     @property
     def on_cuda(self) -> bool:
-        return self._tensors[0].device.type == "cuda"
+        return on_cuda(self._tensors[0])
 
     def in_flight(self) -> bool:
         return False
@@ -308,7 +309,7 @@ class Exchange:
 
     @property
     def on_cuda(self) -> bool:
-        return self._sent.device.type == "cuda"
+        return on_cuda(self._sent)
 
     def is_known(self) -> bool:
         """Whether a queued message can be launched without waiting."""

@@ -22,6 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_lancet.model.chunking import Chunk
+from megatron_lancet.runtime.placement import on_cuda
 
 
 def sdpa_blockers(settings: Any) -> list[str]:
@@ -106,7 +107,7 @@ class SdpaAttention(DotProductAttention):
         """
         mask: Any = None if attention_mask is None else ~attention_mask
         if mask is None and query.size(0) < key.size(0):
-            mask = _causal_mask(query.size(0), key.size(0), query.device)
+            mask = _causal_mask(query, key.size(0))
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         with self._random_state():
             context = scaled_dot_product_attention(
@@ -169,8 +170,13 @@ def gather_positions(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     return torch.cat([*slices[0::2], *reversed(slices[1::2])])
 
 
-def _causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
-    """The last query sees all keys, the one before it all but one, and so on; True where attention is allowed."""
-    if device.type == "cuda":
+def _causal_mask(query: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """The last query sees all keys, the one before it all but one, and so on; True where attention is allowed.
+
+    Args:
+        query: [s, ...].
+    """
+    num_queries = query.size(0)
+    if on_cuda(query):
         return causal_lower_right(num_queries, num_keys)  # the flash kernel's own, never materialised
-    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)

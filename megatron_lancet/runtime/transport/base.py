@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.trace import Point
 
 
@@ -30,7 +31,7 @@ class ReadyEvent:
 
     def __init__(self, sent: torch.Tensor) -> None:
         """Records the point after ``sent`` was written, or its kernels were enqueued."""
-        self._event = torch.cuda.current_stream().record_event() if sent.device.type == "cuda" else None
+        self._event = torch.cuda.current_stream().record_event() if on_cuda(sent) else None
 
     def block(self, stream: torch.cuda.Stream) -> None:
         """Makes ``stream`` wait for that point."""
