@@ -40,8 +40,8 @@ def check_hybrid_pattern(args: argparse.Namespace) -> None:
         raise UsageError(f"--hybrid-layer-pattern {hybrid_pattern(args)}: {error}.") from error
     if args.transformer_impl == "local":
         raise UsageError(
-            "--hybrid-layer-pattern builds layers of Transformer Engine only, and --transformer-impl is local, as it is in "
-            "every run without a GPU. Run it on GPUs without --transformer-impl local, or train a GPT."
+            "--hybrid-layer-pattern builds layers of Transformer Engine only, and --transformer-impl is local, as it "
+            "is in every run without a GPU. Run it on GPUs without --transformer-impl local, or train a GPT."
         )
 
 
