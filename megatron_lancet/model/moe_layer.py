@@ -161,8 +161,9 @@ def _run_shared_experts(moe: MoELayer, normed_sbH: torch.Tensor) -> torch.Tensor
 
 def _run_experts(moe: OverlappingMoE, tokens_rH: torch.Tensor, probs_r: torch.Tensor, routes: Routes) -> torch.Tensor:
     """Runs received rows through the local experts; [r, H], in the order of arrival."""
-    tokens_mH, probs_m = moe.dispatcher.sort_by_expert(tokens_rH, probs_r, routes)
+    last_expert_first = getattr(moe.stock.experts, "last_expert_first", False)
+    tokens_mH, probs_m = moe.dispatcher.sort_by_expert(tokens_rH, probs_r, routes, last_expert_first)
     with op_precision(moe.stock):
         output_mH, bias = moe.stock.experts(tokens_mH, routes.rows_per_expert, probs_m)
     assert bias is None, "experts return their bias added to the output"
-    return moe.dispatcher.sort_by_peer(output_mH, routes, probs_r.dtype)
+    return moe.dispatcher.sort_by_peer(output_mH, routes, probs_r.dtype, last_expert_first)

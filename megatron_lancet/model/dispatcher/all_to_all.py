@@ -95,10 +95,8 @@ class AllToAllDispatcher:
         self._tp_group = expert_tp_group
         self._tp_size = expert_tp_group.size()
         by_source = torch.arange(num_experts * self._tp_size).view(-1, self._num_local_experts)
-        self._expert_major = by_source.T.ravel()
-        self._source_major = torch.argsort(self._expert_major)
-        # Rows of one expert only, or from one rank only, come in both orders at once.
-        self._needs_sort = self._num_local_experts > 1 and num_ranks * self._tp_size > 1
+        self._expert_major = {last_first: _expert_major(by_source, last_first) for last_first in (False, True)}
+        self._source_major = {last_first: torch.argsort(order) for last_first, order in self._expert_major.items()}
 
     def launch_counts(self, op: Op, routing_map_tE: torch.Tensor) -> PendingRoutes:
         """Tells every rank how many rows each of its experts gets from here.
@@ -143,8 +141,12 @@ class AllToAllDispatcher:
             rows_per_expert=received.sum(dim=(0, 1)),
         )
 
+    def _needs_sort(self, last_expert_first: bool) -> bool:
+        """Rows of one expert only, or from one rank only, come in both orders at once, with the first expert first."""
+        return self._num_local_experts > 1 and (last_expert_first or self._num_ranks * self._tp_size > 1)
+
     def sort_by_expert(
-        self, tokens_rH: torch.Tensor, probs_r: torch.Tensor, routes: Routes
+        self, tokens_rH: torch.Tensor, probs_r: torch.Tensor, routes: Routes, last_expert_first: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Received rows and their probabilities, from rank order to the local experts' [m, H] and [m]."""
         tokens, probs = tokens_rH, probs_r
@@ -154,20 +156,24 @@ class AllToAllDispatcher:
                 gather_from_sequence_parallel_region(rows, group=self._tp_group, output_split_sizes=holders)
                 for rows in (tokens, probs)
             )
-        if not self._needs_sort:
+        if not self._needs_sort(last_expert_first):
             return tokens, probs
-        tokens_mH, probs_m = self._sort(tokens, routes.rows_by_source.ravel(), self._expert_major, probs)
+        expert_major = self._expert_major[last_expert_first]
+        tokens_mH, probs_m = self._sort(tokens, routes.rows_by_source.ravel(), expert_major, probs)
         assert probs_m is not None
         return tokens_mH, probs_m
 
-    def sort_by_peer(self, output_mH: torch.Tensor, routes: Routes, sum_dtype: torch.dtype) -> torch.Tensor:
+    def sort_by_peer(
+        self, output_mH: torch.Tensor, routes: Routes, sum_dtype: torch.dtype, last_expert_first: bool = False
+    ) -> torch.Tensor:
         """Experts' output rows, from expert order back to rank order: [r, H].
 
         Args:
             sum_dtype: type in which the parts of an expert are summed.
         """
-        if self._needs_sort:
-            output_mH, _ = self._sort(output_mH, routes.rows_by_source.T.ravel(), self._source_major)
+        if self._needs_sort(last_expert_first):
+            sizes = _expert_major(routes.rows_by_source, last_expert_first)
+            output_mH, _ = self._sort(output_mH, sizes, self._source_major[last_expert_first])
         if self._tp_size == 1:
             return output_mH
         summed_rH = reduce_scatter_to_sequence_parallel_region(
@@ -194,3 +200,9 @@ class AllToAllDispatcher:
             fused=self._fused,
         )
         return output_tH.view(permutation.hidden_shape)
+
+
+def _expert_major(by_source: torch.Tensor, last_expert_first: bool) -> torch.Tensor:
+    """Values of every source and expert, [V * P, e], ordered by expert, then by source."""
+    by_expert = by_source.T
+    return (by_expert.flip(0) if last_expert_first else by_expert).ravel()
