@@ -201,14 +201,10 @@ class WeightGradStore:
             assert task is not None
             self._run_hidden(task)
 
-    def drain_previous(self, op: Op) -> None:
-        """Runs the dWs for a gap whose end the host can't see.
-
-        These are the dWs planned for ``op``; in a plan without gaps, those put before the last all-to-all finished.
-        """
+    def run_ahead(self, op: Op) -> None:
+        """Runs dWs in front of the wait for ``op`` if the host can't see its end; see :meth:`DwQueue.take_ahead`."""
         self._queue.begin_gap(str(op))
-        take = self._queue.take_planned if self._rules.gaps else self._queue.take_previous
-        while (task := take()) is not None:
+        while (task := self._queue.take_ahead()) is not None:
             self._run_hidden(task)
 
     def advance_window(self) -> None:
