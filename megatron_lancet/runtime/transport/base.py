@@ -27,16 +27,21 @@ class Transfer(Protocol):
 
 
 class ReadyEvent:
-    """The point in time at which the rows of a message were complete; later compute does not delay the message."""
+    """The point in time at which what a message sends was complete; later compute does not delay the message."""
 
     def __init__(self, sent: torch.Tensor) -> None:
-        """Records the point after ``sent`` was written, or its kernels were enqueued."""
+        """Records the point after ``sent`` was written, or its kernels were enqueued on the current stream."""
         self._event = torch.cuda.current_stream().record_event() if on_cuda(sent) else None
 
     def block(self, stream: torch.cuda.Stream) -> None:
         """Makes ``stream`` wait for that point."""
         assert self._event is not None
         stream.wait_event(self._event)
+
+    def block_current(self) -> None:
+        """Makes the current stream wait for that point; on a CPU it has passed."""
+        if self._event is not None:
+            self.block(torch.cuda.current_stream())
 
 
 class Transport(Protocol):
