@@ -35,6 +35,7 @@ def machines(draw, max_layers=3, shares=(EVEN, UNEVEN, (0.5, 0.3, 0.2), ALONE), 
         micro_batch_size=draw(st.sampled_from([2, 4, 5])),
         dims=tuple(ChunkDim),
         sends_share_link=draw(st.booleans()),
+        host_polls=draw(st.booleans()),
         compute_slowdown=draw(st.sampled_from([1.0, 1.0, 1.3])),
     )
 
