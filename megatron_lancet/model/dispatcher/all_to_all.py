@@ -59,8 +59,9 @@ class AllToAllDispatcher:
         self._num_local_experts = num_experts // num_ranks
         self._tp_group = expert_tp_group
         self._tp_size = expert_tp_group.size()
-        by_source = torch.arange(num_experts * self._tp_size).view(-1, self._num_local_experts)
-        self._expert_major = by_source.T.ravel()
+        # For the fused kernels: orders of the parts of received rows, on their device from the first use on.
+        parts_by_source = torch.arange(num_experts * self._tp_size).view(-1, self._num_local_experts)
+        self._expert_major = parts_by_source.T.ravel()
         self._source_major = torch.argsort(self._expert_major)
         # Rows of one expert only, or from one rank only, come in both orders at once.
         self._needs_sort = self._num_local_experts > 1 and num_ranks * self._tp_size > 1
@@ -103,11 +104,9 @@ class AllToAllDispatcher:
     def _routes(self, counts: TokenCounts) -> Routes:
         return Routes.of(counts, self._tp_size, self._tp_group.rank())
 
-    def sort_by_expert(
-        self, tokens_rH: torch.Tensor, probs_r: torch.Tensor, routes: Routes
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Received rows and their probabilities, from rank order to the local experts' [m, H] and [m]."""
-        tokens, probs = tokens_rH, probs_r
+    def sort_by_expert(self, received: tuple[torch.Tensor, ...], routes: Routes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Received rows [r, H] and their probabilities [r], from rank order to the local experts' [m, H] and [m]."""
+        tokens, probs = received
         if self._tp_size > 1:
             holders = list(routes.rows_by_holder)
             tokens, probs = (
@@ -116,7 +115,11 @@ class AllToAllDispatcher:
             )
         if not self._needs_sort:
             return tokens, probs
-        tokens_mH, probs_m = self._sort(tokens, routes.rows_by_source.ravel(), self._expert_major, probs)
+        if not self._fused:
+            return routes.expert_order.apply(tokens), routes.expert_order.apply(probs)
+        self._expert_major = self._expert_major.to(tokens.device)
+        sizes = routes.rows_by_source.ravel()
+        tokens_mH, probs_m = sort_chunks_by_idxs(tokens, sizes, self._expert_major, probs=probs, fused=True)
         assert probs_m is not None
         return tokens_mH, probs_m
 
@@ -126,22 +129,18 @@ class AllToAllDispatcher:
         Args:
             sum_dtype: type in which the parts of an expert are summed.
         """
-        if self._needs_sort:
-            output_mH, _ = self._sort(output_mH, routes.rows_by_source.T.ravel(), self._source_major)
+        if self._needs_sort and self._fused:
+            self._source_major = self._source_major.to(output_mH.device)
+            sizes = routes.rows_by_source.T.ravel()
+            output_mH, _ = sort_chunks_by_idxs(output_mH, sizes, self._source_major, fused=True)
+        elif self._needs_sort:
+            output_mH = routes.expert_order.undo(output_mH)
         if self._tp_size == 1:
             return output_mH
         summed_rH = reduce_scatter_to_sequence_parallel_region(
             output_mH.to(sum_dtype), group=self._tp_group, input_split_sizes=list(routes.rows_by_holder)
         )
         return summed_rH.to(output_mH.dtype)
-
-    def _sort(
-        self, rows: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor, probs: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Parts of ``rows`` and ``probs`` with these sizes, in another order; sizes and order are on the host."""
-        if self._fused:
-            sizes, order = (index.to(rows.device, non_blocking=True) for index in (sizes, order))
-        return sort_chunks_by_idxs(rows, sizes, order, probs=probs, fused=self._fused)
 
     def unpermute(self, rows_nH: torch.Tensor, permutation: Permutation) -> torch.Tensor:
         """Sum the output rows of each token: the chunk's output, [s, b, H]."""

@@ -5,16 +5,19 @@ Legend of shapes: P ranks of the expert-parallel group, V expert tensor parallel
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
+from megatron_lancet.model.dispatcher.row_order import RowOrder
 from megatron_lancet.runtime.comm import CountsExchange, RowSplits
+from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.transport.base import TokenCounts
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Rows of one chunk by rank and by expert.
+    """Rows of one chunk by rank and by expert. What is made of them on a device is made once, when it is asked for.
 
     Attributes:
         splits: rows to and from each rank of the expert-parallel group.
@@ -28,6 +31,18 @@ class Routes:
     rows_by_source: torch.Tensor
     rows_by_holder: tuple[int, ...]
     rows_per_expert: torch.Tensor
+
+    @cached_property
+    def expert_order(self) -> RowOrder:
+        """From the order of the sources to that of the local experts; m rows."""
+        return RowOrder.by_expert(self.rows_by_source, sum(self.rows_by_holder))
+
+    @cached_property
+    def expert_offsets(self) -> torch.Tensor | None:
+        """The end of each local expert's rows, [e] int32 on the device, for grouped products; None on a CPU."""
+        if not on_cuda(self.rows_by_source):
+            return None
+        return self.rows_by_source.sum(dim=0).cumsum(0, dtype=torch.int32)
 
     @staticmethod
     def of(counts: TokenCounts, tp_size: int, tp_rank: int) -> "Routes":
