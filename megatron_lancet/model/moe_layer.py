@@ -3,7 +3,7 @@
 ``schedule/turns.py`` says when each of them runs.
 
 Legend of shapes: s positions, b samples, t = s * b tokens of the chunk, E experts, n rows sent (one per token and
-chosen expert), r rows received, H hidden size.
+chosen expert), r rows received, m rows of the local experts (m = r without expert tensor parallelism), H hidden size.
 """
 
 import functools
@@ -95,8 +95,13 @@ def wait_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
 
 def experts(moe: OverlappingMoE, x: ChunkState) -> None:
     """Run this rank's experts on the rows received."""
+    routes, sum_dtype = x.routes.wait(), x.rows[1].dtype
+    # The rows in the order of arrival are freed here: autograd needs the sorted ones only.
+    last_expert_first = getattr(moe.stock.experts, "last_expert_first", False)
+    x.rows = moe.dispatcher.sort_by_expert(x.rows, routes, last_expert_first)
     with outputs_dropped_in_stock(moe.recompute.drops_outputs):
-        x.rows = (maybe_recomputed(moe.recompute.experts, _run_experts, moe, *x.rows, x.routes.wait()),)
+        output_mH = maybe_recomputed(moe.recompute.experts, _run_experts, moe.stock, *x.rows, routes)
+    x.rows = (moe.dispatcher.sort_by_peer(output_mH, routes, sum_dtype, last_expert_first),)
 
 
 def launch_combine(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -163,11 +168,9 @@ def _run_shared_experts(moe: MoELayer, normed_sbH: torch.Tensor) -> torch.Tensor
         return moe.shared_experts_compute(normed_sbH)
 
 
-def _run_experts(moe: OverlappingMoE, tokens_rH: torch.Tensor, probs_r: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """Runs received rows through the local experts; [r, H], in the order of arrival."""
-    last_expert_first = getattr(moe.stock.experts, "last_expert_first", False)
-    tokens_mH, probs_m = moe.dispatcher.sort_by_expert(tokens_rH, probs_r, routes, last_expert_first)
-    with op_precision(moe.stock):
-        output_mH, bias = moe.stock.experts(tokens_mH, routes.rows_per_expert, probs_m)
+def _run_experts(moe: MoELayer, tokens_mH: torch.Tensor, probs_m: torch.Tensor, routes: Routes) -> torch.Tensor:
+    """Runs rows through the local experts; [m, H], in their order."""
+    with op_precision(moe):
+        output_mH, bias = moe.experts(tokens_mH, routes.rows_per_expert, probs_m)
     assert bias is None, "experts return their bias added to the output"
-    return moe.dispatcher.sort_by_peer(output_mH, routes, probs_r.dtype, last_expert_first)
+    return output_mH

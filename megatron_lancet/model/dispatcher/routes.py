@@ -4,17 +4,18 @@ Legend of shapes: P ranks of the expert-parallel group, V expert tensor parallel
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from megatron_lancet.model.dispatcher.row_order import RowOrder
 from megatron_lancet.runtime.comm import CountsExchange, RowSplits
 from megatron_lancet.runtime.transport.base import TokenCounts
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Rows of one chunk by rank and by expert.
+    """Rows of one chunk by rank and by expert. What is made of them on a device is made once, when it is asked for.
 
     Attributes:
         splits: rows to and from each rank of the expert-parallel group.
@@ -28,6 +29,14 @@ class Routes:
     rows_by_source: torch.Tensor
     rows_by_holder: tuple[int, ...]
     rows_per_expert: torch.Tensor
+    _orders: dict[bool, RowOrder] = field(default_factory=dict)
+
+    def expert_order(self, last_expert_first: bool = False) -> RowOrder:
+        """From the order of the sources to that of the local experts; m rows."""
+        if last_expert_first not in self._orders:
+            num_rows = sum(self.rows_by_holder)
+            self._orders[last_expert_first] = RowOrder.by_expert(self.rows_by_source, num_rows, last_expert_first)
+        return self._orders[last_expert_first]
 
     @staticmethod
     def of(counts: TokenCounts, tp_size: int, tp_rank: int) -> "Routes":
