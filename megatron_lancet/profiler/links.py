@@ -89,6 +89,7 @@ def measure_links(wires: Wires, largest_bytes: int) -> LinkTimes:
         sends_share_link=wires.device.type != "cuda",
         compute_slowdown=_slowdown(wires, _even(sizes[-1], wires.ep_size)),
         queued=fit(queued),
+        host_polls=wires.device.type != "cuda",
     )
 
 

@@ -11,6 +11,7 @@ backward pass, the same on every rank. (Lancet, section 4.1, places dWs; the ord
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -77,13 +78,16 @@ class DeferredWeight:
         """Computes one chunk's dW, [O, I], from T tokens and adds it to Megatron's gradient accumulator.
 
         Args:
-            in_gemm: let the GEMM add to the gradient where the types agree. This is faster and needs no temporary of
-                the weight's size (benchmarks/RESULTS.md), but changes stock's order of additions.
+            in_gemm: let the GEMM add to the gradient where the types agree, or where the device has a GEMM that adds
+                a product of bf16 or fp16 to fp32. This is faster and needs no temporary of the weight's size
+                (benchmarks/RESULTS.md), but changes stock's order of additions and does not round the product first.
             sum_first: see :meth:`add_to_main_grad`.
         """
         main_grad = self.main_grad
         if in_gemm and main_grad.dtype == grad_TO.dtype == input_TI.dtype:
             main_grad.addmm_(grad_TO.t(), input_TI)
+        elif in_gemm and _adds_to_fp32(main_grad, grad_TO, input_TI):
+            torch.addmm(main_grad, grad_TO.t(), input_TI, out_dtype=main_grad.dtype, out=main_grad)
         else:
             self.add_to_main_grad(grad_TO.t().matmul(input_TI), sum_first)
 
@@ -132,6 +136,21 @@ class DeferredWeight:
             parameter.grad = placeholder.expand(parameter.shape)
         self._report_ready()
         self.num_reported += 1
+
+
+def _adds_to_fp32(main_grad: torch.Tensor, grad: torch.Tensor, input: torch.Tensor) -> bool:
+    """Whether the device has a GEMM for these types; bf16 and fp16 are those that torch's kernel takes."""
+    is_half = grad.dtype == input.dtype and grad.dtype in (torch.bfloat16, torch.float16)
+    return is_half and main_grad.dtype is torch.float32 and _has_gemm_into_fp32(main_grad.device.type)
+
+
+@cache
+def _has_gemm_into_fp32(device_type: str) -> bool:
+    """Whether this build of torch has the kernel for devices of this type; in torch 2.13 only CUDA's have it."""
+    operator = "aten::addmm.dtype_out"
+    if not torch._C._dispatch_has_kernel(operator):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, torch._C._dispatch_key_for_device(device_type))
 
 
 @dataclass(frozen=True)
@@ -219,14 +238,10 @@ class WeightGradStore:
             assert task is not None
             self._run_hidden(task)
 
-    def drain_previous(self, op: Op) -> None:
-        """Runs the dWs for a gap whose end the host can't see.
-
-        These are the dWs planned for ``op``; in a plan without gaps, those put before the last all-to-all finished.
-        """
+    def run_ahead(self, op: Op) -> None:
+        """Runs dWs in front of the wait for ``op`` if the host can't see its end; see :meth:`DwQueue.take_ahead`."""
         self._queue.begin_gap(str(op))
-        take = self._queue.take_planned if self._rules.gaps else self._queue.take_previous
-        while (task := take()) is not None:
+        while (task := self._queue.take_ahead()) is not None:
             self._run_hidden(task)
 
     def advance_window(self) -> None:

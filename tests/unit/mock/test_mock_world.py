@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lancet.errors import UsageError
+from megatron_lancet.mock import mock_group
 from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.loopback_counts import counts_of_all_ranks
 from megatron_lancet.mock.mock_world import mock_world
@@ -41,6 +43,17 @@ def test_mock_world_is_initialized_and_destroyed():
         dist.all_to_all_single(torch.empty(2), torch.empty(4))
     assert not dist.is_initialized()
     assert "mocked link" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_mocked_messages_on_a_device_with_one_connection_are_refused(four_ranks, monkeypatch):
+    monkeypatch.setattr(mock_group, "on_cuda", lambda tensor: True)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(UsageError, match=r"CUDA_DEVICE_MAX_CONNECTIONS is 1: .* Set it to 32, or unset it\."):
+        dist.all_reduce(torch.ones(2))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: pytest.fail("the message has a stream"))
+    with pytest.raises(pytest.fail.Exception, match="has a stream"):
+        dist.all_reduce(torch.ones(2))
 
 
 def test_mock_groups_have_their_own_size(four_ranks):
