@@ -78,6 +78,7 @@ class ModelFacts:
         num_mtp_layers: number of layers that are multi-token predictions.
         repeats_mtp_layer: whether they are one layer, which runs several times.
         num_output_uses: how often a micro-batch passes through the output layer with a weight gradient.
+        pads_to_capacity: whether routers give every expert equally many rows of a micro-batch.
     """
 
     name: str
@@ -100,6 +101,7 @@ class ModelFacts:
     num_mtp_layers: _Size = field(default=0, metadata=OMITTED_AT_DEFAULT)
     repeats_mtp_layer: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
     num_output_uses: _CountFrom1 = field(default=1, metadata=OMITTED_AT_DEFAULT)
+    pads_to_capacity: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         if not self.layer_kinds or len(self.layer_kinds) != len(self.stage_of_layer):

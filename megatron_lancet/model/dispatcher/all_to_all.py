@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs
 from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes
 from megatron_lancet.model.dispatcher.row_order import by_expert
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.transport.base import ReadyEvent, TokenCounts
+from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op
 
 
@@ -60,6 +60,7 @@ class AllToAllDispatcher:
         self._num_local_experts = num_experts // num_ranks
         self._tp_group = expert_tp_group
         self._tp_size = expert_tp_group.size()
+        self._even_routes: dict[int, Routes] = {}
         # For the fused kernels: orders of the parts of received rows, on their device from the first use on.
         parts_by_source = torch.arange(num_experts * self._tp_size).view(-1, self._num_local_experts)
         self._expert_major = {
@@ -75,7 +76,19 @@ class AllToAllDispatcher:
             routed: the point in time at which ``routing_map_tE`` was complete.
         """
         exchange = self._comm.launch_counts(op, partial(self._count, routing_map_tE), routed)
-        return PendingRoutes(exchange, self._routes)
+        return PendingRoutes(exchange, self._tp_size, self._tp_group.rank())
+
+    def even_routes(self, rows_per_expert: int, device: torch.device) -> Routes:
+        """Returns the routes of a chunk in which every rank sends equally many rows to every expert; sends no counts.
+
+        Args:
+            rows_per_expert: rows from one rank for one expert.
+            device: device of the rows.
+        """
+        if rows_per_expert not in self._even_routes:
+            shape = self._num_ranks, self._num_local_experts, self._tp_size
+            self._even_routes[rows_per_expert] = Routes.even(rows_per_expert, *shape, device)
+        return self._even_routes[rows_per_expert]
 
     def permute(
         self, hidden_sbH: torch.Tensor, probs_tE: torch.Tensor, routing_map_tE: torch.Tensor, num_rows: int
@@ -101,9 +114,6 @@ class AllToAllDispatcher:
         counts = routing_map_tE.sum(dim=0).view(self._num_ranks, 1, self._num_local_experts)
         # All holders of an expert learn of its rows, though one of them receives them from here.
         return counts.expand(-1, self._tp_size, -1).flatten()
-
-    def _routes(self, counts: TokenCounts) -> Routes:
-        return Routes.of(counts, self._tp_size, self._tp_group.rank())
 
     def sort_by_expert(
         self, received: tuple[torch.Tensor, ...], routes: Routes, last_expert_first: bool = False

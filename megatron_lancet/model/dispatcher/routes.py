@@ -1,9 +1,8 @@
-"""How many rows travel between which ranks; known once the token counts have been exchanged.
+"""How many rows travel between which ranks; known once the token counts have been exchanged, or in advance.
 
 Legend of shapes: P ranks of the expert-parallel group, V expert tensor parallel size, e local experts.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -58,6 +57,28 @@ class Routes:
             rows_per_expert=torch.tensor([sum(of_expert) for of_expert in zip(*counts.received, strict=True)]),
         )
 
+    @staticmethod
+    def even(rows_per_expert: int, num_ranks: int, num_experts: int, tp_size: int, device: torch.device) -> "Routes":
+        """Makes the routes by which every rank sends equally many rows to every expert.
+
+        Args:
+            rows_per_expert: rows from one rank for one expert.
+            num_ranks: P.
+            num_experts: local experts, e.
+            tp_size: V.
+        """
+        rows = (num_experts * rows_per_expert,) * num_ranks
+        return Routes(
+            splits=RowSplits(sent=rows, received=rows),
+            rows_by_source=torch.full((tp_size * num_ranks, num_experts), rows_per_expert, device=device),
+            rows_by_holder=(sum(rows),) * tp_size,
+            rows_per_expert=torch.full((num_experts,), tp_size * num_ranks * rows_per_expert),
+        )
+
+    def wait(self) -> "Routes":
+        """Returns itself, as :meth:`PendingRoutes.wait` does with its routes."""
+        return self
+
 
 def _by_holder(received: torch.Tensor, tp_size: int) -> torch.Tensor:
     """Orders counts [P * V, e] by rank of the expert-tensor-parallel group first; without one they are in order."""
@@ -69,15 +90,24 @@ def _by_holder(received: torch.Tensor, tp_size: int) -> torch.Tensor:
 class PendingRoutes:
     """Routes that are known when token counts have arrived."""
 
-    def __init__(self, counts: CountsExchange, routes_of: Callable[[TokenCounts], Routes]) -> None:
+    def __init__(self, counts: CountsExchange, tp_size: int, tp_rank: int) -> None:
+        """
+        Args:
+            tp_size: V.
+            tp_rank: this rank's place among the V.
+        """
         self.counts = counts
-        self._routes_of = routes_of
+        self._tp_size, self._tp_rank = tp_size, tp_rank
         self._routes: Routes | None = None
+
+    def num_sent(self) -> int:
+        """Waits for this rank's own counts; the rows that it sends, its own included."""
+        return sum(map(sum, self.counts.wait_for_own()[:: self._tp_size]))
 
     def wait(self) -> Routes:
         """Waits for the counts."""
         if self._routes is None:
-            self._routes = self._routes_of(self.counts.wait())
+            self._routes = Routes.of(self.counts.wait(), self._tp_size, self._tp_rank)
         return self._routes
 
     def splits(self) -> RowSplits:

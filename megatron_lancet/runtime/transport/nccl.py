@@ -59,10 +59,10 @@ class _StreamCounts:
             sent = count()
             self.num_bytes = sent.nbytes - sent.nbytes // self._num_ranks
             self._on_host = torch.empty((2, len(sent)), dtype=sent.dtype, pin_memory=True)
+            self._on_host[0].copy_(sent, non_blocking=True)
             self._times = EventPair()
             self._received = torch.empty_like(sent)
             dist.all_to_all_single(self._received, sent, group=group)
-            self._on_host[0].copy_(sent, non_blocking=True)
             self._on_host[1].copy_(self._received, non_blocking=True)
             self._times.end.record()
         # Kernels of the compute stream read it. This stream, in whose memory it is, must not reuse it before them.
@@ -79,6 +79,11 @@ class _StreamCounts:
 
     def interval(self) -> tuple[Point, Point]:
         return self._times.start, self._times.end
+
+    def wait_for_own(self) -> list[list[int]]:
+        self._times.start.synchronize()
+        own: list[list[int]] = self._on_host[0].view(self._num_ranks, -1).tolist()
+        return own
 
     def wait(self) -> TokenCounts:
         self._times.end.synchronize()  # the host needs the counts: they are shapes
