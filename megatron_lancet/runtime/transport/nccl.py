@@ -22,8 +22,7 @@ class _StreamTransfer:
         return self._times.end.query()
 
     def wait(self) -> None:
-        with self._stats.waiting("exposed_ms"):
-            torch.cuda.current_stream().wait_event(self._times.end)
+        self._stats.wait_event("exposed_ms", self._times.end)
         self._stats.add_later("all_to_all_ms", self._times)
         self._buffers = ()
 
