@@ -83,13 +83,14 @@ def test_flush_runs_and_reports_remaining_dws_in_order(backward):
     assert (times.num_dw_in_gaps, times.num_dw_late) == (0, 2)
 
 
-def test_dws_that_run_ahead_are_older_ones(backward):
+def test_dws_that_run_ahead_are_all_pending_ones_without_a_plan(backward):
     a, b = backward.weight("a"), backward.weight("b")
     backward.put(a, 0)
-    backward.store.advance_window()
+    backward.store.mark_last_use(a)
     backward.put(b, 0)
     backward.store.run_ahead(COMBINE)
-    assert backward.log == ["dW a.c0"]
+    assert backward.log == ["dW a.c0", "dW b.c0"]  # and reported at its place
+    assert backward.stats.take().num_dw_in_gaps == 2
 
 
 @pytest.fixture
