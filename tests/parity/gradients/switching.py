@@ -75,7 +75,7 @@ def switch_through_plans(overrides: dict[str, Any], overlaps: bool) -> list[dict
                 "loss": relative_difference(found.pop("losses"), expected[0]),
                 "gradients": relative_errors(gradients(our_model), expected[1]),
                 "logged": max(relative_difference(logged[name], expected[2][name]) for name in expected[2]),
-                "num_deferred": times.num_dw_hidden + times.num_dw_early + times.num_dw_late,
+                "num_deferred": times.num_dw_in_gaps + times.num_dw_early + times.num_dw_late,
                 "position": setup.position,
                 **found,
             }

@@ -84,7 +84,7 @@ def test_fused_attention_range_gate_batch_chunks_and_no_late_weight_gradients_eq
     for name in COMPARED:
         assert ours.series(name) == pytest.approx(stock("fp32").series(name)[:4], rel=TOLERANCE["fp32"][name]), name
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["num_dw_hidden"] == report["num_dw_early"] == report["num_dw_late"] == 0
+    assert report["num_dw_in_gaps"] == report["num_dw_early"] == report["num_dw_late"] == 0
 
 
 def test_clipped_training_with_grouped_experts_and_bounded_weight_gradients(token_data, tmp_path):
