@@ -373,13 +373,13 @@ class Engine:
             rank.wait_start_ms = rank.time_ms
             if self._rules.gaps and not self._is_forward:
                 rank.queue.begin_gap(self._name_of(message))
-        while message.arrival_ms[column] > rank.time_ms:
+            if not self._polls:
+                self._run_ahead(rank)
+        while self._polls and message.arrival_ms[column] > rank.time_ms:
             dw = rank.queue.take_next()
             if dw is None:
                 break
-            self._run_dw(rank, dw)
-            if self._record:
-                rank.filled.append(dw.name)
+            self._fill(rank, dw)
             is_known = message.arrival_ms[column] < NEVER
             if not is_known and self._events and self._events[0][0] < rank.time_ms:
                 self.call_at(rank.time_ms, _Resume(rank))
@@ -389,6 +389,16 @@ class Engine:
             return False
         self._received(rank, message)
         return True
+
+    def _run_ahead(self, rank: _Rank) -> None:
+        """Runs the dWs in front of a wait that the host enqueues without seeing when the message arrives."""
+        while (dw := rank.queue.take_ahead()) is not None:
+            self._fill(rank, dw)
+
+    def _fill(self, rank: _Rank, dw: LayerDw) -> None:
+        self._run_dw(rank, dw)
+        if self._record:
+            rank.filled.append(dw.name)
 
     def _received(self, rank: _Rank, message: Message) -> None:
         exposed_from_ms = rank.time_ms

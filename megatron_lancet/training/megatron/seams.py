@@ -106,6 +106,7 @@ _TRAINING: tuple[Seam, ...] = (
     (common_utils, "is_last_rank", ()),
     (global_vars, "get_tensorboard_writer", ()),
     (arguments, "add_megatron_arguments", ("parser",)),
+    (arguments, "validate_args", ("args",)),
 )
 
 _ON_CPU: tuple[Seam, ...] = (
@@ -140,6 +141,12 @@ _START_GRAD_SYNC = (
 )
 """Parts of DDP's ``start_grad_sync`` that ``grad_reduction.py`` relies on."""
 
+_DDP_STREAM = "with torch.cuda.stream(ddp_stream):"
+"""The stream on which DDP wraps a model; weights are reported on it, see ``runtime/weight_grad_store.py``."""
+
+_ONE_CONNECTION = "assert os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS') == \"1\""
+"""The assertion in Megatron's ``validate_args`` that ``cluster_patches.any_number_of_connections`` satisfies."""
+
 _TWO_SLICES_PER_RANK = (
     (utils, "_get_batch_on_this_cp_rank_per_sequence_balancing"),
     (rope_utils, "get_pos_emb_on_this_cp_rank"),
@@ -162,12 +169,19 @@ def check_seams() -> None:
     missing += [f"DistributedDataParallel's {protocol}" for protocol in _DDP_PROTOCOLS if protocol not in ddp_source]
     sync_source = inspect.getsource(ddp_buffers._ParamAndGradBucketGroup.start_grad_sync)
     missing += [f"start_grad_sync's {part!r}" for part in _START_GRAD_SYNC if part not in sync_source]
+    if _DDP_STREAM not in inspect.getsource(training.get_model):
+        missing.append(f"the line {_DDP_STREAM!r} in training.get_model")
     for module, name in _TWO_SLICES_PER_RANK:
         if "2 * cp_size - cp_rank - 1" not in inspect.getsource(getattr(module, name, module)):
             missing.append(f"the cut of a sequence into two slices per rank in {module.__name__}.{name}")
     for owner, name in _DROP_OUTPUTS:
         if "tensor_parallel.CheckpointWithoutOutput(" not in inspect.getsource(getattr(owner, name, owner)):
             missing.append(f"the use of tensor_parallel.CheckpointWithoutOutput in {owner.__name__}.{name}")
+    validation = inspect.getsource(arguments.validate_args)
+    if _ONE_CONNECTION not in validation:
+        missing.append("the assertion of one CUDA connection in validate_args")
+    if "os.environ[" in validation:
+        missing.append("a validate_args that leaves the environment as it is")
     if "maybe_msc.open(tracker_filename, 'w')" not in inspect.getsource(checkpointing.save_checkpoint):
         missing.append("the place in checkpointing.save_checkpoint that writes the tracker file")
     refuse_missing(missing)

@@ -83,12 +83,12 @@ def test_flush_runs_and_reports_remaining_dws_in_order(backward):
     assert (times.num_dw_hidden, times.num_dw_late) == (0, 2)
 
 
-def test_drain_previous_runs_older_dws(backward):
+def test_dws_that_run_ahead_are_older_ones(backward):
     a, b = backward.weight("a"), backward.weight("b")
     backward.put(a, 0)
     backward.store.advance_window()
     backward.put(b, 0)
-    backward.store.drain_previous(COMBINE)
+    backward.store.run_ahead(COMBINE)
     assert backward.log == ["dW a.c0"]
 
 
@@ -117,13 +117,15 @@ def test_planned_dws_of_a_short_gap_run_later(planned):
     assert planned.log == ["dW b.c1", "dW a.c1", "dW a.c0"]
 
 
-def test_drain_previous_runs_exactly_the_planned_dws(planned):
-    planned.store.advance_window()
-    planned.store.drain_previous(DISPATCH)
+def test_dws_that_run_ahead_are_exactly_the_planned_ones_before_others_are_due(planned):
+    planned.store.run_ahead(DISPATCH)
     assert planned.log == []
-    planned.store.drain_previous(COMBINE)
+    planned.store.run_ahead(COMBINE)
     assert planned.log == ["dW b.c1", "dW b.c0", "dW a.c1"]
     assert len(planned.store) == 2
+    planned.store.advance_window()
+    planned.store.run_ahead(DISPATCH)  # behind this wait their window would end
+    assert planned.log[3:] == ["dW a.c0", "dW c.c0"]
 
 
 def test_new_plan_is_followed_from_the_next_backward(backward):
