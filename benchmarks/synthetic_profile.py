@@ -59,6 +59,7 @@ class Machine:
     chunk_counts: tuple[int, ...] = (1, 2, 4, 8)
     dims: tuple[ChunkDim, ...] = (ChunkDim.BATCH,)
     sends_share_link: bool = True
+    host_polls: bool = True
     compute_slowdown: float = 1.0
     pinned_bytes: int = 1_000_000
     saved_bytes: int = 10_000_000
@@ -101,6 +102,7 @@ def synthetic_profile(machine: Machine) -> Profile:
             counts_ms=machine.counts_ms,
             sends_share_link=machine.sends_share_link,
             compute_slowdown=machine.compute_slowdown,
+            host_polls=machine.host_polls,
         ),
         memory=tuple(
             MemoryUse(kind, dim, count, machine.saved_bytes * (9 + count) // 10)

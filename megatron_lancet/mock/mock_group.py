@@ -89,7 +89,7 @@ class MockProcessGroup(_ProcessGroup):
         num_rows_to_others = len(input) - send[self.rank()]
         row_bytes = input.element_size() * input.shape[1:].numel()
         return self._issue(
-            "all_to_all", lambda: output.data.copy_(input.data), [input], [output], num_rows_to_others * row_bytes
+            "all_to_all", lambda: output.data.copy_(input.data), [input], [output], num_rows_to_others * row_bytes, opts
         )
 
     alltoall_base = all_to_all_single
@@ -102,28 +102,28 @@ class MockProcessGroup(_ProcessGroup):
                 f"{[list(t.shape) for t in outputs]} to receive and {[list(t.shape) for t in inputs]} to send."
             )
         to_others = sum(tensor.nbytes for rank, tensor in enumerate(inputs) if rank != self.rank())
-        return self._issue("all_to_all", lambda: _copy_each(outputs, inputs), inputs, outputs, to_others)
+        return self._issue("all_to_all", lambda: _copy_each(outputs, inputs), inputs, outputs, to_others, opts)
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
         """``tensors`` times the number of ranks (SUM), or as they are (AVG, MAX, MIN)."""
         factor = self._factor(opts, "all_reduce")
         num_bytes = 2 * (self.size() - 1) / self.size() * _bytes(tensors)
-        return self._issue("all_reduce", lambda: _scale(tensors, factor), [], tensors, num_bytes)
+        return self._issue("all_reduce", lambda: _scale(tensors, factor), [], tensors, num_bytes, opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
         """Like all-reduce: c10d does not define the result on ranks other than the root."""
         factor = self._factor(opts, "reduce")
-        return self._issue("reduce", lambda: _scale(tensors, factor), [], tensors, _bytes(tensors))
+        return self._issue("reduce", lambda: _scale(tensors, factor), [], tensors, _bytes(tensors), opts)
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
         """``tensors`` as they are."""
-        return self._issue("broadcast", _nothing, [], tensors, _bytes(tensors))
+        return self._issue("broadcast", _nothing, [], tensors, _bytes(tensors), opts)
 
     def allgather(self, output_lists: list[_Tensors], inputs: _Tensors, opts: Any = None) -> dist.Work:
         """A copy of each input for every rank."""
-        return self._all_gather(list(zip(output_lists, inputs, strict=True)))
+        return self._all_gather(list(zip(output_lists, inputs, strict=True)), opts)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """N copies of ``input`` along the first dimension of ``output``."""
@@ -134,7 +134,7 @@ class MockProcessGroup(_ProcessGroup):
     def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> dist.Work:
         """Several all-gathers as one message."""
         pairs = zip(outputs, inputs, strict=True)
-        return self._all_gather([(self._parts(output), input) for output, input in pairs])
+        return self._all_gather([(self._parts(output), input) for output, input in pairs], opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -158,7 +158,7 @@ class MockProcessGroup(_ProcessGroup):
     def gather(self, output_lists: list[_Tensors], inputs: _Tensors, opts: Any = None) -> dist.Work:
         """N copies where this rank is the root, nothing elsewhere."""
         pairs = zip(output_lists, inputs, strict=True) if output_lists else ()
-        return self._all_gather(list(pairs))
+        return self._all_gather(list(pairs), opts)
 
     def scatter(self, outputs: _Tensors, input_lists: list[_Tensors], opts: Any = None) -> dist.Work:
         """The part of this rank, where this rank is the root.
@@ -170,11 +170,11 @@ class MockProcessGroup(_ProcessGroup):
             raise ValueError(f"the mock can't scatter from rank {opts.rootRank}, which does not exist.")
         parts = [parts[self.rank()] for parts in input_lists]
         num_bytes = _bytes(tensor for parts in input_lists for tensor in parts) - _bytes(parts)
-        return self._issue("scatter", lambda: _copy_each(outputs, parts), parts, outputs, num_bytes)
+        return self._issue("scatter", lambda: _copy_each(outputs, parts), parts, outputs, num_bytes, opts)
 
-    def barrier(self, *_: Any, **__: Any) -> dist.Work:
+    def barrier(self, opts: Any = None, **_: Any) -> dist.Work:
         """Waits for no rank, but takes the link's latency."""
-        return self._issue("barrier", _nothing, [], [], 0)
+        return self._issue("barrier", _nothing, [], [], 0, opts)
 
     send = _unsupported("send")
     recv = _unsupported("recv")
@@ -185,14 +185,14 @@ class MockProcessGroup(_ProcessGroup):
     merge_remote_group = _unsupported("merge_remote_group")
     _start_coalescing = _unsupported("batch of sends and receives")
 
-    def _all_gather(self, gathered: list[tuple[_Tensors, torch.Tensor]]) -> dist.Work:
+    def _all_gather(self, gathered: list[tuple[_Tensors, torch.Tensor]], opts: Any) -> dist.Work:
         def deliver() -> None:
             for copies, tensor in gathered:
                 _copy_each(copies, [tensor] * len(copies))
 
         inputs = [tensor for _, tensor in gathered]
         outputs = [copy for copies, _ in gathered for copy in copies]
-        return self._issue("all_gather", deliver, inputs, outputs, (self.size() - 1) * _bytes(inputs))
+        return self._issue("all_gather", deliver, inputs, outputs, (self.size() - 1) * _bytes(inputs), opts)
 
     def _reduce_scatter(self, scattered: list[tuple[torch.Tensor, _Tensors]], opts: Any) -> dist.Work:
         factor = self._factor(opts, "reduce_scatter")
@@ -204,7 +204,7 @@ class MockProcessGroup(_ProcessGroup):
             _scale(outputs, factor)
 
         to_others = (self.size() - 1) * _bytes(own_parts)
-        return self._issue("reduce_scatter", deliver, own_parts, outputs, to_others)
+        return self._issue("reduce_scatter", deliver, own_parts, outputs, to_others, opts)
 
     def _factor(self, opts: Any, op: str) -> int:
         """The factor by which a reduction of N equal values multiplies them."""
@@ -220,7 +220,13 @@ class MockProcessGroup(_ProcessGroup):
         return list(tensor.view(-1).view(self.size(), -1).unbind())
 
     def _issue(
-        self, op: str, deliver: Callable[[], Any], inputs: _Tensors, outputs: _Tensors, bytes_to_others: float
+        self,
+        op: str,
+        deliver: Callable[[], Any],
+        inputs: _Tensors,
+        outputs: _Tensors,
+        bytes_to_others: float,
+        opts: Any,
     ) -> dist.Work:
         duration_us = self._link.time_us(bytes_to_others)
         if not outputs or not on_cuda(outputs[0]):

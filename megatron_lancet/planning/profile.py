@@ -199,6 +199,8 @@ class LinkTimes:
             if that is the time of a message alone. It excludes the latency, and the burst of a link after a rest.
         dispatches_apart: True if forward dispatches have connections of their own, so that they share the link with
             other messages in equal parts; False if all messages are sent one after the other.
+        host_polls: True if the host sees when a message has arrived, so that it decides meanwhile what runs; False if
+            it enqueues work for a device and runs ahead of it (CUDA).
     """
 
     all_to_all: tuple[tuple[_Size, _Ms], ...]
@@ -208,6 +210,7 @@ class LinkTimes:
     compute_slowdown: Annotated[float, Range(0, _LARGEST)] = 1.0
     queued: tuple[tuple[_Size, _Ms], ...] = ()
     dispatches_apart: bool = False
+    host_polls: bool = True
 
 
 @dataclass(frozen=True)
@@ -323,7 +326,15 @@ def profile_from_json(text: str, where: str) -> Profile:
     if value.get("version") == 1:
         value = {**_with_todays_kinds(value), "version": PROFILE_VERSION}
     take_version(value, PROFILE_VERSION, "the profile", where)
-    return from_plain(Profile, value, where)
+    return from_plain(Profile, _with_host_polls(value), where)
+
+
+def _with_host_polls(value: dict[str, Any]) -> dict[str, Any]:
+    """Adds ``host_polls`` to a profile of before: only with NCCL, whose sends share no link, the host does not poll."""
+    link = value.get("link")
+    if not isinstance(link, dict) or "host_polls" in link:
+        return value
+    return {**value, "link": {**link, "host_polls": link.get("sends_share_link", True)}}
 
 
 def _with_todays_kinds(value: Any) -> Any:

@@ -76,8 +76,8 @@ class AllToAll:
         if store is None:
             return handle.wait()
         if handle.on_cuda:
-            # The host runs ahead of the device and can't tell when the message arrives, so a fixed share runs here.
-            store.drain_previous(self.op.mirrored())
+            # The host runs ahead of the device and can't tell when the message arrives.
+            store.run_ahead(self.op.mirrored())
         else:
             store.fill(handle.in_flight, self.op.mirrored())
         grads = handle.wait()

@@ -8,12 +8,15 @@ The time at which a dW *is computed* may depend on the clock, because that is lo
 backward pass, the same on every rank. (Lancet, section 4.1, places dWs; the order of DDP's reductions is added here.)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.dw_queue import DwQueue, DwRules
 from megatron_lancet.schedule.ops import Op
@@ -22,6 +25,10 @@ from megatron_lancet.schedule.plan import Plan
 
 class DeferredWeight:
     """A parameter whose gradient is computed by the store instead of autograd.
+
+    On CUDA it is created on the stream on which autograd runs DDP's hooks of other parameters: Megatron wraps a model
+    on a stream of its own, and an accumulation node keeps the stream that was current when it was made. Reports are
+    made on this stream, too, behind the dWs, so that all that DDP does to a bucket is on one stream, as in stock.
 
     Attributes:
         name: name of the dW op, for example ``L3.W.linear_fc1``.
@@ -40,6 +47,8 @@ class DeferredWeight:
         self._parameter = parameter
         self._sum: torch.Tensor | None = None
         self._report_ready = report_ready
+        self._ddp_stream = torch.cuda.current_stream() if on_cuda(parameter) else None
+        self._dw_stream: torch.cuda.Stream | None = None
 
     @property
     def main_grad(self) -> torch.Tensor:
@@ -69,23 +78,55 @@ class DeferredWeight:
         """Computes one chunk's dW, [O, I], from T tokens and adds it to Megatron's gradient accumulator.
 
         Args:
-            in_gemm: let the GEMM add to the gradient where the types agree. This is faster and needs no temporary of
-                the weight's size (benchmarks/RESULTS.md), but changes stock's order of additions.
+            in_gemm: let the GEMM add to the gradient where the types agree, or where the device has a GEMM that adds
+                a product of bf16 or fp16 to fp32. This is faster and needs no temporary of the weight's size
+                (benchmarks/RESULTS.md), but changes stock's order of additions and does not round the product first.
             sum_first: see :meth:`add_to_main_grad`.
         """
         main_grad = self.main_grad
         if in_gemm and main_grad.dtype == grad_TO.dtype == input_TI.dtype:
             main_grad.addmm_(grad_TO.t(), input_TI)
+        elif in_gemm and _adds_to_fp32(main_grad, grad_TO, input_TI):
+            torch.addmm(main_grad, grad_TO.t(), input_TI, out_dtype=main_grad.dtype, out=main_grad)
         else:
             self.add_to_main_grad(grad_TO.t().matmul(input_TI), sum_first)
+
+    def put(self) -> None:
+        """Notes that a dW of this weight was put into the store."""
+        self.num_pending += 1
+
+    def ran(self) -> None:
+        """Notes that a dW has run, or was enqueued on the current stream."""
+        self.num_pending -= 1
+        if self._ddp_stream is not None:
+            self._dw_stream = torch.cuda.current_stream()
 
     def report(self) -> None:
         """Reports to DDP that the gradient of this micro-batch is complete. DDP then reads ``.grad`` and clears it."""
         assert self.num_pending == 0, f"{self.name} was reported with {self.num_pending} dW pending"
-        parameter = self._parameter
+        with torch.cuda.stream(self._dw_stream) if self._dw_stream is not None else nullcontext():
+            self._add_sum()
+        with self._behind_dws():
+            self._report()
+
+    def _add_sum(self) -> None:
         if self._sum is not None:
             self.main_grad.add_(self._sum)
             self._sum = None
+
+    @contextmanager
+    def _behind_dws(self) -> Iterator[None]:
+        """Runs DDP's kernels on its stream, behind the dWs of this weight; autograd orders defined gradients only."""
+        if self._ddp_stream is None:
+            yield
+            return
+        if self._dw_stream is not None:
+            self._ddp_stream.wait_stream(self._dw_stream)
+        with torch.cuda.stream(self._ddp_stream):
+            yield
+
+    def _report(self) -> None:
+        parameter = self._parameter
         # If autograd computed a gradient as well (for a use that was not deferred), DDP adds it. Otherwise DDP still
         # insists on a .grad: an expanded scalar takes no memory, and the flag keeps it from being added.
         parameter.grad_added_to_main_grad = parameter.grad is None  # type: ignore[attr-defined]
@@ -95,6 +136,21 @@ class DeferredWeight:
             parameter.grad = placeholder.expand(parameter.shape)
         self._report_ready()
         self.num_reported += 1
+
+
+def _adds_to_fp32(main_grad: torch.Tensor, grad: torch.Tensor, input: torch.Tensor) -> bool:
+    """Whether the device has a GEMM for these types; bf16 and fp16 are those that torch's kernel takes."""
+    is_half = grad.dtype == input.dtype and grad.dtype in (torch.bfloat16, torch.float16)
+    return is_half and main_grad.dtype is torch.float32 and _has_gemm_into_fp32(main_grad.device.type)
+
+
+@cache
+def _has_gemm_into_fp32(device_type: str) -> bool:
+    """Whether this build of torch has the kernel for devices of this type; in torch 2.13 only CUDA's have it."""
+    operator = "aten::addmm.dtype_out"
+    if not torch._C._dispatch_has_kernel(operator):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, torch._C._dispatch_key_for_device(device_type))
 
 
 @dataclass(frozen=True)
@@ -160,7 +216,7 @@ class WeightGradStore:
                 others.
         """
         for weight in weights:
-            weight.num_pending += 1
+            weight.put()
         must_run = self._queue.put(_Task(tuple(weights), compute, num_bytes), num_bytes)
         if self._rules.defers:
             self._flush_at_end_of_backward()
@@ -182,14 +238,10 @@ class WeightGradStore:
             assert task is not None
             self._run_hidden(task)
 
-    def drain_previous(self, op: Op) -> None:
-        """Runs the dWs for a gap whose end the host can't see.
-
-        These are the dWs planned for ``op``; in a plan without gaps, those put before the last all-to-all finished.
-        """
+    def run_ahead(self, op: Op) -> None:
+        """Runs dWs in front of the wait for ``op`` if the host can't see its end; see :meth:`DwQueue.take_ahead`."""
         self._queue.begin_gap(str(op))
-        take = self._queue.take_planned if self._rules.gaps else self._queue.take_previous
-        while (task := take()) is not None:
+        while (task := self._queue.take_ahead()) is not None:
             self._run_hidden(task)
 
     def advance_window(self) -> None:
@@ -244,7 +296,7 @@ class WeightGradStore:
                 with self.trace.weight_grad(task.names[0], task.num_bytes, weight_bytes):
                     task.compute()
         for weight in task.weights:
-            weight.num_pending -= 1
+            weight.ran()
 
 
 def _report_all(weights: Sequence[DeferredWeight]) -> None:

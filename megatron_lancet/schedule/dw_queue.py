@@ -23,7 +23,8 @@ class DwRules:
         window: number of all-to-alls that may finish before a deferred dW has run. With 0 none is deferred: each runs
             when it is put, and a weight is reported when its last use is marked, as in stock Megatron.
         memory_bytes: bound on the memory that deferred dWs keep alive; None for no bound.
-        gaps: by backward all-to-all, names of the dWs that run first while it is waited for.
+        gaps: by backward all-to-all, names of the dWs that run first while it is waited for. Where the host can't see
+            when a message arrives (CUDA), only those run there besides that would be due behind it.
     """
 
     window: int
@@ -149,11 +150,18 @@ class DwQueue[TaskT: DwTask, WeightT]:
                 return task
         return self._take_oldest() if self._tasks else None
 
-    def take_previous(self) -> TaskT | None:
-        """Removes and returns the oldest dW put before the last all-to-all finished; None if there is none."""
-        if self._tasks and self._tasks[0][0] < self._num_passed + self.rules.window:
-            return self._take_oldest()
-        return None
+    def take_ahead(self) -> TaskT | None:
+        """Removes and returns the next dW to run in front of a wait whose end the host can't see, or None.
+
+        These are the dWs planned for the gap or, in a plan without gaps, those put before the last all-to-all finished;
+        then those that would be due behind the wait, which is never hidden.
+        """
+        task = self.take_planned()
+        if task is not None:
+            return task
+        num_ahead = 1 if self.rules.gaps else max(1, self.rules.window - 1)
+        is_next = bool(self._tasks) and self._tasks[0][0] <= self._num_passed + num_ahead
+        return self._take_oldest() if is_next else None
 
     def advance_window(self) -> list[TaskT]:
         """Notes that a backward all-to-all has finished; returns the dWs that are due, in order."""

@@ -114,7 +114,7 @@ class Plan:
             place on every rank, independent of message times.
         dw_memory_bytes: memory that deferred dWs may keep alive on a rank; None for no bound other than the window.
             If it is full, the oldest run; that is local to the rank and does not change when parameters are reported.
-        gaps: dWs that run first during certain waits; otherwise the oldest runs first.
+        gaps: dWs that run first during certain waits; otherwise the oldest runs first. See ``DwRules.gaps`` for CUDA.
     """
 
     segments: tuple[Segment, ...]

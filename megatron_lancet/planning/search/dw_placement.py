@@ -1,7 +1,7 @@
 """Assigns deferred weight gradients to gaps: the best-fit greedy of Lancet section 4.1."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_lancet.planning.simulation.engine import LayerDw
 from megatron_lancet.planning.simulation.lowering import COMPUTE, WAIT, Action, Step
@@ -16,11 +16,26 @@ _MAX_OVERHANG = 2.0
 
 @dataclass
 class _Ready:
-    """A dW that may still be placed; it has run in any case when ``due`` all-to-alls have finished."""
+    """A dW that may be placed into the gaps from number ``first`` to before number ``due``, when it must have run."""
 
     dw: LayerDw
+    first: int
     due: int
     is_used: bool = False
+
+
+@dataclass
+class _OpenGap:
+    """A backward all-to-all, the dWs placed into it, and the exposed time that they leave."""
+
+    op: str
+    remaining_ms: float
+    taken: list[LayerDw] = field(default_factory=list)
+
+    def take(self, one: _Ready) -> None:
+        one.is_used = True
+        self.taken.append(one.dw)
+        self.remaining_ms -= one.dw.cost.ms
 
 
 def best_fit_gaps(simulator: Simulator, plan: Plan) -> tuple[Gap, ...]:
@@ -31,42 +46,43 @@ def best_fit_gaps(simulator: Simulator, plan: Plan) -> tuple[Gap, ...]:
     waited for. Each takes the unused dW whose time is nearest to the remaining gap, the earliest of equals, until the
     gap is full or the nearest dW is longer than twice the remaining gap. Candidates are ready and within the plan's
     window. The runtime schedules unassigned dWs by its own rules, so the window and the memory bound still hold.
+
+    Where the host can't see when a message arrives (CUDA), gaps get no other dWs. There every dW is placed: those that
+    fit nowhere into the gap of their window with the most time left, however little, because a dW behind its last wait
+    would hide nothing. Only what becomes ready after a stage's last all-to-all is in no gap.
     """
     return tuple(gap for stage in simulator.stages(plan) for gap in _gaps_of_stage(simulator, plan, stage))
 
 
 def _gaps_of_stage(simulator: Simulator, plan: Plan, stage: Stage) -> Iterator[Gap]:
     column, exposed_ms = _exposed_without_dws(simulator, stage)
-    ready: list[_Ready] = []
-    num_passed = 0
+    dws: list[_Ready] = []
+    gaps: list[_OpenGap] = []
     for code, layer, action in stage.backward:
         if code == COMPUTE:
-            due = num_passed + plan.dw_window
             costs = action.weight_grads[column]
-            ready += [_Ready(LayerDw(layer - cost.layers_back, cost), due) for cost in costs]
+            due = len(gaps) + plan.dw_window
+            dws += [_Ready(LayerDw(layer - cost.layers_back, cost), len(gaps), due) for cost in costs]
         elif code == WAIT:
             name = str(Op(layer, action.chunk, Phase.INPUT_GRAD, action.kind))
-            ready = [one for one in ready if not one.is_used and one.due > num_passed]
-            taken = _fill(ready, exposed_ms.get(name, 0.0))
-            if taken:
-                yield Gap(name, tuple(dw.name for dw in taken))
-            num_passed += 1
+            gap = _OpenGap(name, exposed_ms.get(name, 0.0))
+            _fill(gap, [one for one in dws if not one.is_used and one.due > len(gaps)])
+            gaps.append(gap)
+    if not simulator.costs.profile.link.host_polls:
+        for one in dws:
+            window = gaps[one.first : one.due]
+            if window and not one.is_used:
+                max(window, key=lambda gap: gap.remaining_ms).take(one)
+    yield from (Gap(gap.op, tuple(dw.name for dw in gap.taken)) for gap in gaps if gap.taken)
 
 
-def _fill(ready: list[_Ready], remaining_ms: float) -> list[LayerDw]:
-    taken: list[LayerDw] = []
-    while remaining_ms > 0:
-        unused = [one for one in ready if not one.is_used]
-        if not unused:
+def _fill(gap: _OpenGap, ready: list[_Ready]) -> None:
+    while gap.remaining_ms > 0 and ready:
+        best = min(ready, key=lambda one: abs(one.dw.cost.ms - gap.remaining_ms))
+        if gap.taken and best.dw.cost.ms > _MAX_OVERHANG * gap.remaining_ms:
             break
-        left_ms = remaining_ms
-        best = min(unused, key=lambda one: abs(one.dw.cost.ms - left_ms))
-        if taken and best.dw.cost.ms > _MAX_OVERHANG * remaining_ms:
-            break
-        best.is_used = True
-        taken.append(best.dw)
-        remaining_ms -= best.dw.cost.ms
-    return taken
+        gap.take(best)
+        ready.remove(best)
 
 
 def _exposed_without_dws(simulator: Simulator, stage: Stage) -> tuple[int, dict[str, float]]:

@@ -34,6 +34,7 @@ class Network:
     compute_slowdown: float
     same_ranks: tuple[int, ...]
     dispatches_apart: bool = False
+    host_polls: bool = True
 
 
 @dataclass(slots=True, eq=False)

@@ -135,7 +135,12 @@ class Simulator:
         link = costs.profile.link
         same_ranks = self.loads.same_ranks
         self._network = Network(
-            costs.counts_ms, link.sends_share_link, link.compute_slowdown, same_ranks, link.dispatches_apart
+            costs.counts_ms,
+            link.sends_share_link,
+            link.compute_slowdown,
+            same_ranks,
+            link.dispatches_apart,
+            link.host_polls,
         )
         self._forwards: dict[tuple[Segment, ...], tuple[tuple[Stage, PhaseResult], ...]] = {}
 

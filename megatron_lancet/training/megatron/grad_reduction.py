@@ -19,17 +19,32 @@ from megatron.core.distributed import param_and_grad_buffer as ddp_buffers
 from megatron_lancet.errors import UsageError
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReduction
+from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.reductions import MicroOps
 
 _BUCKET_GROUP = ddp_buffers._ParamAndGradBucketGroup
 
 
 class _Collective:
-    """A collective on a part of a bucket; its work, and what it sends until it is done."""
+    """A collective on a part of a bucket; its work, and what it sends until it is done.
+
+    Attributes:
+        gradients: [n], the part of the bucket that holds the result on this rank.
+        ready: point at which DDP had scaled the gradients, on a stream of its own. Set before the launch.
+    """
 
     num_bytes: int
+    gradients: torch.Tensor
+    ready: ReadyEvent
     _work: dist.Work | None = None
     _sent: torch.Tensor | None = None
+
+    def launch(self) -> None:
+        self.ready.block_current()
+        self._work = self._start()
+
+    def _start(self) -> dist.Work:
+        raise NotImplementedError
 
     def wait(self) -> None:
         assert self._work is not None, "a gradient micro-op was waited for before it was launched"
@@ -52,12 +67,12 @@ class _AllReduce(_Collective):
             gradients: [n], a view of the bucket; reduced in place.
         """
         self.num_bytes = gradients.nbytes
-        self._gradients = gradients
+        self.gradients = gradients
         self._op = op
         self._group = group
 
-    def launch(self) -> None:
-        self._work = dist.all_reduce(self._gradients, op=self._op, group=self._group, async_op=True)
+    def _start(self) -> dist.Work:
+        return dist.all_reduce(self.gradients, op=self._op, group=self._group, async_op=True)
 
 
 class _ReduceScatter(_Collective):
@@ -78,15 +93,15 @@ class _ReduceScatter(_Collective):
             whole: [W * n], the parts where they are adjacent in the bucket; None where they have to be copied.
         """
         self.num_bytes = len(parts) * own.nbytes
-        self._own = own
+        self.gradients = own
         self._parts = parts
         self._sent = whole
         self._op = op
         self._group = group
 
-    def launch(self) -> None:
+    def _start(self) -> dist.Work:
         self._sent = self._sent if self._sent is not None else torch.cat(self._parts)
-        self._work = dist.reduce_scatter_tensor(self._own, self._sent, op=self._op, group=self._group, async_op=True)
+        return dist.reduce_scatter_tensor(self.gradients, self._sent, op=self._op, group=self._group, async_op=True)
 
 
 @contextmanager
@@ -95,12 +110,13 @@ def _recorded(
 ) -> Iterator[PendingReduction]:
     """Replaces torch's coalescing manager: records the collectives inside and yields the handle to wait for."""
     assert async_ops, "gradients are reduced in micro-ops only beside the backward pass"
+    collectives: list[_Collective] = []
     reduction = PendingReduction(scheduler)
     cut = scheduler.micro_ops
 
     def all_reduce(tensor: torch.Tensor, *, op: Any, group: dist.ProcessGroup, async_op: bool) -> None:
         for start, end in cut.cut(tensor.numel(), tensor.element_size()):
-            reduction.micro_ops.append(_AllReduce(tensor[start:end], op, group))
+            collectives.append(_AllReduce(tensor[start:end], op, group))
 
     def reduce_scatter(
         own: torch.Tensor, bucket: torch.Tensor, *, op: Any, group: dist.ProcessGroup, async_op: bool
@@ -109,10 +125,13 @@ def _recorded(
         for start, end in cut.cut(bucket.numel(), bucket.element_size(), group.size()):
             whole = bucket if end - start == own.numel() else None
             parts = [shard[start:end] for shard in shards]
-            reduction.micro_ops.append(_ReduceScatter(own[start:end], parts, whole, op, group))
+            collectives.append(_ReduceScatter(own[start:end], parts, whole, op, group))
 
     with replaced(dist, "all_reduce", all_reduce), replaced(ddp_buffers, "dist_reduce_scatter_func", reduce_scatter):
         yield reduction
+    for collective in collectives:
+        collective.ready = ReadyEvent(collective.gradients)
+    reduction.micro_ops.extend(collectives)
     scheduler.put(reduction)
 
 

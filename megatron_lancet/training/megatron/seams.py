@@ -143,6 +143,9 @@ _START_GRAD_SYNC = (
 )
 """Parts of DDP's ``start_grad_sync`` that ``grad_reduction.py`` relies on."""
 
+_DDP_STREAM = "with torch.cuda.stream(ddp_stream):"
+"""The stream on which DDP wraps a model; weights are reported on it, see ``runtime/weight_grad_store.py``."""
+
 _ONE_CONNECTION = "assert os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS') == \"1\""
 """The assertion in Megatron's ``validate_args`` that ``cluster_patches.any_number_of_connections`` satisfies."""
 
@@ -168,6 +171,8 @@ def check_seams() -> None:
     missing += [f"DistributedDataParallel's {protocol}" for protocol in _DDP_PROTOCOLS if protocol not in ddp_source]
     sync_source = inspect.getsource(ddp_buffers._ParamAndGradBucketGroup.start_grad_sync)
     missing += [f"start_grad_sync's {part!r}" for part in _START_GRAD_SYNC if part not in sync_source]
+    if _DDP_STREAM not in inspect.getsource(training.get_model):
+        missing.append(f"the line {_DDP_STREAM!r} in training.get_model")
     for module, name in _TWO_SLICES_PER_RANK:
         if "2 * cp_size - cp_rank - 1" not in inspect.getsource(getattr(module, name, module)):
             missing.append(f"the cut of a sequence into two slices per rank in {module.__name__}.{name}")

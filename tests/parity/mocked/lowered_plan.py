@@ -63,6 +63,7 @@ class Case:
         message_ms: that each message takes in the simulation.
         has_priority: all-to-alls go before gradient reductions.
         has_fitted_gaps: the plan gets the gaps that a planner gives it.
+        host_polls: the host sees when a message arrives; not so with CUDA.
     """
 
     plan: Plan
@@ -70,6 +71,7 @@ class Case:
     message_ms: float = MEDIUM_MS
     has_priority: bool = False
     has_fitted_gaps: bool = False
+    host_polls: bool = True
 
     @property
     def stage(self) -> int:
@@ -100,6 +102,8 @@ def costs_of(case: Case, priority: CommPriority | None) -> CostModel:
                 all_reduce=((0, FAST_MS), (1, FAST_MS)),
                 queued=(),
                 compute_slowdown=1.0,
+                sends_share_link=case.host_polls,
+                host_polls=case.host_polls,
             ),
             gradients=GradientReduction(2, 2, priority, bucket_bytes=1, chunk_bytes=20_000) if priority else None,
         )
@@ -125,7 +129,7 @@ class Lowered:
         counts: names of the messages with token counts.
         steps: by phase.
         weight_grads: ends of ops, waits and weight gradients of the backward.
-        num_filled: dWs that found a message on its way, by the message's name.
+        num_filled: dWs that found a message on its way, by the message's name; None if the host doesn't see that.
         reports: waits and reports of the backward.
         places: waits and starts of reductions, if there always is one that could start.
     """
@@ -134,7 +138,7 @@ class Lowered:
     counts: frozenset[str]
     steps: dict[Phase, list[Event]]
     weight_grads: list[Event]
-    num_filled: dict[str, int]
+    num_filled: dict[str, int] | None
     reports: list[Event]
     places: list[Event]
 
@@ -157,7 +161,7 @@ def lowered(case: Case) -> Lowered:
             Phase.INPUT_GRAD: [event_of(step, Phase.INPUT_GRAD) for step in stage.backward],
         },
         played_backward(simulation),
-        {wait.name: len(wait.filled) for wait in simulation.waits[0]},
+        {wait.name: len(wait.filled) for wait in simulation.waits[0]} if case.host_polls else None,
         list(reports_of(stage.backward, costs_of(case, CommPriority.OFF), DwRules.of(plan))),
         list(places_of(stage.backward)),
     )

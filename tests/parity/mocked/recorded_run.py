@@ -95,11 +95,12 @@ class _Token:
 
 
 @contextmanager
-def _recorded(recorder: _Recorder, num_filled: Mapping[str, int]) -> Iterator[None]:
+def _recorded(recorder: _Recorder, num_filled: Mapping[str, int] | None) -> Iterator[None]:
     """While it holds, what a trace does not say goes to the list too, and the clock decides nothing.
 
     Args:
-        num_filled: how many dWs find the message of a backward all-to-all still on its way, by its name.
+        num_filled: how many dWs find the message of a backward all-to-all still on its way, by its name; None if the
+            host doesn't see that, as with CUDA.
     """
 
     def launches(stock: Callable[..., Any], comm: Any, op: Any, *args: Any) -> Any:
@@ -118,6 +119,9 @@ def _recorded(recorder: _Recorder, num_filled: Mapping[str, int]) -> Iterator[No
         recorder.is_inside_op = False
 
     def fills(stock: Callable[..., None], store: Any, _: Any, op: Any) -> None:
+        if num_filled is None:
+            store.run_ahead(op)
+            return
         polls = iter([True] * num_filled.get(str(op), 0))
         stock(store, lambda: next(polls, False), op)
 
@@ -179,7 +183,7 @@ class Model:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     pattern: str | None = None
 
-    def record(self, plan: Plan, num_filled: Mapping[str, int], has_priority: bool) -> list[Recorded]:
+    def record(self, plan: Plan, num_filled: Mapping[str, int] | None, has_priority: bool) -> list[Recorded]:
         """A step under ``plan``: what each micro-batch did.
 
         Args:

@@ -91,6 +91,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield f"k2-dw-window-{window}-gaps-slow-link", Case(dataclasses.replace(plan, gaps=GAPS), message_ms=SLOW_MS)
     for num_chunks in (1, 2):
         yield f"k{num_chunks}-dw-fitted-gaps", Case(fixed_plan(num_chunks), message_ms=4.0, has_fitted_gaps=True)
+    yield from cases_without_polling()
     yield from segment_cases()
     for model in ("no-shared-experts", "full-recompute", "selective-recompute"):
         for num_chunks, dim, over in ((1, BATCH, STACK), (2, BATCH, STACK), (3, SEQUENCE, LAYER), (2, BATCH, EXPERTS)):
@@ -113,6 +114,17 @@ def cases() -> Iterator[tuple[str, Case]]:
             yield f"priority-k{num_chunks}-{over}", Case(plan, has_priority=True)
     yield "priority-dw-none", Case(fixed_plan(2, DwPolicy.NONE), has_priority=True)
     yield "priority-stage-1", Case(each_stage(2), "stage-1", has_priority=True)
+
+
+def cases_without_polling() -> Iterator[tuple[str, Case]]:
+    for window in (1, 3, 100):
+        plan = dataclasses.replace(fixed_plan(2), dw_window=window)
+        yield f"k2-cuda-dw-window-{window}", Case(plan, host_polls=False)
+        yield f"k2-cuda-dw-window-{window}-gaps", Case(dataclasses.replace(plan, gaps=GAPS), host_polls=False)
+        yield f"k2-cuda-dw-window-{window}-fitted-gaps", Case(plan, has_fitted_gaps=True, host_polls=False)
+    for num_chunks, model in ((1, "shared-experts"), (2, "hybrid")):
+        plan = fixed_plan(num_chunks, dw_memory_bytes=5 * PINNED_BYTES)
+        yield f"{model}-k{num_chunks}-cuda-dw-memory-fitted-gaps", Case(plan, model, 4.0, False, True, False)
 
 
 def hybrid_cases() -> Iterator[tuple[str, Case]]:

@@ -103,7 +103,7 @@ def _op(index: int, kind: str) -> Op:
 class Found(NamedTuple):
     """
     Attributes:
-        ran: names of dWs in the order in which they ran.
+        ran: names of dWs in the order in which they ran, and of all-to-alls where their wait ended.
         launched: micro-ops in their order, each with the number of all-to-alls that had been waited for.
     """
 
@@ -111,7 +111,7 @@ class Found(NamedTuple):
     launched: list[tuple[str, int]]
 
 
-def run(backward: BackwardPass, rules: DwRules, part_bytes: int, chunk_bytes: int) -> Found:
+def run(backward: BackwardPass, rules: DwRules, part_bytes: int, chunk_bytes: int, host_polls: bool) -> Found:
     """By the runtime."""
     found, num_waited = Found([], []), 0
     stats = cpu_stats()
@@ -142,8 +142,12 @@ def run(backward: BackwardPass, rules: DwRules, part_bytes: int, chunk_bytes: in
                 scheduler.issued()
             case Wait(index):
                 op = _op(index, backward.kinds[index])
-                store.fill(lambda index=index: backward.are_long[index], op)
+                if host_polls:
+                    store.fill(lambda index=index: backward.are_long[index], op)
+                else:
+                    store.run_ahead(op)
                 num_waited += 1
+                found.ran.append(str(op))
                 store.advance_window()
                 scheduler.passed(op)
     store.flush()
@@ -178,7 +182,7 @@ def steps(backward: BackwardPass) -> list[Step]:
     return lowered
 
 
-def simulate(backward: BackwardPass, rules: DwRules, part_bytes: int, chunk_bytes: int) -> Found:
+def simulate(backward: BackwardPass, rules: DwRules, part_bytes: int, chunk_bytes: int, host_polls: bool) -> Found:
     """By the simulator."""
     num_puts = Counter((LAYER, event.weight) for event in backward.events if isinstance(event, Put))
     reductions = [
@@ -196,13 +200,15 @@ def simulate(backward: BackwardPass, rules: DwRules, part_bytes: int, chunk_byte
         num_all_to_alls=len(backward.kinds),
         chunk_bytes=chunk_bytes,
     )
-    links = ScriptedLinks(Network(0.0, True, 1.0, (2,)))
+    links = ScriptedLinks(Network(0.0, True, 1.0, (2,), host_polls=host_polls))
     engine = Engine(links, steps(backward), Phase.INPUT_GRAD, rules, record=True, buckets=buckets)
     result = engine.run([0.0])
     (spans,), (waits,) = result.spans, result.waits
     names = {reduction.name for reduction in reductions}
+    dws = [(span.end_ms, 0, span.name) for span in spans if span.lane is Lane.COMPUTE and ".W." in span.name]
+    ended = sorted(dws + [(wait.end_ms, 1, wait.name) for wait in waits], key=lambda event: event[:2])
     return Found(
-        [span.name for span in spans if span.lane is Lane.COMPUTE and ".W." in span.name],
+        [name for _, _, name in ended],
         [
             (span.name, sum(wait.end_ms <= span.start_ms for wait in waits))
             for span in spans
@@ -212,11 +218,13 @@ def simulate(backward: BackwardPass, rules: DwRules, part_bytes: int, chunk_byte
 
 
 @settings(max_examples=300, deadline=None)
-@given(passes_and_rules(), st.integers(1, 60), st.integers(30, 100))
-def test_runtime_and_simulator_run_dws_and_launch_reductions_alike(backward_and_rules, part_bytes, chunk_bytes):
+@given(passes_and_rules(), st.integers(1, 60), st.integers(30, 100), st.booleans())
+def test_runtime_and_simulator_run_dws_and_launch_reductions_alike(
+    backward_and_rules, part_bytes, chunk_bytes, host_polls
+):
     backward, rules = backward_and_rules
-    found = run(backward, rules, part_bytes, chunk_bytes)
-    assert found == simulate(backward, rules, part_bytes, chunk_bytes)
+    found = run(backward, rules, part_bytes, chunk_bytes, host_polls)
+    assert found == simulate(backward, rules, part_bytes, chunk_bytes, host_polls)
     puts = [event.weight for event in backward.events if isinstance(event, Put)]
-    assert len(found.ran) == len(puts)
+    assert len(found.ran) == len(puts) + len(backward.kinds)
     assert len(found.launched) == NUM_PARTS * len(set(puts))

@@ -7,6 +7,8 @@ from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGrad
 from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import DwPolicy, Plan, Segment, fixed_plan
+from megatron_lancet.virtual_gpu.device import virtual_gpu
+from megatron_lancet.virtual_gpu.log import Kernel
 from tests.fakes import cpu_stats, store_without_autograd
 
 COMBINE, DISPATCH = (Op(3, 0, Phase.INPUT_GRAD, kind) for kind in ("combine", "dispatch"))
@@ -83,12 +85,12 @@ def test_flush_runs_and_reports_remaining_dws_in_order(backward):
     assert (times.num_dw_hidden, times.num_dw_late) == (0, 2)
 
 
-def test_drain_previous_runs_older_dws(backward):
+def test_dws_that_run_ahead_are_older_ones(backward):
     a, b = backward.weight("a"), backward.weight("b")
     backward.put(a, 0)
     backward.store.advance_window()
     backward.put(b, 0)
-    backward.store.drain_previous(COMBINE)
+    backward.store.run_ahead(COMBINE)
     assert backward.log == ["dW a.c0"]
 
 
@@ -117,13 +119,15 @@ def test_planned_dws_of_a_short_gap_run_later(planned):
     assert planned.log == ["dW b.c1", "dW a.c1", "dW a.c0"]
 
 
-def test_drain_previous_runs_exactly_the_planned_dws(planned):
-    planned.store.advance_window()
-    planned.store.drain_previous(DISPATCH)
+def test_dws_that_run_ahead_are_exactly_the_planned_ones_before_others_are_due(planned):
+    planned.store.run_ahead(DISPATCH)
     assert planned.log == []
-    planned.store.drain_previous(COMBINE)
+    planned.store.run_ahead(COMBINE)
     assert planned.log == ["dW b.c1", "dW b.c0", "dW a.c1"]
     assert len(planned.store) == 2
+    planned.store.advance_window()
+    planned.store.run_ahead(DISPATCH)  # behind this wait their window would end
+    assert planned.log[3:] == ["dW a.c0", "dW c.c0"]
 
 
 def test_new_plan_is_followed_from_the_next_backward(backward):
@@ -255,3 +259,26 @@ def test_weight_gradients_of_chunks_are_summed(num_tokens, dtype, in_gemm):
         torch.testing.assert_close(parameter.main_grad, stock, rtol=1e-5, atol=1e-4)
     else:
         assert parameter.main_grad.equal(stock)
+
+
+@pytest.mark.parametrize("late", ["nothing", "compute", "DDP"])
+@pytest.mark.parametrize("window", [0, 2])
+def test_reports_on_cuda_are_on_the_stream_of_ddp_behind_the_dws(window, late):
+    with virtual_gpu() as gpu:
+        ddp_stream = gpu.Stream()
+        parameter = torch.nn.Parameter(torch.zeros(2, 3))
+        parameter.main_grad = torch.zeros(2, 3)
+        with torch.cuda.stream(ddp_stream):
+            weight = DeferredWeight(parameter, "a", lambda: parameter.main_grad.mul_(0.5))
+        store = store_without_autograd(DwRules(window), cpu_stats())
+        with gpu.watch({"nothing": (), "compute": (gpu.default,), "DDP": (ddp_stream,)}[late]):
+            for _ in range(2):
+                store.put([weight], lambda: parameter.main_grad.add_(torch.ones(2, 3, device=torch.device("cpu"))), 8)
+            with torch.cuda.stream(ddp_stream):  # on which autograd runs the hook of the accumulation node
+                store.mark_last_use(weight)
+            store.advance_window()
+            store.advance_window()
+        scaled = [entry.stream for entry in gpu.log if isinstance(entry, Kernel) and entry.name == "mul_"]
+        assert scaled == [ddp_stream.id]
+        assert gpu.problems == []
+        assert parameter.main_grad.eq(1).all()

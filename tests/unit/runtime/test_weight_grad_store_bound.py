@@ -83,7 +83,7 @@ class Run:
                     store.mark_last_use(weights[name])
                 case AllToAll(num_filled):
                     if num_filled is None:
-                        store.drain_previous(_op(num_passed))
+                        store.run_ahead(_op(num_passed))
                     else:
                         polls = iter([True] * num_filled)
                         store.fill(lambda polls=polls: next(polls, False), _op(num_passed))

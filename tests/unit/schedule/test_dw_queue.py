@@ -95,13 +95,31 @@ def test_dw_of_several_weights_is_found_by_each_name():
     assert queue.pending() == ["a.0"]
 
 
-def test_previous_dws_are_those_put_before_the_last_all_to_all():
+def test_dws_ahead_of_a_wait_are_those_put_before_the_last_all_to_all():
     queue = Queue(DwRules(window=3))
     queue.put("a.0")
-    assert labels(queue.queue.take_previous) == []
+    assert labels(queue.queue.take_ahead) == []
     queue.advance()
     queue.put("b.0")
-    assert labels(queue.queue.take_previous) == ["a.0"]
+    assert labels(queue.queue.take_ahead) == ["a.0"]
+
+
+def test_dws_ahead_of_a_wait_are_those_that_would_be_due_behind_it():
+    queue = Queue(DwRules(window=1))
+    queue.put("a.0", "b.0")
+    assert labels(queue.queue.take_ahead) == ["a.0", "b.0"]
+    assert queue.advance() == ([], [])
+
+
+def test_dws_ahead_of_a_wait_are_the_planned_ones_and_no_others_before_they_are_due():
+    queue = Queue(DwRules(window=3, gaps={"gap": ("b", "gone")}))
+    queue.put("a.0", "b.0", "c.0")
+    found = []
+    for gap in ("gap", "another", "the last of the window"):
+        queue.queue.begin_gap(gap)
+        found.append(labels(queue.queue.take_ahead))
+        assert queue.advance() == ([], [])
+    assert found == [["b.0"], [], ["a.0", "c.0"]]
 
 
 def test_dw_queue_flush_returns_all_dws_in_order():

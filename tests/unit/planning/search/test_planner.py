@@ -12,9 +12,10 @@ from megatron_lancet.planning.search.dynamic_program import DwGuess, DynamicProg
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Exclusion, Limits, SearchSpace
 from megatron_lancet.planning.simulation.cost_model import CostModel
+from megatron_lancet.planning.simulation.lowering import COMPUTE, WAIT
 from megatron_lancet.planning.simulation.simulator import Simulator, simulate
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
-from tests.unit.planning.strategies import ALONE, EVEN, machines
+from tests.unit.planning.strategies import ALONE, EVEN, machines, machines_and_plans
 
 pytestmark = pytest.mark.slow
 
@@ -224,3 +225,40 @@ def test_best_fit_by_hand():
         ("L2.c0.I.dispatch", ("L2.W.mlp.experts", "W.output_layer")),
         ("L1.c0.I.dispatch", ("L1.W.mlp.experts", "L2.W.self_attention.linear_qkv")),
     ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(machines_and_plans(), st.integers(1, 8))
+def test_every_dw_is_in_a_gap_where_the_host_does_not_poll(machine_and_plan, window):
+    """Each rank runs exactly these in front of these waits; behind a stage's last wait there is no gap any more."""
+    machine, plan = machine_and_plan
+    profile = synthetic_profile(dataclasses.replace(machine, host_polls=False))
+    simulator = Simulator(CostModel(profile))
+    plan = Plan(plan.segments, DwPolicy.FILL, window)
+    planned = dataclasses.replace(plan, gaps=best_fit_gaps(simulator, plan))
+    assert Plan.from_json(planned.to_json()) == planned
+    gaps = {gap.op: gap.weight_grads for gap in planned.gaps}
+    for stage in simulator.stages(planned):
+        codes = [code for code, _, _ in stage.backward]
+        last_wait = max((index for index, code in enumerate(codes) if code == WAIT), default=0)
+        num_put = sum(len(action.weight_grads[0]) for code, _, action in stage.backward[:last_wait] if code == COMPUTE)
+        for waits in simulator.simulate(planned, stage.number).waits:
+            filled = {wait.name: wait.filled for wait in waits if wait.filled}
+            assert filled == {wait.name: gaps[wait.name] for wait in waits if wait.name in gaps}
+            assert sum(map(len, filled.values())) == num_put
+
+
+def test_dws_that_fit_no_gap_are_placed_where_the_host_does_not_poll():
+    """Messages take no time, so a polling host would plan nothing: each dW goes into the first gap of its window."""
+    machine = Machine(layers="mm", dw_ms={"experts": 6.0, "head": 2.0}, link_ms=0.0, latency_ms=0.0, host_polls=False)
+    plan = Plan(fixed_plan(1).segments, DwPolicy.FILL, dw_window=2)
+    placed, none = (
+        best_fit_gaps(Simulator(CostModel(synthetic_profile(dataclasses.replace(machine, host_polls=polls)))), plan)
+        for polls in (False, True)
+    )
+    assert [(gap.op, gap.weight_grads) for gap in placed] == [
+        ("L2.c0.I.combine", ("W.output_layer",)),
+        ("L2.c0.I.dispatch", ("L2.W.mlp.experts",)),
+        ("L1.c0.I.dispatch", ("L1.W.mlp.experts",)),
+    ]
+    assert none == ()

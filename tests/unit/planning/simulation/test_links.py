@@ -1,6 +1,7 @@
 """Gradient reductions and all-to-alls on one wire: schedules that were worked out by hand, and what must hold."""
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given, settings
@@ -225,6 +226,21 @@ def test_profiles_of_version_1_are_read():
         old = old.replace(f'"{kind}"', f'"{before}"')
     assert "gradients" not in old
     assert profile_from_json(old, "old") == today
+
+
+@pytest.mark.parametrize("sends_share_link", [True, False])
+def test_profiles_of_before_host_polls_are_of_nccl_if_sends_share_no_link(sends_share_link):
+    machine = dataclasses.replace(BY_HAND, sends_share_link=sends_share_link, host_polls=sends_share_link)
+    today = synthetic_profile(machine)
+    old = json.loads(today.to_json())
+    del old["link"]["host_polls"]
+    assert profile_from_json(json.dumps(old), "old") == today
+
+
+@pytest.mark.parametrize("host_polls", [True, False])
+def test_profiles_keep_host_polls_in_json(host_polls):
+    profile = synthetic_profile(dataclasses.replace(BY_HAND, host_polls=host_polls))
+    assert profile_from_json(profile.to_json(), "new").link.host_polls is host_polls
 
 
 def test_profiles_keep_gradients_in_json():

@@ -1,0 +1,152 @@
+"""What an operator does, by its schema: which tensors it reads, which it writes, whether the host must wait."""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+
+class Kind(Enum):
+    """How an operator runs on a GPU."""
+
+    KERNEL = auto()
+    NO_KERNEL = auto()
+    """It makes a view or changes no data."""
+    ALLOCATION = auto()
+    """It returns memory whose content is not defined."""
+    HOST_WAITS = auto()
+    """The host needs a value, or the shape of the result depends on values."""
+
+
+_ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+_NO_KERNELS = {
+    "detach",
+    "alias",
+    "lift_fresh",
+    "_unsafe_view",
+    "_reshape_alias",
+    "resize_",
+    "set_",
+    "_fused_sdp_choice",
+}
+_HOST_WAITS = {
+    "_local_scalar_dense",
+    "equal",
+    "is_nonzero",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+}
+
+
+@dataclass(frozen=True)
+class Accesses:
+    """Tensors among an operator's arguments.
+
+    Attributes:
+        reads: tensors that it reads.
+        writes: tensors that it changes.
+    """
+
+    reads: Sequence[torch.Tensor]
+    writes: Sequence[torch.Tensor]
+
+    @property
+    def arguments(self) -> Sequence[torch.Tensor]:
+        return (*self.reads, *self.writes)
+
+
+def kind_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind:
+    """How an operator with these arguments runs."""
+    kind = _kind(function)
+    if kind is Kind.KERNEL and _shape_depends_on_values(function, args, kwargs):
+        return Kind.HOST_WAITS
+    return kind
+
+
+@functools.cache
+def _kind(function: Any) -> Kind:
+    name = base_name(function)
+    if name in _ALLOCATIONS:
+        return Kind.ALLOCATION
+    if name in _HOST_WAITS:
+        return Kind.HOST_WAITS
+    schema = function._schema
+    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
+    returns_views = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
+    if name in _NO_KERNELS or (returns_views and not writes):
+        return Kind.NO_KERNEL
+    return Kind.KERNEL
+
+
+def _shape_depends_on_values(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    name = base_name(function)
+    if name == "repeat_interleave":
+        return "output_size" not in kwargs or kwargs["output_size"] is None
+    if name in ("index", "index_put", "index_put_"):
+        return any(isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+    return False
+
+
+@functools.cache
+def base_name(function: Any) -> str:
+    """Name without namespace and overload, for example ``mm``."""
+    return str(function._schema.name.split("::")[-1])
+
+
+def accesses_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Accesses:
+    """The tensors that an operator with these arguments reads and writes, by its schema."""
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    for argument, value in _bound(function, args, kwargs):
+        info = argument.alias_info
+        target = writes if info is not None and info.is_write else reads
+        target.extend(tensors_in(value))
+    return Accesses(reads, writes)
+
+
+def _bound(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    arguments = function._schema.arguments
+    yield from zip(arguments, args, strict=False)
+    for argument in arguments[len(args) :]:
+        if argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def results_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Per result of the operator the argument that it is, for operators that write; None for new tensors."""
+    results = []
+    for result in function._schema.returns:
+        info = result.alias_info
+        own = None
+        if info is not None and info.is_write:
+            for argument, value in _bound(function, args, kwargs):
+                other = argument.alias_info
+                if other is not None and other.is_write and other.before_set & info.before_set:
+                    own = value
+        results.append(own)
+    return results
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of an argument or a result, which may be lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if not isinstance(value, list | tuple | dict):
+        return []
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def cost_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> tuple[int, int]:
+    """FLOP of a matrix product (0 for other operators), and bytes read and written."""
+    num_bytes = sum(tensor.nbytes for tensor in (*accesses_of(function, args, kwargs).arguments, *tensors_in(result)))
+    counter = flop_registry.get(function._overloadpacket)
+    flops = counter(*args, **kwargs, out_val=result) if counter is not None else 0
+    return int(flops), num_bytes
