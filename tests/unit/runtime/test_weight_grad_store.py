@@ -266,14 +266,14 @@ def test_weight_gradients_of_chunks_are_summed(num_tokens, dtype, in_gemm):
 def test_reports_on_cuda_are_on_the_stream_of_ddp_behind_the_dws(window, late):
     with virtual_gpu() as gpu:
         ddp_stream = gpu.Stream()
-        parameter = torch.nn.Parameter(torch.zeros(2, 3))
-        parameter.main_grad = torch.zeros(2, 3)
+        parameter = torch.nn.Parameter(torch.zeros(2, 3).cuda())
+        parameter.main_grad = torch.zeros(2, 3).cuda()
         with torch.cuda.stream(ddp_stream):
             weight = DeferredWeight(parameter, "a", lambda: parameter.main_grad.mul_(0.5))
         store = store_without_autograd(DwRules(window), cpu_stats())
         with gpu.watch({"nothing": (), "compute": (gpu.default,), "DDP": (ddp_stream,)}[late]):
             for _ in range(2):
-                store.put([weight], lambda: parameter.main_grad.add_(torch.ones(2, 3, device=torch.device("cpu"))), 8)
+                store.put([weight], lambda: parameter.main_grad.add_(1), 8)
             with torch.cuda.stream(ddp_stream):  # on which autograd runs the hook of the accumulation node
                 store.mark_last_use(weight)
             store.advance_window()
