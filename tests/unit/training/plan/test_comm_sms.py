@@ -18,6 +18,7 @@ from megatron_lancet.patching import around
 from megatron_lancet.profiler import facts
 from megatron_lancet.profiler.facts import ProfiledModel, key_of
 from megatron_lancet.schedule.plan import fixed_plan
+from megatron_lancet.training import spec
 from megatron_lancet.training.dry_run.run import examine
 from megatron_lancet.training.megatron import patches, seams
 from megatron_lancet.training.megatron.patches import bounded_expert_groups
@@ -174,6 +175,14 @@ def test_bound_on_sms_has_profiles_of_its_own(monkeypatch):
     monkeypatch.setattr(facts, "device_name", lambda _: "H100")
     keys = [key_of(ProfiledModel((), GPU, 1, 1, 1, comm_sms)) for comm_sms in (None, 8, 16)]
     assert [key.device for key in keys] == ["H100", "H100, 8 SMs for messages", "H100, 16 SMs for messages"]
+
+
+def test_bound_on_sms_is_too_late_in_megatrons_own_script(monkeypatch):
+    monkeypatch.setenv(spec.FLAGS_VARIABLE, "--lancet-comm-sms 8")
+    with pytest.raises(
+        UsageError, match=r"LANCET_FLAGS: --lancet-comm-sms does not work with --spec: .* max_ctas of ep"
+    ):
+        spec._config_from_environment()
 
 
 @pytest.mark.parametrize(
