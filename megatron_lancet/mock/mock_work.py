@@ -216,8 +216,8 @@ class DeviceWork(_MockWork):
 def refuse_one_connection() -> None:
     """Refuses to mock a link on a device whose streams share one queue.
 
-    There the message of a :class:`DeviceWork` would hold up all work that is launched after it: its callers' streams
-    wait for it, and a wait at the head of the only queue stops all streams.
+    There an asynchronous message would hold up all work that is launched after it: its stream waits for the caller's,
+    the caller's for it, and a wait at the head of the only queue stops all streams.
 
     Raises:
         UsageError: CUDA has one connection.
