@@ -100,10 +100,11 @@ def experts(moe: OverlappingMoE, x: ChunkState) -> None:
     """Run this rank's experts on the rows received."""
     routes, sum_dtype = x.routes.wait(), x.rows[1].dtype
     # The rows in the order of arrival are freed here: autograd needs the sorted ones only.
-    x.rows = moe.dispatcher.sort_by_expert(x.rows, routes)
+    last_expert_first = getattr(moe.stock.experts, "last_expert_first", False)
+    x.rows = moe.dispatcher.sort_by_expert(x.rows, routes, last_expert_first)
     with outputs_dropped_in_stock(moe.recompute.drops_outputs):
         output_mH = maybe_recomputed(moe.recompute.experts, _run_experts, moe.stock, *x.rows, routes)
-    x.rows = (moe.dispatcher.sort_by_peer(output_mH, routes, sum_dtype),)
+    x.rows = (moe.dispatcher.sort_by_peer(output_mH, routes, sum_dtype, last_expert_first),)
 
 
 def launch_combine(moe: OverlappingMoE, x: ChunkState) -> None:

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 
 from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes
+from megatron_lancet.model.dispatcher.row_order import by_expert
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op
@@ -62,10 +63,10 @@ class AllToAllDispatcher:
         self._even_routes: dict[int, Routes] = {}
         # For the fused kernels: orders of the parts of received rows, on their device from the first use on.
         parts_by_source = torch.arange(num_experts * self._tp_size).view(-1, self._num_local_experts)
-        self._expert_major = parts_by_source.T.ravel()
-        self._source_major = torch.argsort(self._expert_major)
-        # Rows of one expert only, or from one rank only, come in both orders at once.
-        self._needs_sort = self._num_local_experts > 1 and num_ranks * self._tp_size > 1
+        self._expert_major = {
+            last_first: by_expert(parts_by_source, last_first).ravel() for last_first in (False, True)
+        }
+        self._source_major = {last_first: torch.argsort(order) for last_first, order in self._expert_major.items()}
 
     def launch_counts(self, op: Op, routing_map_tE: torch.Tensor, routed: ReadyEvent) -> PendingRoutes:
         """Tells every rank how many rows each of its experts gets from here.
@@ -114,7 +115,9 @@ class AllToAllDispatcher:
         # All holders of an expert learn of its rows, though one of them receives them from here.
         return counts.expand(-1, self._tp_size, -1).flatten()
 
-    def sort_by_expert(self, received: tuple[torch.Tensor, ...], routes: Routes) -> tuple[torch.Tensor, torch.Tensor]:
+    def sort_by_expert(
+        self, received: tuple[torch.Tensor, ...], routes: Routes, last_expert_first: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Received rows [r, H] and their probabilities [r], from rank order to the local experts' [m, H] and [m]."""
         tokens, probs = received
         if self._tp_size > 1:
@@ -123,28 +126,34 @@ class AllToAllDispatcher:
                 gather_from_sequence_parallel_region(rows, group=self._tp_group, output_split_sizes=holders)
                 for rows in (tokens, probs)
             )
-        if not self._needs_sort:
+        if not self._needs_sort(last_expert_first):
             return tokens, probs
         if not self._fused:
-            return routes.expert_order.apply(tokens), routes.expert_order.apply(probs)
-        self._expert_major = self._expert_major.to(tokens.device)
-        sizes = routes.rows_by_source.ravel()
-        tokens_mH, probs_m = sort_chunks_by_idxs(tokens, sizes, self._expert_major, probs=probs, fused=True)
+            order = routes.expert_order(last_expert_first)
+            return order.apply(tokens), order.apply(probs)
+        parts = self._expert_major[last_expert_first] = self._expert_major[last_expert_first].to(tokens.device)
+        tokens_mH, probs_m = sort_chunks_by_idxs(tokens, routes.rows_by_source.ravel(), parts, probs=probs, fused=True)
         assert probs_m is not None
         return tokens_mH, probs_m
 
-    def sort_by_peer(self, output_mH: torch.Tensor, routes: Routes, sum_dtype: torch.dtype) -> torch.Tensor:
+    def _needs_sort(self, last_expert_first: bool) -> bool:
+        """Rows of one expert only, or from one rank only, come in both orders at once, with the first expert first."""
+        return self._num_local_experts > 1 and (last_expert_first or self._num_ranks * self._tp_size > 1)
+
+    def sort_by_peer(
+        self, output_mH: torch.Tensor, routes: Routes, sum_dtype: torch.dtype, last_expert_first: bool = False
+    ) -> torch.Tensor:
         """Experts' output rows, from expert order back to rank order: [r, H].
 
         Args:
             sum_dtype: type in which the parts of an expert are summed.
         """
-        if self._needs_sort and self._fused:
-            self._source_major = self._source_major.to(output_mH.device)
-            sizes = routes.rows_by_source.T.ravel()
-            output_mH, _ = sort_chunks_by_idxs(output_mH, sizes, self._source_major, fused=True)
-        elif self._needs_sort:
-            output_mH = routes.expert_order.undo(output_mH)
+        if self._needs_sort(last_expert_first) and self._fused:
+            parts = self._source_major[last_expert_first] = self._source_major[last_expert_first].to(output_mH.device)
+            sizes = by_expert(routes.rows_by_source, last_expert_first).ravel()
+            output_mH, _ = sort_chunks_by_idxs(output_mH, sizes, parts, fused=True)
+        elif self._needs_sort(last_expert_first):
+            output_mH = routes.expert_order(last_expert_first).undo(output_mH)
         if self._tp_size == 1:
             return output_mH
         summed_rH = reduce_scatter_to_sequence_parallel_region(

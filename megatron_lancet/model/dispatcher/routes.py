@@ -3,14 +3,12 @@
 Legend of shapes: P ranks of the expert-parallel group, V expert tensor parallel size, e local experts.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 
 from megatron_lancet.model.dispatcher.row_order import RowOrder
 from megatron_lancet.runtime.comm import CountsExchange, RowSplits
-from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.transport.base import TokenCounts
 
 
@@ -30,18 +28,14 @@ class Routes:
     rows_by_source: torch.Tensor
     rows_by_holder: tuple[int, ...]
     rows_per_expert: torch.Tensor
+    _orders: dict[bool, RowOrder] = field(default_factory=dict)
 
-    @cached_property
-    def expert_order(self) -> RowOrder:
+    def expert_order(self, last_expert_first: bool = False) -> RowOrder:
         """From the order of the sources to that of the local experts; m rows."""
-        return RowOrder.by_expert(self.rows_by_source, sum(self.rows_by_holder))
-
-    @cached_property
-    def expert_offsets(self) -> torch.Tensor | None:
-        """The end of each local expert's rows, [e] int32 on the device, for grouped products; None on a CPU."""
-        if not on_cuda(self.rows_by_source):
-            return None
-        return self.rows_by_source.sum(dim=0).cumsum(0, dtype=torch.int32)
+        if last_expert_first not in self._orders:
+            num_rows = sum(self.rows_by_holder)
+            self._orders[last_expert_first] = RowOrder.by_expert(self.rows_by_source, num_rows, last_expert_first)
+        return self._orders[last_expert_first]
 
     @staticmethod
     def of(counts: TokenCounts, tp_size: int, tp_rank: int) -> "Routes":

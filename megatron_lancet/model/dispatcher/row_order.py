@@ -12,6 +12,12 @@ from typing import Any
 import torch
 
 
+def by_expert(values_Se: torch.Tensor, last_expert_first: bool) -> torch.Tensor:
+    """Values of each source and expert, [S, e], by expert and there by source: [e, S]."""
+    values_eS = values_Se.t()
+    return values_eS.flip(0) if last_expert_first else values_eS
+
+
 class RowOrder:
     """A permutation of m rows, and the one that undoes it."""
 
@@ -25,17 +31,17 @@ class RowOrder:
         self._inverse_m = torch.empty_like(index_m).scatter_(0, index_m, places_m)
 
     @staticmethod
-    def by_expert(rows_by_source_Se: torch.Tensor, num_rows: int) -> "RowOrder":
+    def by_expert(rows_by_source_Se: torch.Tensor, num_rows: int, last_expert_first: bool = False) -> "RowOrder":
         """Order rows that are grouped by source, and there by expert, by expert, and there by source.
 
         Args:
             rows_by_source_Se: number of rows, on the device of the rows, which is not waited for.
             num_rows: their sum, m.
         """
-        sizes_eS = rows_by_source_Se.t().reshape(-1)
+        sizes_eS = by_expert(rows_by_source_Se, last_expert_first).reshape(-1)
         # Distance of each part between the two orders: in both, a part begins where the parts before it end.
         ends_Se = rows_by_source_Se.reshape(-1).cumsum(0).view(rows_by_source_Se.shape)
-        shifts_eS = ends_Se.t().reshape(-1) - sizes_eS.cumsum(0)
+        shifts_eS = by_expert(ends_Se, last_expert_first).reshape(-1) - sizes_eS.cumsum(0)
         index_m = torch.repeat_interleave(shifts_eS, sizes_eS, output_size=num_rows)
         return RowOrder(index_m.add_(torch.arange(num_rows, device=index_m.device)))
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from megatron_lancet.model.dispatcher.routes import Routes
-from megatron_lancet.runtime import placement
 from megatron_lancet.runtime.comm import RowSplits
 from megatron_lancet.runtime.transport.base import TokenCounts
 
@@ -18,16 +17,12 @@ def test_routes_of_two_ranks_with_two_experts_each():
     assert routes.rows_per_expert.tolist() == [4, 6]
 
 
-@pytest.mark.parametrize("cuda", [False, True])
-def test_expert_offsets_are_on_cuda_only_the_ends_of_the_experts_rows(cuda, monkeypatch):
-    monkeypatch.setattr(placement, "_is_cuda", lambda _: cuda)
-    received = torch.tensor([[1, 2, 0], [3, 4, 5]])
-    offsets = Routes.of(TokenCounts([[0], [0]], received.tolist(), received), tp_size=1, tp_rank=0).expert_offsets
-    if cuda:
-        assert offsets.tolist() == [4, 10, 15]
-        assert offsets.dtype == torch.int32
-    else:
-        assert offsets is None
+def test_routes_make_each_order_of_rows_once():
+    received = torch.tensor([[1, 2], [3, 4]])
+    routes = Routes.of(TokenCounts([[0], [0]], received.tolist(), received), tp_size=1, tp_rank=0)
+    order = routes.expert_order()
+    assert routes.expert_order(last_expert_first=True) is not order
+    assert routes.expert_order() is order
 
 
 @pytest.mark.parametrize("tp_rank", [0, 1, 2])

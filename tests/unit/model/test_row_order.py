@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 
-from megatron_lancet.model.dispatcher.row_order import RowOrder
+from megatron_lancet.model.dispatcher.row_order import RowOrder, by_expert
 
 
 def test_row_order_of_two_sources_and_two_experts():
@@ -13,22 +13,27 @@ def test_row_order_of_two_sources_and_two_experts():
     assert order.apply(rows).tolist() == [0, 0, 1, 11, 12, 13]
     order = RowOrder.by_expert(torch.tensor([[1, 2], [2, 1]]), 6)
     assert order.apply(torch.tensor([0, 1, 1, 10, 10, 11])).tolist() == [0, 10, 10, 1, 1, 11]
+    order = RowOrder.by_expert(torch.tensor([[1, 2], [2, 1]]), 6, last_expert_first=True)
+    assert order.apply(torch.tensor([0, 1, 1, 10, 10, 11])).tolist() == [1, 1, 11, 0, 10, 10]
 
 
+@pytest.mark.parametrize("last_expert_first", [False, True])
 @pytest.mark.parametrize(("num_sources", "num_experts"), [(1, 3), (2, 2), (4, 5), (3, 1)])
-def test_row_order_and_its_gradients_equal_megatrons_sort_to_the_bit(num_sources, num_experts):
+def test_row_order_and_its_gradients_equal_megatrons_sort_to_the_bit(num_sources, num_experts, last_expert_first):
     sizes = torch.randint(4, (num_sources, num_experts))
     sizes[0, 0] = 0  # an expert without a row from a source
     num_rows = int(sizes.sum())
     parts = torch.arange(num_sources * num_experts).view(num_sources, num_experts)
-    expert_major = parts.T.ravel()
+    expert_major = by_expert(parts, last_expert_first).ravel()
     packed = torch.randn(num_rows, 9)
     tokens, probs = packed[:, :8].requires_grad_(), packed[:, 8].requires_grad_()  # views, as of a received message
-    order = RowOrder.by_expert(sizes, num_rows)
+    order = RowOrder.by_expert(sizes, num_rows, last_expert_first)
     ours = order.apply(tokens), order.apply(probs)
     stocks = sort_chunks_by_idxs(tokens, sizes.ravel(), expert_major, probs=probs)
     undone = order.undo(ours[0].sin())
-    stocks_undone, _ = sort_chunks_by_idxs(stocks[0].sin(), sizes.T.ravel(), expert_major.argsort())
+    stocks_undone, _ = sort_chunks_by_idxs(
+        stocks[0].sin(), by_expert(sizes, last_expert_first).ravel(), expert_major.argsort()
+    )
     assert ours[0].equal(stocks[0])
     assert ours[1].equal(stocks[1])
     assert undone.equal(stocks_undone)
