@@ -15,7 +15,8 @@ class CommTimes:
     Attributes:
         all_to_all_ms: sum over payload all-to-alls, forward and backward, of the time from launch to completion.
         exposed_ms: time that compute waited for payload all-to-alls.
-        counts_exposed_ms: time that compute waited for token counts.
+        counts_exposed_ms: time that compute waited for token counts; on CUDA the time that the compute stream had
+            nothing to run while the host waited for them.
         num_all_to_alls: payload all-to-alls launched.
         payload_bytes: bytes that they sent to other ranks.
         num_dw_in_gaps: deferred dWs that ran in front of the wait for an all-to-all: on the CPU while it was in flight.
