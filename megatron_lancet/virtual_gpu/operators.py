@@ -148,5 +148,7 @@ def cost_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
     """FLOP of a matrix product (0 for other operators), and bytes read and written."""
     num_bytes = sum(tensor.nbytes for tensor in (*accesses_of(function, args, kwargs).arguments, *tensors_in(result)))
     counter = flop_registry.get(function._overloadpacket)
-    flops = counter(*args, **kwargs, out_val=result) if counter is not None else 0
-    return int(flops), num_bytes
+    if counter is None:
+        return 0, num_bytes
+    operands = [one for one in args if not isinstance(one, torch.dtype)]  # the counters of torch don't expect one
+    return int(counter(*operands, **kwargs, out_val=result)), num_bytes
