@@ -88,11 +88,13 @@ def switch_through_plans(overrides: dict[str, Any], overlaps: bool) -> list[dict
 
 
 def observed_step(ours) -> dict[str, Any]:
-    from megatron_lancet.model import experts
+    from megatron_lancet.model.local_experts import grouped_linear
 
     with ExitStack() as stack:
         erratic_wire(stack)
-        grouped = stack.enter_context(mock.patch.object(experts, "_products", wraps=experts._products))
+        grouped = stack.enter_context(
+            mock.patch.object(grouped_linear, "multiply_one_by_one", wraps=grouped_linear.multiply_one_by_one)
+        )
         observer = Observer(stack, ours)
         losses = step(ours)
     return {
