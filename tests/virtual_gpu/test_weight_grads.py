@@ -88,5 +88,5 @@ def test_planned_weight_grads_are_enqueued_in_front_of_their_waits_and_no_others
 def test_weight_grads_of_bf16_are_one_kernel_each(recorded):
     """No product goes to memory to be added afterwards. Before the watched step nothing is a kernel."""
     watched = [names for names in recorded.kernels if names]
-    assert len(watched) > 50
+    assert len(watched) > 20
     assert watched == [["addmm"]] * len(watched)
