@@ -23,6 +23,7 @@ from megatron_lancet.mock import mock_group
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime import placement
 from megatron_lancet.virtual_gpu import collectives
+from megatron_lancet.virtual_gpu.kernels import kernels_of_cuda
 from megatron_lancet.virtual_gpu.log import Entry, HostWaits, Kernel, Recorded, StreamWaits
 from megatron_lancet.virtual_gpu.memory import Allocation, Memory, Problem, call_site, placed
 from megatron_lancet.virtual_gpu.operators import (
@@ -314,6 +315,7 @@ def virtual_gpu() -> Iterator[VirtualGpu]:
         for name, value in names.items():
             stack.enter_context(replaced(torch.cuda, name, value))
         stack.enter_context(gpu.transfers.explicit())
+        stack.enter_context(kernels_of_cuda())
         stack.enter_context(replaced(CausalBias, "__new__", _plain_new))
         stack.enter_context(replaced(torch.Tensor, "record_stream", lambda *args: gpu.record_stream(*args)))
         stack.enter_context(replaced(placement, "_is_cuda", lambda device: True))

@@ -150,5 +150,7 @@ def cost_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
     if base_name(function) == "_grouped_mm":  # each row of the first factor meets one group of the second
         return 2 * args[0].numel() * args[1].size(-1), num_bytes
     counter = flop_registry.get(function._overloadpacket)
-    flops = counter(*args, **kwargs, out_val=result) if counter is not None else 0
-    return int(flops), num_bytes
+    if counter is None:
+        return 0, num_bytes
+    operands = [one for one in args if not isinstance(one, torch.dtype)]  # the counters of torch don't expect one
+    return int(counter(*operands, **kwargs, out_val=result)), num_bytes
