@@ -283,7 +283,11 @@ def _without_values(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
     if not tensors_in([args, dict(kwargs)]):
         return function(*args, **kwargs)
-    return function(*pytree.tree_map(on_meta, tuple(args)), **pytree.tree_map(on_meta, dict(kwargs)))
+    result = function(*pytree.tree_map(on_meta, tuple(args)), **pytree.tree_map(on_meta, dict(kwargs)))
+    if base_name(function) == "native_layer_norm":
+        # The kernel that will run is the CPU's, whose statistics have the input's type and not CUDA's fp32.
+        return tuple(one.to(args[0].dtype) for one in result)
+    return result
 
 
 def _plain_new(subclass: Any, *_: Any) -> torch.Tensor:
