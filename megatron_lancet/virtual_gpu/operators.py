@@ -147,6 +147,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def cost_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> tuple[int, int]:
     """FLOP of a matrix product (0 for other operators), and bytes read and written."""
     num_bytes = sum(tensor.nbytes for tensor in (*accesses_of(function, args, kwargs).arguments, *tensors_in(result)))
+    if base_name(function) == "_grouped_mm":  # each row of the first factor meets one group of the second
+        return 2 * args[0].numel() * args[1].size(-1), num_bytes
     counter = flop_registry.get(function._overloadpacket)
     flops = counter(*args, **kwargs, out_val=result) if counter is not None else 0
     return int(flops), num_bytes
