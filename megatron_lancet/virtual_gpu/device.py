@@ -127,6 +127,13 @@ class VirtualGpu:
         self.queues.run_until(event)
         self.note(HostWaits(event, None, "event", call_site()))
 
+    def host_sees(self, event: int) -> bool:
+        """Whether an event has been reached, which the host then knows."""
+        is_reached = self.queues.is_reached(event)
+        if is_reached:
+            self.order.host_waits_for_event(event)
+        return is_reached
+
     def host_waits_for_stream(self, stream: int, reason: str) -> None:
         """Makes the host wait for all that a stream has got so far."""
         self.memory.take_freed()
@@ -288,7 +295,11 @@ def _without_values(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     if base_name(function) == "_grouped_mm":  # on the meta device it knows bf16 only
         factors = (factor.to(torch.bfloat16) for factor in meta_args[:2])
         return function(*factors, *meta_args[2:], **pytree.tree_map(on_meta, dict(kwargs))).to(meta_args[0].dtype)
-    return function(*meta_args, **pytree.tree_map(on_meta, dict(kwargs)))
+    result = function(*meta_args, **pytree.tree_map(on_meta, dict(kwargs)))
+    if base_name(function) == "native_layer_norm":
+        # The kernel that will run is the CPU's, whose statistics have the input's type and not CUDA's fp32.
+        return tuple(one.to(args[0].dtype) for one in result)
+    return result
 
 
 def _plain_new(subclass: Any, *_: Any) -> torch.Tensor:
