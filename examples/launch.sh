@@ -12,12 +12,18 @@
 #   SAVE_INTERVAL           steps from one checkpoint to the next (500)
 #   LAYERS                  transformer_engine, with its grouped experts and apex; or local: packages from PyPI are enough
 #   PYTHON                  interpreter (this checkout's .venv, else python3)
+#   CUDA_DEVICE_MAX_CONNECTIONS, PYTORCH_ALLOC_CONF   of CUDA and torch (32, expandable_segments:True): docs/gpus.md
 set -eu
 root=$(CDPATH='' cd -P -- "$(dirname -- "$0")/.." && pwd)
 nodes=${NNODES:-1}
 ranks_per_node=${GPUS_PER_NODE:-8}
 python=${PYTHON:-python3}
 [ -n "${PYTHON:-}" ] || [ ! -x "$root/.venv/bin/python" ] || python=$root/.venv/bin/python
+
+# With fewer queues to the GPU than streams, some all-to-alls start behind another stream's kernels.
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-32}"
+# Experts' tensors have other sizes in every step, which cuts free memory into pieces too small to be of use.
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 
 # What the user gave stays behind all of this: of two equal flags Megatron takes the last.
 if [ "$DATA_PATH" = mock ]; then

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_lancet.runtime.comm_stats import CommStats
-from megatron_lancet.runtime.transport.base import ReadyEvent
+from megatron_lancet.runtime.transport.base import ReadyEvent, TokenCounts
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.dw_queue import DwRules
 
@@ -88,8 +88,8 @@ class Loopback:
     def empty_receive(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(shape)
 
-    def exchange_counts(self, counts: torch.Tensor) -> "LoopbackCounts":
-        self.log.append(f"counts {int(counts[0])}")
+    def exchange_counts(self, count: Callable[[], torch.Tensor], ready: ReadyEvent) -> "LoopbackCounts":
+        self.log.append(f"counts {int(count()[0])}")
         return LoopbackCounts(self)
 
 
@@ -133,10 +133,10 @@ class LoopbackCounts:
         else:
             self.callbacks.append(callback)
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def wait(self) -> TokenCounts:
         if not self.transport.launches_in_callback:
             self.transport.log.append("host waits")
         assert self.arrived.wait(5), "the test did not let the counts arrive"
         if self.error is not None:
             raise self.error
-        return torch.tensor([[2]]), torch.tensor([[2]])
+        return TokenCounts([[2]], [[2]], torch.tensor([[2]]))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from megatron_lancet.mock.link import Link, Queue
-from megatron_lancet.mock.mock_work import Clock, DeviceWork, HostWork, device_cycles_per_us
+from megatron_lancet.mock.mock_work import Clock, DeviceWork, HostWork, device_cycles_per_us, refuse_one_connection
 from megatron_lancet.runtime.placement import on_cuda
 
 BACKEND = "mock"
@@ -232,6 +232,7 @@ class MockProcessGroup(_ProcessGroup):
         if not outputs or not on_cuda(outputs[0]):
             return HostWork(op, deliver, outputs, self._queue.enter(duration_us), self._timeout, self._clock)
         if self._stream is None:
+            refuse_one_connection()
             self._stream = torch.cuda.Stream(outputs[0].device)
             self._cycles_per_us = device_cycles_per_us(outputs[0].device)
         return DeviceWork(deliver, inputs, outputs, self._stream, round(duration_us * self._cycles_per_us))

@@ -14,6 +14,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_lancet.errors import UsageError
+from megatron_lancet.runtime.connections import CONNECTIONS, RECOMMENDED, has_one_connection
+
 _NO_TIMEOUT = timedelta(0)
 """The value that c10d passes if the caller gave no timeout: the group's own timeout applies."""
 
@@ -201,6 +204,22 @@ class DeviceWork(_MockWork):
         with torch.cuda.stream(self._stream):
             future.set_result(self._outputs)
         return future
+
+
+def refuse_one_connection() -> None:
+    """Refuses to mock a link on a device whose streams share one queue.
+
+    There the message of a :class:`DeviceWork` would hold up all work that is launched after it: its callers' streams
+    wait for it, and a wait at the head of the only queue stops all streams.
+
+    Raises:
+        UsageError: CUDA has one connection.
+    """
+    if has_one_connection():
+        raise UsageError(
+            f"{CONNECTIONS} is 1: mocked messages on a GPU would stop all other work, and nothing would be hidden. Set "
+            f"it to {RECOMMENDED}, or unset it."
+        )
 
 
 def device_cycles_per_us(device: torch.device) -> float:

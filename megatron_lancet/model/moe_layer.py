@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher, Routes
+from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
+from megatron_lancet.model.dispatcher.routes import Routes
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed, outputs_dropped_in_stock
 from megatron_lancet.model.te.precision import op_precision
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.turns import Compute, Launch, LaunchCounts, Verb, Wait
 
@@ -56,11 +58,13 @@ def route(moe: OverlappingMoE, x: ChunkState) -> None:
             x.normed_sbH, router_input_sbH, x.shared_input_sbH = _ForkInStocksOrder.apply(x.normed_sbH)
     with x.norm.consumed():
         x.probs_tE, x.routing_map_tE = moe.stock.router(router_input_sbH, chunk=x.chunk)
+    x.routed = ReadyEvent(x.routing_map_tE)
 
 
 def launch_counts(moe: OverlappingMoE, x: ChunkState) -> None:
     """Launch the exchange of token counts."""
-    x.routes = moe.dispatcher.launch_counts(moe.message_op(OpKind.COUNTS, x), x.routing_map_tE)
+    x.routes = moe.dispatcher.launch_counts(moe.message_op(OpKind.COUNTS, x), x.routing_map_tE, x.routed)
+    del x.routed
 
 
 def preprocess(moe: OverlappingMoE, x: ChunkState) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.dispatcher.all_to_all import PendingRoutes, Permutation
+from megatron_lancet.model.dispatcher.all_to_all import Permutation
+from megatron_lancet.model.dispatcher.routes import PendingRoutes
 from megatron_lancet.model.recompute import DroppedOutputs
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.turns import ROWS_MADE_BY, AddResidual, Compute, Instruction, Launch, Verb
 
@@ -28,6 +30,7 @@ class ChunkState:
         shared_input_sbH: the same for the experts that see all tokens.
         probs_tE: weights of each token's experts, [t, E].
         routing_map_tE: the experts of each token, [t, E] bool.
+        routed: the point in time at which ``routing_map_tE`` was complete.
         routes: how many rows go where, known when the counts have arrived.
         permutation: maps rows to tokens.
         rows: rows to be sent, or received; [n, ...] each.
@@ -44,6 +47,7 @@ class ChunkState:
     shared_input_sbH: torch.Tensor
     probs_tE: torch.Tensor
     routing_map_tE: torch.Tensor
+    routed: ReadyEvent
     routes: PendingRoutes
     permutation: Permutation
     rows: tuple[torch.Tensor, ...]

@@ -21,6 +21,7 @@ from megatron_lancet.model.te.precision import block_precision
 from megatron_lancet.model.transformer_layer import OverlappingLayer, forward_layer
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import OverlapRange, Plan, Segment
 from megatron_lancet.schedule.turns import Concatenate, Cut, Instruction, Program, program
@@ -218,7 +219,8 @@ def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Trace | None) 
     if segment.range is OverlapRange.EXPERTS:
         shape = micro_batch.normed_sbH.shape
         routing = [split_rows(rows, shape, segment) for rows in (micro_batch.probs_tE, micro_batch.routing_map_tE)]
-        del micro_batch.probs_tE, micro_batch.routing_map_tE
+        del micro_batch.probs_tE, micro_batch.routing_map_tE, micro_batch.routed
+        routed = ReadyEvent(routing[1][0])
     has_shared_experts = hasattr(micro_batch, "shared_input_sbH")  # the router of the whole micro-batch has run
     parts_sbH, norm = micro_batch.norm.then(split_hidden, begin_cut(trace, micro_batch.normed_sbH), segment)
     del micro_batch.normed_sbH
@@ -231,6 +233,7 @@ def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Trace | None) 
             x.shared_input_sbH = part_sbH
         if routing:
             x.probs_tE, x.routing_map_tE = (parts_tE[index] for parts_tE in routing)
+            x.routed = routed
     return states
 
 

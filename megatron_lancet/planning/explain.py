@@ -29,6 +29,7 @@ class Reason(StrEnum):
     MEMORY = "memory"
     LINK = "link-bound"
     PEER = "another rank"
+    COUNTS = "token counts"
 
     @property
     def in_words(self) -> str:
@@ -43,6 +44,7 @@ _IN_WORDS = {
     Reason.MEMORY: "the work that would fill the gap does not fit into memory",
     Reason.LINK: "the link is the bottleneck: it is busy with earlier messages, or for longer than compute takes",
     Reason.PEER: "another rank sends its part late: it has more rows to compute",
+    Reason.COUNTS: "the host waits for token counts, and the device has run all that was launched before",
 }
 
 
@@ -207,6 +209,8 @@ class _StageReader:
         is_backward = not _is_forward(wait.name)
         if wait.peers_ms > wait.sent_ms and min(wait.peers_ms, wait.end_ms) - wait.exposed_from_ms >= half_ms:
             return Reason.PEER
+        if Op.parse(wait.name).kind == OpKind.COUNTS:
+            return Reason.COUNTS
         # A forward dispatch also waits for its counts before it is sent; they don't occupy the link.
         waits_for_counts = not is_backward and Op.parse(wait.name).kind == OpKind.DISPATCH
         is_queued = not waits_for_counts and wait.sent_ms - max(wait.issued_ms, wait.exposed_from_ms) >= half_ms

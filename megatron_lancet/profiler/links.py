@@ -13,7 +13,7 @@ from megatron_lancet.planning.profile import LinkTimes
 from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.comm_stats import EventPair
 from megatron_lancet.runtime.trace import Point
-from megatron_lancet.runtime.transport.base import Transfer, Transport
+from megatron_lancet.runtime.transport.base import ReadyEvent, Transfer, Transport
 
 Points = tuple[tuple[int, float], ...]
 """(bytes, ms), ascending in bytes."""
@@ -211,7 +211,7 @@ def _between_ms(start: Point, end: Point) -> float:
 
 def _counts_ms(wires: Wires) -> float:
     start_s = time.perf_counter()
-    wires.transport.exchange_counts(wires.counts).wait()
+    wires.transport.exchange_counts(lambda: wires.counts, ReadyEvent(wires.counts)).wait()
     return (time.perf_counter() - start_s) * 1e3
 
 

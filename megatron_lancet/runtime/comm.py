@@ -26,7 +26,7 @@ from megatron_lancet.runtime.packing import RowLayout
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.trace import Trace, waiting
-from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer, Transport
+from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, TokenCounts, Transfer, Transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.ranges import name_ranks
@@ -123,15 +123,14 @@ class Comm:
         sources = f" from {name_ranks(self._peers.others)}" if doing == _WAITING and self._peers is not None else ""
         return f"{doing} {op} ({op.in_words()}){sources}"
 
-    def launch_counts(self, op: Op, counts: torch.Tensor) -> "CountsExchange":
-        """Launches the exchange of token counts, [E] for the experts of all ranks, ordered by expert."""
+    def launch_counts(self, op: Op, count: Callable[[], torch.Tensor], ready: ReadyEvent) -> "CountsExchange":
+        """Launches the exchange of the token counts that ``count`` returns; see :meth:`Transport.exchange_counts`."""
         self._launch_pending()
         self.mark(_LAUNCHED, op)
-        transfer = self.transport.exchange_counts(counts)
+        transfer = self.transport.exchange_counts(count, ready)
         if self.trace is not None and not self.transport.is_local:
             transfer.watch()
-            # One of Q equal parts stays on this rank; Q ranks exchange counts, of e experts each.
-            self.trace.sent(str(op), counts.nbytes - transfer.own_bytes, transfer)
+            self.trace.sent(str(op), transfer.num_bytes, transfer)
         return CountsExchange(self, op, transfer)
 
     def launch(self, op: Op, tensors: tuple[torch.Tensor, ...], splits: RowSplits) -> Handle:
@@ -155,7 +154,7 @@ class Comm:
             pending.counts.when_done(self._launch_those_known)
         return exchange
 
-    def wait_for_counts(self, exchange: "CountsExchange") -> tuple[torch.Tensor, torch.Tensor]:
+    def wait_for_counts(self, exchange: "CountsExchange") -> TokenCounts:
         """See :meth:`CountsExchange.wait`."""
         with self._failing_as(exchange.op, exchange.launched_s):
             return exchange.transfer.wait()
@@ -247,8 +246,8 @@ class CountsExchange:
         """Calls ``callback`` when the exchange has completed or failed: at once, or on another thread."""
         self.transfer.when_done(callback)
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Waits; returns sent and received counts on the host: [Q, e] each, by peer and by that peer's (own) expert.
+    def wait(self) -> TokenCounts:
+        """Waits until the counts are known on the host.
 
         Raises:
             PeerError: a peer is gone, or silent for longer than the timeout.

@@ -56,17 +56,40 @@ class EventPair:
         return self.start.elapsed_time(self.end)
 
 
+class OpenTimes:
+    """Counters of a step that the device may not have ended: some of their times are still in CUDA events."""
+
+    def __init__(self, times: CommTimes, pairs: "list[_Timed]") -> None:
+        self._times = times
+        self._pairs = pairs
+
+    @property
+    def has_events(self) -> bool:
+        """Whether the device must have ended the step before :meth:`read`."""
+        return bool(self._pairs)
+
+    def read(self) -> CommTimes:
+        """Returns the counters, once; reads the events, all of which must have been reached."""
+        for counters, start, end in self._pairs:
+            ms = start.elapsed_time(end)
+            for counter in counters:
+                _add(self._times, counter, max(0.0, ms))
+        self._pairs = []
+        return self._times
+
+
 class CommStats:
     """Accumulates :class:`CommTimes` over a step.
 
     On the CPU a wait blocks the main thread and is timed with the host's clock. On CUDA it blocks only the compute
-    stream and is timed with events around it, which :meth:`take` resolves.
+    stream and is timed with events, which are read when the device has ended the step: by :meth:`take`, which waits for
+    that, or later, after :meth:`close`. An all-to-all takes three events: its own two and one in front of the wait.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._times = CommTimes()
-        self._pending: list[tuple[str, EventPair]] = []
+        self._pairs: list[_Timed] = []
 
     @contextmanager
     def waiting(self, *counters: str) -> Iterator[None]:
@@ -75,31 +98,53 @@ class CommStats:
             pair = EventPair()
             yield
             pair.end.record()
-            for counter in counters:
-                self.add_later(counter, pair)
+            self._pairs.append((counters, pair.start, pair.end))
         else:
             start_s = time.perf_counter()
             yield
             for counter in counters:
                 self.add(counter, (time.perf_counter() - start_s) * 1e3)
 
+    def wait_event(self, counter: str, arrived: torch.cuda.Event) -> None:
+        """Makes the current stream wait for ``arrived``, a timed event of another, and adds that time to ``counter``.
+
+        The stream waits from an event in front of the wait to ``arrived``. If ``arrived`` is earlier, the time between
+        the two is negative and counts as 0.
+        """
+        before = torch.cuda.Event(enable_timing=True)
+        before.record()
+        torch.cuda.current_stream().wait_event(arrived)
+        self._pairs.append(((counter,), before, arrived))
+
     def add(self, counter: str, amount: float) -> None:
         """Adds ``amount`` to ``counter``."""
-        setattr(self._times, counter, getattr(self._times, counter) + amount)
+        _add(self._times, counter, amount)
 
     def add_later(self, counter: str, pair: EventPair) -> None:
         """Adds the time between two CUDA events once they have been reached."""
-        self._pending.append((counter, pair))
+        self._pairs.append(((counter,), pair.start, pair.end))
 
     def raise_to(self, counter: str, amount: int) -> None:
         """Raises ``counter`` to at least ``amount``."""
         setattr(self._times, counter, max(getattr(self._times, counter), amount))
 
+    def close(self) -> OpenTimes:
+        """Returns the counters since the last call, without waiting for the device, and begins the next step's."""
+        closed = OpenTimes(self._times, self._pairs)
+        self._times, self._pairs = CommTimes(), []
+        return closed
+
     def take(self) -> CommTimes:
-        """Returns the counters since the last call and resets them for the next step."""
-        for counter, pair in self._pending:
-            pair.end.synchronize()
-            self.add(counter, pair.elapsed_ms())
-        self._pending.clear()
-        times, self._times = self._times, CommTimes()
-        return times
+        """Returns the counters like :meth:`close`, complete: waits for the device if some of them are in its events."""
+        closed = self.close()
+        if closed.has_events:
+            torch.cuda.synchronize()
+        return closed.read()
+
+
+_Timed = tuple[tuple[str, ...], torch.cuda.Event, torch.cuda.Event]
+"""Counters, and the two events between which their time has passed."""
+
+
+def _add(times: CommTimes, counter: str, amount: float) -> None:
+    setattr(times, counter, getattr(times, counter) + amount)

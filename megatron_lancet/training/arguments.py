@@ -5,7 +5,7 @@ import difflib
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +21,8 @@ from megatron_lancet.training.checkpoint.ep_resize import check_experts_apart
 from megatron_lancet.training.checkpoint.load_save import check_before_start
 from megatron_lancet.training.input_files import check_datasets, missing_files
 from megatron_lancet.training.layer_pattern import check_hybrid_pattern
-from megatron_lancet.training.plan.support import OWN_SPEC, refuse_other_tasks
+from megatron_lancet.training.megatron.cluster_patches import any_number_of_connections
+from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap, refuse_other_tasks
 from megatron_lancet.training.platform.mock import add_mock_arguments, check_mock_arguments
 
 
@@ -107,7 +108,7 @@ def _check_plan_file(config: LancetConfig) -> None:
         raise UsageError(f"--lancet-plan expects auto, off or a plan file; there is no file {config.plan}.")
 
 
-def validate(args: argparse.Namespace) -> None:
+def validate(args: argparse.Namespace, config: LancetConfig) -> None:
     """Runs our checks, then Megatron's, and sets Megatron's globals (tokenizer, timers, writers).
 
     Raises:
@@ -124,13 +125,19 @@ def validate(args: argparse.Namespace) -> None:
             check_before_start(args)  # without a checkpoint Megatron would end with status 0
             load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
             load_args_from_checkpoint(args)
-        validate_args(args)
+        run_megatrons_checks(args, config)
         if args.transformer_impl == "transformer_engine" and not HAVE_TE:
             raise UsageError(
                 "--transformer-impl transformer_engine, Megatron's default, needs Transformer Engine, which is not "
                 "installed. Install it, or pass --transformer-impl local."
             )
         set_global_variables(args)
+
+
+def run_megatrons_checks(args: argparse.Namespace, config: LancetConfig) -> None:
+    """Runs Megatron's validation. A run with a plan may have any number of CUDA's connections."""
+    with any_number_of_connections() if may_overlap(args, config) else nullcontext():
+        validate_args(args)
 
 
 def check_settings(args: argparse.Namespace) -> None:

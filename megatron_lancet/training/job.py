@@ -22,6 +22,7 @@ from megatron_lancet.training.megatron import checkpoint_patches
 from megatron_lancet.training.megatron.gpt_data import build_datasets, forward_step
 from megatron_lancet.training.megatron.model_config import model_config_from_args
 from megatron_lancet.training.megatron.seams import check_seams
+from megatron_lancet.training.plan.connections import one_connection_note
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.platform import mock
 from megatron_lancet.training.platform.detect import apply_cpu_settings
@@ -51,6 +52,9 @@ def run_job(device: torch.device, status: RankStatus) -> None:
     choice = choose_run(args, config)
     check_can_profile(args, config, choice.plan)
     say(f"Megatron-Lancet plan: {choice.line}")
+    note = one_connection_note(device) if choice.plan is not None else None
+    if note is not None:
+        say(f"Megatron-Lancet environment: {note}")
     stop = StopRequest(status, device) if saves_on_sigterm(args, config) else None
     with arguments.megatrons_refusals():
         model_config = model_config_from_args(args)
@@ -78,7 +82,7 @@ def _read_arguments(device: torch.device) -> tuple[argparse.Namespace, LancetCon
         apply_cpu_settings(args)
     for change in normalize_args(args, config):
         say(f"Megatron-Lancet flags: {change}")
-    arguments.validate(args)
+    arguments.validate(args, config)
     check_before_start(args)
     return args, config
 

@@ -21,6 +21,7 @@ from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.megatron.versions import check_versions
+from megatron_lancet.training.plan.connections import one_connection_note
 from megatron_lancet.training.plan.flag_mapping import refuse_mapped_flags
 from megatron_lancet.training.plan.support import OWN_SPEC, overlap_blockers
 from megatron_lancet.training.process.console import say
@@ -75,6 +76,9 @@ class _SpecRun:
         refuse_mapped_flags(args, config)
         choice = choose_run(args, config)
         say(f"Megatron-Lancet plan: {choice.line} (--spec)")
+        note = one_connection_note(_device(args))
+        if note is not None:
+            say(f"Megatron-Lancet environment: {note}")
         # The model's configuration keeps this object, and with it the changes to Megatron, as long as training lasts.
         self._stack = ExitStack()
         run = enter_run(self._stack, choice, _device(args))

@@ -7,6 +7,7 @@ that has made the gradient; if it is undefined, it does not (``InputBuffer::add`
 the end of a backward pass, before its callbacks, the caller's stream waits for the streams of all accumulation nodes.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -54,11 +55,35 @@ class LeafStreams:
 class _Engine:
     """Autograd's engine; passes and callbacks begin or end behind the streams of accumulation nodes, as on CUDA."""
 
-    def __init__(self, stock: Any, leaves: LeafStreams) -> None:
+    def __init__(self, stock: Any, leaves: LeafStreams, gpu: "VirtualGpu") -> None:
         self._stock = stock
         self._leaves = leaves
+        self._gpu = gpu
+        self._thread = threading.local()
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs on a thread of its own, as nodes of a CUDA device do, while the caller waits."""
+        if getattr(self._thread, "is_device", False):
+            return self._run_here(*args, **kwargs)
+        results: list[Any] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            self._thread.is_device = True
+            try:
+                with self._gpu.operators():
+                    results.append(self._run_here(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 - raised again on the caller's thread
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="autograd of the virtual GPU")
+        thread.start()
+        thread.join()
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def _run_here(self, *args: Any, **kwargs: Any) -> Any:
         result = self._stock.run_backward(*args, **kwargs)
         self._leaves.join()
         return result
@@ -78,6 +103,6 @@ class _Engine:
 def leaf_streams(gpu: "VirtualGpu") -> Iterator[LeafStreams]:
     """Inside the context backward passes end as on CUDA."""
     leaves = LeafStreams(gpu)
-    engine = _Engine(torch.autograd.Variable._execution_engine, leaves)
+    engine = _Engine(torch.autograd.Variable._execution_engine, leaves, gpu)
     with replaced(torch.autograd.Variable, "_execution_engine", engine):
         yield leaves

@@ -11,7 +11,7 @@ of autograd are emulated (``autograd.py``).
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -162,12 +162,18 @@ class VirtualGpu:
         self.queues.delay(stream.id for stream in late)
         self._is_watching = True
         try:
-            with _Watch(self):
+            with self.operators():
                 yield
             self.memory.take_freed()
             self.queues.delay(())
         finally:
             self._is_watching = False
+
+    @contextmanager
+    def operators(self) -> Iterator[None]:
+        """Inside the context operators of this thread are kernels, if the GPU is being watched at all."""
+        with _Watch(self) if self._is_watching else nullcontext():
+            yield
 
     def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operator as this GPU would: called for each operator of the program."""

@@ -142,6 +142,17 @@ def test_example_takes_arguments_of_the_user_last(launch):
     assert dry[-3:] == ["--lancet-world-size", "2048", "--lancet-dry-run"]
 
 
+def test_example_sets_connections_and_memory_unless_the_user_has(launch, tmp_path):
+    shown = tmp_path / "python"
+    shown.write_text('#!/bin/sh\nprintf \'%s\\0\' "$CUDA_DEVICE_MAX_CONNECTIONS" "$PYTORCH_ALLOC_CONF"\n')
+    shown.chmod(shown.stat().st_mode | stat.S_IXUSR)
+    for more in ([], ["--lancet-dry-run"]):
+        variables = launch("mixtral_8x7b", *more, NNODES="1", PYTHON=str(shown)).command
+        assert variables == ["32", "expandable_segments:True"]
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_ALLOC_CONF": "backend:native"}
+    assert launch("mixtral_8x7b", NNODES="1", PYTHON=str(shown), **own).command == list(own.values())
+
+
 def test_example_on_one_node_needs_no_rendezvous_address(launch):
     command = launch("gpt2_s_moe", NNODES="1", GPUS_PER_NODE="4").command
     assert command[:6] == [

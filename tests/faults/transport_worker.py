@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.gloo import PerSenderTransport
 from tests.fakes import cpu_stats
 
@@ -46,13 +47,14 @@ def main() -> None:
     num_wrong += sum(landed_wrong(*flight) for flight in in_flight)
 
     counts = torch.arange(num_ranks * LOCAL_EXPERTS) + 100 * rank
-    sent_counts, received_counts = transport.exchange_counts(counts).wait()
+    known = transport.exchange_counts(lambda: counts, ReadyEvent(counts)).wait()
     own_experts = torch.arange(LOCAL_EXPERTS) + LOCAL_EXPERTS * rank
     expected_counts = own_experts + 100 * torch.arange(num_ranks)[:, None]
     times = stats.take()
     result = {
         "num_wrong": num_wrong,
-        "counts_right": sent_counts.equal(counts.view(num_ranks, -1)) and received_counts.equal(expected_counts),
+        "counts_right": known.sent == counts.view(num_ranks, -1).tolist()
+        and known.received == expected_counts.tolist(),
         "times_plausible": times.all_to_all_ms > 0,
     }
     Path(f"{sys.argv[1]}.{rank}").write_text(json.dumps(result))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.nccl import StreamTransport
 from megatron_lancet.schedule.ops import Op, Phase
 
@@ -46,7 +47,7 @@ def test_stream_transport_lets_compute_wait_for_the_rows(group):
 def test_stream_transport_brings_counts_to_the_host(group):
     counts = torch.arange(8, device="cuda")
     stats = CommStats(torch.device("cuda"))
-    sent, received = StreamTransport(group, group, stats).exchange_counts(counts).wait()
-    assert sent.device.type == received.device.type == "cpu"
-    assert sent.equal(counts.cpu().view(1, 8))
-    assert received.equal(sent)
+    ready = ReadyEvent(counts)
+    known = StreamTransport(group, group, stats).exchange_counts(lambda: counts, ready).wait()
+    assert known.sent == known.received == [list(range(8))]
+    assert known.received_on_device.equal(counts.view(1, 8))

@@ -9,8 +9,8 @@ rows received, E experts, P ranks of the expert-parallel group, e = E / P local 
 m rows of the local experts (m = r where V = 1), H hidden size.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 
-from megatron_lancet.runtime.comm import Comm, CountsExchange, RowSplits
+from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.transport.base import ReadyEvent, TokenCounts
 from megatron_lancet.schedule.ops import Op
 
 
@@ -37,43 +39,6 @@ class Permutation:
     row_ids: torch.Tensor
     routing_map_tE: torch.Tensor
     hidden_shape: torch.Size
-
-
-@dataclass(frozen=True)
-class Routes:
-    """How many rows travel between which ranks; known once the counts have been exchanged.
-
-    Attributes:
-        splits: rows to and from each rank of the expert-parallel group.
-        rows_by_source: [V * P, e], rows for each local expert from each rank whose tokens it sees, on the host. All
-            that come by way of one rank of the expert-tensor-parallel group are together.
-        rows_by_holder: rows r of each rank that holds a part of the same experts, V in all, sums to m.
-        rows_per_expert: [e], rows for each local expert.
-    """
-
-    splits: RowSplits
-    rows_by_source: torch.Tensor
-    rows_by_holder: tuple[int, ...]
-    rows_per_expert: torch.Tensor
-
-
-class PendingRoutes:
-    """Routes that are known when token counts have arrived."""
-
-    def __init__(self, counts: CountsExchange, routes_of: Callable[[torch.Tensor, torch.Tensor], Routes]) -> None:
-        self.counts = counts
-        self._routes_of = routes_of
-        self._routes: Routes | None = None
-
-    def wait(self) -> Routes:
-        """Waits for the counts."""
-        if self._routes is None:
-            self._routes = self._routes_of(*self.counts.wait())
-        return self._routes
-
-    def splits(self) -> RowSplits:
-        """Waits for the counts; rows to and from each rank of the expert-parallel group."""
-        return self.wait().splits
 
 
 class AllToAllDispatcher:
@@ -100,16 +65,15 @@ class AllToAllDispatcher:
         # Rows of one expert only, or from one rank only, come in both orders at once.
         self._needs_sort = self._num_local_experts > 1 and num_ranks * self._tp_size > 1
 
-    def launch_counts(self, op: Op, routing_map_tE: torch.Tensor) -> PendingRoutes:
+    def launch_counts(self, op: Op, routing_map_tE: torch.Tensor, routed: ReadyEvent) -> PendingRoutes:
         """Tells every rank how many rows each of its experts gets from here.
 
         Args:
             routing_map_tE: bool.
+            routed: the point in time at which ``routing_map_tE`` was complete.
         """
-        counts = routing_map_tE.sum(dim=0).long().view(self._num_ranks, 1, self._num_local_experts)
-        # All holders of an expert learn of its rows, though one of them receives them from here.
-        counts_exchange = self._comm.launch_counts(op, counts.expand(-1, self._tp_size, -1).flatten())
-        return PendingRoutes(counts_exchange, self._routes)
+        exchange = self._comm.launch_counts(op, partial(self._count, routing_map_tE), routed)
+        return PendingRoutes(exchange, self._routes)
 
     def permute(
         self, hidden_sbH: torch.Tensor, probs_tE: torch.Tensor, routing_map_tE: torch.Tensor, num_rows: int
@@ -130,18 +94,14 @@ class AllToAllDispatcher:
         assert probs_n is not None
         return (tokens_nH, probs_n), Permutation(row_ids, routing_map_tE, hidden_sbH.shape)
 
-    def _routes(self, *counts: torch.Tensor) -> Routes:
-        """Makes the routes from sent and received counts, both [P * V, e]."""
-        sent, received = (side.view(self._num_ranks, self._tp_size, -1).transpose(0, 1) for side in counts)
-        rows_VP = received.sum(dim=2)
-        return Routes(
-            splits=RowSplits(
-                sent=tuple(sent[0].sum(dim=1).tolist()), received=tuple(rows_VP[self._tp_group.rank()].tolist())
-            ),
-            rows_by_source=received.flatten(0, 1),
-            rows_by_holder=tuple(rows_VP.sum(dim=1).tolist()),
-            rows_per_expert=received.sum(dim=(0, 1)),
-        )
+    def _count(self, routing_map_tE: torch.Tensor) -> torch.Tensor:
+        """Returns the counts that are sent, [P * V * e]."""
+        counts = routing_map_tE.sum(dim=0).view(self._num_ranks, 1, self._num_local_experts)
+        # All holders of an expert learn of its rows, though one of them receives them from here.
+        return counts.expand(-1, self._tp_size, -1).flatten()
+
+    def _routes(self, counts: TokenCounts) -> Routes:
+        return Routes.of(counts, self._tp_size, self._tp_group.rank())
 
     def sort_by_expert(
         self, tokens_rH: torch.Tensor, probs_r: torch.Tensor, routes: Routes

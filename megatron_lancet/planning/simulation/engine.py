@@ -3,6 +3,12 @@
 Events are handled in the order of simulated time, so the links (``links.py``) get messages in the order in which they
 are sent. Compute beside a rank's messages, from their issue until they have been sent, is slower by
 ``compute_slowdown``. Token counts take no bandwidth.
+
+A dispatch leaves when its counts have arrived. Where the host polls (CPU), that needs nothing of the rank, which goes
+on computing. Elsewhere (CUDA) the host enqueues ops for the device, and launching costs no time here, so the host is
+ahead of the device until it needs counts: before it launches the next collective, or when the dispatch is waited for
+(``runtime/comm.py``). It stops there until they have arrived, which includes its own round trip to the device. The
+device continues with what was enqueued before; then it is idle, since all later ops are enqueued after that time.
 """
 
 import heapq
@@ -14,9 +20,9 @@ from typing import NamedTuple
 from megatron_lancet.planning.simulation.buckets import Buckets, Ledger, Reduction, Weight
 from megatron_lancet.planning.simulation.cost_model import DwCost
 from megatron_lancet.planning.simulation.links import NEVER, Launch, LinkEvent, Links, Message
-from megatron_lancet.planning.simulation.lowering import COMPUTE, COUNTS, ISSUE, Action, Step
+from megatron_lancet.planning.simulation.lowering import COMPUTE, COUNTS, ISSUE, WAIT, Action, Step
 from megatron_lancet.schedule.dw_queue import DwQueue, DwRules
-from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.timeline import Lane, Span
 
 _SLOTS = 4096
@@ -44,10 +50,10 @@ class LayerDw(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A rank's wait for a message.
+    """A rank's wait for a message, or its host's wait for token counts.
 
     Attributes:
-        name: name of the message.
+        name: name of the message or of the counts.
         start_ms: when the rank needed the message.
         exposed_from_ms: when the rank had no work left; ``end_ms`` if it had work all the time.
         end_ms: when the rank continued.
@@ -69,9 +75,12 @@ class Wait(NamedTuple):
 
 @dataclass(slots=True)
 class _Counts:
-    num_issued: int = 0
+    """An exchange of token counts; ``stopped`` are the ranks whose hosts wait for it."""
+
+    issued_ms: dict[int, float] = field(default_factory=dict)
     done_ms: float = NEVER
     waiting: list[tuple["_Rank", Message]] = field(default_factory=list)
+    stopped: list["_Rank"] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +90,8 @@ class _Rank:
     queue: DwQueue[LayerDw, Weight]
     ledger: Ledger | None = None
     index: int = 0
+    pending: int | None = None
+    """Key of the dispatch that the host has not launched yet; at most one, since counts are a collective too."""
     num_unknown: int = 0
     exposed_ms: float = 0.0
     wait_start_ms: float = -1.0
@@ -151,6 +162,7 @@ class Engine:
         self._links = links
         self._free_ms = links.free_ms
         self._counts_ms = links.network.counts_ms
+        self._host_polls = links.network.host_polls
         self._slowdown = links.network.compute_slowdown
         self._polls = links.network.host_polls
         self._paces = paces
@@ -225,6 +237,8 @@ class Engine:
                 self.call_at(rank.time_ms, _Resume(rank))
                 return
             key = layer * _SLOTS + action.slot
+            if rank.pending is not None and not self._launch_pending(rank, code, key):
+                return
             if code == ISSUE:
                 self._issue(rank, key, layer, action)
             elif code == COUNTS:
@@ -293,11 +307,41 @@ class Engine:
 
     def _issue_counts(self, rank: _Rank, key: int) -> None:
         counts = self._counts[key]
-        counts.num_issued += 1
-        if counts.num_issued == len(self._ranks):
+        counts.issued_ms[rank.column] = rank.time_ms
+        if len(counts.issued_ms) == len(self._ranks):
             counts.done_ms = rank.time_ms + self._counts_ms
             for waiting, message in counts.waiting:
                 self.call_at(counts.done_ms, _Ready(waiting, message))
+            for stopped in counts.stopped:
+                self.call_at(max(stopped.time_ms, counts.done_ms), _Resume(stopped))
+
+    def _launch_pending(self, rank: _Rank, code: int, key: int) -> bool:
+        """Stops the host at a step in front of which the pending dispatch is launched, until its counts are known.
+
+        Returns:
+            False if the rank must be resumed later.
+        """
+        assert rank.pending is not None
+        message, counts = self._messages[rank.pending], self._counts[rank.pending]
+        if code == WAIT and key != rank.pending:
+            return True
+        if counts.done_ms == NEVER:
+            counts.stopped.append(rank)
+            return False
+        rank.pending = None
+        idle_from_ms = rank.time_ms
+        if counts.done_ms <= idle_from_ms:
+            return True
+        rank.time_ms = counts.done_ms
+        rank.exposed_ms += rank.time_ms - idle_from_ms
+        if self._record:
+            name = self._name(message.layer, message.chunk, OpKind.COUNTS)
+            rank.spans.append(Span(name, Lane.WAIT, idle_from_ms, rank.time_ms))
+            issued_ms = counts.issued_ms[rank.column]
+            peers_ms = max(counts.issued_ms.values())
+            rank.waits.append(Wait(name, idle_from_ms, idle_from_ms, rank.time_ms, issued_ms, issued_ms, peers_ms, ()))
+        self.call_at(rank.time_ms, _Resume(rank))
+        return False
 
     def _issue(self, rank: _Rank, key: int, layer: int, action: Action) -> None:
         """Sends a rank's part of a message now, or when its counts have arrived."""
@@ -309,6 +353,8 @@ class Engine:
         if rank.ledger is not None:
             rank.ledger.issue()
         counts = self._counts.get(key)
+        if counts is not None and not self._host_polls:
+            rank.pending = key
         if counts is None or counts.done_ms <= rank.time_ms:
             self._send(rank, message, rank.time_ms)
         elif counts.done_ms == NEVER:

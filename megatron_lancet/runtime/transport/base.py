@@ -5,6 +5,7 @@ received, e = experts per rank.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -80,18 +81,40 @@ class Transport(Protocol):
         """Returns an empty tensor for a message that is launched later, of the type and device of ``like``."""
         return like.new_empty(shape)
 
-    def exchange_counts(self, counts: torch.Tensor) -> "CountsTransfer":
-        """Launches the exchange of token counts [Q * e]: those for each rank's experts, in rank order."""
+    def exchange_counts(self, count: Callable[[], torch.Tensor], ready: ReadyEvent) -> "CountsTransfer":
+        """Launches the exchange of token counts.
+
+        Args:
+            count: returns the counts [Q * e] for each rank's experts, in rank order. It is called before this returns;
+                on CUDA its kernels run behind ``ready`` on the stream of the counts, so what it reads must be complete
+                there. The transport keeps ``count`` alive until the wait.
+            ready: the point in time behind which ``count`` may read.
+        """
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Token counts that have been exchanged, by peer and by that peer's (own) expert.
+
+    Attributes:
+        sent: [Q][e].
+        received: [Q][e].
+        received_on_device: [Q, e], the received counts on the device of the rows.
+    """
+
+    sent: list[list[int]]
+    received: list[list[int]]
+    received_on_device: torch.Tensor
 
 
 class CountsTransfer(Protocol):
     """One exchange of token counts.
 
     Attributes:
-        own_bytes: bytes of the sent counts that stay on this rank.
+        num_bytes: bytes that are sent to other ranks.
     """
 
-    own_bytes: int
+    num_bytes: int
 
     def watch(self) -> None:
         """Records the time of completion for :meth:`interval`."""
@@ -105,5 +128,5 @@ class CountsTransfer(Protocol):
     def when_done(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` on completion or failure: now, or on another thread. Needs ``launches_in_callback``."""
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns sent and received counts on the host: both [Q, e], by peer and by that peer's (own) expert."""
+    def wait(self) -> TokenCounts:
+        """Blocks the host until the counts are known there."""

@@ -1,7 +1,7 @@
 """gloo transport: one process group per sender, so that every rank's sends start when they are ready."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -67,8 +67,8 @@ class PerSenderTransport(Transport):
         parts[self._rank].copy_(sent[own_start:own_end])
         return WorksTransfer(works, (received, sent), self._stats)
 
-    def exchange_counts(self, counts: torch.Tensor) -> CountsTransfer:
-        return WorkCounts(counts, self._counts_group)
+    def exchange_counts(self, count: Callable[[], torch.Tensor], ready: ReadyEvent) -> CountsTransfer:
+        return WorkCounts(count(), self._counts_group)
 
 
 def _exchange(

@@ -1,6 +1,6 @@
 """Transport over the group's own asynchronous all-to-all, for backends such as the mocked group."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,5 +29,5 @@ class GroupTransport(Transport):
         work = dist.all_to_all_single(received, sent, *splits, group=self._group, async_op=True)
         return WorksTransfer([work], (received, sent), self._stats)
 
-    def exchange_counts(self, counts: torch.Tensor) -> CountsTransfer:
-        return WorkCounts(counts, self._group)
+    def exchange_counts(self, count: Callable[[], torch.Tensor], ready: ReadyEvent) -> CountsTransfer:
+        return WorkCounts(count(), self._group)

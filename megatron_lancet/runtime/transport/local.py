@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_lancet.runtime.trace import Point
-from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer, Transport
+from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, TokenCounts, Transfer, Transport
 
 
 class OwnCounts:
@@ -13,7 +13,7 @@ class OwnCounts:
 
     def __init__(self, counts: torch.Tensor) -> None:
         self._counts = counts.view(1, -1)
-        self.own_bytes = counts.nbytes
+        self.num_bytes = 0
 
     def done(self) -> bool:
         return True
@@ -27,8 +27,9 @@ class OwnCounts:
     def interval(self) -> tuple[Point, Point]:
         raise AssertionError("token counts of a single rank are not sent")
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._counts, self._counts
+    def wait(self) -> TokenCounts:
+        counts = self._counts.tolist()
+        return TokenCounts(counts, counts, self._counts)
 
 
 class LocalTransport(Transport):
@@ -47,5 +48,5 @@ class LocalTransport(Transport):
     ) -> Transfer:
         raise AssertionError("rows of a single rank are not sent")
 
-    def exchange_counts(self, counts: torch.Tensor) -> CountsTransfer:
-        return OwnCounts(counts)
+    def exchange_counts(self, count: Callable[[], torch.Tensor], ready: ReadyEvent) -> CountsTransfer:
+        return OwnCounts(count())

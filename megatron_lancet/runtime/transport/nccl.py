@@ -1,4 +1,8 @@
-"""NCCL transport: collectives in launch order, on one stream next to the compute stream."""
+"""NCCL transport: rows in launch order on one stream next to the compute stream, token counts on another.
+
+Both streams have the highest priority: a collective that is launched beside a large kernel gets multiprocessors as soon
+as blocks of that kernel end, not when all of them have been placed.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_lancet.runtime.comm_stats import CommStats, EventPair
 from megatron_lancet.runtime.trace import Point
-from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer, Transport
+from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, TokenCounts, Transfer, Transport
 
 
 class _StreamTransfer:
@@ -22,8 +26,7 @@ class _StreamTransfer:
         return self._times.end.query()
 
     def wait(self) -> None:
-        with self._stats.waiting("exposed_ms"):
-            torch.cuda.current_stream().wait_event(self._times.end)
+        self._stats.wait_event("exposed_ms", self._times.end)
         self._stats.add_later("all_to_all_ms", self._times)
         self._buffers = ()
 
@@ -34,17 +37,34 @@ class _StreamTransfer:
 class _StreamCounts:
     """Token counts that are sent over NCCL and copied to pinned host memory, without blocking the host."""
 
-    def __init__(self, sent: torch.Tensor, group: dist.ProcessGroup, stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self,
+        count: Callable[[], torch.Tensor],
+        ready: ReadyEvent,
+        group: dist.ProcessGroup,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """
+        Args:
+            stream: the stream of the counts, on which all of it runs.
+        """
+        compute = torch.cuda.current_stream()
         self._num_ranks = group.size()
-        self.own_bytes = sent.nbytes // self._num_ranks
-        self._on_device = torch.stack((sent, torch.empty_like(sent)))
-        self._on_host = torch.empty(self._on_device.shape, dtype=sent.dtype, pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream())
+        # ``count`` reads tensors of the compute stream, which must not reuse their memory before the host has waited.
+        self._count: Callable[[], torch.Tensor] | None = count
+        ready.block(stream)
         with torch.cuda.stream(stream):
+            sent = count()
+            self.num_bytes = sent.nbytes - sent.nbytes // self._num_ranks
+            self._on_host = torch.empty((2, len(sent)), dtype=sent.dtype, pin_memory=True)
             self._times = EventPair()
-            dist.all_to_all_single(self._on_device[1], self._on_device[0], group=group)
-            self._on_host.copy_(self._on_device, non_blocking=True)
+            self._received = torch.empty_like(sent)
+            dist.all_to_all_single(self._received, sent, group=group)
+            self._on_host[0].copy_(sent, non_blocking=True)
+            self._on_host[1].copy_(self._received, non_blocking=True)
             self._times.end.record()
+        # Kernels of the compute stream read it. This stream, in whose memory it is, must not reuse it before them.
+        self._received.record_stream(compute)
 
     def done(self) -> bool:
         return self._times.end.query()
@@ -58,19 +78,26 @@ class _StreamCounts:
     def interval(self) -> tuple[Point, Point]:
         return self._times.start, self._times.end
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def wait(self) -> TokenCounts:
         self._times.end.synchronize()  # the host needs the counts: they are shapes
-        sent, received = self._on_host
-        return sent.view(self._num_ranks, -1), received.view(self._num_ranks, -1)
+        self._count = None
+        sent, received = self._on_host.view(2, self._num_ranks, -1).tolist()
+        return TokenCounts(sent, received, self._received.view(self._num_ranks, -1))
 
 
 class StreamTransport(Transport):
-    """Launches collectives in the order of the calls, on one stream next to the compute stream."""
+    """Launches collectives of rows in the order of the calls on one stream, and those of counts on another.
+
+    The two streams have communicators of their own. All ranks launch the collectives of both in the same order.
+    """
 
     def __init__(self, ep_group: dist.ProcessGroup, counts_group: dist.ProcessGroup, stats: CommStats) -> None:
         self._group = ep_group
         self._counts_group = counts_group
-        self._stream = torch.cuda.Stream()
+        # The range is that from the lowest to the highest priority, and a higher one is a smaller number.
+        _, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # it is static; torch's stub differs
+        self._stream = torch.cuda.Stream(priority=highest)
+        self._counts_stream = torch.cuda.Stream(priority=highest)
         self._stats = stats
 
     def launch(
@@ -98,5 +125,5 @@ class StreamTransport(Transport):
         received.record_stream(torch.cuda.current_stream())
         return received
 
-    def exchange_counts(self, counts: torch.Tensor) -> CountsTransfer:
-        return _StreamCounts(counts, self._counts_group, self._stream)
+    def exchange_counts(self, count: Callable[[], torch.Tensor], ready: ReadyEvent) -> CountsTransfer:
+        return _StreamCounts(count, ready, self._counts_group, self._counts_stream)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.trace import Point
+from megatron_lancet.runtime.transport.base import TokenCounts
 
 
 class WorksTransfer:
@@ -49,7 +50,7 @@ class WorkCounts:
         self._sent = sent
         self._received = torch.empty_like(sent)
         self._num_ranks = group.size()
-        self.own_bytes = sent.nbytes // self._num_ranks
+        self.num_bytes = sent.nbytes - sent.nbytes // self._num_ranks
         self._interval: list[float] = []
         self._future = dist.all_to_all_single(self._received, sent, group=group, async_op=True).get_future()
 
@@ -68,6 +69,7 @@ class WorkCounts:
         # Another thread records the end, perhaps a little later.
         return self._interval[0], (self._interval[1] if len(self._interval) > 1 else time.perf_counter())
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def wait(self) -> TokenCounts:
         self._future.wait()
-        return self._sent.view(self._num_ranks, -1), self._received.view(self._num_ranks, -1)
+        sent, received = (counts.view(self._num_ranks, -1) for counts in (self._sent, self._received))
+        return TokenCounts(sent.tolist(), received.tolist(), received)

@@ -4,22 +4,25 @@ Megatron checks flags against the GPU and the packages that it finds. If this ma
 those of a typical cluster; :func:`assumptions` lists them for the user.
 """
 
+import argparse
 import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from packaging.version import Version
 
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.runtime.connections import CONNECTIONS
 from megatron_lancet.training.megatron.cluster_patches import assumed_gpu, assumed_transformer_engine
+from megatron_lancet.training.plan.connections import one_connection_note, wants_one_connection
+from megatron_lancet.training.plan.support import may_overlap
 
 _CAPABILITY = (9, 0)
 """Hopper, the GPU for which most public MoE scripts are written."""
 _TRANSFORMER_ENGINE = Version("2.14.0")
 """New enough for every flag of Megatron-Core 0.19."""
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def has_package(name: str) -> bool:
@@ -54,7 +57,7 @@ def on_the_cluster(uses_fsdp: bool = False) -> Iterator[None]:
             stack.enter_context(assumed_transformer_engine(_TRANSFORMER_ENGINE))
         try:
             if not uses_fsdp:
-                os.environ.setdefault(_CONNECTIONS, "1")  # set by launch scripts; a dry run works without it
+                os.environ.setdefault(CONNECTIONS, "1")  # set by launch scripts; a dry run works without it
             os.environ.setdefault("RANK", "0")
             yield
         finally:
@@ -63,10 +66,16 @@ def on_the_cluster(uses_fsdp: bool = False) -> Iterator[None]:
             torch.use_deterministic_algorithms(deterministic)
 
 
-def missing_settings(args: Any) -> Iterator[str]:
-    """Yields a message for each environment variable that the run needs and lacks. Call it outside the context."""
-    parallel = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
-    if parallel and _CONNECTIONS not in os.environ:
+def missing_settings(args: argparse.Namespace, config: LancetConfig) -> Iterator[str]:
+    """Yields a message for each environment variable that the run needs and lacks, or should not have.
+
+    Call it outside :func:`on_the_cluster`, with validated arguments.
+    """
+    if wants_one_connection(args, config) and CONNECTIONS not in os.environ:
         yield (
-            f"{_CONNECTIONS} is not set: tensor and context parallelism need {_CONNECTIONS}=1 on GPUs before Blackwell"
+            f"{CONNECTIONS} is not set: without a plan Megatron needs {CONNECTIONS}=1 for tensor and context "
+            "parallelism on GPUs before Blackwell"
         )
+    note = one_connection_note(torch.device("cuda"))
+    if note is not None and may_overlap(args, config):
+        yield note

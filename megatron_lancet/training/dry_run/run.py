@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron.core.num_microbatches_calculator import _build_num_microbatches_calculator
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import validate_args
 
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training import arguments
 from megatron_lancet.training.dry_run.cluster import assumptions, missing_settings, on_the_cluster
@@ -43,7 +43,6 @@ def examine() -> Findings:
     """
     check_seams()
     args, config = arguments.parse()
-    unset = list(missing_settings(args))
     with _megatrons_remarks() as remarks, on_the_cluster(bool(args.use_megatron_fsdp or args.use_torch_fsdp2)):
         num_ranks, source = choose_world(args)
         args.rank, args.world_size = 0, num_ranks
@@ -51,7 +50,7 @@ def examine() -> Findings:
         if on_cpu:
             apply_cpu_settings(args)
         changes = normalize_args(args, config)
-        missing = _validate(args)
+        missing = _validate(args, config)
         plan = plan_lines(args, config)
         with arguments.megatrons_refusals():
             model_config = model_config_from_args(args)
@@ -65,7 +64,7 @@ def examine() -> Findings:
     size = model_size(args, stages)
     assumed = f" (assumed: {', '.join(assumptions())})" if assumptions() else ""
     machines = "CPUs, as --distributed-backend says" if on_cpu else f"GPUs{assumed}"
-    missing += [] if on_cpu else [*missing_packages(args), *unset]
+    missing += [] if on_cpu else [*missing_packages(args), *missing_settings(args, config)]
     return Findings(
         args,
         f"{num_ranks} ranks ({source}) on {machines}",
@@ -79,13 +78,13 @@ def examine() -> Findings:
     )
 
 
-def _validate(args: argparse.Namespace) -> list[str]:
+def _validate(args: argparse.Namespace, config: LancetConfig) -> list[str]:
     """Validates as ``arguments.validate``, but warns of missing files, and does not set Megatron's globals."""
     arguments.check_settings(args)
     missing = [*missing_files(args), *missing_inputs(args)]
     with arguments.megatrons_refusals():
         missing += _take_checkpoint_arguments(args)
-        validate_args(args)
+        arguments.run_megatrons_checks(args, config)
         missing += set_vocabulary_size(args)
     return missing
 

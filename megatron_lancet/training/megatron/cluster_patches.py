@@ -1,8 +1,9 @@
-"""Megatron's validation in a dry run: shows it the GPU and the packages of the cluster that the run is for."""
+"""What Megatron's validation sees: of a cluster in a dry run, and of CUDA's connections in a run with a plan."""
 
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from megatron.core import utils
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.moe import moe_utils
+from megatron.training import arguments
 from packaging.version import Version
 
 from megatron_lancet.patching import replaced
+from megatron_lancet.runtime.connections import CONNECTIONS
 
 _PERMUTATIONS = (
     "fused_permute",
@@ -22,6 +25,26 @@ _PERMUTATIONS = (
     "fused_unpermute",
 )
 """Kernels of Transformer Engine whose presence Megatron checks."""
+
+
+def any_number_of_connections() -> AbstractContextManager[None]:
+    """Lets Megatron's validation accept any number of CUDA's connections with tensor or context parallelism.
+
+    Megatron asserts one connection there, but not with its own overlap of all-to-alls, whose flag has other conditions.
+    Validation alone reads one; the environment stays as it is, because the driver reads it when CUDA starts, which
+    may happen during validation.
+    """
+    return replaced(arguments, "os", _OsWithOneConnection())
+
+
+class _OsWithOneConnection:
+    """The module ``os``, except that in its ``environ`` CUDA has one connection. Only for reading."""
+
+    def __init__(self) -> None:
+        self.environ = {**os.environ, CONNECTIONS: "1"}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
 
 
 @contextmanager

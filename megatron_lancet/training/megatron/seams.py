@@ -106,6 +106,7 @@ _TRAINING: tuple[Seam, ...] = (
     (common_utils, "is_last_rank", ()),
     (global_vars, "get_tensorboard_writer", ()),
     (arguments, "add_megatron_arguments", ("parser",)),
+    (arguments, "validate_args", ("args",)),
 )
 
 _ON_CPU: tuple[Seam, ...] = (
@@ -143,6 +144,9 @@ _START_GRAD_SYNC = (
 _DDP_STREAM = "with torch.cuda.stream(ddp_stream):"
 """The stream on which DDP wraps a model; weights are reported on it, see ``runtime/weight_grad_store.py``."""
 
+_ONE_CONNECTION = "assert os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS') == \"1\""
+"""The assertion in Megatron's ``validate_args`` that ``cluster_patches.any_number_of_connections`` satisfies."""
+
 _TWO_SLICES_PER_RANK = (
     (utils, "_get_batch_on_this_cp_rank_per_sequence_balancing"),
     (rope_utils, "get_pos_emb_on_this_cp_rank"),
@@ -173,6 +177,11 @@ def check_seams() -> None:
     for owner, name in _DROP_OUTPUTS:
         if "tensor_parallel.CheckpointWithoutOutput(" not in inspect.getsource(getattr(owner, name, owner)):
             missing.append(f"the use of tensor_parallel.CheckpointWithoutOutput in {owner.__name__}.{name}")
+    validation = inspect.getsource(arguments.validate_args)
+    if _ONE_CONNECTION not in validation:
+        missing.append("the assertion of one CUDA connection in validate_args")
+    if "os.environ[" in validation:
+        missing.append("a validate_args that leaves the environment as it is")
     if "maybe_msc.open(tracker_filename, 'w')" not in inspect.getsource(checkpointing.save_checkpoint):
         missing.append("the place in checkpointing.save_checkpoint that writes the tracker file")
     refuse_missing(missing)

@@ -4,7 +4,7 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from megatron.training.global_vars import get_tensorboard_writer
 
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.summary import StepRecord, as_text, rank_medians, summarise, write_json
-from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.comm_stats import CommStats, EventPair, OpenTimes
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.observe.scalars import write_scalars
 from megatron_lancet.training.process.console import say
@@ -22,11 +22,28 @@ _MIN_KEPT = 1_000
 """Minimum number of steps whose records are kept: a run may have millions, and a median needs no more."""
 
 
+class _OpenStep(NamedTuple):
+    """A step that was launched, and whose figures have not been read.
+
+    Attributes:
+        duration: on CUDA the events at its begin and end, elsewhere milliseconds.
+        iteration: number of the step, from 1.
+    """
+
+    duration: EventPair | float
+    num_tokens: int
+    times: OpenTimes
+    iteration: int
+
+
 class StepRecorder:
     """Collects a :class:`StepRecord` per training step of this rank.
 
+    On CUDA steps are timed with events, which are read when the next step has been launched: the device always has work
+    to do at a step's end, and reading them waits once, for the end of a step that lies behind. Whoever reads
+    :attr:`records` earlier waits for the device, and gets the figures of all steps.
+
     Attributes:
-        records: records of the last steps, at least ``num_kept`` of them, the newest last.
         num_done: steps since the start of the run.
     """
 
@@ -34,40 +51,70 @@ class StepRecorder:
         self._args = args
         self._device = device
         self._stats = stats
-        self.records: list[StepRecord] = []
+        self._records: list[StepRecord] = []
+        self._open: _OpenStep | None = None
         self.num_done = 0
         self._first = 0
         self._num_kept = max(_MIN_KEPT, num_kept)
 
     @property
+    def records(self) -> list[StepRecord]:
+        """Records of the last steps, at least ``num_kept`` of them, the newest last. Waits for the device."""
+        self._read()
+        return self._records
+
+    @property
+    def _num_recorded(self) -> int:
+        return len(self._records) + (self._open is not None)
+
+    @property
     def num_steps(self) -> int:
         """Number of kept steps since the plan changed."""
-        return len(self.records) - self._first
+        return self._num_recorded - self._first
 
     def restart(self) -> None:
         """Report only the steps from here on, because the plan changes."""
-        self._first = len(self.records)
+        self._first = self._num_recorded
 
     def observe(self, step: Callable[[], Any]) -> Any:
         """Run a training step and record it."""
-        self._stats.take()  # drops what evaluation and checkpoints have sent since the last step
-        start_s = time.perf_counter()
-        result = step()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        step_ms = (time.perf_counter() - start_s) * 1e3
+        self._stats.close()  # drops what evaluation and checkpoints have sent since the last step
+        result, duration = self._timed(step)
+        self._read()
         args = self._args
         samples = args.micro_batch_size * args.data_parallel_size * get_num_microbatches()
-        self.records.append(StepRecord(step_ms, samples * args.seq_length, self._stats.take()))
-        self.num_done += 1
-        surplus = len(self.records) - self._num_kept
-        if surplus > self._num_kept:
-            del self.records[:surplus]
-            self._first = max(0, self._first - surplus)
         iteration = args.curr_iteration + 1  # Megatron counts done steps, and names its own scalars after this one
-        if iteration % args.tensorboard_log_interval == 0:
-            write_scalars(get_tensorboard_writer(), iteration, self.records[-1])
+        self._open = _OpenStep(duration, samples * args.seq_length, self._stats.close(), iteration)
+        self.num_done += 1
+        if not isinstance(duration, EventPair):
+            self._read()
         return result
+
+    def _timed(self, step: Callable[[], Any]) -> tuple[Any, EventPair | float]:
+        if self._device.type == "cuda":
+            pair = EventPair()
+            result = step()
+            pair.end.record()
+            return result, pair
+        start_s = time.perf_counter()
+        return step(), (time.perf_counter() - start_s) * 1e3
+
+    def _read(self) -> None:
+        """Records the last step if that has not been done, and writes its scalars."""
+        if self._open is None:
+            return
+        duration, num_tokens, times, iteration = self._open
+        self._open = None
+        if isinstance(duration, EventPair):
+            duration.end.synchronize()
+            duration = duration.elapsed_ms()
+        self._records.append(StepRecord(duration, num_tokens, times.read()))
+        surplus = len(self._records) - self._num_kept
+        if surplus > self._num_kept:
+            del self._records[:surplus]
+            self._first = max(0, self._first - surplus)
+        if iteration % self._args.tensorboard_log_interval == 0:
+            write_scalars(get_tensorboard_writer(), iteration, self._records[-1])
 
     def report(
         self,
@@ -84,21 +131,24 @@ class StepRecorder:
             tuning: how the plan was found, see :func:`~megatron_lancet.report.tuning.tuning_text`; None if given.
             exposed: exposed communication by layer and chunk, on rank 0; None if no step was traced.
         """
-        if not self.records:
+        records = self.records
+        if not records:
             return
-        if self._first == len(self.records):  # the plan has changed after the last step
+        if (writer := get_tensorboard_writer()) is not None:
+            writer.flush()  # Megatron has done so before the last step's scalars were written
+        if self._first == len(records):  # the plan has changed after the last step
             self._first = 0
         per_rank: list[dict[str, float] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(per_rank, rank_medians(self.records[self._first :]))
+        dist.all_gather_object(per_rank, rank_medians(records[self._first :]))
         if dist.get_rank() != 0:
             return
         report = summarise(
             [rank for rank in per_rank if rank is not None],
             str(plan) if plan is not None else "off",
-            len(self.records) - self._first,
+            len(records) - self._first,
             plan.dw_memory_bytes if plan is not None else None,
             exposed=exposed,
-            first_step=self.num_done - len(self.records) + self._first + 1,
+            first_step=self.num_done - len(records) + self._first + 1,
         )
         if tuning is not None:
             report["tuning"] = tuning

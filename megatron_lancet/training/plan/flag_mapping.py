@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import os
 
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -13,8 +12,6 @@ from megatron_lancet.training.plan.support import OVERLAP_FLAGS, OWN_DISPATCHER,
 
 _DISPATCHER_SETTINGS = ("moe_enable_deepep", "moe_flex_dispatcher_", "moe_deepep_", "moe_hybridep_", "moe_ncclep_")
 """Prefixes of other dispatchers' settings: Megatron checks some of them against the dispatcher's type."""
-
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def map_overlap_flags(args: argparse.Namespace, config: LancetConfig) -> str | None:
@@ -39,7 +36,6 @@ def map_overlap_flags(args: argparse.Namespace, config: LancetConfig) -> str | N
             setattr(args, name, False)
         args.wgrad_deferral_limit = 0
         notes.append(f"the plan does what {', '.join(given)} {'asks' if len(given) == 1 else 'ask'} for")
-    notes += _own_connections(args, given)
     dispatcher = args.moe_token_dispatcher_type
     if dispatcher != OWN_DISPATCHER:
         notes.append(f"--moe-token-dispatcher-type {dispatcher} runs as the plan's all-to-alls")
@@ -98,13 +94,3 @@ def refuse_mapped_flags(args: argparse.Namespace, config: LancetConfig) -> None:
             f"with --spec flags can't be mapped ({mapped}): pass --moe-token-dispatcher-type {OWN_DISPATCHER} and drop "
             "the others, or start pretrain_gpt_moe.py, which maps them."
         )
-
-
-def _own_connections(args: argparse.Namespace, given: list[str]) -> list[str]:
-    """Sets one connection: Megatron asks for it with tensor or context parallelism, but not with its own overlap."""
-    exempt = "--overlap-moe-expert-parallel-comm" in given
-    parallel = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
-    if not exempt or not parallel or os.environ.get(_CONNECTIONS) == "1":
-        return []
-    os.environ[_CONNECTIONS] = "1"
-    return [f"{_CONNECTIONS} is 1, as Megatron asks for tensor and context parallelism"]

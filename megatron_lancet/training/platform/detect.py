@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.runtime.connections import CONNECTIONS
 from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
 from megatron_lancet.training.platform.cpu import cpu_platform, gpu_available
 from megatron_lancet.training.platform.mock import is_mocked
@@ -57,8 +58,8 @@ def platform() -> Iterator[Platform]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         yield Platform(device, f"{torch.cuda.device_count()} GPU(s), NCCL")
         return
-    # Megatron requires it for tensor and context parallelism; it orders CUDA launches, and there are none.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # Stock Megatron asserts it with tensor or context parallelism; it orders CUDA launches, and there are none.
+    os.environ[CONNECTIONS] = "1"
     with cpu_platform():
         layers = "Transformer Engine's layers if asked for" if _has_transformer_engine() else "local layers"
         description = f"no GPU found: CPU with gloo, {layers}, unfused attention, norms and losses"

@@ -7,11 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lancet.errors import UsageError
+from megatron_lancet.mock import mock_group
 from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.loopback_counts import counts_of_all_ranks
 from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
+from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.group import GroupTransport
 from megatron_lancet.runtime.transport.select import make_transport
 from megatron_lancet.schedule.ops import Op, Phase
@@ -40,6 +43,17 @@ def test_mock_world_is_initialized_and_destroyed():
         dist.all_to_all_single(torch.empty(2), torch.empty(4))
     assert not dist.is_initialized()
     assert "mocked link" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_mocked_messages_on_a_device_with_one_connection_are_refused(four_ranks, monkeypatch):
+    monkeypatch.setattr(mock_group, "on_cuda", lambda tensor: True)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(UsageError, match=r"CUDA_DEVICE_MAX_CONNECTIONS is 1: .* Set it to 32, or unset it\."):
+        dist.all_reduce(torch.ones(2))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: pytest.fail("the message has a stream"))
+    with pytest.raises(pytest.fail.Exception, match="has a stream"):
+        dist.all_reduce(torch.ones(2))
 
 
 def test_mock_groups_have_their_own_size(four_ranks):
@@ -199,9 +213,10 @@ def test_all_to_all_returns_rows_and_gradients_in_a_mock_world(link):
         stats = cpu_stats()
         transport = make_transport(dist.group.WORLD, dist.group.WORLD, torch.device("cpu"), stats, timedelta(minutes=1))
         assert isinstance(transport, GroupTransport)
-        sent_counts, received_counts = transport.exchange_counts(torch.tensor([1, 0, 3, 2])).wait()
-        assert sent_counts.equal(received_counts)
-        rows = tuple(received_counts.sum(dim=1).tolist())
+        counts = torch.tensor([1, 0, 3, 2])
+        known = transport.exchange_counts(lambda: counts, ReadyEvent(counts)).wait()
+        assert known.sent == known.received
+        rows = tuple(map(sum, known.received))
         comm = Comm(transport, None, stats, own_rank=0)
         a = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), RowSplits(sent=rows, received=rows))
         x = torch.randn(6, 2, requires_grad=True)

@@ -18,6 +18,7 @@ EVEN, UNEVEN, ALONE = (0.5, 0.5), (0.7, 0.3), (1.0,)
 def machines(draw, max_layers=3, shares=(EVEN, UNEVEN, (0.5, 0.3, 0.2), ALONE), max_stages=1):
     letters = draw(st.sampled_from(["md", "md", "*E-"]))  # of a GPT, or of a hybrid model
     layers = draw(st.text(letters, min_size=1, max_size=max_layers).filter(lambda text: {"m", "E"} & set(text)))
+    sends_share_link = draw(st.booleans())
     stages = tuple(sorted(draw(st.integers(0, max_stages - 1)) for _ in layers))
     return Machine(
         layers=layers,
@@ -34,8 +35,8 @@ def machines(draw, max_layers=3, shares=(EVEN, UNEVEN, (0.5, 0.3, 0.2), ALONE), 
         chunk_counts=(1, 2, 3, 4),
         micro_batch_size=draw(st.sampled_from([2, 4, 5])),
         dims=tuple(ChunkDim),
-        sends_share_link=draw(st.booleans()),
-        host_polls=draw(st.booleans()),
+        sends_share_link=sends_share_link,
+        host_polls=sends_share_link or draw(st.booleans()),
         compute_slowdown=draw(st.sampled_from([1.0, 1.0, 1.3])),
     )
 

@@ -19,6 +19,7 @@ def reasons(machine, plan, planned=None):
         ({}, fixed_plan(1, DwPolicy.NONE), {Reason.DEPENDENCY, Reason.NO_DW}),
         ({"link_ms": 9.0}, fixed_plan(1), {Reason.DEPENDENCY, Reason.NOTHING_LEFT}),
         ({"link_ms": 80.0}, fixed_plan(2), {Reason.LINK}),
+        ({"counts_ms": 9.0, "host_polls": False}, fixed_plan(2), {Reason.COUNTS}),
         ({"shares": (0.95, 0.05), "link_ms": 0.2}, fixed_plan(1, DwPolicy.NONE), {Reason.PEER}),
     ],
 )

@@ -7,6 +7,7 @@ import torch
 
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, CountsExchange, RowSplits
+from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.local import LocalTransport
 from megatron_lancet.schedule.ops import Op, Phase
 from tests.fakes import Loopback, LoopbackCounts, cpu_stats
@@ -38,6 +39,12 @@ def rows(value: int) -> tuple[torch.Tensor]:
     return (torch.full((2, 3), float(value)),)
 
 
+def launch_counts(comm: Comm, chunk: int, num_rows: int | None = None) -> CountsExchange:
+    """Sends a chunk's counts; by default the fake's log shows its number in their place."""
+    counts = torch.tensor([chunk if num_rows is None else num_rows])
+    return comm.launch_counts(op(chunk, "counts"), lambda: counts, ReadyEvent(counts))
+
+
 class Run:
     """Chunks 0, 1, ... of which each has sent its counts and queued its dispatch."""
 
@@ -51,7 +58,7 @@ class Run:
             if not launches_in_callback:
                 for counts in self.counts:
                     counts.arrived.set()  # whoever waits for them gets them
-            launched = self.comm.launch_counts(op(chunk, "counts"), torch.tensor([chunk]))
+            launched = launch_counts(self.comm, chunk)
             self.counts.append(launched.transfer)
             self.exchanges.append(self.comm.launch_when_known(op(chunk, "dispatch"), rows(chunk), Splits(launched)))
 
@@ -79,7 +86,7 @@ def test_dispatches_are_launched_in_order_though_counts_arrive_out_of_order():
 def test_counts_that_have_arrived_do_not_delay_a_dispatch():
     run = Run(launches_in_callback=True, num_chunks=1)
     run.counts[0].arrive()
-    counts = run.comm.launch_counts(op(1, "counts"), torch.tensor([1]))
+    counts = launch_counts(run.comm, 1)
     counts.transfer.arrived.set()
     run.comm.launch_when_known(op(1, "dispatch"), rows(1), Splits(counts))
     assert run.transport.log == ["counts 0", "queued 0", "counts 1", "queued 1"]
@@ -131,10 +138,10 @@ def test_error_on_another_thread_is_raised_by_the_wait(error):
 
 def test_local_transport_sends_no_rows():
     comm = Comm(LocalTransport(), None, cpu_stats(), own_rank=0)
-    counts = comm.launch_counts(op(0, "counts"), torch.tensor([2]))
-    sent_counts, received_counts = counts.wait()
-    assert sent_counts.equal(torch.tensor([[2]]))
-    assert received_counts.equal(sent_counts)
+    counts = launch_counts(comm, 0, num_rows=2)
+    known = counts.wait()
+    assert known.sent == known.received == [[2]]
+    assert known.received_on_device.tolist() == [[2]]
     tokens, probs = torch.randn(2, 3, requires_grad=True), torch.ones(2, requires_grad=True)
     for splits in (Splits(counts), SPLITS):
         exchange = AllToAll(comm, op(0, "dispatch"), splits)

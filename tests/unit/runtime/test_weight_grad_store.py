@@ -7,6 +7,8 @@ from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGrad
 from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import DwPolicy, Plan, Segment, fixed_plan
+from megatron_lancet.virtual_gpu.device import virtual_gpu
+from megatron_lancet.virtual_gpu.log import Kernel
 from tests.fakes import cpu_stats, store_without_autograd
 
 COMBINE, DISPATCH = (Op(3, 0, Phase.INPUT_GRAD, kind) for kind in ("combine", "dispatch"))
@@ -257,3 +259,26 @@ def test_weight_gradients_of_chunks_are_summed(num_tokens, dtype, in_gemm):
         torch.testing.assert_close(parameter.main_grad, stock, rtol=1e-5, atol=1e-4)
     else:
         assert parameter.main_grad.equal(stock)
+
+
+@pytest.mark.parametrize("late", ["nothing", "compute", "DDP"])
+@pytest.mark.parametrize("window", [0, 2])
+def test_reports_on_cuda_are_on_the_stream_of_ddp_behind_the_dws(window, late):
+    with virtual_gpu() as gpu:
+        ddp_stream = gpu.Stream()
+        parameter = torch.nn.Parameter(torch.zeros(2, 3).cuda())
+        parameter.main_grad = torch.zeros(2, 3).cuda()
+        with torch.cuda.stream(ddp_stream):
+            weight = DeferredWeight(parameter, "a", lambda: parameter.main_grad.mul_(0.5))
+        store = store_without_autograd(DwRules(window), cpu_stats())
+        with gpu.watch({"nothing": (), "compute": (gpu.default,), "DDP": (ddp_stream,)}[late]):
+            for _ in range(2):
+                store.put([weight], lambda: parameter.main_grad.add_(1), 8)
+            with torch.cuda.stream(ddp_stream):  # on which autograd runs the hook of the accumulation node
+                store.mark_last_use(weight)
+            store.advance_window()
+            store.advance_window()
+        scaled = [entry.stream for entry in gpu.log if isinstance(entry, Kernel) and entry.name == "mul_"]
+        assert scaled == [ddp_stream.id]
+        assert gpu.problems == []
+        assert parameter.main_grad.eq(1).all()

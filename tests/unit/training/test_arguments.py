@@ -179,7 +179,7 @@ def parsed(command_line, *words: object, world_size: int = 2):
 def test_arguments_that_contradict_each_other_are_refused(command_line, words, message):
     args = parsed(command_line, "--transformer-impl", "local", *words)
     with pytest.raises(UsageError, match=message):
-        arguments.validate(args)
+        arguments.validate(args, LancetConfig())
 
 
 def test_missing_data_is_refused(command_line, tmp_path):
@@ -187,16 +187,16 @@ def test_missing_data_is_refused(command_line, tmp_path):
     Path(f"{prefix}.idx").touch()
     command_line("--eval-interval", 10, "--data-path", prefix)
     with pytest.raises(UsageError, match=rf"data file not found: {prefix}\.bin"):
-        arguments.validate(arguments.parse()[0])
+        arguments.validate(*arguments.parse())
     command_line("--eval-interval", 10)
     with pytest.raises(UsageError, match="no data: pass --data-path"):
-        arguments.validate(arguments.parse()[0])
+        arguments.validate(*arguments.parse())
 
 
 def test_missing_eval_interval_is_refused(command_line):
     command_line("--mock-data")
     with pytest.raises(UsageError, match="--eval-interval is missing"):
-        arguments.validate(arguments.parse()[0])
+        arguments.validate(*arguments.parse())
 
 
 @pytest.mark.skipif(has_package("transformer_engine"), reason="Transformer Engine is installed")
@@ -205,7 +205,7 @@ def test_missing_transformer_engine_is_refused(command_line, monkeypatch):
     model = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16"
     args = parsed(command_line, *model.split(), "--micro-batch-size", 1, world_size=1)
     with pytest.raises(UsageError, match=r"needs Transformer Engine, .*--transformer-impl local"):
-        arguments.validate(args)
+        arguments.validate(args, LancetConfig())
 
 
 def test_megatrons_assert_without_message_shows_its_condition():

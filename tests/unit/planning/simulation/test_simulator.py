@@ -9,8 +9,9 @@ from megatron_lancet.files import RecordError
 from megatron_lancet.planning.profile import ChunkRouting
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import PlanMismatch, Simulator, simulate
+from megatron_lancet.schedule.dw_queue import AT_ONCE
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import OpKind
+from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
 from megatron_lancet.schedule.timeline import Lane
 from tests.unit.planning.strategies import ALONE, UNEVEN, machines_and_plans
@@ -120,6 +121,77 @@ def test_dispatch_starts_when_its_counts_arrive_and_blocks_no_compute():
         "comm 3-8.5 L1.c0.F.dispatch",
         "wait 6-8.5 L1.c0.F.dispatch",
         "comm 6-11.5 L1.c1.F.dispatch",
+    ]
+
+
+def test_host_of_a_device_waits_for_counts_before_it_launches_more():
+    """Counts of chunk 0 are issued at 2.5 and arrive at 8.5; the host stops in front of the counts of chunk 1.
+
+    The device runs what was launched before, until 5.5, and is idle for 3 ms. In front of the combine of chunk 0 the
+    host stops again until 14.5, while the device runs the experts of chunk 0 until 13.5. The dispatch of chunk 1 leaves
+    then, and the combine, launched at the same time, follows it.
+    """
+    machine = dataclasses.replace(BY_HAND, counts_ms=6.0, sends_share_link=False, host_polls=False)
+    simulation = simulate(synthetic_profile(machine), fixed_plan(2, DwPolicy.NONE))
+    (timeline,) = simulation.timelines
+    forward = [line for line in text_of(timeline, *Lane) if ".F." in line]
+    assert forward == [
+        "compute 0-2 L1.c0.F.attention",
+        "compute 2-2.5 L1.c0.F.route",
+        "compute 2.5-3 L1.c0.F.preprocess",
+        "compute 3-5 L1.c1.F.attention",
+        "comm 3-10.5 L1.c0.F.dispatch",
+        "compute 5-5.5 L1.c1.F.route",
+        "wait 5.5-8.5 L1.c0.F.counts",
+        "compute 8.5-9 L1.c1.F.preprocess",
+        "wait 9-10.5 L1.c0.F.dispatch",
+        "comm 9-16.5 L1.c1.F.dispatch",
+        "compute 10.5-13.5 L1.c0.F.experts",
+        "wait 13.5-14.5 L1.c1.F.counts",
+        "wait 14.5-16.5 L1.c1.F.dispatch",
+        "comm 14.5-18.5 L1.c0.F.combine",
+        "compute 16.5-19.5 L1.c1.F.experts",
+        "compute 19.5-20 L1.c0.F.postprocess",
+        "comm 19.5-21.5 L1.c1.F.combine",
+        "wait 20-21.5 L1.c1.F.combine",
+        "compute 21.5-22 L1.c1.F.postprocess",
+    ]
+    assert simulation.prediction.exposed_forward_ms == pytest.approx(3 + 1.5 + 1 + 2 + 1.5)
+
+
+def test_host_of_a_device_waits_for_the_counts_of_a_late_rank():
+    """Rank 1 is 4 ms late, so counts of chunk 0 arrive at 4 + 2.5 + 1; rank 0 has run all that it launched at 5.5."""
+    machine = dataclasses.replace(BY_HAND, counts_ms=1.0, shares=(0.75, 0.25), sends_share_link=False, host_polls=False)
+    simulator = Simulator(CostModel(synthetic_profile(machine)))
+    (stage,) = simulator.stages(fixed_plan(2, DwPolicy.NONE))
+    result = simulator.play(stage.forward, Phase.FORWARD, AT_ONCE, (0.0, 4.0), record=True)
+    early, late = (
+        [f"{span.start_ms:g}-{span.end_ms:g} {span.name}" for span in spans if span.lane is Lane.WAIT][:3]
+        for spans in result.spans
+    )
+    assert early[:2] == ["5.5-7.5 L1.c0.F.counts", "8-10.5 L1.c0.F.dispatch"]
+    assert late[:2] == ["10-10.5 L1.c0.F.dispatch", "12-13.5 L1.c1.F.dispatch"]
+    counts = result.waits[0][0]
+    assert (counts.issued_ms, counts.peers_ms, counts.end_ms) == (2.5, 6.5, 7.5)
+
+
+def test_counts_that_arrive_before_the_device_is_idle_cost_nothing():
+    machine = dataclasses.replace(BY_HAND, counts_ms=2.0, layers="mmm", sends_share_link=False)
+    plan = fixed_plan(2, DwPolicy.NONE)
+    device, polled = (
+        simulate(synthetic_profile(dataclasses.replace(machine, host_polls=polls)), plan) for polls in (False, True)
+    )
+    assert device.prediction == polled.prediction
+    assert device.timelines == polled.timelines
+    alone = [
+        simulate(synthetic_profile(dataclasses.replace(machine, host_polls=polls)), fixed_plan(1, DwPolicy.NONE))
+        for polls in (False, True)
+    ]
+    # With one chunk nothing is enqueued behind the router but the permutation.
+    assert alone[0].prediction.step_ms == alone[1].prediction.step_ms
+    assert [span.name for span in alone[0].timelines[0].spans if span.lane is Lane.WAIT][:2] == [
+        "L1.c0.F.counts",
+        "L1.c0.F.dispatch",
     ]
 
 

@@ -124,9 +124,53 @@ def test_dry_run_accepts_cuda_graphs_and_fsdp_and_names_them(dry_run):
     """Stock Megatron runs them, without a plan."""
     graphs = dry_run(MIXTRAL, "--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn")
     assert graphs.plan[0].startswith("off: --cuda-graph-impl transformer_engine does not work")
-    sharding = ("--data-parallel-sharding-strategy", "optim_grads_params", "--ckpt-format", "fsdp_dtensor")
-    fsdp = ("--use-megatron-fsdp", *sharding, "--no-gradient-accumulation-fusion", "--pipeline-model-parallel-size", 1)
-    assert dry_run(MIXTRAL, *fsdp).plan[0].startswith("off: --use-megatron-fsdp does not work")
+    assert dry_run(MIXTRAL, *FSDP).plan[0].startswith("off: --use-megatron-fsdp does not work")
+
+
+FSDP = shlex.split(
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor "
+    "--no-gradient-accumulation-fusion --pipeline-model-parallel-size 1"
+)
+"""What Megatron's functional tests of FSDP have in common."""
+TP = ("--tensor-model-parallel-size", 2, "--expert-tensor-parallel-size", 1, "--sequence-parallel")
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def named_connections(findings: Findings) -> list[str]:
+    return [warning for warning in findings.warnings if CONNECTIONS in warning]
+
+
+@pytest.mark.parametrize("layout", [(), TP], ids=["no TP", "TP"])
+def test_dry_run_of_fsdp_leaves_connections_unset(dry_run, monkeypatch, layout):
+    assert not any(warning.startswith(CONNECTIONS) for warning in dry_run(MIXTRAL, *FSDP, *layout).warnings)
+    monkeypatch.setenv(CONNECTIONS, "32")
+    dry_run(MIXTRAL, *FSDP, *layout)
+    monkeypatch.setenv(CONNECTIONS, "1")
+    with pytest.raises(UsageError, match=f"FSDP requires {CONNECTIONS} > 1 or unset"):
+        dry_run(MIXTRAL, *FSDP, *layout)
+
+
+@pytest.mark.parametrize("number", [None, "32"])
+def test_dry_run_with_a_plan_accepts_any_number_of_connections(dry_run, monkeypatch, number):
+    if number is not None:
+        monkeypatch.setenv(CONNECTIONS, number)
+    for more in ((), ("--overlap-moe-expert-parallel-comm",)):
+        findings = dry_run(MIXTRAL, *TP, *more)
+        assert findings.plan[0].startswith("auto")
+        assert named_connections(findings) == []
+
+
+def test_dry_run_names_one_connection_where_it_costs_and_its_lack_where_megatron_needs_it(dry_run, monkeypatch):
+    stock = (*TP, "--lancet-plan", "off")
+    (missing,) = named_connections(dry_run(MIXTRAL, *stock))
+    assert missing.startswith(f"{CONNECTIONS} is not set: without a plan Megatron needs {CONNECTIONS}=1")
+    monkeypatch.setenv(CONNECTIONS, "1")
+    assert named_connections(dry_run(MIXTRAL, *stock)) == []
+    (cost,) = named_connections(dry_run(MIXTRAL, *TP))
+    assert cost.startswith(f"{CONNECTIONS} is 1: ")
+    monkeypatch.setenv(CONNECTIONS, "32")
+    with pytest.raises(UsageError, match=f"setting the environment variable {CONNECTIONS} to 1"):
+        dry_run(MIXTRAL, *stock)
 
 
 def test_dry_run_of_a_thousand_ranks(dry_run):
@@ -199,7 +243,7 @@ def test_dry_run_warns_of_packages_missing_here(dry_run):
     warnings = dry_run("modelzoo_deepseek_v3_h100_128k").warnings
     for package in ("transformer_engine", "flash_attn", "wandb", "tensorboard", "transformers"):
         assert any(package in warning for warning in warnings) == (not has_package(package))
-    for part in ("--load: no such folder: /load", "CUDA_DEVICE_MAX_CONNECTIONS is not set", "unsloth/DeepSeek-V3"):
+    for part in ("--load: no such folder: /load", "unsloth/DeepSeek-V3"):
         assert any(part in warning for warning in warnings)
 
 

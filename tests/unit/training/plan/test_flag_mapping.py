@@ -1,7 +1,6 @@
 """Megatron's overlap flags: with a plan they mean the plan, else they keep their meaning."""
 
 import copy
-import os
 import re
 import sys
 from pathlib import Path
@@ -131,12 +130,3 @@ def test_overlap_flags_keep_their_meaning_without_a_plan(parsed, flags, config):
     before = copy.deepcopy(vars(args))
     assert map_overlap_flags(args, config) is None
     assert vars(args) == before
-
-
-def test_flag_mapping_sets_cuda_device_max_connections_for_tensor_parallelism(parsed, monkeypatch):
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    map_overlap_flags(parsed("--overlap-moe-expert-parallel-comm"), LancetConfig())
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
-    args = parsed("--overlap-moe-expert-parallel-comm --tensor-model-parallel-size 2")
-    assert "CUDA_DEVICE_MAX_CONNECTIONS is 1" in str(map_overlap_flags(args, LancetConfig()))
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
