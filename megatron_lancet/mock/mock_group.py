@@ -235,7 +235,8 @@ class MockProcessGroup(_ProcessGroup):
             refuse_one_connection()
             self._stream = torch.cuda.Stream(outputs[0].device)
             self._cycles_per_us = device_cycles_per_us(outputs[0].device)
-        return DeviceWork(deliver, inputs, outputs, self._stream, round(duration_us * self._cycles_per_us))
+        group_stream = self._stream if getattr(opts, "asyncOp", True) else None
+        return DeviceWork(deliver, inputs, outputs, group_stream, round(duration_us * self._cycles_per_us))
 
 
 def _shortened(splits: Sequence[int]) -> str:

@@ -160,9 +160,12 @@ class HostWork(_MockWork):
 
 
 class DeviceWork(_MockWork):
-    """A message between tensors on a CUDA device: a pause on the communication stream, the copy, and an event.
+    """A message between tensors on a CUDA device: a pause, the copy and an event, on one stream.
 
     Everything is enqueued when it is issued; a wait makes the caller's stream wait and not the host. Nothing times out.
+    As NCCL since torch 2.8, an asynchronous message runs on the stream of its group behind the caller's, and a
+    synchronous one on the caller's stream, which then needs no wait: with one hardware queue a wait would hold up
+    whatever is enqueued behind it.
     """
 
     def __init__(
@@ -170,32 +173,36 @@ class DeviceWork(_MockWork):
         deliver: Callable[[], None],
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
-        stream: torch.cuda.Stream,
+        group_stream: torch.cuda.Stream | None,
         pause_cycles: int,
     ) -> None:
         """
         Args:
-            stream: communication stream of the group, on which messages are queued.
+            group_stream: communication stream of the group, for an asynchronous message; None for a synchronous one.
             pause_cycles: time on the link, in cycles of the device's clock.
         """
         super().__init__(outputs)
-        self._stream = stream
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), torch.no_grad():
+        self._is_async = group_stream is not None
+        self._stream = group_stream if group_stream is not None else torch.cuda.current_stream()
+        if self._is_async:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), torch.no_grad():
             if pause_cycles > 0:
                 torch.cuda._sleep(pause_cycles)
             deliver()
-            self._done = stream.record_event()
-        for tensor in (*inputs, *outputs):
-            tensor.record_stream(stream)
+            self._done = self._stream.record_event()
+        if self._is_async:
+            for tensor in (*inputs, *outputs):
+                tensor.record_stream(self._stream)
 
     def is_completed(self) -> bool:
         """Whether the message is complete; never blocks."""
         return self._done.query()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Makes the current stream wait for the message."""
-        torch.cuda.current_stream().wait_event(self._done)
+        """Makes the current stream wait for an asynchronous message."""
+        if self._is_async:
+            torch.cuda.current_stream().wait_event(self._done)
         return True
 
     def get_future(self) -> torch.futures.Future:
@@ -209,8 +216,8 @@ class DeviceWork(_MockWork):
 def refuse_one_connection() -> None:
     """Refuses to mock a link on a device whose streams share one queue.
 
-    There the message of a :class:`DeviceWork` would hold up all work that is launched after it: its callers' streams
-    wait for it, and a wait at the head of the only queue stops all streams.
+    There an asynchronous message would hold up all work that is launched after it: its stream waits for the caller's,
+    the caller's for it, and a wait at the head of the only queue stops all streams.
 
     Raises:
         UsageError: CUDA has one connection.

@@ -159,6 +159,11 @@ class Comm:
         with self._failing_as(exchange.op, exchange.launched_s):
             return exchange.transfer.wait()
 
+    def wait_for_own_counts(self, exchange: "CountsExchange") -> list[list[int]]:
+        """See :meth:`CountsExchange.wait_for_own`."""
+        with self.stats.waiting("counts_exposed_ms"):
+            return exchange.transfer.wait_for_own()
+
     def wait_for(self, exchange: "Exchange") -> None:
         """Blocks until the rows of ``exchange`` have arrived; see :meth:`Exchange.wait`."""
         if exchange.pending is not None and (exchange.error is not None or not exchange.launched.is_set()):
@@ -245,6 +250,10 @@ class CountsExchange:
     def when_done(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` when the exchange has completed or failed: at once, or on another thread."""
         self.transfer.when_done(callback)
+
+    def wait_for_own(self) -> list[list[int]]:
+        """Waits until the sent counts [Q][e] are known on the host; other ranks are not waited for."""
+        return self._comm.wait_for_own_counts(self)
 
     def wait(self) -> TokenCounts:
         """Waits until the counts are known on the host.

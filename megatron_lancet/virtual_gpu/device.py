@@ -283,7 +283,11 @@ def _without_values(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
     if not tensors_in([args, dict(kwargs)]):
         return function(*args, **kwargs)
-    return function(*pytree.tree_map(on_meta, tuple(args)), **pytree.tree_map(on_meta, dict(kwargs)))
+    meta_args = pytree.tree_map(on_meta, tuple(args))
+    if base_name(function) == "_grouped_mm":  # on the meta device it knows bf16 only
+        factors = (factor.to(torch.bfloat16) for factor in meta_args[:2])
+        return function(*factors, *meta_args[2:], **pytree.tree_map(on_meta, dict(kwargs))).to(meta_args[0].dtype)
+    return function(*meta_args, **pytree.tree_map(on_meta, dict(kwargs)))
 
 
 def _plain_new(subclass: Any, *_: Any) -> torch.Tensor:

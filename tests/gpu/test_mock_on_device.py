@@ -1,4 +1,4 @@
-"""The mocked world on one device: the pause is on the communication stream, and compute waits for the rows."""
+"""The mocked world on one device: the pause is on a stream, and compute waits for the rows."""
 
 import pytest
 import torch
@@ -11,21 +11,79 @@ from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.nccl import StreamTransport
 from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.virtual_gpu.log import CollectiveBegins, StreamWaits
+from tests.gpu.devices import ON_BOTH, ON_DEVICE_ONLY, on_both_with_late
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and sees one only in make test-gpu"),
-]
+NUM_RANKS = 8
 SLOW = Link(latency_us=20_000)
 
 
 @pytest.fixture
-def world():
-    with mock_world(8, SLOW):
+def world(device):
+    with mock_world(NUM_RANKS, SLOW), device.mocked_link():
+        dist.all_reduce(torch.ones(1, device="cuda"))  # makes the group's stream
+        if device.is_virtual:
+            dist.group.WORLD._stream.name = "link"
         yield dist.group.WORLD
 
 
-def test_mock_rows_arrive_after_the_link_time(world):
+@on_both_with_late("link", "compute")
+def test_mocked_rows_of_an_asynchronous_message_are_there_behind_the_wait(device, world):
+    with device.watch():
+        sent, received = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
+        work = dist.all_to_all_single(received, sent, group=world, async_op=True)
+        other = torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # the compute stream goes on
+        assert work.wait()
+        late = received + other[0, :8] - 64
+        del sent, received  # without harm: they were recorded on the link's stream
+    assert late.eq(1).all()
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.result()[0].eq(1).all()
+
+
+@on_both_with_late("compute")
+def test_mocked_rows_of_a_synchronous_message_need_no_wait(device, world):
+    with device.watch():
+        sent, received = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
+        dist.all_to_all_single(received, sent, group=world)
+        late = received + 1
+    assert late.eq(2).all()
+    if device.is_virtual:
+        assert not [entry for entry in device.gpu.log if isinstance(entry, StreamWaits | CollectiveBegins)]
+
+
+@on_both_with_late("comm", "compute")
+def test_stream_transport_over_a_mocked_link(device, world):
+    stats = CommStats(torch.device("cuda"))
+    comm = Comm(StreamTransport(world, world, stats), None, stats, own_rank=0)
+    if device.is_virtual:
+        comm.transport._stream.name = "comm"
+    rows = (8,) * NUM_RANKS
+    exchange = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), RowSplits(sent=rows, received=rows))
+    with device.watch():
+        x = torch.randn(64, 32, device="cuda", requires_grad=True)
+        (y,) = exchange.wait(exchange.launch(2 * x))
+        y.backward(torch.full_like(y, 3.0))
+        is_right = torch.stack((y.eq(2 * x).all(), x.grad.eq(6).all()))
+    assert is_right.all()
+    times = stats.take()
+    assert times.num_all_to_alls == 2
+    assert times.payload_bytes == 2 * 64 * 32 * 4 * 7 / 8
+    if not device.is_virtual:
+        assert times.all_to_all_ms > 20  # two pauses; half of them is asked for, since clocks of devices change
+
+
+@ON_BOTH
+def test_mocked_reductions_on_the_device(device, world):
+    x = torch.ones(4, device="cuda")
+    with device.watch():
+        dist.all_reduce(x, group=world)
+    assert x.eq(NUM_RANKS).all()
+
+
+@ON_DEVICE_ONLY
+def test_mocked_rows_take_the_time_of_the_link(world):
     received, sent = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
     work = dist.all_to_all_single(received, sent, group=world, async_op=True)
     assert not work.is_completed()
@@ -35,24 +93,3 @@ def test_mock_rows_arrive_after_the_link_time(world):
     assert early.eq(0).all()
     assert late.eq(1).all()
     assert work.get_future().wait()[0].equal(sent)
-
-
-def test_stream_transport_hides_the_mock_link_time(world):
-    stats = CommStats(torch.device("cuda"))
-    comm = Comm(StreamTransport(world, world, stats), None, stats, own_rank=0)
-    x = torch.randn(64, 32, device="cuda", requires_grad=True)
-    rows = (8,) * 8
-    exchange = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), RowSplits(sent=rows, received=rows))
-    (y,) = exchange.wait(exchange.launch(2 * x))
-    y.backward(torch.full_like(y, 3.0))
-    assert y.equal(2 * x)
-    assert x.grad.eq(6).all()
-    times = stats.take()
-    assert times.num_all_to_alls == 2
-    assert times.all_to_all_ms > 20  # two pauses; half of them is asked for, since clocks of devices change
-
-
-def test_mock_reductions_on_the_device(world):
-    x = torch.ones(4, device="cuda")
-    dist.all_reduce(x, group=world)
-    assert x.eq(8).all()

@@ -2,52 +2,114 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_lancet.runtime.all_to_all import AllToAll
-from megatron_lancet.runtime.comm import Comm, RowSplits
+from megatron_lancet.runtime.comm import Comm, CountsExchange, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.nccl import StreamTransport
 from megatron_lancet.schedule.ops import Op, Phase
+from tests.gpu.devices import ON_DEVICE_ONLY, on_both_with_late
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and sees one only in make test-gpu"),
-]
+NUM_ROWS, ROW_SIZE = 4096, 64
+DISPATCH, COUNTS = Op(1, 0, Phase.FORWARD, "dispatch"), Op(1, 0, Phase.FORWARD, "counts")
 
 
 @pytest.fixture
-def group(tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+def comm(device, tmp_path):
+    with device.group_of_one(tmp_path) as group:
+        stats = CommStats(torch.device("cuda"))
+        transport = StreamTransport(group, group, stats)
+        if device.is_virtual:
+            transport._stream.name, transport._counts_stream.name = "rows", "counts"
+        yield Comm(transport, None, stats, own_rank=0)
 
 
-def test_stream_transport_lets_compute_wait_for_the_rows(group):
-    stats = CommStats(torch.device("cuda"))
-    comm = Comm(StreamTransport(group, group, stats), None, stats, own_rank=0)
-    x = torch.randn(4096, 1024, device="cuda", requires_grad=True)
-    exchange = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), RowSplits(sent=(4096,), received=(4096,)))
+class Pending:
+    """Splits that are known once the counts have arrived: all rows come from this rank."""
+
+    def __init__(self, counts: CountsExchange) -> None:
+        self.counts = counts
+
+    def splits(self) -> RowSplits:
+        counts = self.counts.wait()
+        return RowSplits(sent=(sum(counts.sent[0]),), received=(sum(counts.received[0]),))
+
+
+@on_both_with_late("rows", "compute")
+def test_stream_transport_lets_compute_wait_for_the_rows(device, comm):
+    with device.watch():
+        x = torch.randn(NUM_ROWS, ROW_SIZE, device="cuda", requires_grad=True)
+        exchange = AllToAll(comm, DISPATCH, RowSplits(sent=(NUM_ROWS,), received=(NUM_ROWS,)))
+        ticket = exchange.launch(2 * x)
+        (y,) = exchange.wait(ticket)
+        y.backward(torch.full_like(y, 3.0))
+        is_right = torch.stack((y.eq(2 * x).all(), x.grad.eq(6).all()))
+    assert is_right.all()
+    assert comm.stats.take().num_all_to_alls == 2
+
+
+@on_both_with_late("counts", "compute")
+def test_stream_transport_brings_counts_to_the_host(device, comm):
+    with device.watch():
+        counts = torch.arange(8, device="cuda")
+        found = comm.transport.exchange_counts(lambda: 2 * counts, ReadyEvent(counts)).wait()
+        on_device = found.received_on_device + 0
+    assert found.sent == found.received == [[0, 2, 4, 6, 8, 10, 12, 14]]
+    assert on_device.tolist() == found.received
+
+
+@on_both_with_late("rows", "compute")
+def test_dispatch_that_waits_for_its_counts_is_launched_before_the_next_message(device, comm):
+    """Its rows were ready before other kernels were enqueued, and it is received in memory of its own stream."""
+    with device.watch():
+        x = torch.randn(NUM_ROWS, ROW_SIZE, device="cuda", requires_grad=True)
+        counts = torch.full((4,), NUM_ROWS // 4, device="cuda")
+        exchange = AllToAll(comm, DISPATCH, Pending(comm.launch_counts(COUNTS, lambda: +counts, ReadyEvent(counts))))
+        ticket = exchange.launch(2 * x)
+        other = torch.randn(256, 256, device="cuda")
+        other = other @ other
+        next_one = AllToAll(comm, Op(1, 1, Phase.FORWARD, "dispatch"), RowSplits(sent=(256,), received=(256,)))
+        next_ticket = next_one.launch(other)
+        assert "launched" in comm.position
+        assert not comm._pending
+        (y,) = exchange.wait(ticket)
+        (z,) = next_one.wait(next_ticket)
+        y.backward(torch.full_like(y, 3.0))
+        is_right = torch.stack((y.eq(2 * x).all(), z.eq(other).all(), x.grad.eq(6).all()))
+    assert is_right.all()
+    assert comm.stats.take().num_all_to_alls == 3
+
+
+@on_both_with_late("compute", "rows")
+def test_memory_of_received_rows_is_not_used_again_before_their_reader_is_done(device, comm):
+    """Rows of one message are dropped behind a reader that has not run, and the next message takes the memory."""
+    sums = []
+    with device.watch():
+        counts = torch.full((1,), NUM_ROWS, device="cuda")
+        for chunk in range(4):
+            sent = torch.full((NUM_ROWS, ROW_SIZE), float(chunk), device="cuda")
+            op = Op(1, chunk, Phase.FORWARD, "dispatch")
+            pending = Pending(
+                comm.launch_counts(Op(1, chunk, Phase.FORWARD, "counts"), lambda: +counts, ReadyEvent(counts))
+            )
+            (rows,) = comm.launch_when_known(op, (sent,), pending).wait()
+            device.keep_busy()
+            sums.append(rows.sum())
+            del rows, sent, pending
+    assert torch.stack(sums).tolist() == [chunk * NUM_ROWS * ROW_SIZE for chunk in range(4)]
+
+
+@ON_DEVICE_ONLY
+def test_time_of_messages_and_exposed_time_are_measured(comm):
+    x = torch.randn(NUM_ROWS, 1024, device="cuda", requires_grad=True)
+    exchange = AllToAll(comm, DISPATCH, RowSplits(sent=(NUM_ROWS,), received=(NUM_ROWS,)))
     ticket = exchange.launch(2 * x)
     other = torch.randn(2048, 2048, device="cuda")
     for _ in range(20):
         other = other @ other / 2048
     (y,) = exchange.wait(ticket)
     y.backward(torch.full_like(y, 3.0))
-    assert y.equal(2 * x)
-    assert x.grad.eq(6).all()
-    times = stats.take()
-    assert times.num_all_to_alls == 2
+    times = comm.stats.take()
     # The all-to-all of the forward pass ends behind the products; that of the backward pass has nothing beside it.
     assert 0 < times.exposed_ms < times.all_to_all_ms
-
-
-def test_stream_transport_brings_counts_to_the_host(group):
-    counts = torch.arange(8, device="cuda")
-    stats = CommStats(torch.device("cuda"))
-    ready = ReadyEvent(counts)
-    known = StreamTransport(group, group, stats).exchange_counts(lambda: counts, ready).wait()
-    assert known.sent == known.received == [list(range(8))]
-    assert known.received_on_device.equal(counts.view(1, 8))

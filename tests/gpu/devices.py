@@ -1,0 +1,147 @@
+"""What the tests in this folder run on: a GPU, or the virtual GPU where there is none.
+
+Each test is written once. ``make test-gpu`` runs it on a device; ``make test``, which hides devices, runs it on the
+virtual GPU, so that no line of a test runs for the first time when somebody has a GPU. Tests that only a device can run
+are marked with :data:`ON_DEVICE_ONLY`: those of clocks, kernels and futures that the virtual GPU lacks.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_lancet.mock import mock_group
+from megatron_lancet.mock.mock_group import MockProcessGroup
+from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.patching import replaced
+from megatron_lancet.training.platform.cpu import cpu_platform, gpu_available
+from megatron_lancet.training.platform.virtual import virtual_gpu_platform
+from megatron_lancet.virtual_gpu.device import VirtualGpu
+from megatron_lancet.virtual_gpu.log import Kernel
+
+CYCLES_PER_US = 1000.0
+"""Clock of the virtual GPU, whose pauses take no time."""
+
+_issue_of_the_mock = MockProcessGroup._issue
+
+
+class Choice(NamedTuple):
+    """What the fixture ``device`` gives.
+
+    Attributes:
+        late: name of the virtual GPU's stream that runs as late as the order permits.
+    """
+
+    is_virtual: bool
+    late: str | None = None
+
+    def __str__(self) -> str:
+        return f"virtual-late-{self.late}" if self.late else "virtual" if self.is_virtual else "gpu"
+
+
+def _on(*choices: Choice) -> pytest.MarkDecorator:
+    parameters = [
+        pytest.param(choice, marks=() if choice.is_virtual else pytest.mark.gpu, id=str(choice)) for choice in choices
+    ]
+    return pytest.mark.parametrize("device", parameters, indirect=True)
+
+
+ON_DEVICE_ONLY = _on(Choice(False))
+ON_BOTH = _on(Choice(False), Choice(True))
+
+
+def on_both_with_late(*streams: str) -> pytest.MarkDecorator:
+    """On a device and on the virtual GPU, there also with each of these streams late."""
+    return _on(Choice(False), Choice(True), *(Choice(True, name) for name in streams))
+
+
+class Device:
+    """A GPU."""
+
+    is_virtual = False
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Runs the kernels inside of the context; at its end all have run."""
+        yield
+        torch.cuda.synchronize()
+
+    @contextmanager
+    def mocked_link(self) -> Iterator[None]:
+        """Inside the context messages of mocked groups are those of the mocked link on a device."""
+        yield
+
+    @contextmanager
+    def group_of_one(self, folder: Path) -> Iterator[dist.ProcessGroup]:
+        """A group of one rank, which sends to itself: NCCL's."""
+        store = dist.FileStore(str(folder / "store"), 1)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+        try:
+            yield dist.group.WORLD
+        finally:
+            dist.destroy_process_group()
+
+    def keep_busy(self) -> None:
+        """Gives the current stream about a millisecond to do."""
+        torch.cuda._sleep(1_500_000)
+
+    def problems(self) -> list[str]:
+        """Orders that were missing so far; a device can't tell."""
+        return []
+
+
+class VirtualDevice(Device):
+    """The virtual GPU."""
+
+    is_virtual = True
+
+    def __init__(self, gpu: VirtualGpu, late: str | None) -> None:
+        self.gpu = gpu
+        self._late = late
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        late = [stream for stream in self.gpu.streams if self._late is not None and self._late in stream.name]
+        assert late or self._late is None, f"no stream is called {self._late}"
+        with self.gpu.watch(late):
+            yield
+
+    @contextmanager
+    def mocked_link(self) -> Iterator[None]:
+        def pause(num_cycles: int) -> None:
+            self.gpu.note(Kernel(self.gpu.current_stream().id, "pause", 0, 0))
+
+        with ExitStack() as stack:
+            stack.enter_context(replaced(MockProcessGroup, "_issue", _issue_of_the_mock))
+            stack.enter_context(replaced(torch.cuda, "_sleep", pause))
+            stack.enter_context(replaced(mock_group, "device_cycles_per_us", lambda device: CYCLES_PER_US))
+            yield
+
+    @contextmanager
+    def group_of_one(self, folder: Path) -> Iterator[dist.ProcessGroup]:
+        with mock_world(1):
+            yield dist.group.WORLD
+
+    def keep_busy(self) -> None:
+        """Does nothing: a stream that is late has not even begun."""
+
+    def problems(self) -> list[str]:
+        return [problem.text for problem in self.gpu.problems]
+
+
+@contextmanager
+def chosen(choice: Choice) -> Iterator[Device]:
+    """The device that a test runs on; skips the test where it can't."""
+    if not choice.is_virtual:
+        if not gpu_available():
+            pytest.skip("needs a CUDA device, and sees one only in make test-gpu")
+        yield Device()
+        return
+    if gpu_available():
+        pytest.skip("make test runs this test on the virtual GPU, where no device is seen")
+    with cpu_platform(), virtual_gpu_platform() as gpu:
+        yield VirtualDevice(gpu, choice.late)
