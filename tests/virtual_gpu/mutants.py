@@ -160,7 +160,8 @@ def _kept(
 
 def _never_read(owner: ast.ClassDef) -> set[str]:
     """Private attributes that a class sets and never reads."""
-    stored, read = set(), set()
+    stored: set[str] = set()
+    read: set[str] = set()
     for node in ast.walk(owner):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and node.attr.startswith("_"):
             (stored if isinstance(node.ctx, ast.Store) else read).add(node.attr)

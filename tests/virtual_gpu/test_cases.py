@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def results(tmp_path_factory):
         te: launch.start(WORKER, [folder / "result.json", *(["--te"] if te else [])], 1, folder, te=te)
         for te, folder in folders.items()
     }
-    found = {}
+    found: dict[str, Any] = {}
     for te, folder in folders.items():
         launch.check(launch.finish(ranks[te], folder, TIMEOUT_S))
         found |= json.loads((folder / "result.json.0").read_text())

@@ -87,7 +87,7 @@ def shared_receive_buffer(late: str, waits_for_reader: bool):
         buffer = torch.empty(ROWS.shape, device="cuda")
         sent = [ROWS.cuda() + index for index in range(2)]
         ready = compute.record_event()
-        results = []
+        results: list[torch.Tensor] = []
         for rows in sent:
             comm.wait_event(ready)
             if waits_for_reader and results:
