@@ -44,7 +44,7 @@ def kernels_of(pair: Pair, rows: list[int]) -> tuple[int, int, int]:
     tokens.requires_grad_(), probs.requires_grad_()
     with counted() as forward:
         output, _ = pair.ours(tokens, torch.tensor(rows), probs)
-    late = Counter()
+    late: Counter[str] = Counter()
     flush = pair.store.flush
 
     def counted_flush() -> None:

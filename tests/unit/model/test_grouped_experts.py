@@ -13,6 +13,7 @@ from megatron_lancet.patching import replaced
 from megatron_lancet.runtime import placement
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.dw_queue import DwRules
+from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from tests.fakes import cpu_stats
 from tests.small_gpt import EXPERTS, SETTINGS, transformer_config
 
@@ -216,6 +217,33 @@ def test_weight_gradients_of_several_uses_are_summed(on_cuda, in_gemm):
     check_equal(ours, {**stock, "output": pair.run_stock(SIZES[0])["output"]}, 0.004)
 
 
+def test_weight_gradients_of_all_experts_are_one_task_with_all_names(on_cuda):
+    """A plan may name any of them for a gap; traces and profiles name the first expert's."""
+    pair = Pair()
+    with mock.patch.object(pair.store, "put", wraps=pair.store.put) as put:
+        pair.run(SIZES[0])
+    names = [[weight.name for weight in call.args[0]] for call in put.call_args_list]
+    assert names == [
+        [f"local_experts.{expert}.{layer}" for expert in range(4)] for layer in ("linear_fc2", "linear_fc1")
+    ]
+
+
+def test_planned_gap_of_one_expert_takes_the_weight_gradients_of_all(on_cuda):
+    pair = Pair(window=5)
+    op = Op(1, 0, Phase.INPUT_GRAD, OpKind.DISPATCH)
+    pair.store = WeightGradStore(
+        DwRules(5, gaps={str(op): ("local_experts.2.linear_fc2", "local_experts.3.linear_fc2")}), pair.stats
+    )
+    for linear in pair.linears:
+        linear.store = pair.store
+    tokens, probs, grad = pair.inputs(SIZES[0])
+    tokens.requires_grad_().register_hook(lambda _: pair.store.run_ahead(op))
+    output, _ = pair.ours(tokens, torch.tensor(SIZES[0]), probs)
+    output.backward(grad)
+    times = pair.stats.take()
+    assert (times.num_dw_in_gaps, times.num_dw_late) == (1, 1)
+
+
 def test_fused_accumulation_keeps_one_kernel_per_weight(on_cuda, monkeypatch):
     from megatron_lancet.model import linear as linears
 
@@ -251,7 +279,6 @@ def test_experts_that_grouped_gemms_cannot_run_equal_stock(on_cuda, monkeypatch,
 
     monkeypatch.setattr(grouped_linear, "has_grouped_gemm", lambda weight: capability)
     pair = Pair(**settings)
-    pair.ours.may_group = "deterministic_mode" not in settings
     sizes = SIZES[0][: len(pair.ours.local_experts)]
     assert pair.ours.last_expert_first == bool(num_gemms)
     with grouped_gemms() as gemms:
