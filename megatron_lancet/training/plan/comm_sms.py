@@ -13,7 +13,7 @@ from megatron_lancet.schedule.plan import Plan
 
 FLAG = "--lancet-comm-sms"
 _OWN_BACKEND = "nccl"
-_AT_LEAST = ("NCCL_MIN_CTAS", "NCCL_MIN_P2P_NCHANNELS")
+_AT_LEAST = ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
 """Variables with which NCCL takes at least so many SMs, whatever a communicator's bound is."""
 
 

@@ -33,7 +33,7 @@ UNSET = -(2**31)
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    for name in ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MIN_P2P_NCHANNELS"):
+    for name in ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
 
@@ -137,7 +137,12 @@ def test_bound_on_sms_is_refused_where_it_can_not_act(changes, num_sms, plan, me
 
 @pytest.mark.parametrize(
     ("name", "accepted", "refused"),
-    [("NCCL_MAX_CTAS", "8", "16"), ("NCCL_MIN_CTAS", "8", "9"), ("NCCL_MIN_P2P_NCHANNELS", "1", "16")],
+    [
+        ("NCCL_MAX_CTAS", "8", "16"),
+        ("NCCL_MIN_CTAS", "8", "9"),
+        ("NCCL_MIN_NCHANNELS", "4", "32"),
+        ("NCCL_MIN_P2P_NCHANNELS", "1", "16"),
+    ],
 )
 def test_bound_on_sms_must_agree_with_variables_of_nccl(monkeypatch, name, accepted, refused):
     monkeypatch.setenv(name, accepted)
