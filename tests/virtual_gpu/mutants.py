@@ -166,7 +166,9 @@ def _assigned(function: _Function, empty: bool = False) -> set[str]:
     """Private attributes of ``self`` to which the function assigns a value, or None or an empty tuple."""
     names = set()
     for node in ast.walk(function):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
         value = getattr(node, "value", None)
         for target in targets:
             pairs = [(target, value)]
@@ -259,8 +261,13 @@ def survey(only: str) -> list[dict[str, Any]]:
             continue
         found = Verdict("", "") if is_needless(mutant) else verdict(mutant, tree, MUTANT_CASES)
         wrong = wrong_when_late(mutant, tree, found.case) if found.case else []
-        rows.append({**asdict(mutant), **asdict(found), "wrong_numbers_when_late": wrong, "needless": is_needless(mutant)})
-        print(f"{found.case or ('needless' if is_needless(mutant) else 'NOT CAUGHT'):20} {mutant} {wrong} {found.how[:150]}", flush=True)
+        rows.append(
+            {**asdict(mutant), **asdict(found), "wrong_numbers_when_late": wrong, "needless": is_needless(mutant)}
+        )
+        print(
+            f"{found.case or ('needless' if is_needless(mutant) else 'NOT CAUGHT'):20} {mutant} {wrong} {found.how[:150]}",
+            flush=True,
+        )
     return rows
 
 
