@@ -310,9 +310,13 @@ def _plain_new(subclass: Any, *_: Any) -> torch.Tensor:
 
 
 @contextmanager
-def virtual_gpu() -> Iterator[VirtualGpu]:
-    """Inside the context ``torch.cuda`` is a virtual GPU. Enter it inside ``cpu_platform()``."""
-    gpu = VirtualGpu()
+def virtual_gpu(gpu: VirtualGpu | None = None) -> Iterator[VirtualGpu]:
+    """Inside the context ``torch.cuda`` is a virtual GPU. Enter it inside ``cpu_platform()``.
+
+    Args:
+        gpu: the GPU; None for a new one.
+    """
+    gpu = gpu or VirtualGpu()
     names: dict[str, Any] = {
         "Stream": gpu.Stream,
         "Event": gpu.Event,
