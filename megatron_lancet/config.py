@@ -214,6 +214,15 @@ class LancetConfig(_CheckedFlags):
         help="with --lancet-comm-priority, gradients (10^6 bytes) in one such part, and at one place between two "
         "all-to-alls, at most (default: {default:g}).",
     )
+    comm_sms: int | None = _flag(
+        None,
+        parsed_as=int,
+        at_least=1,
+        metavar="N",
+        advice="Without the flag NCCL chooses.",
+        help="streaming multiprocessors (SMs) of a GPU that an all-to-all of expert parallelism may take from the "
+        "kernels beside it, at most; a power of two. By default NCCL chooses.",
+    )
     experts_apart: bool = _flag(
         False,
         parsed_as=bool,

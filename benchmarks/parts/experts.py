@@ -1,4 +1,4 @@
-"""Experts of a rank one after the other, or layer by layer: where model/experts.py groups, and why.
+"""Experts of a rank one after the other, or layer by layer: where model/local_experts groups, and why.
 
     OMP_NUM_THREADS=1 python -m benchmarks.parts.experts [--repeats 21] [--output FILE.json]
 
@@ -75,8 +75,8 @@ class Experts:
         from megatron.core.transformer.moe.experts import SequentialMLP
 
         from megatron_lancet.model.adopt import adopt
-        from megatron_lancet.model.experts import GroupingSequentialMLP
         from megatron_lancet.model.linear import can_defer, defer_weight_grad
+        from megatron_lancet.model.local_experts.module import GroupingSequentialMLP
         from megatron_lancet.runtime.comm_stats import CommStats
         from megatron_lancet.runtime.weight_grad_store import WeightGradStore
         from megatron_lancet.schedule.dw_queue import DwRules
@@ -112,7 +112,7 @@ class Experts:
 
     def step(self, grouped: bool) -> None:
         """Forward, backward and dW."""
-        from megatron_lancet.model import experts
+        from megatron_lancet.model.local_experts import module as experts
 
         with replaced(experts, "grouped_is_faster", lambda *_: grouped):
             output, _ = self.module(self.tokens, self.sizes, self.probs)
@@ -131,7 +131,7 @@ class Experts:
 
 def measure(case: Case, num_repeats: int) -> dict[str, Any]:
     """Time one case, print it, and return it for the JSON file."""
-    from megatron_lancet.model.experts import grouped_is_faster
+    from megatron_lancet.model.local_experts.module import grouped_is_faster
 
     experts = Experts(case)
     for loop, grouped in zip(experts.gradients(False), experts.gradients(True), strict=True):
@@ -142,7 +142,7 @@ def measure(case: Case, num_repeats: int) -> dict[str, Any]:
     samples = timed_pairs(steps, num_repeats)
     medians = {name: round(statistics.median(times), 1) for name, times in samples.items()}
     ratio = round(paired_ratios(samples["sequential"], samples["grouped"]).median, 3)
-    chosen = grouped_is_faster(case.num_experts, case.num_experts * case.rows, next(experts.module.parameters()))
+    chosen = grouped_is_faster(case.num_experts, case.num_experts * case.rows)
     shape = f"{case.num_experts} x {case.rows} rows, {case.hidden} x {case.ffn} {case.dtype}"
     print(f"{shape:40} {medians['sequential']:10.1f} {medians['grouped']:10.1f} {ratio:6.2f} {chosen}", flush=True)
     return {

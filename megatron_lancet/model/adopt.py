@@ -14,9 +14,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_lancet.errors import UsageError
 
-_HANDLED = "megatron.core.distributed"
-"""Hooks of this package are allowed: they wait for gathered parameters of the module itself, and layers have none."""
-
 
 def adopt[ModuleT: torch.nn.Module](module: torch.nn.Module, subclass: type[ModuleT]) -> ModuleT:
     """Make ``module`` an instance of ``subclass``, whose last base is its present class.
@@ -39,6 +36,11 @@ def unknown_class(expected: type[torch.nn.Module], module: torch.nn.Module) -> U
     )
 
 
+def is_of_ddp(hook: object) -> bool:
+    """Whether a hook is Megatron's DDP's: it waits for gathered parameters of the module itself; layers have none."""
+    return getattr(hook, "__module__", "").startswith("megatron.core.distributed")
+
+
 def refuse_bypassed_hooks(layer: torch.nn.Module) -> None:
     """Refuses hooks on a transformer layer and on its MoE layer. Hooks on their parts run, once per chunk.
 
@@ -49,7 +51,7 @@ def refuse_bypassed_hooks(layer: torch.nn.Module) -> None:
         if module is not layer and not isinstance(module, MoELayer):
             continue
         for kind, hook in _hooks(module):
-            if not getattr(hook, "__module__", "").startswith(_HANDLED):
+            if not is_of_ddp(hook):
                 name = getattr(hook, "__qualname__", type(hook).__name__)
                 raise UsageError(
                     f"the {kind} hook {name} on {type(module).__name__} would not run: chunks pass through the parts "

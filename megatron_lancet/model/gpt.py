@@ -17,7 +17,6 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import adopt, unknown_class
 from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
-from megatron_lancet.model.experts import GroupingSequentialMLP
 from megatron_lancet.model.hybrid import OverlappingHybridStack
 from megatron_lancet.model.linear import (
     DeferredColumnParallelLinear,
@@ -25,6 +24,7 @@ from megatron_lancet.model.linear import (
     can_defer,
     defer_weight_grad,
 )
+from megatron_lancet.model.local_experts.module import GroupingSequentialMLP
 from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.mtp import OverlappingMTP, OverlappingMTPLayer
 from megatron_lancet.model.ops import trace_ends

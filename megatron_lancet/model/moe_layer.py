@@ -3,7 +3,7 @@
 ``schedule/turns.py`` says when each of them runs.
 
 Legend of shapes: s positions, b samples, t = s * b tokens of the chunk, E experts, n rows sent (one per token and
-chosen expert), r rows received, H hidden size.
+chosen expert), r rows received, m rows of the local experts (m = r without expert tensor parallelism), H hidden size.
 """
 
 import functools
@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_capacity
 
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
-from megatron_lancet.model.dispatcher.routes import Routes
+from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed, outputs_dropped_in_stock
 from megatron_lancet.model.te.precision import op_precision
@@ -69,15 +70,17 @@ def launch_counts(moe: OverlappingMoE, x: ChunkState) -> None:
 
 def preprocess(moe: OverlappingMoE, x: ChunkState) -> None:
     """Make one row per token and chosen expert, ordered by the rank that it goes to."""
-    x.rows, x.permutation = moe.dispatcher.permute(
-        x.normed_sbH, x.probs_tE, x.routing_map_tE, _num_rows(moe.stock, x.routing_map_tE)
-    )
+    if not hasattr(x, "routes"):  # no counts were launched: every expert gets as many rows as fit into its capacity
+        x.routes = moe.dispatcher.even_routes(_capacity(moe.stock, len(x.probs_tE)), x.probs_tE.device)
+        del x.routed
+    x.rows, x.permutation = moe.dispatcher.permute(x.normed_sbH, x.probs_tE, x.routing_map_tE, _num_rows(moe, x))
     del x.normed_sbH, x.probs_tE, x.routing_map_tE
 
 
 def launch_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
-    """Send the rows to their experts, as soon as the counts have arrived."""
-    x.launch(AllToAll(moe.comm, moe.message_op(OpKind.DISPATCH, x), x.routes))
+    """Send the rows to their experts, as soon as the counts have arrived, if any were sent."""
+    splits = x.routes if isinstance(x.routes, PendingRoutes) else x.routes.splits
+    x.launch(AllToAll(moe.comm, moe.message_op(OpKind.DISPATCH, x), splits))
 
 
 def shared_experts(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -95,13 +98,18 @@ def wait_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
 
 def experts(moe: OverlappingMoE, x: ChunkState) -> None:
     """Run this rank's experts on the rows received."""
+    routes, sum_dtype = x.routes.wait(), x.rows[1].dtype
+    # The rows in the order of arrival are freed here: autograd needs the sorted ones only.
+    last_expert_first = getattr(moe.stock.experts, "last_expert_first", False)
+    x.rows = moe.dispatcher.sort_by_expert(x.rows, routes, last_expert_first)
     with outputs_dropped_in_stock(moe.recompute.drops_outputs):
-        x.rows = (maybe_recomputed(moe.recompute.experts, _run_experts, moe, *x.rows, x.routes.wait()),)
+        output_mH = maybe_recomputed(moe.recompute.experts, _run_experts, moe.stock, *x.rows, routes)
+    x.rows = (moe.dispatcher.sort_by_peer(output_mH, routes, sum_dtype, last_expert_first),)
 
 
 def launch_combine(moe: OverlappingMoE, x: ChunkState) -> None:
     """Send the experts' outputs back to the ranks of their tokens."""
-    x.launch(AllToAll(moe.comm, moe.message_op(OpKind.COMBINE, x), x.routes.splits().reversed()))
+    x.launch(AllToAll(moe.comm, moe.message_op(OpKind.COMBINE, x), x.routes.wait().splits.reversed()))
     del x.routes
 
 
@@ -151,11 +159,22 @@ class _ForkInStocksOrder(torch.autograd.Function):
         return functools.reduce(torch.add, [grad_sbH for grad_sbH in grads_sbH if grad_sbH is not None])
 
 
-def _num_rows(moe: MoELayer, routing_map_tE: torch.Tensor) -> int:
-    """Number of rows that a chunk sends; no look at the map is needed where no token is dropped or padded."""
-    if moe.config.moe_expert_capacity_factor is None:
-        return routing_map_tE.size(0) * moe.config.moe_router_topk
-    return int(routing_map_tE.sum())
+def _capacity(moe: MoELayer, num_tokens: int) -> int:
+    """Rows of each expert from the tokens of this rank, where the router drops and pads."""
+    config = moe.config
+    num_chosen = num_tokens * config.moe_router_topk
+    capacity: int = get_capacity(num_chosen, config.num_moe_experts, config.moe_expert_capacity_factor)
+    return min(capacity, num_tokens)
+
+
+def _num_rows(moe: OverlappingMoE, x: ChunkState) -> int:
+    """Number of rows that a chunk sends. The host waits for it only where tokens are dropped and none padded.
+
+    Then it waits for the chunk's own counts. The count of all rows would wait for all that the device has to do.
+    """
+    if moe.stock.config.moe_expert_capacity_factor is None:
+        return len(x.probs_tE) * moe.stock.config.moe_router_topk
+    return x.routes.num_sent() if isinstance(x.routes, PendingRoutes) else sum(x.routes.splits.sent)
 
 
 def _run_shared_experts(moe: MoELayer, normed_sbH: torch.Tensor) -> torch.Tensor:
@@ -163,10 +182,9 @@ def _run_shared_experts(moe: MoELayer, normed_sbH: torch.Tensor) -> torch.Tensor
         return moe.shared_experts_compute(normed_sbH)
 
 
-def _run_experts(moe: OverlappingMoE, tokens_rH: torch.Tensor, probs_r: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """Runs received rows through the local experts; [r, H], in the order of arrival."""
-    tokens_mH, probs_m = moe.dispatcher.sort_by_expert(tokens_rH, probs_r, routes)
-    with op_precision(moe.stock):
-        output_mH, bias = moe.stock.experts(tokens_mH, routes.rows_per_expert, probs_m)
+def _run_experts(moe: MoELayer, tokens_mH: torch.Tensor, probs_m: torch.Tensor, routes: Routes) -> torch.Tensor:
+    """Runs rows through the local experts; [m, H], in their order."""
+    with op_precision(moe):
+        output_mH, bias = moe.experts(tokens_mH, routes.rows_per_expert, probs_m)
     assert bias is None, "experts return their bias added to the output"
-    return moe.dispatcher.sort_by_peer(output_mH, routes, probs_r.dtype)
+    return output_mH

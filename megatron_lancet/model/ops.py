@@ -8,7 +8,7 @@ import torch
 
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.dispatcher.all_to_all import Permutation
-from megatron_lancet.model.dispatcher.routes import PendingRoutes
+from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes
 from megatron_lancet.model.recompute import DroppedOutputs
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
@@ -31,7 +31,7 @@ class ChunkState:
         probs_tE: weights of each token's experts, [t, E].
         routing_map_tE: the experts of each token, [t, E] bool.
         routed: the point in time at which ``routing_map_tE`` was complete.
-        routes: how many rows go where, known when the counts have arrived.
+        routes: how many rows go where, known when the counts have arrived, or at once where none are sent.
         permutation: maps rows to tokens.
         rows: rows to be sent, or received; [n, ...] each.
         message: the all-to-all in flight.
@@ -48,7 +48,7 @@ class ChunkState:
     probs_tE: torch.Tensor
     routing_map_tE: torch.Tensor
     routed: ReadyEvent
-    routes: PendingRoutes
+    routes: PendingRoutes | Routes
     permutation: Permutation
     rows: tuple[torch.Tensor, ...]
     message: AllToAll

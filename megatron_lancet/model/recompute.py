@@ -32,13 +32,13 @@ DROPS_OUTPUTS = frozenset({"layernorm", "moe_act", "mla_up_proj"})
 class Recompute:
     """Which ops of a layer are recomputed in the backward pass: all that lies between its collectives, or a part.
 
-    What an op receives stays in memory: a layer's input, and the rows that the experts got.
+    What an op receives stays in memory: a layer's input, and the rows of the local experts.
 
     Attributes:
         attention: norms and attention, up to the router's input; in a multi-token prediction also its projection, in a
             layer without attention the norm alone.
         mlp: the MLP of a layer without experts.
-        experts: the experts, from the rows that arrived to the rows that leave.
+        experts: the experts, from sorted rows to their outputs.
         shared_experts: the experts that see all tokens.
         experts_norm: the norm in front of the router and the experts, whose output is dropped.
         drops_outputs: whether Megatron's modules drop outputs of functions inside them.

@@ -187,7 +187,7 @@ def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[Se
     for segment in plan.segments:
         own = {layer.number: layer for layer in layers if segment.has_layer(layer.number)}
         if own:
-            verbs = [(number, layer.verbs) for number, layer in own.items()]
+            verbs = [(number, layer.verbs(segment.num_chunks)) for number, layer in own.items()]
             segments.append(SegmentForward(segment, own, program(verbs, segment.num_chunks, segment.range)))
     return segments
 

@@ -61,10 +61,15 @@ class OverlappingLayer:
         """The same layer under another number."""
         return replace(self, number=number, moe=None if self.moe is None else replace(self.moe, number=number))
 
-    @property
-    def verbs(self) -> turns.Layer:
-        """The verbs of a chunk in this layer, in order."""
-        verbs = turns.verbs_of(self.kind, self.moe is not None and self.moe.stock.use_shared_expert)
+    def verbs(self, num_chunks: int) -> turns.Layer:
+        """The verbs of a chunk in this layer, in order.
+
+        Args:
+            num_chunks: number of chunks of a micro-batch.
+        """
+        has_shared_experts = self.moe is not None and self.moe.stock.use_shared_expert
+        pads_to_capacity = self.stock.config.moe_pad_expert_input_to_capacity
+        verbs = turns.verbs_of(self.kind, has_shared_experts, pads_to_capacity, num_chunks)
         return verbs if self.prediction is None else turns.mtp_layer(verbs)
 
 

@@ -9,7 +9,7 @@ from megatron_lancet.planning.search.planner import PlannedStep
 from megatron_lancet.planning.search.search_space import Exclusion
 from megatron_lancet.planning.simulation.buckets import REDUCTION
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.engine import Wait
+from megatron_lancet.planning.simulation.phase_result import Wait
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulation, Simulator
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase

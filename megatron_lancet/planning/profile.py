@@ -35,7 +35,7 @@ from megatron_lancet.files import (
 )
 from megatron_lancet.schedule.chunk_sizes import multiple_along
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import OpKind, Phase
+from megatron_lancet.schedule.ops import MEMORY_BOUND, OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 from megatron_lancet.schedule.reductions import GradientReduction
 
@@ -78,6 +78,7 @@ class ModelFacts:
         num_mtp_layers: number of layers that are multi-token predictions.
         repeats_mtp_layer: whether they are one layer, which runs several times.
         num_output_uses: how often a micro-batch passes through the output layer with a weight gradient.
+        pads_to_capacity: whether routers give every expert equally many rows of a micro-batch.
     """
 
     name: str
@@ -100,6 +101,7 @@ class ModelFacts:
     num_mtp_layers: _Size = field(default=0, metadata=OMITTED_AT_DEFAULT)
     repeats_mtp_layer: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
     num_output_uses: _CountFrom1 = field(default=1, metadata=OMITTED_AT_DEFAULT)
+    pads_to_capacity: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         if not self.layer_kinds or len(self.layer_kinds) != len(self.stage_of_layer):
@@ -194,7 +196,8 @@ class LinkTimes:
         all_reduce: (bytes of the reduced tensor, ms), ascending; empty if not measured.
         sends_share_link: True if a rank sends its messages one after the other, independent of other ranks (gloo, a
             group per sender); False if a collective occupies all ranks from the last one's start (NCCL).
-        compute_slowdown: factor by which compute is slower while a message is in flight, at least 1.
+        compute_slowdown: factor by which matrix products are slower while a message is in flight, at least 1.
+        memory_slowdown: the same for ops that mostly move rows; None if it was not measured apart.
         queued: (bytes, ms by which a message arrives after the one that it is queued behind), ascending in bytes; empty
             if that is the time of a message alone. It excludes the latency, and the burst of a link after a rest.
         dispatches_apart: True if forward dispatches have connections of their own, so that they share the link with
@@ -211,6 +214,17 @@ class LinkTimes:
     queued: tuple[tuple[_Size, _Ms], ...] = ()
     dispatches_apart: bool = False
     host_polls: bool = True
+    memory_slowdown: Annotated[float, Range(0, _LARGEST)] | None = None
+
+    def slowdown(self, kind: str) -> float:
+        """Factor by which an op is slower while a message is in flight.
+
+        Args:
+            kind: kind of the op; the name of a weight for a weight gradient.
+        """
+        if self.memory_slowdown is None or kind not in MEMORY_BOUND:
+            return self.compute_slowdown
+        return self.memory_slowdown
 
 
 @dataclass(frozen=True)

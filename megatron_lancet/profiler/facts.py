@@ -41,6 +41,7 @@ class ProfiledModel:
         micro_batch_size: samples in a micro-batch on one rank.
         seq_length: positions of a sample, summed over the ranks of a context-parallel group.
         num_micro_batches: micro-batches in a step.
+        comm_sms: SMs that an all-to-all may take, at most; None for NCCL's choice.
     """
 
     stages: tuple[LanguageModel, ...]
@@ -48,6 +49,7 @@ class ProfiledModel:
     micro_batch_size: int
     seq_length: int
     num_micro_batches: int
+    comm_sms: int | None = None
 
     @property
     def config(self) -> TransformerConfig:
@@ -62,7 +64,8 @@ class ProfiledModel:
 
 def key_of(model: ProfiledModel) -> ProfileKey:
     """Returns the key of this run's profile. Collective over all ranks of the world."""
-    return ProfileKey(model_facts(model), device_name(model.device), package_versions(model))
+    bound = f", {model.comm_sms} SMs for messages" if model.comm_sms is not None else ""
+    return ProfileKey(model_facts(model), f"{device_name(model.device)}{bound}", package_versions(model))
 
 
 def model_facts(model: ProfiledModel) -> ModelFacts:
@@ -97,6 +100,7 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
         num_mtp_layers=num_mtp,
         repeats_mtp_layer=num_mtp > 0 and config.mtp_use_repeated_layer,
         num_output_uses=1 if config.mtp_detach_heads else 1 + num_mtp,
+        pads_to_capacity=config.moe_pad_expert_input_to_capacity,
     )
 
 

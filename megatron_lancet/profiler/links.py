@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.planning.profile import LinkTimes
+from megatron_lancet.profiler.slowdown import ChunkSizes, measure_slowdowns, timed_ms
 from megatron_lancet.runtime.collectives import from_all_ranks
-from megatron_lancet.runtime.comm_stats import EventPair
 from megatron_lancet.runtime.trace import Point
 from megatron_lancet.runtime.transport.base import ReadyEvent, Transfer, Transport
 
@@ -30,8 +30,6 @@ _MAX_REPEATS = 7
 _MIN_MESSAGES = 5
 """Minimum per size, however long they take: all predictions of exposed time depend on them."""
 _LONGEST_REST_MS = 20.0
-_GEMM_SIZE = 384
-_SLOWDOWN_REPEATS = 7
 _TOLERANCE = 0.03
 _MAX_POINTS = 8
 
@@ -48,6 +46,7 @@ class Wires:
         reduce_group: ranks that sum gradients with each other.
         counts: token counts as the run sends them, [E] or more.
         device: device of the rows.
+        sizes: sizes of a chunk's ops, for their slowdown while a message is in flight.
         loops_back: every rank receives what it sent (a mocked world), so both directions must be equal.
     """
 
@@ -58,6 +57,7 @@ class Wires:
     reduce_group: dist.ProcessGroup
     counts: torch.Tensor
     device: torch.device
+    sizes: ChunkSizes
     loops_back: bool
 
 
@@ -81,13 +81,17 @@ def measure_links(wires: Wires, largest_bytes: int) -> LinkTimes:
             first_ms, next_ms = _of_busiest(rows, places, _on_all_ranks(two_ms, share_s, _MIN_MESSAGES))
             alone.append((_busiest_bytes(rows), first_ms))
             queued.append((_busiest_bytes(rows), next_ms))
+    largest = _even(sizes[-1], wires.ep_size)
+    message_ms = _median_ms(partial(_all_to_all_ms, wires, largest), 0.1)
+    slowdowns = measure_slowdowns(wires.sizes, partial(_start, wires, largest), message_ms, wires.device)
     return LinkTimes(
         all_to_all=fit(alone),
         counts_ms=_median_ms(partial(_counts_ms, wires), 0.2),
         all_reduce=all_reduce,
         # With one stream for all collectives no rank's message starts before the last rank has launched its own.
         sends_share_link=wires.device.type != "cuda",
-        compute_slowdown=_slowdown(wires, _even(sizes[-1], wires.ep_size)),
+        compute_slowdown=slowdowns[0],
+        memory_slowdown=slowdowns[1],
         queued=fit(queued),
         host_polls=wires.device.type != "cuda",
     )
@@ -221,7 +225,7 @@ def _sweep_all_reduce(wires: Wires) -> Points:
         return ()
 
     def reduce_ms(values: torch.Tensor) -> float:
-        return _timed_ms(lambda: dist.all_reduce(values, group=wires.reduce_group), wires.device)
+        return timed_ms(lambda: dist.all_reduce(values, group=wires.reduce_group), wires.device)
 
     points = []
     for size in _REDUCED_BYTES:
@@ -229,40 +233,6 @@ def _sweep_all_reduce(wires: Wires) -> Points:
         share_s = _REDUCE_BUDGET_S / len(_REDUCED_BYTES)
         points.append((size, _median_ms(partial(reduce_ms, values), share_s)))
     return fit(points)
-
-
-def _slowdown(wires: Wires, rows: Rows) -> float:
-    """Returns the slowdown of GEMMs while a message is in flight, at least 1; median over ranks and repeats."""
-    matrix = torch.randn(_GEMM_SIZE, _GEMM_SIZE, device=wires.device)
-
-    def gemms_ms(number: int) -> float:
-        return _timed_ms(lambda: [matrix @ matrix for _ in range(number)], wires.device)
-
-    gemms_ms(3)
-    one_ms = gemms_ms(8) / 8
-    # The GEMMs together are shorter than the message, so all of them run while it is in flight.
-    message_ms = _median_ms(partial(_all_to_all_ms, wires, rows), 0.1)
-    number = max(1, min(64, int(0.8 * message_ms / one_ms)))
-    factors = []
-    for _ in range(_SLOWDOWN_REPEATS):
-        alone_ms = gemms_ms(number)
-        dist.barrier()
-        transfer = _start(wires, rows)
-        factors.append(gemms_ms(number) / alone_ms)
-        transfer.wait()
-    return max(1.0, statistics.median(from_all_ranks(statistics.median(factors))))
-
-
-def _timed_ms(work: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        start_s = time.perf_counter()
-        work()
-        return (time.perf_counter() - start_s) * 1e3
-    pair = EventPair()
-    work()
-    pair.end.record()
-    pair.end.synchronize()
-    return pair.elapsed_ms()
 
 
 def _median_ms(measure: Callable[[], float], budget_s: float) -> float:

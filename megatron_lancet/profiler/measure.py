@@ -34,6 +34,7 @@ from megatron_lancet.profiler.routing import (
     received_shares,
     rows_of_step,
 )
+from megatron_lancet.profiler.slowdown import ChunkSizes
 from megatron_lancet.runtime.collectives import from_all_ranks, from_rank_0
 from megatron_lancet.runtime.trace import StepTrace, Trace
 from megatron_lancet.schedule.chunk_sizes import most_chunks, multiple_along
@@ -149,14 +150,14 @@ class ProfileRun:
         link = self._measure_links()
         ep_rank = parallel_state.get_expert_model_parallel_rank()
         own = (
-            self._samples.medians(link.compute_slowdown),
+            self._samples.medians(link.slowdown),
             {name: statistics.median(times) for name, times in self._step_ms.items()},
             self._memory,
             RankRouting(self._ep_group, ep_rank, dict(self._received), self._rows),
         )
         ranks = from_all_ranks(own)
         medians = over_ranks([rank[0] for rank in ranks])
-        own_paces = paces_of_rank(self._samples.steps, medians.op_ms, link.compute_slowdown)
+        own_paces = paces_of_rank(self._samples.steps, medians.op_ms, link.slowdown)
         paces = from_all_ranks(RankPaces(self._ep_group, ep_rank, own_paces))
         # Every rank has the same figures now, but their sums may be rounded differently.
         return from_rank_0(lambda: self._profile(link, ranks, medians, paces))
@@ -219,11 +220,25 @@ class ProfileRun:
             reduce_group=parallel_state.get_data_parallel_group(),
             counts=torch.zeros(num_counts, dtype=torch.int64, device=self._model.device),
             device=self._model.device,
+            sizes=self._chunk_sizes(),
             loops_back=dist.get_backend() == "mock",
         )
         link = measure_links(wires, max(from_all_ranks(self._largest_bytes)))
         comm.stats.take()  # the messages of the sweep do not count for the training
         return link
+
+    def _chunk_sizes(self) -> ChunkSizes:
+        """Returns the sizes of half a micro-batch."""
+        facts, config = self._key.model, self._model.config
+        ffn = config.moe_ffn_hidden_size or config.ffn_hidden_size
+        num_tokens = facts.micro_batch_size * facts.seq_length
+        return ChunkSizes(
+            tokens=max(1, num_tokens // _CHUNK_COUNTS[0]),
+            topk=max(1, facts.topk),
+            hidden=config.hidden_size,
+            ffn=ffn * (2 if config.gated_linear_unit else 1) // config.expert_tensor_parallel_size,
+            dtype=config.params_dtype,
+        )
 
 
 def median_memory(ranks: Sequence[Sequence[MemoryUse]]) -> tuple[MemoryUse, ...]:

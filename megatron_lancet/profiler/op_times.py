@@ -3,7 +3,7 @@
 import statistics
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -107,20 +107,20 @@ class Samples:
         busy_ms = sum(span.ms for span in step.timeline.spans if span.lane is not Lane.COMM)
         self.rest_ms.append(step.timeline.step_ms - busy_ms)
 
-    def medians(self, slowdown: float = 1.0) -> "OpMedians":
+    def medians(self, slowdown: Callable[[str], float] = lambda kind: 1.0) -> "OpMedians":
         """Returns medians over all samples, with times corrected to those without messages in flight.
 
         Args:
-            slowdown: factor by which messages in flight make compute slower.
+            slowdown: factor by which messages in flight make ops of a kind slower; kinds of weight gradients are names.
         """
 
-        def alone_ms(times: Sequence[OpSample]) -> float:
-            return statistics.median(sample.alone_ms(slowdown) for sample in times)
+        def alone_ms(kind: str, times: Sequence[OpSample]) -> float:
+            return statistics.median(sample.alone_ms(slowdown(kind)) for sample in times)
 
         return OpMedians(
-            {key: alone_ms(times) for key, times in self.ops.items()},
+            {key: alone_ms(key.kind, times) for key, times in self.ops.items()},
             {key: statistics.median(values) for key, values in self.received.items()},
-            {key: alone_ms(times) for key, times in self.weight_grads.items()},
+            {key: alone_ms(key.name, times) for key, times in self.weight_grads.items()},
             {key: statistics.median(values) for key, values in self.pinned_bytes.items()},
             dict(self.weight_bytes),
             statistics.median(self.rest_ms),

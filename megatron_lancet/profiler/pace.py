@@ -2,7 +2,7 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_lancet.planning.profile import StepPace
@@ -33,14 +33,16 @@ class RankPaces(NamedTuple):
     steps: Sequence[Mapping[Place, float]]
 
 
-def paces_of_rank(steps: Sequence[StepOps], op_ms: Mapping[OpKey, float], slowdown: float) -> list[dict[Place, float]]:
+def paces_of_rank(
+    steps: Sequence[StepOps], op_ms: Mapping[OpKey, float], slowdown: Callable[[str], float]
+) -> list[dict[Place, float]]:
     """Returns, for each step, the time of a layer's ops divided by that of the same ops in the profile.
 
     Experts don't count, because their time depends on the rows that they received.
 
     Args:
         op_ms: medians over all ranks.
-        slowdown: factor by which messages in flight make compute slower.
+        slowdown: factor by which messages in flight make ops of a kind slower.
     """
     found = []
     for step in steps:
@@ -48,7 +50,7 @@ def paces_of_rank(steps: Sequence[StepOps], op_ms: Mapping[OpKey, float], slowdo
         usual_ms: defaultdict[Place, float] = defaultdict(float)
         for (layer, key), times in step.items():
             if key.kind != OpKind.EXPERTS:
-                took_ms[key.phase, layer] += sum(sample.alone_ms(slowdown) for sample in times)
+                took_ms[key.phase, layer] += sum(sample.alone_ms(slowdown(key.kind)) for sample in times)
                 usual_ms[key.phase, layer] += op_ms[key] * len(times)
         found.append({place: took_ms[place] / usual for place, usual in usual_ms.items() if usual > 0})
     return found

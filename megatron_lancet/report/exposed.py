@@ -6,6 +6,7 @@ All times are means over ranks, per training step.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_lancet.report.hidden_dws import HiddenDws, hidden_dws
 from megatron_lancet.report.tables import right_aligned
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.timeline import Lane, RankTimeline
@@ -57,15 +58,17 @@ class ExposedTable:
         predicted_ms: prediction of the cost model; None without one.
         before_ms: time under the previous plan; None without one.
         chunks: chunks by layer, those outside the layers last, then by chunk number.
+        weight_grads: how much of the step's weight gradients ran beside messages; None if it had none of their own.
     """
 
     measured_ms: float
     predicted_ms: float | None
     before_ms: float | None
     chunks: tuple[ExposedChunk, ...]
+    weight_grads: HiddenDws | None = None
 
     def as_text(self) -> str:
-        """Returns a table with a line for each layer and chunk, then the reasons, longest wait first."""
+        """Returns a table with a line for each layer and chunk, weight gradients, and reasons, longest wait first."""
         table = [["layer", "chunk", "before", "now", "predicted"]]
         for layer in dict.fromkeys(chunk.layer for chunk in self.chunks):
             parts = [chunk for chunk in self.chunks if chunk.layer == layer]
@@ -78,7 +81,8 @@ class ExposedTable:
                 table.append(_line(label, number, part.before_ms, part.measured_ms, part.predicted_ms))
         table.append(_line("all", "", self.before_ms, self.measured_ms, self.predicted_ms))
         lines = [f"  {line}" for line in right_aligned(table, (7, 5, 9, 9, 9), " ")]
-        return "\n".join(["exposed ms per step, mean over ranks", *lines, *self._reasons()])
+        hidden = [] if self.weight_grads is None else [f"  {self.weight_grads.as_text()}"]
+        return "\n".join(["exposed ms per step, mean over ranks", *lines, *hidden, *self._reasons()])
 
     def _reasons(self) -> Iterable[str]:
         messages = [message for chunk in self.chunks for message in chunk.messages if message.reason is not None]
@@ -133,6 +137,7 @@ def exposed_table(
         predicted_ms=sum(predicted_ms.values()) if predicted else None,
         before_ms=sum(before_ms.values()) if before else None,
         chunks=tuple(chunks),
+        weight_grads=hidden_dws(measured),
     )
 
 

@@ -96,13 +96,13 @@ def as_text(report: dict[str, Any]) -> str:
         f"    exposed          {report['exposed_ms']:.1f} ms waited for payload, "
         f"{report['counts_exposed_ms']:.1f} ms for counts: {100 * exposed_ms / step_ms:.1f} % of the step",
     ]
-    num_dw = report["num_dw_hidden"] + report["num_dw_early"] + report["num_dw_late"]
+    num_dw = report["num_dw_in_gaps"] + report["num_dw_early"] + report["num_dw_late"]
     if num_dw:
         bound, early = report["dw_memory_bytes"], ""
         if bound is not None:
             early = f" of {bound / 1e6:.1f} MB, {report['num_dw_early']:.0f} ran early for lack of memory"
         lines.append(
-            f"  weight gradients   {report['num_dw_hidden']:.0f} of {num_dw:.0f} in all-to-all gaps, "
+            f"  weight gradients   {report['num_dw_in_gaps']:.0f} of {num_dw:.0f} in front of waits for all-to-alls, "
             f"at most {report[_PEAK] / 1e6:.1f} MB deferred{early}"
         )
     if report["num_grad_micro_ops"]:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -159,6 +159,11 @@ class Comm:
         with self._failing_as(exchange.op, exchange.launched_s):
             return exchange.transfer.wait()
 
+    def wait_for_own_counts(self, exchange: "CountsExchange") -> list[list[int]]:
+        """See :meth:`CountsExchange.wait_for_own`."""
+        with self._waiting_for_counts():
+            return exchange.transfer.wait_for_own()
+
     def wait_for(self, exchange: "Exchange") -> None:
         """Blocks until the rows of ``exchange`` have arrived; see :meth:`Exchange.wait`."""
         if exchange.pending is not None and (exchange.error is not None or not exchange.launched.is_set()):
@@ -181,11 +186,11 @@ class Comm:
 
     def _launch_up_to(self, exchange: "Exchange") -> None:
         """Blocks until ``exchange``, and every message that was to be launched before it, has been launched."""
-        with self._waiting_for_counts():
-            if self.transport.launches_in_callback:
+        if self.transport.launches_in_callback:
+            with self._waiting_for_counts():
                 exchange.launched.wait()
-            while not exchange.launched.is_set():
-                self._pending.popleft().launch_when_known(self.transport)
+        while not exchange.launched.is_set():
+            self._pending.popleft().launch_when_known(self.transport)
 
     def _launch_pending(self) -> None:
         """Launches the queued messages if the transport needs one order among all collectives."""
@@ -193,7 +198,7 @@ class Comm:
             return
         first = self._pending[0].pending
         assert first is not None
-        with self._waiting_for_counts(), waiting(self.trace, first.counts.op):
+        with waiting(self.trace, first.counts.op):
             while self._pending:
                 self._pending.popleft().launch_when_known(self.transport)
 
@@ -203,12 +208,22 @@ class Comm:
             while self._pending and self._pending[0].is_known():
                 self._pending.popleft().launch_when_known(self.transport)
 
-    @contextmanager
-    def _waiting_for_counts(self) -> Iterator[None]:
-        """Counts the time that the host waits; on CUDA the device may be busy meanwhile."""
-        start_s = time.perf_counter()
-        yield
-        self.stats.add("counts_exposed_ms", (time.perf_counter() - start_s) * 1e3)
+    def _waiting_for_counts(self) -> AbstractContextManager[None]:
+        """Counts the time that compute stands still because the host waits inside for token counts.
+
+        On CUDA the host records an event on the compute stream when it begins to wait, and another one right after. The
+        first is reached when the device has run all that was enqueued; the second, on an idle stream, when it is
+        recorded. So the time between them is what the device had nothing to do, not what the host waited.
+        """
+        return self.stats.waiting("counts_exposed_ms")
+
+    def splits_of(self, exchange: "Exchange") -> RowSplits:
+        """Waits for the splits of a queued message, if they are not known yet."""
+        assert exchange.pending is not None
+        if exchange.is_known():
+            return exchange.pending.splits()
+        with self._waiting_for_counts():
+            return exchange.pending.splits()
 
     @contextmanager
     def _failing_as(self, op: Op, launched_s: float) -> Iterator[None]:
@@ -245,6 +260,10 @@ class CountsExchange:
     def when_done(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` when the exchange has completed or failed: at once, or on another thread."""
         self.transfer.when_done(callback)
+
+    def wait_for_own(self) -> list[list[int]]:
+        """Waits until the sent counts [Q][e] are known on the host; other ranks are not waited for."""
+        return self._comm.wait_for_own_counts(self)
 
     def wait(self) -> TokenCounts:
         """Waits until the counts are known on the host.
@@ -328,9 +347,8 @@ class Exchange:
 
     def launch_when_known(self, transport: Transport) -> None:
         """Waits for the splits and launches. Runs on any thread, so an error is kept for the wait to raise."""
-        assert self.pending is not None
         try:
-            self.launch(transport, self.pending.splits())
+            self.launch(transport, self._comm.splits_of(self))
         except Exception as error:  # noqa: BLE001 - raised again by the wait, on the computing thread
             self.error = error
             self.launched.set()

@@ -15,12 +15,14 @@ class CommTimes:
     Attributes:
         all_to_all_ms: sum over payload all-to-alls, forward and backward, of the time from launch to completion.
         exposed_ms: time that compute waited for payload all-to-alls.
-        counts_exposed_ms: time that compute waited for token counts.
+        counts_exposed_ms: time that compute waited for token counts; on CUDA the time that the compute stream had
+            nothing to run while the host waited for them.
         num_all_to_alls: payload all-to-alls launched.
         payload_bytes: bytes that they sent to other ranks.
-        num_dw_hidden: deferred dWs that ran while an all-to-all was in flight.
+        num_dw_in_gaps: deferred dWs that ran in front of the wait for an all-to-all: on the CPU while it was in flight.
+            On CUDA the host only knows that it enqueued them there; the message may have arrived before they ran.
         num_dw_early: deferred dWs that ran before their gap, because memory for them was bounded.
-        num_dw_late: deferred dWs that ran with nothing in flight.
+        num_dw_late: deferred dWs that ran behind the wait that ended their window, or at the end of a backward pass.
         peak_dw_bytes: peak memory pinned by deferred dWs.
         num_grad_micro_ops: parts of gradient reductions that gave way to all-to-alls.
         num_grad_micro_ops_between: parts launched between two all-to-alls; the others were launched after the last.
@@ -33,7 +35,7 @@ class CommTimes:
     counts_exposed_ms: float = 0.0
     num_all_to_alls: int = 0
     payload_bytes: int = 0
-    num_dw_hidden: int = 0
+    num_dw_in_gaps: int = 0
     num_dw_early: int = 0
     num_dw_late: int = 0
     peak_dw_bytes: int = 0

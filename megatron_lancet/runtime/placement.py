@@ -1,4 +1,6 @@
-"""Tells whether the kernels of a tensor run on a CUDA stream, which decides how a message is launched and awaited."""
+"""Tells whether the kernels of a tensor run on a CUDA stream, and which kernels its device has."""
+
+from functools import cache
 
 import torch
 
@@ -11,3 +13,19 @@ def on_cuda(tensor: torch.Tensor) -> bool:
 def _is_cuda(device: torch.device) -> bool:
     # The virtual GPU replaces this function: its tensors are in the host's memory.
     return device.type == "cuda"
+
+
+def has_grouped_gemm(tensor: torch.Tensor) -> bool:
+    """Whether ``torch.nn.functional.grouped_mm`` multiplies all groups of tensors like this one in one kernel.
+
+    On a GPU that is so for bf16 from Hopper to datacenter Blackwell (compute capability 9 and 10). For the others torch
+    copies the offsets to the host, which waits, and multiplies group by group (``GroupedMMUtils.h`` of torch 2.13).
+    """
+    if tensor.device.type != "cuda":
+        return True
+    return tensor.dtype is torch.bfloat16 and _major_capability(tensor.device) in (9, 10)
+
+
+@cache
+def _major_capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]

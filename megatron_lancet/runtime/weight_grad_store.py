@@ -236,13 +236,13 @@ class WeightGradStore:
         while len(self._queue) and in_flight():
             task = self._queue.take_next()
             assert task is not None
-            self._run_hidden(task)
+            self._run_in_gap(task)
 
     def run_ahead(self, op: Op) -> None:
         """Runs dWs in front of the wait for ``op`` if the host can't see its end; see :meth:`DwQueue.take_ahead`."""
         self._queue.begin_gap(str(op))
         while (task := self._queue.take_ahead()) is not None:
-            self._run_hidden(task)
+            self._run_in_gap(task)
 
     def advance_window(self) -> None:
         """Runs and reports what is due after one more backward all-to-all has finished."""
@@ -275,8 +275,8 @@ class WeightGradStore:
             self._flush_is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
 
-    def _run_hidden(self, task: _Task) -> None:
-        self._stats.add("num_dw_hidden", 1)
+    def _run_in_gap(self, task: _Task) -> None:
+        self._stats.add("num_dw_in_gaps", 1)
         self._run(task)
 
     def _run_late(self, tasks: list[_Task]) -> None:

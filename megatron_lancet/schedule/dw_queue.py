@@ -153,14 +153,13 @@ class DwQueue[TaskT: DwTask, WeightT]:
     def take_ahead(self) -> TaskT | None:
         """Removes and returns the next dW to run in front of a wait whose end the host can't see, or None.
 
-        These are the dWs planned for the gap or, in a plan without gaps, those put before the last all-to-all finished;
-        then those that would be due behind the wait, which is never hidden.
+        These are the dWs planned for the gap, then those that would be due behind the wait, which is never hidden. In a
+        plan without gaps they are all that are pending, oldest first.
         """
         task = self.take_planned()
         if task is not None:
             return task
-        num_ahead = 1 if self.rules.gaps else max(1, self.rules.window - 1)
-        is_next = bool(self._tasks) and self._tasks[0][0] <= self._num_passed + num_ahead
+        is_next = bool(self._tasks) and (not self.rules.gaps or self._tasks[0][0] <= self._num_passed + 1)
         return self._take_oldest() if is_next else None
 
     def advance_window(self) -> list[TaskT]:

@@ -71,6 +71,10 @@ class OpKind(StrEnum):
 
 
 _MESSAGES = frozenset({OpKind.COUNTS, OpKind.DISPATCH, OpKind.COMBINE})
+MEMORY_BOUND = frozenset(
+    {OpKind.EMBEDDING, OpKind.CUT, OpKind.NORM, OpKind.ROUTE, OpKind.PREPROCESS, OpKind.POSTPROCESS}
+)
+"""Ops that mostly move rows; the others are mostly matrix products, and so are weight gradients."""
 _FORM = re.compile(r"(?:L(?P<layer>\d+)\.)?(?:c(?P<chunk>\d+)\.)?(?P<phase>[FIW])\.(?P<kind>.+)", re.DOTALL)
 
 

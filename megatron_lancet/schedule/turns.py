@@ -149,13 +149,19 @@ class Concatenate:
 Program = list[Instruction | Cut | Concatenate]
 
 
-def verbs_of(kind: LayerKind, has_shared_experts: bool) -> Layer:
+def verbs_of(kind: LayerKind, has_shared_experts: bool, pads_to_capacity: bool = False, num_chunks: int = 1) -> Layer:
     """What a chunk does in a layer of a kind, in order.
 
     Args:
         has_shared_experts: whether the model's MoE layers have experts that see all tokens.
+        pads_to_capacity: whether routers give every expert equally many rows of a micro-batch. Then the numbers of rows
+            are known without token counts, but not those of a chunk, which has any part of an expert's rows.
+        num_chunks: number of chunks of a micro-batch.
     """
-    return tuple(verb for verb in _VERBS[kind] if has_shared_experts or verb.kind is not OpKind.SHARED_EXPERTS)
+    left_out = set() if has_shared_experts else {OpKind.SHARED_EXPERTS}
+    if pads_to_capacity and num_chunks == 1:
+        left_out.add(OpKind.COUNTS)
+    return tuple(verb for verb in _VERBS[kind] if verb.kind not in left_out)
 
 
 def is_cut(kind: LayerKind, op: str, overlap_range: OverlapRange) -> bool:

@@ -18,10 +18,11 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.training import arguments
 from megatron_lancet.training.checkpoint.ep_resize import check_checkpoint
 from megatron_lancet.training.checkpoint.load_save import Checkpoints, check_before_start
-from megatron_lancet.training.megatron import checkpoint_patches
+from megatron_lancet.training.megatron import checkpoint_patches, patches
 from megatron_lancet.training.megatron.gpt_data import build_datasets, forward_step
 from megatron_lancet.training.megatron.model_config import model_config_from_args
 from megatron_lancet.training.megatron.seams import check_seams
+from megatron_lancet.training.plan.comm_sms import check_comm_sms
 from megatron_lancet.training.plan.connections import one_connection_note
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.platform import mock
@@ -51,6 +52,7 @@ def run_job(device: torch.device, status: RankStatus) -> None:
         say(f"Megatron-Lancet world: {mock.describe_mocked_world(args)}")
     choice = choose_run(args, config)
     check_can_profile(args, config, choice.plan)
+    check_comm_sms(args, config, choice.plan, device)
     say(f"Megatron-Lancet plan: {choice.line}")
     note = one_connection_note(device) if choice.plan is not None else None
     if note is not None:
@@ -61,7 +63,7 @@ def run_job(device: torch.device, status: RankStatus) -> None:
         run_config = pretrain_cfg_container_from_args(args, model_config)
 
     with ExitStack() as stack:
-        _change_megatron(stack, args, stop)
+        _change_megatron(stack, args, config, stop)
         run = enter_run(stack, choice, device)
         if choice.plan is not None:
             run_config.ddp.delay_wgrad_compute = run.setup.delays_weight_grads
@@ -87,9 +89,12 @@ def _read_arguments(device: torch.device) -> tuple[argparse.Namespace, LancetCon
     return args, config
 
 
-def _change_megatron(stack: ExitStack, args: argparse.Namespace, stop: StopRequest | None) -> None:
+def _change_megatron(
+    stack: ExitStack, args: argparse.Namespace, config: LancetConfig, stop: StopRequest | None
+) -> None:
     """Change Megatron's process groups, checkpoints and SIGTERM handling for the length of ``stack``."""
     stack.enter_context(mock.mocked_world_of(args))
+    stack.enter_context(patches.bounded_expert_groups(config.comm_sms))
     stack.enter_context(Checkpoints(args).watched())
     stack.enter_context(checkpoint_patches.arguments_before_loading(functools.partial(check_checkpoint, args)))
     if stop is not None:

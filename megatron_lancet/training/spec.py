@@ -102,6 +102,11 @@ def _config_from_environment() -> LancetConfig:
         raise UsageError(f"{FLAGS_VARIABLE}: {error}") from error
     if config.profile is not None:
         raise UsageError(f"{FLAGS_VARIABLE}: --lancet-profile does not work with --spec; use tools/profile_model.py.")
+    if config.comm_sms is not None:
+        raise UsageError(
+            f"{FLAGS_VARIABLE}: --lancet-comm-sms does not work with --spec: Megatron has made its process groups "
+            "already. Set max_ctas of ep and tp_ep_mp in --nccl-communicator-config-path instead."
+        )
     return config
 
 

@@ -23,6 +23,7 @@ from megatron_lancet.mock import mock_group
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime import placement
 from megatron_lancet.virtual_gpu import collectives
+from megatron_lancet.virtual_gpu.kernels import kernels_of_cuda
 from megatron_lancet.virtual_gpu.log import Entry, HostWaits, Kernel, Recorded, StreamWaits
 from megatron_lancet.virtual_gpu.memory import Allocation, Memory, Problem, call_site, placed
 from megatron_lancet.virtual_gpu.operators import (
@@ -125,6 +126,13 @@ class VirtualGpu:
         self.order.host_waits_for_event(event)
         self.queues.run_until(event)
         self.note(HostWaits(event, None, "event", call_site()))
+
+    def host_sees(self, event: int) -> bool:
+        """Whether an event has been reached, which the host then knows."""
+        is_reached = self.queues.is_reached(event)
+        if is_reached:
+            self.order.host_waits_for_event(event)
+        return is_reached
 
     def host_waits_for_stream(self, stream: int, reason: str) -> None:
         """Makes the host wait for all that a stream has got so far."""
@@ -283,7 +291,15 @@ def _without_values(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
     if not tensors_in([args, dict(kwargs)]):
         return function(*args, **kwargs)
-    return function(*pytree.tree_map(on_meta, tuple(args)), **pytree.tree_map(on_meta, dict(kwargs)))
+    meta_args = pytree.tree_map(on_meta, tuple(args))
+    if base_name(function) == "_grouped_mm":  # on the meta device it knows bf16 only
+        factors = (factor.to(torch.bfloat16) for factor in meta_args[:2])
+        return function(*factors, *meta_args[2:], **pytree.tree_map(on_meta, dict(kwargs))).to(meta_args[0].dtype)
+    result = function(*meta_args, **pytree.tree_map(on_meta, dict(kwargs)))
+    if base_name(function) == "native_layer_norm":
+        # The kernel that will run is the CPU's, whose statistics have the input's type and not CUDA's fp32.
+        return tuple(one.to(args[0].dtype) for one in result)
+    return result
 
 
 def _plain_new(subclass: Any, *_: Any) -> torch.Tensor:
@@ -294,9 +310,13 @@ def _plain_new(subclass: Any, *_: Any) -> torch.Tensor:
 
 
 @contextmanager
-def virtual_gpu() -> Iterator[VirtualGpu]:
-    """Inside the context ``torch.cuda`` is a virtual GPU. Enter it inside ``cpu_platform()``."""
-    gpu = VirtualGpu()
+def virtual_gpu(gpu: VirtualGpu | None = None) -> Iterator[VirtualGpu]:
+    """Inside the context ``torch.cuda`` is a virtual GPU. Enter it inside ``cpu_platform()``.
+
+    Args:
+        gpu: the GPU; None for a new one.
+    """
+    gpu = gpu or VirtualGpu()
     names: dict[str, Any] = {
         "Stream": gpu.Stream,
         "Event": gpu.Event,
@@ -310,6 +330,7 @@ def virtual_gpu() -> Iterator[VirtualGpu]:
         for name, value in names.items():
             stack.enter_context(replaced(torch.cuda, name, value))
         stack.enter_context(gpu.transfers.explicit())
+        stack.enter_context(kernels_of_cuda())
         stack.enter_context(replaced(CausalBias, "__new__", _plain_new))
         stack.enter_context(replaced(torch.Tensor, "record_stream", lambda *args: gpu.record_stream(*args)))
         stack.enter_context(replaced(placement, "_is_cuda", lambda device: True))

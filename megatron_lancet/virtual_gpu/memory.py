@@ -3,7 +3,8 @@
 Every new tensor lives in memory of its own, of which the program holds a storage and this module an alias. When the
 last reference to the storage is gone, the caching allocator could give the memory to the next kernel of the stream on
 which it was allocated. So it is an error if a kernel of another stream uses it, the tensor was not recorded on that
-stream, and the allocating stream has not waited for it. No address has to be used again for that.
+stream, and the allocating stream has not waited for it. New memory may be some that kernels in front of the allocation
+still use, so the allocation counts as a write on its stream. No address has to be used again for either.
 """
 
 import sys
@@ -118,6 +119,10 @@ class Memory:
         seen = data[:]  # the program's storage holds this object, which goes with it
         storage = torch.from_numpy(seen).untyped_storage()
         allocation = self._allocations[storage._cdata] = Allocation(stream, is_host, call_site(), data)
+        if not is_host:
+            # The allocating stream may have got memory back that its kernels in front of this point still use.
+            point = Access(0, num_bytes, stream, self._order.add_kernel(stream), "allocation", allocation.site)
+            allocation.writes.append(point)
         weakref.finalize(seen, self._release, storage._cdata, allocation).atexit = False
         return storage
 

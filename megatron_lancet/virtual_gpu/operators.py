@@ -45,6 +45,8 @@ _HOST_WAITS = {
     "unique_consecutive",
 }
 
+_GATHERS = {"index", "index_select", "gather", "embedding"}
+
 
 @dataclass(frozen=True)
 class Accesses:
@@ -90,6 +92,8 @@ def _shape_depends_on_values(function: Any, args: Sequence[Any], kwargs: Mapping
     name = base_name(function)
     if name == "repeat_interleave":
         return "output_size" not in kwargs or kwargs["output_size"] is None
+    if name in ("index_put", "index_put_") and args[2].numel() == 1:
+        return False  # torch fills by the mask
     if name in ("index", "index_put", "index_put_"):
         return any(isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1])
     return False
@@ -145,8 +149,34 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def cost_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> tuple[int, int]:
-    """FLOP of a matrix product (0 for other operators), and bytes read and written."""
-    num_bytes = sum(tensor.nbytes for tensor in (*accesses_of(function, args, kwargs).arguments, *tensors_in(result)))
+    """FLOP of a matrix product or of attention (0 for other operators), and bytes read and written."""
+    return _flops_of(function, args, kwargs, result), _bytes_of(function, args, kwargs, result)
+
+
+def _bytes_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    results = sum(tensor.nbytes for tensor in tensors_in(result))
+    tensors = accesses_of(function, args, kwargs).arguments
+    if base_name(function) in _GATHERS:  # of the first tensor only what the result shows is read
+        return 2 * results + sum(tensor.nbytes for tensor in tensors[1:])
+    return results + sum(tensor.nbytes for tensor in tensors)
+
+
+def _flops_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    name = base_name(function)
+    if name == "_grouped_mm":  # torch counts none: each row, or column, of one factor meets one group of the other
+        return int(2 * args[0].size(-2) * args[0].size(-1) * args[1].size(-1))
     counter = flop_registry.get(function._overloadpacket)
-    flops = counter(*args, **kwargs, out_val=result) if counter is not None else 0
-    return int(flops), num_bytes
+    if counter is None:
+        return 0
+    if name in ("addmm", "addmm_"):  # whose variant with a type of the result has one more argument
+        return int(counter(*args[:3], out_val=result))
+    flops = counter(*args, **kwargs, out_val=result)
+    if name.startswith("_scaled_dot_product") and _is_causal(function, args, kwargs):
+        is_backward = name.endswith("_backward")
+        queries, keys = (tensor.size(2) for tensor in args[is_backward : is_backward + 2])
+        return int(flops * (2 * keys - queries) / (2 * keys))  # the last query sees all keys, the first fewer
+    return int(flops)
+
+
+def _is_causal(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return any(value for argument, value in _bound(function, args, kwargs) if argument.name == "is_causal")

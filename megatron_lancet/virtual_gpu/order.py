@@ -41,6 +41,11 @@ class Order:
         """Makes the host wait; all that it enqueues from now on comes later."""
         self._clocks.all_streams_wait_for_event(event)
 
+    def host_has_passed(self, event: int) -> bool:
+        """Whether the host has waited for all that is in front of an event."""
+        passed = self._clocks.host_sync_state
+        return all(passed.get(stream, 0) >= kernel for stream, kernel in self._clocks.recorded_sync_states[event].items())
+
     def host_waits_for_stream(self, stream: int) -> None:
         """Makes the host wait for all that a stream has got so far."""
         self._clocks.all_streams_wait_for_stream(stream)

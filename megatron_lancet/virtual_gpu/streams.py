@@ -68,10 +68,20 @@ class VirtualEvent:
             self.gpu.host_waits_for_event(self.number)
 
     def query(self) -> bool:
-        return self.number is None or self.gpu.queues.is_reached(self.number)
+        """Whether the event has been reached; what the host enqueues afterwards is then ordered behind it."""
+        return self.number is None or self.gpu.host_sees(self.number)
 
     def elapsed_time(self, other: "VirtualEvent") -> float:
-        """Nothing takes time here; times come from the log, see ``playback``."""
+        """Nothing takes time here; times come from the log, see ``playback``.
+
+        Raises:
+            RuntimeError: an event was not recorded, or the host does not know that it was reached; as on CUDA.
+        """
+        for event in (self, other):
+            if event.number is None:
+                raise RuntimeError("both events must be recorded before the time between them is asked for")
+            if not self.gpu.order.host_has_passed(event.number):
+                raise RuntimeError("the host has not waited for an event whose time it asks for")
         return 0.0
 
 

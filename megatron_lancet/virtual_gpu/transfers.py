@@ -15,7 +15,8 @@ from megatron_lancet.patching import around
 if TYPE_CHECKING:
     from megatron_lancet.virtual_gpu.device import VirtualGpu
 
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "arange", "linspace", "eye")
+FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "arange", "linspace", "eye")
+"""Functions of torch that make tensors on a device that is named."""
 
 
 class Transfers:
@@ -33,7 +34,7 @@ class Transfers:
     def explicit(self) -> Iterator[None]:
         """Inside the context factories and copies of torch say where their tensors are."""
         with ExitStack() as stack:
-            for name in _FACTORIES:
+            for name in FACTORIES:
                 stack.enter_context(around(torch, name, self._create))
             for name in ("tolist", "numpy", "cpu"):
                 stack.enter_context(around(torch.Tensor, name, self._look(name)))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,77 +16,112 @@ from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.platform.virtual import virtual_gpu_platform
+from megatron_lancet.virtual_gpu.device import VirtualGpu
 from megatron_lancet.virtual_gpu.log import HostWaits
 from megatron_lancet.virtual_gpu.memory import Problem
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, build, gradients, logged_losses, micro_batches
 
 NUM_RANKS, EP = 8, 4
+STREAMS = ("compute", "comm", "counts", "DDP", "NCCL")
+"""Names of streams, or parts of them."""
+IN_ORDER: tuple[str, ...] = ()
+"""No stream is late."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """
+    """A model, how it is trained, and the plans of its watched steps.
+
     Attributes:
-        plans: plan of each step after the first; one for all if the run is not switchable.
-        overrides: of the model's config.
-        late: names of streams that run as late as the order permits.
+        plans: plans to run, each for a step per entry of ``late``; one if the run is not switchable.
+        overrides: settings of the model's config that differ.
+        late: for each watched step the names of streams that run as late as the order permits.
+        layout: sizes of Megatron's other parallel groups.
+        micro_op_mb: size of gradient micro-ops, if all-to-alls go before reductions.
     """
 
     plans: Sequence[Plan]
     overrides: dict[str, Any] = field(default_factory=dict)
+    late: Sequence[Sequence[str]] = (IN_ORDER,)
     switchable: bool = False
     overlap_grad_reduce: bool = True
     distributed_optimizer: bool = False
     micro_op_mb: float | None = None
-    late: Sequence[str] = ()
     layout: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def stock(self) -> str:
+        """Names all that matters to a run of stock."""
+        return repr((self.overrides, self.overlap_grad_reduce, self.distributed_optimizer, self.layout))
 
 
 @dataclass(frozen=True)
 class Found:
-    """
+    """What the watched steps of a case have shown.
+
     Attributes:
+        loss: largest relative error of a micro-batch's loss, in any step.
         gradients: largest relative error of each parameter's gradient in any step.
+        host_waits: of each step.
+        streams: names of all streams.
     """
 
     loss: float
     gradients: dict[str, float]
     problems: Sequence[Problem]
-    host_waits: Sequence[HostWaits]
-    log: Sequence[Any]
-    names: Sequence[str]
+    host_waits: Sequence[Sequence[HostWaits]]
+    streams: Sequence[str]
+
+    @property
+    def largest_error(self) -> float:
+        """Largest relative error of a loss or gradient; infinite if one is not a number."""
+        errors = [self.loss, *self.gradients.values()]
+        return max(errors) if all(error == error for error in errors) else float("inf")
+
+
+class _Stock(NamedTuple):
+    weights: dict[str, torch.Tensor]
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+
+
+_STOCK: dict[str, _Stock] = {}
 
 
 def run(case: Case, change: Callable[[ExitStack], None] | None = None) -> Found:
-    """Runs stock without streams, then ours on the virtual GPU.
+    """Runs stock without streams, once for all cases that share it, then ours on the virtual GPU.
 
     Args:
-        change: what a mutant changes, for the time of our run.
+        change: what is changed while ours runs.
     """
     from megatron.core import parallel_state
 
     from megatron_lancet.training.megatron.mock_patches import loopback_counts
+    from megatron_lancet.training.megatron.patches import dropped_outputs, sequence_parallel_with_torch_norm
 
-    overrides = {"num_moe_experts": 8, "expert_model_parallel_size": EP, **case.overrides}
-    with mock_world(NUM_RANKS), loopback_counts():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=EP, **case.layout)
+    overrides = {"num_moe_experts": 8, "expert_model_parallel_size": EP, **case.layout, **case.overrides}
+    with mock_world(NUM_RANKS), loopback_counts(), sequence_parallel_with_torch_norm(), dropped_outputs():
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=EP, create_gloo_process_groups=False, **case.layout
+        )
         try:
-            stock = _stock_steps(case, overrides)
+            if case.stock not in _STOCK:
+                _STOCK[case.stock] = _stock_step(case, overrides)
             with virtual_gpu_platform() as gpu, ExitStack() as stack:
                 if change is not None:
                     change(stack)
-                return _our_steps(case, overrides, stock, gpu, stack)
+                return _our_steps(case, overrides, gpu, stack)
         finally:
+            logged_losses()
             parallel_state.destroy_model_parallel()
 
 
-def _stock_steps(case: Case, overrides: dict[str, Any]) -> tuple[Any, tuple[list[float], dict[str, torch.Tensor]]]:
+def _stock_step(case: Case, overrides: dict[str, Any]) -> _Stock:
     model, config, precision = build(overrides)
     weights = copy.deepcopy(model.state_dict())
-    ddp = _wrapped(case, model, config, precision, False)
-    found = _step(ddp), gradients(model)
+    losses = _step(_wrapped(case, model, config, precision, False))
     logged_losses()
-    return weights, found
+    return _Stock(weights, losses, gradients(model))
 
 
 def _wrapped(case: Case, model: Any, config: Any, precision: Any, deferred: bool) -> Any:
@@ -123,10 +158,10 @@ def _step(ddp: Any) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-def _our_steps(case: Case, overrides: dict[str, Any], stock: Any, gpu: Any, stack: ExitStack) -> Found:
-    weights, (losses, expected) = stock
+def _our_steps(case: Case, overrides: dict[str, Any], gpu: VirtualGpu, stack: ExitStack) -> Found:
+    stock = _STOCK[case.stock]
     model, config, precision = build(overrides)
-    model.load_state_dict(copy.deepcopy(weights))
+    model.load_state_dict(copy.deepcopy(stock.weights))
     model.cuda()
     device = torch.device("cuda")
     stats = CommStats(device)
@@ -141,22 +176,32 @@ def _our_steps(case: Case, overrides: dict[str, Any], stock: Any, gpu: Any, stac
     ddp = _wrapped(case, model, config, precision, setup.delays_weight_grads)
     _step(ddp)  # DDP only counts; from the second step on reductions start as gradients become ready
     logged_losses()
-    loss, errors = 0.0, dict.fromkeys(expected, 0.0)
+    loss, errors, host_waits = 0.0, dict.fromkeys(stock.gradients, 0.0), []
     for plan in case.plans:
         if case.switchable:
             setup.switch(plan)
-        late = [stream for stream in gpu.streams if any(name in stream.name for name in case.late)]
-        with gpu.watch(late):
-            found = setup.check_step(lambda: _step(ddp))
-        loss = max(loss, relative_difference(found, losses))
-        for name, error in relative_errors(gradients(model), expected).items():
-            errors[name] = max(errors[name], error)
-        logged_losses()
-    stats.take()
-    return Found(loss, errors, list(gpu.problems), gpu.host_waits, gpu.log, [one.name for one in gpu.streams])
+        for names in case.late:
+            late = [stream for stream in gpu.streams if any(name in stream.name for name in names)]
+            assert len(late) >= len(names), f"no stream for one of {names}"
+            with gpu.watch(late):
+                losses = setup.check_step(lambda: _step(ddp))
+            host_waits.append(gpu.host_waits)
+            loss = _larger(loss, relative_difference(losses, stock.losses))
+            for name, error in relative_errors(gradients(model), stock.gradients).items():
+                errors[name] = _larger(errors[name], error)
+            logged_losses()
+            stats.take()
+    return Found(loss, errors, list(gpu.problems), host_waits, [one.name for one in gpu.streams])
+
+
+def _larger(a: float, b: float) -> float:
+    """The larger one, or the one that is not a number."""
+    return a if a != a or a > b else b
 
 
 def _name_streams(setup: OverlapSetup) -> None:
-    for name, value in vars(setup._comm.transport).items():
-        if hasattr(value, "record_event"):
-            value.name = f"comm{name}"
+    names = {"_stream": "comm", "_counts_stream": "counts"}
+    for attribute, name in names.items():
+        stream = getattr(setup._comm.transport, attribute, None)
+        if stream is not None:
+            stream.name = name

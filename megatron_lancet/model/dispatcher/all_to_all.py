@@ -21,8 +21,9 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 
 from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes
+from megatron_lancet.model.dispatcher.row_order import by_expert
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.transport.base import ReadyEvent, TokenCounts
+from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op
 
 
@@ -59,11 +60,13 @@ class AllToAllDispatcher:
         self._num_local_experts = num_experts // num_ranks
         self._tp_group = expert_tp_group
         self._tp_size = expert_tp_group.size()
-        by_source = torch.arange(num_experts * self._tp_size).view(-1, self._num_local_experts)
-        self._expert_major = by_source.T.ravel()
-        self._source_major = torch.argsort(self._expert_major)
-        # Rows of one expert only, or from one rank only, come in both orders at once.
-        self._needs_sort = self._num_local_experts > 1 and num_ranks * self._tp_size > 1
+        self._even_routes: dict[int, Routes] = {}
+        # For the fused kernels: orders of the parts of received rows, on their device from the first use on.
+        parts_by_source = torch.arange(num_experts * self._tp_size).view(-1, self._num_local_experts)
+        self._expert_major = {
+            last_first: by_expert(parts_by_source, last_first).ravel() for last_first in (False, True)
+        }
+        self._source_major = {last_first: torch.argsort(order) for last_first, order in self._expert_major.items()}
 
     def launch_counts(self, op: Op, routing_map_tE: torch.Tensor, routed: ReadyEvent) -> PendingRoutes:
         """Tells every rank how many rows each of its experts gets from here.
@@ -73,7 +76,19 @@ class AllToAllDispatcher:
             routed: the point in time at which ``routing_map_tE`` was complete.
         """
         exchange = self._comm.launch_counts(op, partial(self._count, routing_map_tE), routed)
-        return PendingRoutes(exchange, self._routes)
+        return PendingRoutes(exchange, self._tp_size, self._tp_group.rank())
+
+    def even_routes(self, rows_per_expert: int, device: torch.device) -> Routes:
+        """Returns the routes of a chunk in which every rank sends equally many rows to every expert; sends no counts.
+
+        Args:
+            rows_per_expert: rows from one rank for one expert.
+            device: device of the rows.
+        """
+        if rows_per_expert not in self._even_routes:
+            shape = self._num_ranks, self._num_local_experts, self._tp_size
+            self._even_routes[rows_per_expert] = Routes.even(rows_per_expert, *shape, device)
+        return self._even_routes[rows_per_expert]
 
     def permute(
         self, hidden_sbH: torch.Tensor, probs_tE: torch.Tensor, routing_map_tE: torch.Tensor, num_rows: int
@@ -100,48 +115,51 @@ class AllToAllDispatcher:
         # All holders of an expert learn of its rows, though one of them receives them from here.
         return counts.expand(-1, self._tp_size, -1).flatten()
 
-    def _routes(self, counts: TokenCounts) -> Routes:
-        return Routes.of(counts, self._tp_size, self._tp_group.rank())
-
     def sort_by_expert(
-        self, tokens_rH: torch.Tensor, probs_r: torch.Tensor, routes: Routes
+        self, received: tuple[torch.Tensor, ...], routes: Routes, last_expert_first: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Received rows and their probabilities, from rank order to the local experts' [m, H] and [m]."""
-        tokens, probs = tokens_rH, probs_r
+        """Received rows [r, H] and their probabilities [r], from rank order to the local experts' [m, H] and [m]."""
+        tokens, probs = received
         if self._tp_size > 1:
             holders = list(routes.rows_by_holder)
             tokens, probs = (
                 gather_from_sequence_parallel_region(rows, group=self._tp_group, output_split_sizes=holders)
                 for rows in (tokens, probs)
             )
-        if not self._needs_sort:
+        if not self._needs_sort(last_expert_first):
             return tokens, probs
-        tokens_mH, probs_m = self._sort(tokens, routes.rows_by_source.ravel(), self._expert_major, probs)
+        if not self._fused:
+            order = routes.expert_order(last_expert_first)
+            return order.apply(tokens), order.apply(probs)
+        parts = self._expert_major[last_expert_first] = self._expert_major[last_expert_first].to(tokens.device)
+        tokens_mH, probs_m = sort_chunks_by_idxs(tokens, routes.rows_by_source.ravel(), parts, probs=probs, fused=True)
         assert probs_m is not None
         return tokens_mH, probs_m
 
-    def sort_by_peer(self, output_mH: torch.Tensor, routes: Routes, sum_dtype: torch.dtype) -> torch.Tensor:
+    def _needs_sort(self, last_expert_first: bool) -> bool:
+        """Rows of one expert only, or from one rank only, come in both orders at once, with the first expert first."""
+        return self._num_local_experts > 1 and (last_expert_first or self._num_ranks * self._tp_size > 1)
+
+    def sort_by_peer(
+        self, output_mH: torch.Tensor, routes: Routes, sum_dtype: torch.dtype, last_expert_first: bool = False
+    ) -> torch.Tensor:
         """Experts' output rows, from expert order back to rank order: [r, H].
 
         Args:
             sum_dtype: type in which the parts of an expert are summed.
         """
-        if self._needs_sort:
-            output_mH, _ = self._sort(output_mH, routes.rows_by_source.T.ravel(), self._source_major)
+        if self._needs_sort(last_expert_first) and self._fused:
+            parts = self._source_major[last_expert_first] = self._source_major[last_expert_first].to(output_mH.device)
+            sizes = by_expert(routes.rows_by_source, last_expert_first).ravel()
+            output_mH, _ = sort_chunks_by_idxs(output_mH, sizes, parts, fused=True)
+        elif self._needs_sort(last_expert_first):
+            output_mH = routes.expert_order(last_expert_first).undo(output_mH)
         if self._tp_size == 1:
             return output_mH
         summed_rH = reduce_scatter_to_sequence_parallel_region(
             output_mH.to(sum_dtype), group=self._tp_group, input_split_sizes=list(routes.rows_by_holder)
         )
         return summed_rH.to(output_mH.dtype)
-
-    def _sort(
-        self, rows: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor, probs: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Parts of ``rows`` and ``probs`` with these sizes, in another order; sizes and order are on the host."""
-        if self._fused:
-            sizes, order = (index.to(rows.device, non_blocking=True) for index in (sizes, order))
-        return sort_chunks_by_idxs(rows, sizes, order, probs=probs, fused=self._fused)
 
     def unpermute(self, rows_nH: torch.Tensor, permutation: Permutation) -> torch.Tensor:
         """Sum the output rows of each token: the chunk's output, [s, b, H]."""

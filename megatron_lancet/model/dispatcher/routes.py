@@ -1,20 +1,20 @@
-"""How many rows travel between which ranks; known once the token counts have been exchanged.
+"""How many rows travel between which ranks; known once the token counts have been exchanged, or in advance.
 
 Legend of shapes: P ranks of the expert-parallel group, V expert tensor parallel size, e local experts.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from megatron_lancet.model.dispatcher.row_order import RowOrder
 from megatron_lancet.runtime.comm import CountsExchange, RowSplits
 from megatron_lancet.runtime.transport.base import TokenCounts
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Rows of one chunk by rank and by expert.
+    """Rows of one chunk by rank and by expert. What is made of them on a device is made once, when it is asked for.
 
     Attributes:
         splits: rows to and from each rank of the expert-parallel group.
@@ -28,6 +28,14 @@ class Routes:
     rows_by_source: torch.Tensor
     rows_by_holder: tuple[int, ...]
     rows_per_expert: torch.Tensor
+    _orders: dict[bool, RowOrder] = field(default_factory=dict)
+
+    def expert_order(self, last_expert_first: bool = False) -> RowOrder:
+        """From the order of the sources to that of the local experts; m rows."""
+        if last_expert_first not in self._orders:
+            num_rows = sum(self.rows_by_holder)
+            self._orders[last_expert_first] = RowOrder.by_expert(self.rows_by_source, num_rows, last_expert_first)
+        return self._orders[last_expert_first]
 
     @staticmethod
     def of(counts: TokenCounts, tp_size: int, tp_rank: int) -> "Routes":
@@ -49,6 +57,28 @@ class Routes:
             rows_per_expert=torch.tensor([sum(of_expert) for of_expert in zip(*counts.received, strict=True)]),
         )
 
+    @staticmethod
+    def even(rows_per_expert: int, num_ranks: int, num_experts: int, tp_size: int, device: torch.device) -> "Routes":
+        """Makes the routes by which every rank sends equally many rows to every expert.
+
+        Args:
+            rows_per_expert: rows from one rank for one expert.
+            num_ranks: P.
+            num_experts: local experts, e.
+            tp_size: V.
+        """
+        rows = (num_experts * rows_per_expert,) * num_ranks
+        return Routes(
+            splits=RowSplits(sent=rows, received=rows),
+            rows_by_source=torch.full((tp_size * num_ranks, num_experts), rows_per_expert, device=device),
+            rows_by_holder=(sum(rows),) * tp_size,
+            rows_per_expert=torch.full((num_experts,), tp_size * num_ranks * rows_per_expert),
+        )
+
+    def wait(self) -> "Routes":
+        """Returns itself, as :meth:`PendingRoutes.wait` does with its routes."""
+        return self
+
 
 def _by_holder(received: torch.Tensor, tp_size: int) -> torch.Tensor:
     """Orders counts [P * V, e] by rank of the expert-tensor-parallel group first; without one they are in order."""
@@ -60,15 +90,24 @@ def _by_holder(received: torch.Tensor, tp_size: int) -> torch.Tensor:
 class PendingRoutes:
     """Routes that are known when token counts have arrived."""
 
-    def __init__(self, counts: CountsExchange, routes_of: Callable[[TokenCounts], Routes]) -> None:
+    def __init__(self, counts: CountsExchange, tp_size: int, tp_rank: int) -> None:
+        """
+        Args:
+            tp_size: V.
+            tp_rank: this rank's place among the V.
+        """
         self.counts = counts
-        self._routes_of = routes_of
+        self._tp_size, self._tp_rank = tp_size, tp_rank
         self._routes: Routes | None = None
+
+    def num_sent(self) -> int:
+        """Waits for this rank's own counts; the rows that it sends, its own included."""
+        return sum(map(sum, self.counts.wait_for_own()[:: self._tp_size]))
 
     def wait(self) -> Routes:
         """Waits for the counts."""
         if self._routes is None:
-            self._routes = self._routes_of(self.counts.wait())
+            self._routes = Routes.of(self.counts.wait(), self._tp_size, self._tp_rank)
         return self._routes
 
     def splits(self) -> RowSplits:

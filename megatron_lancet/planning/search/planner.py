@@ -212,7 +212,8 @@ class Planner:
         """Lower bound on the step time of plans with these segments and deferred dWs."""
         at_once = self._seen.get(Plan(segments, DwPolicy.NONE))
         prediction = at_once.prediction if at_once else self._simulator.predict(Plan(segments, DwPolicy.NONE))
-        return prediction.floor_ms / max(1.0, self._simulator.costs.profile.link.compute_slowdown)
+        link = self._simulator.costs.profile.link
+        return prediction.floor_ms / max(1.0, link.compute_slowdown, link.memory_slowdown or 1.0)
 
     def _consider(self, plan: Plan) -> None:
         if plan in self._seen:

@@ -182,7 +182,7 @@ class CostModel:
         """Weight gradients that become ready in the backward of one chunk's op, in that order.
 
         The profile has an order for each measured chunk count, and they may differ: experts of a rank that run one
-        after the other without chunks run layer by layer in chunks (``model/experts.py``).
+        after the other without chunks run layer by layer in chunks (``model/local_experts``).
 
         Args:
             after: the compute op.

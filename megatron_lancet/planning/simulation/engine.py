@@ -2,7 +2,7 @@
 
 Events are handled in the order of simulated time, so the links (``links.py``) get messages in the order in which they
 are sent. Compute beside a rank's messages, from their issue until they have been sent, is slower by
-``compute_slowdown``. Token counts take no bandwidth.
+``compute_slowdown``, and ops that mostly move rows by ``memory_slowdown``. Token counts take no bandwidth.
 
 A dispatch leaves when its counts have arrived. Where the host polls (CPU), that needs nothing of the rank, which goes
 on computing. Elsewhere (CUDA) the host enqueues ops for the device, and launching costs no time here, so the host is
@@ -21,8 +21,9 @@ from megatron_lancet.planning.simulation.buckets import Buckets, Ledger, Reducti
 from megatron_lancet.planning.simulation.cost_model import DwCost
 from megatron_lancet.planning.simulation.links import NEVER, Launch, LinkEvent, Links, Message
 from megatron_lancet.planning.simulation.lowering import COMPUTE, COUNTS, ISSUE, WAIT, Action, Step
+from megatron_lancet.planning.simulation.phase_result import PhaseResult, Wait
 from megatron_lancet.schedule.dw_queue import DwQueue, DwRules
-from megatron_lancet.schedule.ops import Op, OpKind, Phase
+from megatron_lancet.schedule.ops import MEMORY_BOUND, Op, OpKind, Phase
 from megatron_lancet.schedule.timeline import Lane, Span
 
 _SLOTS = 4096
@@ -47,30 +48,6 @@ class LayerDw(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """The names of its weights, for the queue of dWs."""
         return (self.name,)
-
-
-class Wait(NamedTuple):
-    """A rank's wait for a message, or its host's wait for token counts.
-
-    Attributes:
-        name: name of the message or of the counts.
-        start_ms: when the rank needed the message.
-        exposed_from_ms: when the rank had no work left; ``end_ms`` if it had work all the time.
-        end_ms: when the rank continued.
-        issued_ms: when this rank issued the message.
-        sent_ms: when this rank's part could be sent.
-        peers_ms: when the last rank's part could be sent.
-        filled: names of the dWs that ran during the wait.
-    """
-
-    name: str
-    start_ms: float
-    exposed_from_ms: float
-    end_ms: float
-    issued_ms: float
-    sent_ms: float
-    peers_ms: float
-    filled: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -116,29 +93,6 @@ class _Ready(NamedTuple):
 _Event = _Resume | _Ready | LinkEvent
 
 
-@dataclass(frozen=True)
-class PhaseResult:
-    """The result of one phase of a micro-batch, by column.
-
-    Attributes:
-        end_ms: clock at the end.
-        exposed_ms: time without work to do.
-        peak_dw_bytes: most memory that deferred dWs kept alive.
-        num_early: number of dWs that ran because memory was full.
-        spans: ops and messages; empty unless recorded.
-        waits: waits for messages; empty unless recorded.
-        reduced_ms: when the last gradient reduction ended; 0 if there was none.
-    """
-
-    end_ms: tuple[float, ...]
-    exposed_ms: tuple[float, ...]
-    peak_dw_bytes: tuple[int, ...]
-    num_early: tuple[int, ...]
-    spans: tuple[tuple[Span, ...], ...]
-    waits: tuple[tuple[Wait, ...], ...]
-    reduced_ms: float = 0.0
-
-
 class Engine:
     """Simulates one phase, forward or backward, of one micro-batch."""
 
@@ -162,7 +116,6 @@ class Engine:
         self._links = links
         self._free_ms = links.free_ms
         self._counts_ms = links.network.counts_ms
-        self._host_polls = links.network.host_polls
         self._slowdown = links.network.compute_slowdown
         self._polls = links.network.host_polls
         self._paces = paces
@@ -172,6 +125,8 @@ class Engine:
         self._rules = rules
         self._record = record
         self._buckets = buckets
+        self._memory_slowdown = links.network.memory_slowdown
+        self._is_slowed = max(self._slowdown, self._memory_slowdown) > 1
         self._events: list[tuple[float, int, _Event]] = []
         self._num_events = 0
         self._messages: dict[int, Message] = {}
@@ -217,7 +172,7 @@ class Engine:
     def _resume(self, rank: _Rank) -> None:
         """Runs a rank until it must wait or another event is earlier."""
         steps, events, is_forward = self._steps, self._events, self._is_forward
-        is_plain = self._slowdown <= 1 and not self._record
+        is_plain = not self._is_slowed and not self._record
         column, num_steps, paces = rank.column, len(steps), self._paces
         while rank.index < num_steps:
             code, layer, action = steps[rank.index]
@@ -228,7 +183,8 @@ class Engine:
                 if is_plain:
                     rank.time_ms += ms
                 else:
-                    self._compute(rank, self._name(layer, action.chunk, action.kind), ms)
+                    slowdown = self._memory_slowdown if action.kind in MEMORY_BOUND else self._slowdown
+                    self._compute(rank, self._name(layer, action.chunk, action.kind), ms, slowdown)
                 if not is_forward and action.weight_grads[column]:
                     self._put_all(rank, layer, action.weight_grads[column])
                 rank.index += 1
@@ -256,9 +212,9 @@ class Engine:
     def _name_of(self, message: Message) -> str:
         return self._name(message.layer, message.chunk, message.kind)
 
-    def _compute(self, rank: _Rank, name: str, ms: float) -> None:
+    def _compute(self, rank: _Rank, name: str, ms: float, slowdown: float) -> None:
         """Advances the rank's clock by a compute op."""
-        start_ms, slowdown = rank.time_ms, self._slowdown
+        start_ms = rank.time_ms
         if slowdown > 1 and rank.num_unknown:
             ms *= slowdown
         elif slowdown > 1 and (free_ms := self._free_ms[rank.column]) > start_ms:
@@ -282,7 +238,7 @@ class Engine:
         if self._paces:
             ms *= self._paces[rank.column].get(dw.layer, 1.0)
         if self._record or self._slowdown > 1:
-            self._compute(rank, dw.name, ms)
+            self._compute(rank, dw.name, ms, self._slowdown)
         else:
             rank.time_ms += ms
 
@@ -353,7 +309,7 @@ class Engine:
         if rank.ledger is not None:
             rank.ledger.issue()
         counts = self._counts.get(key)
-        if counts is not None and not self._host_polls:
+        if counts is not None and not self._polls:
             rank.pending = key
         if counts is None or counts.done_ms <= rank.time_ms:
             self._send(rank, message, rank.time_ms)

@@ -35,6 +35,7 @@ class Network:
     same_ranks: tuple[int, ...]
     dispatches_apart: bool = False
     host_polls: bool = True
+    memory_slowdown: float = 1.0
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.profile import ChunkRouting, ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel, DwCost
-from megatron_lancet.schedule.layers import LAYER_KINDS, LayerKind
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Segment
 from megatron_lancet.schedule.turns import (
@@ -160,9 +160,7 @@ class Lowering:
         self._shares = [loads.shares[rank] for rank in loads.simulated]
         self._actions: dict[tuple[object, ...], Action] = {}
         self._model = costs.model
-        self._layers: dict[LayerKind, Layer] = {
-            kind: verbs_of(kind, costs.model.has_shared_experts) for kind in LAYER_KINDS
-        }
+        self._layers: dict[tuple[LayerKind, int], Layer] = {}
 
     def forward(self, layers: Sequence[tuple[int, LayerKind]], segment: Segment) -> list[Step]:
         """Steps of a segment's layers, forward.
@@ -173,7 +171,7 @@ class Lowering:
         kinds = dict(layers)
         pieces = _WHOLE
         steps: list[Step] = []
-        verbs = [(number, self._verbs(number, kind)) for number, kind in layers]
+        verbs = [(number, self._verbs(number, kind, segment.num_chunks)) for number, kind in layers]
         for instruction in program(verbs, segment.num_chunks, segment.range):
             if isinstance(instruction, Instruction):
                 number, code = instruction.layer, _CODES.get(type(instruction.verb))
@@ -186,8 +184,12 @@ class Lowering:
                 pieces = _WHOLE
         return steps
 
-    def _verbs(self, number: int, kind: LayerKind) -> Layer:
-        return mtp_layer(self._layers[kind]) if number in self._model.mtp_layers else self._layers[kind]
+    def _verbs(self, number: int, kind: LayerKind, num_chunks: int) -> Layer:
+        key = kind, num_chunks
+        if key not in self._layers:
+            model = self._model
+            self._layers[key] = verbs_of(kind, model.has_shared_experts, model.pads_to_capacity, num_chunks)
+        return mtp_layer(self._layers[key]) if number in self._model.mtp_layers else self._layers[key]
 
     def beside(self, kind: str) -> list[Step]:
         """Embedding or head, on the whole micro-batch."""

@@ -25,9 +25,10 @@ from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.profile import Profile, StepPace
 from megatron_lancet.planning.simulation.buckets import Buckets
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.engine import Engine, Paces, PhaseResult, Wait
+from megatron_lancet.planning.simulation.engine import Engine, Paces
 from megatron_lancet.planning.simulation.links import Collectives, Links, Network, SerialLinks
 from megatron_lancet.planning.simulation.lowering import Loads, Lowering, Step, backward
+from megatron_lancet.planning.simulation.phase_result import PhaseResult, Wait
 from megatron_lancet.planning.simulation.shared_links import SharedLinks
 from megatron_lancet.schedule.dw_queue import AT_ONCE, DwRules
 from megatron_lancet.schedule.layers import LayerKind
@@ -141,6 +142,7 @@ class Simulator:
             same_ranks,
             link.dispatches_apart,
             link.host_polls,
+            link.slowdown(OpKind.PREPROCESS),
         )
         self._forwards: dict[tuple[Segment, ...], tuple[tuple[Stage, PhaseResult], ...]] = {}
 

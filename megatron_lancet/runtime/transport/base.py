@@ -128,5 +128,8 @@ class CountsTransfer(Protocol):
     def when_done(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` on completion or failure: now, or on another thread. Needs ``launches_in_callback``."""
 
+    def wait_for_own(self) -> list[list[int]]:
+        """Blocks the host until the sent counts [Q][e] are known there; other ranks are not waited for."""
+
     def wait(self) -> TokenCounts:
         """Blocks the host until the counts are known there."""

@@ -27,9 +27,13 @@ class OwnCounts:
     def interval(self) -> tuple[Point, Point]:
         raise AssertionError("token counts of a single rank are not sent")
 
+    def wait_for_own(self) -> list[list[int]]:
+        own: list[list[int]] = self._counts.tolist()
+        return own
+
     def wait(self) -> TokenCounts:
-        counts = self._counts.tolist()
-        return TokenCounts(counts, counts, self._counts)
+        own = self.wait_for_own()
+        return TokenCounts(own, own, self._counts)
 
 
 class LocalTransport(Transport):

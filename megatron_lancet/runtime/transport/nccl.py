@@ -19,7 +19,9 @@ class _StreamTransfer:
 
     def __init__(self, times: EventPair, buffers: tuple[torch.Tensor, ...], stats: CommStats) -> None:
         self._times = times
-        self._buffers = buffers  # allocated on the compute stream: not to be reused before it has waited
+        # Memory of the compute stream, but for a received buffer of ``empty_receive``. Kernels of that stream may reuse
+        # what it dropped at once, so nothing is dropped before the stream has waited for the all-to-all.
+        self._buffers = buffers
         self._stats = stats
 
     def done(self) -> bool:
@@ -57,10 +59,10 @@ class _StreamCounts:
             sent = count()
             self.num_bytes = sent.nbytes - sent.nbytes // self._num_ranks
             self._on_host = torch.empty((2, len(sent)), dtype=sent.dtype, pin_memory=True)
+            self._on_host[0].copy_(sent, non_blocking=True)
             self._times = EventPair()
             self._received = torch.empty_like(sent)
             dist.all_to_all_single(self._received, sent, group=group)
-            self._on_host[0].copy_(sent, non_blocking=True)
             self._on_host[1].copy_(self._received, non_blocking=True)
             self._times.end.record()
         # Kernels of the compute stream read it. This stream, in whose memory it is, must not reuse it before them.
@@ -77,6 +79,11 @@ class _StreamCounts:
 
     def interval(self) -> tuple[Point, Point]:
         return self._times.start, self._times.end
+
+    def wait_for_own(self) -> list[list[int]]:
+        self._times.start.synchronize()
+        own: list[list[int]] = self._on_host[0].view(self._num_ranks, -1).tolist()
+        return own
 
     def wait(self) -> TokenCounts:
         self._times.end.synchronize()  # the host needs the counts: they are shapes
@@ -119,9 +126,12 @@ class StreamTransport(Transport):
         return _StreamTransfer(times, (received, sent), self._stats)
 
     def empty_receive(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        # Allocated on this stream, which may write it at once: no kernel of the compute stream uses its memory.
+        # The memory is this stream's, which then may write it at once: memory of the compute stream may still be read
+        # by kernels that were enqueued behind the point for which the message waits.
         with torch.cuda.stream(self._stream):
             received = like.new_empty(shape)
+        # The rows are dropped as soon as the kernel that sorts them has been enqueued. The next message that gets their
+        # memory does not wait for that kernel, so it must not get it before the kernel has run.
         received.record_stream(torch.cuda.current_stream())
         return received
 

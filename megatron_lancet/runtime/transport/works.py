@@ -69,7 +69,11 @@ class WorkCounts:
         # Another thread records the end, perhaps a little later.
         return self._interval[0], (self._interval[1] if len(self._interval) > 1 else time.perf_counter())
 
+    def wait_for_own(self) -> list[list[int]]:
+        own: list[list[int]] = self._sent.view(self._num_ranks, -1).tolist()
+        return own
+
     def wait(self) -> TokenCounts:
         self._future.wait()
-        sent, received = (counts.view(self._num_ranks, -1) for counts in (self._sent, self._received))
-        return TokenCounts(sent.tolist(), received.tolist(), received)
+        received = self._received.view(self._num_ranks, -1)
+        return TokenCounts(self.wait_for_own(), received.tolist(), received)

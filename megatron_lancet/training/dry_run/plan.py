@@ -7,6 +7,7 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.training.plan.attention import uses_sdpa
 from megatron_lancet.training.plan.comm_priority import choose_micro_ops
+from megatron_lancet.training.plan.comm_sms import check_comm_sms
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.tuning.announcement import announced_plan, num_tuning_steps
@@ -27,6 +28,7 @@ def plan_lines(args: argparse.Namespace, config: LancetConfig) -> list[str]:
     plan, line = choose_plan(args, config)
     choose_micro_ops(args, config, plan)
     check_can_profile(args, config, plan)
+    check_comm_sms(args, config, plan, device=None)
     if plan is None:
         return [line]
     lines = _tuning_lines(args, config, plan, line) if is_tuned(args, config) else [line]

@@ -2,8 +2,8 @@
 
 Each change is a context: it holds while training runs and is undone afterwards. This folder is the only place that
 changes Megatron: ``checkpoint_patches.py`` changes loading, saving and stopping, ``grad_reduction.py`` DDP's gradient
-reductions, ``cpu_patches.py`` and ``mock_patches.py`` the machine, ``cluster_patches.py`` dry runs. ``seams.py`` lists
-what is used without a change.
+reductions, ``cpu_patches.py`` and ``mock_patches.py`` the machine, ``cluster_patches.py`` what validation sees, and
+``ddp_hooks.py`` the streams of DDP's hooks on a virtual GPU. ``seams.py`` lists what is used without a change.
 """
 
 import functools
@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.optimizer import distrib_optimizer
@@ -21,11 +21,15 @@ from megatron.core.transformer import torch_norm
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.training import training
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.model.attention.sdpa import SdpaAttention
 from megatron_lancet.model.recompute import make_checkpoint
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.training.megatron.norm import sequence_parallel_norm
+
+EXPERT_GROUPS = ("ep", "tp_ep_mp")
+"""Megatron's names of the process groups on which a plan's rows and token counts are sent."""
 
 type StepHook = Callable[[Callable[[], Any]], Any]
 """Receives a training step, runs it once and returns its result; does its own work before and after."""
@@ -45,6 +49,32 @@ def sequence_parallel_with_torch_norm() -> AbstractContextManager[None]:
 def dropped_outputs() -> AbstractContextManager[None]:
     """Lets the block's layers drop the outputs that ``--recompute-modules`` names, see ``model/recompute.py``."""
     return around(tensor_parallel, "CheckpointWithoutOutput", make_checkpoint)
+
+
+def bounded_expert_groups(max_ctas: int | None) -> AbstractContextManager[None]:
+    """Lets NCCL's kernels of the expert-parallel groups that Megatron makes inside the context take so many SMs.
+
+    Other options of ``--nccl-communicator-config-path`` and ``--high-priority-stream-groups`` stay.
+
+    Args:
+        max_ctas: most thread blocks of a kernel, each of which takes an SM; None for NCCL's own choice.
+    """
+    if max_ctas is None:
+        return nullcontext()
+
+    def options(stock: Any, pg_name: str, nccl_comm_cfgs: dict[str, dict[str, Any]]) -> Any:
+        if pg_name not in EXPERT_GROUPS:
+            return stock(pg_name, nccl_comm_cfgs)
+        given = nccl_comm_cfgs.get(pg_name, {})
+        for name, contradicts in (("max_ctas", max_ctas.__ne__), ("min_ctas", max_ctas.__lt__)):
+            if name in given and contradicts(given[name]):
+                raise UsageError(
+                    f"--lancet-comm-sms {max_ctas} contradicts --nccl-communicator-config-path, where {name} of "
+                    f"{pg_name} is {given[name]}. Drop one of the two."
+                )
+        return stock(pg_name, {**nccl_comm_cfgs, pg_name: {**given, "max_ctas": max_ctas}})
+
+    return around(parallel_state, "get_nccl_options", options)
 
 
 def core_attention_without_te(needed: bool) -> AbstractContextManager[None]:

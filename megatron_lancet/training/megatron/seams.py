@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron.core import tensor_parallel, utils
+from megatron.core import parallel_state, tensor_parallel, utils
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -38,6 +38,7 @@ from megatron.training import arguments, checkpointing, global_vars, training
 from megatron.training.utils import common_utils
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.training.megatron.patches import EXPERT_GROUPS
 
 type Seam = tuple[Any, str, tuple[str, ...]]
 """A module or class, the name of a function in it, and the names of the parameters that are used."""
@@ -105,6 +106,7 @@ _TRAINING: tuple[Seam, ...] = (
     (training, "is_last_rank", ()),
     (common_utils, "is_last_rank", ()),
     (global_vars, "get_tensorboard_writer", ()),
+    (parallel_state, "get_nccl_options", ("pg_name", "nccl_comm_cfgs")),
     (arguments, "add_megatron_arguments", ("parser",)),
     (arguments, "validate_args", ("args",)),
 )
@@ -177,6 +179,10 @@ def check_seams() -> None:
     for owner, name in _DROP_OUTPUTS:
         if "tensor_parallel.CheckpointWithoutOutput(" not in inspect.getsource(getattr(owner, name, owner)):
             missing.append(f"the use of tensor_parallel.CheckpointWithoutOutput in {owner.__name__}.{name}")
+    groups = inspect.getsource(parallel_state.initialize_model_parallel)
+    for name in EXPERT_GROUPS:
+        if f'get_nccl_options("{name}", nccl_comm_cfgs)' not in groups:
+            missing.append(f"NCCL's options of group {name} in initialize_model_parallel")
     validation = inspect.getsource(arguments.validate_args)
     if _ONE_CONNECTION not in validation:
         missing.append("the assertion of one CUDA connection in validate_args")

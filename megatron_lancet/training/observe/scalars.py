@@ -6,7 +6,7 @@ from megatron_lancet.report.summary import StepRecord
 
 PREFIX = "lancet/"
 _TIMES = ("all_to_all_ms", "exposed_ms", "counts_exposed_ms")
-_DW_FIGURES = ("num_dw_hidden", "num_dw_early", "num_dw_late", "peak_dw_bytes")
+_DW_FIGURES = ("num_dw_in_gaps", "num_dw_early", "num_dw_late", "peak_dw_bytes")
 
 
 class ScalarWriter(Protocol):

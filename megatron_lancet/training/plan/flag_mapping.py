@@ -46,9 +46,6 @@ def map_overlap_flags(args: argparse.Namespace, config: LancetConfig) -> str | N
     if args.moe_permute_fusion and not _has_fused_permutation():
         args.moe_permute_fusion = False
         notes.append("--moe-permute-fusion is replaced by torch's permutation: Transformer Engine 2.1 is not installed")
-    if args.high_priority_a2a_comm_stream:
-        args.high_priority_a2a_comm_stream = False
-        notes.append("--high-priority-a2a-comm-stream is replaced by the plan's own stream")
     notes += _padding_by_experts(args)
     if args.transformer_impl == "local" and args.context_parallel_size > 1 and args.cp_comm_type != ["p2p"]:
         notes.append(f"--cp-comm-type {' '.join(args.cp_comm_type)} is replaced by gathered keys and values")

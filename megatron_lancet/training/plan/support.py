@@ -331,7 +331,8 @@ def overlap_blockers(args: argparse.Namespace, config: LancetConfig, validated: 
     Args:
         validated: see :func:`unsupported`.
     """
-    wants_overlap = config.explicit_plan_flags() or config.profile or config.comm_priority is not CommPriority.OFF
+    needs_plan = config.comm_priority is not CommPriority.OFF or config.comm_sms is not None
+    wants_overlap = config.explicit_plan_flags() or config.profile or needs_plan
     if config.plan is not PlanChoice.AUTO or wants_overlap:
         return []
     found = unsupported(args, validated)

@@ -12,10 +12,14 @@ from megatron_lancet.virtual_gpu.device import VirtualGpu, virtual_gpu
 
 
 @contextmanager
-def virtual_gpu_platform() -> Iterator[VirtualGpu]:
-    """Inside the context Megatron runs on a virtual GPU. Enter it inside ``cpu_platform()``."""
+def virtual_gpu_platform(gpu: VirtualGpu | None = None) -> Iterator[VirtualGpu]:
+    """Inside the context Megatron runs on a virtual GPU. Enter it inside ``cpu_platform()``.
+
+    Args:
+        gpu: the GPU; None for a new one.
+    """
     with ExitStack() as stack:
-        gpu = stack.enter_context(virtual_gpu())
+        gpu = stack.enter_context(virtual_gpu(gpu))
         leaves = stack.enter_context(leaf_streams(gpu))
         stack.enter_context(around_ddp_hooks(leaves.hook))
         stack.enter_context(_marks_on_streams(gpu, leaves))

@@ -57,6 +57,7 @@ class ProfilingPlanMaker:
             UsageError: the user asks for something that the run does not allow.
         """
         self._args = args
+        self._config = config
         self._setup = setup
         self._device = device
         self._note = note
@@ -119,7 +120,7 @@ class ProfilingPlanMaker:
         return answer
 
     def _model(self) -> ProfiledModel:
-        return profiled_model(self._args, self._setup, self._device)
+        return profiled_model(self._args, self._config, self._setup, self._device)
 
     def _look_up(self) -> bool:
         """Whether rank 0 has a profile already, from this run or from the cache."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.gradient_overlap import measured_with
@@ -19,7 +20,9 @@ from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.training.overlap_setup import OverlapSetup
 
 
-def profiled_model(args: argparse.Namespace, setup: OverlapSetup, device: torch.device) -> ProfiledModel:
+def profiled_model(
+    args: argparse.Namespace, config: LancetConfig, setup: OverlapSetup, device: torch.device
+) -> ProfiledModel:
     """Describes the model that Megatron has built and its batch to the profiler."""
     return ProfiledModel(
         stages=setup.stages,
@@ -27,6 +30,7 @@ def profiled_model(args: argparse.Namespace, setup: OverlapSetup, device: torch.
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
         num_micro_batches=get_num_microbatches(),
+        comm_sms=config.comm_sms,
     )
 
 

@@ -58,7 +58,7 @@ class ProfileToFile:
     def observe(self, step: Callable[[], Any]) -> Any:
         """Runs a training step and measures it; after the last one writes the profile and lets training end."""
         if self._progress is None:
-            model = profiled_model(self._args, self._setup, self._device)
+            model = profiled_model(self._args, self._config, self._setup, self._device)
             steps = ProfileSteps(ProfileRun(model, self._plans))
             silent = dist.get_rank() != 0
             self._progress = steps, tqdm(total=len(steps.plans) + 1, desc="profile", unit="step", disable=silent)

@@ -235,7 +235,7 @@ def compare_plan(overrides, plan: Plan, disturb=None, against=None) -> dict[str,
     Args:
         against: stock's settings where they are not ours.
     """
-    from megatron_lancet.model import experts
+    from megatron_lancet.model.local_experts import grouped_linear
 
     stock = stock_run(against or overrides)
     our_model, config, precision = build(overrides)
@@ -247,7 +247,9 @@ def compare_plan(overrides, plan: Plan, disturb=None, against=None) -> dict[str,
     with ExitStack() as stack:
         if disturb is not None:
             disturb(stack)
-        grouped = stack.enter_context(mock.patch.object(experts, "_products", wraps=experts._products))
+        grouped = stack.enter_context(
+            mock.patch.object(grouped_linear, "multiply_one_by_one", wraps=grouped_linear.multiply_one_by_one)
+        )
         results = [(step(ours), gradients(our_model))]
         observer = Observer(stack, ours)
         results.append((step(ours), gradients(our_model)))

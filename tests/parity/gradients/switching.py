@@ -75,7 +75,7 @@ def switch_through_plans(overrides: dict[str, Any], overlaps: bool) -> list[dict
                 "loss": relative_difference(found.pop("losses"), expected[0]),
                 "gradients": relative_errors(gradients(our_model), expected[1]),
                 "logged": max(relative_difference(logged[name], expected[2][name]) for name in expected[2]),
-                "num_deferred": times.num_dw_hidden + times.num_dw_early + times.num_dw_late,
+                "num_deferred": times.num_dw_in_gaps + times.num_dw_early + times.num_dw_late,
                 "position": setup.position,
                 **found,
             }
@@ -88,11 +88,13 @@ def switch_through_plans(overrides: dict[str, Any], overlaps: bool) -> list[dict
 
 
 def observed_step(ours) -> dict[str, Any]:
-    from megatron_lancet.model import experts
+    from megatron_lancet.model.local_experts import grouped_linear
 
     with ExitStack() as stack:
         erratic_wire(stack)
-        grouped = stack.enter_context(mock.patch.object(experts, "_products", wraps=experts._products))
+        grouped = stack.enter_context(
+            mock.patch.object(grouped_linear, "multiply_one_by_one", wraps=grouped_linear.multiply_one_by_one)
+        )
         observer = Observer(stack, ours)
         losses = step(ours)
     return {

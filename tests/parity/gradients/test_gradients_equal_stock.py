@@ -96,6 +96,15 @@ def test_order_of_collectives_does_not_depend_on_planned_gaps(results):
         assert result["gaps/k=2"]["collectives"] == result["plain/k=2"]["collectives"]
 
 
+def test_padded_experts_send_counts_of_chunks_only(results):
+    def messages(case: str) -> set[str]:
+        return {op.split(".")[-1] for op in results[0][case]["collectives"] if ".F." in op}
+
+    assert messages("capacity-padded/k=1/experts") == {"dispatch", "combine"}
+    assert messages("capacity-padded/k=3/experts") == {"counts", "dispatch", "combine"}
+    assert messages("capacity-probs/k=1/experts") == {"counts", "dispatch", "combine"}
+
+
 def test_segments_run_in_their_own_chunks(results):
     def chunks(case: str) -> dict[int, set[int]]:
         forward = [op.split(".") for op in results[0][case]["collectives"] if op.endswith(".F.dispatch")]

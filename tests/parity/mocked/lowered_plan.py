@@ -31,6 +31,7 @@ SELECTIVE = {
     "recompute_granularity": "selective",
     "recompute_modules": ["core_attn", "mlp", "moe", "shared_experts"],
 }
+PADDED = {"moe_expert_capacity_factor": 0.75, "moe_pad_expert_input_to_capacity": True}
 PIPELINE = (0, 1, 1, 1, 0, 1)
 HYBRID = "E*-*E"
 LAYERS_PER_STAGE = len(PIPELINE) // NUM_STAGES
@@ -43,6 +44,7 @@ MODELS = {
     "mtp-repeated": Model(
         (0, 1), overrides={"mtp_num_layers": 2, "mtp_use_repeated_layer": True, "mtp_detach_heads": True}
     ),
+    "padded": Model((0, 1, 1), overrides={**SHARED, **PADDED}),
     "hybrid": Model([kind == "E" for kind in HYBRID], overrides=SHARED, pattern=HYBRID),
     **{f"stage-{stage}": Model(PIPELINE, stage, SHARED) for stage in range(NUM_STAGES)},
 }

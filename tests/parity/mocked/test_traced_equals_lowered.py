@@ -97,6 +97,9 @@ def cases() -> Iterator[tuple[str, Case]]:
         for num_chunks, dim, over in ((1, BATCH, STACK), (2, BATCH, STACK), (3, SEQUENCE, LAYER), (2, BATCH, EXPERTS)):
             yield f"{model}-k{num_chunks}-{over}", Case(fixed_plan(num_chunks, DwPolicy.FILL, dim, over), model)
         yield f"{model}-k2-dw-none", Case(fixed_plan(2, DwPolicy.NONE), model)
+    for num_chunks in (1, 2):
+        yield f"padded-k{num_chunks}-experts", Case(fixed_plan(num_chunks, overlap_range=EXPERTS), "padded")
+    yield "padded-segments", Case(segmented(Segment(1, 2, 1), Segment(3, 3, 2, SEQUENCE, EXPERTS)), "padded")
     for model in ("mtp", "mtp-repeated"):
         for num_chunks, dim, over in ((1, BATCH, STACK), (3, SEQUENCE, LAYER), (2, BATCH, EXPERTS)):
             yield f"{model}-k{num_chunks}-{over}", Case(fixed_plan(num_chunks, DwPolicy.FILL, dim, over), model)

@@ -22,7 +22,7 @@ class Experts:
         from megatron.core.transformer.moe.experts import SequentialMLP
 
         from megatron_lancet.model.adopt import adopt
-        from megatron_lancet.model.experts import GroupingSequentialMLP
+        from megatron_lancet.model.local_experts.module import GroupingSequentialMLP
 
         config = transformer_config(**{**EXPERTS, "num_moe_experts": num_experts, **settings})
         linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -49,7 +49,7 @@ class Experts:
 
     def run(self, sizes: list[int], grouped: bool) -> list[torch.Tensor]:
         """Output, gradients of tokens and probabilities, and main gradients."""
-        from megatron_lancet.model import experts
+        from megatron_lancet.model.local_experts import module as experts
 
         generator = torch.Generator().manual_seed(7)
         dtype = self.dtype
@@ -110,26 +110,29 @@ def test_checkpoint_keys_of_grouped_experts_equal_stock(one_rank):
         (lambda: Experts().defer("linear_fc1"), False),
         (lambda: Experts().defer("local_experts.0"), False),
         (lambda: Experts(add_bias_linear=True).defer(), True),
+        (lambda: Experts(num_experts=1).defer(), False),
         (lambda: Experts().defer(), True),
     ],
-    ids=["one layer not deferred", "experts frozen", "bias", "evaluation"],
+    ids=["one layer not deferred", "experts frozen", "bias", "one expert", "evaluation"],
 )
 def test_experts_that_cannot_be_grouped_run_sequentially(one_rank, monkeypatch, make, no_grad):
-    from megatron_lancet.model import experts
+    from megatron_lancet.model.local_experts import grouped_linear
+    from megatron_lancet.model.local_experts import module as experts
 
-    monkeypatch.setattr(experts, "_products", None)
+    monkeypatch.setattr(grouped_linear, "multiply_one_by_one", None)
     monkeypatch.setattr(experts, "grouped_is_faster", lambda *_: True)
     module = make().module
     with torch.no_grad() if no_grad else torch.enable_grad():
-        output, _ = module(torch.randn(6, HIDDEN), torch.tensor([1, 0, 2, 3]), torch.rand(6))
+        output, _ = module(
+            torch.randn(6, HIDDEN), torch.tensor([1, 0, 2, 3][-len(module.local_experts) :]), torch.rand(6)
+        )
     assert output.shape == (6, HIDDEN)
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "num_rows", "device", "grouped"),
-    [(2, 2 * 128, "cpu", True), (2, 2 * 128 + 1, "cpu", False), (1, 8, "cpu", False), (4, 8, "meta", False)],
+    ("num_experts", "num_rows", "grouped"), [(2, 2 * 128, True), (2, 2 * 128 + 1, False), (4, 8, True)]
 )
-def test_experts_are_grouped_by_number_rows_and_device(num_experts, num_rows, device, grouped):
-    from megatron_lancet.model.experts import grouped_is_faster
+def test_experts_are_grouped_by_number_of_rows(num_experts, num_rows, grouped):
+    from megatron_lancet.model.local_experts.module import grouped_is_faster
 
-    assert grouped_is_faster(num_experts, num_rows, torch.empty(256, 128, device=device)) == grouped
+    assert grouped_is_faster(num_experts, num_rows) == grouped

@@ -17,6 +17,14 @@ def test_routes_of_two_ranks_with_two_experts_each():
     assert routes.rows_per_expert.tolist() == [4, 6]
 
 
+def test_routes_make_each_order_of_rows_once():
+    received = torch.tensor([[1, 2], [3, 4]])
+    routes = Routes.of(TokenCounts([[0], [0]], received.tolist(), received), tp_size=1, tp_rank=0)
+    order = routes.expert_order()
+    assert routes.expert_order(last_expert_first=True) is not order
+    assert routes.expert_order() is order
+
+
 @pytest.mark.parametrize("tp_rank", [0, 1, 2])
 def test_routes_with_expert_tensor_parallelism_equal_sums_over_a_tensor_of_counts(tp_rank):
     num_ranks, tp_size, num_experts = 2, 3, 4

@@ -15,7 +15,7 @@ def test_pace_of_a_slow_step_is_slow_in_every_layer():
     samples = Samples()
     for plan, slowness in ((fixed_plan(1), 1.0), (fixed_plan(1), 1.0), (fixed_plan(1), 9.0), (fixed_plan(2), 1.0)):
         samples.add(step(plan, slowness), plan, FACTS)
-    paces = paces_of_rank(samples.steps, samples.medians().op_ms, 1.0)
+    paces = paces_of_rank(samples.steps, samples.medians().op_ms, lambda kind: 1.0)
     assert len(paces) == 4
     assert all(factor == pytest.approx(1.0) for factor in paces[3].values())
     assert {layer for _, layer in paces[2]} >= {0, 1}

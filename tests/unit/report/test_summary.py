@@ -42,14 +42,14 @@ def test_summary_text_names_plan_and_exposed_share():
 
 def test_summary_reports_the_highest_peak_of_any_step_and_rank():
     def rank(*peaks_mb):
-        comms = [CommTimes(num_dw_hidden=7, num_dw_early=2, num_dw_late=1, peak_dw_bytes=p * 10**6) for p in peaks_mb]
+        comms = [CommTimes(num_dw_in_gaps=7, num_dw_early=2, num_dw_late=1, peak_dw_bytes=p * 10**6) for p in peaks_mb]
         return rank_medians([StepRecord(100, 2048, comm) for comm in comms])
 
     report = summarise([rank(9, 1, 1, 3, 3, 5), rank(2, 2, 2, 8, 2, 2)], "chunks=2", 6, dw_memory_bytes=10**7)
     assert (report["peak_dw_bytes"], report["dw_memory_bytes"]) == (9_000_000, 10_000_000)
-    assert "7 of 10 in all-to-all gaps, at most 9.0 MB deferred of 10.0 MB, 2 ran early" in as_text(report)
-    unbounded = as_text(summarise([rank(9)], "chunks=2", 6))
-    assert unbounded.endswith("7 of 10 in all-to-all gaps, at most 9.0 MB deferred")
+    line = "7 of 10 in front of waits for all-to-alls, at most 9.0 MB deferred"
+    assert f"{line} of 10.0 MB, 2 ran early" in as_text(report)
+    assert as_text(summarise([rank(9)], "chunks=2", 6)).endswith(line)
 
 
 def test_summary_reports_micro_ops_of_reductions_where_there_are_any():

@@ -7,6 +7,7 @@ import torch
 
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, CountsExchange, RowSplits
+from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.local import LocalTransport
 from megatron_lancet.schedule.ops import Op, Phase
@@ -122,6 +123,57 @@ def test_wait_on_one_stream_launches_no_more_than_needed():
     run = Run(launches_in_callback=False)
     run.exchanges[0].wait()
     assert run.transport.log == ["counts 0", "host waits", "queued 0", "counts 1", "wait"]
+
+
+class Clocks:
+    """A host, and a device with kernels to run until ``busy_until_ms``."""
+
+    def __init__(self, busy_until_ms: float) -> None:
+        self.host_ms, self.busy_until_ms = 0.0, busy_until_ms
+        self.num_events = 0
+
+
+class TimedEvent:
+    """An event that the device reaches when it has run its kernels, or at once."""
+
+    def __init__(self, clocks: Clocks) -> None:
+        self.clocks, self.at_ms = clocks, 0.0
+
+    def record(self) -> None:
+        self.clocks.num_events += 1
+        self.at_ms = max(self.clocks.host_ms, self.clocks.busy_until_ms)
+
+    def elapsed_time(self, end: "TimedEvent") -> float:
+        return end.at_ms - self.at_ms
+
+
+@pytest.mark.parametrize(("busy_until_ms", "exposed_ms"), [(0.0, 5.0), (3.0, 2.0), (9.0, 0.0)])
+def test_counts_are_exposed_on_cuda_while_the_device_has_nothing_to_do(monkeypatch, busy_until_ms, exposed_ms):
+    """The host waits for 5 ms in each case."""
+    clocks = Clocks(busy_until_ms)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: TimedEvent(clocks))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    run = Run(launches_in_callback=False, num_chunks=1)
+    run.comm.stats = CommStats(torch.device("cuda"))
+
+    def arrive_ms(timeout_s: float) -> bool:
+        clocks.host_ms += 5.0
+        return True
+
+    monkeypatch.setattr(run.counts[0].arrived, "wait", arrive_ms)
+    run.comm.launch(op(0, "combine"), rows(7), SPLITS)
+    assert run.transport.log == ["counts 0", "host waits", "queued 0", "plain 7"]
+    assert clocks.num_events == 2
+    assert run.comm.stats.take().counts_exposed_ms == exposed_ms
+
+
+def test_counts_that_have_arrived_record_no_event(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: pytest.fail("an event is recorded"))
+    run = Run(launches_in_callback=False, num_chunks=1)
+    run.comm.stats = CommStats(torch.device("cuda"))
+    run.counts[0].arrived.set()
+    run.comm.launch(op(0, "combine"), rows(7), SPLITS)
+    assert run.comm.stats.take().counts_exposed_ms == 0.0
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), AssertionError("wrong counts")])

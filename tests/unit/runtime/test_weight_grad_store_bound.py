@@ -117,7 +117,7 @@ def test_dw_memory_bound_changes_only_memory_and_order_of_dws(events, window, me
     assert max(bounded.held, default=0) <= memory_bytes
     assert bounded.times.peak_dw_bytes == max(bounded.held, default=0)
     times = bounded.times
-    assert times.num_dw_hidden + times.num_dw_early + times.num_dw_late == len(bounded.puts)
+    assert times.num_dw_in_gaps + times.num_dw_early + times.num_dw_late == len(bounded.puts)
     assert free.times.num_dw_early == 0
 
 
@@ -137,7 +137,7 @@ def test_planned_gaps_change_only_the_order_of_dws(events, window, memory_bytes,
     assert run.collectives == free.collectives
     assert memory_bytes is None or max(run.held, default=0) <= memory_bytes
     times = run.times
-    assert times.num_dw_hidden + times.num_dw_early + times.num_dw_late == len(run.puts)
+    assert times.num_dw_in_gaps + times.num_dw_early + times.num_dw_late == len(run.puts)
 
 
 @settings(max_examples=100, deadline=None)
@@ -153,7 +153,7 @@ def test_dws_run_at_once_without_a_window(events):
         if not isinstance(event, Put)
     ]
     times = run.times
-    assert times.num_dw_hidden + times.num_dw_early + times.num_dw_late + times.peak_dw_bytes == 0
+    assert times.num_dw_in_gaps + times.num_dw_early + times.num_dw_late + times.peak_dw_bytes == 0
 
 
 def test_dw_memory_bound_runs_only_as_many_dws_as_needed():

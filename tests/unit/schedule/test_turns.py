@@ -201,6 +201,12 @@ def test_moe_layer_without_shared_experts_has_all_other_verbs():
     assert [verb for verb in LAYERS["m"] if verb not in LAYERS["n"]] == [Compute(OpKind.SHARED_EXPERTS)]
 
 
+@pytest.mark.parametrize(("num_chunks", "missing"), [(1, [LaunchCounts(OpKind.COUNTS)]), (2, [])])
+def test_padded_experts_need_counts_of_chunks_only(num_chunks, missing):
+    padded = verbs_of(LayerKind.MOE, has_shared_experts=True, pads_to_capacity=True, num_chunks=num_chunks)
+    assert [verb for verb in LAYERS["m"] if verb not in padded] == missing
+
+
 @pytest.mark.parametrize("letter", ALL_KINDS)
 @pytest.mark.parametrize("overlap_range", OverlapRange)
 def test_op_is_cut_where_the_program_of_its_layer_runs_it_in_two_chunks(letter, overlap_range):

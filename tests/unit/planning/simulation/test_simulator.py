@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.profile import ChunkRouting
+from megatron_lancet.planning.profile import ChunkRouting, profile_from_json
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import PlanMismatch, Simulator, simulate
 from megatron_lancet.schedule.dw_queue import AT_ONCE
@@ -219,6 +219,24 @@ def test_compute_during_a_message_is_slower():
     (timeline,) = simulate(synthetic_profile(machine), fixed_plan(2, DwPolicy.NONE)).timelines
     # 2 ms of work while the message travels from 3 to 5: one of them is done by then.
     assert "compute 3-6 L1.c1.F.attention" in text_of(timeline, Lane.COMPUTE)
+
+
+def test_ops_that_move_rows_have_a_slowdown_of_their_own():
+    profile = synthetic_profile(dataclasses.replace(BY_HAND, link_ms=8.0, compute_slowdown=1.25))
+    profile = dataclasses.replace(profile, link=dataclasses.replace(profile.link, memory_slowdown=2.0))
+    (timeline,) = simulate(profile, fixed_plan(2, DwPolicy.NONE)).timelines
+    # The message of chunk 0 travels from 3 to 7.
+    assert text_of(timeline, Lane.COMPUTE)[3:6] == [
+        "compute 3-5.5 L1.c1.F.attention",
+        "compute 5.5-6.5 L1.c1.F.route",
+        "compute 6.5-7.25 L1.c1.F.preprocess",
+    ]
+    assert profile_from_json(profile.to_json(), "p.json") == profile
+
+
+def test_slowdown_of_a_profile_without_two_is_that_of_all_ops():
+    link = synthetic_profile(dataclasses.replace(BY_HAND, compute_slowdown=1.25)).link
+    assert {link.slowdown(kind) for kind in (OpKind.EXPERTS, OpKind.PREPROCESS, "mlp.linear_fc1")} == {1.25}
 
 
 def test_planned_dws_run_first_in_their_gap():

@@ -14,7 +14,7 @@ from megatron_lancet.training.observe import step_recorder
 from megatron_lancet.training.observe.scalars import write_scalars
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 
-COMM = CommTimes(40.0, 10.0, 2.0, 8, 1 << 20, num_dw_hidden=7, num_dw_early=1, num_dw_late=2, peak_dw_bytes=9_000_000)
+COMM = CommTimes(40.0, 10.0, 2.0, 8, 1 << 20, num_dw_in_gaps=7, num_dw_early=1, num_dw_late=2, peak_dw_bytes=9_000_000)
 RECORD = StepRecord(200.0, 4096, COMM)
 FIGURES = {
     "lancet/step_ms": 200.0,
@@ -22,7 +22,7 @@ FIGURES = {
     "lancet/all_to_all_ms": 40.0,
     "lancet/exposed_ms": 10.0,
     "lancet/counts_exposed_ms": 2.0,
-    "lancet/num_dw_hidden": 7,
+    "lancet/num_dw_in_gaps": 7,
     "lancet/num_dw_early": 1,
     "lancet/num_dw_late": 2,
     "lancet/peak_dw_bytes": 9_000_000,

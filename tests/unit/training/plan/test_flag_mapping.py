@@ -71,12 +71,11 @@ def test_fused_permutation_stays_where_transformer_engine_has_its_kernels(parsed
 def test_flag_mapping_names_dropped_flags(parsed):
     args = parsed(
         "--moe-token-dispatcher-type alltoall --context-parallel-size 2 --cp-comm-type a2a "
-        "--high-priority-a2a-comm-stream"
+        "--high-priority-a2a-comm-stream --high-priority-stream-groups ep"
     )
-    assert map_overlap_flags(args, LancetConfig()) == (
-        "--high-priority-a2a-comm-stream is replaced by the plan's own stream; "
-        "--cp-comm-type a2a is replaced by gathered keys and values"
-    )
+    assert map_overlap_flags(args, LancetConfig()) == "--cp-comm-type a2a is replaced by gathered keys and values"
+    # Both ask for what the plan's stream has anyway.
+    assert (args.high_priority_a2a_comm_stream, args.high_priority_stream_groups) == (True, ["ep"])
     assert map_overlap_flags(args, LancetConfig()) is None
 
 

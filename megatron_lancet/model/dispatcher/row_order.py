@@ -1,0 +1,68 @@
+"""Moves rows from the order of their sources to that of the experts and back, by one kernel in each direction.
+
+Megatron splits the rows into a part for each source and expert and concatenates the parts: a few views for each of
+them, which cost the host more than the copy takes on a GPU. Here the index of every row is computed on the rows' device
+from the counts that arrived there. Values are moved and not computed, so the bits are the same.
+
+Legend of shapes: S sources, e local experts, m rows of the local experts.
+"""
+
+from typing import Any
+
+import torch
+
+
+def by_expert(values_Se: torch.Tensor, last_expert_first: bool) -> torch.Tensor:
+    """Values of each source and expert, [S, e], by expert and there by source: [e, S]."""
+    values_eS = values_Se.t()
+    return values_eS.flip(0) if last_expert_first else values_eS
+
+
+class RowOrder:
+    """A permutation of m rows, and the one that undoes it."""
+
+    def __init__(self, index_m: torch.Tensor) -> None:
+        """
+        Args:
+            index_m: the present place of each row of the new order; every place occurs once.
+        """
+        places_m = torch.arange(len(index_m), device=index_m.device)
+        self._index_m = index_m
+        self._inverse_m = torch.empty_like(index_m).scatter_(0, index_m, places_m)
+
+    @staticmethod
+    def by_expert(rows_by_source_Se: torch.Tensor, num_rows: int, last_expert_first: bool = False) -> "RowOrder":
+        """Order rows that are grouped by source, and there by expert, by expert, and there by source.
+
+        Args:
+            rows_by_source_Se: number of rows, on the device of the rows, which is not waited for.
+            num_rows: their sum, m.
+        """
+        sizes_eS = by_expert(rows_by_source_Se, last_expert_first).reshape(-1)
+        # Distance of each part between the two orders: in both, a part begins where the parts before it end.
+        ends_Se = rows_by_source_Se.reshape(-1).cumsum(0).view(rows_by_source_Se.shape)
+        shifts_eS = by_expert(ends_Se, last_expert_first).reshape(-1) - sizes_eS.cumsum(0)
+        index_m = torch.repeat_interleave(shifts_eS, sizes_eS, output_size=num_rows)
+        return RowOrder(index_m.add_(torch.arange(num_rows, device=index_m.device)))
+
+    def apply(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns rows [m, ...] in the new order."""
+        return _Reordered.apply(rows, self._index_m, self._inverse_m)
+
+    def undo(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns rows [m, ...] of the new order in the old one."""
+        return _Reordered.apply(rows, self._inverse_m, self._index_m)
+
+
+class _Reordered(torch.autograd.Function):
+    """Indexed rows, whose gradient is indexed by the inverse: that of ``index_select`` would be added up row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index_m: torch.Tensor, inverse_m: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse_m)
+        return rows.index_select(0, index_m)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (inverse_m,) = ctx.saved_tensors
+        return grad.index_select(0, inverse_m), None, None

@@ -1,0 +1,1 @@
+"""The local experts of a rank that Megatron builds without Transformer Engine, run layer by layer."""

@@ -1,0 +1,142 @@
+"""Runs the experts of a rank one after the other as Megatron does, or layer by layer.
+
+Megatron's own grouped experts need Transformer Engine; with the local spec ``--moe-grouped-gemm`` builds sequential
+experts, and calling one costs more than its arithmetic where it has few rows. Layer by layer, what lies between the
+linear layers runs once for all experts. On a CPU each expert is then one GEMM that reads and writes its rows of the
+whole; with many rows that is slower than one expert after the other: what one layer wrote has left the cache when the
+next one reads it. ``benchmarks/parts/experts.py`` measures it. On CUDA, where sequential experts are a dozen kernels
+each, all experts' rows go through one grouped GEMM (``grouped_linear.py``).
+
+Legend of shapes: m rows of all local experts, e local experts, H hidden.
+"""
+
+import copy
+
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+from megatron_lancet.model.adopt import is_of_ddp
+from megatron_lancet.model.local_experts.grouped_linear import DeferredLinear, LinearOfExperts
+from megatron_lancet.model.local_experts.row_groups import RowGroups
+from megatron_lancet.runtime.placement import on_cuda
+
+MAX_ROWS_PER_EXPERT = 128
+
+
+def grouped_is_faster(num_experts: int, num_rows: int) -> bool:
+    """Whether experts on a CPU run layer by layer faster than one after the other (benchmarks/RESULTS.md).
+
+    Args:
+        num_experts: local experts, e.
+        num_rows: rows of all local experts, m.
+    """
+    return num_rows <= num_experts * MAX_ROWS_PER_EXPERT
+
+
+class GroupingSequentialMLP(SequentialMLP):
+    """Megatron's sequential experts; in training they may run layer by layer.
+
+    On a CPU those with few rows do. The GEMMs then give the same bits. Activations may not: which elements of a tensor
+    torch computes without vector instructions, and rounds in another way, depends on the tensor's size.
+
+    On CUDA all do, by grouped GEMMs where :attr:`LinearOfExperts.can_group` says so. These do not give the bits of
+    stock's GEMMs, so with ``deterministic_mode`` experts that must be exact stay sequential.
+
+    Attributes:
+        may_group: False keeps the experts exactly as stock's. May change between steps.
+    """
+
+    may_group: bool = True
+
+    @property
+    def last_expert_first(self) -> bool:
+        """Whether the next forward pass expects the last expert's rows first, as the weights lie in memory."""
+        together = self._together() if torch.is_grad_enabled() else None
+        return together is not None and together.can_group and self._runs_on_cuda()
+
+    def forward(
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Runs the local experts.
+
+        Args:
+            permuted_local_hidden_states: [m, H], ordered by expert; see :attr:`last_expert_first`.
+            tokens_per_expert: [e] in the experts' order, on the host or on the device.
+            permuted_probs: [m].
+
+        Returns:
+            Output [m, H]; None, because the bias has been added.
+        """
+        rows_mH = permuted_local_hidden_states
+        together = self._together() if torch.is_grad_enabled() else None
+        if together is None or not self._runs_by_layer(rows_mH.size(0)):
+            return super().forward(rows_mH, tokens_per_expert, permuted_probs)
+        last_first = self.last_expert_first
+        rows = RowGroups(tokens_per_expert, rows_mH) if last_first else tokens_per_expert.tolist()
+        return together(rows_mH, rows, permuted_probs)
+
+    def _runs_by_layer(self, num_rows: int) -> bool:
+        if on_cuda(self.local_experts[0].linear_fc1.weight):
+            return self._runs_on_cuda()
+        return self.may_group and grouped_is_faster(len(self.local_experts), num_rows)
+
+    def _runs_on_cuda(self) -> bool:
+        """Whether experts on CUDA run layer by layer; stock's own results there vary unless the user forbids it."""
+        return self.may_group or not self.config.deterministic_mode
+
+    def _together(self) -> "_LayerByLayer | None":
+        """Returns the local experts as one module, made on the first call; None where that is not possible."""
+        if "_layer_by_layer" not in self.__dict__:
+            # Not registered with Module: it is no part of the model and has no parameters of its own.
+            self.__dict__["_layer_by_layer"] = self._make_together()
+        return self.__dict__["_layer_by_layer"]
+
+    def _make_together(self) -> "_LayerByLayer | None":
+        layers = {
+            name: [getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2")
+        }
+        every = [linear for linears in layers.values() for linear in linears]
+        deferred = all(getattr(linear, "deferred", None) is not None and linear.bias is None for linear in every)
+        if len(self.local_experts) == 1 or not deferred or self.config.moe_apply_probs_on_input:
+            return None
+        return _LayerByLayer(self.local_experts[0], layers)
+
+
+class _LayerByLayer:
+    """An expert's own forward with other linear layers: activations and probabilities work row by row.
+
+    Attributes:
+        can_group: whether all linear layers can use grouped GEMMs.
+    """
+
+    def __init__(self, expert: torch.nn.Module, layers: dict[str, list[DeferredLinear]]) -> None:
+        """
+        Args:
+            expert: any of the local experts.
+            layers: linear layers of all local experts, by name.
+        """
+        self._linears = {name: LinearOfExperts(linears) for name, linears in layers.items()}
+        self._stock = [linear for expert_linears in zip(*layers.values(), strict=True) for linear in expert_linears]
+        self.can_group = all(linear.can_group for linear in self._linears.values())
+        self._forward = copy.copy(expert)
+        self._forward._modules = {**expert._modules, **self._linears}
+
+    def __call__(
+        self, rows_mH: torch.Tensor, rows: list[int] | RowGroups, probs_m: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Maps rows [m, H] to outputs [m, H].
+
+        Args:
+            rows: see :attr:`LinearOfExperts.rows`.
+        """
+        self._wait_for_parameters()
+        for linear in self._linears.values():
+            linear.rows = rows
+        return self._forward(rows_mH, probs_m)
+
+    def _wait_for_parameters(self) -> None:
+        """Runs the hooks by which DDP waits for gathered parameters (``--overlap-param-gather``), in stock's order."""
+        for linear in self._stock:
+            for hook in linear._forward_pre_hooks.values():
+                if is_of_ddp(hook):
+                    hook(linear, ())

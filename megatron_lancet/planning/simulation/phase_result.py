@@ -1,0 +1,53 @@
+"""What the engine finds in one phase, forward or backward, of a micro-batch."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_lancet.schedule.timeline import Span
+
+
+class Wait(NamedTuple):
+    """A rank's wait for a message, or its host's wait for token counts.
+
+    Attributes:
+        name: name of the message or of the counts.
+        start_ms: when the rank needed the message.
+        exposed_from_ms: when the rank had no work left; ``end_ms`` if it had work all the time.
+        end_ms: when the rank continued.
+        issued_ms: when this rank issued the message.
+        sent_ms: when this rank's part could be sent.
+        peers_ms: when the last rank's part could be sent.
+        filled: names of the dWs that ran during the wait.
+    """
+
+    name: str
+    start_ms: float
+    exposed_from_ms: float
+    end_ms: float
+    issued_ms: float
+    sent_ms: float
+    peers_ms: float
+    filled: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PhaseResult:
+    """The result of one phase of a micro-batch, by column.
+
+    Attributes:
+        end_ms: clock at the end.
+        exposed_ms: time without work to do.
+        peak_dw_bytes: most memory that deferred dWs kept alive.
+        num_early: number of dWs that ran because memory was full.
+        spans: ops and messages; empty unless recorded.
+        waits: waits for messages; empty unless recorded.
+        reduced_ms: when the last gradient reduction ended; 0 if there was none.
+    """
+
+    end_ms: tuple[float, ...]
+    exposed_ms: tuple[float, ...]
+    peak_dw_bytes: tuple[int, ...]
+    num_early: tuple[int, ...]
+    spans: tuple[tuple[Span, ...], ...]
+    waits: tuple[tuple[Wait, ...], ...]
+    reduced_ms: float = 0.0

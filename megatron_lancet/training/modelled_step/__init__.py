@@ -1,0 +1,1 @@
+"""How long would a micro-batch take on GPUs? The model of a launch command on a virtual GPU, played in time."""

@@ -1,0 +1,161 @@
+"""One micro-batch, forward and backward, on rank 0 of a mocked world: the log of a virtual GPU without values."""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe import token_dispatcher
+
+from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.model.attention import sdpa
+from megatron_lancet.model.attention.switchable import SwitchableAttention
+from megatron_lancet.patching import replaced
+from megatron_lancet.runtime import weight_grad_store
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.training.megatron.mock_patches import loopback_counts
+from megatron_lancet.training.megatron.plain_gpt import build_plain_gpt
+from megatron_lancet.training.overlap_setup import OverlapSetup
+from megatron_lancet.training.platform.virtual import virtual_gpu_platform
+from megatron_lancet.virtual_gpu.log import Entry, Mark
+from megatron_lancet.virtual_gpu.meta import META, MetaGpu
+from megatron_lancet.virtual_gpu.playback.marks import SKIP, MarkedMessage, MarkedTrace
+
+BACKWARD = "backward"
+"""Name of the mark between the passes."""
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one micro-batch enqueued.
+
+    Attributes:
+        messages: all-to-alls of a plan; empty for stock modules.
+    """
+
+    log: Sequence[Entry]
+    messages: Sequence[MarkedMessage]
+
+
+def record(args: argparse.Namespace, plan: Plan | None) -> Recording:
+    """Builds the model and records its second micro-batch. Enter it inside ``cpu_platform()``.
+
+    Args:
+        args: Megatron's validated arguments.
+        plan: None for Megatron's own modules, which wait for each all-to-all.
+
+    Raises:
+        UsageError: Megatron refuses the arguments, or the model can't run the plan.
+        NotImplementedError: the host needs a value that is not known.
+    """
+    with mock_world(args.world_size), loopback_counts(), ExitStack() as stack:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        )
+        stack.callback(parallel_state.destroy_model_parallel)
+        gpu = MetaGpu(uniform_routing(args.num_experts, args.moe_router_topk))
+        stack.enter_context(virtual_gpu_platform(gpu))
+        stack.enter_context(_kernels_of_a_gpu())
+        return _record(args, plan, gpu)
+
+
+def _record(args: argparse.Namespace, plan: Plan | None, gpu: MetaGpu) -> Recording:
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    with torch.device(META):
+        model = build_plain_gpt(args).cuda()
+    setup = None
+    if plan is not None:
+        device = torch.device("cuda")
+        setup = OverlapSetup(plan, device, CommStats(device), _TIMEOUT, sdpa=True)
+        setup([_unwrapped(model)])
+    else:
+        for layer in _unwrapped(model).decoder.layers:
+            SwitchableAttention(layer.self_attention, False).use_prefixed()
+    config = _unwrapped(model).config
+    ddp = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+            delay_wgrad_compute=setup is not None and setup.delays_weight_grads,
+        ),
+        model,
+    )
+    trace = MarkedTrace(gpu)
+
+    def micro_batch() -> None:
+        tokens = torch.zeros((args.micro_batch_size, args.seq_length), dtype=torch.int64, device=META)
+        output = ddp(input_ids=tokens, position_ids=tokens, attention_mask=None, labels=tokens)
+        loss = output.float().mean()
+        gpu.note(Mark(SKIP, BACKWARD))
+        loss.backward()
+
+    with ddp.no_sync():
+        with gpu.watch():
+            micro_batch()  # the first one makes caches and copies that later ones find
+        if setup is not None:
+            setup.stages[0].decoder.comm.record_to(trace)
+        with gpu.watch():
+            micro_batch()
+    return Recording(tuple(gpu.log), tuple(trace.messages))
+
+
+def _unwrapped(model: Any) -> Any:
+    return getattr(model, "module", model)
+
+
+def uniform_routing(num_experts: int, topk: int) -> Callable[[str, Sequence[Any]], torch.Tensor | None]:
+    """Token counts of a router that sends as many tokens to each expert as to any other."""
+
+    def supply(name: str, args: Sequence[Any]) -> torch.Tensor | None:
+        if name != "sum" or not args or args[0].dim() != 2 or args[0].size(1) != num_experts:
+            return None
+        if args[0].dtype is not torch.bool or len(args) < 2 or list(args[1]) != [0]:
+            return None
+        num_rows = args[0].size(0) * topk
+        counts = torch.full((num_experts,), num_rows // num_experts)
+        counts[: num_rows % num_experts] += 1
+        return counts
+
+    return supply
+
+
+@contextmanager
+def _kernels_of_a_gpu() -> Iterator[None]:
+    """Inside the context operators are chosen as on a GPU, where that depends on the device of a tensor."""
+    with (
+        replaced(sdpa, "scaled_dot_product_attention", _flash_attention),
+        replaced(sdpa, "causal_lower_right", lambda *_: None),
+        replaced(weight_grad_store, "_has_gemm_into_fp32", lambda device_type: True),
+        replaced(token_dispatcher, "maybe_move_tensor_to_cpu", _moved_to_host),
+    ):
+        yield
+
+
+def _moved_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What Megatron does with split sizes on a GPU."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    on_host = tensor.to(torch.device("cpu"), non_blocking=True)
+    return on_host.numpy() if as_numpy else on_host
+
+
+def _flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, scale: float, **_: Any
+) -> torch.Tensor:
+    """torch's fused kernel, which it chooses on a GPU; always causal here."""
+    output: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, True, scale=scale
+    )[0]
+    return output

@@ -1,0 +1,75 @@
+"""The bound on the SMs of a plan's all-to-alls, ``--lancet-comm-sms``: whether it can act in a run."""
+
+import argparse
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.errors import UsageError
+from megatron_lancet.schedule.plan import Plan
+
+FLAG = "--lancet-comm-sms"
+_OWN_BACKEND = "nccl"
+_AT_LEAST = ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
+"""Variables with which NCCL takes at least so many SMs, whatever a communicator's bound is."""
+
+
+def check_comm_sms(
+    args: argparse.Namespace, config: LancetConfig, plan: Plan | None, device: torch.device | None
+) -> None:
+    """Checks that NCCL will keep to the bound.
+
+    Args:
+        args: Megatron's arguments, validated.
+        plan: None for stock modules.
+        device: device of this rank; None where it is not known yet, in a dry run.
+
+    Raises:
+        UsageError: the run has no such all-to-alls, or they would take more SMs, or the device has fewer.
+    """
+    if config.comm_sms is None:
+        return
+    given = f"{FLAG} {config.comm_sms}"
+    for reason in _obstacles(args, config.comm_sms, plan, device):
+        raise UsageError(f"{given} can't act: {reason}")
+
+
+def _obstacles(args: argparse.Namespace, num_sms: int, plan: Plan | None, device: torch.device | None) -> Iterator[str]:
+    if plan is None:
+        yield (
+            "this run has stock Megatron modules: it was given --lancet-plan off or has no expert parallelism "
+            f"(--expert-model-parallel-size is {args.expert_model_parallel_size}). Drop one of the two."
+        )
+    if args.distributed_backend != _OWN_BACKEND:
+        yield (
+            f"it bounds kernels of NCCL, and --distributed-backend is {args.distributed_backend}, whose messages take "
+            "no SMs. Drop the flag."
+        )
+    if num_sms & (num_sms - 1):
+        yield (
+            "NCCL rounds the SMs of an all-to-all up to a power of two, "
+            f"{1 << num_sms.bit_length()} here. Pass {1 << num_sms.bit_length() - 1} or {1 << num_sms.bit_length()}."
+        )
+    largest = os.environ.get("NCCL_MAX_CTAS")
+    if largest not in (None, "", str(num_sms)):
+        yield f"NCCL_MAX_CTAS is {largest}, which takes precedence in NCCL. Unset one of the two."
+    for name in _AT_LEAST:
+        least = os.environ.get(name, "")
+        if least.isdigit() and int(least) > num_sms:
+            yield f"{name} is {least}, so NCCL takes at least as many. Unset one of the two."
+    if device is not None and device.type == "cuda":
+        yield from _obstacles_of_the_device(num_sms, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _obstacles_of_the_device(num_sms: int, num_device_sms: int) -> Iterator[str]:
+    if num_sms > num_device_sms:
+        yield f"the GPU has {num_device_sms} SMs. Pass fewer, or drop the flag."
+    options = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None)
+    if options is None or not hasattr(getattr(options(), "config", None), "max_ctas"):
+        yield (
+            f"torch {torch.__version__} has no ProcessGroupNCCL.Options().config.max_ctas. Install a build of torch "
+            "that has it, or set NCCL_MAX_CTAS, for all groups, instead of the flag."
+        )

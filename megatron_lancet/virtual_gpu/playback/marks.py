@@ -1,0 +1,70 @@
+"""Ops among what is enqueued: a trace that writes marks into the log of a virtual GPU instead of taking times."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_lancet.runtime.trace import Message, Trace
+from megatron_lancet.virtual_gpu.device import VirtualGpu
+from megatron_lancet.virtual_gpu.log import Mark
+
+END, SKIP, BEGIN, RESUME = "end", "skip", "begin", "resume"
+"""Kinds of a mark: an op ends; the time before belongs to no op; a wait or a weight gradient begins, and ends."""
+
+
+@dataclass(frozen=True)
+class MarkedMessage:
+    """A message between two events, those of its launch and of its arrival.
+
+    Attributes:
+        name: op as text.
+        num_bytes: bytes sent to other ranks.
+    """
+
+    name: str
+    num_bytes: int
+    start_event: int
+    end_event: int
+
+
+class MarkedTrace(Trace):
+    """A trace whose points are places in the log of ``gpu``.
+
+    Attributes:
+        messages: messages that have been waited for.
+    """
+
+    def __init__(self, gpu: VirtualGpu) -> None:
+        self._gpu = gpu
+        super().__init__(torch.device("cpu"), 0)
+
+    def begin_step(self) -> None:
+        self.messages: list[MarkedMessage] = []
+
+    def skip(self) -> None:
+        self._gpu.note(Mark(SKIP, ""))
+
+    def end(self, name: str) -> None:
+        self._gpu.note(Mark(END, name))
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        self._gpu.note(Mark(BEGIN, name))
+        yield
+        self._gpu.note(Mark(RESUME, name))
+
+    @contextmanager
+    def weight_grad(self, name: str, pinned_bytes: int, weight_bytes: int) -> Iterator[None]:
+        with self.waiting(name):
+            yield
+
+    def sent(self, name: str, num_bytes: int, message: Message) -> None:
+        points: tuple[Any, Any] = message.interval()
+        start, end = points
+        self.messages.append(MarkedMessage(name, num_bytes, start.number, end.number))
+
+    def received(self, name: str, num_rows: int) -> None:
+        """Does nothing: the log has the sizes of all kernels."""

@@ -1,0 +1,84 @@
+"""How many kernels a MoE layer's experts launch on CUDA: one after the other as stock, and by grouped GEMMs."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_lancet.model.local_experts import grouped_linear
+from megatron_lancet.patching import replaced
+from megatron_lancet.runtime import placement
+from megatron_lancet.virtual_gpu.operators import Kind, base_name, kind_of
+from tests.unit.model.test_grouped_experts import BF16, Pair
+
+NUM_EXPERTS, ROWS_PER_EXPERT = 16, 3
+SWIGLU = {**BF16, "gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+FUSED = {**SWIGLU, "bias_activation_fusion": True}
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that a GPU would run as kernels; an operator may be more than one there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if kind_of(func, args, kwargs or {}) is Kind.KERNEL:
+            self.names[base_name(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    with Kernels() as kernels:
+        yield kernels.names
+
+
+def kernels_of(pair: Pair, rows: list[int]) -> tuple[int, int, int]:
+    """Kernels of the forward pass, of the backward pass without dW, and of dW where it is deferred."""
+    tokens, probs, grad = pair.inputs(rows)
+    tokens.requires_grad_(), probs.requires_grad_()
+    with counted() as forward:
+        output, _ = pair.ours(tokens, torch.tensor(rows), probs)
+    late = Counter()
+    flush = pair.store.flush
+
+    def counted_flush() -> None:
+        with counted() as found:
+            flush()
+        late.update(found)
+
+    with replaced(pair.store, "flush", counted_flush), counted() as backward:
+        output.backward(grad)
+    return forward.total(), backward.total() - late.total(), late.total()
+
+
+SEQUENTIAL, ONE_BY_ONE, GROUPED = "sequential", "layer by layer, one GEMM for each expert", "grouped"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (SWIGLU, {SEQUENTIAL: (113, 178, 64), ONE_BY_ONE: (37, 41, 64), GROUPED: (7, 11, 4)}),
+        # The operators of Megatron's fused activation, which is one kernel each way where it is compiled.
+        (FUSED, {SEQUENTIAL: (97, 322, 64), ONE_BY_ONE: (36, 50, 64), GROUPED: (6, 20, 4)}),
+    ],
+    ids=["swiglu", "fused swiglu"],
+)
+def test_kernels_of_sixteen_experts_by_forward_backward_and_weight_gradients(one_rank, settings, expected):
+    rows = [ROWS_PER_EXPERT] * NUM_EXPERTS
+    found = {}
+    for way in expected:
+        with (
+            replaced(placement, "_is_cuda", lambda device, way=way: way != SEQUENTIAL),
+            replaced(grouped_linear, "has_grouped_gemm", lambda weight, way=way: way == GROUPED),
+        ):
+            pair = Pair(NUM_EXPERTS, **settings)
+            pair.ours.may_group = way != SEQUENTIAL
+            pair.run(rows)
+            found[way] = kernels_of(pair, rows)
+    assert found == expected

@@ -1,0 +1,211 @@
+"""The bound on the SMs of all-to-alls reaches the groups that send them, and is refused where it can't act."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.errors import UsageError
+from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.patching import around
+from megatron_lancet.profiler import facts
+from megatron_lancet.profiler.facts import ProfiledModel, key_of
+from megatron_lancet.schedule.plan import fixed_plan
+from megatron_lancet.training import spec
+from megatron_lancet.training.dry_run.run import examine
+from megatron_lancet.training.megatron import patches, seams
+from megatron_lancet.training.megatron.patches import bounded_expert_groups
+from megatron_lancet.training.plan.comm_sms import check_comm_sms
+from megatron_lancet.training.plan.support import overlap_blockers
+
+BOUND = LancetConfig(comm_sms=8)
+GPU = torch.device("cuda", 0)
+UNSET = -(2**31)
+"""NCCL's value for an option that is not set."""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name in ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+
+
+def arguments(**changes: object) -> argparse.Namespace:
+    return argparse.Namespace(**{"distributed_backend": "nccl", "expert_model_parallel_size": 2, **changes})
+
+
+def options_of_groups(max_ctas: int | None, high_priority: tuple[str, ...] = ()) -> dict[str, object]:
+    """NCCL's options of all groups that Megatron makes, by their descriptions."""
+    made = {}
+
+    def create(stock, ranks=None, pg_options=None, group_desc=None, **kwargs):
+        made[group_desc] = pg_options
+        return stock(ranks, group_desc=group_desc, **kwargs)
+
+    with (
+        mock_world(4),
+        bounded_expert_groups(max_ctas),
+        around(parallel_state, "create_group", create),
+    ):
+        try:
+            parallel_state.initialize_model_parallel(
+                expert_model_parallel_size=2,
+                create_gloo_process_groups=False,
+                high_priority_stream_groups=list(high_priority),
+            )
+        finally:
+            parallel_state.destroy_model_parallel()
+    return made
+
+
+def test_bound_on_sms_reaches_the_groups_of_rows_and_counts_only():
+    made = options_of_groups(8)
+    bounded = {name: options for name, options in made.items() if options is not None}
+    assert bounded.keys() == {"EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"}
+    assert len(made) > 10
+    for options in bounded.values():
+        assert (options.config.max_ctas, options.config.min_ctas) == (8, UNSET)
+        assert not options.is_high_priority_stream
+    assert set(options_of_groups(None).values()) == {None}
+
+
+def test_bound_on_sms_keeps_other_options_of_the_groups():
+    made = options_of_groups(4, high_priority=("ep", "ep_dp"))
+    options = made["EXPERT_MODEL_PARALLEL_GROUP"]
+    assert (options.config.max_ctas, options.is_high_priority_stream) == (4, True)
+    options = made["EXPERT_DATA_PARALLEL_GROUP"]
+    assert (options.config.max_ctas, options.is_high_priority_stream) == (UNSET, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ep": {"max_ctas": 16}}, "where max_ctas of ep is 16"),
+        ({"ep": {"min_ctas": 9}}, "where min_ctas of ep is 9"),
+        ({"ep": {"max_ctas": 8, "min_ctas": 8, "cga_cluster_size": 2}}, None),
+        ({"dp_cp": {"max_ctas": 16}}, None),
+    ],
+)
+def test_bound_on_sms_must_agree_with_the_users_communicator_config(given, message):
+    with bounded_expert_groups(8):
+        if message is not None:
+            with pytest.raises(UsageError, match=rf"--lancet-comm-sms 8 contradicts .*, {message}\. Drop one"):
+                parallel_state.get_nccl_options("ep", given)
+            return
+        options = parallel_state.get_nccl_options("ep", given)
+        assert options.config.max_ctas == 8
+        assert options.config.cga_cluster_size == given.get("ep", {}).get("cga_cluster_size", UNSET)
+        others = parallel_state.get_nccl_options("dp_cp", {"dp_cp": {"max_ctas": 16}})
+        assert others.config.max_ctas == 16
+
+
+def test_group_that_takes_options_from_elsewhere_is_a_missing_seam(monkeypatch):
+    monkeypatch.setattr(seams, "EXPERT_GROUPS", (*patches.EXPERT_GROUPS, "experts"))
+    with pytest.raises(UsageError, match="NCCL's options of group experts in initialize_model_parallel"):
+        seams.check_seams()
+
+
+def test_bound_on_sms_is_accepted_on_gpus_and_in_dry_runs():
+    check_comm_sms(arguments(), BOUND, fixed_plan(2), GPU)
+    check_comm_sms(arguments(), BOUND, fixed_plan(2), None)
+    check_comm_sms(arguments(), LancetConfig(comm_sms=128), fixed_plan(2), GPU)
+    check_comm_sms(arguments(distributed_backend="gloo"), LancetConfig(), None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_sms", "plan", "message"),
+    [
+        ({}, 8, None, r"this run has stock Megatron modules: it was given --lancet-plan off or has no expert"),
+        ({"distributed_backend": "gloo"}, 8, fixed_plan(2), "--distributed-backend is gloo, whose messages"),
+        ({"distributed_backend": "mock"}, 8, fixed_plan(2), "--distributed-backend is mock, whose messages"),
+        ({}, 20, fixed_plan(2), r"a power of two, 32 here. Pass 16 or 32\."),
+        ({}, 256, fixed_plan(2), "the GPU has 132 SMs"),
+    ],
+)
+def test_bound_on_sms_is_refused_where_it_can_not_act(changes, num_sms, plan, message):
+    with pytest.raises(UsageError, match=rf"--lancet-comm-sms {num_sms} can't act: .*{message}"):
+        check_comm_sms(arguments(**changes), LancetConfig(comm_sms=num_sms), plan, GPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted", "refused"),
+    [
+        ("NCCL_MAX_CTAS", "8", "16"),
+        ("NCCL_MIN_CTAS", "8", "9"),
+        ("NCCL_MIN_NCHANNELS", "4", "32"),
+        ("NCCL_MIN_P2P_NCHANNELS", "1", "16"),
+    ],
+)
+def test_bound_on_sms_must_agree_with_variables_of_nccl(monkeypatch, name, accepted, refused):
+    monkeypatch.setenv(name, accepted)
+    check_comm_sms(arguments(), BOUND, fixed_plan(2), GPU)
+    monkeypatch.setenv(name, refused)
+    with pytest.raises(UsageError, match=f"{name} is {refused}"):
+        check_comm_sms(arguments(), BOUND, fixed_plan(2), GPU)
+
+
+@pytest.mark.parametrize("options", [None, SimpleNamespace, lambda: SimpleNamespace(config=SimpleNamespace())])
+def test_bound_on_sms_needs_a_torch_that_passes_it_to_nccl(monkeypatch, options):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options))
+    with pytest.raises(UsageError, match=r"has no ProcessGroupNCCL\.Options\(\)\.config\.max_ctas"):
+        check_comm_sms(arguments(), BOUND, fixed_plan(2), GPU)
+
+
+def test_bound_on_sms_is_at_least_one():
+    with pytest.raises(UsageError, match="--lancet-comm-sms expects at least 1, got 0"):
+        LancetConfig(comm_sms=0)
+
+
+def test_bound_on_sms_asks_for_the_overlap(monkeypatch):
+    """A run that can't overlap is refused, and does not fall back to stock modules."""
+    monkeypatch.setattr(
+        "megatron_lancet.training.plan.support.unsupported", lambda args, validated: [("--some-flag", "drop it")]
+    )
+    assert overlap_blockers(arguments(), LancetConfig()) != []
+    assert overlap_blockers(arguments(), BOUND) == []
+    assert LancetConfig(plan=PlanChoice.AUTO, comm_sms=8).explicit_plan_flags() == {}
+
+
+def test_bound_on_sms_has_profiles_of_its_own(monkeypatch):
+    for name in ("model_facts", "package_versions"):
+        monkeypatch.setattr(facts, name, lambda _: {})
+    monkeypatch.setattr(facts, "device_name", lambda _: "H100")
+    keys = [key_of(ProfiledModel((), GPU, 1, 1, 1, comm_sms)) for comm_sms in (None, 8, 16)]
+    assert [key.device for key in keys] == ["H100", "H100, 8 SMs for messages", "H100, 16 SMs for messages"]
+
+
+def test_bound_on_sms_is_too_late_in_megatrons_own_script(monkeypatch):
+    monkeypatch.setenv(spec.FLAGS_VARIABLE, "--lancet-comm-sms 8")
+    with pytest.raises(
+        UsageError, match=r"LANCET_FLAGS: --lancet-comm-sms does not work with --spec: .* max_ctas of ep"
+    ):
+        spec._config_from_environment()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", None),
+        ("--lancet-plan off", "can't act: this run has stock Megatron modules"),
+        ("--expert-model-parallel-size 1", "can't act: this run has stock Megatron modules"),
+        ("--distributed-backend gloo", "can't act: it bounds kernels of NCCL"),
+        ("--cuda-graph-impl local", "--cuda-graph-impl local does not work"),
+    ],
+)
+def test_bound_on_sms_of_a_command_line(monkeypatch, words, message):
+    script = Path(__file__).parents[3] / "launch_args" / "megatron_mixtral_8x7b.args"
+    arguments = shlex.split(f"--lancet-dry-run {script.read_text()} --lancet-comm-sms 8 {words}")
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", *arguments])
+    if message is None:
+        assert examine().plan[0].startswith("auto")
+        return
+    with pytest.raises(UsageError, match=message):
+        examine()

@@ -1,0 +1,84 @@
+"""The cases that run on the virtual GPU."""
+
+from typing import Any
+
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
+from tests.parity.gradients.variants import CAPACITY, FULL, GAPS, MLA
+from tests.virtual_gpu.case import IN_ORDER, Case
+
+TWO = fixed_plan(2)
+NO_DW = fixed_plan(2, DwPolicy.NONE)
+EACH_LATE = (IN_ORDER, ("compute",), ("comm",), ("counts",), ("DDP",), ("NCCL",))
+COMPUTE_LATE = (IN_ORDER, ("compute",))
+COMM_LATE = (IN_ORDER, ("comm",))
+DDP_LATE = (("DDP",), ("NCCL",))
+
+
+def sequence(num_chunks: int = 2, over: OverlapRange = OverlapRange.STACK) -> Plan:
+    return fixed_plan(num_chunks, chunk_dim=ChunkDim.SEQUENCE, overlap_range=over)
+
+
+def selective(*modules: str, **overrides: Any) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules), **overrides}
+
+
+SHARED: dict[str, Any] = {"moe_shared_expert_intermediate_size": 32}
+LLAMA: dict[str, Any] = {"num_query_groups": 2, "position_embedding_type": "rope", "normalization": "RMSNorm"}
+SEQUENCE_PARALLEL = {"sequence_parallel": True}
+TP = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+EXPERT_TP = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+TE: dict[str, Any] = {"te": True, "moe_grouped_gemm": True}
+
+CASES: dict[str, Case] = {
+    "k=1": Case([fixed_plan(1)], late=EACH_LATE),
+    "k=1/dw-none": Case([fixed_plan(1, DwPolicy.NONE)], switchable=True, late=EACH_LATE),
+    "k=2": Case([TWO], late=EACH_LATE),
+    "k=2/dw-none": Case([NO_DW], late=COMPUTE_LATE),
+    "k=2/gaps": Case([Plan(TWO.segments, dw_window=4, gaps=GAPS)], late=EACH_LATE),
+    "k=4": Case([fixed_plan(4)], late=(("compute",), ("comm",))),
+    "sequence": Case([sequence()], late=(("compute",), ("comm",))),
+    "sequence/grouped-queries": Case([sequence()], LLAMA),
+    "sequence/mla": Case([sequence()], MLA),
+    **{f"over-{over}": Case([fixed_plan(2, overlap_range=over)], late=COMM_LATE) for over in list(OverlapRange)[:3]},
+    "over-experts/capacity": Case([fixed_plan(2, overlap_range=OverlapRange.EXPERTS)], CAPACITY),
+    "segments": Case([Plan((Segment(1, 1, 1), Segment(2, 3, 3, ChunkDim.SEQUENCE)), dw_window=4)], late=COMM_LATE),
+    "plan-switches": Case([fixed_plan(1), TWO, NO_DW, sequence(3), fixed_plan(1, DwPolicy.NONE)], switchable=True),
+    "full-recompute": Case([TWO], FULL, late=COMM_LATE),
+    "recompute": Case([TWO], selective("moe", "core_attn"), late=COMPUTE_LATE),
+    "shared-experts": Case([TWO], SHARED, late=COMM_LATE),
+    "dense-first-layer": Case([TWO], {"moe_layer_freq": [0, 1, 1]}),
+    "mtp": Case([TWO], {"mtp_num_layers": 1}),
+    "priority": Case([TWO], micro_op_mb=0.02, late=EACH_LATE),
+    "priority/dw-none": Case([fixed_plan(1, DwPolicy.NONE)], micro_op_mb=0.02, switchable=True, late=DDP_LATE),
+    "priority/distributed-optimizer": Case([TWO], micro_op_mb=0.02, distributed_optimizer=True, late=DDP_LATE),
+    "no-overlap-grad-reduce": Case([TWO], overlap_grad_reduce=False, late=COMPUTE_LATE),
+    "distributed-optimizer": Case([TWO], distributed_optimizer=True, late=DDP_LATE),
+    "tensor-parallel": Case([TWO], SEQUENCE_PARALLEL, layout=TP, late=COMM_LATE),
+    "expert-tensor-parallel": Case([TWO], SEQUENCE_PARALLEL, layout=EXPERT_TP, late=COMM_LATE),
+    "bf16": Case([TWO], {"bf16": True}, late=COMPUTE_LATE),
+    "bf16/k=1": Case([fixed_plan(1)], {"bf16": True}),
+    "llama-like": Case([TWO], {**LLAMA, "gated_linear_unit": True, "add_bias_linear": True}),
+}
+"""Cases with Megatron's local layers, by name."""
+
+TE_CASES: dict[str, Case] = {
+    "te/k=1": Case([fixed_plan(1)], TE, late=COMPUTE_LATE),
+    "te/k=2": Case([TWO], TE, late=EACH_LATE),
+    "te/fused-dw/k=2": Case([TWO], {**TE, "gradient_accumulation_fusion": True}, late=COMPUTE_LATE),
+    "te/sequence": Case([sequence()], TE, late=COMPUTE_LATE),
+    "te/recompute/norms": Case([TWO], {**TE, **selective("layernorm", "moe_act")}, late=COMPUTE_LATE),
+    "te/recompute/norms/k=1": Case([fixed_plan(1)], {**TE, **selective("layernorm", "moe_act")}),
+    "te/recompute/mla": Case([TWO], {**TE, **MLA, **selective("layernorm", "moe_act", "mla_up_proj")}),
+    "recompute/norms": Case([TWO], selective("layernorm"), late=COMPUTE_LATE),
+}
+"""Cases where Megatron finds Transformer Engine. Megatron's recompute of norms needs that, with local layers, too."""
+
+SMALL: dict[str, Any] = {"num_layers": 2}
+MUTANT_CASES: dict[str, Case] = {
+    "two-chunks": Case([TWO], SMALL),
+    "at-once": Case([fixed_plan(1, DwPolicy.NONE)], SMALL, switchable=True),
+    "priority": Case([TWO], SMALL, micro_op_mb=0.02),
+    "priority-sharded": Case([TWO], SMALL, micro_op_mb=0.02, distributed_optimizer=True),
+    "sequence": Case([sequence()], SMALL),
+}
+"""Small cases for mutants, in the order in which they are tried."""

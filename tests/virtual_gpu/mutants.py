@@ -1,0 +1,301 @@
+"""Deletes what orders the product's kernels and keeps their memory, one place at a time, and runs cases until one fails.
+
+Usage: python -m tests.virtual_gpu.mutants [--json FILE] [--markdown FILE] [--only TEXT]
+
+Places are found in the source: waits and records of streams and events, ``record_stream``, switches of the current
+stream, waits for collectives, and attributes that only keep memory alive. The mutated function is compiled and its code
+put in the place of the original's while a case runs.
+"""
+
+import argparse
+import ast
+import datetime
+import importlib
+import inspect
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.virtual_gpu.case import STREAMS, Case, run
+from tests.virtual_gpu.cases import MUTANT_CASES
+from tests.virtual_gpu.needless import NEEDLESS
+
+PRODUCT = Path(__file__).parents[2] / "megatron_lancet"
+NOT_PRODUCT = ("virtual_gpu/", "mock/", "training/platform/")
+"""The stand-ins themselves."""
+STATEMENTS = {"wait_event", "wait_stream", "record_stream", "record_event", "record", "synchronize"}
+WRAPPERS = {"block", "block_current", "_behind_dws"}
+"""Methods of the product that do nothing but wait."""
+KEEPERS = ("runtime/", "training/megatron/grad_reduction.py", "model/dispatcher/", "model/experts")
+"""Where attributes are taken for kept memory if they are released, or never read."""
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One place in the product and what is done to it.
+
+    Attributes:
+        file: path in the package.
+        function: qualified name of the outermost function.
+        line: first line of the place, without indentation.
+        index: place among equal ones in the function.
+    """
+
+    file: str
+    function: str
+    change: str
+    line: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        number = f" ({self.index + 1})" if self.index else ""
+        return f"{self.file} {self.function}: {self.line}{number} [{self.change}]"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """
+    Attributes:
+        case: the case that failed; empty if none did.
+        how: what it reported first.
+    """
+
+    case: str
+    how: str
+
+
+type _Function = ast.FunctionDef
+type _Change = Callable[[], None]
+
+
+def find() -> dict[Mutant, ast.Module]:
+    """All mutants of the product, each with the module's mutated tree."""
+    found: dict[Mutant, ast.Module] = {}
+    for path in sorted(PRODUCT.rglob("*.py")):
+        file = str(path.relative_to(PRODUCT))
+        if not file.startswith(NOT_PRODUCT):
+            source = path.read_text()
+            num_places = len(list(_places(ast.parse(source), source, file)))
+            for place in range(num_places):
+                tree = ast.parse(source)
+                mutant, change = list(_places(tree, source, file))[place]
+                while mutant in found:
+                    mutant = replace(mutant, index=mutant.index + 1)
+                change()
+                found[mutant] = ast.fix_missing_locations(tree)
+    return found
+
+
+def _places(tree: ast.Module, source: str, file: str) -> Iterator[tuple[Mutant, _Change]]:
+    lines = source.splitlines()
+    emptied = _emptied(tree) if file.startswith(KEEPERS) else None
+    for name, function, owner in _functions(tree):
+        for node, text, change, apply in (*_calls(function), *_kept(function, owner, emptied)):
+            yield Mutant(file, name, change, text or lines[node.lineno - 1].strip()), apply
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[str, _Function, ast.ClassDef | None]]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node, None
+        elif isinstance(node, ast.ClassDef):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef):
+                    yield f"{node.name}.{method.name}", method, node
+
+
+def _calls(function: _Function) -> Iterator[tuple[ast.AST, str, str, _Change]]:
+    statements = {id(node.value): node for node in ast.walk(function) if isinstance(node, ast.Expr)}
+    for node in ast.walk(function):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        name = node.func.attr
+        is_work = name == "wait" and "work" in ast.unparse(node.func.value).rpartition(".")[2]
+        if name == "stream" and ast.unparse(node.func) == "torch.cuda.stream":
+            yield node, "", "stream not switched", _setter(node, "args", [ast.Constant(None)])
+        elif name in STATEMENTS | WRAPPERS or is_work:
+            statement = statements.get(id(node))
+            if statement is not None:
+                yield node, "", "deleted", _setter(statement, "value", ast.Constant(None))
+            elif name == "record_event":
+                yield node, "", "never recorded", _becomes(node, "torch.cuda.Event()")
+            elif name == "_behind_dws":
+                yield node, "", "deleted", _becomes(node, "nullcontext()")
+
+
+def _kept(
+    function: _Function, owner: ast.ClassDef | None, emptied: set[str] | None
+) -> Iterator[tuple[ast.AST, str, str, _Change]]:
+    """Attributes that the function sets and that only keep memory: they are emptied at its end."""
+    if owner is None or emptied is None:
+        return
+    for name in sorted(_assigned(function) & (emptied | _never_read(owner))):
+        statement = ast.parse(f"self.{name} = None").body
+
+        def apply(statement: list[ast.stmt] = statement) -> None:
+            function.body = [ast.Try(body=function.body, handlers=[], orelse=[], finalbody=statement)]
+
+        yield function, f"self.{name} = ...", "not kept", apply
+
+
+def _never_read(owner: ast.ClassDef) -> set[str]:
+    """Private attributes that a class sets and never reads."""
+    stored, read = set(), set()
+    for node in ast.walk(owner):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and node.attr.startswith("_"):
+            (stored if isinstance(node.ctx, ast.Store) else read).add(node.attr)
+    return stored - read
+
+
+def _emptied(tree: ast.Module) -> set[str]:
+    """Private attributes that classes of a module empty when they have used them."""
+    functions = [function for name, function, _ in _functions(tree) if not name.endswith("__init__")]
+    return {name for function in functions for name in _assigned(function, empty=True)}
+
+
+def _assigned(function: _Function, empty: bool = False) -> set[str]:
+    """Private attributes of ``self`` to which the function assigns a value, or None or an empty tuple."""
+    names = set()
+    for node in ast.walk(function):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        value = getattr(node, "value", None)
+        for target in targets:
+            pairs = [(target, value)]
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs = list(zip(target.elts, value.elts, strict=True))
+            for one, its in pairs:
+                is_own = isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self"
+                if is_own and its is not None and (ast.unparse(its) in ("None", "()", "[]")) is empty:
+                    names.add(one.attr)
+    return {name for name in names if name.startswith("_")}
+
+
+def _setter(node: Any, field: str, value: Any) -> _Change:
+    return lambda: setattr(node, field, value)
+
+
+def _becomes(node: ast.Call, expression: str) -> _Change:
+    def apply() -> None:
+        new = ast.parse(expression, mode="eval").body
+        assert isinstance(new, ast.Call)
+        node.func, node.args, node.keywords = new.func, new.args, new.keywords
+
+    return apply
+
+
+@contextmanager
+def mutated(mutant: Mutant, tree: ast.Module) -> Iterator[None]:
+    """Inside the context the product runs with the mutant."""
+    module = importlib.import_module("megatron_lancet." + mutant.file.removesuffix(".py").replace("/", "."))
+    found: Any = module
+    for name in mutant.function.split("."):
+        found = inspect.getattr_static(found, name)
+    if isinstance(found, property):
+        found = found.fget
+    function = inspect.unwrap(getattr(found, "__func__", found))
+    code = _code_of(compile(tree, str(PRODUCT / mutant.file), "exec"), mutant.function)
+    original = function.__code__
+    function.__code__ = code
+    try:
+        yield
+    finally:
+        function.__code__ = original
+
+
+def _code_of(module: types.CodeType, qualified_name: str) -> types.CodeType:
+    code = module
+    for name in qualified_name.split("."):
+        code = next(one for one in code.co_consts if isinstance(one, types.CodeType) and one.co_name == name)
+    return code
+
+
+def fails(case: Case) -> str:
+    """What a case reports that should be clean; empty if it is."""
+    try:
+        found = run(case)
+    except Exception as error:  # noqa: BLE001 - whatever a mutant breaks
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    if found.problems:
+        return f"{found.problems[0].kind}: {found.problems[0].text}"
+    if not found.largest_error < TOLERANCE:
+        return "wrong numbers"
+    return ""
+
+
+def verdict(mutant: Mutant, tree: ast.Module, cases: dict[str, Case]) -> Verdict:
+    """The first of the cases that catches a mutant."""
+    with mutated(mutant, tree):
+        for name, case in cases.items():
+            how = fails(case)
+            if how:
+                return Verdict(name, how)
+    return Verdict("", "")
+
+
+@cache
+def _trees() -> dict[Mutant, ast.Module]:
+    return find()
+
+
+def is_needless(mutant: Mutant) -> bool:
+    """Whether the list has a proof that the place is not needed on CUDA, or not for order and memory."""
+    return any((mutant.file, mutant.function, mutant.line) == key for key in NEEDLESS)
+
+
+def survey(only: str) -> list[dict[str, Any]]:
+    """Every mutant with the case that catches it, and with the streams that make its numbers wrong if they are late."""
+    rows = []
+    for mutant, tree in _trees().items():
+        if only not in str(mutant):
+            continue
+        found = Verdict("", "") if is_needless(mutant) else verdict(mutant, tree, MUTANT_CASES)
+        wrong = wrong_when_late(mutant, tree, found.case) if found.case else []
+        rows.append({**asdict(mutant), **asdict(found), "wrong_numbers_when_late": wrong, "needless": is_needless(mutant)})
+        print(f"{found.case or ('needless' if is_needless(mutant) else 'NOT CAUGHT'):20} {mutant} {wrong} {found.how[:150]}", flush=True)
+    return rows
+
+
+def wrong_when_late(mutant: Mutant, tree: ast.Module, name: str) -> list[str]:
+    """Names of streams that, late, make losses or gradients wrong."""
+    wrong = []
+    with mutated(mutant, tree):
+        for stream in STREAMS:
+            case = replace(MUTANT_CASES[name], late=((stream,),))
+            try:
+                if not run(case).largest_error < TOLERANCE:
+                    wrong.append(stream)
+            except Exception:  # noqa: BLE001 - poisoned counts may raise anything
+                wrong.append(stream)
+    return wrong
+
+
+def main() -> None:
+    from tests.ranks.worker import run_on_cpu
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="", help="mutants whose text contains this")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+
+    def survey_all() -> None:
+        rows = survey(args.only)
+        if args.json:
+            command = "python -m tests.virtual_gpu.mutants " + " ".join(sys.argv[1:])
+            report = {"command": command, "date": str(datetime.date.today()), "mutants": rows}
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+    run_on_cpu(survey_all)
+
+
+if __name__ == "__main__":
+    main()
