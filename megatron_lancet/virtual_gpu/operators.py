@@ -94,6 +94,8 @@ def _shape_depends_on_values(function: Any, args: Sequence[Any], kwargs: Mapping
         return "output_size" not in kwargs or kwargs["output_size"] is None
     if name in ("index_put", "index_put_") and args[2].numel() == 1:
         return False  # torch fills by the mask
+    if name in ("index_put", "index_put_") and args[2].numel() == 1:
+        return False  # ``x[mask] = number`` is a masked fill on CUDA
     if name in ("index", "index_put", "index_put_"):
         return any(isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1])
     return False
