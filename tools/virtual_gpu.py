@@ -27,7 +27,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     command.add_arguments(parser)
-    command.main(*parser.parse_known_args())
+    print(command.modelled(*parser.parse_known_args()))
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(own: argparse.Namespace, flags: Sequence[str]) -> None:
-    """Runs the command.
+def modelled(own: argparse.Namespace, flags: Sequence[str]) -> str:
+    """Runs the command; returns its output.
 
     Args:
         own: the flags of :func:`add_arguments`.
@@ -89,15 +89,13 @@ def main(own: argparse.Namespace, flags: Sequence[str]) -> None:
     _check(own)
     sys.argv[1:] = flags
     torch.set_num_threads(1)
-    with cpu_platform():
-        with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all arguments
-            run = modelled_run()
-            variants = _variants(run, own.layers)
-    print("\n".join(_head(run, own)))
-    print("\n".join(_counts(variants)))
-    print("\n".join(_steps(run, variants, own)))
+    with cpu_platform(), contextlib.redirect_stdout(io.StringIO()):  # Megatron prints all arguments
+        run = modelled_run()
+        variants = _variants(run, own.layers)
+    lines = [*_head(run, own), *_counts(variants), *_steps(run, variants, own)]
     if own.timeline is not None:
-        _write_timeline(variants[-1], own)
+        lines.append(_write_timeline(variants[-1], own))
+    return "\n".join(lines)
 
 
 def _check(own: argparse.Namespace) -> None:
@@ -155,8 +153,8 @@ def _head(run: ModelledRun, own: argparse.Namespace) -> list[str]:
         f"modelled, not measured: rank 0 of {args.world_size}, {args.micro_batch_size} x {args.seq_length} tokens, top "
         f"{args.moe_router_topk} of {args.num_experts} experts on {args.expert_model_parallel_size} ranks, uniform "
         f"routing, {run.num_layers} layers{scaled}",
-        f"device: {own.tflops:g} TFLOP/s, {own.memory_gbytes_per_s:g} GB/s, at least {own.min_kernel_us:g} us a kernel; "
-        f"links: {own.link}",
+        f"device: {own.tflops:g} TFLOP/s, {own.memory_gbytes_per_s:g} GB/s, at least {own.min_kernel_us:g} us a "
+        f"kernel; links: {own.link}",
         f"plan: {run.plan}",
         *(f"note: {note}" for note in run.notes),
     ]
@@ -181,7 +179,7 @@ def _steps(run: ModelledRun, variants: Sequence[Variant], own: argparse.Namespac
     return ["", *right_aligned(rows, (9, 11, 10, 13, 10, 25), " ")]
 
 
-def _write_timeline(variant: Variant, own: argparse.Namespace) -> None:
+def _write_timeline(variant: Variant, own: argparse.Namespace) -> str:
     launch_us, connections = own.launch_us[0], own.connections[0]
     timeline = variant.timeline(_device(own, launch_us, connections))
     title = f"Modelled on a virtual GPU: {launch_us:g} us a launch, {connections} connections, links {own.link}"
@@ -189,4 +187,4 @@ def _write_timeline(variant: Variant, own: argparse.Namespace) -> None:
         write_page(TimelineRecord(title, measured=(), predicted=(timeline,)), own.timeline)
     except OSError as error:
         raise UsageError(f"can't write {own.timeline}: {error.strerror or error}") from error
-    print(f"\n{own.timeline} written: the plan at {launch_us:g} us a launch with {connections} connections")
+    return f"\n{own.timeline} written: the plan at {launch_us:g} us a launch with {connections} connections"
