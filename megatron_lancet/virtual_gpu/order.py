@@ -44,7 +44,9 @@ class Order:
     def host_has_passed(self, event: int) -> bool:
         """Whether the host has waited for all that is in front of an event."""
         passed = self._clocks.host_sync_state
-        return all(passed.get(stream, 0) >= kernel for stream, kernel in self._clocks.recorded_sync_states[event].items())
+        return all(
+            passed.get(stream, 0) >= kernel for stream, kernel in self._clocks.recorded_sync_states[event].items()
+        )
 
     def host_waits_for_stream(self, stream: int) -> None:
         """Makes the host wait for all that a stream has got so far."""

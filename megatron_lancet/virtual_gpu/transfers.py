@@ -36,6 +36,7 @@ class Transfers:
         with ExitStack() as stack:
             for name in FACTORIES:
                 stack.enter_context(around(torch, name, self._create))
+            stack.enter_context(around(torch, "get_rng_state", self._on_host))
             for name in ("tolist", "numpy", "cpu"):
                 stack.enter_context(around(torch.Tensor, name, self._look(name)))
             stack.enter_context(around(torch.Tensor, "cuda", lambda stock, tensor, *_, **__: self._to_gpu(tensor)))
@@ -53,6 +54,11 @@ class Transfers:
                 self._gpu.memory.mark_host(tensor)
         finally:
             self.creates_on_host = before
+        return tensor
+
+    def _on_host(self, stock: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = stock(*args, **kwargs)
+        self._gpu.memory.mark_host(tensor)
         return tensor
 
     def _look(self, name: str) -> Callable[..., Any]:

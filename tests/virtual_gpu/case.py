@@ -12,12 +12,13 @@ import torch
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.platform.virtual import virtual_gpu_platform
 from megatron_lancet.virtual_gpu.device import VirtualGpu
-from megatron_lancet.virtual_gpu.log import HostWaits
+from megatron_lancet.virtual_gpu.log import CollectiveBegins, HostWaits
 from megatron_lancet.virtual_gpu.memory import Problem
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, build, gradients, logged_losses, micro_batches
 
@@ -38,6 +39,8 @@ class Case:
         late: for each watched step the names of streams that run as late as the order permits.
         layout: sizes of Megatron's other parallel groups.
         micro_op_mb: size of gradient micro-ops, if all-to-alls go before reductions.
+        is_traced: the watched steps are recorded, as for a profile.
+        equals_stock: the mock's collectives give chunks the numbers of the whole; else only steps are compared.
     """
 
     plans: Sequence[Plan]
@@ -48,6 +51,8 @@ class Case:
     distributed_optimizer: bool = False
     micro_op_mb: float | None = None
     layout: dict[str, int] = field(default_factory=dict)
+    is_traced: bool = False
+    equals_stock: bool = True
 
     @property
     def stock(self) -> str:
@@ -63,14 +68,14 @@ class Found:
         loss: largest relative error of a micro-batch's loss, in any step.
         gradients: largest relative error of each parameter's gradient in any step.
         host_waits: of each step.
-        streams: names of all streams.
+        exchanges: names of the streams on which all-to-alls ran.
     """
 
     loss: float
     gradients: dict[str, float]
     problems: Sequence[Problem]
-    host_waits: Sequence[Sequence[HostWaits]]
-    streams: Sequence[str]
+    host_waits: Sequence[Sequence[HostWaits]] = ()
+    exchanges: frozenset[str] = frozenset()
 
     @property
     def largest_error(self) -> float:
@@ -172,26 +177,48 @@ def _our_steps(case: Case, overrides: dict[str, Any], gpu: VirtualGpu, stack: Ex
 
         stack.enter_context(reductions_in_micro_ops(setup.scheduler))
     setup([model])
-    _name_streams(setup)
+    name_streams(setup._comm.transport)
     ddp = _wrapped(case, model, config, precision, setup.delays_weight_grads)
     _step(ddp)  # DDP only counts; from the second step on reductions start as gradients become ready
     logged_losses()
-    loss, errors, host_waits = 0.0, dict.fromkeys(stock.gradients, 0.0), []
+    found = Found(0.0, dict.fromkeys(stock.gradients, 0.0), gpu.problems, [], frozenset())
     for plan in case.plans:
         if case.switchable:
             setup.switch(plan)
         for names in case.late:
-            late = [stream for stream in gpu.streams if any(name in stream.name for name in names)]
-            assert len(late) >= len(names), f"no stream for one of {names}"
-            with gpu.watch(late):
-                losses = setup.check_step(lambda: _step(ddp))
-            host_waits.append(gpu.host_waits)
-            loss = _larger(loss, relative_difference(losses, stock.losses))
-            for name, error in relative_errors(gradients(model), stock.gradients).items():
-                errors[name] = _larger(errors[name], error)
+            losses, host_waits, exchanges = _watched_step(case, setup, gpu, ddp, names)
+            if not case.equals_stock and not found.host_waits:
+                stock = stock._replace(losses=losses, gradients=gradients(model))
+            errors = relative_errors(gradients(model), stock.gradients)
+            found = Found(
+                _larger(found.loss, relative_difference(losses, stock.losses)),
+                {name: _larger(found.gradients[name], error) for name, error in errors.items()},
+                gpu.problems,
+                [*found.host_waits, host_waits],
+                found.exchanges | exchanges,
+            )
             logged_losses()
             stats.take()
-    return Found(loss, errors, list(gpu.problems), host_waits, [one.name for one in gpu.streams])
+    return found
+
+
+def _watched_step(
+    case: Case, setup: OverlapSetup, gpu: VirtualGpu, ddp: Any, names: Sequence[str]
+) -> tuple[list[float], Sequence[HostWaits], frozenset[str]]:
+    late = [stream for stream in gpu.streams if any(name in stream.name for name in names)]
+    assert len(late) >= len(names), f"no stream for one of {names}"
+    comm = setup._comm
+    assert comm is not None
+    with gpu.watch(late):
+        trace = Trace(torch.device("cuda"), 0) if case.is_traced else None
+        comm.record_to(trace)
+        losses = setup.check_step(lambda: _step(ddp))
+        comm.record_to(None)
+        if trace is not None:
+            trace.end_step()
+    begins = (entry for entry in gpu.log if isinstance(entry, CollectiveBegins))
+    exchanges = frozenset(gpu.stream_name(one.stream) for one in begins if one.name == "all_to_all")
+    return losses, gpu.host_waits, exchanges
 
 
 def _larger(a: float, b: float) -> float:
@@ -199,9 +226,9 @@ def _larger(a: float, b: float) -> float:
     return a if a != a or a > b else b
 
 
-def _name_streams(setup: OverlapSetup) -> None:
+def name_streams(transport: Any) -> None:
     names = {"_stream": "comm", "_counts_stream": "counts"}
     for attribute, name in names.items():
-        stream = getattr(setup._comm.transport, attribute, None)
+        stream = getattr(transport, attribute, None)
         if stream is not None:
             stream.name = name

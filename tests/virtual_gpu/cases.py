@@ -5,6 +5,7 @@ from typing import Any
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
 from tests.parity.gradients.variants import CAPACITY, FULL, GAPS, MLA
 from tests.virtual_gpu.case import IN_ORDER, Case
+from tests.virtual_gpu.programs import PROGRAMS, Program
 
 TWO = fixed_plan(2)
 NO_DW = fixed_plan(2, DwPolicy.NONE)
@@ -23,6 +24,7 @@ def selective(*modules: str, **overrides: Any) -> dict[str, Any]:
 
 
 SHARED: dict[str, Any] = {"moe_shared_expert_intermediate_size": 32}
+PADDED: dict[str, Any] = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
 LLAMA: dict[str, Any] = {"num_query_groups": 2, "position_embedding_type": "rope", "normalization": "RMSNorm"}
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 TP = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
@@ -41,6 +43,8 @@ CASES: dict[str, Case] = {
     "sequence/mla": Case([sequence()], MLA),
     **{f"over-{over}": Case([fixed_plan(2, overlap_range=over)], late=COMM_LATE) for over in list(OverlapRange)[:3]},
     "over-experts/capacity": Case([fixed_plan(2, overlap_range=OverlapRange.EXPERTS)], CAPACITY),
+    "over-experts/padded": Case([fixed_plan(2, overlap_range=OverlapRange.EXPERTS)], PADDED),
+    "padded/k=1": Case([fixed_plan(1, overlap_range=OverlapRange.EXPERTS)], PADDED),
     "segments": Case([Plan((Segment(1, 1, 1), Segment(2, 3, 3, ChunkDim.SEQUENCE)), dw_window=4)], late=COMM_LATE),
     "plan-switches": Case([fixed_plan(1), TWO, NO_DW, sequence(3), fixed_plan(1, DwPolicy.NONE)], switchable=True),
     "full-recompute": Case([TWO], FULL, late=COMM_LATE),
@@ -54,7 +58,7 @@ CASES: dict[str, Case] = {
     "no-overlap-grad-reduce": Case([TWO], overlap_grad_reduce=False, late=COMPUTE_LATE),
     "distributed-optimizer": Case([TWO], distributed_optimizer=True, late=DDP_LATE),
     "tensor-parallel": Case([TWO], SEQUENCE_PARALLEL, layout=TP, late=COMM_LATE),
-    "expert-tensor-parallel": Case([TWO], SEQUENCE_PARALLEL, layout=EXPERT_TP, late=COMM_LATE),
+    "expert-tensor-parallel": Case([TWO], SEQUENCE_PARALLEL, layout=EXPERT_TP, late=COMM_LATE, equals_stock=False),
     "bf16": Case([TWO], {"bf16": True}, late=COMPUTE_LATE),
     "bf16/k=1": Case([fixed_plan(1)], {"bf16": True}),
     "llama-like": Case([TWO], {**LLAMA, "gated_linear_unit": True, "add_bias_linear": True}),
@@ -74,11 +78,16 @@ TE_CASES: dict[str, Case] = {
 """Cases where Megatron finds Transformer Engine. Megatron's recompute of norms needs that, with local layers, too."""
 
 SMALL: dict[str, Any] = {"num_layers": 2}
-MUTANT_CASES: dict[str, Case] = {
+REPEATED = {"num_layers": 1, "mtp_num_layers": 2, "mtp_use_repeated_layer": True}
+MUTANT_CASES: dict[str, Case | Program] = {
     "two-chunks": Case([TWO], SMALL),
+    # Nothing of the first layer is kept for a backward pass, so its counts are freed in the forward pass.
+    "frozen": Case([TWO], {**SMALL, "frozen": r"embedding|layers\.0\."}),
     "at-once": Case([fixed_plan(1, DwPolicy.NONE)], SMALL, switchable=True),
     "priority": Case([TWO], SMALL, micro_op_mb=0.02),
     "priority-sharded": Case([TWO], SMALL, micro_op_mb=0.02, distributed_optimizer=True),
-    "sequence": Case([sequence()], SMALL),
+    "repeated": Case([fixed_plan(1, DwPolicy.NONE)], REPEATED, switchable=True),
+    "traced": Case([TWO], SMALL, is_traced=True),
+    **PROGRAMS,
 }
 """Small cases for mutants, in the order in which they are tried."""

@@ -27,6 +27,7 @@ import torch
 from tests.virtual_gpu.case import STREAMS, Case, run
 from tests.virtual_gpu.cases import MUTANT_CASES
 from tests.virtual_gpu.needless import NEEDLESS
+from tests.virtual_gpu.programs import Program, run_program
 
 PRODUCT = Path(__file__).parents[2] / "megatron_lancet"
 NOT_PRODUCT = ("virtual_gpu/", "mock/", "training/platform/")
@@ -37,6 +38,8 @@ WRAPPERS = {"block", "block_current", "_behind_dws"}
 KEEPERS = ("runtime/", "training/megatron/grad_reduction.py", "model/dispatcher/", "model/experts")
 """Where attributes are taken for kept memory if they are released, or never read."""
 TOLERANCE = 1e-4
+EXCHANGE_STREAMS = {"comm", "counts"}
+"""Where all-to-alls have to run."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,9 @@ def _assigned(function: _Function, empty: bool = False) -> set[str]:
     """Private attributes of ``self`` to which the function assigns a value, or None or an empty tuple."""
     names = set()
     for node in ast.walk(function):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
         value = getattr(node, "value", None)
         for target in targets:
             pairs = [(target, value)]
@@ -218,20 +223,22 @@ def _code_of(module: types.CodeType, qualified_name: str) -> types.CodeType:
     return code
 
 
-def fails(case: Case) -> str:
+def fails(case: Case | Program) -> str:
     """What a case reports that should be clean; empty if it is."""
     try:
-        found = run(case)
+        found = run(case) if isinstance(case, Case) else run_program(case)
     except Exception as error:  # noqa: BLE001 - whatever a mutant breaks
         return f"{type(error).__name__}: {error}".splitlines()[0]
     if found.problems:
         return f"{found.problems[0].kind}: {found.problems[0].text}"
     if not found.largest_error < TOLERANCE:
         return "wrong numbers"
+    if not found.exchanges <= EXCHANGE_STREAMS:
+        return f"all-to-alls on {sorted(found.exchanges)}: nothing is beside them"
     return ""
 
 
-def verdict(mutant: Mutant, tree: ast.Module, cases: dict[str, Case]) -> Verdict:
+def verdict(mutant: Mutant, tree: ast.Module, cases: dict[str, Case | Program]) -> Verdict:
     """The first of the cases that catches a mutant."""
     with mutated(mutant, tree):
         for name, case in cases.items():
@@ -259,8 +266,13 @@ def survey(only: str) -> list[dict[str, Any]]:
             continue
         found = Verdict("", "") if is_needless(mutant) else verdict(mutant, tree, MUTANT_CASES)
         wrong = wrong_when_late(mutant, tree, found.case) if found.case else []
-        rows.append({**asdict(mutant), **asdict(found), "wrong_numbers_when_late": wrong, "needless": is_needless(mutant)})
-        print(f"{found.case or ('needless' if is_needless(mutant) else 'NOT CAUGHT'):20} {mutant} {wrong} {found.how[:150]}", flush=True)
+        rows.append(
+            {**asdict(mutant), **asdict(found), "wrong_numbers_when_late": wrong, "needless": is_needless(mutant)}
+        )
+        print(
+            f"{found.case or ('needless' if is_needless(mutant) else 'NOT CAUGHT'):20} {mutant} {wrong} {found.how[:150]}",
+            flush=True,
+        )
     return rows
 
 
@@ -271,7 +283,8 @@ def wrong_when_late(mutant: Mutant, tree: ast.Module, name: str) -> list[str]:
         for stream in STREAMS:
             case = replace(MUTANT_CASES[name], late=((stream,),))
             try:
-                if not run(case).largest_error < TOLERANCE:
+                found = run(case) if isinstance(case, Case) else run_program(case)
+                if not found.largest_error < TOLERANCE:
                     wrong.append(stream)
             except Exception:  # noqa: BLE001 - poisoned counts may raise anything
                 wrong.append(stream)

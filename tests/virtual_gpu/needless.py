@@ -1,4 +1,30 @@
-"""Places that may be deleted without harm to order and memory, each with the reason."""
+"""Places that may be deleted without harm, each with the reason. Deleting them must fail no case.
 
-NEEDLESS: dict[tuple[str, str, str], str] = {}
-"""Reasons by file, function and line."""
+The key is the place: file in the package, outermost function, first line.
+"""
+
+_TIMES = "It times a measurement of the profiler. The tensors are its own, and no result depends on the event."
+_STEP_TIMES = "It times a training step for the report. No tensor depends on it."
+_GLOO = "This transport is for gloo, whose collectives complete on the host. CUDA has another."
+
+NEEDLESS: dict[tuple[str, str, str], str] = {
+    ("profiler/links.py", "_between_ms", "end.synchronize()"): _TIMES,
+    ("profiler/links.py", "_timed_ms", "pair.end.record()"): _TIMES,
+    ("profiler/links.py", "_timed_ms", "pair.end.synchronize()"): _TIMES,
+    ("training/observe/step_recorder.py", "StepRecorder._timed", "pair.end.record()"): _STEP_TIMES,
+    ("training/observe/step_recorder.py", "StepRecorder._read", "duration.end.synchronize()"): _STEP_TIMES,
+    ("runtime/transport/works.py", "WorksTransfer.__init__", "self._buffers = ..."): _GLOO,
+    ("runtime/transport/works.py", "WorksTransfer.wait", "work.wait()"): _GLOO,
+    (
+        "runtime/trace.py",
+        "Trace.begin_step",
+        "torch.cuda.synchronize()  # makes the clocks of host and stream agree about the beginning",
+    ): "It sets the zero of the trace's times. What the step computes does not depend on it.",
+    (
+        "training/megatron/grad_reduction.py",
+        "_ReduceScatter._start",
+        "self._sent = ...",
+    ): "The process group keeps the tensors of an asynchronous collective until its work has been waited for "
+    "(ProcessGroupNCCL stashes them since torch 2.8, gloo's work holds them).",
+}
+"""Reasons by place."""
