@@ -1,6 +1,7 @@
 """What an operator does, by its schema: which tensors it reads, which it writes, whether the host must wait."""
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -156,11 +157,17 @@ def cost_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
 
 
 def _bytes_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    results = sum(tensor.nbytes for tensor in tensors_in(result))
+    results = sum(map(_touched_bytes, tensors_in(result)))
     tensors = accesses_of(function, args, kwargs).arguments
     if base_name(function) in _GATHERS:  # of the first tensor only what the result shows is read
-        return 2 * results + sum(tensor.nbytes for tensor in tensors[1:])
-    return results + sum(tensor.nbytes for tensor in tensors)
+        tensors, results = tensors[1:], 2 * results
+    return results + sum(map(_touched_bytes, tensors))
+
+
+def _touched_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of memory behind a tensor's elements; expanded dimensions show the same memory again."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0)
+    return math.prod(sizes) * tensor.element_size()
 
 
 def _flops_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:

@@ -5,10 +5,10 @@ virtual GPU, so that no line of a test runs for the first time when somebody has
 are marked with :data:`ON_DEVICE_ONLY`: those of clocks, kernels and futures that the virtual GPU lacks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,10 +44,19 @@ class Choice(NamedTuple):
 
 
 def _on(*choices: Choice) -> pytest.MarkDecorator:
-    parameters = [
-        pytest.param(choice, marks=() if choice.is_virtual else pytest.mark.gpu, id=str(choice)) for choice in choices
-    ]
-    return pytest.mark.parametrize("device", parameters, indirect=True)
+    return pytest.mark.parametrize("device", [_parameters(choice) for choice in choices], indirect=True)
+
+
+def _parameters(choice: Choice, *others: str) -> Any:
+    marks = () if choice.is_virtual else (pytest.mark.gpu,)
+    return pytest.param(choice, *others, marks=marks, id="-".join((str(choice), *others)))
+
+
+def on_both_with(name: str, values: Iterable[str], on_virtual_gpu: Iterable[str]) -> pytest.MarkDecorator:
+    """On a device with each of ``values`` of the argument ``name``, on the virtual GPU with some: it is slower."""
+    parameters = [_parameters(Choice(False), value) for value in values]
+    parameters += [_parameters(Choice(True), value) for value in on_virtual_gpu]
+    return pytest.mark.parametrize(("device", name), parameters, indirect=["device"])
 
 
 ON_DEVICE_ONLY = _on(Choice(False))

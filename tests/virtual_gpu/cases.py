@@ -25,6 +25,7 @@ def selective(*modules: str, **overrides: Any) -> dict[str, Any]:
 
 
 SHARED: dict[str, Any] = {"moe_shared_expert_intermediate_size": 32}
+PADDED: dict[str, Any] = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
 LLAMA: dict[str, Any] = {"num_query_groups": 2, "position_embedding_type": "rope", "normalization": "RMSNorm"}
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 TP = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
@@ -43,6 +44,8 @@ CASES: dict[str, Case] = {
     "sequence/mla": Case([sequence()], MLA),
     **{f"over-{over}": Case([fixed_plan(2, overlap_range=over)], late=COMM_LATE) for over in list(OverlapRange)[:3]},
     "over-experts/capacity": Case([fixed_plan(2, overlap_range=OverlapRange.EXPERTS)], CAPACITY),
+    "over-experts/padded": Case([fixed_plan(2, overlap_range=OverlapRange.EXPERTS)], PADDED),
+    "padded/k=1": Case([fixed_plan(1, overlap_range=OverlapRange.EXPERTS)], PADDED),
     "segments": Case([Plan((Segment(1, 1, 1), Segment(2, 3, 3, ChunkDim.SEQUENCE)), dw_window=4)], late=COMM_LATE),
     "plan-switches": Case([fixed_plan(1), TWO, NO_DW, sequence(3), fixed_plan(1, DwPolicy.NONE)], switchable=True),
     "full-recompute": Case([TWO], FULL, late=COMM_LATE),
@@ -79,6 +82,8 @@ SMALL: dict[str, Any] = {"num_layers": 2}
 REPEATED = {"num_layers": 1, "mtp_num_layers": 2, "mtp_use_repeated_layer": True}
 MUTANT_CASES: dict[str, Case | Program] = {
     "two-chunks": Case([TWO], SMALL),
+    # Nothing of the first layer is kept for a backward pass, so its counts are freed in the forward pass.
+    "frozen": Case([TWO], {**SMALL, "frozen": r"embedding|layers\.0\."}),
     "at-once": Case([fixed_plan(1, DwPolicy.NONE)], SMALL, switchable=True),
     "priority": Case([TWO], SMALL, micro_op_mb=0.005, late=NCCL_LATE),
     "priority-sharded": Case([TWO], SMALL, micro_op_mb=0.005, distributed_optimizer=True, late=NCCL_LATE),

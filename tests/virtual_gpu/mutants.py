@@ -83,6 +83,11 @@ class Verdict:
     case: str
     how: str
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the program itself goes on as if nothing were wrong."""
+        return bool(self.case) and "Error" not in self.how.split(":")[0]
+
 
 type _Function = ast.FunctionDef
 type _Change = Callable[[], None]
@@ -276,7 +281,7 @@ def survey(only: str) -> list[dict[str, Any]]:
         if only not in str(mutant):
             continue
         found = verdict(mutant, tree, MUTANT_CASES)
-        wrong = wrong_when_late(mutant, tree, found.case) if found.case else []
+        wrong = wrong_when_late(mutant, tree, found.case) if found.is_silent else []
         reason = next((text for place, text in NEEDLESS.items() if place == mutant.place), "")
         rows.append({"mutant": str(mutant), **asdict(found), "wrong_when_late": wrong, "reason": reason})
         sys.stdout.write(f"{found.case or 'NOT CAUGHT':16} {mutant}\n")
@@ -313,8 +318,9 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def _shortened(how: str) -> str:
-    """What was found, without the callers of the places."""
-    return re.sub(r"( < [^()]*)+\)", ")", how).replace("|", "/")
+    """What was found, without the callers of the places, and without lines and numbers that change."""
+    without_callers = re.sub(r"( < [^()]*)+\)", ")", how).replace("|", "/")
+    return re.sub(r" of group \d+|(?<=\.py):\d+", "", without_callers)
 
 
 def wrong_when_late(mutant: Mutant, tree: ast.Module, name: str) -> list[str]:

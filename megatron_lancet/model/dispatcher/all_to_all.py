@@ -72,7 +72,7 @@ class AllToAllDispatcher:
         """Tells every rank how many rows each of its experts gets from here.
 
         Args:
-            routing_map_tE: bool.
+            routing_map_tE: bool; to be kept until the counts have been waited for, as a :class:`Permutation` does.
             routed: the point in time at which ``routing_map_tE`` was complete.
         """
         exchange = self._comm.launch_counts(op, partial(self._count, routing_map_tE), routed)

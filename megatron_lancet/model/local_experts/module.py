@@ -40,10 +40,11 @@ class GroupingSequentialMLP(SequentialMLP):
     torch computes without vector instructions, and rounds in another way, depends on the tensor's size.
 
     On CUDA all do, by grouped GEMMs where :attr:`LinearOfExperts.can_group` says so. These do not give the bits of
-    stock's GEMMs, so with ``deterministic_mode`` experts that must be exact stay sequential.
+    stock's GEMMs. Stock's own gradients vary from run to run there unless Megatron's ``deterministic_mode`` is set, and
+    with it experts stay sequential.
 
     Attributes:
-        may_group: False keeps the experts exactly as stock's. May change between steps.
+        may_group: False keeps the experts on a CPU sequential, to the bit as stock's. May change between steps.
     """
 
     may_group: bool = True
@@ -52,7 +53,7 @@ class GroupingSequentialMLP(SequentialMLP):
     def last_expert_first(self) -> bool:
         """Whether the next forward pass expects the last expert's rows first, as the weights lie in memory."""
         together = self._together() if torch.is_grad_enabled() else None
-        return together is not None and together.can_group and self._runs_on_cuda()
+        return together is not None and together.can_group and not self.config.deterministic_mode
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -77,12 +78,8 @@ class GroupingSequentialMLP(SequentialMLP):
 
     def _runs_by_layer(self, num_rows: int) -> bool:
         if on_cuda(self.local_experts[0].linear_fc1.weight):
-            return self._runs_on_cuda()
+            return not self.config.deterministic_mode
         return self.may_group and grouped_is_faster(len(self.local_experts), num_rows)
-
-    def _runs_on_cuda(self) -> bool:
-        """Whether experts on CUDA run layer by layer; stock's own results there vary unless the user forbids it."""
-        return self.may_group or not self.config.deterministic_mode
 
     def _together(self) -> "_LayerByLayer | None":
         """Returns the local experts as one module, made on the first call; None where that is not possible."""

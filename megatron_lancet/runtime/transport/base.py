@@ -87,7 +87,7 @@ class Transport(Protocol):
         Args:
             count: returns the counts [Q * e] for each rank's experts, in rank order. It is called before this returns;
                 on CUDA its kernels run behind ``ready`` on the stream of the counts, so what it reads must be complete
-                there. The transport keeps ``count`` alive until the wait.
+                there, and must be kept until the wait.
             ready: the point in time behind which ``count`` may read.
         """
 

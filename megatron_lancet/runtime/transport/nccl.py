@@ -52,8 +52,6 @@ class _StreamCounts:
         """
         compute = torch.cuda.current_stream()
         self._num_ranks = group.size()
-        # ``count`` reads tensors of the compute stream, which must not reuse their memory before the host has waited.
-        self._count: Callable[[], torch.Tensor] | None = count
         ready.block(stream)
         with torch.cuda.stream(stream):
             sent = count()
@@ -87,7 +85,6 @@ class _StreamCounts:
 
     def wait(self) -> TokenCounts:
         self._times.end.synchronize()  # the host needs the counts: they are shapes
-        self._count = None
         sent, received = self._on_host.view(2, self._num_ranks, -1).tolist()
         return TokenCounts(sent, received, self._received.view(self._num_ranks, -1))
 

@@ -1,8 +1,8 @@
 """One micro-batch, forward and backward, on rank 0 of a mocked world: the log of a virtual GPU without values."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,17 +11,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_lancet.mock.mock_world import mock_world
-from megatron_lancet.model.attention import sdpa
 from megatron_lancet.model.attention.switchable import SwitchableAttention
-from megatron_lancet.patching import replaced
-from megatron_lancet.runtime import weight_grad_store
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.megatron.mock_patches import loopback_counts
 from megatron_lancet.training.megatron.plain_gpt import build_plain_gpt
+from megatron_lancet.training.modelled_step.kernels import kernels_of_a_gpu
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.platform.virtual import virtual_gpu_platform
 from megatron_lancet.virtual_gpu.log import Entry, Mark
@@ -67,7 +64,7 @@ def record(args: argparse.Namespace, plan: Plan | None) -> Recording:
         stack.callback(parallel_state.destroy_model_parallel)
         gpu = MetaGpu(uniform_routing(args.num_experts, args.moe_router_topk))
         stack.enter_context(virtual_gpu_platform(gpu))
-        stack.enter_context(_kernels_of_a_gpu())
+        stack.enter_context(kernels_of_a_gpu(gpu))
         return _record(args, plan, gpu)
 
 
@@ -129,33 +126,3 @@ def uniform_routing(num_experts: int, topk: int) -> Callable[[str, Sequence[Any]
         return counts
 
     return supply
-
-
-@contextmanager
-def _kernels_of_a_gpu() -> Iterator[None]:
-    """Inside the context operators are chosen as on a GPU, where that depends on the device of a tensor."""
-    with (
-        replaced(sdpa, "scaled_dot_product_attention", _flash_attention),
-        replaced(sdpa, "causal_lower_right", lambda *_: None),
-        replaced(weight_grad_store, "_has_gemm_into_fp32", lambda device_type: True),
-        replaced(token_dispatcher, "maybe_move_tensor_to_cpu", _moved_to_host),
-    ):
-        yield
-
-
-def _moved_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What Megatron does with split sizes on a GPU."""
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
-    on_host = tensor.to(torch.device("cpu"), non_blocking=True)
-    return on_host.numpy() if as_numpy else on_host
-
-
-def _flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, scale: float, **_: Any
-) -> torch.Tensor:
-    """torch's fused kernel, which it chooses on a GPU; always causal here."""
-    output: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p, True, scale=scale
-    )[0]
-    return output

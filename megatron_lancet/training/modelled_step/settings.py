@@ -78,7 +78,9 @@ def modelled_run() -> ModelledRun:
     with on_the_cluster(bool(args.use_megatron_fsdp or args.use_torch_fsdp2)), arguments.megatrons_refusals():
         args.rank = 0
         args.world_size = choose_world(args)[0]
+        fused_activation = args.bias_swiglu_fusion
         apply_cpu_settings(args)
+        args.bias_swiglu_fusion = fused_activation  # its kernels are compiled, and need no package
         args.distributed_backend = BACKEND
         normalize_args(args, config)
         arguments.check_settings(args)

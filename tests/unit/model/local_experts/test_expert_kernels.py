@@ -12,7 +12,7 @@ from megatron_lancet.model.local_experts import grouped_linear
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime import placement
 from megatron_lancet.virtual_gpu.operators import Kind, base_name, kind_of
-from tests.unit.model.test_grouped_experts import BF16, Pair
+from tests.unit.model.local_experts.pair import BF16, Pair
 
 NUM_EXPERTS, ROWS_PER_EXPERT = 16, 3
 SWIGLU = {**BF16, "gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
@@ -44,7 +44,7 @@ def kernels_of(pair: Pair, rows: list[int]) -> tuple[int, int, int]:
     tokens.requires_grad_(), probs.requires_grad_()
     with counted() as forward:
         output, _ = pair.ours(tokens, torch.tensor(rows), probs)
-    late = Counter()
+    late: Counter[str] = Counter()
     flush = pair.store.flush
 
     def counted_flush() -> None:

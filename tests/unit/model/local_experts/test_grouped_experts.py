@@ -13,114 +13,16 @@ from megatron_lancet.patching import replaced
 from megatron_lancet.runtime import placement
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.dw_queue import DwRules
-from tests.fakes import cpu_stats
-from tests.small_gpt import EXPERTS, SETTINGS, transformer_config
+from megatron_lancet.schedule.ops import Op, OpKind, Phase
+from tests.unit.model.local_experts.pair import BF16, HIDDEN, Pair, check_equal
 
-HIDDEN = SETTINGS["hidden_size"]
 SIZES = [[5, 3, 1, 7], [0, 5, 0, 3], [16, 0, 0, 0], [0, 0, 0, 9], [0, 0, 0, 0]]
-BF16 = {"params_dtype": torch.bfloat16, "bf16": True}
 
 
 @pytest.fixture
 def on_cuda(one_rank) -> Iterator[None]:
     with replaced(placement, "_is_cuda", lambda device: True):
         yield
-
-
-def sequential_experts(num_experts: int, settings: dict):
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.moe.experts import SequentialMLP
-
-    config = transformer_config(**{**EXPERTS, "num_moe_experts": num_experts, **settings})
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    return SequentialMLP(num_experts, config, linears, pg_collection=groups)
-
-
-class Pair:
-    """Stock's experts with autograd's gradients, and ours with the same weights in Megatron's DDP.
-
-    Attributes:
-        stats: counters of the store of our dWs.
-    """
-
-    def __init__(self, num_experts: int = 4, window: int = 1, ddp: dict | None = None, **settings) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-        from megatron_lancet.model.adopt import adopt
-        from megatron_lancet.model.linear import can_defer, defer_weight_grad
-        from megatron_lancet.model.local_experts.module import GroupingSequentialMLP
-
-        self.stock = sequential_experts(num_experts, settings)
-        self.ours = adopt(sequential_experts(num_experts, settings), GroupingSequentialMLP)
-        self.ours.load_state_dict(self.stock.state_dict())
-        self.ours.may_group = True
-        self.stats = cpu_stats()
-        self.store = WeightGradStore(DwRules(window), self.stats)
-        for name, linear in list(self.ours.named_modules()):
-            if can_defer(linear):
-                defer_weight_grad(linear, name, self.store)
-        ddp_config = DistributedDataParallelConfig(
-            delay_wgrad_compute=True, **{"grad_reduce_in_fp32": True, "bucket_size": None, **(ddp or {})}
-        )
-        self.ddp = DistributedDataParallel(self.ours.config, ddp_config, self.ours)
-
-    @property
-    def linears(self) -> list:
-        return [linear for expert in self.ours.local_experts for linear in (expert.linear_fc1, expert.linear_fc2)]
-
-    def inputs(self, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(7)
-        dtype = self.ours.config.params_dtype
-        tokens = torch.randn(sum(sizes), HIDDEN, generator=generator).to(dtype)
-        grad = torch.randn(sum(sizes), HIDDEN, generator=generator).to(dtype)
-        return tokens, torch.rand(sum(sizes), generator=generator), grad
-
-    def run_stock(self, sizes: list[int], num_chunks: int = 1) -> dict[str, torch.Tensor]:
-        """Output and gradients of tokens, probabilities and weights."""
-        tokens, probs, grad = self.inputs(sizes)
-        tokens.requires_grad_(), probs.requires_grad_()
-        self.stock.zero_grad()
-        for _ in range(num_chunks):
-            output, _ = self.stock(tokens, torch.tensor(sizes), probs)
-            output.backward(grad)
-        weights = {name: weight.grad for name, weight in self.stock.named_parameters()}
-        return {"output": output.detach(), "tokens": tokens.grad, "probs": probs.grad, **weights}
-
-    def run(self, sizes: list[int], num_chunks: int = 1, step=None) -> dict[str, torch.Tensor]:
-        """The same of ours, whose rows come in the order that it asks for.
-
-        Args:
-            step: runs the experts' forward pass, given as a function of rows and probabilities.
-        """
-        tokens, probs, grad = (
-            torch.cat(rows.split(sizes)[::-1]) if self.ours.last_expert_first else rows for rows in self.inputs(sizes)
-        )
-        order = sizes[::-1] if self.ours.last_expert_first else sizes
-        tokens.requires_grad_(), probs.requires_grad_()
-        self.ddp.zero_grad_buffer()
-        outputs = []
-        for _ in range(num_chunks):
-            experts = lambda tokens, probs: self.ours(tokens, torch.tensor(sizes), probs)[0]  # noqa: E731
-            outputs.append(step(experts, tokens, probs) if step else experts(tokens, probs))
-        torch.autograd.backward(outputs, [grad] * num_chunks)
-        self.store.assert_idle()
-        if self.ddp.ddp_config.overlap_grad_reduce:
-            self.ddp.finish_grad_sync()
-        rows = {"output": outputs[0].detach(), "tokens": tokens.grad, "probs": probs.grad}
-        if order != sizes or self.ours.last_expert_first:
-            rows = {name: torch.cat(value.split(order)[::-1]) for name, value in rows.items()}
-        weights = self.ours.named_parameters()
-        return {**rows, **{name: weight.main_grad.clone() for name, weight in weights if weight.requires_grad}}
-
-
-def check_equal(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor], tolerance: float) -> None:
-    assert list(ours) == [name for name in stock if stock[name] is not None]
-    for name, value in ours.items():
-        expected = stock[name].float()
-        assert (value.float() - expected).norm() <= tolerance * expected.norm(), name
 
 
 def grouped_gemms():
@@ -197,6 +99,19 @@ def test_layers_of_experts_wait_for_gathered_parameters(one_rank, cuda):
     assert len(pair.ddp.bucket_groups) > 1
 
 
+def test_rows_and_gradients_may_be_views(on_cuda):
+    """Their strides would not be those that grouped GEMMs take."""
+    pair = Pair()
+    sizes, message = SIZES[0], torch.randn(sum(SIZES[0]), HIDDEN + 1)
+    probs = torch.ones(sum(sizes))
+    pair.ours(message[:, :HIDDEN].requires_grad_(), torch.tensor(sizes), probs)[0].sum().backward()
+    ours = [weight.main_grad.clone() for weight in pair.ours.parameters()]
+    rows = torch.cat(message[:, :HIDDEN].detach().split(sizes[::-1])[::-1])
+    pair.stock(rows, torch.tensor(sizes), probs)[0].sum().backward()
+    for mine, weight in zip(ours, pair.stock.parameters(), strict=True):
+        assert (mine - weight.grad).norm() <= 1e-6 * weight.grad.norm()
+
+
 def test_recomputed_grouped_experts_equal_stock(on_cuda):
     from megatron_lancet.model.recompute import maybe_recomputed
 
@@ -214,6 +129,33 @@ def test_weight_gradients_of_several_uses_are_summed(on_cuda, in_gemm):
         linear.has_several_uses, linear.accumulate_in_gemm = True, in_gemm
     ours, stock = pair.run(SIZES[0], num_chunks=3), pair.run_stock(SIZES[0], num_chunks=3)
     check_equal(ours, {**stock, "output": pair.run_stock(SIZES[0])["output"]}, 0.004)
+
+
+def test_weight_gradients_of_all_experts_are_one_task_with_all_names(on_cuda):
+    """A plan may name any of them for a gap; traces and profiles name the first expert's."""
+    pair = Pair()
+    with mock.patch.object(pair.store, "put", wraps=pair.store.put) as put:
+        pair.run(SIZES[0])
+    names = [[weight.name for weight in call.args[0]] for call in put.call_args_list]
+    assert names == [
+        [f"local_experts.{expert}.{layer}" for expert in range(4)] for layer in ("linear_fc2", "linear_fc1")
+    ]
+
+
+def test_planned_gap_of_one_expert_takes_the_weight_gradients_of_all(on_cuda):
+    pair = Pair(window=5)
+    op = Op(1, 0, Phase.INPUT_GRAD, OpKind.DISPATCH)
+    pair.store = WeightGradStore(
+        DwRules(5, gaps={str(op): ("local_experts.2.linear_fc2", "local_experts.3.linear_fc2")}), pair.stats
+    )
+    for linear in pair.linears:
+        linear.store = pair.store
+    tokens, probs, grad = pair.inputs(SIZES[0])
+    tokens.requires_grad_().register_hook(lambda _: pair.store.run_ahead(op))
+    output, _ = pair.ours(tokens, torch.tensor(SIZES[0]), probs)
+    output.backward(grad)
+    times = pair.stats.take()
+    assert (times.num_dw_in_gaps, times.num_dw_late) == (1, 1)
 
 
 def test_fused_accumulation_keeps_one_kernel_per_weight(on_cuda, monkeypatch):
@@ -251,7 +193,6 @@ def test_experts_that_grouped_gemms_cannot_run_equal_stock(on_cuda, monkeypatch,
 
     monkeypatch.setattr(grouped_linear, "has_grouped_gemm", lambda weight: capability)
     pair = Pair(**settings)
-    pair.ours.may_group = "deterministic_mode" not in settings
     sizes = SIZES[0][: len(pair.ours.local_experts)]
     assert pair.ours.last_expert_first == bool(num_gemms)
     with grouped_gemms() as gemms:
