@@ -75,8 +75,9 @@ def test_host_waits_once_per_layer_and_chunk_and_not_in_backward(results, name):
 
 
 def num_exchanges(case, plan) -> int:
-    """Exchanges of token counts in a micro-batch: one for each chunk of each layer with experts."""
-    num_layers = case.overrides.get("num_layers", SETTINGS["num_layers"])
+    """Exchanges of token counts in a micro-batch: one for each chunk of each layer with experts on this rank."""
+    num_stages = case.layout.get("pipeline_model_parallel_size", 1)
+    num_layers = case.overrides.get("num_layers", SETTINGS["num_layers"]) // num_stages
     has_experts = case.overrides.get("moe_layer_freq", [1] * num_layers)
     predicted = case.overrides.get("mtp_num_layers", 0)
     chunks = [plan.segment_of(layer + 1).num_chunks for layer in range(num_layers) if has_experts[layer]]
