@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.plan import Plan
@@ -101,6 +102,7 @@ def run(case: Case, change: Callable[[ExitStack], None] | None = None) -> Found:
         change: what is changed while ours runs.
     """
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     from megatron_lancet.training.megatron.mock_patches import loopback_counts
     from megatron_lancet.training.megatron.patches import dropped_outputs, sequence_parallel_with_torch_norm
@@ -111,6 +113,8 @@ def run(case: Case, change: Callable[[ExitStack], None] | None = None) -> Found:
         world.enter_context(mock_world(NUM_RANKS))
         for context in (loopback_counts, sequence_parallel_with_torch_norm, dropped_outputs):
             world.enter_context(context())
+        # Megatron keeps the scale of the auxiliary loss for the life of the process; its schedule sets another.
+        world.enter_context(replaced(MoEAuxLossAutoScaler, "main_loss_backward_scale", None))
         if is_pipeline:
             world.enter_context(first_stage())
         parallel_state.initialize_model_parallel(

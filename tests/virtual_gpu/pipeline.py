@@ -36,7 +36,8 @@ def first_stage() -> Iterator[None]:
     kept: list[torch.Tensor] = []  # the other stage's memory
 
     def send(group: Any, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work:
-        wire, events = torch.empty_like(tensors[0]), []
+        wire = torch.empty_like(tensors[0])
+        events: list[Any] = []
         kept.append(wire)
         on_wire.append((wire, events))
 

@@ -7,7 +7,6 @@ import pytest
 
 from tests.ranks import launch
 from tests.virtual_gpu import mutants
-from tests.virtual_gpu.needless import NEEDLESS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -36,7 +35,7 @@ def test_mutants_without_a_case_are_listed_with_a_reason():
 
 def test_reasons_name_places_of_the_product():
     places = {(mutant.file, mutant.function, mutant.line) for mutant in FOUND.values()}
-    assert set(NEEDLESS) <= places
+    assert set(mutants.NEEDLESS) <= places
 
 
 @pytest.mark.parametrize("name", [name for name, case in REPORTED.items() if case])
