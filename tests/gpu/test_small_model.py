@@ -7,7 +7,6 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu.measure import check_errors
 from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.model.local_experts import grouped_linear
@@ -88,7 +87,11 @@ def test_bf16_gradients_are_as_close_to_fp32_as_stock(device, activation):
         found = compare([fixed_plan(2)], {**settings, **world}, CUDA, device.watch)
     of_stock, of_ours = found.fp32_errors
     assert all(map(math.isfinite, of_stock.values()))
-    check_errors("ours", of_ours, of_stock)
+    # On a device kernels of other sizes round in other ways, and a token on the edge between two experts, of the few
+    # that there are, goes to the other one. A lost chunk or weight gradient is an error of 0.5 or more.
+    extra = 0.02 if device.is_virtual else 0.25
+    for name, error in of_ours.items():
+        assert error <= 2 * of_stock[name] + extra, name
     assert (calls.call_count > 0) == is_grouped
 
 
