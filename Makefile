@@ -1,5 +1,6 @@
-# make demo | test | test-quick | test-gpu | lint | wheel: each sets up everything it needs in .venv first, once; later
-# calls start at once and work offline. PYTHON=/path/to/python picks the interpreter, VENV=folder the environment.
+# make demo | test | test-quick | test-gpu | check-gpu | lint | wheel: each sets up everything it needs in .venv first,
+# once; later calls start at once and work offline. PYTHON=/path/to/python picks the interpreter, VENV=folder the
+# environment.
 
 VENV ?= .venv
 STAMP := $(VENV)/.installed
@@ -15,14 +16,15 @@ LOSSES := tests/parity/runs/test_losses_equal_stock.py::test_losses_equal_stock
 QUICK := tests/unit tests/parity/mocked/test_gradients_in_mocked_worlds.py tests/parity/gradients/test_context_parallel.py \
 	"$(LOSSES)[fp32-1]" "$(LOSSES)[fp32-2]"
 
-.PHONY: demo test test-quick test-gpu lint wheel bench-network bench-prediction bench-priority bench-gpu flags format constraints clean help
+.PHONY: demo test test-quick test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-gpu flags format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text, with expert parallelism, and show the result"
 	@echo "make test    run the test suite"
 	@echo "             (PYTEST_ARGS=\"tests/unit/planning -k lowering\": a part of it, in one process)"
 	@echo "make test-quick  unit tests and a few comparisons with stock Megatron: at most four minutes on two idle cores"
-	@echo "make test-gpu    the tests that need a CUDA device, which all others don't see"
+	@echo "make test-gpu    the tests in tests/gpu on a CUDA device, which no other test sees"
+	@echo "make check-gpu   these tests and a short benchmark, within ten minutes; results in OUT=folder (runs/check-gpu)"
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   build wheel and source distribution, install into an empty environment and run there"
 	@echo "make bench-network   what overlap buys on a shaped network (root, Linux): an hour; BENCH_ARGS=--headline: 11 minutes,"
@@ -42,6 +44,9 @@ test-quick: $(STAMP)
 
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest tests/gpu
+
+check-gpu: $(STAMP)
+	@$(BIN)/python tools/check_gpu.py $(or $(OUT),runs/check-gpu)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check $(SOURCES)

@@ -28,11 +28,19 @@ from benchmarks.gpu.variants import PLANS, STOCK, Work
 from benchmarks.harness.origin import origin
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.mock.link import Link
+from megatron_lancet.mock.mock_work import refuse_one_connection
 from megatron_lancet.schedule.plan import ChunkDim
 
 _LINKS = {"tiny": ["100:0.01"]}
 """For which a tiny model's messages take as long as its compute."""
 _DEFAULT_LINKS = ["10:50", "10:400"]
+LIMITS = """
+Speed-ups are upper bounds. One process with a modelled link can't show
+- contention: a message is one thread that spins, and a copy; NCCL's kernels take SMs and memory bandwidth from compute
+- what the launch of a collective with many peers costs the host
+- skew: all other ranks are exactly as fast as this one, and nobody waits for a slower one
+- uneven ranks: this rank receives as many rows as it sends
+- messages that share a link: token counts and rows, which have streams of their own, don't slow each other down"""
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -70,6 +78,8 @@ def check(args: argparse.Namespace) -> list[Link]:
             f"--size {args.size} needs a CUDA device, and torch {torch.__version__} finds none. Run it on a GPU, or "
             f"pass --size {ON_CPU}, which a CPU can run, though its times say nothing about a GPU."
         )
+    if torch.cuda.device_count() > 0:
+        refuse_one_connection()
     for flag, value, least in (
         ("--rounds", args.rounds, 2),
         ("--warmup", args.warmup, 1),
@@ -147,6 +157,7 @@ def main() -> None:
         }
         print(f"{args.size} on {where['device']}, torch {torch.__version__}: rank 0 of a mocked group of {args.ranks}")
         runs = [run(work, link, args) for link in links]
+        print(LIMITS)
     if args.output is not None:
         args.output.write_text(json.dumps({**where, "runs": runs}) + "\n")
 

@@ -30,7 +30,8 @@ class Communication:
 def communication_of(trace: Mapping[str, Any]) -> Communication:
     """Splits the device's work into messages and compute.
 
-    A stream on which the mocked link pauses is a group's own, and carries its messages and nothing else.
+    A message is a pause of the mocked link and the piece of work right behind it on the same stream, which moves the
+    rows. The stream may be one of messages, or the one that computes, where stock's synchronous collectives are.
 
     Args:
         trace: of one step, as exported by ``torch.profiler``; times in microseconds.
@@ -38,20 +39,21 @@ def communication_of(trace: Mapping[str, Any]) -> Communication:
     Raises:
         ValueError: there is no message in it.
     """
-    by_stream: dict[Any, list[Span]] = defaultdict(list)
-    with_messages = set()
+    by_stream: dict[Any, list[tuple[Span, bool]]] = defaultdict(list)
     for event in trace["traceEvents"]:
-        if event.get("ph") != "X" or event.get("cat") not in _DEVICE_WORK:
-            continue
-        stream = event["args"]["stream"]
-        by_stream[stream].append((event["ts"], event["ts"] + event["dur"]))
-        if _PAUSE in event["name"]:
-            with_messages.add(stream)
-    if not with_messages:
+        if event.get("ph") == "X" and event.get("cat") in _DEVICE_WORK:
+            span = event["ts"], event["ts"] + event["dur"]
+            by_stream[event["args"]["stream"]].append((span, _PAUSE in event["name"]))
+    messages: list[Span] = []
+    compute: list[Span] = []
+    for pieces in by_stream.values():
+        is_behind_pause = False
+        for span, is_pause in sorted(pieces):
+            (messages if is_pause or is_behind_pause else compute).append(span)
+            is_behind_pause = is_pause
+    if not messages:
         raise ValueError(
             f"the trace has {sum(map(len, by_stream.values()))} pieces of work on {len(by_stream)} streams, but no "
             f"{_PAUSE}: no message of a mocked link was recorded. Was the link free?"
         )
-    messages = [span for stream in with_messages for span in by_stream[stream]]
-    compute = [span for stream, spans in by_stream.items() if stream not in with_messages for span in spans]
     return Communication(length(messages) / _US_PER_MS, uncovered(messages, compute) / _US_PER_MS)

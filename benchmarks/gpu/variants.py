@@ -163,7 +163,7 @@ def _micro_batches(work: Work) -> Iterator[tuple[torch.Tensor, torch.Tensor, tor
     for _ in range(work.num_micro_batches):
         tokens = torch.randint(size.vocab, (size.micro_batch, size.seq_length + 1), generator=generator)
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        yield inputs.to(work.device), positions.contiguous().to(work.device), labels.to(work.device)
+        yield inputs.cuda(), positions.contiguous().cuda(), labels.cuda()
 
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

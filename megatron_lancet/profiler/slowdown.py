@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ _SHARE_OF_MESSAGE = 0.8
 """The kernels together take this part of a message's time, so that all of them run while it is in flight."""
 _MIN_KERNELS = 4
 _MIN_ROWS = 64
+_MAX_BYTES = 64 << 20
+"""Largest tensor of a kernel: a training run has little memory to spare, and no cache holds as much."""
 _KERNEL_LAUNCH_MS, _MESSAGE_LAUNCH_MS = 0.02, 0.2
 """Upper estimates of the host's time, for the number of kernels that keep the device busy meanwhile."""
 
@@ -73,8 +75,12 @@ def measure_slowdowns(
         start: launches a message between all ranks.
         message_ms: time of that message.
     """
-    computes = _fitting(lambda rows: gemm(sizes, rows, device), sizes.tokens, message_ms, device)
-    moves = _fitting(lambda rows: copy(sizes, rows, device), sizes.tokens * sizes.topk, message_ms, device)
+    most = _MAX_BYTES // sizes.dtype.itemsize
+    sizes = replace(sizes, ffn=max(1, min(sizes.ffn, most // sizes.hidden)))
+    rows = min(sizes.tokens, most // max(sizes.hidden, sizes.ffn))
+    computes = _fitting(lambda rows: gemm(sizes, rows, device), rows, message_ms, device)
+    rows = min(sizes.tokens * sizes.topk, most // sizes.hidden)
+    moves = _fitting(lambda rows: copy(sizes, rows, device), rows, message_ms, device)
     return _slowdown(computes, start, message_ms, device), _slowdown(moves, start, message_ms, device)
 
 

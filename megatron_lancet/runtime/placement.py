@@ -18,12 +18,12 @@ def _is_cuda(device: torch.device) -> bool:
 def has_grouped_gemm(tensor: torch.Tensor) -> bool:
     """Whether ``torch.nn.functional.grouped_mm`` multiplies all groups of tensors like this one in one kernel.
 
-    On a GPU that is so for bf16 from Hopper to datacenter Blackwell (compute capability 9 and 10). For the others torch
+    On a GPU that is so for bf16 with compute capability 9 and 10 (Hopper, Blackwell of data centers). For others torch
     copies the offsets to the host, which waits, and multiplies group by group (``GroupedMMUtils.h`` of torch 2.13).
     """
     if tensor.device.type != "cuda":
         return True
-    return tensor.dtype is torch.bfloat16 and _major_capability(tensor.device) in (9, 10)
+    return torch.version.hip is None and tensor.dtype is torch.bfloat16 and _major_capability(tensor.device) in (9, 10)
 
 
 @cache

@@ -134,6 +134,10 @@ class VirtualGpu:
             self.order.host_waits_for_event(event)
         return is_reached
 
+    def host_reads(self, tensor: torch.Tensor, reason: str) -> None:
+        """Notes that the host reads a tensor."""
+        self.memory.access(tensor, HOST, self.order.add_kernel(HOST), False, reason, call_site())
+
     def host_waits_for_stream(self, stream: int, reason: str) -> None:
         """Makes the host wait for all that a stream has got so far."""
         self.memory.take_freed()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_lancet.virtual_gpu.order import HOST, Order
+from megatron_lancet.virtual_gpu.order import Order
 
 POISON = 0xFF
 """Byte of memory whose content is not defined: NaN in floating-point types, -1 in integers."""
@@ -179,9 +179,9 @@ class Memory:
         own = allocation.stream
         assert own is not None
         for access in (*allocation.reads, *allocation.writes):
-            if access.stream in (own, HOST) or access.stream in allocation.recorded:
-                continue
-            if not self._order.is_before(access.stream, access.kernel, own):
+            # The memory is given back when the streams that it was recorded on have passed this point.
+            streams = (own, *allocation.recorded)
+            if not any(self._order.is_before(access.stream, access.kernel, stream) for stream in streams):
                 self._add_problem(
                     "freed in use",
                     f"memory of {self._name(own)} ({allocation.site}) is freed while {access.name} on "

@@ -62,11 +62,13 @@ class Transfers:
         return tensor
 
     def _look(self, name: str) -> Callable[..., Any]:
-        """The host waits before it looks at a tensor of the GPU."""
+        """The host waits before it looks at a tensor of the GPU, and does not for its own, which a copy may still fill."""
 
         def look(stock: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._gpu.is_watching and not self._gpu.memory.is_host(tensor):
-                self._gpu.host_waits_for_stream(self._gpu.current_stream().id, name)
+            if self._gpu.is_watching:
+                if not self._gpu.memory.is_host(tensor):
+                    self._gpu.host_waits_for_stream(self._gpu.current_stream().id, name)
+                self._gpu.host_reads(tensor, name)
             return stock(tensor, *args, **kwargs)
 
         return look

@@ -13,6 +13,7 @@ EACH_LATE = (IN_ORDER, ("compute",), ("comm",), ("counts",), ("DDP",), ("NCCL",)
 COMPUTE_LATE = (IN_ORDER, ("compute",))
 COMM_LATE = (IN_ORDER, ("comm",))
 DDP_LATE = (("DDP",), ("NCCL",))
+NCCL_LATE = (("NCCL",),)
 
 
 def sequence(num_chunks: int = 2, over: OverlapRange = OverlapRange.STACK) -> Plan:
@@ -52,9 +53,9 @@ CASES: dict[str, Case] = {
     "shared-experts": Case([TWO], SHARED, late=COMM_LATE),
     "dense-first-layer": Case([TWO], {"moe_layer_freq": [0, 1, 1]}),
     "mtp": Case([TWO], {"mtp_num_layers": 1}),
-    "priority": Case([TWO], micro_op_mb=0.02, late=EACH_LATE),
-    "priority/dw-none": Case([fixed_plan(1, DwPolicy.NONE)], micro_op_mb=0.02, switchable=True, late=DDP_LATE),
-    "priority/distributed-optimizer": Case([TWO], micro_op_mb=0.02, distributed_optimizer=True, late=DDP_LATE),
+    "priority": Case([TWO], micro_op_mb=0.005, late=EACH_LATE),
+    "priority/dw-none": Case([fixed_plan(1, DwPolicy.NONE)], micro_op_mb=0.005, switchable=True, late=DDP_LATE),
+    "priority/distributed-optimizer": Case([TWO], micro_op_mb=0.005, distributed_optimizer=True, late=DDP_LATE),
     "no-overlap-grad-reduce": Case([TWO], overlap_grad_reduce=False, late=COMPUTE_LATE),
     "distributed-optimizer": Case([TWO], distributed_optimizer=True, late=DDP_LATE),
     "tensor-parallel": Case([TWO], SEQUENCE_PARALLEL, layout=TP, late=COMM_LATE),
@@ -84,8 +85,9 @@ MUTANT_CASES: dict[str, Case | Program] = {
     # Nothing of the first layer is kept for a backward pass, so its counts are freed in the forward pass.
     "frozen": Case([TWO], {**SMALL, "frozen": r"embedding|layers\.0\."}),
     "at-once": Case([fixed_plan(1, DwPolicy.NONE)], SMALL, switchable=True),
-    "priority": Case([TWO], SMALL, micro_op_mb=0.02),
-    "priority-sharded": Case([TWO], SMALL, micro_op_mb=0.02, distributed_optimizer=True),
+    "priority": Case([TWO], SMALL, micro_op_mb=0.005, late=NCCL_LATE),
+    "priority-sharded": Case([TWO], SMALL, micro_op_mb=0.005, distributed_optimizer=True, late=NCCL_LATE),
+    "capacity": Case([fixed_plan(2, overlap_range=OverlapRange.EXPERTS)], {**SMALL, **CAPACITY}),
     "repeated": Case([fixed_plan(1, DwPolicy.NONE)], REPEATED, switchable=True),
     "traced": Case([TWO], SMALL, is_traced=True),
     **PROGRAMS,

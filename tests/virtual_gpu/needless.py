@@ -22,9 +22,9 @@ NEEDLESS: dict[tuple[str, str, str], str] = {
     ): "It sets the zero of the trace's times. What the step computes does not depend on it.",
     (
         "training/megatron/grad_reduction.py",
-        "_ReduceScatter._start",
+        "_ReduceScatter.__init__",
         "self._sent = ...",
-    ): "The process group keeps the tensors of an asynchronous collective until its work has been waited for "
-    "(ProcessGroupNCCL stashes them since torch 2.8, gloo's work holds them).",
+    ): "Parts that lie side by side are then copied like others before they are sent: slower, with the same result. "
+    "The memory is DDP's buffer, which lives as long as the model.",
 }
 """Reasons by place."""

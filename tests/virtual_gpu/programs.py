@@ -18,6 +18,8 @@ from tests.virtual_gpu.case import IN_ORDER, Found, name_streams
 NUM_RANKS, NUM_ROWS, WIDTH = 4, 8, 16
 ROWS = [NUM_ROWS // NUM_RANKS] * NUM_RANKS
 
+type Results = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
 
 @dataclass(frozen=True)
 class Program:
@@ -27,7 +29,7 @@ class Program:
         late: for each run the names of streams that are late.
     """
 
-    function: Callable[[StreamTransport], dict[str, tuple[torch.Tensor, torch.Tensor]]]
+    function: Callable[[StreamTransport, CommStats], Results]
     late: Sequence[Sequence[str]] = (IN_ORDER,)
 
 
@@ -37,11 +39,12 @@ def run_program(program: Program) -> Found:
     with mock_world(NUM_RANKS), virtual_gpu_platform() as gpu:
         group = dist.group.WORLD
         assert group is not None
-        transport = StreamTransport(group, group, CommStats(torch.device("cuda")))
+        stats = CommStats(torch.device("cuda"))
+        transport = StreamTransport(group, group, stats)
         name_streams(transport)
         for names in program.late:
             with gpu.watch(_named(gpu, names)):
-                results = program.function(transport)
+                results = program.function(transport, stats)
             for name, (got, expected) in results.items():
                 error = float((got - expected).abs().max())
                 errors[name] = error if error == error else float("inf")
@@ -52,7 +55,7 @@ def _named(gpu: VirtualGpu, names: Sequence[str]) -> list:
     return [stream for stream in gpu.streams if any(name in stream.name for name in names)]
 
 
-def rows_dropped_after_launch(transport: StreamTransport) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def rows_dropped_after_launch(transport: StreamTransport, stats: CommStats) -> Results:
     """Nobody but the transport keeps the rows of a message: the compute stream could reuse their memory."""
     rows = torch.arange(NUM_ROWS * WIDTH, dtype=torch.float32).view(NUM_ROWS, WIDTH)
     sent = rows.cuda() + 1
@@ -64,7 +67,7 @@ def rows_dropped_after_launch(transport: StreamTransport) -> dict[str, tuple[tor
     return {"rows": (received * 2, 2 * (rows + 1)), "others": (others[-1], torch.zeros(NUM_ROWS, WIDTH))}
 
 
-def received_dropped_after_use(transport: StreamTransport) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def received_dropped_after_use(transport: StreamTransport, stats: CommStats) -> Results:
     """Received rows in memory of the communication stream are dropped when the kernel that reads them is enqueued."""
     rows = torch.arange(NUM_ROWS * WIDTH, dtype=torch.float32).view(NUM_ROWS, WIDTH)
     results = {}
@@ -80,7 +83,7 @@ def received_dropped_after_use(transport: StreamTransport) -> dict[str, tuple[to
     return results
 
 
-def counts_dropped_after_launch(transport: StreamTransport) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def counts_dropped_after_launch(transport: StreamTransport, stats: CommStats) -> Results:
     """What the counts are made of, and the received counts, are dropped as soon as the program can."""
     results = {}
     for exchange in range(2):
@@ -96,9 +99,20 @@ def counts_dropped_after_launch(transport: StreamTransport) -> dict[str, tuple[t
     return results
 
 
+def times_read_at_once(transport: StreamTransport, stats: CommStats) -> Results:
+    """The counters of a step are read while the device still works."""
+    rows = torch.ones(NUM_ROWS, WIDTH)
+    sent = rows.cuda()
+    received = torch.empty_like(sent)
+    transport.launch(received, sent, ROWS, ROWS).wait()
+    assert stats.take().all_to_all_ms == 0.0
+    return {"rows": (received, rows)}
+
+
 PROGRAMS = {
     "rows-dropped": Program(rows_dropped_after_launch),
     "received-dropped": Program(received_dropped_after_use),
     "counts-dropped": Program(counts_dropped_after_launch),
+    "times-read": Program(times_read_at_once),
 }
 """Programs by name."""

@@ -21,14 +21,13 @@ def by_expert(values_Se: torch.Tensor, last_expert_first: bool) -> torch.Tensor:
 class RowOrder:
     """A permutation of m rows, and the one that undoes it."""
 
-    def __init__(self, index_m: torch.Tensor) -> None:
+    def __init__(self, index_m: torch.Tensor, inverse_m: torch.Tensor) -> None:
         """
         Args:
             index_m: the present place of each row of the new order; every place occurs once.
+            inverse_m: the new place of each row of the present order.
         """
-        places_m = torch.arange(len(index_m), device=index_m.device)
-        self._index_m = index_m
-        self._inverse_m = torch.empty_like(index_m).scatter_(0, index_m, places_m)
+        self._index_m, self._inverse_m = index_m, inverse_m
 
     @staticmethod
     def by_expert(rows_by_source_Se: torch.Tensor, num_rows: int, last_expert_first: bool = False) -> "RowOrder":
@@ -37,13 +36,16 @@ class RowOrder:
         Args:
             rows_by_source_Se: number of rows, on the device of the rows, which is not waited for.
             num_rows: their sum, m.
+            last_expert_first: order the experts from the last to the first.
         """
-        sizes_eS = by_expert(rows_by_source_Se, last_expert_first).reshape(-1)
-        # Distance of each part between the two orders: in both, a part begins where the parts before it end.
+        sizes_eS = by_expert(rows_by_source_Se, last_expert_first).contiguous()
         ends_Se = rows_by_source_Se.reshape(-1).cumsum(0).view(rows_by_source_Se.shape)
-        shifts_eS = by_expert(ends_Se, last_expert_first).reshape(-1) - sizes_eS.cumsum(0)
-        index_m = torch.repeat_interleave(shifts_eS, sizes_eS, output_size=num_rows)
-        return RowOrder(index_m.add_(torch.arange(num_rows, device=index_m.device)))
+        # Distance of each part between the two orders: in both, a part begins where the parts before it end.
+        shifts_eS = sizes_eS.view(-1).cumsum(0).view(sizes_eS.shape).sub_(by_expert(ends_Se, last_expert_first))
+        shifts_m = torch.repeat_interleave(shifts_eS.view(-1), sizes_eS.view(-1), output_size=num_rows)
+        places_m = torch.arange(num_rows, device=shifts_m.device)
+        index_m = places_m - shifts_m
+        return RowOrder(index_m, torch.empty_like(index_m).scatter_(0, index_m, places_m))
 
     def apply(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns rows [m, ...] in the new order."""

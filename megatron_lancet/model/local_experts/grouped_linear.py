@@ -78,6 +78,7 @@ class LinearOfExperts(torch.nn.Module):
         def compute() -> None:
             self._add_products(weights, rows, grad_mO, input_mI, sum_first)
 
+        grad_mO, input_mI = grad_mO.contiguous(), input_mI.contiguous()
         # One task with the names of all experts' dWs. Traces and profiles call it by the first expert's.
         linear.store.put(weights, compute, num_bytes=grad_mO.nbytes + input_mI.nbytes)
 

@@ -19,6 +19,7 @@ from megatron.core.distributed import param_and_grad_buffer as ddp_buffers
 from megatron_lancet.errors import UsageError
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReduction
+from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.reductions import MicroOps
 
@@ -49,6 +50,9 @@ class _Collective:
     def wait(self) -> None:
         assert self._work is not None, "a gradient micro-op was waited for before it was launched"
         self._work.wait()
+        if self._sent is not None and on_cuda(self._sent):
+            # It may be memory of the stream that launched the collective. That stream has not waited; this one has.
+            self._sent.record_stream(torch.cuda.current_stream())
         self._sent = None
 
     def release_if_done(self) -> bool:

@@ -9,8 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.gpu.__main__ import check, parse_arguments
+from benchmarks.gpu.__main__ import LIMITS, check, parse_arguments
 from benchmarks.gpu.variants import MEGATRON_OVERLAP, PLANS, STOCK
 from megatron_lancet.errors import UsageError
 
@@ -48,6 +49,7 @@ def test_every_variant_runs_on_every_link(measured):
             assert min(samples["step_ms"]) > 0
     for name in PLANS:
         assert output.count(f"\n{name}  ") == 2
+    assert output.endswith(LIMITS + "\n")
 
 
 @pytest.mark.alone
@@ -108,3 +110,11 @@ def test_a_model_for_a_gpu_is_refused_without_one():
 def test_what_it_refuses(words, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         check(parse_arguments(list(words)))
+
+
+def test_one_connection_is_refused_on_a_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    check(parse_arguments(["--size", "tiny"]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UsageError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1: mocked messages"):
+        check(parse_arguments(["--size", "tiny"]))

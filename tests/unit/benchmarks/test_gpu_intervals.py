@@ -54,6 +54,21 @@ def test_communication_of_a_trace():
     assert found.exposed_ms == pytest.approx(3.5 - 1.6)  # hidden from 2.0 to 3.6 ms
 
 
+def test_messages_of_synchronous_collectives_are_on_the_stream_that_computes():
+    trace = {
+        "traceEvents": [
+            piece(7, 0, 1000),
+            piece(7, 1000, 3000, SPIN),
+            piece(7, 4000, 500, "Memcpy DtoD (Device -> Device)", "gpu_memcpy"),
+            piece(7, 4500, 1000),
+            piece(9, 2000, 1000),
+        ]
+    }
+    found = communication_of(trace)
+    assert found.wire_ms == pytest.approx(3.5)
+    assert found.exposed_ms == pytest.approx(3.5 - 1.0)
+
+
 def test_a_trace_without_messages_is_an_error():
     with pytest.raises(ValueError, match=r"2 pieces of work on 1 streams, but no spin_kernel"):
         communication_of({"traceEvents": [piece(7, 0, 1), piece(7, 2, 1)]})

@@ -71,6 +71,23 @@ def test_slowdown_kernels_are_enqueued_behind_others_on_cuda(monkeypatch):
     assert "k" * 64 + "m" + "k" * 64 + "w" in log
 
 
+def test_slowdown_kernels_take_little_memory(monkeypatch):
+    machine = Machine(monkeypatch, rows_per_ms=10**9)
+    seen = []
+
+    def kernel(sizes, rows, device):
+        seen.append((sizes, rows))
+        return machine._kernel(rows, 1.0)
+
+    monkeypatch.setattr(slowdown, "gemm", kernel)
+    monkeypatch.setattr(slowdown, "copy", kernel)
+    large = ChunkSizes(tokens=1 << 16, topk=8, hidden=8192, ffn=1 << 16, dtype=torch.bfloat16)
+    measure_slowdowns(large, machine.start, MESSAGE_MS, CPU)
+    (product, product_rows), (moved, moved_rows) = seen
+    elements = product_rows * large.hidden, large.hidden * product.ffn, product_rows * product.ffn
+    assert max(*elements, moved_rows * moved.hidden) * large.dtype.itemsize <= 64 << 20
+
+
 def test_slowdown_is_never_a_gain(monkeypatch):
     machine = Machine(monkeypatch, rows_per_ms=1000)
     monkeypatch.setattr(slowdown, "copy", lambda sizes, rows, device: machine._kernel(rows, 0.5))

@@ -14,7 +14,7 @@ from megatron_lancet.runtime import placement
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
-from tests.unit.model.local_experts.pair import BF16, Pair, check_equal
+from tests.unit.model.local_experts.pair import BF16, HIDDEN, Pair, check_equal
 
 SIZES = [[5, 3, 1, 7], [0, 5, 0, 3], [16, 0, 0, 0], [0, 0, 0, 9], [0, 0, 0, 0]]
 
@@ -97,6 +97,19 @@ def test_layers_of_experts_wait_for_gathered_parameters(one_rank, cuda):
     assert by_layer == sequential
     assert set(sequential) == set(pair.ddp.bucket_groups)
     assert len(pair.ddp.bucket_groups) > 1
+
+
+def test_rows_and_gradients_may_be_views(on_cuda):
+    """Their strides would not be those that grouped GEMMs take."""
+    pair = Pair()
+    sizes, message = SIZES[0], torch.randn(sum(SIZES[0]), HIDDEN + 1)
+    probs = torch.ones(sum(sizes))
+    pair.ours(message[:, :HIDDEN].requires_grad_(), torch.tensor(sizes), probs)[0].sum().backward()
+    ours = [weight.main_grad.clone() for weight in pair.ours.parameters()]
+    rows = torch.cat(message[:, :HIDDEN].detach().split(sizes[::-1])[::-1])
+    pair.stock(rows, torch.tensor(sizes), probs)[0].sum().backward()
+    for mine, weight in zip(ours, pair.stock.parameters(), strict=True):
+        assert (mine - weight.grad).norm() <= 1e-6 * weight.grad.norm()
 
 
 def test_recomputed_grouped_experts_equal_stock(on_cuda):
