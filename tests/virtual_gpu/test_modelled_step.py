@@ -8,6 +8,10 @@ import pytest
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training.modelled_step import command
+from megatron_lancet.training.modelled_step.recording import record
+from megatron_lancet.training.modelled_step.settings import modelled_run
+from megatron_lancet.training.platform.cpu import cpu_platform
+from megatron_lancet.virtual_gpu.log import CollectiveBegins, Kernel
 
 MODEL = (
     "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -61,6 +65,29 @@ def test_modelled_step_shows_kernels_steps_and_a_timeline(modelled, tmp_path):
     assert by_setting["4", "8"][2] > plan_ms  # its kernels are far shorter than 4 us
     assert '"source":"predicted"' in page.read_text()
     assert "L2.c1.I.dispatch" in page.read_text()
+
+
+def test_recorded_messages_and_matrix_products_have_the_sizes_of_the_model(monkeypatch):
+    """A chunk of 128 tokens makes 256 rows of 64 numbers in bf16, 64 for each of the 4 ranks."""
+    monkeypatch.setattr(sys, "argv", ["virtual_gpu.py", *MODEL])
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with cpu_platform():
+        run = modelled_run()
+        recording = record(run.with_layers(1), run.plan)
+    rows_to_others, counts = 3 * 64, 3 * 2
+    sizes = {
+        "counts": counts * 8,
+        "dispatch": rows_to_others * (64 * 2 + 16),  # with a probability, at an aligned place
+        "combine": rows_to_others * 64 * 2,
+    }
+    assert len(recording.messages) == 2 * 5
+    for message in recording.messages:
+        assert message.num_bytes == sizes[message.name.split(".")[-1]]
+    exchanges = [one for one in recording.log if isinstance(one, CollectiveBegins) and one.name == "all_to_all"]
+    assert sorted(one.bytes_to_others for one in exchanges) == sorted(one.num_bytes for one in recording.messages)
+    products = [one.flops for one in recording.log if isinstance(one, Kernel) and one.name == "_grouped_mm"]
+    fc1, fc2 = 2 * 256 * 64 * 256, 2 * 256 * 128 * 64  # of 256 rows; the first layer has a gate
+    assert sorted(products) == sorted([fc1, fc2] * 2 * 3)  # chunks; forward, dX and dW
 
 
 @pytest.mark.parametrize(
