@@ -26,7 +26,7 @@ POISON = 0xFF
 
 _SITE_DEPTH = 5
 _SITE_PARTS = ("/megatron/", "/megatron_lancet/", "/tests/")
-_NOT_SITES = ("/virtual_gpu/", "/mock/", "/torch/")
+_NOT_SITES = ("/megatron_lancet/virtual_gpu/", "/megatron_lancet/mock/", "/megatron_lancet/patching.py", "/torch/")
 
 
 class Access(NamedTuple):

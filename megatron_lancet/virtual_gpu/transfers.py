@@ -62,7 +62,7 @@ class Transfers:
         return tensor
 
     def _look(self, name: str) -> Callable[..., Any]:
-        """The host waits before it looks at a tensor of the GPU, and does not for its own, which a copy may still fill."""
+        """The host waits before it looks at a tensor of the GPU, not at its own, which a copy may still fill."""
 
         def look(stock: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._gpu.is_watching:

@@ -21,6 +21,7 @@ from megatron_lancet.virtual_gpu.device import VirtualGpu
 from megatron_lancet.virtual_gpu.log import CollectiveBegins, HostWaits
 from megatron_lancet.virtual_gpu.memory import Problem
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, build, gradients, logged_losses, micro_batches
+from tests.virtual_gpu.pipeline import first_stage, pipeline_step
 
 NUM_RANKS, EP = 8, 4
 STREAMS = ("compute", "comm", "counts", "DDP", "NCCL")
@@ -105,7 +106,13 @@ def run(case: Case, change: Callable[[ExitStack], None] | None = None) -> Found:
     from megatron_lancet.training.megatron.patches import dropped_outputs, sequence_parallel_with_torch_norm
 
     overrides = {"num_moe_experts": 8, "expert_model_parallel_size": EP, **case.layout, **case.overrides}
-    with mock_world(NUM_RANKS), loopback_counts(), sequence_parallel_with_torch_norm(), dropped_outputs():
+    is_pipeline = case.layout.get("pipeline_model_parallel_size", 1) > 1
+    with ExitStack() as world:
+        world.enter_context(mock_world(NUM_RANKS))
+        for context in (loopback_counts, sequence_parallel_with_torch_norm, dropped_outputs):
+            world.enter_context(context())
+        if is_pipeline:
+            world.enter_context(first_stage())
         parallel_state.initialize_model_parallel(
             expert_model_parallel_size=EP, create_gloo_process_groups=False, **case.layout
         )
@@ -152,6 +159,8 @@ def _wrapped(case: Case, model: Any, config: Any, precision: Any, deferred: bool
 def _step(ddp: Any) -> list[float]:
     losses = []
     ddp.zero_grad_buffer()
+    if ddp.config.pipeline_model_parallel_size > 1:
+        return pipeline_step(ddp, lambda tensor: tensor.cuda())
     for i, batch in enumerate(micro_batches()):
         with nullcontext() if i == NUM_MICRO_BATCHES - 1 else ddp.no_sync():
             on_gpu = {name: tensor.cuda() for name, tensor in batch.items()}

@@ -5,6 +5,7 @@ from typing import Any
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
 from tests.parity.gradients.variants import CAPACITY, FULL, GAPS, MLA
 from tests.virtual_gpu.case import IN_ORDER, Case
+from tests.virtual_gpu.pipeline import PIPELINE
 from tests.virtual_gpu.programs import PROGRAMS, Program
 
 TWO = fixed_plan(2)
@@ -60,6 +61,8 @@ CASES: dict[str, Case] = {
     "distributed-optimizer": Case([TWO], distributed_optimizer=True, late=DDP_LATE),
     "tensor-parallel": Case([TWO], SEQUENCE_PARALLEL, layout=TP, late=COMM_LATE),
     "expert-tensor-parallel": Case([TWO], SEQUENCE_PARALLEL, layout=EXPERT_TP, late=COMM_LATE, equals_stock=False),
+    "pipeline": Case([TWO], PIPELINE, layout={"pipeline_model_parallel_size": 2}, late=EACH_LATE),
+    "pipeline/k=1": Case([fixed_plan(1)], PIPELINE, layout={"pipeline_model_parallel_size": 2}),
     "bf16": Case([TWO], {"bf16": True}, late=COMPUTE_LATE),
     "bf16/k=1": Case([fixed_plan(1)], {"bf16": True}),
     "llama-like": Case([TWO], {**LLAMA, "gated_linear_unit": True, "add_bias_linear": True}),

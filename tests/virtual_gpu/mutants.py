@@ -1,6 +1,6 @@
-"""Deletes what orders the product's kernels and keeps their memory, one place at a time, and runs cases until one fails.
+"""Deletes what orders the product's kernels or keeps their memory, one place at a time, until a case fails.
 
-Usage: python -m tests.virtual_gpu.mutants [--json FILE] [--markdown FILE] [--only TEXT]
+Usage: python -m tests.virtual_gpu.mutants [--json FILE] [--write] [--only TEXT]
 
 Places are found in the source: waits and records of streams and events, ``record_stream``, switches of the current
 stream, waits for collectives, and attributes that only keep memory alive. The mutated function is compiled and its code
@@ -13,12 +13,13 @@ import datetime
 import importlib
 import inspect
 import json
+import logging
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from tests.virtual_gpu.needless import NEEDLESS
 from tests.virtual_gpu.programs import Program, run_program
 
 PRODUCT = Path(__file__).parents[2] / "megatron_lancet"
+REPORT = Path(__file__).parents[2] / "benchmarks" / "results" / "virtual_gpu_mutants.json"
+"""What each mutant made fail; beside it the same as text. ``--write`` makes both."""
 NOT_PRODUCT = ("virtual_gpu/", "mock/", "training/platform/")
 """The stand-ins themselves."""
 STATEMENTS = {"wait_event", "wait_stream", "record_stream", "record_event", "record", "synchronize"}
@@ -59,6 +62,11 @@ class Mutant:
     line: str
     index: int = 0
 
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Its key in the list of places that are not needed."""
+        return self.file, self.function, self.line
+
     def __str__(self) -> str:
         number = f" ({self.index + 1})" if self.index else ""
         return f"{self.file} {self.function}: {self.line}{number} [{self.change}]"
@@ -74,6 +82,11 @@ class Verdict:
 
     case: str
     how: str
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the program itself goes on as if nothing were wrong."""
+        return bool(self.case) and "Error" not in self.how.split(":")[0]
 
 
 type _Function = ast.FunctionDef
@@ -152,7 +165,8 @@ def _kept(
 
 def _never_read(owner: ast.ClassDef) -> set[str]:
     """Private attributes that a class sets and never reads."""
-    stored, read = set(), set()
+    stored: set[str] = set()
+    read: set[str] = set()
     for node in ast.walk(owner):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and node.attr.startswith("_"):
             (stored if isinstance(node.ctx, ast.Store) else read).add(node.attr)
@@ -169,10 +183,10 @@ def _assigned(function: _Function, empty: bool = False) -> set[str]:
     """Private attributes of ``self`` to which the function assigns a value, or None or an empty tuple."""
     names = set()
     for node in ast.walk(function):
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        value = getattr(node, "value", None)
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        value = node.value
         for target in targets:
             pairs = [(target, value)]
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
@@ -248,32 +262,65 @@ def verdict(mutant: Mutant, tree: ast.Module, cases: dict[str, Case | Program]) 
     return Verdict("", "")
 
 
-@cache
-def _trees() -> dict[Mutant, ast.Module]:
-    return find()
-
-
 def is_needless(mutant: Mutant) -> bool:
     """Whether the list has a proof that the place is not needed on CUDA, or not for order and memory."""
-    return any((mutant.file, mutant.function, mutant.line) == key for key in NEEDLESS)
+    return mutant.place in NEEDLESS
+
+
+def reported_cases() -> dict[str, str]:
+    """The case that catches each mutant of the report; empty where none does."""
+    if not REPORT.exists():
+        return {}
+    return {row["mutant"]: row["case"] for row in json.loads(REPORT.read_text())["mutants"]}
 
 
 def survey(only: str) -> list[dict[str, Any]]:
     """Every mutant with the case that catches it, and with the streams that make its numbers wrong if they are late."""
-    rows = []
-    for mutant, tree in _trees().items():
+    rows: list[dict[str, Any]] = []
+    for mutant, tree in find().items():
         if only not in str(mutant):
             continue
-        found = Verdict("", "") if is_needless(mutant) else verdict(mutant, tree, MUTANT_CASES)
-        wrong = wrong_when_late(mutant, tree, found.case) if found.case else []
-        rows.append(
-            {**asdict(mutant), **asdict(found), "wrong_numbers_when_late": wrong, "needless": is_needless(mutant)}
-        )
-        print(
-            f"{found.case or ('needless' if is_needless(mutant) else 'NOT CAUGHT'):20} {mutant} {wrong} {found.how[:150]}",
-            flush=True,
-        )
+        found = verdict(mutant, tree, MUTANT_CASES)
+        wrong = wrong_when_late(mutant, tree, found.case) if found.is_silent else []
+        reason = next((text for place, text in NEEDLESS.items() if place == mutant.place), "")
+        rows.append({"mutant": str(mutant), **asdict(found), "wrong_when_late": wrong, "reason": reason})
+        sys.stdout.write(f"{found.case or 'NOT CAUGHT':16} {mutant}\n")
+        sys.stdout.flush()
     return rows
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    rows = report["mutants"]
+    caught = [row for row in rows if row["case"]]
+    lines = [
+        "# Mutants on the virtual GPU",
+        "",
+        "Each place in the product that orders kernels of different streams, or keeps memory for them, was deleted,",
+        "one at a time (`tests/virtual_gpu/mutants.py`). The table names the case of `tests/virtual_gpu/cases.py` that",
+        "fails then and the first thing that it reports. The last column names the streams that make losses or",
+        "gradients wrong in this case if they run as late as the order permits; without a name the deletion is found",
+        "by the order alone. The test suite deletes each place again and runs its case. No device was used.",
+        "",
+        f"`{report['command']}`, {report['date']}: {len(rows)} mutants, {len(caught)} caught, "
+        f"{len(rows) - len(caught)} not needed.",
+        "",
+        "| Place | Change | Case | Reports | Wrong numbers if late |",
+        "|---|---|---|---|---|",
+    ]
+    for row in caught:
+        place, _, change = row["mutant"].removesuffix("]").rpartition(" [")
+        late = ", ".join(row["wrong_when_late"])
+        lines.append(f"| `{place}` | {change} | {row['case']} | {_shortened(row['how'])} | {late} |")
+    lines += ["", "## Not needed", ""]
+    lines += [f"- `{row['mutant']}`: {row['reason']}" for row in rows if not row["case"]]
+    return "\n".join(lines) + "\n"
+
+
+def _shortened(how: str) -> str:
+    """What was found, without the callers of the places, and without lines and numbers that change."""
+    without_callers = re.sub(r"( < [^()]*)+\)", ")", how).replace("|", "/")
+    return re.sub(r" of group \d+|(?<=\.py):\d+", "", without_callers)
 
 
 def wrong_when_late(mutant: Mutant, tree: ast.Module, name: str) -> list[str]:
@@ -295,17 +342,22 @@ def main() -> None:
     from tests.ranks.worker import run_on_cpu
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="file for the report")
+    parser.add_argument("--write", action="store_true", help=f"write {REPORT.name} and its text")
     parser.add_argument("--only", default="", help="mutants whose text contains this")
     args = parser.parse_args()
+    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
 
     def survey_all() -> None:
-        rows = survey(args.only)
-        if args.json:
-            command = "python -m tests.virtual_gpu.mutants " + " ".join(sys.argv[1:])
-            report = {"command": command, "date": str(datetime.date.today()), "mutants": rows}
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
+        command = " ".join(["python -m tests.virtual_gpu.mutants", *sys.argv[1:]])
+        report = {"command": command, "date": str(datetime.date.today()), "mutants": survey(args.only)}
+        text = json.dumps(report, indent=1) + "\n"
+        if args.json is not None:
+            args.json.write_text(text)
+        if args.write:
+            REPORT.write_text(text)
+            REPORT.with_suffix(".md").write_text(as_text(report))
 
     run_on_cpu(survey_all)
 

@@ -9,8 +9,8 @@ _GLOO = "This transport is for gloo, whose collectives complete on the host. CUD
 
 NEEDLESS: dict[tuple[str, str, str], str] = {
     ("profiler/links.py", "_between_ms", "end.synchronize()"): _TIMES,
-    ("profiler/links.py", "_timed_ms", "pair.end.record()"): _TIMES,
-    ("profiler/links.py", "_timed_ms", "pair.end.synchronize()"): _TIMES,
+    ("profiler/slowdown.py", "timed_ms", "pair.end.record()"): _TIMES,
+    ("profiler/slowdown.py", "timed_ms", "pair.end.synchronize()"): _TIMES,
     ("training/observe/step_recorder.py", "StepRecorder._timed", "pair.end.record()"): _STEP_TIMES,
     ("training/observe/step_recorder.py", "StepRecorder._read", "duration.end.synchronize()"): _STEP_TIMES,
     ("runtime/transport/works.py", "WorksTransfer.__init__", "self._buffers = ..."): _GLOO,

@@ -84,14 +84,14 @@ def received_dropped_after_use(transport: StreamTransport, stats: CommStats) -> 
 
 
 def counts_dropped_after_launch(transport: StreamTransport, stats: CommStats) -> Results:
-    """What the counts are made of, and the received counts, are dropped as soon as the program can."""
+    """What the counts are made of is dropped behind the wait, and the received counts when they have been read."""
     results = {}
     for exchange in range(2):
         routing = torch.full((NUM_ROWS, NUM_RANKS), 1 + exchange, device="cuda") * 2
         counts = transport.exchange_counts(partial(routing.sum, dim=0), ReadyEvent(routing))
-        del routing
         others = [torch.zeros(NUM_ROWS, NUM_RANKS, device="cuda", dtype=torch.int64) for _ in range(2)]
         found = counts.wait()
+        del routing
         expected = NUM_ROWS * 2 * (1 + exchange)
         assert found.received == found.sent == [[expected]] * NUM_RANKS, found.received
         results[f"counts {exchange}"] = (found.received_on_device + others[-1][0, 0], torch.full((4, 1), expected))

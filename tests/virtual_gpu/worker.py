@@ -1,10 +1,12 @@
-"""All cases on the virtual GPU, in one process.
+"""Cases or mutants on the virtual GPU, in one process, as rank 0 of a mocked world.
 
-Usage: worker.py RESULT.json [--te]. Rank 0 of a mocked world writes RESULT.json.0: what each case has shown.
+Usage: worker.py RESULT.json [--te | --mutants]. It writes RESULT.json.0: what each case has shown, or what the case of
+the report says about each mutant.
 """
 
 import dataclasses
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -13,33 +15,47 @@ from typing import Any
 import torch
 
 from tests.ranks.worker import run_on_cpu, run_on_cpu_with_te
-from tests.virtual_gpu.case import Case, Found, run
-from tests.virtual_gpu.cases import CASES, TE_CASES
+from tests.virtual_gpu import mutants
+from tests.virtual_gpu.case import Case, run
+from tests.virtual_gpu.cases import CASES, MUTANT_CASES, TE_CASES
 
-TE_FLAG = "--te"
-
-
-def shown(found: Found) -> dict[str, Any]:
-    """What a case has shown, as JSON."""
-    return {
-        "loss": found.loss,
-        "gradients": found.gradients,
-        "problems": [f"{problem.kind}: {problem.text}" for problem in found.problems],
-        "host_waits": [[dataclasses.asdict(wait) for wait in step] for step in found.host_waits],
-    }
+TE_FLAG, MUTANTS_FLAG = "--te", "--mutants"
 
 
-def run_all(cases: dict[str, Case]) -> dict[str, Any]:
+def shown(cases: dict[str, Case]) -> dict[str, Any]:
+    """What each case has shown, as JSON."""
     results = {}
     for name, case in cases.items():
         start_s = time.process_time()
-        results[name] = shown(run(case)) | {"seconds": time.process_time() - start_s}
+        found = run(case)
+        results[name] = {
+            "loss": found.loss,
+            "gradients": found.gradients,
+            "problems": [f"{problem.kind}: {problem.text}" for problem in found.problems],
+            "host_waits": [[dataclasses.asdict(wait) for wait in step] for step in found.host_waits],
+            "exchanges": sorted(found.exchanges),
+            "cpu_s": time.process_time() - start_s,
+        }
     return results
 
 
+def judged() -> dict[str, Any]:
+    """Every mutant that is in the product, with what the case of the report says; and the cases without a mutant."""
+    cases = mutants.reported_cases()
+    results = {}
+    for mutant, tree in mutants.find().items():
+        case = cases.get(str(mutant))
+        if case:
+            with mutants.mutated(mutant, tree):
+                results[str(mutant)] = mutants.fails(MUTANT_CASES[case])
+    clean = {name: mutants.fails(case) for name, case in MUTANT_CASES.items()}
+    return {"caught": results, "clean": clean}
+
+
 def main() -> None:
+    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    results = run_all(TE_CASES if TE_FLAG in sys.argv else CASES)
+    results = judged() if MUTANTS_FLAG in sys.argv else shown(TE_CASES if TE_FLAG in sys.argv else CASES)
     Path(f"{sys.argv[1]}.0").write_text(json.dumps(results))
 
 

@@ -1,0 +1,94 @@
+"""Training steps on the virtual GPU: ordered, equal to stock with late streams, and with few waits of the host."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lancet.schedule.plan import DwPolicy
+from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES
+from tests.ranks import launch
+from tests.small_gpt import SETTINGS
+from tests.virtual_gpu.cases import CASES, TE_CASES
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+WORKER = Path(__file__).with_name("worker.py")
+TIMEOUT_S = 900
+ALL = {**CASES, **TE_CASES}
+TOLERANCE = {"fp32": 1e-5, "bf16": 0.05}
+COUNTS = "nccl.py", "wait"
+"""File and function in which the host waits for token counts."""
+TESTS_OWN = "check_step"
+"""Function in which the test's step reads its losses."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Both workers at once: one has Transformer Engine."""
+    folders = {te: tmp_path_factory.mktemp("te" if te else "local") for te in (False, True)}
+    ranks = {
+        te: launch.start(WORKER, [folder / "result.json", *(["--te"] if te else [])], 1, folder, te=te)
+        for te, folder in folders.items()
+    }
+    found: dict[str, Any] = {}
+    for te, folder in folders.items():
+        launch.check(launch.finish(ranks[te], folder, TIMEOUT_S))
+        found |= json.loads((folder / "result.json.0").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_steps_are_ordered_and_free_no_memory_in_use(results, name):
+    assert results[name]["problems"] == []
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_losses_and_gradients_equal_stocks_with_late_streams(results, name):
+    case, found = ALL[name], results[name]
+    is_exact = case.equals_stock and all(plan.num_chunks == 1 for plan in case.plans)
+    tolerance = 0.0 if is_exact else TOLERANCE["bf16" if case.overrides.get("bf16") else "fp32"]
+    wrong = {parameter: error for parameter, error in found["gradients"].items() if not error <= tolerance}
+    assert not wrong
+    assert found["loss"] <= tolerance
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_all_to_alls_run_beside_the_compute_stream(results, name):
+    # Without CUDA, Megatron's gathers of unequal parts between the holders of an expert are all-to-alls, too.
+    others = {"compute"} if ALL[name].layout.get("expert_tensor_parallel_size", 1) > 1 else set()
+    assert set(results[name]["exchanges"]) - others == {"comm", "counts"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_host_waits_once_per_layer_and_chunk_and_not_in_backward(results, name):
+    """For the token counts, forward; what else the host waits for is none of the layer's business."""
+    case = ALL[name]
+    for step, waits in enumerate(results[name]["host_waits"]):
+        plan = case.plans[step // len(case.late)]
+        sites = [wait["site"].split(" < ")[0] for wait in waits]
+        counts = [site for site in sites if (site.split(":")[0], site.split(":")[2]) == COUNTS]
+        assert len(counts) == num_exchanges(case, plan) * NUM_MICRO_BATCHES
+        others = {site for site in sites if site not in counts and TESTS_OWN not in site}
+        assert not others
+
+
+def num_exchanges(case, plan) -> int:
+    """Exchanges of token counts in a micro-batch: one for each chunk of each layer with experts on this rank."""
+    num_stages = case.layout.get("pipeline_model_parallel_size", 1)
+    num_layers = case.overrides.get("num_layers", SETTINGS["num_layers"]) // num_stages
+    has_experts = case.overrides.get("moe_layer_freq", [1] * num_layers)
+    predicted = case.overrides.get("mtp_num_layers", 0)
+    chunks = [plan.segment_of(layer + 1).num_chunks for layer in range(num_layers) if has_experts[layer]]
+    return sum(chunks) + predicted * plan.segment_of(num_layers).num_chunks
+
+
+def test_cases_cover_each_late_stream_with_and_without_deferred_weight_grads():
+    for policy in DwPolicy:
+        late = {name for case in CASES.values() if uses(case, policy) for names in case.late for name in names}
+        assert late >= {"compute", "comm", "DDP", "NCCL"}
+
+
+def uses(case, policy) -> bool:
+    return any(plan.dw_policy is policy for plan in case.plans)
