@@ -58,8 +58,8 @@ def parts(folder: Path) -> list[Part]:
     return [
         Part("device", ["nvidia-smi"], 20),
         Part("torch", [python, "-m", "torch.utils.collect_env"], 60),
-        Part("tests", [python, "-m", "pytest", "tests/gpu", "--junitxml", str(folder / "tests.xml")], 280),
-        Part("benchmark", [python, "-m", *benchmark, "--output", str(folder / "benchmark.json")], 220),
+        Part("tests", [python, "-m", "pytest", "tests/gpu", "--junitxml", str(folder / "tests.xml")], 250),
+        Part("benchmark", [python, "-m", *benchmark, "--output", str(folder / "benchmark.json")], 250),
     ]
 
 

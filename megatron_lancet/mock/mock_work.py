@@ -165,7 +165,7 @@ class DeviceWork(_MockWork):
     Everything is enqueued when it is issued; a wait makes the caller's stream wait and not the host. Nothing times out.
     As NCCL since torch 2.8, an asynchronous message runs on the stream of its group behind the caller's, and a
     synchronous one on the caller's stream, which then needs no wait: with one hardware queue a wait would hold up
-    whatever is enqueued behind it.
+    whatever is enqueued behind it. Messages of one group on different streams don't wait for each other.
     """
 
     def __init__(

@@ -148,9 +148,10 @@ def chosen(choice: Choice) -> Iterator[Device]:
     if not choice.is_virtual:
         if not gpu_available():
             pytest.skip("needs a CUDA device, and sees one only in make test-gpu")
-        yield Device()
+        with torch.compiler.set_stance("force_eager"):  # Megatron compiles some functions, which takes minutes
+            yield Device()
         return
     if gpu_available():
-        pytest.skip("make test runs this test on the virtual GPU, where no device is seen")
+        pytest.skip("make test runs it on the virtual GPU, where no device is seen")
     with cpu_platform(), virtual_gpu_platform() as gpu:
         yield VirtualDevice(gpu, choice.late)

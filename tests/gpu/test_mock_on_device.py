@@ -32,10 +32,10 @@ def test_mocked_rows_of_an_asynchronous_message_are_there_behind_the_wait(device
     with device.watch():
         sent, received = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
         work = dist.all_to_all_single(received, sent, group=world, async_op=True)
+        del sent  # without harm: it was recorded on the link's stream
         other = torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # the compute stream goes on
         assert work.wait()
         late = received + other[0, :8] - 64
-        del sent, received  # without harm: they were recorded on the link's stream
     assert late.eq(1).all()
     assert work.is_completed()
     assert work.is_success()

@@ -3,12 +3,14 @@
 import math
 from collections import Counter
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 
-from benchmarks.gpu.measure import check_errors
 from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.model.local_experts import grouped_linear
+from megatron_lancet.runtime.placement import has_grouped_gemm
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
 from megatron_lancet.schedule.timeline import Lane
 from tests.gpu.devices import ON_BOTH, on_both_with
@@ -79,11 +81,18 @@ def test_fp32_gradients_equal_stock_in_a_group_of_one(device, tmp_path):
 def test_bf16_gradients_are_as_close_to_fp32_as_stock(device, activation):
     """Where the device has them, experts run grouped products of bf16, and dWs add to fp32 inside the GEMM."""
     settings = {"bf16": True, "num_moe_experts": 16, "gated_linear_unit": activation == "gated"}
-    with mocked_world() as world:
+    is_grouped = has_grouped_gemm(torch.ones(1, dtype=torch.bfloat16, device="cuda"))
+    grouped = mock.patch.object(grouped_linear, "grouped_mm", wraps=grouped_linear.grouped_mm)
+    with mocked_world() as world, grouped as calls:
         found = compare([fixed_plan(2)], {**settings, **world}, CUDA, device.watch)
     of_stock, of_ours = found.fp32_errors
     assert all(map(math.isfinite, of_stock.values()))
-    check_errors("ours", of_ours, of_stock)
+    # On a device kernels of other sizes round in other ways, and a token on the edge between two experts, of the few
+    # that there are, goes to the other one. A lost chunk or weight gradient is an error of 0.5 or more.
+    extra = 0.02 if device.is_virtual else 0.25
+    for name, error in of_ours.items():
+        assert error <= 2 * of_stock[name] + extra, name
+    assert (calls.call_count > 0) == is_grouped
 
 
 @ON_BOTH
@@ -104,5 +113,5 @@ def test_traced_step_has_every_message_wait_and_deferred_dw_with_its_place(devic
     waits = {span.name for span in spans if span.lane is Lane.WAIT}
     assert waits >= set(expected)
     num_dws = sum(len(facts.pinned_bytes) for facts in found.trace.weight_grads.values())
-    assert num_dws == found.times.num_dw_hidden + found.times.num_dw_early + found.times.num_dw_late > 0
+    assert num_dws == found.times.num_dw_in_gaps + found.times.num_dw_early + found.times.num_dw_late > 0
     assert all(span.end_ms >= span.start_ms for span in spans)

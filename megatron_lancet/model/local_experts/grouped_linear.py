@@ -58,7 +58,7 @@ class LinearOfExperts(torch.nn.Module):
         weights, rows = [linear.weight for linear in self._linears], self.rows
         multiply: Multiply
         if isinstance(rows, RowGroups):
-            multiply = functools.partial(_multiply_together, rows, self._weights)
+            multiply = functools.partial(multiply_together, rows, self._weights)
             defer = functools.partial(self._defer_together, rows)
         else:
             multiply = functools.partial(multiply_one_by_one, rows)
@@ -149,7 +149,7 @@ def multiply_one_by_one(
     return products_mY
 
 
-def _multiply_together(
+def multiply_together(
     rows: RowGroups,
     adjacent: AdjacentTensors,
     rows_mX: torch.Tensor,

@@ -66,8 +66,11 @@ def _data(record: TimelineRecord) -> dict[str, Any]:
             *(_group(timeline, "predicted", index_of) for timeline in record.predicted),
         ],
         "exposed": {
-            "rows": [[c.layer, c.chunk, c.before_ms, c.measured_ms, c.predicted_ms] for c in table.chunks],
-            "all": [table.before_ms, table.measured_ms, table.predicted_ms],
+            "rows": [
+                [c.layer, c.chunk, c.before_ms, c.measured_ms if record.measured else None, c.predicted_ms]
+                for c in table.chunks
+            ],
+            "all": [table.before_ms, table.measured_ms if record.measured else None, table.predicted_ms],
         },
     }
 

@@ -16,10 +16,13 @@ from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.training.arguments import megatrons_refusals
+from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.megatron.mock_patches import loopback_counts
 from megatron_lancet.training.megatron.plain_gpt import build_plain_gpt
 from megatron_lancet.training.modelled_step.kernels import kernels_of_a_gpu
 from megatron_lancet.training.overlap_setup import OverlapSetup
+from megatron_lancet.training.plan.attention import needs_own_attention
 from megatron_lancet.training.platform.virtual import virtual_gpu_platform
 from megatron_lancet.virtual_gpu.log import Entry, Mark
 from megatron_lancet.virtual_gpu.meta import META, MetaGpu
@@ -65,12 +68,16 @@ def record(args: argparse.Namespace, plan: Plan | None) -> Recording:
         gpu = MetaGpu(uniform_routing(args.num_experts, args.moe_router_topk))
         stack.enter_context(virtual_gpu_platform(gpu))
         stack.enter_context(kernels_of_a_gpu(gpu))
+        stack.enter_context(patches.sequence_parallel_with_torch_norm())
+        stack.enter_context(patches.core_attention_without_te(needs_own_attention(args) is not None))
+        if plan is not None:
+            stack.enter_context(patches.dropped_outputs())
         return _record(args, plan, gpu)
 
 
 def _record(args: argparse.Namespace, plan: Plan | None, gpu: MetaGpu) -> Recording:
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    with torch.device(META):
+    with torch.device(META), megatrons_refusals():
         model = build_plain_gpt(args).cuda()
     setup = None
     if plan is not None:
@@ -92,7 +99,8 @@ def _record(args: argparse.Namespace, plan: Plan | None, gpu: MetaGpu) -> Record
     trace = MarkedTrace(gpu)
 
     def micro_batch() -> None:
-        tokens = torch.zeros((args.micro_batch_size, args.seq_length), dtype=torch.int64, device=META)
+        length = args.seq_length // args.context_parallel_size
+        tokens = torch.zeros((args.micro_batch_size, length), dtype=torch.int64, device=META)
         output = ddp(input_ids=tokens, position_ids=tokens, attention_mask=None, labels=tokens)
         loss = output.float().mean()
         gpu.note(Mark(SKIP, BACKWARD))

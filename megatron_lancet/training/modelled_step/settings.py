@@ -9,7 +9,6 @@ from megatron.training.arguments import validate_args
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.mock.mock_group import BACKEND
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training import arguments
 from megatron_lancet.training.dry_run.cluster import on_the_cluster
@@ -28,6 +27,8 @@ _RESET = {
     "load": None,
     "save": None,
     "pretrained_checkpoint": None,
+    "tensorboard_dir": None,
+    "wandb_project": None,
     "num_layers_per_virtual_pipeline_stage": None,
     "pipeline_model_parallel_layout": None,
     "decoder_first_pipeline_num_layers": None,
@@ -81,7 +82,7 @@ def modelled_run() -> ModelledRun:
         fused_activation = args.bias_swiglu_fusion
         apply_cpu_settings(args)
         args.bias_swiglu_fusion = fused_activation  # its kernels are compiled, and need no package
-        args.distributed_backend = BACKEND
+        args.distributed_backend = "nccl"
         normalize_args(args, config)
         arguments.check_settings(args)
         validate_args(args)
@@ -100,6 +101,10 @@ def _simplified(args: argparse.Namespace) -> Iterator[str]:
         args.eval_interval = 1000
     if args.transformer_impl != "local":
         yield "layers are Megatron's local ones: Transformer Engine's have fewer kernels, and are not modelled"
+    if args.fp8 or args.fp4:
+        yield "matrix products count as those of bf16: low precision needs Transformer Engine"
+        args.fp8 = args.fp4 = None
+        args.fp8_recipe, args.fp8_param_gather = "delayed", False
     if args.pipeline_model_parallel_size > 1:
         yield "pipeline stages and their messages are left out: all layers are on one stage"
         args.pipeline_model_parallel_size = 1

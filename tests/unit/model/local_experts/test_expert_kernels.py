@@ -1,17 +1,14 @@
 """How many kernels a MoE layer's experts launch on CUDA: one after the other as stock, and by grouped GEMMs."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lancet.model.local_experts import grouped_linear
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime import placement
-from megatron_lancet.virtual_gpu.operators import Kind, base_name, kind_of
+from tests.kernel_counts import kernels
 from tests.unit.model.local_experts.pair import BF16, Pair
 
 NUM_EXPERTS, ROWS_PER_EXPERT = 16, 3
@@ -19,40 +16,21 @@ SWIGLU = {**BF16, "gated_linear_unit": True, "activation_func": torch.nn.functio
 FUSED = {**SWIGLU, "bias_activation_fusion": True}
 
 
-class Kernels(TorchDispatchMode):
-    """Counts operators that a GPU would run as kernels; an operator may be more than one there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if kind_of(func, args, kwargs or {}) is Kind.KERNEL:
-            self.names[base_name(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    with Kernels() as kernels:
-        yield kernels.names
-
-
 def kernels_of(pair: Pair, rows: list[int]) -> tuple[int, int, int]:
     """Kernels of the forward pass, of the backward pass without dW, and of dW where it is deferred."""
     tokens, probs, grad = pair.inputs(rows)
     tokens.requires_grad_(), probs.requires_grad_()
-    with counted() as forward:
+    with kernels() as forward:
         output, _ = pair.ours(tokens, torch.tensor(rows), probs)
     late: Counter[str] = Counter()
     flush = pair.store.flush
 
     def counted_flush() -> None:
-        with counted() as found:
+        with kernels() as found:
             flush()
         late.update(found)
 
-    with replaced(pair.store, "flush", counted_flush), counted() as backward:
+    with replaced(pair.store, "flush", counted_flush), kernels() as backward:
         output.backward(grad)
     return forward.total(), backward.total() - late.total(), late.total()
 

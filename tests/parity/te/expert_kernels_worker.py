@@ -1,0 +1,89 @@
+"""Kernels of Transformer Engine's grouped experts, forward and backward with dW accumulated in its GEMM.
+
+Usage: expert_kernels_worker.py RESULT.json. One rank writes RESULT.json.0.
+"""
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_lancet.patching import around
+from tests.kernel_counts import kernels
+from tests.ranks.worker import finish, run_on_cpu_with_te
+from tests.small_gpt import EXPERTS, transformer_config
+
+NUM_EXPERTS, ROWS_PER_EXPERT = 16, 3
+GROUPED_GEMM = "te_general_grouped_gemm"
+SETTINGS: dict[str, Any] = {
+    "num_layers": 1,
+    "num_moe_experts": NUM_EXPERTS,
+    "bf16": True,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "moe_grouped_gemm": True,
+    "gradient_accumulation_fusion": True,
+}
+
+
+@contextmanager
+def with_grouped_gemms_as_one() -> Iterator[Counter[str]]:
+    """Counts kernels, and each of Transformer Engine's grouped GEMMs as one: the stand-in has one for each expert."""
+    transformer_engine_torch = importlib.import_module("transformer_engine_torch")
+
+    inside: Counter[str] = Counter()
+    num_calls: Counter[str] = Counter()
+
+    def counted(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        num_calls[GROUPED_GEMM] += 1
+        with kernels() as found:
+            result = stock(*args, **kwargs)
+        inside.update(found)
+        return result
+
+    with ExitStack() as stack:
+        stack.enter_context(around(transformer_engine_torch, GROUPED_GEMM, counted))
+        names = stack.enter_context(kernels())
+        yield names
+    names.subtract(inside)
+    names.update(num_calls)
+
+
+def main() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    config = transformer_config(**{**EXPERTS, **SETTINGS})
+    spec = get_moe_module_spec(use_te=True, num_experts=NUM_EXPERTS, moe_grouped_gemm=True)
+    submodules = spec.keywords["submodules"] if hasattr(spec, "keywords") else spec.submodules
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    experts = MoELayer(config, submodules, layer_number=1, pg_collection=groups).experts
+    assert isinstance(experts, TEGroupedMLP)
+    for weight in experts.parameters():
+        weight.main_grad = torch.zeros(weight.shape)
+        weight.grad_added_to_main_grad = False
+    rows = [ROWS_PER_EXPERT] * NUM_EXPERTS
+    tokens = torch.randn(sum(rows), config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    probs = torch.rand(sum(rows), requires_grad=True)
+    with with_grouped_gemms_as_one() as forward:
+        output, _ = experts(tokens, torch.tensor(rows), probs)
+    grad = torch.ones_like(output)
+    with with_grouped_gemms_as_one() as backward:
+        output.backward(grad)
+    added = all(weight.grad_added_to_main_grad for weight in experts.parameters())
+    finish({"forward": +forward, "backward": +backward, "accumulated in the GEMM": added})
+
+
+if __name__ == "__main__":
+    run_on_cpu_with_te(main)

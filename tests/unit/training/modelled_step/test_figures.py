@@ -1,0 +1,46 @@
+"""What a layer adds, from two logs that were made by hand."""
+
+import pytest
+
+from megatron_lancet.mock.link import Link
+from megatron_lancet.training.modelled_step.figures import LayerCounts, Variant
+from megatron_lancet.training.modelled_step.recording import BACKWARD, Recording
+from megatron_lancet.virtual_gpu.log import CollectiveBegins, CollectiveEnds, HostWaits, Kernel, Mark
+from megatron_lancet.virtual_gpu.playback.device_model import DeviceModel
+from megatron_lancet.virtual_gpu.playback.marks import BEGIN, RESUME, SKIP
+
+DEVICE = DeviceModel(flops_per_s=1e6, link=Link(500.0)).with_launch_us(0)
+"""One FLOP a microsecond."""
+DW = "L1.W.mlp.linear_fc1"
+
+
+def recording(num_layers: int) -> Recording:
+    """Of each layer two kernels and a message of 0.5 ms forward, one kernel and two of a dW backward; and the ends."""
+    exchange = [CollectiveBegins(0, "all_to_all", "EP", 8, 0), Kernel(0, "copy_", 9, 9), CollectiveEnds(0)]
+    forward = [Kernel(0, "mm", 1000, 0), Kernel(0, "add", 500, 0), *exchange, HostWaits(None, 0, "event", "")]
+    weight_grad = [Mark(BEGIN, DW), Kernel(0, "mm", 1000, 0), Kernel(0, "add_", 500, 0), Mark(RESUME, DW)]
+    backward = [Kernel(0, "mm", 1500, 0), *weight_grad]
+    head = [Kernel(0, "mm", 2000, 0), Mark(SKIP, BACKWARD)]
+    return Recording([*num_layers * forward, *head, *num_layers * backward], [])
+
+
+def test_layer_counts_are_what_a_layer_adds():
+    variant = Variant("plan", (2, recording(2)), (4, recording(4)))
+    assert variant.counts() == LayerCounts(2, 3, 2, 1)
+
+
+def test_layer_counts_of_a_whole_model_include_the_ends():
+    whole = recording(4)
+    assert Variant("plan", (4, whole), (4, whole)).counts() == LayerCounts(2.25, 3, 2, 1)
+
+
+def test_step_is_scaled_to_the_layers_of_the_model():
+    variant = Variant("plan", (2, recording(2)), (4, recording(4)))
+    step = variant.step(DEVICE, 10)
+    assert step.step_ms == pytest.approx(2 + 10 * 5)
+    assert step.exposed_share == pytest.approx(1)
+
+
+def test_step_of_a_whole_model_is_not_scaled():
+    whole = recording(4)
+    assert Variant("plan", (4, whole), (4, whole)).step(DEVICE, 4).step_ms == pytest.approx(2 + 4 * 5)

@@ -1,0 +1,105 @@
+"""The command of a modelled step on a small model: its table, its timeline, and what it refuses."""
+
+import argparse
+import re
+import sys
+
+import pytest
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.training.modelled_step import command
+from megatron_lancet.training.modelled_step.recording import record
+from megatron_lancet.training.modelled_step.settings import modelled_run
+from megatron_lancet.training.platform.cpu import cpu_platform
+from megatron_lancet.virtual_gpu.log import CollectiveBegins, Kernel
+
+MODEL = (
+    "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 4 --global-batch-size 32 --train-iters 10 --lr 1e-3 --bf16 --num-experts 8 --moe-router-topk 2 "
+    "--expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall --disable-bias-linear --swiglu "
+    "--normalization RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 "
+    "--data-path /no/such_document --pipeline-model-parallel-size 2 --lancet-num-chunks 2"
+).split()
+DEVICE = "--layers 2 --launch-us 0 4 --connections 1 8 --link 100:1".split()
+
+
+@pytest.fixture
+def modelled(monkeypatch):
+    def run(*flags: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["virtual_gpu.py"])
+        monkeypatch.setenv("WORLD_SIZE", "8")
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        command.add_arguments(parser)
+        return command.modelled(*parser.parse_known_args([*DEVICE, *MODEL, *flags]))
+
+    return run
+
+
+def rows_of(output: str, first: str) -> dict[str, list[float]]:
+    """Numbers of the lines of a table, by their first cell."""
+    lines = output[output.index(first) :].split("\n\n")[0].splitlines()[1:]
+    cells = [re.split(r"\s{2,}|(?<=\d) (?=\d)", line.strip()) for line in lines]
+    return {line[0]: [float(cell.removesuffix(" %")) for cell in line[1:]] for line in cells}
+
+
+def test_modelled_step_shows_kernels_steps_and_a_timeline(modelled, tmp_path):
+    page = tmp_path / "step.html"
+    output = modelled("--timeline", str(page))
+    assert output.startswith("modelled, not measured: rank 0 of 8, 4 x 64 tokens, top 2 of 8 experts on 4 ranks")
+    assert "6 layers, scaled from 1 and 2" in output
+    assert "note: pipeline stages and their messages are left out" in output
+    kernels = rows_of(output, "kernels per layer")
+    assert list(kernels) == ["stock", "no overlap", "plan"]
+    forward, backward, weight_grads, both, host_waits = kernels["plan"]
+    assert forward + backward == pytest.approx(both, abs=1)
+    assert 0 < weight_grads < backward
+    assert host_waits == 2  # counts of each chunk
+    assert kernels["stock"][2] == 0
+    steps = re.findall(r"^ +([\d.]+) +(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) %$", output, re.MULTILINE)
+    by_setting = {(launch, connections): [float(one) for one in rest] for launch, connections, *rest in steps}
+    assert set(by_setting) == {("0", "1"), ("0", "8"), ("4", "1"), ("4", "8")}
+    stock_ms, no_overlap_ms, plan_ms, share = by_setting["0", "8"]
+    assert plan_ms < stock_ms
+    assert no_overlap_ms > 0
+    assert 0 < share < 100
+    assert by_setting["4", "8"][2] > plan_ms  # its kernels are far shorter than 4 us
+    assert '"source":"predicted"' in page.read_text()
+    assert "L2.c1.I.dispatch" in page.read_text()
+
+
+def test_recorded_messages_and_matrix_products_have_the_sizes_of_the_model(monkeypatch):
+    """A chunk of 128 tokens makes 256 rows of 64 numbers in bf16, 64 for each of the 4 ranks."""
+    monkeypatch.setattr(sys, "argv", ["virtual_gpu.py", *MODEL])
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with cpu_platform():
+        run = modelled_run()
+        recording = record(run.with_layers(1), run.plan)
+    rows_to_others, counts = 3 * 64, 3 * 2
+    sizes = {
+        "counts": counts * 8,
+        "dispatch": rows_to_others * (64 * 2 + 16),  # with a probability, at an aligned place
+        "combine": rows_to_others * 64 * 2,
+    }
+    assert len(recording.messages) == 2 * 5
+    for message in recording.messages:
+        assert message.num_bytes == sizes[message.name.split(".")[-1]]
+    exchanges = [one for one in recording.log if isinstance(one, CollectiveBegins) and one.name == "all_to_all"]
+    assert sorted(one.bytes_to_others for one in exchanges) == sorted(one.num_bytes for one in recording.messages)
+    products = [one.flops for one in recording.log if isinstance(one, Kernel) and one.name == "_grouped_mm"]
+    fc1, fc2 = 2 * 256 * 64 * 256, 2 * 256 * 128 * 64  # of 256 rows; the first layer has a gate
+    assert sorted(products) == sorted([fc1, fc2] * 2 * 3)  # chunks; forward, dX and dW
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--layers", "3"], "--layers expects an even number"),
+        (["--moe-expert-capacity-factor", "1"], "--moe-expert-capacity-factor can't be modelled"),
+        (["--lancet-plan", "off"], "there is no plan to model: off"),
+        (["--timeline", "/no/such/folder/page.html"], "there is no folder /no/such/folder"),
+        (["--connections", "0"], "--connections expects numbers of at least 1"),
+    ],
+)
+def test_modelled_step_refuses_in_one_line(modelled, flags, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        modelled(*flags)
