@@ -46,7 +46,7 @@ _HOST_WAITS = {
     "unique_consecutive",
 }
 
-_GATHERS = {"index", "index_select", "gather", "embedding"}
+_GATHERS = {"aten::index", "aten::index_select", "aten::gather", "aten::embedding"}
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def cost_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
 def _bytes_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     results = sum(map(_touched_bytes, tensors_in(result)))
     tensors = accesses_of(function, args, kwargs).arguments
-    if base_name(function) in _GATHERS:  # of the first tensor only what the result shows is read
+    if function._schema.name in _GATHERS:  # of the first tensor only what the result shows is read
         tensors, results = tensors[1:], 2 * results
     return results + sum(map(_touched_bytes, tensors))
 

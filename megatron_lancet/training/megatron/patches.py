@@ -3,7 +3,7 @@
 Each change is a context: it holds while training runs and is undone afterwards. This folder is the only place that
 changes Megatron: ``checkpoint_patches.py`` changes loading, saving and stopping, ``grad_reduction.py`` DDP's gradient
 reductions, ``cpu_patches.py`` and ``mock_patches.py`` the machine, ``cluster_patches.py`` what validation sees, and
-``ddp_hooks.py`` the streams of DDP's hooks on a virtual GPU. ``seams.py`` lists what is used without a change.
+``virtual_gpu_patches.py`` what is different on a virtual GPU. ``seams.py`` lists what is used without a change.
 """
 
 import functools

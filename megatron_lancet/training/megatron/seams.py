@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed import param_and_grad_buffer as ddp_buffers
+from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -129,7 +130,16 @@ _CHECKPOINTS: tuple[Seam, ...] = (
     (checkpointing, "_load_base_checkpoint", ("load_dir", "args", "rank0")),
 )
 
-SEAMS: tuple[Seam, ...] = (*_MODEL, *_TRAINING, *_ON_CPU, *_CHECKPOINTS)
+_ON_VIRTUAL_GPU: tuple[Seam, ...] = (
+    (fused_bias_swiglu, "swiglu", ()),
+    (fused_bias_swiglu, "bias_swiglu", ()),
+    (fused_bias_swiglu, "weighted_swiglu", ()),
+    (fused_bias_swiglu, "swiglu_back", ()),
+    (fused_bias_swiglu, "bias_swiglu_back", ()),
+    (fused_bias_swiglu, "weighted_swiglu_back", ()),
+)
+
+SEAMS: tuple[Seam, ...] = (*_MODEL, *_TRAINING, *_ON_CPU, *_CHECKPOINTS, *_ON_VIRTUAL_GPU)
 """All functions that this project calls, overrides or changes, with the parameters that it relies on."""
 
 _DDP_PROTOCOLS = ("skip_backward_post_hook", "register_wgrad_accumulation_and_reduce_hooks")

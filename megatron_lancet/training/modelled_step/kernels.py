@@ -5,40 +5,23 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from megatron.core.fusions import fused_bias_swiglu
-from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_lancet.model.attention import sdpa
-from megatron_lancet.patching import around, replaced
+from megatron_lancet.patching import replaced
 from megatron_lancet.runtime import weight_grad_store
+from megatron_lancet.training.megatron.virtual_gpu_patches import megatrons_kernels_of_a_gpu
 from megatron_lancet.virtual_gpu.meta import MetaGpu
-
-_COMPILED = (
-    "swiglu",
-    "bias_swiglu",
-    "weighted_swiglu",
-    "swiglu_back",
-    "bias_swiglu_back",
-    "weighted_swiglu_back",
-)
-"""Functions of Megatron's fused activation that torch.compile makes one kernel of."""
 
 
 @contextmanager
 def kernels_of_a_gpu(gpu: MetaGpu) -> Iterator[None]:
     """Inside the context a model on the meta device enqueues what it would on a GPU."""
-
-    def compiled(stock: Callable[..., Any], *args: Any) -> Any:
-        return gpu.run_as_one(stock, args)
-
     with ExitStack() as stack:
         stack.enter_context(replaced(sdpa, "scaled_dot_product_attention", _flash_attention))
         stack.enter_context(replaced(sdpa, "causal_lower_right", lambda *_: None))
         stack.enter_context(replaced(torch.nn.functional, "rms_norm", _fused_rms_norm(gpu)))
         stack.enter_context(replaced(weight_grad_store, "_has_gemm_into_fp32", lambda device_type: True))
-        stack.enter_context(replaced(token_dispatcher, "maybe_move_tensor_to_cpu", _moved_to_host))
-        for name in _COMPILED:
-            stack.enter_context(around(fused_bias_swiglu, name, compiled))
+        stack.enter_context(megatrons_kernels_of_a_gpu(gpu.run_as_one))
         yield
 
 
@@ -76,11 +59,3 @@ def _fused_rms_norm(gpu: MetaGpu) -> Callable[..., torch.Tensor]:
         return output
 
     return rms_norm
-
-
-def _moved_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What Megatron does with split sizes on a GPU."""
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
-    on_host = tensor.to(torch.device("cpu"), non_blocking=True)
-    return on_host.numpy() if as_numpy else on_host

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
-from megatron_lancet.training.megatron.ddp_hooks import around_ddp_hooks
+from megatron_lancet.training.megatron.virtual_gpu_patches import around_ddp_hooks
 from megatron_lancet.virtual_gpu.autograd import LeafStreams, leaf_streams
 from megatron_lancet.virtual_gpu.device import VirtualGpu, virtual_gpu
 

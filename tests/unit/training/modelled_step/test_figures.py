@@ -5,7 +5,7 @@ import pytest
 from megatron_lancet.mock.link import Link
 from megatron_lancet.training.modelled_step.figures import LayerCounts, Variant
 from megatron_lancet.training.modelled_step.recording import BACKWARD, Recording
-from megatron_lancet.virtual_gpu.log import CollectiveBegins, CollectiveEnds, HostWaits, Kernel, Mark
+from megatron_lancet.virtual_gpu.log import CollectiveBegins, CollectiveEnds, Entry, HostWaits, Kernel, Mark
 from megatron_lancet.virtual_gpu.playback.device_model import DeviceModel
 from megatron_lancet.virtual_gpu.playback.marks import BEGIN, RESUME, SKIP
 
@@ -16,11 +16,16 @@ DW = "L1.W.mlp.linear_fc1"
 
 def recording(num_layers: int) -> Recording:
     """Of each layer two kernels and a message of 0.5 ms forward, one kernel and two of a dW backward; and the ends."""
-    exchange = [CollectiveBegins(0, "all_to_all", "EP", 8, 0), Kernel(0, "copy_", 9, 9), CollectiveEnds(0)]
-    forward = [Kernel(0, "mm", 1000, 0), Kernel(0, "add", 500, 0), *exchange, HostWaits(None, 0, "event", "")]
-    weight_grad = [Mark(BEGIN, DW), Kernel(0, "mm", 1000, 0), Kernel(0, "add_", 500, 0), Mark(RESUME, DW)]
-    backward = [Kernel(0, "mm", 1500, 0), *weight_grad]
-    head = [Kernel(0, "mm", 2000, 0), Mark(SKIP, BACKWARD)]
+    exchange: list[Entry] = [CollectiveBegins(0, "all_to_all", "EP", 8, 0), Kernel(0, "copy_", 9, 9), CollectiveEnds(0)]
+    forward: list[Entry] = [
+        Kernel(0, "mm", 1000, 0),
+        Kernel(0, "add", 500, 0),
+        *exchange,
+        HostWaits(None, 0, "event", ""),
+    ]
+    weight_grad: list[Entry] = [Mark(BEGIN, DW), Kernel(0, "mm", 1000, 0), Kernel(0, "add_", 500, 0), Mark(RESUME, DW)]
+    backward: list[Entry] = [Kernel(0, "mm", 1500, 0), *weight_grad]
+    head: list[Entry] = [Kernel(0, "mm", 2000, 0), Mark(SKIP, BACKWARD)]
     return Recording([*num_layers * forward, *head, *num_layers * backward], [])
 
 

@@ -1,0 +1,57 @@
+"""What Megatron does on a GPU only, for a virtual one: streams of DDP's hooks, compiled functions, copies of sizes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fusions import fused_bias_swiglu
+from megatron.core.transformer.moe import token_dispatcher
+
+from megatron_lancet.patching import around, replaced
+
+type Hook = Callable[..., None]
+
+
+def around_ddp_hooks(wrap: Callable[[torch.nn.Parameter, Hook], Hook]) -> AbstractContextManager[None]:
+    """Inside the context each hook that DDP registers at an accumulation node is ``wrap(parameter, hook)``."""
+
+    def make(stock: Callable[..., Hook], ddp: Any, parameter: torch.nn.Parameter) -> Hook:
+        hook = stock(ddp, parameter)
+        if getattr(parameter, "skip_backward_post_hook", False):
+            return hook  # the module that owns the parameter calls it
+        return wrap(parameter, hook)
+
+    return around(DistributedDataParallel, "_make_backward_post_hook", make)
+
+
+@contextmanager
+def megatrons_kernels_of_a_gpu(run_as_one: Callable[[Callable[..., Any], Sequence[Any]], Any]) -> Iterator[None]:
+    """Inside the context Megatron's modules enqueue what they would on a GPU.
+
+    Args:
+        run_as_one: runs a function with its arguments as one kernel.
+    """
+
+    def compiled(stock: Callable[..., Any], *args: Any) -> Any:
+        return run_as_one(stock, args)
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(token_dispatcher, "maybe_move_tensor_to_cpu", _moved_to_host))
+        # Functions of the fused activation that torch.compile makes one kernel of.
+        stack.enter_context(around(fused_bias_swiglu, "swiglu", compiled))
+        stack.enter_context(around(fused_bias_swiglu, "bias_swiglu", compiled))
+        stack.enter_context(around(fused_bias_swiglu, "weighted_swiglu", compiled))
+        stack.enter_context(around(fused_bias_swiglu, "swiglu_back", compiled))
+        stack.enter_context(around(fused_bias_swiglu, "bias_swiglu_back", compiled))
+        stack.enter_context(around(fused_bias_swiglu, "weighted_swiglu_back", compiled))
+        yield
+
+
+def _moved_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What Megatron does with split sizes on a GPU."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    on_host = tensor.to(torch.device("cpu"), non_blocking=True)
+    return on_host.numpy() if as_numpy else on_host
