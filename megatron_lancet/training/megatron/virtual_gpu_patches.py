@@ -26,6 +26,11 @@ def around_ddp_hooks(wrap: Callable[[torch.nn.Parameter, Hook], Hook]) -> Abstra
     return around(DistributedDataParallel, "_make_backward_post_hook", make)
 
 
+def own_copy_stream() -> AbstractContextManager[None]:
+    """Inside the context Megatron's dispatcher makes a stream for its copies anew: its class keeps the first one."""
+    return replaced(token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None)
+
+
 @contextmanager
 def megatrons_kernels_of_a_gpu(run_as_one: Callable[[Callable[..., Any], Sequence[Any]], Any]) -> Iterator[None]:
     """Inside the context Megatron's modules enqueue what they would on a GPU.

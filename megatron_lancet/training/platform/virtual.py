@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
-from megatron_lancet.training.megatron.virtual_gpu_patches import around_ddp_hooks
+from megatron_lancet.training.megatron.virtual_gpu_patches import around_ddp_hooks, own_copy_stream
 from megatron_lancet.virtual_gpu.autograd import LeafStreams, leaf_streams
 from megatron_lancet.virtual_gpu.device import VirtualGpu, virtual_gpu
 
@@ -21,6 +21,7 @@ def virtual_gpu_platform(gpu: VirtualGpu | None = None) -> Iterator[VirtualGpu]:
     with ExitStack() as stack:
         gpu = stack.enter_context(virtual_gpu(gpu))
         leaves = stack.enter_context(leaf_streams(gpu))
+        stack.enter_context(own_copy_stream())
         stack.enter_context(around_ddp_hooks(leaves.hook))
         stack.enter_context(_marks_on_streams(gpu, leaves))
         yield gpu
