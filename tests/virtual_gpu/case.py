@@ -107,6 +107,7 @@ def run(case: Case, change: Callable[[ExitStack], None] | None = None) -> Found:
     from megatron_lancet.training.megatron.mock_patches import loopback_counts
     from megatron_lancet.training.megatron.patches import dropped_outputs, sequence_parallel_with_torch_norm
 
+    logged_losses()  # of whatever ran in this process before
     overrides = {"num_moe_experts": 8, "expert_model_parallel_size": EP, **case.layout, **case.overrides}
     is_pipeline = case.layout.get("pipeline_model_parallel_size", 1) > 1
     with ExitStack() as world:

@@ -30,14 +30,14 @@ from tests.virtual_gpu.cases import MUTANT_CASES
 from tests.virtual_gpu.programs import Program, run_program
 
 PRODUCT = Path(__file__).parents[2] / "megatron_lancet"
-REPORT = Path(__file__).parents[2] / "benchmarks" / "results" / "virtual_gpu_mutants.json"
+REPORT = Path(__file__).parents[2] / "docs" / "virtual_gpu_mutants.json"
 """What each mutant made fail; beside it the same as text. ``--write`` makes both."""
 NOT_PRODUCT = ("virtual_gpu/", "mock/", "training/platform/")
 """The stand-ins themselves."""
 STATEMENTS = {"wait_event", "wait_stream", "record_stream", "record_event", "record", "synchronize"}
 WRAPPERS = {"block", "block_current", "_behind_dws"}
 """Methods of the product that do nothing but wait."""
-KEEPERS = ("runtime/", "training/megatron/grad_reduction.py", "model/dispatcher/", "model/experts")
+KEEPERS = ("runtime/", "training/megatron/grad_reduction.py", "model/dispatcher/", "model/local_experts/")
 """Where attributes are taken for kept memory if they are released, or never read."""
 TOLERANCE = 1e-4
 EXCHANGE_STREAMS = {"comm", "counts"}

@@ -50,7 +50,7 @@ def test_losses_with_spec_equal_stock_and_report_is_written(stock, token_data, t
     assert "Megatron-Lancet plan: chunks=2 dim=batch range=stack dw=fill dw-window=4 (--spec)" in output
     assert "Megatron-Lancet report" in output
     report = json.loads((ours / "the report" / "report.json").read_text())
-    assert sum(report[f"num_dw_{when}"] for when in ("hidden", "early", "late")) > 0
+    assert sum(report[f"num_dw_{when}"] for when in ("in_gaps", "early", "late")) > 0
     assert not any("megatron_lancet" in module for module in stock["model_modules"])
     assert "megatron_lancet.model.transformer_block" in result_in(ours)["model_modules"]
     assert len(result_in(ours)["losses"]) == 5

@@ -16,7 +16,7 @@ from tests.ranks.pretraining import EP2, Run, command_line, pretrain
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).with_name("tuning_worker.py")
-NUM_ITERS, SAVED_AT = 39, 31
+NUM_ITERS, SAVED_AT = 39, 37
 TUNED = ["--lancet-tune-steps", "3"]
 NONE = "chunks=1 dim=batch range=stack"
 TWO, FOUR, SEQUENCE = NONE.replace("1", "2"), NONE.replace("1", "4"), "chunks=2 dim=sequence range=stack"
