@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from megatron_lancet.files import OMITTED_AT_DEFAULT, parse_record, to_plain
@@ -103,6 +103,25 @@ class Gap:
 
 
 @dataclass(frozen=True)
+class Pairing:
+    """The backward of each micro-batch runs beside the forward of the next one, see ``schedule/pairing.py``.
+
+    At the two ends of a step a micro-batch has a forward or a backward without such a partner. With gradient
+    accumulation these are the first and the last one, with pipeline stages those of the warm-up and of the cool-down.
+    They may run by settings of their own, such as more chunks.
+
+    Attributes:
+        end_segments: like :attr:`Plan.segments`, for these micro-batches.
+        end_dw_window: like :attr:`Plan.dw_window`, for these.
+        end_gaps: like :attr:`Plan.gaps`, for these.
+    """
+
+    end_segments: tuple[Segment, ...]
+    end_dw_window: int = 0
+    end_gaps: tuple[Gap, ...] = ()
+
+
+@dataclass(frozen=True)
 class Plan:
     """How each micro-batch is cut into chunks and what hides its all-to-alls.
 
@@ -115,6 +134,7 @@ class Plan:
         dw_memory_bytes: memory that deferred dWs may keep alive on a rank; None for no bound other than the window.
             If it is full, the oldest run; that is local to the rank and does not change when parameters are reported.
         gaps: dWs that run first during certain waits; otherwise the oldest runs first. See ``DwRules.gaps`` for CUDA.
+        pairing: what else holds if backwards run beside forwards; None if micro-batches run one after the other.
     """
 
     segments: tuple[Segment, ...]
@@ -122,32 +142,54 @@ class Plan:
     dw_window: int = 0
     dw_memory_bytes: int | None = None
     gaps: tuple[Gap, ...] = ()
+    pairing: Pairing | None = field(default=None, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         if self.dw_window < (1 if self.dw_policy is DwPolicy.FILL else 0):
             raise ValueError(f"dw_window {self.dw_window} is too small for dw_policy {self.dw_policy}")
         if self.dw_memory_bytes is not None and self.dw_memory_bytes <= 0:
             raise ValueError(f"dw_memory_bytes must be above 0, not {self.dw_memory_bytes}")
-        expected: int | None = 1
-        for segment in self.segments:
-            if segment.first_layer != expected:
-                raise ValueError(f"a segment starts at layer {segment.first_layer}, expected {expected or 'none more'}")
-            expected = None if segment.last_layer is None else segment.last_layer + 1
-        if not self.segments:
-            raise ValueError("a plan has at least one segment")
+        _check_segments(self.segments)
+        if self.pairing is not None:
+            _ = self.at_ends  # is a plan, too
 
     def __str__(self) -> str:
         bound = "" if self.dw_memory_bytes is None else f" dw-memory={self.dw_memory_bytes / 1e6:g}MB"
-        if len(self.segments) == 1:
-            segments = str(self.segments[0])
-        else:
-            segments = ", ".join(f"layers {s.first_layer}-{s.last_layer or 'end'}: {s}" for s in self.segments) + ";"
-        return f"{segments} dw={self.dw_policy} dw-window={self.dw_window}{bound}"
+        text = f"{_segments_text(self.segments)} dw={self.dw_policy} dw-window={self.dw_window}{bound}"
+        if self.pairing is None:
+            return text
+        ends = self.pairing
+        if (ends.end_segments, ends.end_dw_window) == (self.segments, self.dw_window):
+            return f"{text} paired"
+        return f"{text} paired (at the ends {_segments_text(ends.end_segments)} dw-window={ends.end_dw_window})"
 
     @property
     def num_chunks(self) -> int:
-        """The largest number of chunks of a segment."""
-        return max(segment.num_chunks for segment in self.segments)
+        """The largest number of chunks of a segment, in any micro-batch."""
+        return max(segment.num_chunks for segment in (*self.segments, *self.at_ends.segments))
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether backwards run beside forwards."""
+        return self.pairing is not None
+
+    @property
+    def overlaps_nothing(self) -> bool:
+        """Whether every all-to-all is waited for where it is launched, as in stock."""
+        return not self.is_paired and self.num_chunks == 1 and self.dw_policy is DwPolicy.NONE
+
+    @property
+    def in_middle(self) -> "Plan":
+        """The settings of a micro-batch whose forward and backward both have a partner, as a plan without pairing."""
+        return self if self.pairing is None else replace(self, pairing=None)
+
+    @property
+    def at_ends(self) -> "Plan":
+        """The settings of a micro-batch at an end of a step, as a plan without pairing."""
+        if self.pairing is None:
+            return self
+        ends = self.pairing
+        return Plan(ends.end_segments, self.dw_policy, ends.end_dw_window, self.dw_memory_bytes, ends.end_gaps)
 
     def segment_of(self, layer: int) -> Segment:
         """The segment of the layer with this global number."""
@@ -172,6 +214,36 @@ class Plan:
     def fingerprint(self) -> str:
         """Short hash for comparison between ranks."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
+def paired(middle: Plan, ends: Plan | None = None) -> Plan:
+    """A plan that runs each backward beside the next forward.
+
+    Args:
+        middle: settings of the micro-batches in the middle of a step, without pairing.
+        ends: settings of those at its ends, without pairing; None for the same.
+    """
+    ends = ends or middle
+    assert not middle.is_paired
+    assert not ends.is_paired
+    assert (ends.dw_policy, ends.dw_memory_bytes) == (middle.dw_policy, middle.dw_memory_bytes)
+    return replace(middle, pairing=Pairing(ends.segments, ends.dw_window, ends.gaps))
+
+
+def _check_segments(segments: tuple[Segment, ...]) -> None:
+    expected: int | None = 1
+    for segment in segments:
+        if segment.first_layer != expected:
+            raise ValueError(f"a segment starts at layer {segment.first_layer}, expected {expected or 'none more'}")
+        expected = None if segment.last_layer is None else segment.last_layer + 1
+    if not segments:
+        raise ValueError("a plan has at least one segment")
+
+
+def _segments_text(segments: tuple[Segment, ...]) -> str:
+    if len(segments) == 1:
+        return str(segments[0])
+    return ", ".join(f"layers {s.first_layer}-{s.last_layer or 'end'}: {s}" for s in segments) + ";"
 
 
 def fixed_plan(
