@@ -86,7 +86,7 @@ def allowed_pairing(args: argparse.Namespace, config: LancetConfig) -> tuple[tup
 
 
 def pairs_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[bool, list[str]]:
-    """Whether a plan that is made without measurements is paired, and notes for the user on why it can't be.
+    """Whether a plan that is made without measurements is paired, and a note for the user if it can't be.
 
     Args:
         args: Megatron's arguments, validated.
@@ -95,5 +95,5 @@ def pairs_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[bo
         UsageError: the user asks for pairing, and the run can't pair.
     """
     allowed, excluded = allowed_pairing(args, config)
-    notes = [f"not paired, because {exclusion.reason}" for exclusion in excluded]
+    notes = [f"not paired, because {exclusion.reason}" for exclusion in excluded[:1]]
     return True in allowed and (False not in allowed or getattr(args, _ASKED, False)), notes

@@ -159,6 +159,12 @@ def test_pairing_is_excluded_with_a_reason_and_on_is_refused(megatron_args, tmp_
     assert choose_plan(args, LancetConfig(plan=path, **wishes))[0] == fixed_plan(2)
 
 
+def test_line_gives_one_reason_and_the_limits_all(megatron_args):
+    args = megatron_args(*PIPELINE, *ONE_MICRO_BATCH)
+    assert choose_plan(args, LancetConfig())[1].count("not paired") == 1
+    assert [one.what for one in planning_limits(args, LancetConfig()).excluded] == ["pairing"] * 2
+
+
 def test_priority_of_all_to_alls_pairs_without_virtual_stages(megatron_args):
     args = megatron_args("--overlap-grad-reduce")
     assert planning_limits(args, LancetConfig(**PRIORITY)).pairing == (False, True)
