@@ -23,6 +23,7 @@ import torch
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.packing import RowLayout
+from megatron_lancet.runtime.pairing import Pairing
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.trace import Trace, waiting
@@ -79,6 +80,7 @@ class Comm:
     """Shared state of a model's all-to-alls: transport, deferred dWs, counters, and the position of this rank.
 
     Attributes:
+        pairing: the forwards and backwards that run side by side.
         trace: trace of the current step, None while nothing is recorded.
     """
 
@@ -101,6 +103,7 @@ class Comm:
         self.store = store
         self.stats = stats
         self.scheduler = scheduler
+        self.pairing = Pairing(store, stats.on_cuda)
         self.trace: Trace | None = None
         self._own_rank = own_rank
         self._peers = peers
@@ -110,7 +113,7 @@ class Comm:
 
     def record_to(self, trace: Trace | None) -> None:
         """Records ops, waits, dWs and messages into ``trace`` from now on; None stops it. Call between steps."""
-        self.trace = trace
+        self.trace = self.pairing.trace = trace
         if self.store is not None:
             self.store.trace = trace
 
