@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -137,7 +138,7 @@ def test_every_op_has_its_own_time_however_hand_overs_cut_it(actions):
             every.append(span)
         assert found == side.expected_ms
     every.sort(key=lambda span: span.start_ms)
-    assert all(first.end_ms <= second.start_ms for first, second in zip(every, every[1:], strict=False))
+    assert all(first.end_ms <= second.start_ms for first, second in pairwise(every))
 
 
 class CountingTrace(Trace):
@@ -178,8 +179,13 @@ def test_trace_keeps_the_turns_of_forwards_apart():
 
 def test_trace_goes_back_to_the_backward_when_a_forward_fails():
     trace = Trace(torch.device("cpu"), 0)
-    with pytest.raises(ZeroDivisionError), trace.forward_turn():
-        trace.end("F.embedding")
-        raise ZeroDivisionError
+
+    def fail_in_turn() -> None:
+        with trace.forward_turn():
+            trace.end("F.embedding")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_in_turn()
     trace.end("I.head")
     assert [entry.what for entry in trace.log] == [LEAVE, RETURN, END]
