@@ -125,9 +125,12 @@ class Pairing:
         self.lane.end_turn()
 
     def end(self) -> None:
-        """Ends all forwards, because the step has failed."""
-        self._pair = self.backward_number = None
+        """Ends all forwards and drops deferred dWs, because the step has failed. Then another step can run."""
+        self._pair = self.forward_number = self.backward_number = None
         self.lane.end()
+        self.is_at_end = True
+        if self._store is not None:
+            self._store.abandon()
 
     def _run_due(self, pair: _Pair) -> None:
         num_due = pair.turns.done_by(pair.place)
