@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_lancet.runtime.lane import Forward, ForwardLane
@@ -51,7 +51,7 @@ class _Side:
 
     Attributes:
         what: forward or backward.
-        number: the micro-batch under way, or the one that has failed; None where there is none, or none is known.
+        number: the micro-batch under way; None where there is none, or none is known.
         last: what was last done with an op; None before the first.
         last_number: the micro-batch of ``last``.
     """
@@ -89,6 +89,7 @@ class Pairing:
         self.is_at_end = True
         self._forwards, self._backwards = _Side("forward"), _Side("backward")
         self._present = self._backwards
+        self._failed_at: tuple[_Side, _Side] | None = None
         self._store = store
         self._pair: _Pair | None = None
 
@@ -106,9 +107,10 @@ class Pairing:
 
         def run_forward() -> Any:
             self.is_at_end = at_end
+            self._failed_at = None
             self._forwards.begin(number)
             result = run()
-            self._forwards.number = None  # only here: if it fails, the position names it
+            self._forwards.number = None  # not if it has failed: the position names it
             return result
 
         return MicroBatch(number, at_end, num_waits, self.lane.add(run_forward))
@@ -142,7 +144,7 @@ class Pairing:
             self._pair = _Pair(PairedTurns(beside.num_waits, ended.num_waits), beside, following)
             self._run_due(self._pair)
         yield
-        self._pair = self._backwards.number = None
+        self._pair = self._backwards.number = None  # not if it has failed, see :meth:`end`
 
     def backward_waits(self) -> None:
         """Called in front of each wait of a backward: lets the forward beside it run its turns."""
@@ -151,13 +153,23 @@ class Pairing:
             self._run_due(self._pair)
 
     @property
+    def forward_number(self) -> int | None:
+        """The micro-batch whose forward is under way on the lane; None if there is none."""
+        return self._forwards.number
+
+    @property
+    def backward_number(self) -> int | None:
+        """The same for the backward."""
+        return self._backwards.number
+
+    @property
     def number(self) -> int | None:
         """The micro-batch whose forward or backward the caller runs; None outside of such steps."""
         return self._side.number
 
     def mark(self, doing: str, op: Op) -> None:
         """Sets the position of the forward or backward that the caller runs."""
-        self._present = self._side
+        self._failed_at, self._present = None, self._side
         self._present.mark(doing, op)
 
     def position(self, in_words: Callable[[str, Op], str]) -> str:
@@ -166,10 +178,14 @@ class Pairing:
         Args:
             in_words: says what was done with an op.
         """
-        present = self._present
-        other = self._backwards if present is self._forwards else self._forwards
+        present, other = self._failed_at or self._present_and_other()
         beside = "" if other.number is None else f"; beside it {other.in_words(in_words)}"
         return present.in_words(in_words) + beside
+
+    def _present_and_other(self) -> tuple[_Side, _Side]:
+        """Returns the one of forward and backward that ran last, and the other."""
+        sides = self._forwards, self._backwards
+        return sides if self._present is self._forwards else sides[::-1]
 
     @property
     def _side(self) -> _Side:
@@ -180,9 +196,16 @@ class Pairing:
         self.lane.end_turn()
 
     def end(self) -> None:
-        """Ends all forwards, because the step has failed. The position stays."""
+        """Ends all forwards and drops deferred dWs, because the step has failed. Then another step can run."""
+        failed = self._present_and_other()
+        failed_at = replace(failed[0]), replace(failed[1])
         self._pair = None
         self.lane.end()
+        self._forwards.number = self._backwards.number = None
+        self._failed_at = failed_at  # until another step begins, the position is where this one has failed
+        self.is_at_end = True
+        if self._store is not None:
+            self._store.abandon()
 
     def _run_due(self, pair: _Pair) -> None:
         num_due = pair.turns.done_by(pair.place)

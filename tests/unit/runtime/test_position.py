@@ -104,6 +104,8 @@ def test_position_of_a_failed_forward_stays(run):
     run.pairing.end()
     expected = f"{WAITING_FORWARD}, of micro-batch 2; beside it {LAUNCHED_BACKWARD}, of micro-batch 1"
     assert run.comm.position == expected
+    run.pairing.finish(run.add(1))
+    assert run.comm.position == f"{WAITING_FORWARD}, of micro-batch 1"
 
 
 def test_position_of_a_failed_backward_stays(run):
