@@ -20,17 +20,28 @@ from typing import NamedTuple
 from megatron_lancet.planning.simulation.buckets import Buckets, Ledger, Reduction, Weight
 from megatron_lancet.planning.simulation.cost_model import DwCost
 from megatron_lancet.planning.simulation.links import NEVER, Launch, LinkEvent, Links, Message
-from megatron_lancet.planning.simulation.lowering import COMPUTE, COUNTS, ISSUE, WAIT, Action, Step
-from megatron_lancet.planning.simulation.phase_result import PhaseResult, Wait
+from megatron_lancet.planning.simulation.lowering import (
+    BESIDE,
+    COMPUTE,
+    COUNTS,
+    END,
+    IN_PASS,
+    ISSUE,
+    WAIT,
+    Action,
+    Step,
+    layer_at,
+)
+from megatron_lancet.planning.simulation.phase_result import Mark, PhaseResult, Wait
 from megatron_lancet.schedule.dw_queue import DwQueue, DwRules
 from megatron_lancet.schedule.ops import MEMORY_BOUND, Op, OpKind, Phase
 from megatron_lancet.schedule.timeline import Lane, Span
 
 _SLOTS = 4096
-"""Most messages of a layer. The key of a message is its layer's number times this, plus its slot."""
+"""Most messages of a layer. The key of a message is its place times this, plus its slot."""
 
 Paces = Sequence[Mapping[int, float]]
-"""Factors of compute time by column and layer; 1 for other layers."""
+"""Factors of compute time by column and layer; 1 for other layers. Of a forward beside a backward: layer + BESIDE."""
 
 
 class LayerDw(NamedTuple):
@@ -67,10 +78,16 @@ class _Rank:
     queue: DwQueue[LayerDw, Weight]
     ledger: Ledger | None = None
     index: int = 0
+    num_ended: int = 0
+    """Number of backwards that have ended."""
     pending: int | None = None
     """Key of the dispatch that the host has not launched yet; at most one, since counts are a collective too."""
     num_unknown: int = 0
     exposed_ms: float = 0.0
+    exposed_forward_ms: float = 0.0
+    peak_dw_bytes: int = 0
+    num_early: int = 0
+    marks: list[Mark] = field(default_factory=list)
     wait_start_ms: float = -1.0
     filled: list[str] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -94,7 +111,12 @@ _Event = _Resume | _Ready | LinkEvent
 
 
 class Engine:
-    """Simulates one phase, forward or backward, of one micro-batch."""
+    """Simulates one phase, forward or backward, of one micro-batch; or backwards with forwards beside them.
+
+    Steps of a forward beside a backward are told by their place (:data:`BESIDE`). Deferred dWs of the backward run in
+    waits of both, but the window of deferral is that of the backward: waits of the forward do not advance it. Where the
+    host does not see when a message arrives, only those run in front of a forward's wait that are planned for it.
+    """
 
     def __init__(
         self,
@@ -105,13 +127,16 @@ class Engine:
         record: bool,
         paces: Paces = (),
         buckets: Buckets | None = None,
+        later_rules: Sequence[DwRules] = (),
     ) -> None:
         """
         Args:
             links: new links, of the shared kind if there are ``buckets``.
+            rules: rules of the dWs of the backward, of the first one if there are several.
             record: whether to record spans and waits.
             paces: factors of compute time; empty for none.
             buckets: gradients that are reduced beside a backward pass; None for none.
+            later_rules: rules of the other backwards, in order.
         """
         self._links = links
         self._free_ms = links.free_ms
@@ -122,7 +147,8 @@ class Engine:
         self._steps = steps
         self._is_forward = phase is Phase.FORWARD
         self._phase = phase
-        self._rules = rules
+        self._rules = (rules, *later_rules)
+        self._has_gaps = any(one.gaps for one in self._rules)
         self._record = record
         self._buckets = buckets
         self._memory_slowdown = links.network.memory_slowdown
@@ -137,7 +163,7 @@ class Engine:
     def run(self, start_ms: Sequence[float]) -> PhaseResult:
         """Simulates the phase from each rank's clock on."""
         for column, clock_ms in enumerate(start_ms):
-            rank = _Rank(column, clock_ms, DwQueue(self._rules))
+            rank = _Rank(column, clock_ms, DwQueue(self._rules[0]))
             if self._buckets is not None:
                 rank.ledger = Ledger(self._buckets, rank.queue)
             self._ranks.append(rank)
@@ -157,11 +183,13 @@ class Engine:
         return PhaseResult(
             tuple(rank.time_ms for rank in self._ranks),
             tuple(rank.exposed_ms for rank in self._ranks),
-            tuple(rank.queue.peak_bytes for rank in self._ranks),
-            tuple(rank.queue.num_early for rank in self._ranks),
+            tuple(max(rank.peak_dw_bytes, rank.queue.peak_bytes) for rank in self._ranks),
+            tuple(max(rank.num_early, rank.queue.num_early) for rank in self._ranks),
             tuple(tuple(rank.spans) for rank in self._ranks),
             tuple(tuple(rank.waits) for rank in self._ranks),
             self._reduced_ms,
+            tuple(rank.exposed_forward_ms for rank in self._ranks),
+            tuple(tuple(rank.marks) for rank in self._ranks),
         )
 
     def call_at(self, time_ms: float, event: _Event) -> None:
@@ -175,28 +203,34 @@ class Engine:
         is_plain = not self._is_slowed and not self._record
         column, num_steps, paces = rank.column, len(steps), self._paces
         while rank.index < num_steps:
-            code, layer, action = steps[rank.index]
+            code, place, action = steps[rank.index]
             if code == COMPUTE:
-                ms = action.forward_ms[column] if is_forward else action.backward_ms[column]
+                # The simulator spends most of its time in these lines.
+                runs_forward = is_forward or place & BESIDE
+                ms = action.forward_ms[column] if runs_forward else action.backward_ms[column]
                 if paces:
-                    ms *= paces[column].get(layer, 1.0)
+                    ms *= paces[column].get(place & IN_PASS, 1.0)
                 if is_plain:
                     rank.time_ms += ms
                 else:
                     slowdown = self._memory_slowdown if action.kind in MEMORY_BOUND else self._slowdown
-                    self._compute(rank, self._name(layer, action.chunk, action.kind), ms, slowdown)
-                if not is_forward and action.weight_grads[column]:
-                    self._put_all(rank, layer, action.weight_grads[column])
+                    self._compute(rank, self._name(place, action.chunk, action.kind), ms, slowdown)
+                if not runs_forward and action.weight_grads[column]:
+                    self._put_all(rank, layer_at(place), action.weight_grads[column])
+                rank.index += 1
+                continue
+            if code == END:
+                self._end_backward(rank)
                 rank.index += 1
                 continue
             if events and events[0][0] < rank.time_ms:
                 self.call_at(rank.time_ms, _Resume(rank))
                 return
-            key = layer * _SLOTS + action.slot
+            key = place * _SLOTS + action.slot
             if rank.pending is not None and not self._launch_pending(rank, code, key):
                 return
             if code == ISSUE:
-                self._issue(rank, key, layer, action)
+                self._issue(rank, key, place, action)
             elif code == COUNTS:
                 self._issue_counts(rank, key)
             elif not self._wait(rank, self._messages[key]):
@@ -204,13 +238,12 @@ class Engine:
             rank.index += 1
         self._end(rank)
 
-    def _name(self, layer: int, chunk: int, kind: str) -> str:
-        if layer == 0:
-            return str(Op.beside_layers(self._phase, kind))
-        return str(Op(layer, chunk, self._phase, kind))
+    def _name(self, place: int, chunk: int, kind: str) -> str:
+        phase, layer = Phase.FORWARD if place & BESIDE else self._phase, layer_at(place)
+        return str(Op(layer, chunk, phase, kind) if layer else Op.beside_layers(phase, kind))
 
     def _name_of(self, message: Message) -> str:
-        return self._name(message.layer, message.chunk, message.kind)
+        return self._name(message.place, message.chunk, message.kind)
 
     def _compute(self, rank: _Rank, name: str, ms: float, slowdown: float) -> None:
         """Advances the rank's clock by a compute op."""
@@ -241,6 +274,17 @@ class Engine:
             self._compute(rank, dw.name, ms, self._slowdown)
         else:
             rank.time_ms += ms
+
+    def _end_backward(self, rank: _Rank) -> None:
+        """Ends a backward that is followed by another; its forward goes on."""
+        for dw in rank.queue.flush():
+            self._run_dw(rank, dw)
+        rank.peak_dw_bytes = max(rank.peak_dw_bytes, rank.queue.peak_bytes)
+        rank.num_early = max(rank.num_early, rank.queue.num_early)
+        rank.num_ended += 1
+        rank.marks.append(Mark(rank.time_ms, rank.exposed_ms, rank.exposed_forward_ms))
+        if rank.num_ended < len(self._rules):
+            rank.queue = DwQueue(self._rules[rank.num_ended])
 
     def _end(self, rank: _Rank) -> None:
         """Runs the rank's remaining dWs and launches the remaining reductions."""
@@ -290,8 +334,9 @@ class Engine:
             return True
         rank.time_ms = counts.done_ms
         rank.exposed_ms += rank.time_ms - idle_from_ms
+        rank.exposed_forward_ms += rank.time_ms - idle_from_ms  # there are no counts in the backward
         if self._record:
-            name = self._name(message.layer, message.chunk, OpKind.COUNTS)
+            name = self._name(message.place, message.chunk, OpKind.COUNTS)
             rank.spans.append(Span(name, Lane.WAIT, idle_from_ms, rank.time_ms))
             issued_ms = counts.issued_ms[rank.column]
             peers_ms = max(counts.issued_ms.values())
@@ -299,11 +344,11 @@ class Engine:
         self.call_at(rank.time_ms, _Resume(rank))
         return False
 
-    def _issue(self, rank: _Rank, key: int, layer: int, action: Action) -> None:
+    def _issue(self, rank: _Rank, key: int, place: int, action: Action) -> None:
         """Sends a rank's part of a message now, or when its counts have arrived."""
         message = self._messages.get(key)
         if message is None:
-            message = self._messages[key] = self._new_message(layer, action)
+            message = self._messages[key] = self._new_message(place, action)
         message.issued_ms[rank.column] = rank.time_ms
         rank.num_unknown += 1
         if rank.ledger is not None:
@@ -318,16 +363,17 @@ class Engine:
         else:
             self.call_at(counts.done_ms, _Ready(rank, message))
 
-    def _new_message(self, layer: int, action: Action) -> Message:
-        num_ranks = len(self._ranks)
+    def _new_message(self, place: int, action: Action) -> Message:
+        num_ranks, is_forward = len(self._ranks), self._is_forward or bool(place & BESIDE)
         alone_ms, queued_ms, num_bytes = (
             (action.forward_ms, action.forward_queued_ms, action.forward_bytes)
-            if self._is_forward
+            if is_forward
             else (action.backward_ms, action.backward_queued_ms, action.backward_bytes)
         )
         return Message(
             len(self._messages),
-            layer,
+            place,
+            is_forward,
             action.kind,
             action.chunk,
             alone_ms,
@@ -371,10 +417,10 @@ class Engine:
         column = rank.column
         if rank.wait_start_ms < 0:
             rank.wait_start_ms = rank.time_ms
-            if self._rules.gaps and not self._is_forward:
+            if self._has_gaps:
                 rank.queue.begin_gap(self._name_of(message))
             if not self._polls:
-                self._run_ahead(rank)
+                self._run_ahead(rank, message)
         while self._polls and message.arrival_ms[column] > rank.time_ms:
             dw = rank.queue.take_next()
             if dw is None:
@@ -390,9 +436,10 @@ class Engine:
         self._received(rank, message)
         return True
 
-    def _run_ahead(self, rank: _Rank) -> None:
+    def _run_ahead(self, rank: _Rank, message: Message) -> None:
         """Runs the dWs in front of a wait that the host enqueues without seeing when the message arrives."""
-        while (dw := rank.queue.take_ahead()) is not None:
+        take = rank.queue.take_planned if message.is_forward else rank.queue.take_ahead
+        while (dw := take()) is not None:
             self._fill(rank, dw)
 
     def _fill(self, rank: _Rank, dw: LayerDw) -> None:
@@ -404,6 +451,8 @@ class Engine:
         exposed_from_ms = rank.time_ms
         rank.time_ms = max(rank.time_ms, message.arrival_ms[rank.column])
         rank.exposed_ms += rank.time_ms - exposed_from_ms
+        if message.is_forward:
+            rank.exposed_forward_ms += rank.time_ms - exposed_from_ms
         if self._record:
             name = self._name_of(message)
             if rank.time_ms > exposed_from_ms:
@@ -414,7 +463,7 @@ class Engine:
             rank.waits.append(Wait(name, *times, tuple(rank.filled)))
             rank.filled.clear()
         rank.wait_start_ms = -1.0
-        if not self._is_forward:
+        if not message.is_forward:
             for dw in rank.queue.advance_window():
                 self._run_dw(rank, dw)
             if rank.ledger is not None:

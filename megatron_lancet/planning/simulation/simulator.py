@@ -250,7 +250,7 @@ class Simulator:
 
     def _links(self, phase: Phase, has_reductions: bool) -> Links:
         if has_reductions or (phase is Phase.FORWARD and self._network.dispatches_apart):
-            return SharedLinks(self._network, phase)
+            return SharedLinks(self._network)
         return SerialLinks(self._network) if self._network.sends_share_link else Collectives(self._network)
 
     def start_ms(self) -> tuple[float, ...]:
