@@ -51,6 +51,10 @@ class What(Enum):
     """A wait or a weight gradient begins."""
     RESUME = auto()
     """The wait or weight gradient ends."""
+    LEAVE = auto()
+    """The other of a forward and a backward side by side has the turn."""
+    RETURN = auto()
+    """This one has it again."""
 
 
 class Entry(NamedTuple):
@@ -100,6 +104,7 @@ class Trace:
     def begin_step(self) -> None:
         """Clears the log and starts the step now."""
         self.log: list[Entry] = []
+        self._forward_log: list[Entry] = []
         self._messages: list[tuple[str, int, Message]] = []
         self._rows: defaultdict[str, list[int]] = defaultdict(list)
         self._pinned: defaultdict[str, list[int]] = defaultdict(list)
@@ -114,7 +119,9 @@ class Trace:
         end = self._now()
         if self._on_cuda:
             torch.cuda.synchronize()
-        spans = spans_of([entry._replace(point=self._ms(entry.point)) for entry in self.log])
+        spans: list[Span] = []
+        for log in (self.log, self._forward_log):
+            spans += spans_of([entry._replace(point=self._ms(entry.point)) for entry in log])
         for name, num_bytes, message in self._messages:
             start, end_of_message = message.interval()
             spans.append(Span(name, Lane.COMM, self._ms(start), self._ms(end_of_message), num_bytes))
@@ -141,6 +148,20 @@ class Trace:
             yield
         finally:
             self.log.append(Entry(What.RESUME, name, self._now(), Lane.WAIT))
+
+    @contextmanager
+    def forward_turn(self) -> Iterator[None]:
+        """Inside, a forward takes a turn beside the backward. Each of the two has its own log."""
+        own = self.log
+        own.append(Entry(What.LEAVE, "", self._now()))
+        self.log = self._forward_log
+        self.log.append(Entry(What.RETURN, "", self._now()))
+        try:
+            yield
+        finally:
+            self.log.append(Entry(What.LEAVE, "", self._now()))
+            self.log = own
+            own.append(Entry(What.RETURN, "", self._now()))
 
     @contextmanager
     def weight_grad(self, name: str, pinned_bytes: int, weight_bytes: int) -> Iterator[None]:
@@ -236,6 +257,13 @@ def spans_of(log: Sequence[Entry]) -> list[Span]:
             if spans and spans[-1].name == name and spans[-1].end_ms == parts[0][0]:
                 parts[0] = (spans.pop().start_ms, parts[0][1])  # the op's end was reported in two steps
             spans += [Span(name, Lane.COMPUTE, *part) for part in parts]
+        elif what is What.LEAVE:
+            if point_ms - open_ms >= _OVERHEAD_MS:
+                parts.append((open_ms, point_ms))
+            continue
+        elif what is What.RETURN:
+            open_ms = point_ms
+            continue
         elif what is What.CUT:
             cut_ms = point_ms
             if point_ms - open_ms >= _OVERHEAD_MS:

@@ -177,21 +177,23 @@ class WeightGradStore:
         trace: trace of the current step, None while nothing is recorded.
     """
 
-    def __init__(self, rules: DwRules, stats: CommStats) -> None:
+    def __init__(self, rules: DwRules, stats: CommStats, rules_at_ends: DwRules | None = None) -> None:
         """
         Args:
             rules: rules for the time at which dWs run; a window of 0 defers nothing.
+            rules_at_ends: rules for micro-batches at the ends of a step with pairing; None for the same.
         """
         self.trace: Trace | None = None
         self._stats = stats
         self._rules = rules
+        self._rules_in_middle, self._rules_at_ends = rules, rules_at_ends or rules
         self._queue: DwQueue[_Task, DeferredWeight] = DwQueue(rules)
         self._flush_is_queued = False
 
     @classmethod
     def of(cls, plan: Plan, stats: CommStats) -> "WeightGradStore":
         """Returns a store that runs dWs as ``plan`` says."""
-        return cls(DwRules.of(plan), stats)
+        return cls(DwRules.of(plan.in_middle), stats, DwRules.of(plan.at_ends))
 
     def configure(self, plan: Plan) -> None:
         """Runs dWs as ``plan`` says from the next backward pass on.
@@ -199,8 +201,20 @@ class WeightGradStore:
         Raises:
             AssertionError: a dW or a report of the last backward pass is pending.
         """
+        self._rules_in_middle, self._rules_at_ends = DwRules.of(plan.in_middle), DwRules.of(plan.at_ends)
+        self.begin_backward(at_end=False)
+
+    def begin_backward(self, at_end: bool) -> None:
+        """Runs dWs by the rules for the micro-batch whose backward pass comes next.
+
+        Args:
+            at_end: whether it is one at an end of a step with pairing.
+
+        Raises:
+            AssertionError: a dW or a report of the last backward pass is pending.
+        """
         self.assert_idle()
-        self._rules = DwRules.of(plan)
+        self._rules = self._rules_at_ends if at_end else self._rules_in_middle
         self._queue = DwQueue(self._rules)
 
     def __len__(self) -> int:
@@ -236,6 +250,12 @@ class WeightGradStore:
         while len(self._queue) and in_flight():
             task = self._queue.take_next()
             assert task is not None
+            self._run_in_gap(task)
+
+    def run_planned(self, op: Op) -> None:
+        """Runs the dWs planned for ``op``, a message of the forward beside the backward."""
+        self._queue.begin_gap(str(op))
+        while (task := self._queue.take_planned()) is not None:
             self._run_in_gap(task)
 
     def run_ahead(self, op: Op) -> None:

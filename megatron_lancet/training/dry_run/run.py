@@ -26,7 +26,7 @@ from megatron_lancet.training.dry_run.report import Findings, report
 from megatron_lancet.training.dry_run.stages import pipeline_stages
 from megatron_lancet.training.dry_run.vocabulary import set_vocabulary_size
 from megatron_lancet.training.input_files import missing_files
-from megatron_lancet.training.megatron.model_config import model_config_from_args
+from megatron_lancet.training.megatron.models import model_config_from_args
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.normalize import normalize_args
 from megatron_lancet.training.platform.cpu import gpu_available
