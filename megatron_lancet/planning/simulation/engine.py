@@ -14,10 +14,9 @@ device continues with what was enqueued before; then it is idle, since all later
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_lancet.planning.simulation.buckets import Buckets, Ledger, Reduction, Weight
+from megatron_lancet.planning.simulation.buckets import Buckets, Ledger, Reduction
 from megatron_lancet.planning.simulation.cost_model import DwCost
 from megatron_lancet.planning.simulation.links import NEVER, Launch, LinkEvent, Links, Message
 from megatron_lancet.planning.simulation.lowering import (
@@ -33,6 +32,7 @@ from megatron_lancet.planning.simulation.lowering import (
     layer_at,
 )
 from megatron_lancet.planning.simulation.phase_result import Mark, PhaseResult, Wait
+from megatron_lancet.planning.simulation.rank_state import CountsState, LayerDw, RankState
 from megatron_lancet.schedule.dw_queue import DwQueue, DwRules
 from megatron_lancet.schedule.ops import MEMORY_BOUND, Op, OpKind, Phase
 from megatron_lancet.schedule.timeline import Lane, Span
@@ -44,66 +44,16 @@ Paces = Sequence[Mapping[int, float]]
 """Factors of compute time by column and layer; 1 for other layers. Of a forward beside a backward: layer + BESIDE."""
 
 
-class LayerDw(NamedTuple):
-    """A dW with its layer (0 beside the layers) and cost."""
-
-    layer: int
-    cost: DwCost
-
-    @property
-    def name(self) -> str:
-        """The name in plans and timelines."""
-        return f"L{self.layer}.W.{self.cost.name}" if self.layer else f"W.{self.cost.name}"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of its weights, for the queue of dWs."""
-        return (self.name,)
-
-
-@dataclass(slots=True)
-class _Counts:
-    """An exchange of token counts; ``stopped`` are the ranks whose hosts wait for it."""
-
-    issued_ms: dict[int, float] = field(default_factory=dict)
-    done_ms: float = NEVER
-    waiting: list[tuple["_Rank", Message]] = field(default_factory=list)
-    stopped: list["_Rank"] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class _Rank:
-    column: int
-    time_ms: float
-    queue: DwQueue[LayerDw, Weight]
-    ledger: Ledger | None = None
-    index: int = 0
-    num_ended: int = 0
-    """Number of backwards that have ended."""
-    pending: int | None = None
-    """Key of the dispatch that the host has not launched yet; at most one, since counts are a collective too."""
-    num_unknown: int = 0
-    exposed_ms: float = 0.0
-    exposed_forward_ms: float = 0.0
-    peak_dw_bytes: int = 0
-    num_early: int = 0
-    marks: list[Mark] = field(default_factory=list)
-    wait_start_ms: float = -1.0
-    filled: list[str] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    waits: list[Wait] = field(default_factory=list)
-
-
 class _Resume(NamedTuple):
     """Event: a rank continues."""
 
-    rank: _Rank
+    rank: RankState
 
 
 class _Ready(NamedTuple):
     """Event: a rank knows how much of a message it has to send."""
 
-    rank: _Rank
+    rank: RankState
     message: Message
 
 
@@ -128,6 +78,7 @@ class Engine:
         paces: Paces = (),
         buckets: Buckets | None = None,
         later_rules: Sequence[DwRules] = (),
+        keeps_one_order: bool = False,
     ) -> None:
         """
         Args:
@@ -137,12 +88,15 @@ class Engine:
             paces: factors of compute time; empty for none.
             buckets: gradients that are reduced beside a backward pass; None for none.
             later_rules: rules of the other backwards, in order.
+            keeps_one_order: whether a host that polls stops, too, in front of a message until earlier dispatches have
+                been sent (``runtime/comm.py``).
         """
         self._links = links
         self._free_ms = links.free_ms
         self._counts_ms = links.network.counts_ms
         self._slowdown = links.network.compute_slowdown
         self._polls = links.network.host_polls
+        self._keeps_order = keeps_one_order or not self._polls
         self._paces = paces
         self._steps = steps
         self._is_forward = phase is Phase.FORWARD
@@ -156,14 +110,14 @@ class Engine:
         self._events: list[tuple[float, int, _Event]] = []
         self._num_events = 0
         self._messages: dict[int, Message] = {}
-        self._counts: dict[int, _Counts] = defaultdict(_Counts)
-        self._ranks: list[_Rank] = []
+        self._counts: dict[int, CountsState] = defaultdict(CountsState)
+        self._ranks: list[RankState] = []
         self._reduced_ms = 0.0
 
     def run(self, start_ms: Sequence[float]) -> PhaseResult:
         """Simulates the phase from each rank's clock on."""
         for column, clock_ms in enumerate(start_ms):
-            rank = _Rank(column, clock_ms, DwQueue(self._rules[0]))
+            rank = RankState(column, clock_ms, DwQueue(self._rules[0]))
             if self._buckets is not None:
                 rank.ledger = Ledger(self._buckets, rank.queue)
             self._ranks.append(rank)
@@ -197,7 +151,7 @@ class Engine:
         self._num_events += 1
         heapq.heappush(self._events, (time_ms, self._num_events, event))
 
-    def _resume(self, rank: _Rank) -> None:
+    def _resume(self, rank: RankState) -> None:
         """Runs a rank until it must wait or another event is earlier."""
         steps, events, is_forward = self._steps, self._events, self._is_forward
         is_plain = not self._is_slowed and not self._record
@@ -245,7 +199,7 @@ class Engine:
     def _name_of(self, message: Message) -> str:
         return self._name(message.place, message.chunk, message.kind)
 
-    def _compute(self, rank: _Rank, name: str, ms: float, slowdown: float) -> None:
+    def _compute(self, rank: RankState, name: str, ms: float, slowdown: float) -> None:
         """Advances the rank's clock by a compute op."""
         start_ms = rank.time_ms
         if slowdown > 1 and rank.num_unknown:
@@ -257,7 +211,7 @@ class Engine:
         if self._record:
             rank.spans.append(Span(name, Lane.COMPUTE, start_ms, rank.time_ms))
 
-    def _put_all(self, rank: _Rank, layer: int, costs: Iterable[DwCost]) -> None:
+    def _put_all(self, rank: RankState, layer: int, costs: Iterable[DwCost]) -> None:
         """Puts the dWs that became ready with a compute op."""
         for cost in costs:
             for dw in rank.queue.put(LayerDw(layer - cost.layers_back, cost), cost.pinned_bytes):
@@ -266,7 +220,7 @@ class Engine:
             for cost in costs:
                 self._launch(rank, rank.ledger.put((layer - cost.layers_back, cost.name)))
 
-    def _run_dw(self, rank: _Rank, dw: LayerDw) -> None:
+    def _run_dw(self, rank: RankState, dw: LayerDw) -> None:
         ms = dw.cost.ms
         if self._paces:
             ms *= self._paces[rank.column].get(dw.layer, 1.0)
@@ -275,7 +229,7 @@ class Engine:
         else:
             rank.time_ms += ms
 
-    def _end_backward(self, rank: _Rank) -> None:
+    def _end_backward(self, rank: RankState) -> None:
         """Ends a backward that is followed by another; its forward goes on."""
         for dw in rank.queue.flush():
             self._run_dw(rank, dw)
@@ -286,14 +240,14 @@ class Engine:
         if rank.num_ended < len(self._rules):
             rank.queue = DwQueue(self._rules[rank.num_ended])
 
-    def _end(self, rank: _Rank) -> None:
+    def _end(self, rank: RankState) -> None:
         """Runs the rank's remaining dWs and launches the remaining reductions."""
         for dw in rank.queue.flush():
             self._run_dw(rank, dw)
         if rank.ledger is not None:
             self._launch(rank, rank.ledger.end())
 
-    def _launch(self, rank: _Rank, reductions: Iterable[Reduction]) -> None:
+    def _launch(self, rank: RankState, reductions: Iterable[Reduction]) -> None:
         for reduction in reductions:
             self.call_at(rank.time_ms, Launch(rank.column, reduction))
 
@@ -305,7 +259,7 @@ class Engine:
                 start_ms = launched_ms[rank.column]
                 rank.spans.append(Span(reduction.name, Lane.COMM, start_ms, end_ms, reduction.num_bytes))
 
-    def _issue_counts(self, rank: _Rank, key: int) -> None:
+    def _issue_counts(self, rank: RankState, key: int) -> None:
         counts = self._counts[key]
         counts.issued_ms[rank.column] = rank.time_ms
         if len(counts.issued_ms) == len(self._ranks):
@@ -315,7 +269,7 @@ class Engine:
             for stopped in counts.stopped:
                 self.call_at(max(stopped.time_ms, counts.done_ms), _Resume(stopped))
 
-    def _launch_pending(self, rank: _Rank, code: int, key: int) -> bool:
+    def _launch_pending(self, rank: RankState, code: int, key: int) -> bool:
         """Stops the host at a step in front of which the pending dispatch is launched, until its counts are known.
 
         Returns:
@@ -323,7 +277,7 @@ class Engine:
         """
         assert rank.pending is not None
         message, counts = self._messages[rank.pending], self._counts[rank.pending]
-        if code == WAIT and key != rank.pending:
+        if (code != ISSUE or key in self._counts) if self._polls else (code == WAIT and key != rank.pending):
             return True
         if counts.done_ms == NEVER:
             counts.stopped.append(rank)
@@ -344,7 +298,7 @@ class Engine:
         self.call_at(rank.time_ms, _Resume(rank))
         return False
 
-    def _issue(self, rank: _Rank, key: int, place: int, action: Action) -> None:
+    def _issue(self, rank: RankState, key: int, place: int, action: Action) -> None:
         """Sends a rank's part of a message now, or when its counts have arrived."""
         message = self._messages.get(key)
         if message is None:
@@ -354,7 +308,7 @@ class Engine:
         if rank.ledger is not None:
             rank.ledger.issue()
         counts = self._counts.get(key)
-        if counts is not None and not self._polls:
+        if counts is not None and self._keeps_order:
             rank.pending = key
         if counts is None or counts.done_ms <= rank.time_ms:
             self._send(rank, message, rank.time_ms)
@@ -384,7 +338,7 @@ class Engine:
             [0.0] * num_ranks,
         )
 
-    def _send(self, rank: _Rank, message: Message, time_ms: float) -> None:
+    def _send(self, rank: RankState, message: Message, time_ms: float) -> None:
         """Notes that a rank's part can be sent; the message is sent when all parts can."""
         message.num_ready += 1
         if time_ms > message.ready_ms:
@@ -409,7 +363,7 @@ class Engine:
                 start_ms, end_ms = message.issued_ms[column], message.arrival_ms[column]
                 ranks[column].spans.append(Span(name, Lane.COMM, start_ms, end_ms, message.num_bytes[column]))
 
-    def _wait(self, rank: _Rank, message: Message) -> bool:
+    def _wait(self, rank: RankState, message: Message) -> bool:
         """Runs dWs until the message has arrived; returns False if the rank must be resumed later."""
         if self._links.next_ms <= rank.time_ms:
             self.call_at(rank.time_ms, _Resume(rank))  # an arrival at this time precedes the wait
@@ -436,18 +390,18 @@ class Engine:
         self._received(rank, message)
         return True
 
-    def _run_ahead(self, rank: _Rank, message: Message) -> None:
+    def _run_ahead(self, rank: RankState, message: Message) -> None:
         """Runs the dWs in front of a wait that the host enqueues without seeing when the message arrives."""
         take = rank.queue.take_planned if message.is_forward else rank.queue.take_ahead
         while (dw := take()) is not None:
             self._fill(rank, dw)
 
-    def _fill(self, rank: _Rank, dw: LayerDw) -> None:
+    def _fill(self, rank: RankState, dw: LayerDw) -> None:
         self._run_dw(rank, dw)
         if self._record:
             rank.filled.append(dw.name)
 
-    def _received(self, rank: _Rank, message: Message) -> None:
+    def _received(self, rank: RankState, message: Message) -> None:
         exposed_from_ms = rank.time_ms
         rank.time_ms = max(rank.time_ms, message.arrival_ms[rank.column])
         rank.exposed_ms += rank.time_ms - exposed_from_ms

@@ -67,7 +67,7 @@ class Action:
 
 
 Step = tuple[int, int, Action]
-"""Code, place and action. The place is the global layer number (0 beside the layers); in pairs, see :func:`at_place`."""
+"""Code, place and action. The place is the global layer number, 0 beside the layers; in pairs see :func:`at_place`."""
 BESIDE = 1 << 20
 """Bit of a place: the step belongs to a forward that runs beside a backward."""
 IN_PASS = 2 * BESIDE - 1
