@@ -112,6 +112,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     assert store is not None or plan.dw_policy is DwPolicy.NONE, "dW can't be deferred in a model without a store"
     if store is not None:
         store.configure(plan)
+    block.comm.keeps_one_order = plan.is_paired
     block.run_by(plan)
     if _has_predictions(model):
         model.mtp.run_by(plan)

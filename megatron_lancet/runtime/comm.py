@@ -3,7 +3,9 @@
 A dispatch cannot be launched before its token counts are known. The computing thread does not wait for them but goes on
 with other chunks, and the dispatch is launched
 
-- by a transport with separate connections for such messages: when the counts arrive, on the thread that receives them;
+- by a transport with separate connections for such messages: when the counts arrive, on the thread that receives them.
+  If all messages keep one order, which pairing asks for, it is launched there too, but on the connections of the
+  others, and before the next one of these;
 - by the other transports: before the next collective is launched, or when the dispatch is waited for. That is as late
   as the plan's order allows; on CUDA another chunk's work has been enqueued by then.
 
@@ -81,6 +83,10 @@ class Comm:
 
     Attributes:
         pairing: the forwards and backwards that run side by side.
+        keeps_one_order: whether all messages are sent one after the other in the plan's order, also where a transport
+            has connections for dispatches of their own. With these, a dispatch of a forward and the message of the
+            backward beside it share the link, arrive at about the same time, and leave the link idle afterwards; one
+            after the other, the second is on the link while compute goes on with the first.
         trace: trace of the current step, None while nothing is recorded.
     """
 
@@ -104,6 +110,7 @@ class Comm:
         self.stats = stats
         self.scheduler = scheduler
         self.pairing = Pairing(store, stats.on_cuda)
+        self.keeps_one_order = False
         self.trace: Trace | None = None
         self._own_rank = own_rank
         self._peers = peers
@@ -139,6 +146,7 @@ class Comm:
     def launch(self, op: Op, tensors: tuple[torch.Tensor, ...], splits: RowSplits) -> Handle:
         """Launches an all-to-all of ``tensors``, each [N, ...]."""
         self._launch_pending()
+        self._let_pending_launch()
         self.mark(_LAUNCHED, op)
         if self.transport.is_local:
             return LocalExchange(tensors)
@@ -204,6 +212,23 @@ class Comm:
         with waiting(self.trace, first.counts.op):
             while self._pending:
                 self._pending.popleft().launch_when_known(self.transport)
+
+    def _let_pending_launch(self) -> None:
+        """Waits until the queued messages have been launched on other threads, if all messages keep one order."""
+        if not self.shares_connections:
+            return
+        with self._launching:
+            last = self._pending[-1] if self._pending else None
+        if last is None:
+            return
+        assert last.pending is not None
+        with waiting(self.trace, last.pending.counts.op), self._waiting_for_counts():
+            last.launched.wait()
+
+    @property
+    def shares_connections(self) -> bool:
+        """Whether messages that were launched on another thread use the connections of all others."""
+        return self.keeps_one_order and self.transport.launches_in_callback
 
     def _launch_those_known(self) -> None:
         """Launches messages in queue order as far as their counts are known. Called on any thread."""
@@ -345,7 +370,8 @@ class Exchange:
             self._received = self._sent.new_empty(shape)
         else:
             self._received = transport.empty_receive(shape, self._sent)
-        self.transfer = transport.launch(self._received, self._sent, splits.received, splits.sent, self._ready)
+        ready = None if self._comm.shares_connections else self._ready
+        self.transfer = transport.launch(self._received, self._sent, splits.received, splits.sent, ready)
         self.launched.set()
 
     def launch_when_known(self, transport: Transport) -> None:
