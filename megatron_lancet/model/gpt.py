@@ -99,7 +99,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     # A repeated layer has several numbers.
     segments: dict[torch.nn.Module, list[Segment]] = {layer.stock: [] for layer in layers}
     for layer in layers:
-        segments[layer.stock].append(plan.segment_of(layer.number))
+        segments[layer.stock] += [plan.segment_of(layer.number), plan.at_ends.segment_of(layer.number)]
     attentions = {layer.attention: segments[layer.stock] for layer in layers if layer.attention is not None}
     prefixed = {
         attention
@@ -112,6 +112,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     assert store is not None or plan.dw_policy is DwPolicy.NONE, "dW can't be deferred in a model without a store"
     if store is not None:
         store.configure(plan)
+    block.comm.keeps_one_order = plan.is_paired
     block.run_by(plan)
     if _has_predictions(model):
         model.mtp.run_by(plan)
@@ -123,7 +124,18 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     for layer in layers:
         _set_exact(layer.prediction or layer.stock, all(map(_is_exact, segments[layer.stock])))
     if model.post_process:
-        _set_exact(model.output_layer, _is_exact(plan.segments[-1]))
+        _set_exact(model.output_layer, _is_exact(plan.segments[-1]) and _is_exact(plan.at_ends.segments[-1]))
+
+
+def num_forward_waits(model: LanguageModel, at_end: bool) -> int:
+    """Number of all-to-alls that the forward of a micro-batch waits for.
+
+    Args:
+        at_end: whether it is one at an end of a step with pairing.
+    """
+    block = model.decoder
+    assert isinstance(block, LayersByPlan)
+    return block.num_waits(at_end) + (model.mtp.num_waits(at_end) if _has_predictions(model) else 0)
 
 
 def overlapping_layers(model: LanguageModel) -> list[OverlappingLayer]:
@@ -137,12 +149,12 @@ def check_layers(plan: Plan, num_layers: int) -> None:
     Raises:
         UsageError: the plan's segments are not those of a model with ``num_layers`` layers.
     """
-    last = plan.segments[-1]
-    if last.first_layer > num_layers or last.last_layer not in (None, num_layers):
-        raise UsageError(
-            f"the plan is of a model with {last.last_layer or f'at least {last.first_layer}'} layers, and this one has "
-            f"{num_layers}. Use a plan that was made for this model."
-        )
+    for last in (plan.segments[-1], plan.at_ends.segments[-1]):
+        if last.first_layer > num_layers or last.last_layer not in (None, num_layers):
+            raise UsageError(
+                f"the plan is of a model with {last.last_layer or f'at least {last.first_layer}'} layers, and this one "
+                f"has {num_layers}. Use a plan that was made for this model."
+            )
 
 
 def _needs_sdpa(segment: Segment) -> bool:

@@ -34,12 +34,14 @@ class Depth:
     Attributes:
         layer: its transformer layer, with the number of this depth.
         projection: the instruction that runs on the whole micro-batch, before those of ``segment``.
+        end_segment: like ``segment``, for micro-batches at the ends of a step with pairing.
         following: the op after the layer; None where that is on the next stage.
     """
 
     layer: OverlappingLayer
     projection: Instruction
     segment: SegmentForward
+    end_segment: SegmentForward
     following: Op | None
 
 
@@ -102,7 +104,8 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
         with random_state(self.config):
             forward_layer(depth.layer, depth.projection, micro_batch)
             with block_precision(self.config):
-                depth.segment.run(micro_batch, trace)
+                segment = depth.end_segment if depth.layer.comm.pairing.is_at_end else depth.segment
+                segment.run(micro_batch, trace)
         hidden: torch.Tensor = self._postprocess(end_layers(trace, micro_batch.hidden_sbH, depth.following))
         return hidden
 
@@ -122,13 +125,23 @@ class OverlappingMTP(MultiTokenPredictionBlock):
         """Runs ``plan`` from the next micro-batch on."""
         following, depths = self.following, []
         for layer in reversed(self.overlapping_layers):
-            (whole,) = segments_here(plan, [layer])
-            projection, *rest = whole.program
+            (middle,), (end,) = segments_here(plan.in_middle, [layer]), segments_here(plan.at_ends, [layer])
+            projection = middle.program[0]
             assert isinstance(projection, Instruction)
-            depths.append(Depth(layer, projection, replace(whole, program=rest), following))
+            segment, end_segment = (replace(whole, program=whole.program[1:]) for whole in (middle, end))
+            depths.append(Depth(layer, projection, segment, end_segment, following))
             following = projection.op
         for prediction in self.layers:
             prediction.depths = [depth for depth in reversed(depths) if depth.layer.prediction is prediction]
+
+    def num_waits(self, at_end: bool) -> int:
+        """Number of messages that the forward of a micro-batch waits for.
+
+        Args:
+            at_end: whether it is one at an end of a step with pairing.
+        """
+        depths = [depth for prediction in self.layers for depth in prediction.depths]
+        return sum((depth.end_segment if at_end else depth.segment).num_waits for depth in depths)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Predict the further tokens one after the other; arguments and result are Megatron's."""

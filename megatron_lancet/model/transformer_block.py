@@ -24,7 +24,7 @@ from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import OverlapRange, Plan, Segment
-from megatron_lancet.schedule.turns import Concatenate, Cut, Instruction, Program, program
+from megatron_lancet.schedule.turns import Concatenate, Cut, Instruction, Program, Wait, program
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class SegmentForward:
     segment: Segment
     layers: Mapping[int, OverlappingLayer]
     program: Program
+
+    @property
+    def num_waits(self) -> int:
+        """Number of messages that the program waits for."""
+        return sum(isinstance(one, Instruction) and isinstance(one.verb, Wait) for one in self.program)
 
     def run(self, micro_batch: ChunkState, trace: Trace | None) -> None:
         """Run the program on a micro-batch.
@@ -72,6 +77,7 @@ class LayersByPlan:
         overlapping_layers: its layers, prepared for chunks.
         uses_sdpa_everywhere: whether the fused attention kernel runs also where a plan doesn't need it.
         segments: the plan's segments that have layers in this block, in order.
+        end_segments: the same for micro-batches at the ends of a step with pairing.
         following: the op after its last layer; None where that is on the next stage.
     """
 
@@ -84,11 +90,17 @@ class LayersByPlan:
     overlapping_layers: Sequence[OverlappingLayer]
     uses_sdpa_everywhere: bool
     segments: Sequence[SegmentForward]
+    end_segments: Sequence[SegmentForward]
     following: Op | None
 
     def run_by(self, plan: Plan) -> None:
         """Runs ``plan`` from the next micro-batch on."""
-        self.segments = segments_here(plan, self.overlapping_layers)
+        self.segments = segments_here(plan.in_middle, self.overlapping_layers)
+        self.end_segments = segments_here(plan.at_ends, self.overlapping_layers)
+
+    def num_waits(self, at_end: bool) -> int:
+        """Number of messages that the forward of a micro-batch waits for; see :attr:`end_segments`."""
+        return sum(segment.num_waits for segment in (self.end_segments if at_end else self.segments))
 
     def run_layers(
         self,
@@ -122,12 +134,12 @@ class LayersByPlan:
         micro_batch = ChunkState(chunk)
         micro_batch.hidden_sbH = hidden
         with random_state(self.config), block_precision(self.config):
-            for segment in self.segments:
+            for segment in self.end_segments if self.comm.pairing.is_at_end else self.segments:
                 segment.run(micro_batch, trace)
         return end_layers(trace, micro_batch.hidden_sbH, self.following)
 
     def _begin_micro_batch(self) -> None:
-        if self.comm.store is not None:
+        if self.comm.store is not None and not self.comm.pairing.is_on:
             self.comm.store.assert_idle()
         for layer in self.layers:
             begin_layer(layer)

@@ -40,7 +40,8 @@ class AllToAll:
         return ticket
 
     def wait(self, ticket: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns the received rows, [M, ...] of each tensor."""
+        """Returns the received rows, [M, ...] of each tensor. A backward beside this forward runs first."""
+        self._comm.pairing.forward_waits()
         return _Wait.apply(self, ticket)
 
     def _launch_forward(self, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -52,6 +53,12 @@ class AllToAll:
     def _wait_forward(self) -> tuple[torch.Tensor, ...]:
         assert self._forward is not None, f"{self.op} is waited for but was not launched"
         handle, self._forward = self._forward, None
+        store = self._comm.store
+        if store is not None:  # dWs of a backward beside this forward
+            if handle.on_cuda:
+                store.run_planned(self.op)
+            else:
+                store.fill(handle.in_flight, self.op)
         return handle.wait()
 
     def _launch_backward(self, grads: tuple[torch.Tensor, ...]) -> None:
@@ -66,6 +73,7 @@ class AllToAll:
     def _wait_backward(self) -> tuple[torch.Tensor, ...]:
         assert self._backward is not None, f"{self.op.mirrored()} is waited for but was not launched"
         handle, self._backward = self._backward, None
+        self._comm.pairing.backward_waits()
         grads = self._wait_behind_weight_grads(handle)
         if self._comm.scheduler is not None:
             self._comm.scheduler.passed(self.op)

@@ -3,7 +3,9 @@
 A dispatch cannot be launched before its token counts are known. The computing thread does not wait for them but goes on
 with other chunks, and the dispatch is launched
 
-- by a transport with separate connections for such messages: when the counts arrive, on the thread that receives them;
+- by a transport with separate connections for such messages: when the counts arrive, on the thread that receives them.
+  If all messages keep one order, which pairing asks for, it is launched there too, but on the connections of the
+  others, and before the next one of these;
 - by the other transports: before the next collective is launched, or when the dispatch is waited for. That is as late
   as the plan's order allows; on CUDA another chunk's work has been enqueued by then.
 
@@ -23,6 +25,7 @@ import torch
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.packing import RowLayout
+from megatron_lancet.runtime.pairing import Pairing
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.trace import Trace, waiting
@@ -79,6 +82,11 @@ class Comm:
     """Shared state of a model's all-to-alls: transport, deferred dWs, counters, and the position of this rank.
 
     Attributes:
+        pairing: the forwards and backwards that run side by side.
+        keeps_one_order: whether all messages are sent one after the other in the plan's order, also where a transport
+            has connections for dispatches of their own. With these, a dispatch of a forward and the message of the
+            backward beside it share the link, arrive at about the same time, and leave the link idle afterwards; one
+            after the other, the second is on the link while compute goes on with the first.
         trace: trace of the current step, None while nothing is recorded.
     """
 
@@ -101,25 +109,29 @@ class Comm:
         self.store = store
         self.stats = stats
         self.scheduler = scheduler
+        self.pairing = Pairing(store, stats.on_cuda)
+        self.keeps_one_order = False
         self.trace: Trace | None = None
         self._own_rank = own_rank
         self._peers = peers
-        self._last: tuple[str, Op] | None = None
         self._pending: deque[Exchange] = deque()
         self._launching = threading.Lock()
 
     def record_to(self, trace: Trace | None) -> None:
         """Records ops, waits, dWs and messages into ``trace`` from now on; None stops it. Call between steps."""
-        self.trace = trace
+        self.trace = self.pairing.trace = trace
         if self.store is not None:
             self.store.trace = trace
 
     @property
     def position(self) -> str:
-        """The last op of this rank and its state, for error messages and hanging ranks."""
-        if self._last is None:
-            return "before the first all-to-all"
-        doing, op = self._last
+        """The last op of this rank and its state, for error messages and hanging ranks.
+
+        While a forward runs beside a backward, it is that of the one that has the turn, then that of the other.
+        """
+        return self.pairing.position(self._in_words)
+
+    def _in_words(self, doing: str, op: Op) -> str:
         sources = f" from {name_ranks(self._peers.others)}" if doing == _WAITING and self._peers is not None else ""
         return f"{doing} {op} ({op.in_words()}){sources}"
 
@@ -136,6 +148,7 @@ class Comm:
     def launch(self, op: Op, tensors: tuple[torch.Tensor, ...], splits: RowSplits) -> Handle:
         """Launches an all-to-all of ``tensors``, each [N, ...]."""
         self._launch_pending()
+        self._let_pending_launch()
         self.mark(_LAUNCHED, op)
         if self.transport.is_local:
             return LocalExchange(tensors)
@@ -156,7 +169,7 @@ class Comm:
 
     def wait_for_counts(self, exchange: "CountsExchange") -> TokenCounts:
         """See :meth:`CountsExchange.wait`."""
-        with self._failing_as(exchange.op, exchange.launched_s):
+        with self._failing_as(exchange.op, exchange.launched_s, exchange.micro_batch):
             return exchange.transfer.wait()
 
     def wait_for_own_counts(self, exchange: "CountsExchange") -> list[list[int]]:
@@ -175,14 +188,15 @@ class Comm:
                 raise exchange.error
         assert exchange.transfer is not None
         self.mark(_WAITING, exchange.op)
-        with self._failing_as(exchange.op, exchange.created_s), waiting(self.trace, exchange.op):
+        failing_as = self._failing_as(exchange.op, exchange.created_s, exchange.micro_batch)
+        with failing_as, waiting(self.trace, exchange.op):
             exchange.transfer.wait()
         self.mark(_PAST, exchange.op)
         self._count(exchange, exchange.transfer)
 
     def mark(self, doing: str, op: Op) -> None:
         """Sets this rank's position: it has ``launched`` the op, is ``waiting for`` it, or is ``past`` it."""
-        self._last = (doing, op)
+        self.pairing.mark(doing, op)
 
     def _launch_up_to(self, exchange: "Exchange") -> None:
         """Blocks until ``exchange``, and every message that was to be launched before it, has been launched."""
@@ -201,6 +215,24 @@ class Comm:
         with waiting(self.trace, first.counts.op):
             while self._pending:
                 self._pending.popleft().launch_when_known(self.transport)
+
+    def _let_pending_launch(self) -> None:
+        """Waits until the queued messages have been launched on other threads, if all messages keep one order."""
+        if not self.shares_connections:
+            return
+        with self._launching:
+            last = self._pending[-1] if self._pending else None
+        if last is None:
+            return
+        assert last.pending is not None
+        self.mark(_WAITING, last.pending.counts.op)
+        with waiting(self.trace, last.pending.counts.op), self._waiting_for_counts():
+            last.launched.wait()
+
+    @property
+    def shares_connections(self) -> bool:
+        """Whether messages that were launched on another thread use the connections of all others."""
+        return self.keeps_one_order and self.transport.launches_in_callback
 
     def _launch_those_known(self) -> None:
         """Launches messages in queue order as far as their counts are known. Called on any thread."""
@@ -226,14 +258,14 @@ class Comm:
             return exchange.pending.splits()
 
     @contextmanager
-    def _failing_as(self, op: Op, launched_s: float) -> Iterator[None]:
-        """Converts errors of the transport into one that names the op and, if possible, the failed rank."""
+    def _failing_as(self, op: Op, launched_s: float, micro_batch: int | None) -> Iterator[None]:
+        """Converts errors of the transport into one that names the op and, if known, micro-batch and failed rank."""
         try:
             yield
         except RuntimeError as error:
             if self._peers is None:
                 raise RuntimeError(f"all-to-all {op} did not complete: {error}") from error
-            raise self._peers.failure(op, time.monotonic() - launched_s, error) from error
+            raise self._peers.failure(op, time.monotonic() - launched_s, error, micro_batch) from error
 
     def _count(self, exchange: "Exchange", transfer: Transfer) -> None:
         num_rows = sum(exchange.splits.sent) - exchange.splits.sent[self._own_rank]
@@ -245,12 +277,17 @@ class Comm:
 
 
 class CountsExchange:
-    """Handle of an exchange of token counts."""
+    """Handle of an exchange of token counts.
+
+    Attributes:
+        micro_batch: number of the micro-batch; None where it is not known.
+    """
 
     def __init__(self, comm: Comm, op: Op, transfer: CountsTransfer) -> None:
         self.op = op
         self.transfer = transfer
         self.launched_s = time.monotonic()
+        self.micro_batch = comm.pairing.number
         self._comm = comm
 
     def done(self) -> bool:
@@ -297,6 +334,7 @@ class Exchange:
     Attributes:
         pending: splits that the launch needs; None if they were known at once.
         created_s: time at which the rows were complete, by ``time.monotonic``.
+        micro_batch: number of the micro-batch; None where it is not known.
         launched: set when the message has been launched, or could not be.
         error: reason why it could not be launched; raised by the wait.
         splits: rows by rank; valid after the launch.
@@ -310,6 +348,7 @@ class Exchange:
         self.op = op
         self.pending = pending
         self.created_s = time.monotonic()
+        self.micro_batch = comm.pairing.number
         self.launched = threading.Event()
         self.error: Exception | None = None
         self.splits = RowSplits((), ())
@@ -342,7 +381,8 @@ class Exchange:
             self._received = self._sent.new_empty(shape)
         else:
             self._received = transport.empty_receive(shape, self._sent)
-        self.transfer = transport.launch(self._received, self._sent, splits.received, splits.sent, self._ready)
+        ready = None if self._comm.shares_connections else self._ready
+        self.transfer = transport.launch(self._received, self._sent, splits.received, splits.sent, ready)
         self.launched.set()
 
     def launch_when_known(self, transport: Transport) -> None:

@@ -89,14 +89,14 @@ class CommStats:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self.on_cuda = device.type == "cuda"
         self._times = CommTimes()
         self._pairs: list[_Timed] = []
 
     @contextmanager
     def waiting(self, *counters: str) -> Iterator[None]:
         """Adds the time that compute waits inside the context to each of ``counters``."""
-        if self._on_cuda:
+        if self.on_cuda:
             pair = EventPair()
             yield
             pair.end.record()

@@ -137,6 +137,11 @@ class DeferredWeight:
         self._report_ready()
         self.num_reported += 1
 
+    def abandon(self) -> None:
+        """Forgets dWs of a backward pass that has failed. Its part of the gradient is incomplete."""
+        self.num_pending = 0
+        self._sum = None
+
 
 def _adds_to_fp32(main_grad: torch.Tensor, grad: torch.Tensor, input: torch.Tensor) -> bool:
     """Whether the device has a GEMM for these types; bf16 and fp16 are those that torch's kernel takes."""
@@ -177,21 +182,24 @@ class WeightGradStore:
         trace: trace of the current step, None while nothing is recorded.
     """
 
-    def __init__(self, rules: DwRules, stats: CommStats) -> None:
+    def __init__(self, rules: DwRules, stats: CommStats, rules_at_ends: DwRules | None = None) -> None:
         """
         Args:
             rules: rules for the time at which dWs run; a window of 0 defers nothing.
+            rules_at_ends: rules for micro-batches at the ends of a step with pairing; None for the same.
         """
         self.trace: Trace | None = None
         self._stats = stats
         self._rules = rules
+        self._rules_in_middle, self._rules_at_ends = rules, rules_at_ends or rules
         self._queue: DwQueue[_Task, DeferredWeight] = DwQueue(rules)
+        self._weights: set[DeferredWeight] = set()
         self._flush_is_queued = False
 
     @classmethod
     def of(cls, plan: Plan, stats: CommStats) -> "WeightGradStore":
         """Returns a store that runs dWs as ``plan`` says."""
-        return cls(DwRules.of(plan), stats)
+        return cls(DwRules.of(plan.in_middle), stats, DwRules.of(plan.at_ends))
 
     def configure(self, plan: Plan) -> None:
         """Runs dWs as ``plan`` says from the next backward pass on.
@@ -199,8 +207,20 @@ class WeightGradStore:
         Raises:
             AssertionError: a dW or a report of the last backward pass is pending.
         """
+        self._rules_in_middle, self._rules_at_ends = DwRules.of(plan.in_middle), DwRules.of(plan.at_ends)
+        self.begin_backward(at_end=False)
+
+    def begin_backward(self, at_end: bool) -> None:
+        """Runs dWs by the rules for the micro-batch whose backward pass comes next.
+
+        Args:
+            at_end: whether it is one at an end of a step with pairing.
+
+        Raises:
+            AssertionError: a dW or a report of the last backward pass is pending.
+        """
         self.assert_idle()
-        self._rules = DwRules.of(plan)
+        self._rules = self._rules_at_ends if at_end else self._rules_in_middle
         self._queue = DwQueue(self._rules)
 
     def __len__(self) -> int:
@@ -217,6 +237,7 @@ class WeightGradStore:
         """
         for weight in weights:
             weight.put()
+        self._weights.update(weights)
         must_run = self._queue.put(_Task(tuple(weights), compute, num_bytes), num_bytes)
         if self._rules.defers:
             self._flush_at_end_of_backward()
@@ -238,6 +259,12 @@ class WeightGradStore:
             assert task is not None
             self._run_in_gap(task)
 
+    def run_planned(self, op: Op) -> None:
+        """Runs the dWs planned for ``op``, a message of the forward beside the backward."""
+        self._queue.begin_gap(str(op))
+        while (task := self._queue.take_planned()) is not None:
+            self._run_in_gap(task)
+
     def run_ahead(self, op: Op) -> None:
         """Runs dWs in front of the wait for ``op`` if the host can't see its end; see :meth:`DwQueue.take_ahead`."""
         self._queue.begin_gap(str(op))
@@ -255,6 +282,16 @@ class WeightGradStore:
         _report_all(self._queue.flush_reports())
         self._queue = DwQueue(self._rules)
         self._flush_is_queued = False  # last, so that a flush that raised is seen
+
+    def abandon(self) -> None:
+        """Drops all that a failed backward pass has left, so that another step can run. No weight is reported.
+
+        The gradients of the failed step are incomplete; the next step has to begin with cleared ones.
+        """
+        for weight in self._weights:
+            weight.abandon()
+        self._queue = DwQueue(self._rules)
+        self._flush_is_queued = False
 
     def assert_idle(self) -> None:
         """Checks between backward passes that every dW has run and has been reported.

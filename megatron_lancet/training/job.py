@@ -20,7 +20,7 @@ from megatron_lancet.training.checkpoint.ep_resize import check_checkpoint
 from megatron_lancet.training.checkpoint.load_save import Checkpoints, check_before_start
 from megatron_lancet.training.megatron import checkpoint_patches, patches
 from megatron_lancet.training.megatron.gpt_data import build_datasets, forward_step
-from megatron_lancet.training.megatron.model_config import model_config_from_args
+from megatron_lancet.training.megatron.models import model_config_from_args
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.comm_sms import check_comm_sms
 from megatron_lancet.training.plan.connections import one_connection_note

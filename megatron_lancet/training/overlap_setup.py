@@ -24,6 +24,7 @@ from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.schedule.plan_difference import plan_differences
 from megatron_lancet.schedule.reductions import CommPriority, MicroOps
 from megatron_lancet.training.checkpoint.ep_resize import keep_experts_apart
+from megatron_lancet.training.megatron.paired_schedules import ask_for_pairs
 
 
 class OverlapSetup:
@@ -86,6 +87,7 @@ class OverlapSetup:
             assert isinstance(stage, GPTModel | HybridModel)
             overlap(stage, self.plan, self._comm, self._sdpa)
             self._stages.append(stage)
+        ask_for_pairs(self._stages, self.plan.is_paired)
         return stages
 
     def switch(self, plan: Plan) -> None:
@@ -103,6 +105,7 @@ class OverlapSetup:
         check_same_plan(plan, self._micro_ops)
         for stage in self._stages:
             set_plan(stage, plan)
+        ask_for_pairs(self._stages, plan.is_paired)
         self.plan = plan
 
     def check_step(self, step: Callable[[], Any]) -> Any:

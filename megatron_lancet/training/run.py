@@ -13,6 +13,7 @@ from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.training.megatron import checkpoint_patches, patches
 from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
+from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 from megatron_lancet.training.megatron.patches import StepHook
 from megatron_lancet.training.megatron.te_seams import check_te_seams
 from megatron_lancet.training.observe.run_report import report_overlap
@@ -140,6 +141,7 @@ class OverlappedRun:
     def enter(self, stack: ExitStack) -> None:
         """Change Megatron for the length of ``stack``."""
         stack.enter_context(patches.dropped_outputs())
+        stack.enter_context(paired_schedules(lambda: self.setup.stages))
         if self.setup.scheduler is not None:
             stack.enter_context(reductions_in_micro_ops(self.setup.scheduler))
         if self._tuner is not None:

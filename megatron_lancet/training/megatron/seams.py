@@ -5,7 +5,7 @@ The changes to Megatron are in the other files of this folder.
 """
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megatron.core import parallel_state, tensor_parallel, utils
@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import distrib_optimizer
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import torch_norm
@@ -39,6 +40,13 @@ from megatron.training import arguments, checkpointing, global_vars, training
 from megatron.training.utils import common_utils
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.training.megatron.paired_schedules import (
+    ASKED_BY,
+    WITH_VIRTUAL_STAGES,
+    WITHOUT_PIPELINE,
+    Interleaved,
+    without_pipeline,
+)
 from megatron_lancet.training.megatron.patches import EXPERT_GROUPS
 
 type Seam = tuple[Any, str, tuple[str, ...]]
@@ -112,6 +120,30 @@ _TRAINING: tuple[Seam, ...] = (
     (arguments, "validate_args", ("args",)),
 )
 
+_SCHEDULES: tuple[Seam, ...] = (
+    (
+        schedules,
+        "forward_step",
+        (
+            "forward_step_func",
+            "data_iterator",
+            "model",
+            "num_microbatches",
+            "input_tensor",
+            "forward_data_store",
+            "config",
+            "cp_group_size",
+            "collect_non_loss_data",
+            "is_first_microbatch",
+            "current_microbatch",
+            "vp_stage",
+            "is_last_stage",
+        ),
+    ),
+    (schedules, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config")),
+    (schedules, "get_pp_rank_microbatches", (ASKED_BY,)),
+)
+
 _ON_CPU: tuple[Seam, ...] = (
     (dataset_utils, "compile_helpers", ()),
     (mappings, "_gather_along_first_dim", ("input_", "group", "output_split_sizes")),
@@ -139,7 +171,7 @@ _ON_VIRTUAL_GPU: tuple[Seam, ...] = (
     (fused_bias_swiglu, "weighted_swiglu_back", ()),
 )
 
-SEAMS: tuple[Seam, ...] = (*_MODEL, *_TRAINING, *_ON_CPU, *_CHECKPOINTS, *_ON_VIRTUAL_GPU)
+SEAMS: tuple[Seam, ...] = (*_MODEL, *_TRAINING, *_SCHEDULES, *_ON_CPU, *_CHECKPOINTS, *_ON_VIRTUAL_GPU)
 """All functions that this project calls, overrides or changes, with the parameters that it relies on."""
 
 _DDP_PROTOCOLS = ("skip_backward_post_hook", "register_wgrad_accumulation_and_reduce_hooks")
@@ -181,6 +213,7 @@ def check_seams() -> None:
     missing += [f"DistributedDataParallel's {protocol}" for protocol in _DDP_PROTOCOLS if protocol not in ddp_source]
     sync_source = inspect.getsource(ddp_buffers._ParamAndGradBucketGroup.start_grad_sync)
     missing += [f"start_grad_sync's {part!r}" for part in _START_GRAD_SYNC if part not in sync_source]
+    missing += _missing_entries()
     if _DDP_STREAM not in inspect.getsource(training.get_model):
         missing.append(f"the line {_DDP_STREAM!r} in training.get_model")
     for module, name in _TWO_SLICES_PER_RANK:
@@ -201,6 +234,21 @@ def check_seams() -> None:
     if "maybe_msc.open(tracker_filename, 'w')" not in inspect.getsource(checkpointing.save_checkpoint):
         missing.append("the place in checkpointing.save_checkpoint that writes the tracker file")
     refuse_missing(missing)
+
+
+def _missing_entries() -> list[str]:
+    """Names the entry points of ``paired_schedules.py`` that Megatron lacks, or calls with other arguments."""
+    missing = []
+    own: dict[str, Callable[..., Any]] = {WITHOUT_PIPELINE: without_pipeline, WITH_VIRTUAL_STAGES: Interleaved.run}
+    for name, ours in own.items():
+        stock = getattr(schedules, name, None)
+        known = [] if stock is None else list(inspect.signature(stock).parameters)
+        if known != list(inspect.signature(ours).parameters)[1:]:  # the first one is the stages
+            missing.append(f"schedules.{name} with the arguments of 0.19.2")
+    for schedule in (schedules.forward_backward_no_pipelining, schedules.forward_backward_pipelining_with_interleaving):
+        if f"if config.{ASKED_BY} and not forward_only:" not in inspect.getsource(schedule):
+            missing.append(f"the branch by config.{ASKED_BY} in {schedule.__name__}")
+    return missing
 
 
 def missing_functions(seams: Iterable[Seam]) -> list[str]:

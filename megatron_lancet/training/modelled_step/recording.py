@@ -19,7 +19,7 @@ from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.arguments import megatrons_refusals
 from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.megatron.mock_patches import loopback_counts
-from megatron_lancet.training.megatron.plain_gpt import build_plain_gpt
+from megatron_lancet.training.megatron.models import build_plain_gpt
 from megatron_lancet.training.modelled_step.kernels import kernels_of_a_gpu
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.attention import needs_own_attention

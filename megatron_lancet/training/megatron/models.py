@@ -1,4 +1,4 @@
-"""Megatron's GPT and its default arguments outside of a training run."""
+"""Megatron's models: their configuration, and a GPT outside of a training run."""
 
 import argparse
 from typing import Any
@@ -7,10 +7,21 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.training import arguments
-from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+from megatron.training.models.base import ModelConfig
 from megatron.training.models.gpt import GPTModelBuilder
 
 from megatron_lancet.errors import UsageError
+
+
+def model_config_from_args(args: argparse.Namespace) -> ModelConfig:
+    """The configuration that Megatron's builder takes: of a hybrid model with ``--hybrid-layer-pattern``, or of a GPT.
+
+    Raises:
+        AssertionError, ValueError: Megatron refuses the arguments.
+    """
+    config: ModelConfig = (gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args)(args)
+    return config
 
 
 def default_arguments() -> dict[str, Any]:
