@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from megatron_lancet.planning.simulation.engine import LayerDw
 from megatron_lancet.planning.simulation.lowering import COMPUTE, WAIT, Action, Step
-from megatron_lancet.planning.simulation.simulator import Simulator, Stage
+from megatron_lancet.planning.simulation.played import Stage
+from megatron_lancet.planning.simulation.rank_state import LayerDw
+from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.schedule.dw_queue import AT_ONCE
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import Gap, Plan

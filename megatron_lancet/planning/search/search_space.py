@@ -28,6 +28,7 @@ class Limits:
         ranges: allowed parts of a segment that run in chunks.
         dw_policies: allowed policies for weight gradients.
         dw_window_layers: windows of deferral in layers; a layer counts as the all-to-alls of all its chunks.
+        pairing: whether backwards may run beside forwards; both, or the only one that is allowed.
         max_memory_bytes: hard bound on a rank's activations and deferred dWs; None for no bound.
         dw_memory_bytes: bound on a rank's deferred dWs, written into the plan; None for no bound.
         excluded: exclusions that the caller made; repeated in the result.
@@ -38,6 +39,7 @@ class Limits:
     ranges: tuple[OverlapRange, ...] = tuple(OverlapRange)
     dw_policies: tuple[DwPolicy, ...] = tuple(DwPolicy)
     dw_window_layers: tuple[int, ...] = (1, 2, 4)
+    pairing: tuple[bool, ...] = (False, True)
     max_memory_bytes: int | None = None
     dw_memory_bytes: int | None = None
     excluded: tuple[Exclusion, ...] = ()
