@@ -36,6 +36,7 @@ def _paired_variants() -> list[Variant]:
         Variant("paired-k1-none", paired(fixed_plan(1, DwPolicy.NONE))),
         Variant("paired-k2", paired(fixed_plan(2))),
         Variant("paired-mix", paired(fixed_plan(1), fixed_plan(2))),
+        Variant("paired-mix-k4", paired(fixed_plan(1), fixed_plan(4))),
     ]
 
 
@@ -70,7 +71,7 @@ _SCHEDULES = (
 _SEQUENCE = ("stock-sdpa", "sequence-k2", "sequence-k4", "stock-sdpa-free", "sequence-free-k2", "sequence-free-k4")
 _ACCUMULATED = ("stock", "megatron-overlap", "all-k2", "all-k4", "stock-free")
 ACCUMULATED = "45-accumulated"
-_PAIRED = ("stock", UNPAIRED, "stock-free", "paired-k1", "paired-k1-none", "paired-k2", "paired-mix")
+_PAIRED = ("stock", UNPAIRED, "stock-free", "paired-k1", "paired-k1-none", "paired-k2", "paired-mix", "paired-mix-k4")
 _FEW_PAIRED = ("stock", UNPAIRED, "stock-free", "paired-k1", "paired-mix")
 _SMALLER = Shape(layers=3, hidden=384, seq_length=256, micro_batches=4)
 """Half the tokens and less than half the weights: a step of four micro-batches takes 4 to 6 s at 45 %."""
