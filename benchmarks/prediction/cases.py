@@ -1,12 +1,14 @@
 """What is predicted and measured: configurations of the overlap, and the cases in which they run. No torch.
 
 In the case ``gradients`` gradients are summed over the ranks beside the backward pass, on the same link, and Adam runs.
+In those of :data:`PAIRED_CASES` a step has four micro-batches, whose backwards may run beside forwards.
 """
 
 from dataclasses import replace
 
 from benchmarks.harness.cases import Case, Shape, select
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
+from megatron_lancet.errors import UsageError
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 
 BASELINE = "k1"
 """Stock's order: by what it waits for, the link's rate is set."""
@@ -34,19 +36,31 @@ def _fixed_plans() -> dict[str, Plan]:
     }
 
 
-FIXED_PLANS = _fixed_plans()
+def _paired_plans() -> dict[str, Plan]:
+    whole, chunks = fixed_plan(1), fixed_plan(2)
+    return {
+        "paired-k1": paired(whole),
+        "paired-k1-none": paired(fixed_plan(1, DwPolicy.NONE)),
+        "paired-k2": paired(chunks),
+        "paired-mix": paired(whole, chunks),
+    }
+
+
+_UNPAIRED_PLANS = _fixed_plans()
+FIXED_PLANS = {**_UNPAIRED_PLANS, **_paired_plans()}
 CONFIGURATIONS = (*FIXED_PLANS, PLANNED)
 
 
 _SHAPE = Shape(hidden=384, seq_length=256)
 _SOME = ("k1", "k1-dw", "experts-k4-dw", "layer-k2-dw", "stack-k2", "stack-k4-dw", "sequence-k2-dw", PLANNED)
+_PAIRED = ("k1", "stack-k2-dw", *_paired_plans(), PLANNED)
 _BATCH_ONLY = ("k1", "k1-dw", "layer-k2-dw", "stack-k2", "stack-k2-dw", "stack-k4-dw")
 
 
 def _cases() -> list[Case]:
     skewed = replace(_SHAPE, hot_share=0.4)
     return [
-        Case("45", "balanced routing, k1 exposes 45 %", 0.45, CONFIGURATIONS, _SHAPE, BASELINE),
+        Case("45", "balanced routing, k1 exposes 45 %", 0.45, (*_UNPAIRED_PLANS, PLANNED), _SHAPE, BASELINE),
         Case("20", "balanced routing, k1 exposes 20 %", 0.20, _SOME, _SHAPE, BASELINE),
         Case("65", "balanced routing, k1 exposes 65 %", 0.65, _SOME, _SHAPE, BASELINE),
         Case("skewed", "one expert of four gets 40 %, k1 exposes 45 %", 0.45, _SOME, skewed, BASELINE),
@@ -62,17 +76,38 @@ def _cases() -> list[Case]:
     ]
 
 
-CASES = {case.name: case for case in _cases()}
+def _paired_cases() -> list[Case]:
+    shape = replace(_SHAPE, layers=3, micro_batches=4)
+    return [
+        Case(
+            f"{share}-m4", f"four micro-batches in a step, k1 exposes {share} %", share / 100, _PAIRED, shape, BASELINE
+        )
+        for share in (45, 20, 65)
+    ]
 
 
-def choose(cases: list[str], configurations: list[str] | None) -> list[Case]:
+PAIRED_CASES = tuple(case.name for case in _paired_cases())
+_OTHER_CASES = tuple(case.name for case in _cases())
+CASES = {case.name: case for case in _cases() + _paired_cases()}
+
+
+def choose(cases: list[str], configurations: list[str] | None, pairing: bool = False) -> list[Case]:
     """The cases to run, in the order of :data:`CASES`.
 
     Args:
-        cases: names; empty for all.
+        cases: names; empty for all of one micro-batch, or for those of a pairing run.
         configurations: names; None for each case's own.
 
     Raises:
-        UsageError: an unknown name.
+        UsageError: an unknown name, or a plan with pairing where a step has one micro-batch.
     """
-    return select(CASES, cases, CONFIGURATIONS, configurations, noun="configuration")
+    names = cases or (PAIRED_CASES if pairing else _OTHER_CASES)
+    chosen = select(CASES, names, CONFIGURATIONS, configurations, noun="configuration")
+    for case in chosen:
+        pairs = [name for name in case.variants if name in FIXED_PLANS and FIXED_PLANS[name].is_paired]
+        if pairs and case.shape.micro_batches == 1:
+            raise UsageError(
+                f"configuration {pairs[0]} runs a backward beside the next forward, and a step of case {case.name} has "
+                f"one micro-batch. Pass --cases {PAIRED_CASES[0]}."
+            )
+    return chosen

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness.samples import all_exposed, by_rank, slower, spread
+from benchmarks.prediction.cases import PLANNED
 
 MAX_MEDIAN_ERROR = 0.04
 MAX_ERROR = 0.10
 """Of the measured step time."""
+MAX_SLOWER = 0.02
+"""By which the planner's choice may be slower than the fastest measured configuration."""
 MAX_EXPOSED_ERROR = 0.15
 MAX_EXPOSED_MS = 10.0
 """Exposed time is to be within the former of the measured one, or within the latter."""
@@ -21,6 +24,7 @@ class Comparison:
     """One configuration.
 
     Attributes:
+        is_paired: whether backwards run beside forwards.
         measured_ms: step time of the slower rank, median over all repeats.
         low_ms: lower quartile of the same.
         high_ms: upper quartile.
@@ -29,6 +33,7 @@ class Comparison:
 
     case: str
     name: str
+    is_paired: bool
     measured_ms: float
     low_ms: float
     high_ms: float
@@ -61,6 +66,8 @@ class CaseErrors:
         is_disturbed: whether something else used the cores meanwhile.
         halves: the same with the first half of the repeats as a prediction of the second: what the machine's own
             unrest makes of a perfect prediction. Empty with a single repeat.
+        fastest: name of the configuration with the shortest measured step.
+        planned_over_fastest: measured step of the planner's choice over that one's; None where it was not run.
     """
 
     name: str
@@ -71,6 +78,13 @@ class CaseErrors:
     is_disturbed: bool
     num_repeats: int
     halves: tuple[Comparison, ...]
+    fastest: str
+    planned_over_fastest: float | None
+
+    @property
+    def paired(self) -> list[Comparison]:
+        """The configurations in which backwards run beside forwards."""
+        return [one for one in self.comparisons if one.is_paired]
 
 
 @dataclass(frozen=True)
@@ -99,7 +113,9 @@ def compare(case: dict[str, Any]) -> CaseErrors:
     """
     names = list(case["predictions"])
     comparisons = tuple(_comparison(case, name) for name in names)
-    k1 = next((one for one in comparisons if one.name == "k1"), None)
+    by_name = {one.name: one for one in comparisons}
+    k1, planned = by_name.get("k1"), by_name.get(PLANNED)
+    fastest = min(comparisons, key=lambda one: one.measured_ms)
     return CaseErrors(
         name=case["name"],
         title=case["title"],
@@ -109,6 +125,8 @@ def compare(case: dict[str, Any]) -> CaseErrors:
         is_disturbed=case["disturbance"]["is_disturbed"],
         num_repeats=len(case["samples"][comparisons[0].name]),
         halves=tuple(_between_halves(case, name) for name in names if len(case["samples"][name]) > 1),
+        fastest=fastest.name,
+        planned_over_fastest=None if planned is None else planned.measured_ms / fastest.measured_ms,
     )
 
 
@@ -127,14 +145,14 @@ def totals(every: Sequence[Comparison]) -> Totals:
 def _comparison(case: dict[str, Any], name: str) -> Comparison:
     steps, exposed = _measured(case, name)
     expected = case["predictions"][name]["expected"]
-    return _compared(case["name"], name, steps, exposed, expected["step_ms"], expected["exposed_ms"])
+    return _compared(case, name, steps, exposed, expected["step_ms"], expected["exposed_ms"])
 
 
 def _between_halves(case: dict[str, Any], name: str) -> Comparison:
     steps, exposed = _measured(case, name)
     half = len(steps) // 2
     first_ms, first_exposed_ms = statistics.median(steps[:half]), statistics.median(exposed[:half])
-    return _compared(case["name"], name, steps[half:], exposed[half:], first_ms, first_exposed_ms)
+    return _compared(case, name, steps[half:], exposed[half:], first_ms, first_exposed_ms)
 
 
 def _measured(case: dict[str, Any], name: str) -> tuple[list[float], list[float]]:
@@ -144,12 +162,18 @@ def _measured(case: dict[str, Any], name: str) -> tuple[list[float], list[float]
 
 
 def _compared(
-    case: str, name: str, steps: Sequence[float], exposed: Sequence[float], predicted_ms: float, exposed_ms: float
+    case: dict[str, Any],
+    name: str,
+    steps: Sequence[float],
+    exposed: Sequence[float],
+    predicted_ms: float,
+    exposed_ms: float,
 ) -> Comparison:
     measured = spread(steps)
     return Comparison(
-        case=case,
+        case=case["name"],
         name=name,
+        is_paired=case["plans"][name].get("pairing") is not None,
         measured_ms=measured.median,
         low_ms=measured.low,
         high_ms=measured.high,

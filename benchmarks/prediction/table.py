@@ -8,6 +8,7 @@ from benchmarks.prediction.errors import (
     MAX_EXPOSED_ERROR,
     MAX_EXPOSED_MS,
     MAX_MEDIAN_ERROR,
+    MAX_SLOWER,
     CaseErrors,
     Comparison,
     totals,
@@ -43,7 +44,13 @@ def _description(case: CaseErrors) -> str:
         if case.is_disturbed
         else ""
     )
-    return f"{case.title}: {case.rate_bps / 1e6:.0f} Mbit/s{share}; {case.num_repeats} repeats.{disturbed}"
+    choice = ""
+    if case.planned_over_fastest is not None:
+        choice = (
+            f" The planner's choice takes {case.planned_over_fastest - 1:.1%} longer than the fastest, {case.fastest} "
+            f"(wanted: at most {MAX_SLOWER:.0%})."
+        )
+    return f"{case.title}: {case.rate_bps / 1e6:.0f} Mbit/s{share}; {case.num_repeats} repeats.{choice}{disturbed}"
 
 
 def _conclusion(cases: Sequence[CaseErrors]) -> str:
@@ -53,6 +60,10 @@ def _conclusion(cases: Sequence[CaseErrors]) -> str:
         f"{MAX_MEDIAN_ERROR:.0%}), worst {total.worst:.1%} in {total.worst_name} (at most {MAX_ERROR:.0%}); exposed "
         f"time within {MAX_EXPOSED_ERROR:.0%} or {MAX_EXPOSED_MS:.0f} ms in {total.num_exposed_close} of {total.number}"
     )
+    paired = [one for case in cases for one in case.paired]
+    if paired:
+        own = totals(paired)
+        text += f". The {own.number} with pairing: median {own.median:.1%}, worst {own.worst:.1%} in {own.worst_name}"
     halves = [one for case in cases for one in case.halves]
     if halves:
         own = totals(halves)

@@ -26,7 +26,7 @@ from megatron_lancet.runtime.comm import Comm, Handle
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.schedule.plan import DwPolicy
+from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
 from megatron_lancet.training.megatron.paired_schedules import ask_for_pairs, paired_schedules
@@ -103,10 +103,17 @@ def prepare(model: GPTModel, variant: Variant, link: Link) -> Callable[[], Abstr
     else:
         scheduler = CommScheduler(MicroOps(variant.grad_chunk_bytes), link.stats)
     overlap(model, plan, kind(link.transport, store, link.stats, own_rank, scheduler=scheduler), variant.sdpa)
-    if plan.is_paired:
-        ask_for_pairs([model], True)
-        return lambda: paired_schedules(lambda: [model])
-    return nullcontext if scheduler is None else partial(_reductions_by, scheduler)
+    return schedules_for(model, plan) if scheduler is None else partial(_reductions_by, scheduler)
+
+
+def schedules_for(model: GPTModel, plan: Plan) -> Callable[[], AbstractContextManager[None]]:
+    """Make Megatron run the next steps of ``model`` by the schedules that ``plan`` needs.
+
+    Returns:
+        What makes the context that a step needs.
+    """
+    ask_for_pairs([model], plan.is_paired)
+    return (lambda: paired_schedules(lambda: [model])) if plan.is_paired else nullcontext
 
 
 @contextmanager

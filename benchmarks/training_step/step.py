@@ -15,7 +15,9 @@ from benchmarks.training_step.live_memory import LiveMemory
 from benchmarks.training_step.megatron_overlap import CommThread
 from benchmarks.training_step.routing import set_expert_shares, take_expert_shares
 from benchmarks.training_step.sample import Sample
+from megatron_lancet.model.gpt import set_plan
 from megatron_lancet.runtime.comm_stats import CommTimes
+from megatron_lancet.schedule.plan import Plan
 
 
 class Step:
@@ -58,6 +60,16 @@ class Step:
         self._accumulate = partial(model.run_micro_batches, self._ddp, batches)
         self._optimizer = model.make_optimizer(self._ddp) if has_optimizer else None
         self._reduced_bytes = self._reduction_bytes() if has_optimizer else 0
+
+    def run_by(self, plan: Plan) -> None:
+        """Switch to another plan from the next step on. Call between steps, on all ranks.
+
+        A step by a plan that defers weight gradients needs a variant that does so, too.
+        """
+        assert self.variant.plan is not None, "stock modules run no plan"
+        assert self.variant.grad_chunk_bytes is None, "reductions in micro-ops need a context of their own"
+        set_plan(self.module, plan)
+        self._context = model.schedules_for(self.module, plan)
 
     def run(self, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> tuple[Sample, torch.Tensor]:
         """One step, begun together with the other rank's; the sample of this rank, and the loss.

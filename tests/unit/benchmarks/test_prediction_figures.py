@@ -5,12 +5,15 @@ import dataclasses
 import pytest
 
 from benchmarks.harness.job import read_job
+from benchmarks.network.cases import CASES as NETWORK_CASES
+from benchmarks.network.cases import PAIRED_CASES as NETWORK_PAIRED_CASES
 from benchmarks.prediction.__main__ import make_job, parse_arguments
-from benchmarks.prediction.cases import CASES, CONFIGURATIONS, FIXED_PLANS, PLANNED, choose
+from benchmarks.prediction.cases import CASES, CONFIGURATIONS, FIXED_PLANS, PAIRED_CASES, PLANNED, choose
 from benchmarks.prediction.errors import compare, totals
 from benchmarks.prediction.table import as_markdown, as_text
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
+from megatron_lancet.files import to_plain
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
 
 FIELDS = ("step_ms", "exposed_forward_ms", "exposed_backward_ms", "counts_ms")
 
@@ -25,6 +28,7 @@ def case_result(measured: dict[str, list[list[tuple[float, ...]]]], predicted: d
         **dataclasses.asdict(CASES["45"]),
         "rate_bps": 2e8,
         "disturbance": {"is_disturbed": False},
+        "plans": {name: to_plain(FIXED_PLANS.get(name, fixed_plan(2))) for name in predicted},
         "sample_fields": list(FIELDS),
         "predictions": {
             name: {"expected": {"step_ms": step_ms, "exposed_ms": exposed_ms}}
@@ -78,6 +82,25 @@ def test_totals_take_errors_by_their_size():
     assert (total.num_exposed_close, total.number) == (2, 3)
 
 
+def test_errors_of_plans_with_pairing_are_summed_up_apart():
+    measured = {name: [repeat(100, 50)] for name in ("k1", "paired-k1", "paired-k2")}
+    predicted = {"k1": (220.0, 50.0), "paired-k1": (110 * 1.02, 50.0), "paired-k2": (110 * 0.94, 50.0)}
+    case = compare(case_result(measured, predicted))
+    assert [one.name for one in case.paired] == ["paired-k1", "paired-k2"]
+    assert "The 2 with pairing: median 4.0%, worst 6.0% in 45 paired-k2" in as_text([case])
+    unpaired = compare(case_result({"k1": measured["k1"]}, {"k1": predicted["k1"]}))
+    assert "with pairing" not in as_text([unpaired])
+
+
+@pytest.mark.parametrize(("planned_ms", "fastest", "slower"), [(103, "stack-k2", 0.03), (98, PLANNED, 0.0)])
+def test_the_planners_choice_is_compared_with_the_fastest_configuration(planned_ms, fastest, slower):
+    measured = {"k1": [repeat(150, 50)], "stack-k2": [repeat(100, 50)], PLANNED: [repeat(planned_ms, 50)]}
+    case = compare(case_result(measured, dict.fromkeys(measured, (100.0, 50.0))))
+    assert case.fastest == fastest
+    assert case.planned_over_fastest == pytest.approx(1 + slower)
+    assert f"takes {slower:.1%} longer than the fastest, {fastest} (wanted: at most 2%)" in as_text([case])
+
+
 def test_tables_have_every_configuration_and_say_what_was_disturbed():
     result = case_result({"k1": [repeat(100, 50)]}, {"k1": (121.0, 10.0)})
     result["disturbance"] = {"is_disturbed": True}
@@ -89,7 +112,8 @@ def test_tables_have_every_configuration_and_say_what_was_disturbed():
 
 
 def test_the_cases_cover_shares_chunk_counts_ranges_axes_weight_gradients_and_skew():
-    ran = {(case.name, name) for case in CASES.values() for name in case.variants}
+    cases = choose([], None)
+    ran = {(case.name, name) for case in cases for name in case.variants}
     assert len(ran) >= 12
     plans = [plan for name, plan in FIXED_PLANS.items() if ("45", name) in ran]
     segments = [plan.segments[0] for plan in plans]
@@ -97,11 +121,29 @@ def test_the_cases_cover_shares_chunk_counts_ranges_axes_weight_gradients_and_sk
     assert {segment.range for segment in segments} == set(OverlapRange)
     assert {segment.chunk_dim for segment in segments} == set(ChunkDim)
     assert {plan.dw_policy for plan in plans} == set(DwPolicy)
-    assert {case.exposed_share for case in CASES.values()} == {0.2, 0.45, 0.65}
-    assert any(case.shape.hot_share is not None for case in CASES.values())
-    assert all("k1" in case.variants for case in CASES.values())
-    assert [case.name for case in CASES.values() if PLANNED not in case.variants] == ["gradients"]
-    assert [case.name for case in CASES.values() if case.optimizer] == ["gradients"]
+    assert {case.exposed_share for case in cases} == {0.2, 0.45, 0.65}
+    assert any(case.shape.hot_share is not None for case in cases)
+    assert all("k1" in case.variants for case in cases)
+    assert [case.name for case in cases if PLANNED not in case.variants] == ["gradients"]
+    assert [case.name for case in cases if case.optimizer] == ["gradients"]
+    assert {case.shape.micro_batches for case in cases} == {1}
+
+
+def test_plans_with_pairing_are_predicted_on_the_shape_and_the_shares_of_the_network_benchmark():
+    cases = choose([], None, pairing=True)
+    assert [case.name for case in cases] == list(PAIRED_CASES)
+    assert {case.exposed_share for case in cases} == {0.2, 0.45, 0.65}
+    assert set(PAIRED_CASES) <= set(NETWORK_PAIRED_CASES)
+    for case in cases:
+        assert case.shape == NETWORK_CASES[case.name].shape
+        assert case.variants == ("k1", "stack-k2-dw", "paired-k1", "paired-k1-none", "paired-k2", "paired-mix", PLANNED)
+    mix = FIXED_PLANS["paired-mix"]
+    assert (mix.in_middle.num_chunks, mix.at_ends.num_chunks) == (1, 2)
+
+
+def test_a_pair_needs_a_second_micro_batch():
+    with pytest.raises(UsageError, match=r"a step of case 20 has one micro-batch\. Pass --cases 45-m4"):
+        choose(["20"], ["paired-k1"])
 
 
 def test_unknown_names_are_refused_and_orders_are_ours():
@@ -120,6 +162,13 @@ def test_a_job_survives_its_file(tmp_path):
     job.write(tmp_path / "job.json")
     assert read_job(tmp_path / "job.json") == job
     assert set(job.cases[0].variants) <= set(CONFIGURATIONS)
+
+
+@pytest.mark.parametrize(("argv", "repeats"), [([], 12), (["--pairing"], 3), (["--pairing", "--repeats", "5"], 5)])
+def test_cases_with_pairing_have_fewer_repeats(argv, repeats, tmp_path):
+    job = make_job(parse_arguments(argv), [0, 1], tmp_path / "result.json")
+    assert job.repeats == repeats
+    assert ([case.name for case in job.cases] == list(PAIRED_CASES)) is bool(argv)
 
 
 @pytest.mark.parametrize("argv", [["--repeats", "0"], ["--rate", "-1"], ["--timelines", "/nowhere"]])
