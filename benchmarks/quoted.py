@@ -4,76 +4,37 @@ A table stands between ``<!-- quoted: NAME -->`` and ``<!-- end -->``. Each case
 newest result file that has it; a test compares the documents with what this writes.
 """
 
-import json
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CASES
-from benchmarks.network.summary import CaseSummary, Row, summarise
-from benchmarks.prediction.errors import MAX_ERROR, MAX_EXPOSED_ERROR, MAX_EXPOSED_MS, MAX_MEDIAN_ERROR, compare, totals
+from benchmarks.network.summary import CaseSummary, Row
+from benchmarks.prediction.errors import (
+    MAX_ERROR,
+    MAX_EXPOSED_ERROR,
+    MAX_EXPOSED_MS,
+    MAX_MEDIAN_ERROR,
+    totals,
+)
 from benchmarks.priority import summary as priority_summary
 from benchmarks.priority.cases import OVERLAPPED
+from benchmarks.quoted_pairing import pairing, pairing_prediction, pairing_variants
+from benchmarks.quoted_results import Quoted, network, predictions, result, rows_of
 
 _REPOSITORY = Path(__file__).parents[1]
-_RESULTS = Path(__file__).parent / "results"
 DOCUMENTS = (_REPOSITORY / "docs" / "performance.md", Path(__file__).parent / "RESULTS.md")
 _NO_FIGURE = "not run"
 _PRIORITY = "priority-shipped"
 """Other results of the priority benchmark are of rules that are not in the code."""
 
 
-@dataclass(frozen=True)
-class Quoted:
-    """A case and the file that it comes from."""
-
-    file: str
-    date: str
-    case: dict[str, Any]
-
-    @property
-    def mark(self) -> str:
-        """Of disturbed figures."""
-        found = (
-            [self.case["disturbance"]]
-            if "disturbance" in self.case
-            else [s["disturbance"] for s in self.case["sweeps"]]
-        )
-        return " DISTURBED" if any(one["is_disturbed"] for one in found) else ""
-
-
-@cache
-def result(name: str) -> dict[str, Any]:
-    """The newest result whose file is called so, followed by a date."""
-    paths = sorted(_RESULTS.glob(f"{name}-[0-9][0-9][0-9][0-9]-*.json"))
-    return {"file": paths[-1].name, **json.loads(paths[-1].read_text())}
-
-
-@cache
-def network() -> dict[str, tuple[Quoted, CaseSummary]]:
-    """The newest measurement of each case of the network benchmark, in the order of the cases."""
-    found = {}
-    for path in sorted(
-        _RESULTS.glob("network-*.json"), key=lambda path: (json.loads(path.read_text())["date"], path.name)
-    ):
-        measured = json.loads(path.read_text())
-        for case in measured["cases"]:
-            found[case["name"]] = Quoted(path.name, measured["date"], case), summarise(case)
-    return {name: found[name] for name in CASES if name in found}
-
-
-def _rows(summary: CaseSummary) -> dict[str, Row]:
-    return {row.name: row for row in summary.rows}
-
-
 def _ours(summary: CaseSummary, num_chunks: int, free: bool = False) -> Row | None:
     """Our whole schedule, along the sequence where the case has no other."""
-    rows, where = _rows(summary), "free-" if free else ""
+    rows, where = rows_of(summary), "free-" if free else ""
     return rows.get(f"all-{where}k{num_chunks}") or rows.get(f"sequence-{where}k{num_chunks}")
 
 
@@ -92,7 +53,7 @@ def speed() -> str:
         ]
     ]
     for name, (quoted, summary) in network().items():
-        rows = _rows(summary)
+        rows = rows_of(summary)
         cells = [rows.get("experts-only-k2"), rows.get("experts-only-k4"), rows.get("megatron-overlap")]
         cells += [_ours(summary, 2), _ours(summary, 4)]
         texts = [_NO_FIGURE if row is None else f"{row.speedup.median:.2f} ({row.cut:.0%})" for row in cells]
@@ -196,7 +157,7 @@ def targets() -> str:
 def _sequence() -> Iterator[Figure]:
     """Sequence chunks beside batch chunks."""
     for num_chunks in (2, 4):
-        row = _rows(network()["45"][1]).get(f"sequence-k{num_chunks}")
+        row = rows_of(network()["45"][1]).get(f"sequence-k{num_chunks}")
         if row is not None:
             found = round(row.memory_ratio, 2)
             yield Figure(f"`45` along the sequence k={num_chunks}", found, found <= 1.15)
@@ -211,8 +172,7 @@ def _recompute() -> Iterator[Figure]:
 
 
 def _prediction() -> list[list[str]]:
-    measured = result("prediction")
-    cases = [compare(case) for case in measured["cases"]]
+    cases = [errors for _, errors in predictions(with_pairs=False)]
     mark = " DISTURBED" if any(case.is_disturbed for case in cases) else ""
     total = totals([one for case in cases for one in case.comparisons])
     median = Figure("median", total.median, total.median <= MAX_MEDIAN_ERROR, mark)
@@ -254,7 +214,7 @@ def waiting_cost() -> str:
     """CPU time of stock's step on the shaped link over that on the free one."""
     lines = [["case", "CPU time on the free link", "on the shaped link", "more"]]
     for name, (_, summary) in network().items():
-        rows = _rows(summary)
+        rows = rows_of(summary)
         for stock, free in (("stock", "stock-free"), ("stock-sdpa", "stock-sdpa-free")):
             if stock in rows and free in rows:
                 shaped_ms, free_ms = rows[stock].cpu_ms, rows[free].cpu_ms
@@ -348,6 +308,9 @@ def weight_grad() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "speed": speed,
+    "pairing": pairing,
+    "pairing-variants": pairing_variants,
+    "pairing-prediction": pairing_prediction,
     "targets": targets,
     "waiting-cost": waiting_cost,
     "activation-memory": activation_memory,

@@ -1,7 +1,7 @@
 """Profiles a case's model on its link and runs the configurations between the steps of the profile."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -194,7 +194,7 @@ def _samples_in_a_turn(case: Case) -> int:
     return 1 if _is_accumulated(case) else 2
 
 
-def _profiled_plans(case: Case) -> Sequence[Plan]:
+def _profiled_plans(case: Case) -> list[Plan]:
     """The plans of a run's profile; where steps are long only those of whole micro-batches and of two batch chunks."""
     sizes = case.shape.micro_batch, case.shape.seq_length
     return (

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,7 @@ CONFIGURATIONS = ["k1", "experts-k4-dw", "sequence-k2-dw", "planned"]
 def test_a_small_run_predicts_from_its_own_profile_and_measures_the_same_plans(tmp_path):
     (tmp_path / "timelines").mkdir()
     chosen = ["--cases", "skewed", "--configurations", *CONFIGURATIONS, "--timelines", str(tmp_path / "timelines")]
-    command = [sys.executable, "-m", "benchmarks.prediction", *TINY, *chosen, "--output", str(tmp_path / "run")]
-    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        output, errors = process.communicate(timeout=150)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors
+    pid, output = run_bench(tmp_path, *chosen)
     assert "4 configurations: error of the step time" in output
     result = json.loads((tmp_path / "run.json").read_text())
     (case,) = result["cases"]
@@ -48,4 +43,43 @@ def test_a_small_run_predicts_from_its_own_profile_and_measures_the_same_plans(t
         assert computed == {span.name for span in record.predicted[0].spans if span.name.endswith(".experts")}
     assert "| experts-k4-dw |" in (tmp_path / "run.md").read_text()
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert f"lancet-{process.pid}-" not in listed
+    assert f"lancet-{pid}-" not in listed
+
+
+@pytest.mark.distributed
+@pytest.mark.alone
+@pytest.mark.usefixtures("shaped_network")
+def test_plans_with_pairing_run_in_pairs_and_are_predicted_from_a_profile_without_them(tmp_path):
+    """Gradients are compared with stock's inside, to the bit where nothing is cut."""
+    (tmp_path / "timelines").mkdir()
+    chosen = ["--cases", "45-m4", "--configurations", "k1", "paired-k1", "paired-mix", "planned"]
+    _, output = run_bench(tmp_path, *chosen, "--timelines", str(tmp_path / "timelines"))
+    assert "with pairing: median" in output
+    (case,) = json.loads((tmp_path / "run.json").read_text())["cases"]
+    profile = from_plain(Profile, case["profile"], "profile")
+    assert profile.model.num_micro_batches == 4
+    assert all("paired" not in name for name in profile.measured_steps_ms)
+    for name in ("paired-k1", "paired-mix"):
+        assert from_plain(Plan, case["plans"][name], name).is_paired
+        assert [len(ranks) for ranks in case["samples"][name]] == [2, 2]
+        assert num_passes(tmp_path / "timelines" / f"45-m4-{name}.json") > 8
+    assert num_passes(tmp_path / "timelines" / "45-m4-k1.json") == 8
+
+
+def num_passes(trace: Path) -> int:
+    """Pieces of a pass that the first rank computed without any of the other pass between."""
+    spans = sorted(read_trace(trace).measured[0].spans, key=lambda span: span.start_ms)
+    computed = [span.name.split(".")[-2] for span in spans if span.name.endswith((".attention", ".experts"))]
+    return len(list(groupby(computed)))
+
+
+def run_bench(folder: Path, *words: str) -> tuple[int, str]:
+    """Process number and output of a small run, whose result files are ``folder/run.*``."""
+    command = [sys.executable, "-m", "benchmarks.prediction", *TINY, *words, "--output", str(folder / "run")]
+    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        output, errors = process.communicate(timeout=150)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    return process.pid, output

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import quoted
+from benchmarks import quoted, quoted_results
 from benchmarks.network import summary as network_summary
 from benchmarks.network import table as network_table
 from benchmarks.prediction import errors as prediction_errors
 from benchmarks.prediction import table as prediction_table
 from benchmarks.priority import summary as priority_summary
+from megatron_lancet.files import to_plain
+from megatron_lancet.schedule.plan import fixed_plan, paired
 
 RESULTS = Path(quoted.__file__).parent / "results"
 MAKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -46,6 +48,59 @@ def test_a_changed_figure_is_written_anew():
     assert "9.99" not in made
     assert made.startswith("before\n<!-- quoted: transport -->\n| rank 1 is late by |")
     assert made.endswith("\n<!-- end -->\nafter\n")
+
+
+@pytest.fixture
+def results_with_pairs(tmp_path, monkeypatch):
+    """The committed results and two more, in which other cases' samples stand for those of steps with pairs."""
+
+    def cached():
+        for function in (quoted_results.result, quoted_results.newest, quoted_results._summaries):
+            function.cache_clear()
+
+    for path in RESULTS.glob("*.json"):
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.setattr(quoted_results, "_RESULTS", tmp_path)
+    cached()
+    network = quoted.network()["45-accumulated"][0].case
+    renamed = {"all-k4": "paired-k1"}
+    network["name"], network["variants"] = "45-m4", [renamed.get(name, name) for name in network["variants"]]
+    for by_variant in (network["peak_activation_bytes"], *(sweep["samples"] for sweep in network["sweeps"])):
+        by_variant["paired-k1"] = by_variant.pop("all-k4")
+    (prediction,) = (found.case for found, _ in quoted.predictions(with_pairs=False) if found.case["name"] == "45")
+    prediction["name"], prediction["plans"]["stack-k2"] = "45-m4", to_plain(paired(fixed_plan(2)))
+    for name, case in (("network-2026-12-01", network), ("prediction-2026-12-01", prediction)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"date": "2026-12-01", "cases": [case]}))
+    cached()
+    yield
+    cached()
+
+
+@pytest.mark.usefixtures("results_with_pairs")
+def test_results_with_pairs_get_tables_of_their_own():
+    assert "| `45-m4` | 42.5% | (1.91) | 1.67 (1.15) | 1.68 (1.12) | [2026-12-01](" in quoted.pairing()
+    first = "| [`45-m4`](results/network-2026-12-01.json) | "
+    variants = [line for line in quoted.pairing_variants().splitlines() if line.startswith(first)]
+    assert [line.removeprefix(first).split("`")[1] for line in variants] == [
+        "stock",
+        "megatron-overlap",
+        "all-k2",
+        "paired-k1",
+    ]
+    predicted = quoted.pairing_prediction()
+    assert "[`45-m4`](results/prediction-2026-12-01.json) DISTURBED | `stack-k2` |" in predicted
+    assert "\n1 configurations with pairing: error of the step time median" in predicted
+    assert "over the fastest configuration's (wanted: at most 1.02): `45-m4` 1." in predicted
+
+
+@pytest.mark.usefixtures("results_with_pairs")
+def test_results_with_pairs_enter_no_other_table():
+    pairs = [name for name in quoted.TABLES if name.startswith("pairing")]
+    for document in quoted.DOCUMENTS:
+        text = document.read_text()
+        for name in pairs:
+            text = re.sub(rf"<!-- quoted: {name} -->\n.*?\n<!-- end -->", "", text, flags=re.DOTALL)
+        assert quoted.with_tables(text) == text
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.md")), ids=lambda path: path.stem)

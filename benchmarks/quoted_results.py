@@ -1,0 +1,84 @@
+"""Results that documents quote: each case of a benchmark from the newest committed result file that has it.
+
+Cases with several micro-batches, which pairs need, are kept apart from the others.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.network.cases import CASES, PAIRED_CASES
+from benchmarks.network.summary import CaseSummary, Row, summarise
+from benchmarks.prediction import cases as prediction_cases
+from benchmarks.prediction.errors import CaseErrors, compare
+
+_RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Quoted:
+    """A case and the file that it comes from."""
+
+    file: str
+    date: str
+    case: dict[str, Any]
+
+    @property
+    def mark(self) -> str:
+        """Of disturbed figures."""
+        found = (
+            [self.case["disturbance"]]
+            if "disturbance" in self.case
+            else [s["disturbance"] for s in self.case["sweeps"]]
+        )
+        return " DISTURBED" if any(one["is_disturbed"] for one in found) else ""
+
+
+@cache
+def result(name: str) -> dict[str, Any]:
+    """The newest result whose file is called so, followed by a date."""
+    paths = sorted(_RESULTS.glob(f"{name}-[0-9][0-9][0-9][0-9]-*.json"))
+    return {"file": paths[-1].name, **json.loads(paths[-1].read_text())}
+
+
+@cache
+def newest(benchmark: str) -> dict[str, Quoted]:
+    """The newest measurement of each case of a benchmark, by name."""
+    found = {}
+    for measured, name in sorted(
+        ((json.loads(path.read_text()), path.name) for path in _RESULTS.glob(f"{benchmark}-*.json")),
+        key=lambda one: (one[0]["date"], one[1]),
+    ):
+        for case in measured["cases"]:
+            found[case["name"]] = Quoted(name, measured["date"], case)
+    return found
+
+
+@cache
+def _summaries() -> dict[str, tuple[Quoted, CaseSummary]]:
+    found = newest("network")
+    return {name: (found[name], summarise(found[name].case)) for name in CASES if name in found}
+
+
+def network() -> dict[str, tuple[Quoted, CaseSummary]]:
+    """The newest measurement of each case of the network benchmark but those with pairs, in the order of the cases."""
+    return {name: found for name, found in _summaries().items() if name not in PAIRED_CASES}
+
+
+def network_with_pairs() -> dict[str, tuple[Quoted, CaseSummary]]:
+    """The same of those with pairs."""
+    return {name: found for name, found in _summaries().items() if name in PAIRED_CASES}
+
+
+def predictions(with_pairs: bool) -> list[tuple[Quoted, CaseErrors]]:
+    """The newest measurement of each case of the prediction benchmark, either with pairs or without."""
+    found, paired = newest("prediction"), prediction_cases.PAIRED_CASES
+    names = [name for name in prediction_cases.CASES if name in found and (name in paired) == with_pairs]
+    return [(found[name], compare(found[name].case)) for name in names]
+
+
+def rows_of(summary: CaseSummary) -> dict[str, Row]:
+    """A case's variants by name."""
+    return {row.name: row for row in summary.rows}
