@@ -12,6 +12,9 @@ import torch
 class CommTimes:
     """Communication of one training step on this rank.
 
+    Forwards and backwards that run side by side take turns, on the CPU as on the one compute stream of a CUDA device.
+    So no wait is counted twice, and the exposed times of a step are shorter than the step.
+
     Attributes:
         all_to_all_ms: sum over payload all-to-alls, forward and backward, of the time from launch to completion.
         exposed_ms: time that compute waited for payload all-to-alls.
