@@ -1,7 +1,8 @@
 """A real paired step runs what the same micro-batches run without pairs, in the order of ``schedule/pairing.py``.
 
-Without pairs the model's forwards and backwards are what the simulator lowers (``test_traced_equals_lowered.py``). Here
-each of them is cut in front of its waits, and the parts are put together by :class:`PairedTurns`.
+Without pairs the model's forwards and backwards are what the simulator lowers, see
+``mocked/test_traced_equals_lowered.py``. Here each of them is cut in front of its waits, and the parts are put together
+by :class:`PairedTurns`.
 """
 
 import itertools
