@@ -28,7 +28,7 @@ class Activations:
     def __init__(self, step: PairedStep) -> None:
         self.most_alive = 0
         self._alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
-        step.comm.pairing.lane.around = lambda: saved_tensors_hooks(self._keep, lambda kept: kept.tensor)
+        step.comm.pairing.lane.on_thread = lambda: saved_tensors_hooks(self._keep, lambda kept: kept.tensor)
 
     def _keep(self, tensor: torch.Tensor) -> "_Kept":
         kept = _Kept(tensor.detach())

@@ -43,7 +43,6 @@ class Limits:
     pairing: tuple[bool, ...] = (False, True)
     max_memory_bytes: int | None = None
     dw_memory_bytes: int | None = None
-    pairing: tuple[bool, ...] = (False, True)
     excluded: tuple[Exclusion, ...] = ()
 
 
