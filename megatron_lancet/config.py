@@ -41,6 +41,15 @@ class AttentionChoice(StrEnum):
     """torch's fused kernel."""
 
 
+class PairingChoice(StrEnum):
+    """Whether the backward of each micro-batch runs beside the forward of the next one."""
+
+    ON = "on"
+    """In every plan."""
+    OFF = "off"
+    """In none."""
+
+
 class CacheChoice(StrEnum):
     """Where measured profiles are kept, other than in a folder that the user names."""
 
@@ -171,6 +180,14 @@ class LancetConfig(_CheckedFlags):
         help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), layer (with its "
         "attention), stack (all layers without waiting at a layer's end). By default the plan chooses; a fixed plan "
         "takes stack.",
+    )
+    pairing: PairingChoice | None = _flag(
+        None,
+        **_words(PairingChoice, none_word="auto"),
+        limits_plan=True,
+        help="with gradient accumulation, run the backward of each micro-batch beside the forward of the next one, so "
+        "that the messages of one are in flight while the other computes; needs no chunks. auto (default): the plan "
+        "chooses; a fixed plan pairs where --overlap-moe-expert-parallel-comm is given and pairing is possible.",
     )
     attention: AttentionChoice = _flag(
         AttentionChoice.AUTO,

@@ -114,7 +114,6 @@ class Comm:
         self.trace: Trace | None = None
         self._own_rank = own_rank
         self._peers = peers
-        self._last: tuple[str, Op] | None = None
         self._pending: deque[Exchange] = deque()
         self._launching = threading.Lock()
 
@@ -126,10 +125,13 @@ class Comm:
 
     @property
     def position(self) -> str:
-        """The last op of this rank and its state, for error messages and hanging ranks."""
-        if self._last is None:
-            return "before the first all-to-all"
-        doing, op = self._last
+        """The last op of this rank and its state, for error messages and hanging ranks.
+
+        While a forward runs beside a backward, it is that of the one that has the turn, then that of the other.
+        """
+        return self.pairing.position(self._in_words)
+
+    def _in_words(self, doing: str, op: Op) -> str:
         sources = f" from {name_ranks(self._peers.others)}" if doing == _WAITING and self._peers is not None else ""
         return f"{doing} {op} ({op.in_words()}){sources}"
 
@@ -167,7 +169,7 @@ class Comm:
 
     def wait_for_counts(self, exchange: "CountsExchange") -> TokenCounts:
         """See :meth:`CountsExchange.wait`."""
-        with self._failing_as(exchange.op, exchange.launched_s):
+        with self._failing_as(exchange.op, exchange.launched_s, exchange.micro_batch):
             return exchange.transfer.wait()
 
     def wait_for_own_counts(self, exchange: "CountsExchange") -> list[list[int]]:
@@ -186,14 +188,15 @@ class Comm:
                 raise exchange.error
         assert exchange.transfer is not None
         self.mark(_WAITING, exchange.op)
-        with self._failing_as(exchange.op, exchange.created_s), waiting(self.trace, exchange.op):
+        failing_as = self._failing_as(exchange.op, exchange.created_s, exchange.micro_batch)
+        with failing_as, waiting(self.trace, exchange.op):
             exchange.transfer.wait()
         self.mark(_PAST, exchange.op)
         self._count(exchange, exchange.transfer)
 
     def mark(self, doing: str, op: Op) -> None:
         """Sets this rank's position: it has ``launched`` the op, is ``waiting for`` it, or is ``past`` it."""
-        self._last = (doing, op)
+        self.pairing.mark(doing, op)
 
     def _launch_up_to(self, exchange: "Exchange") -> None:
         """Blocks until ``exchange``, and every message that was to be launched before it, has been launched."""
@@ -222,6 +225,7 @@ class Comm:
         if last is None:
             return
         assert last.pending is not None
+        self.mark(_WAITING, last.pending.counts.op)
         with waiting(self.trace, last.pending.counts.op), self._waiting_for_counts():
             last.launched.wait()
 
@@ -254,14 +258,14 @@ class Comm:
             return exchange.pending.splits()
 
     @contextmanager
-    def _failing_as(self, op: Op, launched_s: float) -> Iterator[None]:
-        """Converts errors of the transport into one that names the op and, if possible, the failed rank."""
+    def _failing_as(self, op: Op, launched_s: float, micro_batch: int | None) -> Iterator[None]:
+        """Converts errors of the transport into one that names the op and, if known, micro-batch and failed rank."""
         try:
             yield
         except RuntimeError as error:
             if self._peers is None:
                 raise RuntimeError(f"all-to-all {op} did not complete: {error}") from error
-            raise self._peers.failure(op, time.monotonic() - launched_s, error) from error
+            raise self._peers.failure(op, time.monotonic() - launched_s, error, micro_batch) from error
 
     def _count(self, exchange: "Exchange", transfer: Transfer) -> None:
         num_rows = sum(exchange.splits.sent) - exchange.splits.sent[self._own_rank]
@@ -273,12 +277,17 @@ class Comm:
 
 
 class CountsExchange:
-    """Handle of an exchange of token counts."""
+    """Handle of an exchange of token counts.
+
+    Attributes:
+        micro_batch: number of the micro-batch; None where it is not known.
+    """
 
     def __init__(self, comm: Comm, op: Op, transfer: CountsTransfer) -> None:
         self.op = op
         self.transfer = transfer
         self.launched_s = time.monotonic()
+        self.micro_batch = comm.pairing.number
         self._comm = comm
 
     def done(self) -> bool:
@@ -325,6 +334,7 @@ class Exchange:
     Attributes:
         pending: splits that the launch needs; None if they were known at once.
         created_s: time at which the rows were complete, by ``time.monotonic``.
+        micro_batch: number of the micro-batch; None where it is not known.
         launched: set when the message has been launched, or could not be.
         error: reason why it could not be launched; raised by the wait.
         splits: rows by rank; valid after the launch.
@@ -338,6 +348,7 @@ class Exchange:
         self.op = op
         self.pending = pending
         self.created_s = time.monotonic()
+        self.micro_batch = comm.pairing.number
         self.launched = threading.Event()
         self.error: Exception | None = None
         self.splits = RowSplits((), ())

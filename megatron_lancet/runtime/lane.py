@@ -29,16 +29,18 @@ class Forward:
     def __init__(self, run: Callable[[], Any], on_cuda: bool) -> None:
         self.num_turns = 0
         self.is_done = False
-        self._run = run
+        self._run: Callable[[], Any] | None = run
         self._result: Any = None
         self._settings = _thread_settings(on_cuda)
 
     def run(self) -> None:
-        """Runs it, on the lane's thread."""
+        """Runs it, once, on the lane's thread. What it works on is not kept, also if it raises."""
+        run, self._run = self._run, None
+        assert run is not None
         with ExitStack() as stack:
             for setting in self._settings:
                 stack.enter_context(setting)
-            self._result = self._run()
+            self._result = run()
 
     def take_result(self) -> Any:
         """Returns what it returned, once: the result holds the graph of a micro-batch."""
@@ -51,18 +53,18 @@ class ForwardLane:
     """One thread that runs forwards in the order in which they are added, turn by turn.
 
     Attributes:
-        around: returns a context for the thread of a forward, for those who watch operators of a thread.
+        on_thread: returns a context for the thread of a forward, for those who watch operators of a thread.
     """
 
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    on_thread: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __init__(self, on_cuda: bool) -> None:
         self._on_cuda = on_cuda
         self._queue: deque[Forward] = deque()
         self._present: Forward | None = None
         self._error: BaseException | None = None
-        self._go = threading.Semaphore(0)
-        self._stopped = threading.Semaphore(0)
+        # A state and no count of releases: an interrupted caller (Ctrl-C) can't tell what it has given or taken.
+        self._changed = threading.Condition()
         self._has_turn = False
         self._is_ending = False
         self._thread: threading.Thread | None = None
@@ -91,47 +93,66 @@ class ForwardLane:
         """
         assert not self.is_here
         assert not self.is_idle
+        assert not self._is_ending, "the forward of a failed step did not end"
         if self._thread is None:
             # A process that fails exits without waiting for a forward that waits for other ranks.
-            self._thread = threading.Thread(target=self._run_forwards, name="forward lane", daemon=True)
-            self._thread.start()
-        self._has_turn = True
-        self._go.release()
-        self._stopped.acquire()
-        self._has_turn = False
+            thread = threading.Thread(target=self._run_forwards, name="forward lane", daemon=True)
+            thread.start()
+            self._thread = thread
+        self._give_turn()
         if self._error is not None:
             error, self._error = self._error, None
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame: a circle would keep the failed step's tensors
 
     def end_turn(self) -> None:
         """Ends the turn of the forward that runs here; returns when it has the next one. Elsewhere nothing happens."""
         if self._present is None or not self.is_here:
             return
         self._present.num_turns += 1
-        self._stopped.release()
-        self._go.acquire()
+        self._return_turn()
+        self._wait_until(has_turn=True)
         if self._is_ending:
             raise ForwardEnded
 
     def end(self) -> None:
-        """Drops queued forwards and unwinds the one that runs, because their step has failed."""
-        if self._has_turn:  # the caller was interrupted while it waited for the end of a turn
-            self._stopped.acquire()
-            self._has_turn = False
-        self._queue.clear()
+        """Drops queued forwards and unwinds the one that runs, because their step has failed.
+
+        A caller that was interrupted in a turn waits here until that turn ends: for at most the transport's timeout.
+        """
         self._is_ending = True
+        if self._has_turn:
+            self._give_turn()  # again, in case the interruption came before the lane was told
+        self._queue.clear()
         while self._present is not None:
-            self._go.release()
-            self._stopped.acquire()
+            self._give_turn()
         self._is_ending = False
         self._error = None
 
+    def _give_turn(self) -> None:
+        with self._changed:
+            self._has_turn = True
+            self._changed.notify_all()
+        self._wait_until(has_turn=False)
+
+    def _return_turn(self) -> None:
+        with self._changed:
+            self._has_turn = False
+            self._changed.notify_all()
+
+    def _wait_until(self, has_turn: bool) -> None:
+        with self._changed:
+            while self._has_turn is not has_turn:
+                self._changed.wait()
+
     def _run_forwards(self) -> None:
         while True:
-            self._go.acquire()
+            self._wait_until(has_turn=True)
             forward = self._present = self._queue.popleft()
             try:
-                with self.around():
+                with self.on_thread():
                     forward.run()
             except BaseException as error:  # noqa: BLE001 - raised again where the turn was given
                 self._error = error
@@ -139,7 +160,7 @@ class ForwardLane:
             forward.is_done = True
             self._present = None
             del forward
-            self._stopped.release()
+            self._return_turn()
 
 
 def _thread_settings(on_cuda: bool) -> list[AbstractContextManager[Any]]:

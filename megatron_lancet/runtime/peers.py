@@ -40,11 +40,12 @@ class Peers:
         self._store = store
         self._timeout = timeout
 
-    def failure(self, op: Op, waited_s: float, cause: BaseException) -> PeerError:
+    def failure(self, op: Op, waited_s: float, cause: BaseException, micro_batch: int | None = None) -> PeerError:
         """Returns the error to raise when ``op`` has failed; asking the other ranks takes up to three seconds.
 
         Args:
             waited_s: time since ``op`` was launched.
+            micro_batch: its number in the step, from 1; None where it is not known.
         """
         timeout_s = self._timeout.total_seconds()
         what = f"sent nothing for {timeout_s:g} s" if waited_s >= timeout_s else "closed the connection"
@@ -55,10 +56,11 @@ class Peers:
             who = f"{name_ranks(lost)} {what}"
         else:
             who = f"one or more of {name_ranks(lost)} {what}"
+        whose = "" if micro_batch is None else f" of micro-batch {micro_batch}"
         reported, _, _ = (str(cause) or repr(cause)).splitlines()[0].partition(". ")
         return PeerError(
-            f"rank {self._own_rank} gave up on {op} ({op.in_words()}): {who}. The output of that rank, or its "
-            f"system log, gives the reason. Reported by the transport: {reported}"
+            f"rank {self._own_rank} gave up on {op} ({op.in_words()}){whose}: {who}. The output of that rank, or "
+            f"its system log, gives the reason. Reported by the transport: {reported}"
         )
 
     def _lost(self) -> list[int]:

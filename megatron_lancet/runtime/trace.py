@@ -10,9 +10,13 @@ that both branches are complete when it is reached.
 
 Everything between two reports is one op, except for the waits and deferred weight gradients cut out of it. On CUDA
 points in time are events on the compute stream, resolved at the end of the step.
+
+A forward that runs beside a backward has a log of its own. Each hand-over from one to the other is in both logs, and
+the time of the other is cut out of an op like a wait.
 """
 
 import time
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -52,9 +56,9 @@ class What(Enum):
     RESUME = auto()
     """The wait or weight gradient ends."""
     LEAVE = auto()
-    """The other of a forward and a backward side by side has the turn."""
+    """The forward beside this backward, or the backward beside this forward, runs from here on."""
     RETURN = auto()
-    """This one has it again."""
+    """This one runs again."""
 
 
 class Entry(NamedTuple):
@@ -151,17 +155,19 @@ class Trace:
 
     @contextmanager
     def forward_turn(self) -> Iterator[None]:
-        """Inside, a forward takes a turn beside the backward. Each of the two has its own log."""
-        own = self.log
-        own.append(Entry(What.LEAVE, "", self._now()))
-        self.log = self._forward_log
-        self.log.append(Entry(What.RETURN, "", self._now()))
+        """Inside, a forward takes a turn: what is recorded goes to the log of forwards."""
+        backward_log = self.log
+        self._hand_over(backward_log, self._forward_log)
         try:
             yield
         finally:
-            self.log.append(Entry(What.LEAVE, "", self._now()))
-            self.log = own
-            own.append(Entry(What.RETURN, "", self._now()))
+            self._hand_over(self._forward_log, backward_log)
+
+    def _hand_over(self, own: list[Entry], other: list[Entry]) -> None:
+        now = self._now()
+        own.append(Entry(What.LEAVE, "", now))
+        other.append(Entry(What.RETURN, "", now))
+        self.log = other
 
     @contextmanager
     def weight_grad(self, name: str, pinned_bytes: int, weight_bytes: int) -> Iterator[None]:
@@ -246,27 +252,24 @@ def waiting(trace: Trace | None, op: Op) -> AbstractContextManager[None]:
 def spans_of(log: Sequence[Entry]) -> list[Span]:
     """Returns the spans of the computing thread, by start; points of the log are milliseconds.
 
-    An op that a wait or a weight gradient cuts in two has two spans. Time after the last entry belongs to no op.
+    An op has a span for each part into which waits, weight gradients and hand-overs cut it. Time after the last entry
+    belongs to no op. A log that begins with a return begins there.
     """
+    away = _Away(log)
     spans: list[Span] = []
     parts: list[tuple[float, float]] = []
     open_ms = cut_ms = 0.0
     for what, name, point_ms, lane in log:
+        if what in (What.LEAVE, What.RETURN):
+            continue
         if what is What.END:
             parts.append((open_ms, point_ms))
             if spans and spans[-1].name == name and spans[-1].end_ms == parts[0][0]:
                 parts[0] = (spans.pop().start_ms, parts[0][1])  # the op's end was reported in two steps
             spans += [Span(name, Lane.COMPUTE, *part) for part in parts]
-        elif what is What.LEAVE:
-            if point_ms - open_ms >= _OVERHEAD_MS:
-                parts.append((open_ms, point_ms))
-            continue
-        elif what is What.RETURN:
-            open_ms = point_ms
-            continue
         elif what is What.CUT:
             cut_ms = point_ms
-            if point_ms - open_ms >= _OVERHEAD_MS:
+            if point_ms - open_ms - away.within_ms(open_ms, point_ms) >= _OVERHEAD_MS:
                 parts.append((open_ms, point_ms))
             elif lane is Lane.COMPUTE:
                 cut_ms = open_ms
@@ -278,4 +281,40 @@ def spans_of(log: Sequence[Entry]) -> list[Span]:
             open_ms = point_ms
             continue
         parts, open_ms = [], point_ms
-    return sorted(spans, key=lambda span: (span.start_ms, span.end_ms))
+    pieces = [piece for span in spans for piece in away.pieces_of(span)]
+    return sorted(pieces, key=lambda span: (span.start_ms, span.end_ms))
+
+
+class _Away:
+    """The times of a log in which the other of a forward and a backward ran."""
+
+    def __init__(self, log: Sequence[Entry]) -> None:
+        self._left_ms: list[float] = []
+        self._back_ms: list[float] = []
+        left_ms = 0.0
+        for what, _, point_ms, _ in log:
+            if what is What.LEAVE:
+                left_ms = point_ms
+            elif what is What.RETURN:
+                self._left_ms.append(left_ms)
+                self._back_ms.append(point_ms)
+
+    def within_ms(self, start_ms: float, end_ms: float) -> float:
+        """Time away between two points at which this one ran."""
+        return sum(back_ms - left_ms for left_ms, back_ms in self._between(start_ms, end_ms))
+
+    def pieces_of(self, span: Span) -> list[Span]:
+        """Returns the parts of a span in which this one ran; the span begins and ends in such times."""
+        begins, ends = [span.start_ms], []
+        for left_ms, back_ms in self._between(span.start_ms, span.end_ms):
+            ends.append(left_ms)
+            begins.append(back_ms)
+        ends.append(span.end_ms)
+        pieces = [replace(span, start_ms=a, end_ms=b) for a, b in zip(begins, ends, strict=True) if a < b]
+        return pieces or [replace(span, end_ms=span.start_ms)]
+
+    def _between(self, start_ms: float, end_ms: float) -> Iterator[tuple[float, float]]:
+        index = bisect_right(self._back_ms, start_ms)
+        while index < len(self._left_ms) and self._left_ms[index] < end_ms:
+            yield self._left_ms[index], self._back_ms[index]
+            index += 1

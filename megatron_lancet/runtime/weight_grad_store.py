@@ -137,6 +137,11 @@ class DeferredWeight:
         self._report_ready()
         self.num_reported += 1
 
+    def abandon(self) -> None:
+        """Forgets dWs of a backward pass that has failed. Its part of the gradient is incomplete."""
+        self.num_pending = 0
+        self._sum = None
+
 
 def _adds_to_fp32(main_grad: torch.Tensor, grad: torch.Tensor, input: torch.Tensor) -> bool:
     """Whether the device has a GEMM for these types; bf16 and fp16 are those that torch's kernel takes."""
@@ -188,6 +193,7 @@ class WeightGradStore:
         self._rules = rules
         self._rules_in_middle, self._rules_at_ends = rules, rules_at_ends or rules
         self._queue: DwQueue[_Task, DeferredWeight] = DwQueue(rules)
+        self._weights: set[DeferredWeight] = set()
         self._flush_is_queued = False
 
     @classmethod
@@ -231,6 +237,7 @@ class WeightGradStore:
         """
         for weight in weights:
             weight.put()
+        self._weights.update(weights)
         must_run = self._queue.put(_Task(tuple(weights), compute, num_bytes), num_bytes)
         if self._rules.defers:
             self._flush_at_end_of_backward()
@@ -275,6 +282,16 @@ class WeightGradStore:
         _report_all(self._queue.flush_reports())
         self._queue = DwQueue(self._rules)
         self._flush_is_queued = False  # last, so that a flush that raised is seen
+
+    def abandon(self) -> None:
+        """Drops all that a failed backward pass has left, so that another step can run. No weight is reported.
+
+        The gradients of the failed step are incomplete; the next step has to begin with cleared ones.
+        """
+        for weight in self._weights:
+            weight.abandon()
+        self._queue = DwQueue(self._rules)
+        self._flush_is_queued = False
 
     def assert_idle(self) -> None:
         """Checks between backward passes that every dW has run and has been reported.

@@ -75,7 +75,11 @@ def pretrain(
 
 def command_line(data: Path, extra: Sequence[object]) -> list[object]:
     """Arguments of a short run of the tiny model; later ones win."""
-    return [*TINY_MODEL, *SHORT_RUN, "--data-path", data, *extra]
+    short_run = list(SHORT_RUN)
+    if "--step-batch-size-schedule" in extra:
+        at = short_run.index("--global-batch-size")  # Megatron takes one of the two
+        del short_run[at : at + 2]
+    return [*TINY_MODEL, *short_run, "--data-path", data, *extra]
 
 
 def parse_log(text: str) -> list[dict[str, float]]:

@@ -14,79 +14,46 @@ device continues with what was enqueued before; then it is idle, since all later
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_lancet.planning.simulation.buckets import Buckets, Ledger, Reduction, Weight
+from megatron_lancet.planning.simulation.buckets import Buckets, Ledger, Reduction
 from megatron_lancet.planning.simulation.cost_model import DwCost
 from megatron_lancet.planning.simulation.links import NEVER, Launch, LinkEvent, Links, Message
-from megatron_lancet.planning.simulation.lowering import COMPUTE, COUNTS, ISSUE, WAIT, Action, Step
-from megatron_lancet.planning.simulation.phase_result import PhaseResult, Wait
+from megatron_lancet.planning.simulation.lowering import (
+    BESIDE,
+    COMPUTE,
+    COUNTS,
+    END,
+    IN_PASS,
+    ISSUE,
+    WAIT,
+    Action,
+    Step,
+    layer_at,
+)
+from megatron_lancet.planning.simulation.phase_result import Mark, PhaseResult, Wait
+from megatron_lancet.planning.simulation.rank_state import CountsState, LayerDw, RankState
 from megatron_lancet.schedule.dw_queue import DwQueue, DwRules
 from megatron_lancet.schedule.ops import MEMORY_BOUND, Op, OpKind, Phase
 from megatron_lancet.schedule.timeline import Lane, Span
 
 _SLOTS = 4096
-"""Most messages of a layer. The key of a message is its layer's number times this, plus its slot."""
+"""Most messages of a layer. The key of a message is its place times this, plus its slot."""
 
 Paces = Sequence[Mapping[int, float]]
-"""Factors of compute time by column and layer; 1 for other layers."""
-
-
-class LayerDw(NamedTuple):
-    """A dW with its layer (0 beside the layers) and cost."""
-
-    layer: int
-    cost: DwCost
-
-    @property
-    def name(self) -> str:
-        """The name in plans and timelines."""
-        return f"L{self.layer}.W.{self.cost.name}" if self.layer else f"W.{self.cost.name}"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of its weights, for the queue of dWs."""
-        return (self.name,)
-
-
-@dataclass(slots=True)
-class _Counts:
-    """An exchange of token counts; ``stopped`` are the ranks whose hosts wait for it."""
-
-    issued_ms: dict[int, float] = field(default_factory=dict)
-    done_ms: float = NEVER
-    waiting: list[tuple["_Rank", Message]] = field(default_factory=list)
-    stopped: list["_Rank"] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class _Rank:
-    column: int
-    time_ms: float
-    queue: DwQueue[LayerDw, Weight]
-    ledger: Ledger | None = None
-    index: int = 0
-    pending: int | None = None
-    """Key of the dispatch that the host has not launched yet; at most one, since counts are a collective too."""
-    num_unknown: int = 0
-    exposed_ms: float = 0.0
-    wait_start_ms: float = -1.0
-    filled: list[str] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    waits: list[Wait] = field(default_factory=list)
+"""Factors of compute time by column and layer; 1 for other layers. Of a forward beside a backward: layer + BESIDE."""
 
 
 class _Resume(NamedTuple):
     """Event: a rank continues."""
 
-    rank: _Rank
+    rank: RankState
 
 
 class _Ready(NamedTuple):
     """Event: a rank knows how much of a message it has to send."""
 
-    rank: _Rank
+    rank: RankState
     message: Message
 
 
@@ -94,7 +61,12 @@ _Event = _Resume | _Ready | LinkEvent
 
 
 class Engine:
-    """Simulates one phase, forward or backward, of one micro-batch."""
+    """Simulates one phase, forward or backward, of one micro-batch; or backwards with forwards beside them.
+
+    Steps of a forward beside a backward are told by their place (:data:`BESIDE`). Deferred dWs of the backward run in
+    waits of both, but the window of deferral is that of the backward: waits of the forward do not advance it. Where the
+    host does not see when a message arrives, only those run in front of a forward's wait that are planned for it.
+    """
 
     def __init__(
         self,
@@ -105,24 +77,32 @@ class Engine:
         record: bool,
         paces: Paces = (),
         buckets: Buckets | None = None,
+        later_rules: Sequence[DwRules] = (),
+        keeps_one_order: bool = False,
     ) -> None:
         """
         Args:
             links: new links, of the shared kind if there are ``buckets``.
+            rules: rules of the dWs of the backward, of the first one if there are several.
             record: whether to record spans and waits.
             paces: factors of compute time; empty for none.
             buckets: gradients that are reduced beside a backward pass; None for none.
+            later_rules: rules of the other backwards, in order.
+            keeps_one_order: whether a host that polls stops, too, in front of a message until earlier dispatches have
+                been sent (``runtime/comm.py``).
         """
         self._links = links
         self._free_ms = links.free_ms
         self._counts_ms = links.network.counts_ms
         self._slowdown = links.network.compute_slowdown
         self._polls = links.network.host_polls
+        self._keeps_order = keeps_one_order or not self._polls
         self._paces = paces
         self._steps = steps
         self._is_forward = phase is Phase.FORWARD
         self._phase = phase
-        self._rules = rules
+        self._rules = (rules, *later_rules)
+        self._has_gaps = any(one.gaps for one in self._rules)
         self._record = record
         self._buckets = buckets
         self._memory_slowdown = links.network.memory_slowdown
@@ -130,14 +110,14 @@ class Engine:
         self._events: list[tuple[float, int, _Event]] = []
         self._num_events = 0
         self._messages: dict[int, Message] = {}
-        self._counts: dict[int, _Counts] = defaultdict(_Counts)
-        self._ranks: list[_Rank] = []
+        self._counts: dict[int, CountsState] = defaultdict(CountsState)
+        self._ranks: list[RankState] = []
         self._reduced_ms = 0.0
 
     def run(self, start_ms: Sequence[float]) -> PhaseResult:
         """Simulates the phase from each rank's clock on."""
         for column, clock_ms in enumerate(start_ms):
-            rank = _Rank(column, clock_ms, DwQueue(self._rules))
+            rank = RankState(column, clock_ms, DwQueue(self._rules[0]))
             if self._buckets is not None:
                 rank.ledger = Ledger(self._buckets, rank.queue)
             self._ranks.append(rank)
@@ -157,11 +137,13 @@ class Engine:
         return PhaseResult(
             tuple(rank.time_ms for rank in self._ranks),
             tuple(rank.exposed_ms for rank in self._ranks),
-            tuple(rank.queue.peak_bytes for rank in self._ranks),
-            tuple(rank.queue.num_early for rank in self._ranks),
+            tuple(max(rank.peak_dw_bytes, rank.queue.peak_bytes) for rank in self._ranks),
+            tuple(max(rank.num_early, rank.queue.num_early) for rank in self._ranks),
             tuple(tuple(rank.spans) for rank in self._ranks),
             tuple(tuple(rank.waits) for rank in self._ranks),
             self._reduced_ms,
+            tuple(rank.exposed_forward_ms for rank in self._ranks),
+            tuple(tuple(rank.marks) for rank in self._ranks),
         )
 
     def call_at(self, time_ms: float, event: _Event) -> None:
@@ -169,34 +151,40 @@ class Engine:
         self._num_events += 1
         heapq.heappush(self._events, (time_ms, self._num_events, event))
 
-    def _resume(self, rank: _Rank) -> None:
+    def _resume(self, rank: RankState) -> None:
         """Runs a rank until it must wait or another event is earlier."""
         steps, events, is_forward = self._steps, self._events, self._is_forward
         is_plain = not self._is_slowed and not self._record
         column, num_steps, paces = rank.column, len(steps), self._paces
         while rank.index < num_steps:
-            code, layer, action = steps[rank.index]
+            code, place, action = steps[rank.index]
             if code == COMPUTE:
-                ms = action.forward_ms[column] if is_forward else action.backward_ms[column]
+                # The simulator spends most of its time in these lines.
+                runs_forward = is_forward or place & BESIDE
+                ms = action.forward_ms[column] if runs_forward else action.backward_ms[column]
                 if paces:
-                    ms *= paces[column].get(layer, 1.0)
+                    ms *= paces[column].get(place & IN_PASS, 1.0)
                 if is_plain:
                     rank.time_ms += ms
                 else:
                     slowdown = self._memory_slowdown if action.kind in MEMORY_BOUND else self._slowdown
-                    self._compute(rank, self._name(layer, action.chunk, action.kind), ms, slowdown)
-                if not is_forward and action.weight_grads[column]:
-                    self._put_all(rank, layer, action.weight_grads[column])
+                    self._compute(rank, self._name(place, action.chunk, action.kind), ms, slowdown)
+                if not runs_forward and action.weight_grads[column]:
+                    self._put_all(rank, layer_at(place), action.weight_grads[column])
+                rank.index += 1
+                continue
+            if code == END:
+                self._end_backward(rank)
                 rank.index += 1
                 continue
             if events and events[0][0] < rank.time_ms:
                 self.call_at(rank.time_ms, _Resume(rank))
                 return
-            key = layer * _SLOTS + action.slot
+            key = place * _SLOTS + action.slot
             if rank.pending is not None and not self._launch_pending(rank, code, key):
                 return
             if code == ISSUE:
-                self._issue(rank, key, layer, action)
+                self._issue(rank, key, place, action)
             elif code == COUNTS:
                 self._issue_counts(rank, key)
             elif not self._wait(rank, self._messages[key]):
@@ -204,15 +192,14 @@ class Engine:
             rank.index += 1
         self._end(rank)
 
-    def _name(self, layer: int, chunk: int, kind: str) -> str:
-        if layer == 0:
-            return str(Op.beside_layers(self._phase, kind))
-        return str(Op(layer, chunk, self._phase, kind))
+    def _name(self, place: int, chunk: int, kind: str) -> str:
+        phase, layer = Phase.FORWARD if place & BESIDE else self._phase, layer_at(place)
+        return str(Op(layer, chunk, phase, kind) if layer else Op.beside_layers(phase, kind))
 
     def _name_of(self, message: Message) -> str:
-        return self._name(message.layer, message.chunk, message.kind)
+        return self._name(message.place, message.chunk, message.kind)
 
-    def _compute(self, rank: _Rank, name: str, ms: float, slowdown: float) -> None:
+    def _compute(self, rank: RankState, name: str, ms: float, slowdown: float) -> None:
         """Advances the rank's clock by a compute op."""
         start_ms = rank.time_ms
         if slowdown > 1 and rank.num_unknown:
@@ -224,7 +211,7 @@ class Engine:
         if self._record:
             rank.spans.append(Span(name, Lane.COMPUTE, start_ms, rank.time_ms))
 
-    def _put_all(self, rank: _Rank, layer: int, costs: Iterable[DwCost]) -> None:
+    def _put_all(self, rank: RankState, layer: int, costs: Iterable[DwCost]) -> None:
         """Puts the dWs that became ready with a compute op."""
         for cost in costs:
             for dw in rank.queue.put(LayerDw(layer - cost.layers_back, cost), cost.pinned_bytes):
@@ -233,7 +220,7 @@ class Engine:
             for cost in costs:
                 self._launch(rank, rank.ledger.put((layer - cost.layers_back, cost.name)))
 
-    def _run_dw(self, rank: _Rank, dw: LayerDw) -> None:
+    def _run_dw(self, rank: RankState, dw: LayerDw) -> None:
         ms = dw.cost.ms
         if self._paces:
             ms *= self._paces[rank.column].get(dw.layer, 1.0)
@@ -242,14 +229,25 @@ class Engine:
         else:
             rank.time_ms += ms
 
-    def _end(self, rank: _Rank) -> None:
+    def _end_backward(self, rank: RankState) -> None:
+        """Ends a backward that is followed by another; its forward goes on."""
+        for dw in rank.queue.flush():
+            self._run_dw(rank, dw)
+        rank.peak_dw_bytes = max(rank.peak_dw_bytes, rank.queue.peak_bytes)
+        rank.num_early = max(rank.num_early, rank.queue.num_early)
+        rank.num_ended += 1
+        rank.marks.append(Mark(rank.time_ms, rank.exposed_ms, rank.exposed_forward_ms))
+        if rank.num_ended < len(self._rules):
+            rank.queue = DwQueue(self._rules[rank.num_ended])
+
+    def _end(self, rank: RankState) -> None:
         """Runs the rank's remaining dWs and launches the remaining reductions."""
         for dw in rank.queue.flush():
             self._run_dw(rank, dw)
         if rank.ledger is not None:
             self._launch(rank, rank.ledger.end())
 
-    def _launch(self, rank: _Rank, reductions: Iterable[Reduction]) -> None:
+    def _launch(self, rank: RankState, reductions: Iterable[Reduction]) -> None:
         for reduction in reductions:
             self.call_at(rank.time_ms, Launch(rank.column, reduction))
 
@@ -261,7 +259,7 @@ class Engine:
                 start_ms = launched_ms[rank.column]
                 rank.spans.append(Span(reduction.name, Lane.COMM, start_ms, end_ms, reduction.num_bytes))
 
-    def _issue_counts(self, rank: _Rank, key: int) -> None:
+    def _issue_counts(self, rank: RankState, key: int) -> None:
         counts = self._counts[key]
         counts.issued_ms[rank.column] = rank.time_ms
         if len(counts.issued_ms) == len(self._ranks):
@@ -271,7 +269,7 @@ class Engine:
             for stopped in counts.stopped:
                 self.call_at(max(stopped.time_ms, counts.done_ms), _Resume(stopped))
 
-    def _launch_pending(self, rank: _Rank, code: int, key: int) -> bool:
+    def _launch_pending(self, rank: RankState, code: int, key: int) -> bool:
         """Stops the host at a step in front of which the pending dispatch is launched, until its counts are known.
 
         Returns:
@@ -279,7 +277,7 @@ class Engine:
         """
         assert rank.pending is not None
         message, counts = self._messages[rank.pending], self._counts[rank.pending]
-        if code == WAIT and key != rank.pending:
+        if (code != ISSUE or key in self._counts) if self._polls else (code == WAIT and key != rank.pending):
             return True
         if counts.done_ms == NEVER:
             counts.stopped.append(rank)
@@ -290,8 +288,9 @@ class Engine:
             return True
         rank.time_ms = counts.done_ms
         rank.exposed_ms += rank.time_ms - idle_from_ms
+        rank.exposed_forward_ms += rank.time_ms - idle_from_ms  # there are no counts in the backward
         if self._record:
-            name = self._name(message.layer, message.chunk, OpKind.COUNTS)
+            name = self._name(message.place, message.chunk, OpKind.COUNTS)
             rank.spans.append(Span(name, Lane.WAIT, idle_from_ms, rank.time_ms))
             issued_ms = counts.issued_ms[rank.column]
             peers_ms = max(counts.issued_ms.values())
@@ -299,17 +298,17 @@ class Engine:
         self.call_at(rank.time_ms, _Resume(rank))
         return False
 
-    def _issue(self, rank: _Rank, key: int, layer: int, action: Action) -> None:
+    def _issue(self, rank: RankState, key: int, place: int, action: Action) -> None:
         """Sends a rank's part of a message now, or when its counts have arrived."""
         message = self._messages.get(key)
         if message is None:
-            message = self._messages[key] = self._new_message(layer, action)
+            message = self._messages[key] = self._new_message(place, action)
         message.issued_ms[rank.column] = rank.time_ms
         rank.num_unknown += 1
         if rank.ledger is not None:
             rank.ledger.issue()
         counts = self._counts.get(key)
-        if counts is not None and not self._polls:
+        if counts is not None and self._keeps_order:
             rank.pending = key
         if counts is None or counts.done_ms <= rank.time_ms:
             self._send(rank, message, rank.time_ms)
@@ -318,16 +317,17 @@ class Engine:
         else:
             self.call_at(counts.done_ms, _Ready(rank, message))
 
-    def _new_message(self, layer: int, action: Action) -> Message:
-        num_ranks = len(self._ranks)
+    def _new_message(self, place: int, action: Action) -> Message:
+        num_ranks, is_forward = len(self._ranks), self._is_forward or bool(place & BESIDE)
         alone_ms, queued_ms, num_bytes = (
             (action.forward_ms, action.forward_queued_ms, action.forward_bytes)
-            if self._is_forward
+            if is_forward
             else (action.backward_ms, action.backward_queued_ms, action.backward_bytes)
         )
         return Message(
             len(self._messages),
-            layer,
+            place,
+            is_forward,
             action.kind,
             action.chunk,
             alone_ms,
@@ -338,7 +338,7 @@ class Engine:
             [0.0] * num_ranks,
         )
 
-    def _send(self, rank: _Rank, message: Message, time_ms: float) -> None:
+    def _send(self, rank: RankState, message: Message, time_ms: float) -> None:
         """Notes that a rank's part can be sent; the message is sent when all parts can."""
         message.num_ready += 1
         if time_ms > message.ready_ms:
@@ -363,7 +363,7 @@ class Engine:
                 start_ms, end_ms = message.issued_ms[column], message.arrival_ms[column]
                 ranks[column].spans.append(Span(name, Lane.COMM, start_ms, end_ms, message.num_bytes[column]))
 
-    def _wait(self, rank: _Rank, message: Message) -> bool:
+    def _wait(self, rank: RankState, message: Message) -> bool:
         """Runs dWs until the message has arrived; returns False if the rank must be resumed later."""
         if self._links.next_ms <= rank.time_ms:
             self.call_at(rank.time_ms, _Resume(rank))  # an arrival at this time precedes the wait
@@ -371,10 +371,10 @@ class Engine:
         column = rank.column
         if rank.wait_start_ms < 0:
             rank.wait_start_ms = rank.time_ms
-            if self._rules.gaps and not self._is_forward:
+            if self._has_gaps:
                 rank.queue.begin_gap(self._name_of(message))
             if not self._polls:
-                self._run_ahead(rank)
+                self._run_ahead(rank, message)
         while self._polls and message.arrival_ms[column] > rank.time_ms:
             dw = rank.queue.take_next()
             if dw is None:
@@ -390,20 +390,23 @@ class Engine:
         self._received(rank, message)
         return True
 
-    def _run_ahead(self, rank: _Rank) -> None:
+    def _run_ahead(self, rank: RankState, message: Message) -> None:
         """Runs the dWs in front of a wait that the host enqueues without seeing when the message arrives."""
-        while (dw := rank.queue.take_ahead()) is not None:
+        take = rank.queue.take_planned if message.is_forward else rank.queue.take_ahead
+        while (dw := take()) is not None:
             self._fill(rank, dw)
 
-    def _fill(self, rank: _Rank, dw: LayerDw) -> None:
+    def _fill(self, rank: RankState, dw: LayerDw) -> None:
         self._run_dw(rank, dw)
         if self._record:
             rank.filled.append(dw.name)
 
-    def _received(self, rank: _Rank, message: Message) -> None:
+    def _received(self, rank: RankState, message: Message) -> None:
         exposed_from_ms = rank.time_ms
         rank.time_ms = max(rank.time_ms, message.arrival_ms[rank.column])
         rank.exposed_ms += rank.time_ms - exposed_from_ms
+        if message.is_forward:
+            rank.exposed_forward_ms += rank.time_ms - exposed_from_ms
         if self._record:
             name = self._name_of(message)
             if rank.time_ms > exposed_from_ms:
@@ -414,7 +417,7 @@ class Engine:
             rank.waits.append(Wait(name, *times, tuple(rank.filled)))
             rank.filled.clear()
         rank.wait_start_ms = -1.0
-        if not self._is_forward:
+        if not message.is_forward:
             for dw in rank.queue.advance_window():
                 self._run_dw(rank, dw)
             if rank.ledger is not None:

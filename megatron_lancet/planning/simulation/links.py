@@ -44,7 +44,8 @@ class Message:
 
     Attributes:
         number: index in the order of first issue, from 0.
-        layer: global layer number.
+        place: its layer, see ``lowering.py``.
+        is_forward: whether it belongs to a forward.
         alone_ms: time of each rank's part on an idle link.
         queued_ms: time by which a part arrives after the previous one if it is queued behind that.
         num_bytes: size of each rank's part, sent to others.
@@ -57,7 +58,8 @@ class Message:
     """
 
     number: int
-    layer: int
+    place: int
+    is_forward: bool
     kind: str
     chunk: int
     alone_ms: Sequence[float]

@@ -26,7 +26,8 @@ from megatron_lancet.schedule.turns import (
     verbs_of,
 )
 
-COMPUTE, COUNTS, ISSUE, WAIT = range(4)
+COMPUTE, COUNTS, ISSUE, WAIT, END = range(5)
+"""What a step does. ``END`` ends the backward of a pair: what it has deferred runs."""
 _CODES: dict[type[Verb], int] = {Compute: COMPUTE, LaunchCounts: COUNTS, Launch: ISSUE, Wait: WAIT}
 """Other verbs take no step of their own: the residual's time is in the op's that it belongs to."""
 _EVEN = 1e-9
@@ -66,7 +67,21 @@ class Action:
 
 
 Step = tuple[int, int, Action]
-"""Code, global layer number (0 beside the layers) and action."""
+"""Code, place and action. The place is the global layer number, 0 beside the layers; in pairs see :func:`at_place`."""
+BESIDE = 1 << 20
+"""Bit of a place: the step belongs to a forward that runs beside a backward."""
+IN_PASS = 2 * BESIDE - 1
+"""Mask of a place: layer number and :data:`BESIDE`, without the micro-batch."""
+
+
+def at_place(layer: int, micro_batch: int, is_forward: bool) -> int:
+    """The place of a layer in steps of several passes, by which messages of the same name are told apart."""
+    return layer + is_forward * BESIDE + micro_batch * 2 * BESIDE
+
+
+def layer_at(place: int) -> int:
+    """The global layer number of a place; 0 beside the layers."""
+    return place & (BESIDE - 1)
 
 
 @dataclass(frozen=True)

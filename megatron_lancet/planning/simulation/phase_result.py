@@ -30,9 +30,23 @@ class Wait(NamedTuple):
     filled: tuple[str, ...]
 
 
+class Mark(NamedTuple):
+    """A rank's figures at the end of a backward that is followed by another.
+
+    Attributes:
+        end_ms: clock.
+        exposed_ms: time without work to do, from the start of the first backward on.
+        exposed_forward_ms: the part of it in which a forward waits.
+    """
+
+    end_ms: float
+    exposed_ms: float
+    exposed_forward_ms: float
+
+
 @dataclass(frozen=True)
 class PhaseResult:
-    """The result of one phase of a micro-batch, by column.
+    """The result of one phase of a micro-batch, or of backwards with forwards beside them, by column.
 
     Attributes:
         end_ms: clock at the end.
@@ -42,6 +56,8 @@ class PhaseResult:
         spans: ops and messages; empty unless recorded.
         waits: waits for messages; empty unless recorded.
         reduced_ms: when the last gradient reduction ended; 0 if there was none.
+        exposed_forward_ms: the part of ``exposed_ms`` in which a forward waits.
+        marks: figures at the end of each backward that has a forward beside it.
     """
 
     end_ms: tuple[float, ...]
@@ -51,3 +67,5 @@ class PhaseResult:
     spans: tuple[tuple[Span, ...], ...]
     waits: tuple[tuple[Wait, ...], ...]
     reduced_ms: float = 0.0
+    exposed_forward_ms: tuple[float, ...] = ()
+    marks: tuple[tuple[Mark, ...], ...] = ()

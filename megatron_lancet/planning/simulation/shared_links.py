@@ -22,7 +22,7 @@ from megatron_lancet.planning.simulation.links import (
     Network,
     PartSent,
 )
-from megatron_lancet.schedule.ops import OpKind, Phase
+from megatron_lancet.schedule.ops import OpKind
 
 _DONE_MS = 1e-9
 """Largest remaining time of a part that counts as sent (rounding)."""
@@ -124,17 +124,16 @@ class _Port:
 class SharedLinks(Links):
     """Links that several flows share."""
 
-    def __init__(self, network: Network, phase: Phase) -> None:
+    def __init__(self, network: Network) -> None:
         super().__init__(network)
         self._num_ranks = len(network.same_ranks)
         self._ports = [_Port() for _ in network.same_ranks]
         self._order = None if network.sends_share_link else InOrder()
-        self._dispatches_apart = network.dispatches_apart and phase is Phase.FORWARD
         self._reductions: dict[str, _Transfer] = {}
 
     def send(self, message: Message, clock: Clock) -> None:
         for released in [message] if self._order is None else self._order.release(message):
-            is_apart = self._dispatches_apart and released.kind == OpKind.DISPATCH
+            is_apart = self.network.dispatches_apart and released.is_forward and released.kind == OpKind.DISPATCH
             flow = _DISPATCHES if is_apart else _MESSAGES
             self._put(_Transfer(released), flow, released.ready_ms, released.alone_ms, released.queued_ms, clock)
 

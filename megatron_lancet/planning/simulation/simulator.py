@@ -10,15 +10,21 @@ and with it the slowest stage determines the estimate:
 
 The first formula is the second with one stage. All ranks start a micro-batch at the same time, after the slowest has
 ended the one before. If the profile says how gradients are reduced beside the backward pass, the reductions share the
-links with the last micro-batch's all-to-alls (``shared_links.py``), and the step waits for their end. Memory is an
-upper bound: all activations of a stage's micro-batches in flight (min(num_micro_batches, S - s) on stage s of S, as in
-1F1B), plus the peak of what deferred dWs keep alive.
+links with the last micro-batch's all-to-alls (``shared_links.py``), and the step waits for their end.
+
+With pairing a step is the first forward, num_micro_batches - 1 pairs and the last backward (``played.py``); with
+pipeline stages, num_stages - 1 pairs more. Interleaved stages are not modelled in more detail: which passes of their
+warm-up and cool-down have a partner, and the smaller bubble, are left out.
+
+Memory is an upper bound: all activations of a stage's micro-batches in flight (min(num_micro_batches, S - s) on stage s
+of S, as in 1F1B), plus the peak of what deferred dWs keep alive. In a pair a backward frees the last layers while the
+forward fills the first ones, so pairing adds one layer and what is beside the layers, and the layers of one virtual
+stage where there are several stages.
 """
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.estimate import StepEstimate
@@ -27,14 +33,16 @@ from megatron_lancet.planning.simulation.buckets import Buckets
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.engine import Engine, Paces
 from megatron_lancet.planning.simulation.links import Collectives, Links, Network, SerialLinks
-from megatron_lancet.planning.simulation.lowering import Loads, Lowering, Step, backward
+from megatron_lancet.planning.simulation.lowering import BESIDE, Loads, Lowering, Step, backward
+from megatron_lancet.planning.simulation.pairs import Passes, paired_steps
 from megatron_lancet.planning.simulation.phase_result import PhaseResult, Wait
+from megatron_lancet.planning.simulation.played import Played, Stage
 from megatron_lancet.planning.simulation.shared_links import SharedLinks
 from megatron_lancet.schedule.dw_queue import AT_ONCE, DwRules
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Plan, Segment
-from megatron_lancet.schedule.timeline import RankTimeline, Span
+from megatron_lancet.schedule.timeline import RankTimeline
 
 
 class PlanMismatch(RecordError):  # noqa: N818 - the name states the problem
@@ -49,8 +57,9 @@ class Prediction(StepEstimate):
     profile has no memory use.
 
     Attributes:
-        forward_ms: forward time of one micro-batch on the slowest stage.
+        forward_ms: forward time of one micro-batch on the slowest stage, with nothing beside it.
         backward_ms: its backward time.
+        slot_ms: time of a micro-batch in the middle of a step: forward and backward, or with pairing one pair.
         exposed_forward_ms: the part of ``exposed_ms`` in the forward.
         num_early: number of dWs of a micro-batch that ran early because memory was full.
         floor_ms: step time if the backward had no exposed time, with the same forward.
@@ -59,6 +68,7 @@ class Prediction(StepEstimate):
 
     forward_ms: float
     backward_ms: float
+    slot_ms: float
     exposed_forward_ms: float
     num_early: int
     floor_ms: float
@@ -73,7 +83,8 @@ class Simulation:
         stage: the pipeline stage whose ranks the timelines show.
         timelines: timelines of the simulated ranks, micro-batches one after the other. Their ``step_ms`` is that of the
             whole step; the pipeline's filling and draining is not shown.
-        waits: waits of the first micro-batch, by timeline.
+        waits: waits of one micro-batch, by timeline; with pairing those of one pair in the middle of the step.
+        end_waits: with pairing, waits of the first forward and the last backward, by timeline; else empty.
         same_ranks: by timeline, the number of ranks of the group that it represents.
     """
 
@@ -81,40 +92,14 @@ class Simulation:
     stage: int
     timelines: tuple[RankTimeline, ...]
     waits: tuple[tuple[Wait, ...], ...]
+    end_waits: tuple[tuple[Wait, ...], ...]
     same_ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Stage:
-    """The steps of one pipeline stage.
-
-    Attributes:
-        saved_bytes: activations that the stage keeps of all micro-batches in flight.
-        buckets: gradients that are reduced beside the last micro-batch's backward; None for none.
-    """
-
-    number: int
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
-    saved_bytes: int
-    buckets: Buckets | None = None
-
-
-class _Played(NamedTuple):
-    """A simulated micro-batch of a stage; ``last`` is the last backward of a step, which reduces gradients."""
-
-    stage: Stage
-    forward: PhaseResult
-    backward: PhaseResult
-    last: PhaseResult
-
-    @property
-    def end_ms(self) -> float:
-        return max(self.backward.end_ms)
-
-    @property
-    def last_end_ms(self) -> float:
-        return max(*self.last.end_ms, self.last.reduced_ms)
+MAX_PLAYED = 4
+"""Most micro-batches of a paired step that are played if all are alike: the second pair is like all that follow."""
+MAX_PLAYED_WITH_ENDS = 6
+"""The same if those at the ends of the step are not: until the third pair the first one still has an effect."""
 
 
 class Simulator:
@@ -144,7 +129,8 @@ class Simulator:
             link.host_polls,
             link.slowdown(OpKind.PREPROCESS),
         )
-        self._forwards: dict[tuple[Segment, ...], tuple[tuple[Stage, PhaseResult], ...]] = {}
+        self._forwards: dict[tuple[tuple[Segment, ...], bool], tuple[tuple[Stage, PhaseResult], ...]] = {}
+        self._ends: dict[Plan, list[Played]] = {}
 
     def predict(self, plan: Plan) -> Prediction:
         """The figures of a step. Forward passes are cached by the plan's segments.
@@ -153,18 +139,12 @@ class Simulator:
             PlanMismatch: the plan is for another model.
             UnknownCost: something was not profiled.
         """
-        segments = tuple(plan.segments)
-        if segments not in self._forwards:
-            stages = self.stages(plan)
-            self._forwards[segments] = tuple((stage, self._play_forward(stage, False)) for stage in stages)
-        rules = DwRules.of(plan)
-        return self._prediction(
-            [self._play_backward(stage, forward, rules, False) for stage, forward in self._forwards[segments]]
-        )
+        return self._prediction(self._step(plan, False))
 
     def forget(self, segments: tuple[Segment, ...]) -> None:
         """Drops the cached forward passes of these segments."""
-        self._forwards.pop(segments, None)
+        for key in [key for key in self._forwards if key[0] == segments]:
+            del self._forwards[key]
 
     def simulate(self, plan: Plan, stage_number: int | None = None) -> Simulation:
         """Simulates a step in detail; raises like :meth:`predict`.
@@ -172,23 +152,18 @@ class Simulator:
         Args:
             stage_number: pipeline stage of the timelines; None for the slowest.
         """
-        rules = DwRules.of(plan)
-        played = [
-            self._play_backward(stage, self._play_forward(stage, True), rules, True) for stage in self.stages(plan)
-        ]
+        played = self._step(plan, True)
         prediction = self._prediction(played)
         shown = [part for part in played if stage_number in (None, part.stage.number)]
-        stage, forward, result, last = max(shown, key=lambda part: part.end_ms)
+        part = max(shown, key=lambda part: part.slot_ms)
         simulated = self.loads.simulated
-        timelines = []
-        for column, rank in enumerate(simulated):
-            alike, spans = (forward.spans[column] + one.spans[column] for one in (result, last))
-            timelines.append(RankTimeline(rank, self._repeated(alike, spans, max(result.end_ms)), prediction.step_ms))
+        columns = range(len(simulated))
         return Simulation(
             prediction,
-            stage.number,
-            tuple(timelines),
-            tuple(forward.waits[column] + result.waits[column] for column in range(len(simulated))),
+            part.stage.number,
+            tuple(RankTimeline(simulated[column], part.spans(column), prediction.step_ms) for column in columns),
+            tuple(part.waits(column) for column in columns),
+            tuple(part.end_waits(column) for column in columns),
             self.loads.same_ranks,
         )
 
@@ -223,15 +198,8 @@ class Simulator:
             [{layer: ranks[column] for layer, ranks in enumerate(layers)} for column in columns]
             for layers in (pace.forward, pace.backward)
         )
-        played = [
-            self._play_backward(stage, self._play_forward(stage, False, forward), DwRules.of(plan), False, backward)
-            for stage in self.stages(plan)
-        ]
-        before, after, last = (
-            max(statistics.fmean(getattr(part, name).exposed_ms) for part in played)
-            for name in ("forward", "backward", "last")
-        )
-        exposed_ms = (before + after) * self.model.num_micro_batches + (last - after)
+        played = self._step(plan, False, forward, backward)
+        exposed_ms = max(statistics.fmean(part.exposed_ms(column)[0] for column in columns) for part in played)
         return self._prediction(played).step_ms, exposed_ms
 
     def play(
@@ -243,32 +211,98 @@ class Simulator:
         record: bool = False,
         buckets: Buckets | None = None,
         paces: Paces = (),
+        later_rules: Sequence[DwRules] = (),
+        is_paired: bool = False,
     ) -> PhaseResult:
-        """Simulates one phase; see :class:`~megatron_lancet.planning.simulation.engine.Engine`."""
-        links = self._links(phase, has_reductions=buckets is not None)
-        return Engine(links, steps, phase, rules, record, paces, buckets).run(start_ms)
+        """Simulates one phase; see :class:`~megatron_lancet.planning.simulation.engine.Engine`.
 
-    def _links(self, phase: Phase, has_reductions: bool) -> Links:
-        if has_reductions or (phase is Phase.FORWARD and self._network.dispatches_apart):
-            return SharedLinks(self._network, phase)
-        return SerialLinks(self._network) if self._network.sends_share_link else Collectives(self._network)
+        Args:
+            is_paired: whether the plan is: then all messages keep one order, and dispatches are not sent apart.
+        """
+        network = self._network
+        keeps_one_order = is_paired and network.dispatches_apart
+        if keeps_one_order:
+            network = replace(network, dispatches_apart=False)
+        is_shared = buckets is not None or (phase is Phase.FORWARD and network.dispatches_apart)
+        links: Links
+        if is_shared:
+            links = SharedLinks(network)
+        else:
+            links = SerialLinks(network) if network.sends_share_link else Collectives(network)
+        return Engine(links, steps, phase, rules, record, paces, buckets, later_rules, keeps_one_order).run(start_ms)
 
     def start_ms(self) -> tuple[float, ...]:
         """Clocks of the simulated ranks at the start of a micro-batch."""
         return (0.0,) * len(self.loads.simulated)
 
-    def _play_forward(self, stage: Stage, record: bool, paces: Paces = ()) -> PhaseResult:
-        return self.play(stage.forward, Phase.FORWARD, AT_ONCE, self.start_ms(), record, paces=paces)
+    def _step(self, plan: Plan, record: bool, forward: Paces = (), backward: Paces = ()) -> list[Played]:
+        """Plays what a step consists of, by stage. What plans share is cached unless it is recorded or paced."""
+        if not plan.is_paired:
+            return self._play_alone(plan, record, forward, backward, is_paired=False)
+        if record or forward:
+            ends = self._play_alone(plan.at_ends, record, forward, backward, is_paired=True)
+        elif plan.at_ends in self._ends:
+            ends = self._ends[plan.at_ends]
+        else:
+            ends = self._ends[plan.at_ends] = self._play_alone(plan.at_ends, False, (), (), is_paired=True)
+        if self.model.num_micro_batches == 1:
+            return ends
+        kept = self._kept_in_pairs(plan)
+        is_alike = plan.segments == plan.at_ends.segments
+        middle = [part.stage for part in ends] if is_alike else self.stages(plan)
+        paces = [
+            {**of_backward, **{layer + BESIDE: factor for layer, factor in of_forward.items()}}
+            for of_forward, of_backward in zip(forward, backward, strict=True)
+        ]
+        return [
+            replace(self._play_pairs(plan, end, one, record, paces), saved_bytes=kept[one.number])
+            for end, one in zip(ends, middle, strict=True)
+        ]
 
-    def _play_backward(
-        self, stage: Stage, forward: PhaseResult, rules: DwRules, record: bool, paces: Paces = ()
-    ) -> _Played:
-        def play(buckets: Buckets | None) -> PhaseResult:
-            return self.play(stage.backward, Phase.INPUT_GRAD, rules, forward.end_ms, record, buckets, paces)
+    def _play_alone(self, plan: Plan, record: bool, forward: Paces, backward: Paces, is_paired: bool) -> list[Played]:
+        """Plays a micro-batch with nothing beside it."""
+        start_ms, rules = self.start_ms(), DwRules.of(plan)
 
-        last = play(stage.buckets)
-        is_alike = stage.buckets is None or self.model.num_micro_batches == 1
-        return _Played(stage, forward, last if is_alike else play(None), last)
+        def forwards() -> Iterator[tuple[Stage, PhaseResult]]:
+            for stage in self.stages(plan):
+                yield (
+                    stage,
+                    self.play(
+                        stage.forward, Phase.FORWARD, AT_ONCE, start_ms, record, paces=forward, is_paired=is_paired
+                    ),
+                )
+
+        def play(stage: Stage, before: PhaseResult, buckets: Buckets | None) -> PhaseResult:
+            steps, phase = stage.backward, Phase.INPUT_GRAD
+            return self.play(steps, phase, rules, before.end_ms, record, buckets, backward, is_paired=is_paired)
+
+        key = (plan.segments, is_paired and self._network.dispatches_apart)
+        if record or forward:
+            played = tuple(forwards())
+        elif key in self._forwards:
+            played = self._forwards[key]
+        else:
+            played = self._forwards[key] = tuple(forwards())
+        count = self.model.num_micro_batches
+        parts = []
+        for stage, before in played:
+            last = play(stage, before, stage.buckets)
+            alike = last if stage.buckets is None or count == 1 else play(stage, before, None)
+            parts.append(Played(stage, count, stage.saved_bytes, before, alike, last))
+        return parts
+
+    def _play_pairs(self, plan: Plan, end: Played, middle: Stage, record: bool, paces: Paces) -> Played:
+        """Plays the pairs of a step, too, or the first of them."""
+        is_alike = end.stage is middle
+        num_played = min(self.model.num_micro_batches, MAX_PLAYED if is_alike else MAX_PLAYED_WITH_ENDS)
+        at_end, in_middle = (Passes(stage.forward, stage.backward) for stage in (end.stage, middle))
+        steps = paired_steps([at_end, *[in_middle] * (num_played - 2), at_end])
+        later = [DwRules.of(plan.in_middle)] * (num_played - 2)
+        rules, phase = DwRules.of(plan.at_ends), Phase.INPUT_GRAD
+        start_ms = end.forward.end_ms
+        pairs = self.play(steps, phase, rules, start_ms, record, None, paces, later, is_paired=True)
+        repeated = 2 if num_played == MAX_PLAYED_WITH_ENDS else min(1, num_played - 2)
+        return replace(end, stage=middle, pairs=pairs, repeated=repeated)
 
     def stages(self, plan: Plan) -> list[Stage]:
         """The plan's steps by pipeline stage.
@@ -327,6 +361,28 @@ class Simulator:
                 kept[stage] += saved(kind, segment.chunk_dim, segment.num_chunks)
         return {stage: size * self._num_in_flight(stage) for stage, size in kept.items()}
 
+    def _kept_in_pairs(self, plan: Plan) -> dict[int, int]:
+        """Bytes that each stage keeps of all its micro-batches in flight, if backwards run beside forwards."""
+        model, saved = self.model, self.costs.saved_bytes
+        middle, ends = (self._kept_bytes(segments) for segments in (plan.segments, plan.at_ends.segments))
+        kept = {stage: max(middle[stage], ends[stage]) for stage in middle}
+        segments = (*plan.segments, *plan.at_ends.segments)
+        for stage in kept:
+            numbers = [number for number, its in enumerate(model.stage_of_layer, start=1) if its == stage]
+            sizes = [
+                max(
+                    saved(model.layer_kinds[number - 1], segment.chunk_dim, segment.num_chunks)
+                    for segment in segments
+                    if segment.has_layer(number)
+                )
+                for number in numbers
+            ]
+            kept[stage] += max(sizes) + self._kept_beside(stage)
+            if len(kept) > 1:  # the warm-up of interleaved stages has one forward more
+                num_virtual = sum(1 for number in numbers if number - 1 not in numbers)
+                kept[stage] += -(-sum(sizes) // num_virtual)
+        return kept
+
     def _num_in_flight(self, stage: int) -> int:
         """Micro-batches whose activations a stage keeps at a time."""
         return min(self.model.num_micro_batches, max(self.model.stage_of_layer) + 1 - stage)
@@ -342,46 +398,25 @@ class Simulator:
         projection = saved(LayerKind.MTP, ChunkDim.BATCH, 1) if num_projections else 0
         return saved(LayerKind.NONE, ChunkDim.BATCH, 1) + num_projections * projection
 
-    def _prediction(self, played: Sequence[_Played]) -> Prediction:
+    def _prediction(self, played: Sequence[Played]) -> Prediction:
         model, rest_ms = self.model, self.costs.profile.rest_ms
-        slowest = max(played, key=lambda part: part.end_ms)
-        num_stages = max(model.stage_of_layer) + 1
-        num_slots = model.num_micro_batches + num_stages - 1
-        floors = (
-            end - exposed
-            for part in played
-            for end, exposed in zip(part.backward.end_ms, part.backward.exposed_ms, strict=True)
-        )
-        times = zip(slowest.forward.exposed_ms, slowest.backward.exposed_ms, slowest.last.exposed_ms, strict=True)
-        exposed_ms, exposed_forward_ms = max(
-            ((before + after) * model.num_micro_batches + (last - after), before * model.num_micro_batches)
-            for before, after, last in times
-        )
+        slowest = max(played, key=lambda part: part.slot_ms)
+        bubble_ms = max(model.stage_of_layer) * slowest.slot_ms
         last_ms = max(part.last_end_ms for part in played)
+        exposed_ms, exposed_forward_ms = max(map(slowest.exposed_ms, range(len(slowest.forward.end_ms))))
+        floor = max(played, key=lambda part: part.floor_ms)
         return Prediction(
-            step_ms=num_slots * slowest.end_ms + (last_ms - slowest.end_ms) + rest_ms,
+            step_ms=slowest.step_ms + bubble_ms + (last_ms - slowest.end_ms) + rest_ms,
             forward_ms=max(slowest.forward.end_ms),
             backward_ms=slowest.end_ms - max(slowest.forward.end_ms),
+            slot_ms=slowest.slot_ms,
             exposed_ms=exposed_ms,
             exposed_forward_ms=exposed_forward_ms,
-            peak_dw_bytes=max(max(part.last.peak_dw_bytes) for part in played),
-            peak_bytes=max(part.stage.saved_bytes + max(part.last.peak_dw_bytes) for part in played),
-            num_early=max(slowest.last.num_early),
-            floor_ms=num_slots * max(floors) + rest_ms,
+            peak_dw_bytes=max(part.peak_dw_bytes for part in played),
+            peak_bytes=max(part.saved_bytes + part.peak_dw_bytes for part in played),
+            num_early=slowest.num_early,
+            floor_ms=floor.floor_ms * (1 + max(model.stage_of_layer) / model.num_micro_batches) + rest_ms,
             gradient_ms=min(part.last_end_ms - max(part.last.end_ms) for part in played if part.last_end_ms == last_ms),
-        )
-
-    def _repeated(self, alike: Sequence[Span], last: Sequence[Span], micro_batch_ms: float) -> tuple[Span, ...]:
-        """Spans of all micro-batches, ordered by start."""
-        num_alike = self.model.num_micro_batches - 1
-        first, end = (sorted(spans, key=lambda span: (span.start_ms, span.end_ms)) for spans in (alike, last))
-        return tuple(
-            Span(s.name, s.lane, s.start_ms + shift_ms, s.end_ms + shift_ms, s.num_bytes)
-            for shift_ms, spans in [
-                *((index * micro_batch_ms, first) for index in range(num_alike)),
-                (num_alike * micro_batch_ms, end),
-            ]
-            for s in spans
         )
 
 

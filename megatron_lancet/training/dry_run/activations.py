@@ -37,7 +37,11 @@ class Saved:
 
 
 def activation_bytes(
-    args: argparse.Namespace, stages: list[PipelineStage], num_micro_batches: int, saves_scores: bool
+    args: argparse.Namespace,
+    stages: list[PipelineStage],
+    num_micro_batches: int,
+    saves_scores: bool,
+    is_paired: bool = False,
 ) -> list[float]:
     """Peak of activations on a rank of each pipeline stage, in bytes.
 
@@ -45,28 +49,37 @@ def activation_bytes(
         args: Megatron's arguments, validated.
         num_micro_batches: micro-batches of a step on a data-parallel rank.
         saves_scores: whether core attention keeps its matrices of scores, as unfused attention does.
+        is_paired: whether backwards run beside forwards by a plan; Megatron's own pairing counts in any case.
     """
+    pairs = is_paired or args.overlap_moe_expert_parallel_comm
     peaks = []
     for rank, stage in enumerate(stages):
-        in_flight = _in_flight(args, len(stages), rank, len(stage.chunks), num_micro_batches)
-        kept = sum(_kept_bytes(args, chunk, saves_scores) * in_flight[i] for i, chunk in enumerate(stage.chunks))
+        in_flight = _in_flight(args, len(stages), rank, len(stage.chunks), num_micro_batches, pairs)
+        kept_by_layer = [_kept_by_layer(args, chunk, saves_scores) for chunk in stage.chunks]
+        kept = sum(sum(layers) * in_flight[i] for i, layers in enumerate(kept_by_layer))
+        if pairs and len(stages) == 1:
+            # The forward fills its first layers while the backward frees the last ones, and is about a layer ahead.
+            kept += max((max(layers, default=0.0) for layers in kept_by_layer), default=0.0)
         peaks.append(kept + _working_bytes(args, stage, saves_scores))
     return peaks
 
 
 def _in_flight(
-    args: argparse.Namespace, num_stages: int, rank: int, num_chunks: int, num_micro_batches: int
+    args: argparse.Namespace, num_stages: int, rank: int, num_chunks: int, num_micro_batches: int, pairs: bool
 ) -> Counter[int]:
     """Counts the micro-batches of each virtual stage whose activations are kept at the same time, at most.
 
     In Megatron's 1F1B schedule a rank runs forwards until the gradient of its first one arrives, and then alternates.
+
+    Args:
+        pairs: whether forwards run beside backwards, which are of other virtual stages, so one more is needed.
     """
     if num_chunks == 1:
         return Counter({0: min(num_micro_batches, num_stages - rank)})
     group = args.microbatch_group_size_per_vp_stage or num_stages
     ahead = (num_stages - rank - 1) * 2 + (num_chunks - 1) * group + 1
-    if args.overlap_moe_expert_parallel_comm:
-        ahead += 1  # the forward that Megatron pairs with a backward
+    if pairs:
+        ahead += 1
     order: Iterator[int] = (
         chunk
         for start in range(0, num_micro_batches, group)
@@ -76,8 +89,8 @@ def _in_flight(
     return Counter(chunk for _, chunk in zip(range(ahead), order, strict=False))
 
 
-def _kept_bytes(args: argparse.Namespace, chunk: ModelChunk, saves_scores: bool) -> float:
-    """Bytes that a virtual stage keeps of one micro-batch between its forward and its backward."""
+def _kept_by_layer(args: argparse.Namespace, chunk: ModelChunk, saves_scores: bool) -> list[float]:
+    """Bytes that each layer of a virtual stage keeps of one micro-batch between its forward and its backward."""
     layers = [*chunk.layers, *(mtp_layer_kinds(args) * chunk.num_mtp if chunk.num_mtp else [])]
     if args.recompute_granularity == "full":
         num_recomputed, per_input = len(layers), 1
@@ -86,10 +99,11 @@ def _kept_bytes(args: argparse.Namespace, chunk: ModelChunk, saves_scores: bool)
         elif args.recompute_method == "block":
             num_recomputed = min(len(layers), args.recompute_num_layers or 0)
         input_shards = args.tensor_model_parallel_size if args.distribute_saved_activations else 1
-        inputs = _residual_bytes(args) / input_shards * -(-num_recomputed // per_input)
-        return inputs + sum(_layer_bytes(args, kind, saves_scores) for kind in layers[num_recomputed:])
+        input_bytes = _residual_bytes(args) / input_shards
+        inputs = [0.0 if index % per_input else input_bytes for index in range(num_recomputed)]
+        return [*inputs, *(_layer_bytes(args, kind, saves_scores) for kind in layers[num_recomputed:])]
     dropped = _dropped_modules(args)
-    return sum(_layer_bytes(args, kind, saves_scores, dropped) for kind in layers)
+    return [_layer_bytes(args, kind, saves_scores, dropped) for kind in layers]
 
 
 def _working_bytes(args: argparse.Namespace, stage: PipelineStage, saves_scores: bool) -> float:

@@ -35,20 +35,26 @@ class Memory:
 
 
 def memory_of_stages(
-    args: argparse.Namespace, layout: Layout, stages: list[PipelineStage], size: ModelSize, saves_scores: bool
+    args: argparse.Namespace,
+    layout: Layout,
+    stages: list[PipelineStage],
+    size: ModelSize,
+    saves_scores: bool,
+    is_paired: bool = False,
 ) -> list[Memory]:
     """Memory of a rank of each pipeline stage.
 
     Args:
         args: Megatron's arguments, validated.
         saves_scores: whether core attention keeps its matrices of scores.
+        is_paired: whether backwards run beside forwards.
     """
     value = args.params_dtype.itemsize
     gradient = _FP32_BYTES if args.accumulate_allreduce_grads_in_fp32 else value
     state = optimizer_bytes_per_parameter(args)
     on_host = args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0
     memory = []
-    activations = activation_bytes(args, stages, layout.num_micro_batches, saves_scores)
+    activations = activation_bytes(args, stages, layout.num_micro_batches, saves_scores, is_paired)
     for held, kept in zip(size.held, activations, strict=True):
         optimizer = state * (held.dense / layout.dense_shards + held.expert / layout.expert_shards)
         on_gpu, offloaded = optimizer * (1 - on_host), optimizer * on_host

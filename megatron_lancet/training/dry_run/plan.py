@@ -1,10 +1,13 @@
 """Describes the plan that a run would get."""
 
 import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lancet.config import LancetConfig
-from megatron_lancet.schedule.plan import DwPolicy, Plan
+from megatron_lancet.planning.search.search_space import Limits
+from megatron_lancet.schedule.plan import DwPolicy
 from megatron_lancet.training.plan.attention import uses_sdpa
 from megatron_lancet.training.plan.comm_priority import choose_micro_ops
 from megatron_lancet.training.plan.comm_sms import check_comm_sms
@@ -14,8 +17,23 @@ from megatron_lancet.training.tuning.announcement import announced_plan, num_tun
 from megatron_lancet.training.tuning.profile_to_file import check_can_profile
 
 
-def plan_lines(args: argparse.Namespace, config: LancetConfig) -> list[str]:
-    """Describes the plan, its source, and what automatic tuning would do, in lines for the user.
+@dataclass(frozen=True)
+class DescribedPlan:
+    """The plan that a run would get.
+
+    Attributes:
+        lines: the plan, its source, and what automatic tuning would do, for the user.
+        is_paired: whether its backwards run beside forwards.
+        may_be_paired: whether that is for tuning to choose.
+    """
+
+    lines: list[str]
+    is_paired: bool = False
+    may_be_paired: bool = False
+
+
+def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPlan:
+    """Chooses the plan as the run would, and describes it.
 
     Args:
         args: Megatron's arguments, validated.
@@ -24,33 +42,39 @@ def plan_lines(args: argparse.Namespace, config: LancetConfig) -> list[str]:
         UsageError: what the run would refuse.
     """
     if isinstance(config.plan, Path) and not config.plan.is_file():
-        return [f"from {config.plan}, which is not here: it is checked when the run starts"]
+        return DescribedPlan([f"from {config.plan}, which is not here: it is checked when the run starts"])
     plan, line = choose_plan(args, config)
     choose_micro_ops(args, config, plan)
     check_can_profile(args, config, plan)
     check_comm_sms(args, config, plan, device=None)
     if plan is None:
-        return [line]
-    lines = _tuning_lines(args, config, plan, line) if is_tuned(args, config) else [line]
+        return DescribedPlan([line])
+    lines, pairing = [line], tuple[bool, ...]((plan.is_paired,))
+    if is_tuned(args, config):
+        num_steps = num_tuning_steps(args, config)
+        if args.train_iters is not None and args.train_iters < num_steps:
+            lines = [f"{line} (fixed: {args.train_iters} steps are fewer than the {num_steps} that tuning takes)"]
+        else:
+            limits = planning_limits(args, config)
+            pairing, lines = limits.pairing, [announced_plan(args, config, plan, line), *_tuning_lines(limits)]
     if plan.dw_policy is not DwPolicy.NONE and plan.dw_memory_bytes is None:
         lines.append(
             "deferred weight gradients need memory beyond the estimate above: --lancet-dw-memory-mb bounds it, "
             "--lancet-dw-policy none avoids it"
         )
-    return lines
+    return DescribedPlan(lines, is_paired=pairing == (True,), may_be_paired=len(pairing) > 1)
 
 
-def _tuning_lines(args: argparse.Namespace, config: LancetConfig, plan: Plan, line: str) -> list[str]:
-    limits, num_steps = planning_limits(args, config), num_tuning_steps(args, config)
-    if args.train_iters is not None and args.train_iters < num_steps:
-        return [f"{line} (fixed: {args.train_iters} steps are fewer than the {num_steps} that tuning takes)"]
+def _tuning_lines(limits: Limits) -> Iterator[str]:
+    yield "auto measures steps before and after the change, and keeps the plan only if it pays"
     dims, ranges = " or ".join(limits.chunk_dims), ", ".join(limits.ranges)
-    return [
-        announced_plan(args, config, plan, line),
-        "auto measures steps before and after the change, and keeps the plan only if it pays",
-        f"it may cut along {dims}; ranges {ranges}; weight gradients {' or '.join(limits.dw_policies)}",
-        *(f"not {exclusion.what}: {exclusion.reason}" for exclusion in limits.excluded),
-    ]
+    pairing = " or ".join("paired" if is_paired else "not paired" for is_paired in limits.pairing)
+    yield (
+        f"it may cut along {dims}; ranges {ranges}; weight gradients {' or '.join(limits.dw_policies)}; "
+        f"micro-batches {pairing}"
+    )
+    for exclusion in limits.excluded:
+        yield f"not {exclusion.what}: {exclusion.reason}"
 
 
 def saves_scores(args: argparse.Namespace, config: LancetConfig) -> bool:

@@ -7,6 +7,7 @@ from itertools import groupby
 from megatron_lancet.training.dry_run.layout import Layout
 from megatron_lancet.training.dry_run.memory import Memory
 from megatron_lancet.training.dry_run.parameters import ModelSize
+from megatron_lancet.training.dry_run.plan import DescribedPlan
 from megatron_lancet.training.dry_run.stages import PipelineStage
 
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
@@ -56,6 +57,24 @@ def report(findings: Findings) -> str:
         text += [title, *(f"  {line}" for line in lines)] if lines else []
     num_warnings = len(findings.warnings)
     return "\n".join([*text, f"dry run passed, {num_warnings} warning{'s' * (num_warnings != 1)}"])
+
+
+def pairing_lines(plan: DescribedPlan, memory: list[Memory], paired: list[Memory]) -> list[str]:
+    """Describes what pairing does to the memory of a GPU.
+
+    Args:
+        memory: as estimated for the plan, by pipeline stage.
+        paired: the same with backwards beside forwards.
+    """
+    if plan.is_paired:
+        return ["the activations above include those of the forward beside a backward"]
+    if not plan.may_be_paired:
+        return []
+    more = max(one.activations - other.activations for one, other in zip(paired, memory, strict=True))
+    name = "GiB" if more >= _UNITS["GiB"] else "MiB"
+    return [
+        f"paired micro-batches need up to {more / _UNITS[name]:.2f} {name} of activations beyond the estimate above"
+    ]
 
 
 def _billions(count: int) -> str:

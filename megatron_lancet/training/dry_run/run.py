@@ -1,6 +1,7 @@
 """Runs a dry run: from the command line to a report, in one process, without a process group."""
 
 import argparse
+import functools
 import io
 import logging
 import os
@@ -21,8 +22,8 @@ from megatron_lancet.training.dry_run.layout import check_shares, choose_world, 
 from megatron_lancet.training.dry_run.memory import memory_of_stages
 from megatron_lancet.training.dry_run.missing import missing_inputs, missing_packages, unknown_sizes
 from megatron_lancet.training.dry_run.parameters import model_size
-from megatron_lancet.training.dry_run.plan import plan_lines, saves_scores
-from megatron_lancet.training.dry_run.report import Findings, report
+from megatron_lancet.training.dry_run.plan import describe_plan, saves_scores
+from megatron_lancet.training.dry_run.report import Findings, pairing_lines, report
 from megatron_lancet.training.dry_run.stages import pipeline_stages
 from megatron_lancet.training.dry_run.vocabulary import set_vocabulary_size
 from megatron_lancet.training.input_files import missing_files
@@ -51,7 +52,7 @@ def examine() -> Findings:
             apply_cpu_settings(args)
         changes = normalize_args(args, config)
         missing = _validate(args, config)
-        plan = plan_lines(args, config)
+        plan = describe_plan(args, config)
         with arguments.megatrons_refusals():
             model_config = model_config_from_args(args)
             pretrain_cfg_container_from_args(args, model_config)
@@ -65,14 +66,17 @@ def examine() -> Findings:
     assumed = f" (assumed: {', '.join(assumptions())})" if assumptions() else ""
     machines = "CPUs, as --distributed-backend says" if on_cpu else f"GPUs{assumed}"
     missing += [] if on_cpu else [*missing_packages(args), *missing_settings(args, config)]
+    memory_of_run = functools.partial(memory_of_stages, args, layout, stages, size, saves_scores(args, config))
+    memory = memory_of_run(is_paired=plan.is_paired)
+    lines = [*plan.lines, *pairing_lines(plan, memory, memory_of_run(is_paired=True))]
     return Findings(
         args,
         f"{num_ranks} ranks ({source}) on {machines}",
         layout,
         stages,
         size,
-        memory_of_stages(args, layout, stages, size, saves_scores(args, config)),
-        plan,
+        memory,
+        lines,
         changes,
         [*missing, *unknown_sizes(args), *(f"Megatron: {remark}" for remark in remarks)],
     )

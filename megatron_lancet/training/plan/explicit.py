@@ -1,7 +1,7 @@
 """``--lancet-plan FILE``: reads the file and checks it against the run before any process group starts."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_lancet.config import LancetConfig
@@ -14,6 +14,7 @@ from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
 from megatron_lancet.schedule.ranges import ranges
 from megatron_lancet.training.layer_pattern import layer_kinds
 from megatron_lancet.training.plan.limits import chunked_dim, routing_over_whole_micro_batch, sequence_blockers
+from megatron_lancet.training.plan.pairing import pairing_blockers
 from megatron_lancet.training.plan.support import has_all_to_alls
 
 
@@ -38,10 +39,14 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
             f"--lancet-plan {path} overlaps the all-to-all of expert parallelism, but there is none: "
             f"--expert-model-parallel-size is {args.expert_model_parallel_size}. Drop the flag."
         )
-    for segment in content.plan.segments:
-        for blocker in _segment_blockers(segment, args, config):
-            layers = f"layers {segment.first_layer}-{segment.last_layer or 'end'}"
-            raise UsageError(f"--lancet-plan {path}: {layers} ({segment}): {blocker}.")
+    _check_segments(content.plan.segments, "", path, args, config)
+    if content.plan.is_paired:
+        _check_segments(content.plan.at_ends.segments, " at the ends of a step", path, args, config)
+        for obstacle in pairing_blockers(args, config):
+            raise UsageError(
+                f"--lancet-plan {path} runs backwards beside forwards, which can't be followed: {obstacle.reason}. "
+                f"{obstacle.advice}, or make a plan for this run."
+            )
     return content.plan
 
 
@@ -62,6 +67,22 @@ def model_of_run(args: argparse.Namespace) -> MadeFor:
         num_mtp_layers=num_mtp,
         pattern=pattern_of(kinds),
     )
+
+
+def _check_segments(
+    segments: Sequence[Segment], where: str, path: Path, args: argparse.Namespace, config: LancetConfig
+) -> None:
+    """
+    Args:
+        where: which micro-batches the segments are for, if not for all.
+
+    Raises:
+        UsageError: the run can't cut its micro-batches as a segment asks.
+    """
+    for segment in segments:
+        for blocker in _segment_blockers(segment, args, config):
+            layers = f"layers {segment.first_layer}-{segment.last_layer or 'end'}{where}"
+            raise UsageError(f"--lancet-plan {path}: {layers} ({segment}): {blocker}.")
 
 
 def _segment_blockers(segment: Segment, args: argparse.Namespace, config: LancetConfig) -> Iterator[str]:

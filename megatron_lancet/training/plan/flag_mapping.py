@@ -6,8 +6,9 @@ import dataclasses
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_lancet.config import LancetConfig
+from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.training.plan.pairing import MEGATRONS_FLAG, ask_for_pairing
 from megatron_lancet.training.plan.support import OVERLAP_FLAGS, OWN_DISPATCHER, may_overlap
 
 _DISPATCHER_SETTINGS = ("moe_enable_deepep", "moe_flex_dispatcher_", "moe_deepep_", "moe_hybridep_", "moe_ncclep_")
@@ -35,7 +36,12 @@ def map_overlap_flags(args: argparse.Namespace, config: LancetConfig) -> str | N
         for name in OVERLAP_FLAGS.values():
             setattr(args, name, False)
         args.wgrad_deferral_limit = 0
-        notes.append(f"the plan does what {', '.join(given)} {'asks' if len(given) == 1 else 'ask'} for")
+        note = f"the plan does what {', '.join(given)} {'asks' if len(given) == 1 else 'ask'} for"
+        leaves_it_open = config.plan is PlanChoice.AUTO and config.pairing is None
+        if MEGATRONS_FLAG in given and leaves_it_open:
+            ask_for_pairing(args)
+            note += ", and may run backwards beside forwards"
+        notes.append(note)
     dispatcher = args.moe_token_dispatcher_type
     if dispatcher != OWN_DISPATCHER:
         notes.append(f"--moe-token-dispatcher-type {dispatcher} runs as the plan's all-to-alls")

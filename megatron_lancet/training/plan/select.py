@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 from megatron_lancet.training.plan.attention import check_attention
 from megatron_lancet.training.plan.explicit import plan_from_file
 from megatron_lancet.training.plan.limits import (
@@ -17,6 +17,8 @@ from megatron_lancet.training.plan.limits import (
     sequence_blockers,
     sequence_refusal,
 )
+from megatron_lancet.training.plan.pairing import FLAG as PAIRING_FLAG
+from megatron_lancet.training.plan.pairing import pairs_fixed_plan
 from megatron_lancet.training.plan.support import has_all_to_alls, overlap_blockers, refuse_unsupported
 
 _DEFAULT_NUM_CHUNKS = 2
@@ -37,12 +39,21 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
         refuse_unsupported(args)
         return plan, "; ".join([f"{plan} from {config.plan}", *_dropout_note(args, plan)])
     if config.plan is PlanChoice.OFF:
+        if config.pairing is PairingChoice.ON:
+            raise UsageError(
+                f"{PAIRING_FLAG} on needs the overlapping block, but --lancet-plan off asks for stock Megatron "
+                "modules. Drop one of the two."
+            )
         return None, "off: stock Megatron modules"
     if not has_all_to_alls(args):
-        if config.num_chunks not in (None, 1):
+        asks_for_overlap = {
+            f"--lancet-num-chunks {config.num_chunks}": config.num_chunks not in (None, 1),
+            f"{PAIRING_FLAG} on": config.pairing is PairingChoice.ON,
+        }
+        for flag in (flag for flag, is_given in asks_for_overlap.items() if is_given):
             raise UsageError(
-                f"--lancet-num-chunks {config.num_chunks} overlaps the all-to-all of expert parallelism, but there "
-                f"is none: --expert-model-parallel-size is {args.expert_model_parallel_size}. Drop the flag."
+                f"{flag} overlaps the all-to-all of expert parallelism, but there is none: "
+                f"--expert-model-parallel-size is {args.expert_model_parallel_size}. Drop the flag."
             )
         return None, "nothing to overlap without expert parallelism: stock Megatron modules"
     blockers = overlap_blockers(args, config, validated=True)
@@ -75,7 +86,9 @@ def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan
             "none defers none. Drop one of the two."
         )
     multiple = along.multiple if num_chunks > 1 else 1
-    return fixed_plan(num_chunks, dw_policy, dim, overlap_range, config.dw_memory_bytes, multiple), notes
+    plan = fixed_plan(num_chunks, dw_policy, dim, overlap_range, config.dw_memory_bytes, multiple)
+    is_paired, why_not = pairs_fixed_plan(args, config)
+    return paired(plan) if is_paired else plan, [*notes, *why_not]
 
 
 def _why_whole(along: ChunkedDim, blockers: list[str], dim: ChunkDim) -> Iterator[str]:
@@ -114,7 +127,8 @@ def _chunks(args: argparse.Namespace, config: LancetConfig, blockers: list[str])
 
 
 def _dropout_note(args: argparse.Namespace, plan: Plan) -> list[str]:
-    chunked = any(segment.num_chunks > 1 and segment.range.has_attention for segment in plan.segments)
+    segments = (*plan.segments, *plan.at_ends.segments)
+    chunked = any(segment.num_chunks > 1 and segment.range.has_attention for segment in segments)
     if chunked and (args.hidden_dropout > 0 or args.attention_dropout > 0):
         return ["dropout draws its random numbers chunk by chunk, so losses differ from stock's by chance"]
     return []
@@ -123,8 +137,8 @@ def _dropout_note(args: argparse.Namespace, plan: Plan) -> list[str]:
 def is_tuned(args: argparse.Namespace, config: LancetConfig) -> bool:
     """Whether a run that overlaps tunes its plan; otherwise the plan of :func:`choose_plan` runs from the start.
 
-    A run is not tuned if the user sets the number of chunks, if it ends after a profile, or if the limits leave only
-    one plan.
+    A run is not tuned if the user sets the number of chunks, if it ends after a profile, or if nothing can overlap:
+    micro-batches can neither be cut nor paired, and every dW runs at once.
 
     Raises:
         UsageError: the run does not allow what the user asks for.
@@ -133,4 +147,4 @@ def is_tuned(args: argparse.Namespace, config: LancetConfig) -> bool:
         return False
     limits = planning_limits(args, config)
     can_be_cut = any(chunked_dim(args, dim).most_chunks > 1 for dim in limits.chunk_dims)
-    return can_be_cut or limits.dw_policies != (DwPolicy.NONE,)
+    return can_be_cut or limits.dw_policies != (DwPolicy.NONE,) or True in limits.pairing

@@ -187,7 +187,7 @@ class TuningController:
         before = self.chosen or self.baseline
         assert before is not None
         plan, prediction = planned.plan, planned.prediction
-        if plan.num_chunks == 1 and plan.dw_policy is DwPolicy.NONE:
+        if plan.overlaps_nothing:
             plan = plan_without_overlap()  # the same, however its layers are cut into segments
         self.num_plans += 1
         self.remark = ""

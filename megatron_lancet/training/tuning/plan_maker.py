@@ -67,6 +67,7 @@ class ProfilingPlanMaker:
         self._reduction = reduction_of(args, config)
         self._key: ProfileKey | None = None
         self._steps: ProfileSteps | None = None
+        self._plan_before = setup.plan
         self._refreshes = False
         self._looked_up = False
         self._source = ""
@@ -83,15 +84,15 @@ class ProfilingPlanMaker:
         return 0 if self._look_up() else num_profile_steps(self._plans)
 
     def begin(self, again: bool) -> None:
-        """Starts a profile.
+        """Starts a profile. Profiled steps are not paired: a pair's ops alternate, which their times would show.
 
         Args:
             again: whether the run has a plan already: if its ops are known, only links and shares of rows are measured.
         """
         is_known = self._look_up()
-        self._steps, self._refreshes = None, again and is_known
+        self._steps, self._refreshes, self._plan_before = None, again and is_known, self._setup.plan
         if self._refreshes:
-            self._steps = ProfileSteps(ProfileRun(self._model(), [self._setup.plan], _NUM_REFRESH_STEPS))
+            self._steps = ProfileSteps(ProfileRun(self._model(), [self._setup.plan.in_middle], _NUM_REFRESH_STEPS))
         elif not is_known:
             self._steps = ProfileSteps(ProfileRun(self._model(), self._plans))
         if self._steps is not None:
@@ -154,7 +155,9 @@ class ProfilingPlanMaker:
         """
         if found is not None and self._refreshes:
             assert self.profile is not None
-            self.profile = replace(self.profile, link=found.link, received_share=found.received_share)
+            # A batch that grows has more micro-batches by now.
+            model = replace(self.profile.model, num_micro_batches=found.model.num_micro_batches)
+            self.profile = replace(self.profile, model=model, link=found.link, received_share=found.received_share)
         start_s = time.perf_counter()
         try:
             if found is not None and not self._refreshes:
@@ -162,7 +165,7 @@ class ProfilingPlanMaker:
                 self._keep(self.profile)
             assert self.profile is not None
             profile = self.profile = with_reduction(self.profile, self._reduction)
-            ran = [self._setup.plan, *(self._steps.plans if self._steps is not None else ())]
+            ran = [self._plan_before, *(self._steps.plans if self._steps is not None else ())]
             bound_bytes = memory_bound_bytes(profile, ran, room_bytes)
             planned = make_plan(profile, replace(self._limits, max_memory_bytes=bound_bytes))
             prediction = Simulator(CostModel(profile)).expected_step(planned.plan)
@@ -174,8 +177,9 @@ class ProfilingPlanMaker:
         why = f"best of {planned.num_simulated}, planned in {time.perf_counter() - start_s:.1f} s from {self._source}"
         if planned.warning is not None:
             self._note(planned.warning)
-        if self._refreshes or DwPolicy.FILL not in self._limits.dw_policies:
-            return Planned(planned.plan, prediction, why)
+        limits = self._limits
+        if self._refreshes or DwPolicy.FILL not in limits.dw_policies or False not in limits.pairing:
+            return Planned(planned.plan, prediction, why)  # the profiled plans ran otherwise, or are not allowed
         times_ms = profile.measured_steps_ms
         profiled = {name: (plan, times_ms[name]) for plan in self._plans if (name := str(plan)) in times_ms}
         return Planned(planned.plan, prediction, why, profiled)

@@ -145,14 +145,19 @@ def plan_of(num_chunks: int, dw="fill", dw_memory_bytes=None, dim="batch", over=
 
 def overlapping_model(model, plan: Plan, switchable: bool = False):
     """Makes the model run by the plan; its setup, and counters that know the groups to close."""
+    return overlapping_stages([model], plan, switchable)
+
+
+def overlapping_stages(models, plan: Plan, switchable: bool = False):
+    """As :func:`overlapping_model`, for the virtual pipeline stages of a rank."""
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     stats = CommStats(torch.device("cpu"))
-    sdpa = model.config.context_parallel_size > 1
+    sdpa = models[0].config.context_parallel_size > 1
     before = set(distributed_c10d._world.pg_map)
     setup = OverlapSetup(plan, torch.device("cpu"), stats, timedelta(minutes=2), sdpa, switchable)
-    setup([model])
+    setup(models)
     stats.groups = [group for group in distributed_c10d._world.pg_map if group not in before]
     return setup, stats
 

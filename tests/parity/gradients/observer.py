@@ -24,19 +24,28 @@ def tensor_parallel_collectives() -> list[tuple[Any, str]]:
 class Observer:
     """Records the order of collectives and how often each parameter is reported ready."""
 
-    def __init__(self, stack: ExitStack, ddp) -> None:
+    def __init__(self, stack: ExitStack, *stages) -> None:
+        """
+        Args:
+            stages: models wrapped by DDP. With several of them the names of parameters begin with the stage's number.
+        """
         from megatron_lancet.runtime.comm import Comm
 
         self.collectives: list[str] = []
         self.reports: Counter[str] = Counter()
-        names = {p: n for n, p in ddp.module.named_parameters()}
-        for i, group in enumerate(ddp.bucket_groups + ddp.expert_parallel_bucket_groups):
-            stack.enter_context(replaced(group, "start_grad_sync", self._logged(group.start_grad_sync, f"reduce {i}")))
-            stack.enter_context(replaced(group, "register_grad_ready", self._counted(group, names)))
+        for number, ddp in enumerate(stages):
+            self._observe(stack, ddp, f"{number} " if len(stages) > 1 else "")
         for start in ("launch", "launch_when_known", "launch_counts"):
             stack.enter_context(around(Comm, start, self._logged_start))
         for owner, name in tensor_parallel_collectives():
             stack.enter_context(around(owner, name, self._logged_tensor_parallel))
+
+    def _observe(self, stack: ExitStack, ddp, stage: str) -> None:
+        names = {p: stage + n.removeprefix("module.") for n, p in ddp.module.named_parameters()}
+        for i, group in enumerate(ddp.bucket_groups + ddp.expert_parallel_bucket_groups):
+            text = f"reduce {stage}{i}"
+            stack.enter_context(replaced(group, "start_grad_sync", self._logged(group.start_grad_sync, text)))
+            stack.enter_context(replaced(group, "register_grad_ready", self._counted(group, names)))
 
     def _logged_tensor_parallel(self, stock, *args, **kwargs):
         group = kwargs.get("group") or args[1]
@@ -56,7 +65,7 @@ class Observer:
 
         def call(param, *args):
             if group.is_last_microbatch:
-                self.reports[names[param].removeprefix("module.")] += 1
+                self.reports[names[param]] += 1
             return original(param, *args)
 
         return call

@@ -12,9 +12,9 @@ OP = Op(3, 1, Phase.INPUT_GRAD, "combine")
 CAUSE = RuntimeError("Read error: Connection reset by peer. A lot of advice follows.")
 
 
-def failure(ranks, waited_s, store=None) -> str:
+def failure(ranks, waited_s, store=None, micro_batch=None) -> str:
     peers = Peers(ranks, ranks[0], store or dist.HashStore(), timedelta(seconds=30))
-    return str(peers.failure(OP, waited_s, CAUSE))
+    return str(peers.failure(OP, waited_s, CAUSE, micro_batch))
 
 
 def test_only_peer_is_named_as_missing():
@@ -22,6 +22,12 @@ def test_only_peer_is_named_as_missing():
         "rank 4 gave up on L3.c1.I.combine (layer 3, chunk 1, backward (input gradient), combine): rank 6 closed the "
         "connection. The output of that rank, or its system log, gives the reason. Reported by the transport: "
         "Read error: Connection reset by peer"
+    )
+
+
+def test_micro_batch_is_named_where_it_is_known():
+    assert " gave up on L3.c1.I.combine (layer 3, chunk 1, backward (input gradient), combine) of micro-batch 3: " in (
+        failure([4, 6], waited_s=1, micro_batch=3)
     )
 
 

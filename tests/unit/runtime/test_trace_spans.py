@@ -1,11 +1,18 @@
 """How a log becomes spans; pure arithmetic on made-up milliseconds."""
 
-import pytest
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
 
-from megatron_lancet.runtime.trace import Entry, What, spans_of
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lancet.runtime.trace import Entry, Trace, What, spans_of
 from megatron_lancet.schedule.timeline import Lane
 
-END, SKIP, CUT, RESUME = What
+END, SKIP, CUT, RESUME, LEAVE, RETURN = What
 
 
 def as_rows(log: list[Entry]) -> list[tuple[str, str, float, float]]:
@@ -47,3 +54,138 @@ def test_spans_of_equal_weight_gradients_stay_apart():
 def test_op_that_ends_twice_in_a_row_is_one_span():
     log = [Entry(END, "postprocess", 1.0), Entry(END, "postprocess", 1.5), Entry(END, "next", 2.0)]
     assert as_rows(log) == [("postprocess", "compute", 0.0, 1.5), ("next", "compute", 1.5, 2.0)]
+
+
+def test_op_cut_by_hand_overs_has_several_spans():
+    log = [Entry(LEAVE, "", 1.0), Entry(RETURN, "", 4.0), Entry(LEAVE, "", 6.0), Entry(RETURN, "", 7.0)]
+    log += [Entry(END, "a", 9.0)]
+    assert as_rows(log) == [("a", "compute", 0.0, 1.0), ("a", "compute", 4.0, 6.0), ("a", "compute", 7.0, 9.0)]
+
+
+def test_log_of_forwards_begins_where_the_first_turn_does():
+    assert as_rows([Entry(RETURN, "", 3.0), Entry(END, "a", 5.0)]) == [("a", "compute", 3.0, 5.0)]
+    assert as_rows([Entry(RETURN, "", 3.0), Entry(SKIP, "", 4.0), Entry(END, "a", 5.0)]) == [("a", "compute", 4.0, 5.0)]
+
+
+def test_time_between_two_forwards_belongs_to_no_op():
+    log = [Entry(RETURN, "", 0.0), Entry(END, "F.head", 2.0), Entry(LEAVE, "", 3.0)]
+    log += [Entry(RETURN, "", 5.0), Entry(SKIP, "", 6.0), Entry(END, "F.embedding", 7.0), Entry(LEAVE, "", 8.0)]
+    assert as_rows(log) == [("F.head", "compute", 0.0, 2.0), ("F.embedding", "compute", 6.0, 7.0)]
+
+
+def test_short_time_around_a_hand_over_in_front_of_a_wait_belongs_to_the_previous_op():
+    """The time away counts neither for its length nor for the op."""
+    log = [Entry(END, "a", 1.0), Entry(LEAVE, "", 1.01), Entry(RETURN, "", 5.0)]
+    log += [Entry(CUT, "m", 5.02, Lane.WAIT), Entry(RESUME, "m", 6.0, Lane.WAIT), Entry(END, "b", 7.0)]
+    expected = [("a", "compute", 0.0, 1.01), ("a", "compute", 5.0, 5.02)]
+    assert as_rows(log) == [*expected, ("m", "wait", 5.02, 6.0), ("b", "compute", 6.0, 7.0)]
+
+
+def test_short_time_around_a_hand_over_in_front_of_a_weight_gradient_belongs_to_it():
+    log = [Entry(END, "a", 1.0), Entry(LEAVE, "", 1.01), Entry(RETURN, "", 5.0)]
+    log += [Entry(CUT, "w", 5.01), Entry(RESUME, "w", 6.0)]
+    assert as_rows(log) == [("a", "compute", 0.0, 1.0), ("w", "compute", 1.0, 1.01), ("w", "compute", 5.0, 6.0)]
+
+
+@dataclass
+class Side:
+    """A forward or a backward, the log that it should have, and what it did.
+
+    Attributes:
+        own_ms: time since its last report in which it ran itself.
+        expected_ms: total time of each op, wait and weight gradient.
+    """
+
+    own_ms: int
+    log: list[Entry]
+    expected_ms: defaultdict[str, int]
+
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["end", "skip", "wait", "dw", "hand over"]), st.integers(1, 9), st.integers(1, 9)),
+    max_size=60,
+)
+
+
+@given(ACTIONS)
+def test_every_op_has_its_own_time_however_hand_overs_cut_it(actions):
+    backward, forward = (Side(0, [], defaultdict(int)) for _ in range(2))
+    present, other = backward, forward
+    now_ms = 0
+    for index, (action, before_ms, inside_ms) in enumerate(actions):
+        now_ms += before_ms
+        present.own_ms += before_ms
+        if action == "hand over":
+            present.log.append(Entry(LEAVE, "", float(now_ms)))
+            other.log.append(Entry(RETURN, "", float(now_ms)))
+            present, other = other, present
+        elif action in ("end", "skip"):
+            present.log.append(Entry(END if action == "end" else SKIP, f"op{index}", float(now_ms)))
+            if action == "end":
+                present.expected_ms[f"op{index}"] += present.own_ms
+            present.own_ms = 0
+        else:
+            lane = Lane.WAIT if action == "wait" else Lane.COMPUTE
+            present.log.append(Entry(CUT, action, float(now_ms), lane))
+            now_ms += inside_ms
+            present.log.append(Entry(RESUME, action, float(now_ms), lane))
+            present.expected_ms[action] += inside_ms
+    every = []
+    for side in (backward, forward):
+        found: defaultdict[str, float] = defaultdict(float)
+        for span in spans_of(side.log):
+            found[span.name] += span.ms
+            every.append(span)
+        assert found == side.expected_ms
+    every.sort(key=lambda span: span.start_ms)
+    assert all(first.end_ms <= second.start_ms for first, second in pairwise(every))
+
+
+class CountingTrace(Trace):
+    """Its clock is one second later at each report."""
+
+    def _now(self) -> float:
+        self.now_s = getattr(self, "now_s", self._start_s) + 1.0
+        return self.now_s
+
+
+def test_trace_keeps_the_turns_of_forwards_apart():
+    """What ends in a turn is the forward's, dWs included, and the backward's op goes on behind it."""
+    trace = CountingTrace(torch.device("cpu"), 0)
+    with trace.forward_turn():
+        trace.skip()
+        trace.end("F.embedding")
+    trace.skip()
+    with trace.forward_turn():
+        with trace.weight_grad("W.output_layer", 8, 4):
+            pass
+        with trace.waiting("L1.c0.F.dispatch"):
+            pass
+        trace.end("L1.c0.F.experts")
+    trace.end("I.head")
+    spans = trace.end_step().timeline.spans
+    assert [(span.name, span.lane.value, round(span.ms / 1e3)) for span in spans] == [
+        ("F.embedding", "compute", 1),
+        ("L1.c0.F.experts", "compute", 1),
+        ("I.head", "compute", 1),
+        ("L1.c0.F.experts", "compute", 1),
+        ("W.output_layer", "compute", 1),
+        ("L1.c0.F.experts", "compute", 1),
+        ("L1.c0.F.dispatch", "wait", 1),
+        ("L1.c0.F.experts", "compute", 1),
+        ("I.head", "compute", 1),
+    ]
+
+
+def test_trace_goes_back_to_the_backward_when_a_forward_fails():
+    trace = Trace(torch.device("cpu"), 0)
+
+    def fail_in_turn() -> None:
+        with trace.forward_turn():
+            trace.end("F.embedding")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_in_turn()
+    trace.end("I.head")
+    assert [entry.what for entry in trace.log] == [LEAVE, RETURN, END]

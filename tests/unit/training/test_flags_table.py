@@ -14,6 +14,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.training import arguments
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.select import choose_plan
+from tests.unit.training.validated import set_as_validation_does
 
 REPO = Path(__file__).parents[3]
 STATUSES = {"works and tested", "works", "mapped", "refused", "no effect"}
@@ -129,6 +130,7 @@ def words_for(action: argparse.Action, flag: str) -> list[str]:
 
 def what_becomes_of(args: argparse.Namespace, flag: str) -> str:
     args.rank, args.world_size = 0, 2
+    set_as_validation_does(args)
     line = map_overlap_flags(args, LancetConfig())
     if line is not None:
         assert flag in line

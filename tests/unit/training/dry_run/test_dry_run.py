@@ -22,10 +22,10 @@ MIXTRAL = "megatron_mixtral_8x7b"
 
 @pytest.fixture
 def dry_run(monkeypatch):
-    """Findings of a dry run of a list, with other arguments behind it."""
+    """Findings of a dry run of a list, with other arguments behind it, or without some flags of its own."""
 
-    def run(name: str, *more: object) -> Findings:
-        words = shlex.split((LISTS / f"{name}.args").read_text())
+    def run(name: str, *more: object, without: tuple[str, ...] = ()) -> Findings:
+        words = [word for word in shlex.split((LISTS / f"{name}.args").read_text()) if word not in without]
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", "--lancet-dry-run", *words, *map(str, more)])
         return examine()
 
@@ -79,6 +79,45 @@ def test_dry_run_accepts_real_scripts(dry_run, name):
     assert dict(os.environ) == environment
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.distributed.is_initialized()
+
+
+MAY_PAIR = {
+    "modelzoo_deepseek_v2_lite": True,
+    "modelzoo_qwen3_30b_fullrecompute": True,
+    "modelzoo_mixtral_8x22b_capacity": True,
+    "modelzoo_deepseek_v3_h100_128k": True,
+    "modelzoo_deepseek_v3_h100_a2aoverlap": True,
+    "mcore_ft_top2router_tp2_ep": True,
+    "mcore_ft_selective_recompute_pp2_ep4": True,
+    "megatron_mixtral_8x7b": False,
+    "mcore_ft_cp2_pp2_ep2_sinkhorn": False,
+}
+"""Lists whose micro-batches a plan may pair: all but those with pipelines without virtual stages."""
+NOT_CUT = {
+    "modelzoo_mixtral_8x22b_capacity",
+    "modelzoo_deepseek_v3_h100_128k",
+    "modelzoo_deepseek_v3_h100_a2aoverlap",
+}
+"""Lists with one sample in a micro-batch, and sequence parallelism: nothing but pairing overlaps their forwards."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dry_run_says_which_real_scripts_may_pair(dry_run, name):
+    words = shlex.split((LISTS / f"{name}.args").read_text())
+    findings = dry_run(name, without=() if name not in STOCK else ("--tp-comm-overlap",))
+    _, _, may, *others = findings.plan
+    more = [line for line in others if line.startswith("paired micro-batches need up to ")]
+    if MAY_PAIR[name]:
+        assert may.endswith("; micro-batches not paired or paired")
+        assert len(more) == 1
+    else:
+        assert may.endswith("; micro-batches not paired")
+        assert any(line.startswith("not pairing: Megatron's loop for a pipeline without") for line in others)
+        assert more == []
+    assert ("use chunks=1 " in findings.plan[0]) == (name in NOT_CUT)
+    # Megatron's own flag pairs the plan of runs that are too short to find one.
+    asks = "--overlap-moe-expert-parallel-comm" in words
+    assert (" paired" in findings.plan[0].split(";")[1]) == asks
 
 
 TE_SCRIPTS = {
@@ -207,13 +246,24 @@ def test_dry_run_defaults_to_the_fewest_ranks(dry_run, sizes, world):
 def test_dry_run_shows_the_plan(dry_run):
     overlapping = ("--transformer-impl", "local")
     findings = dry_run(MIXTRAL, *overlapping)
-    fixed_line = "chunks=2 dim=sequence range=stack dw=fill dw-window=4"
+    reason = (
+        "Megatron's loop for a pipeline without virtual stages has no place for a pair, and with one its first stage "
+        "would keep 8 micro-batches in place of 4"
+    )
+    fixed_line = f"chunks=2 dim=sequence range=stack dw=fill dw-window=4; not paired, because {reason}"
     short_runs = "runs shorter than 37 steps (fewer with a cached profile) use"
     assert findings.plan[0] == f"auto (tuned during training); {short_runs} {fixed_line}"
     no_cache = dry_run(MIXTRAL, *overlapping, "--lancet-cache", "off")
     assert no_cache.plan[0] == f"auto (tuned during training); runs shorter than 37 steps use {fixed_line}"
     fixed = dry_run(MIXTRAL, *overlapping, "--lancet-num-chunks", 4, "--lancet-dw-policy", "none")
-    assert fixed.plan == ["chunks=4 dim=sequence range=stack dw=none dw-window=0"]
+    assert fixed.plan == [f"chunks=4 dim=sequence range=stack dw=none dw-window=0; not paired, because {reason}"]
+    assert f"not pairing: {reason}" in findings.plan
+    interleaved = ("--num-virtual-stages-per-pipeline-rank", 2, "--lancet-num-chunks", 2, "--lancet-dw-policy", "none")
+    paired = dry_run(MIXTRAL, *overlapping, *interleaved, "--lancet-pairing", "on")
+    assert paired.plan == [
+        "chunks=2 dim=sequence range=stack dw=none dw-window=0 paired",
+        "the activations above include those of the forward beside a backward",
+    ]
     few = dry_run(MIXTRAL, *overlapping, "--train-iters", 20, "--micro-batch-size", 2)
     assert "chunks=2 dim=batch" in few.plan[0]
     assert "20 steps are fewer than" in few.plan[0]
@@ -295,6 +345,14 @@ REFUSED = {
     "a wish that can't be": (
         ["--lancet-num-chunks", 2, "--use-transformer-engine-op-fuser"],
         r"--use-transformer-engine-op-fuser does not work .*drop it",
+    ),
+    "a pair that can't be": (
+        ["--lancet-pairing", "on"],
+        r"--lancet-pairing on can't be followed: Megatron's loop for a pipeline without virtual stages",
+    ),
+    "a pair of one": (
+        ["--lancet-pairing", "on", "--global-batch-size", 8, "--pipeline-model-parallel-size", 1],
+        r"a step has one micro-batch \(--global-batch-size 8, --micro-batch-size 1 on 8 data-parallel ranks\)",
     ),
     "too many chunks": (
         ["--transformer-impl", "local", "--lancet-num-chunks", 3, "--lancet-chunk-dim", "batch"],

@@ -244,21 +244,49 @@ def test_estimated_precision_of_the_optimizer():
 
 
 PIPELINES = [
-    # ranks of the pipeline, this one, virtual stages, micro-batches -> in flight by virtual stage
-    ((1, 0, 1, 8), {0: 1}),
-    ((4, 0, 1, 8), {0: 4}),
-    ((4, 3, 1, 8), {0: 1}),
-    ((4, 0, 1, 2), {0: 2}),
-    ((4, 0, 2, 8), {0: 7, 1: 4}),
-    ((4, 3, 2, 8), {0: 4, 1: 1}),
-    ((2, 1, 3, 2), {0: 2, 1: 2, 2: 1}),
+    # ranks of the pipeline, this one, virtual stages, micro-batches -> in flight by virtual stage, and so if paired
+    ((1, 0, 1, 8), {0: 1}, {0: 1}),
+    ((4, 0, 1, 8), {0: 4}, None),
+    ((4, 3, 1, 8), {0: 1}, None),
+    ((4, 0, 1, 2), {0: 2}, None),
+    ((4, 0, 2, 8), {0: 7, 1: 4}, {0: 8, 1: 4}),
+    ((4, 3, 2, 8), {0: 4, 1: 1}, {0: 4, 1: 2}),
+    ((2, 1, 3, 2), {0: 2, 1: 2, 2: 1}, {0: 2, 1: 2, 2: 2}),
 ]
 
 
-@pytest.mark.parametrize(("pipeline", "expected"), PIPELINES)
-def test_number_of_pending_micro_batches_of_a_stage(pipeline, expected):
-    args = Namespace(microbatch_group_size_per_vp_stage=None, overlap_moe_expert_parallel_comm=False)
-    assert _in_flight(args, *pipeline) == expected
+@pytest.mark.parametrize(("pipeline", "expected", "if_paired"), PIPELINES)
+def test_number_of_pending_micro_batches_of_a_stage(pipeline, expected, if_paired):
+    args = Namespace(microbatch_group_size_per_vp_stage=None)
+    assert _in_flight(args, *pipeline, pairs=False) == expected
+    if if_paired is not None:
+        assert _in_flight(args, *pipeline, pairs=True) == if_paired
+
+
+def test_estimated_activations_of_a_paired_plan_are_a_layer_more(examined):
+    """Without pipeline stages; with virtual ones, a micro-batch of one of them."""
+
+    def kept(flags: str) -> list[float]:
+        return [memory.activations for memory in examined(f"{MOE} --moe-layer-freq ([0]+[1]*3) {flags}").memory]
+
+    def of_one_layer(recompute: str = "") -> float:
+        args = examined(f"{MOE} {recompute}").args
+        return sum(saved.num_bytes for saved in layer_tensors(args, LayerKind.MOE, saves_scores=True))
+
+    fixed = "--lancet-num-chunks 2 --lancet-pairing"
+    (alone,), (beside,) = kept(f"{fixed} off"), kept(f"{fixed} on")
+    assert beside - alone == pytest.approx(of_one_layer())
+    # Recomputed layers keep their inputs: [2 samples of 32 positions, 64] in fp32.
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    (alone,), (beside,) = kept(f"{fixed} off {full}"), kept(f"{fixed} on {full}")
+    assert beside - alone == 2 * 32 * 64 * 4
+    stages = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --moe-layer-freq 1"
+    for one, other in zip(kept(f"{fixed} off {stages}"), kept(f"{fixed} on {stages}"), strict=True):
+        assert other - one == pytest.approx(of_one_layer(stages))
+    # Megatron's own pairing takes as much.
+    own = "--overlap-moe-expert-parallel-comm --bf16 --transformer-impl transformer_engine --lancet-plan"
+    (stock,), (planned,) = kept(f"{own} off"), kept("--bf16 --transformer-impl transformer_engine " + f"{fixed} on")
+    assert stock == planned
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from megatron_lancet.training.layer_pattern import layer_kinds
 from megatron_lancet.training.plan.explicit import model_of_run, plan_from_file
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan
+from tests.unit.training.validated import set_as_validation_does
 
 LAYERS_2_3 = Plan(
     (Segment(1, 1, 1), Segment(2, None, 4, ChunkDim.SEQUENCE, OverlapRange.LAYER)), DwPolicy.FILL, dw_window=8
@@ -33,7 +34,7 @@ def megatron_args(monkeypatch):
         )
         monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
         args = parse_args(ignore_unknown_args=True)
-        args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or 1
+        set_as_validation_does(args)
         return args
 
     return make

@@ -10,10 +10,11 @@ from megatron.core.transformer.moe import moe_utils
 
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import fixed_plan
+from megatron_lancet.schedule.plan import fixed_plan, paired
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags, refuse_mapped_flags
 from megatron_lancet.training.plan.select import choose_plan
 from megatron_lancet.training.plan.support import OVERLAP_FLAGS
+from tests.unit.training.validated import set_as_validation_does
 
 MOE = "--num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --seq-length 32 --transformer-impl local"
 
@@ -25,7 +26,9 @@ def parsed(monkeypatch):
 
     def parse(flags: str):
         monkeypatch.setattr(sys, "argv", ["pretrain", *f"{MOE} {flags}".split()])
-        return parse_args(ignore_unknown_args=True)
+        args = parse_args(ignore_unknown_args=True)
+        set_as_validation_does(args)
+        return args
 
     return parse
 
@@ -33,10 +36,12 @@ def parsed(monkeypatch):
 def test_every_overlap_flag_becomes_the_plan_and_is_named(parsed):
     args = parsed(f"--moe-token-dispatcher-type alltoall --wgrad-deferral-limit 3 {' '.join(OVERLAP_FLAGS)}")
     assert all(getattr(args, name) for name in OVERLAP_FLAGS.values())
-    assert map_overlap_flags(args, LancetConfig()) == f"the plan does what {', '.join(OVERLAP_FLAGS)} ask for"
+    assert map_overlap_flags(args, LancetConfig()) == (
+        f"the plan does what {', '.join(OVERLAP_FLAGS)} ask for, and may run backwards beside forwards"
+    )
     assert not any(getattr(args, name) for name in OVERLAP_FLAGS.values())
     assert args.wgrad_deferral_limit == 0
-    assert choose_plan(args, LancetConfig())[0] == fixed_plan(2)
+    assert choose_plan(args, LancetConfig())[0] == paired(fixed_plan(2))
     one = parsed("--moe-token-dispatcher-type alltoall --delay-wgrad-compute")
     line = map_overlap_flags(one, LancetConfig(plan=Path("plan.json")))
     assert line == "the plan does what --delay-wgrad-compute asks for"

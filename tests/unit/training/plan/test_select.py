@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lancet.config import AttentionChoice, LancetConfig, PlanChoice
+from megatron_lancet.config import AttentionChoice, LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
 from megatron_lancet.training.plan.attention import needs_own_attention, uses_sdpa
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
+from tests.unit.training.validated import set_as_validation_does
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def megatron_args(monkeypatch):
         )
         monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
         args = parse_args(ignore_unknown_args=True)
-        args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or 1
+        set_as_validation_does(args)
         vars(args).update(attributes)
         return args
 
@@ -48,7 +49,12 @@ def test_auto_plan_has_two_chunks(megatron_args):
         ([], {"plan": Path("plan.json")}, False),
         ([], {"profile": Path("profile.json")}, False),
         (["--micro-batch-size", 1], {"chunk_dim": ChunkDim.BATCH}, True),  # dWs can still wait
-        (["--micro-batch-size", 1], {"chunk_dim": ChunkDim.BATCH, "dw_policy": DwPolicy.NONE}, False),
+        (["--micro-batch-size", 1], {"chunk_dim": ChunkDim.BATCH, "dw_policy": DwPolicy.NONE}, True),  # or be paired
+        (
+            ["--micro-batch-size", 1],
+            {"chunk_dim": ChunkDim.BATCH, "dw_policy": DwPolicy.NONE, "pairing": PairingChoice.OFF},
+            False,
+        ),
     ],
 )
 def test_auto_plan_is_tuned_where_there_is_a_choice(megatron_args, changes, wishes, tunes):
@@ -214,7 +220,7 @@ def test_micro_batch_stays_whole_where_fp8_has_no_smaller_multiple(megatron_args
     plan, line = choose_plan(args, LancetConfig())
     assert plan == fixed_plan(1, chunk_dim=ChunkDim.SEQUENCE)
     assert "a micro-batch of 8 positions stays whole, because --fp8-recipe mxfp8 wants multiples of 8 positions" in line
-    assert not is_tuned(args, LancetConfig(dw_policy=DwPolicy.NONE))
+    assert not is_tuned(args, LancetConfig(dw_policy=DwPolicy.NONE, pairing=PairingChoice.OFF))
     with pytest.raises(UsageError, match=r"4, and --fp8-recipe mxfp8 wants .* Use at most 1 chunk, a larger micro-b"):
         choose_plan(args, LancetConfig(num_chunks=2, chunk_dim=ChunkDim.BATCH))
 

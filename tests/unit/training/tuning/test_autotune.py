@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.comm_stats import CommTimes
-from megatron_lancet.schedule.plan import fixed_plan
+from megatron_lancet.schedule.plan import DwPolicy, fixed_plan, paired
 from megatron_lancet.training.tuning.autotune import AutoTune
 from megatron_lancet.training.tuning.controller import (
     Planned,
@@ -21,6 +21,7 @@ from megatron_lancet.training.tuning.step_stats import StepStats
 from megatron_lancet.training.tuning.tuned_plan import TunedPlan
 
 SHORT, PLANNED, PROFILED = fixed_plan(2), fixed_plan(3), fixed_plan(4)
+PAIRED = paired(fixed_plan(1, DwPolicy.NONE))
 MADE_FOR = {"seq_length": "32"}
 SAVED = TunedPlan(PROFILED, MADE_FOR, StepStats(90.0, 1.0, 5.0, 1.0, 40.0, 4), StepStats(100.0, 1.0, 9.0, 1.0, 40.0, 4))
 
@@ -55,7 +56,7 @@ class Maker:
 class Run:
     """A training loop whose steps take what their plan says."""
 
-    STEP_MS = {plan_without_overlap(): 100.0, PLANNED: 80.0, PROFILED: 90.0, SHORT: 95.0}
+    STEP_MS = {plan_without_overlap(): 100.0, PLANNED: 80.0, PROFILED: 90.0, SHORT: 95.0, PAIRED: 70.0}
 
     def __init__(self, train_iters=100, num_profile_steps=2, failure=None, resumed_at=0, saved=None) -> None:
         self.args = SimpleNamespace(train_iters=train_iters, curr_iteration=resumed_at)
@@ -127,6 +128,16 @@ def test_autotune_of_a_short_run_takes_a_fixed_plan(capsys, resumed_at):
     assert lines(capsys) == [said]
     assert run.tuner.summary()["how"] == "fixed, because 14 steps are too few to find one: 15 are needed"
     assert run.args.lancet_tuned_plan is None
+
+
+def test_autotune_verifies_a_plan_that_only_pairs_and_a_resumed_run_takes_it(capsys, monkeypatch):
+    monkeypatch.setattr(Maker, "make", lambda self: Planned(PAIRED, StepEstimate(72.0, 3.0), "scripted", {}))
+    run = Run()
+    assert run.steps(3 + 4 + 2 + 2 + 4)[-6:] == [PAIRED] * 6
+    assert f"{PAIRED}: predicted 72.0 ms a step, measured before 100.0 ms (scripted)" in lines(capsys)
+    resumed = Run(saved=run.args.lancet_tuned_plan)
+    assert resumed.steps(3) == [PAIRED] * 3
+    assert lines(capsys)[0].startswith("chunks=1 dim=batch range=stack dw=none dw-window=0 paired, from the checkpoint")
 
 
 def test_autotune_survives_a_failing_planner(capsys):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_lancet.planning.estimate import StepEstimate
-from megatron_lancet.schedule.plan import Plan, Segment, fixed_plan
+from megatron_lancet.schedule.plan import Plan, Segment, fixed_plan, paired
 from megatron_lancet.training.tuning.controller import (
     MIN_STEPS_BETWEEN_PLANS,
     NUM_DRIFT_WINDOWS,
@@ -152,6 +152,29 @@ def test_profiled_plan_that_is_not_clearly_faster_is_not_tried():
     tuning = verifying(profiled={"four": (OTHER, 149.0)})
     assert run(tuning, stats(150), NUM_SETTLE_STEPS) is None
     assert tuning.state is TuningState.WATCH
+
+
+def test_plan_that_only_pairs_is_no_plan_without_overlap():
+    only_paired = paired(plan_without_overlap())
+    tuning = profiling()
+    assert tuning.planned(Planned(only_paired, StepEstimate(150.0, 10.0))) == only_paired
+    assert run(tuning, stats(150), NUM_SETTLE_STEPS) is None
+    assert (tuning.state, tuning.plan, tuning.settled) == (TuningState.WATCH, only_paired, True)
+    # A drift measures links under another plan, and comes back if nothing better is found.
+    for _ in range(MIN_STEPS_BETWEEN_PLANS // NUM + NUM_DRIFT_WINDOWS):
+        if tuning.state is TuningState.WATCH:
+            run(tuning, stats(250, 120))
+    assert tuning.state is TuningState.PROFILE
+    assert tuning.planning_failed("no costs") == only_paired
+
+
+def test_paired_plan_that_does_not_pay_goes_back():
+    tuning = profiling()
+    plan = paired(PLAN, OTHER)
+    assert tuning.planned(Planned(plan, StepEstimate(150.0, 10.0))) == plan
+    assert run(tuning, stats(230), NUM_SETTLE_STEPS) == BASE
+    run(tuning, stats(200), NUM_SETTLE_STEPS)
+    assert (tuning.state, tuning.plan) == (TuningState.WATCH, BASE)
 
 
 def test_plan_without_overlap_can_be_the_decision():

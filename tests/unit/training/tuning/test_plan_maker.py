@@ -15,7 +15,7 @@ from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.profiler.cache import ProfileKey
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan, paired
 from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.training.tuning import plan_maker
 from megatron_lancet.training.tuning.controller import PlanningFailed
@@ -146,6 +146,29 @@ def test_plan_maker_without_deferral_leaves_profiled_plans_out(make):
     planned, _ = profiled(make(Limits(chunk_dims=(ChunkDim.BATCH,), dw_policies=(DwPolicy.NONE,))))
     assert planned.plan.dw_policy is DwPolicy.NONE
     assert planned.profiled == {}
+
+
+def test_plan_maker_leaves_unpaired_plans_out_where_pairing_is_asked_for(make):
+    """They are what the profile ran by, and contradict the user's wish."""
+    planned, _ = profiled(make(replace(BATCH, pairing=(True,))))
+    assert planned.profiled == {}
+
+
+def test_plan_maker_measures_a_paired_run_unpaired_and_counts_its_memory(make, monkeypatch):
+    maker = make()
+    profiled(maker)
+    maker._setup.plan = present = paired(fixed_plan(1), fixed_plan(2))
+    bounded_by = []
+    monkeypatch.setattr(plan_maker, "memory_bound_bytes", lambda profile, ran, room: bounded_by.append(ran) or 1 << 40)
+    monkeypatch.setattr(Run, "result", replace(PROFILE, model=replace(PROFILE.model, num_micro_batches=7)))
+    maker.begin(again=True)
+    assert maker.next_plan() == fixed_plan(1)
+    while maker.next_plan() is not None:
+        maker._setup.plan = maker.next_plan()  # as the run switches
+        maker.run_step(lambda: None)
+    maker.make()
+    assert bounded_by[0][0] == present
+    assert maker.profile.model.num_micro_batches == 7, "the batch has grown"
 
 
 @pytest.mark.parametrize(

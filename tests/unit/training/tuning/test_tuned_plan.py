@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.estimate import StepEstimate
-from megatron_lancet.schedule.plan import fixed_plan
+from megatron_lancet.schedule.plan import DwPolicy, fixed_plan, paired
 from megatron_lancet.training.tuning.step_stats import StepStats
 from megatron_lancet.training.tuning.tuned_plan import TunedPlan
 
@@ -14,7 +14,10 @@ STATS = StepStats(100.0, 1.0, 10.0, 0.5, 40.0, 5)
 TUNED = TunedPlan(fixed_plan(2), {"ep_size": "2", "device": "cpu"}, STATS, STATS, StepEstimate(99.0, 9.5, 10**9, 10**6))
 
 
-@pytest.mark.parametrize("tuned", [TUNED, TunedPlan(fixed_plan(4), {}, STATS)])
+PAIRED = paired(fixed_plan(1, DwPolicy.NONE), fixed_plan(2, DwPolicy.NONE))
+
+
+@pytest.mark.parametrize("tuned", [TUNED, TunedPlan(fixed_plan(4), {}, STATS), TunedPlan(PAIRED, {}, STATS)])
 def test_tuned_plan_is_read_as_saved(tuned):
     assert TunedPlan.from_json(tuned.to_json(), "checkpoint") == tuned
 

@@ -1,0 +1,63 @@
+"""The state of a simulated rank and of an exchange of token counts, for the engine."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_lancet.planning.simulation.buckets import Ledger, Weight
+from megatron_lancet.planning.simulation.cost_model import DwCost
+from megatron_lancet.planning.simulation.links import NEVER, Message
+from megatron_lancet.planning.simulation.phase_result import Mark, Wait
+from megatron_lancet.schedule.dw_queue import DwQueue
+from megatron_lancet.schedule.timeline import Span
+
+
+class LayerDw(NamedTuple):
+    """A dW with its layer (0 beside the layers) and cost."""
+
+    layer: int
+    cost: DwCost
+
+    @property
+    def name(self) -> str:
+        """The name in plans and timelines."""
+        return f"L{self.layer}.W.{self.cost.name}" if self.layer else f"W.{self.cost.name}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its weights, for the queue of dWs."""
+        return (self.name,)
+
+
+@dataclass(slots=True)
+class CountsState:
+    """An exchange of token counts; ``stopped`` are the ranks whose hosts wait for it."""
+
+    issued_ms: dict[int, float] = field(default_factory=dict)
+    done_ms: float = NEVER
+    waiting: list[tuple["RankState", Message]] = field(default_factory=list)
+    stopped: list["RankState"] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class RankState:
+    """A simulated rank: its clock, its place in the steps, and what it has recorded."""
+
+    column: int
+    time_ms: float
+    queue: DwQueue[LayerDw, Weight]
+    ledger: Ledger | None = None
+    index: int = 0
+    num_ended: int = 0
+    """Number of backwards that have ended."""
+    pending: int | None = None
+    """Key of the last dispatch that the host has not launched yet; the only one if counts are in the order, too."""
+    num_unknown: int = 0
+    exposed_ms: float = 0.0
+    exposed_forward_ms: float = 0.0
+    peak_dw_bytes: int = 0
+    num_early: int = 0
+    marks: list[Mark] = field(default_factory=list)
+    wait_start_ms: float = -1.0
+    filled: list[str] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)

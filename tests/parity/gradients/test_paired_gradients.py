@@ -1,0 +1,176 @@
+"""Plans with pairing against stock, in steps of Megatron's own schedules: every gradient, loss, log and collective."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.gradient_deviations import TOLERANCE
+from tests.parity.gradients.paired_cases import (
+    CASES,
+    IN_LAYOUTS,
+    IN_PIPELINES,
+    LATE_FORWARDS,
+    OTHER_SAMPLES,
+    OTHER_SETTINGS,
+    RANDOM_IN_BACKWARD,
+    Case,
+)
+from tests.parity.gradients.variants import precision_of
+from tests.ranks import launch
+
+# Each worker runs all its cases in one start of its ranks.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(320)]
+
+FOLDER = Path(__file__).parent
+CASES_ON_FOUR = {name: case for name, (_, case) in (IN_LAYOUTS | IN_PIPELINES).items()}
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory):
+    """Per rank: what the worker found for each case."""
+    return launch.results_of(FOLDER / "paired_worker.py", 2, tmp_path_factory.mktemp("paired"), timeout_s=300)
+
+
+@pytest.fixture(scope="module")
+def on_four(tmp_path_factory):
+    """Per rank: what the worker found for each case."""
+    worker = FOLDER / "paired_layouts_worker.py"
+    return launch.results_of(worker, 4, tmp_path_factory.mktemp("paired-layouts"), timeout_s=300)
+
+
+def check(results, name: str, case: Case, check_gradients) -> None:
+    """Fails unless a case's results are stock's: to the bit, or within the bound of changed sums."""
+    bound = 0.0 if case.is_exact else TOLERANCE
+    for rank, result in enumerate(results):
+        found = result[name]
+        check_gradients(found["gradients"], bound, f"rank {rank}", precision_of(name))
+        assert found["loss"] <= bound
+        assert found["losses_equal"] or not case.is_exact
+        assert found["logged"] <= bound
+        assert found["logged_names_equal"]
+        assert found["buffers_equal"]
+        # DDP counts in a step's last backward; those before it only accumulate.
+        assert found["reports"] == dict.fromkeys(found["parameters"], 1)
+    assert [case.num_micro_batches] * 2 in [result[name]["num_losses"] for result in results]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_equal_stock(on_two, name, check_gradients):
+    check(on_two, name, CASES[name], check_gradients)
+
+
+@pytest.mark.parametrize("name", CASES_ON_FOUR)
+def test_gradients_in_layouts_equal_stock(on_four, name, check_gradients):
+    check(on_four, name, CASES_ON_FOUR[name], check_gradients)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_order_of_collectives_is_the_same_on_all_ranks(on_two, name):
+    first, second = (result[name]["collectives"] for result in on_two)
+    assert first == second
+    assert any(op.startswith("reduce") for op in first)
+
+
+@pytest.mark.parametrize("name", CASES_ON_FOUR)
+def test_order_of_collectives_is_the_same_on_all_ranks_of_a_stage(on_four, name):
+    layout, _ = {**IN_LAYOUTS, **IN_PIPELINES}[name]
+    orders = [result[name]["collectives"] for result in on_four]
+    stages = {"EP2xPP2": [orders[:2], orders[2:]], "PP4": [[order] for order in orders]}.get(layout, [orders])
+    for stage in stages:
+        assert all(order == stage[0] for order in stage)
+        assert any(".I.dispatch" in op for op in stage[0])
+
+
+def test_messages_of_a_backward_and_of_the_forward_beside_it_take_turns(on_two):
+    """Three micro-batches of three layers: the whole order, as ``schedule/pairing.py`` draws it."""
+    sent = [op for op in on_two[0]["plain/M=3"]["collectives"] if not op.startswith("reduce")]
+    forward = [op for layer in (1, 2, 3) for op in (f"L{layer}.c0.F.counts+dispatch", f"L{layer}.c0.F.combine")]
+    backward = [f"L{layer}.c0.I.{kind}" for layer in (3, 2, 1) for kind in ("combine", "dispatch")]
+    # A backward waits for its message in front of the next one; the forward's next message leaves before that.
+    beside = [op for both in zip(backward, [*forward[1:], "next"], strict=True) for op in both]
+    expected = [*forward, forward[0], *beside[:-1], forward[0], *beside[:-1], *backward]
+    assert sent == [part for op in expected for part in _parts(op)]
+
+
+def _parts(op: str) -> list[str]:
+    """The exchange of counts goes ahead of the dispatch."""
+    return [op.replace("counts+dispatch", kind) for kind in ("counts", "dispatch")] if "+" in op else [op]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("plain/M=3", "plain/erratic-wire"),
+        ("plain/M=3", "plain/gaps"),
+        ("plain/M=3", "plain/dw-memory"),
+        ("plain/none", "plain/none/erratic-wire"),
+    ],
+)
+def test_order_of_collectives_depends_on_neither_the_wire_nor_planned_gaps_nor_memory(on_two, one, other):
+    for result in on_two:
+        assert result[one]["collectives"] == result[other]["collectives"]
+
+
+def test_a_backward_with_fewer_messages_than_planned_leaves_the_rest_of_the_forward_behind_it(on_two):
+    """Nothing needs a gradient in front of the second layer."""
+    sent = [op for op in on_two[0]["frozen-first-layer"]["collectives"] if not op.startswith("reduce")]
+    assert not any(op.startswith("L1.") and ".I." in op for op in sent)
+    first_end = sent.index("L2.c0.I.dispatch")
+    assert sent[first_end : first_end + 4] == [
+        "L2.c0.I.dispatch",
+        "L3.c0.F.counts",
+        "L3.c0.F.dispatch",
+        "L3.c0.F.combine",
+    ]
+
+
+def test_chunks_are_those_of_the_middle_and_of_the_ends(on_two):
+    def chunks_of(name: str) -> list[int]:
+        """Chunks of each forward in turn, by the dispatches of its first layer."""
+        sent = [op for op in on_two[0][name]["collectives"] if op.startswith("L1.") and op.endswith("F.dispatch")]
+        starts = [index for index, op in enumerate(sent) if ".c0." in op] + [len(sent)]
+        return [end - start for start, end in pairwise(starts)]
+
+    assert chunks_of("chunks-at-ends") == [2, 1, 1, 2]
+    assert chunks_of("chunks-in-middle") == [1, 3, 3, 1]
+    assert chunks_of("chunks/one-micro-batch") == [2]
+
+
+def test_micro_batches_at_the_ends_of_an_interleaved_pipeline_have_their_own_chunks(on_four):
+    """Of 8 micro-batches and 2 virtual stages: those of the warm-up, and those whose backward is in the cool-down."""
+    for rank, num_without_partner in ((0, 5), (3, 3)):
+        sent = on_four[rank]["EP2xPP2/chunks-at-ends"]["collectives"]
+        in_two = sum(op.endswith("c1.F.dispatch") for op in sent)
+        assert in_two == 2 * num_without_partner
+        assert sum(op.endswith("c0.F.dispatch") for op in sent) == 16
+
+
+def test_comparison_detects_random_numbers_of_a_backward_between_those_of_the_forward(on_two):
+    for result in on_two:
+        found = result[RANDOM_IN_BACKWARD]
+        assert not found["losses_equal"]
+        assert max(found["gradients"].values()) > 1e4 * TOLERANCE
+
+
+def test_comparison_detects_forwards_in_another_order_than_the_samples(on_two):
+    """Two summands in another order are the same sum: only each micro-batch's own loss tells."""
+    for result in on_two:
+        found = result[OTHER_SAMPLES]
+        assert not found["losses_equal"]
+        assert found["loss"] > 100 * TOLERANCE
+
+
+def test_comparison_of_collectives_detects_turns_that_differ_between_ranks(on_two):
+    """Without expert parallelism: otherwise ranks would wait for each other."""
+    first, second = (result[LATE_FORWARDS] for result in on_two)
+    assert first["collectives"] != second["collectives"]
+    assert sorted(first["collectives"]) == sorted(second["collectives"])
+    for found in (first, second):
+        assert set(found["gradients"].values()) == {0.0}
+        assert found["losses_equal"]
+
+
+def test_a_forward_with_settings_of_another_place_stops_the_step(on_two):
+    for result in on_two:
+        assert "a forward took 13 turns, and 7 were planned" in result[OTHER_SETTINGS]

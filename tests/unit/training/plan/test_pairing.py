@@ -1,0 +1,281 @@
+"""``--lancet-pairing``: which runs may run backwards beside forwards, and the lines that say why others don't."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
+from megatron_lancet.errors import UsageError
+from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired
+from megatron_lancet.schedule.reductions import CommPriority
+from megatron_lancet.training.arguments import config_from_words
+from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
+from megatron_lancet.training.plan.limits import planning_limits
+from megatron_lancet.training.plan.select import choose_plan, is_tuned
+from tests.unit.training.validated import set_as_validation_does
+
+ON, OFF = LancetConfig(pairing=PairingChoice.ON), LancetConfig(pairing=PairingChoice.OFF)
+PRIORITY = {"comm_priority": CommPriority.ALL_TO_ALL_FIRST}
+PIPELINE = ["--pipeline-model-parallel-size", 4]
+INTERLEAVED = [*PIPELINE, "--num-virtual-stages-per-pipeline-rank", 2]
+ONE_MICRO_BATCH = ["--global-batch-size", 8]
+TE = ["--transformer-impl", "transformer_engine"]
+
+
+@pytest.fixture
+def megatron_args(monkeypatch):
+    """Megatron's arguments for a run that can pair, 4 micro-batches of 4 samples on 2 data-parallel ranks."""
+    from megatron.training.arguments import parse_args
+
+    def make(*changes: object):
+        command = (
+            "--num-layers 8 --num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --seq-length 32 "
+            "--transformer-impl local --moe-token-dispatcher-type alltoall --hidden-dropout 0 --attention-dropout 0"
+        )
+        monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
+        args = parse_args(ignore_unknown_args=True)
+        map_overlap_flags(args, LancetConfig())
+        set_as_validation_does(args)
+        return args
+
+    return make
+
+
+@pytest.mark.parametrize(("text", "value"), [("auto", None), ("on", PairingChoice.ON), ("off", PairingChoice.OFF)])
+def test_flag_takes_three_words(text, value):
+    assert config_from_words(["--lancet-pairing", text]).pairing is value
+    assert config_from_words([]).pairing is None
+    with pytest.raises(UsageError, match="--lancet-pairing: invalid choice: 'yes'"):
+        config_from_words(["--lancet-pairing", "yes"])
+
+
+PAIRABLE = {
+    "plain": [],
+    "full recompute": ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1],
+    "selective recompute": ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe"],
+    "tensor": ["--tensor-model-parallel-size", 2, "--sequence-parallel"],
+    "expert tensor": ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-tensor-parallel-size", 2],
+    "context": ["--context-parallel-size", 2],
+    "capacity": ["--moe-expert-capacity-factor", 1.5, "--moe-pad-expert-input-to-capacity"],
+    "sinkhorn": ["--moe-router-load-balancing-type", "sinkhorn"],
+    "jitter": ["--moe-input-jitter-eps", 0.1],
+    "shared experts": ["--moe-shared-expert-intermediate-size", 16],
+    "distributed optimizer": ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+    "per-token loss": ["--calculate-per-token-loss"],
+    "multi-token prediction": ["--mtp-num-layers", 1],
+    "latent attention": ["--multi-latent-attention"],
+    "dropout": ["--hidden-dropout", 0.1, "--attention-dropout", 0.1],
+    "one sample": ["--micro-batch-size", 1],
+    "delayed scaling": [*TE, "--fp8-format", "hybrid"],
+    "delayed scaling with recompute": [
+        *(*TE, "--fp8-format", "hybrid", "--recompute-granularity", "full", "--recompute-method", "uniform"),
+        *("--recompute-num-layers", 1),
+    ],
+    "interleaved": INTERLEAVED,
+    "interleaved, own order of messages": [*INTERLEAVED, "--no-overlap-p2p-communication", "--no-align-grad-reduce"],
+    "timers and checks": ["--timing-log-level", 2, "--rerun-mode", "validate_results"],
+    "a batch that grows": ["--global-batch-size", 8, "--step-batch-size-schedule", "0:8 1K:32"],
+}
+
+
+@pytest.mark.parametrize("changes", PAIRABLE.values(), ids=PAIRABLE.keys())
+def test_auto_may_pair_and_on_pairs(megatron_args, changes):
+    args = megatron_args(*changes)
+    assert planning_limits(args, LancetConfig()).pairing == (False, True)
+    assert planning_limits(args, ON).pairing == (True,)
+    unpaired, line = choose_plan(args, LancetConfig())
+    assert not unpaired.is_paired
+    assert "paired" not in line
+    plan, line = choose_plan(args, ON)
+    assert plan == paired(unpaired)
+    assert line.startswith(f"{unpaired} paired")
+
+
+@pytest.mark.parametrize("changes", PAIRABLE.values(), ids=PAIRABLE.keys())
+def test_off_never_pairs(megatron_args, changes):
+    args = megatron_args(*changes)
+    limits = planning_limits(args, OFF)
+    assert limits.pairing == (False,)
+    assert all(one.what != "pairing" for one in limits.excluded)
+    plan, line = choose_plan(args, OFF)
+    assert not plan.is_paired
+    assert "paired" not in line
+
+
+BLOCKED = {
+    "one micro-batch": (
+        ONE_MICRO_BATCH,
+        {},
+        "a step has one micro-batch (--global-batch-size 8, --micro-batch-size 4 on 2 data-parallel ranks)",
+        "Raise --global-batch-size",
+    ),
+    "one micro-batch and a rest": (["--global-batch-size", 15], {}, "a step has one micro-batch", "Raise"),
+    "no virtual stages": (
+        PIPELINE,
+        {},
+        "Megatron's loop for a pipeline without virtual stages has no place for a pair, and with one its first stage "
+        "would keep 8 micro-batches in place of 4",
+        "Pass --num-virtual-stages-per-pipeline-rank",
+    ),
+    "priority of all-to-alls": (
+        [*INTERLEAVED, "--overlap-grad-reduce"],
+        PRIORITY,
+        "with virtual stages --lancet-comm-priority all-to-all-first would count the all-to-alls of the forward beside "
+        "a backward",
+        "Drop --lancet-comm-priority",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "wishes", "reason", "advice"), BLOCKED.values(), ids=BLOCKED.keys())
+def test_pairing_is_excluded_with_a_reason_and_on_is_refused(megatron_args, tmp_path, changes, wishes, reason, advice):
+    args = megatron_args(*changes)
+    limits = planning_limits(args, LancetConfig(**wishes))
+    assert limits.pairing == (False,)
+    assert next(one.reason for one in limits.excluded if one.what == "pairing").startswith(reason)
+    for num_chunks in (None, 4):
+        plan, line = choose_plan(args, LancetConfig(num_chunks=num_chunks, **wishes))
+        assert plan == fixed_plan(num_chunks or 2)
+        assert line.startswith(f"{plan}; not paired, because {reason}")
+        with pytest.raises(UsageError) as refusal:
+            choose_plan(args, LancetConfig(num_chunks=num_chunks, pairing=PairingChoice.ON, **wishes))
+        assert str(refusal.value).startswith(f"--lancet-pairing on can't be followed: {reason}")
+        assert f". {advice}, or drop --lancet-pairing." in str(refusal.value) or advice == "Raise"
+        assert "\n" not in str(refusal.value)
+    # The user has not asked for it: there is nothing to explain.
+    assert "paired" not in choose_plan(args, LancetConfig(pairing=PairingChoice.OFF, **wishes))[1]
+
+    path = tmp_path / "plan.json"
+    write_plan_file(path, PlanFile(paired(fixed_plan(2)), None))
+    with pytest.raises(UsageError) as refusal:
+        choose_plan(args, LancetConfig(plan=path, **wishes))
+    assert str(refusal.value).startswith(
+        f"--lancet-plan {path} runs backwards beside forwards, which can't be followed: {reason}"
+    )
+    assert str(refusal.value).endswith(", or make a plan for this run.")
+    write_plan_file(path, PlanFile(fixed_plan(2), None))
+    assert choose_plan(args, LancetConfig(plan=path, **wishes))[0] == fixed_plan(2)
+
+
+def test_line_gives_one_reason_and_the_limits_all(megatron_args):
+    args = megatron_args(*PIPELINE, *ONE_MICRO_BATCH)
+    assert choose_plan(args, LancetConfig())[1].count("not paired") == 1
+    assert [one.what for one in planning_limits(args, LancetConfig()).excluded] == ["pairing"] * 2
+
+
+def test_priority_of_all_to_alls_pairs_without_virtual_stages(megatron_args):
+    args = megatron_args("--overlap-grad-reduce")
+    assert planning_limits(args, LancetConfig(**PRIORITY)).pairing == (False, True)
+    assert choose_plan(args, LancetConfig(pairing=PairingChoice.ON, **PRIORITY))[0] == paired(fixed_plan(2))
+
+
+def test_pairing_needs_a_plan_and_expert_parallelism(megatron_args):
+    with pytest.raises(UsageError, match=r"--lancet-pairing on needs the overlapping block, but --lancet-plan off .*"):
+        choose_plan(megatron_args(), LancetConfig(plan=PlanChoice.OFF, pairing=PairingChoice.ON))
+    with pytest.raises(UsageError, match=r"--lancet-pairing on overlaps .* --expert-model-parallel-size is 1\. Drop"):
+        choose_plan(megatron_args("--expert-model-parallel-size", 1), ON)
+    for config in (OFF, LancetConfig(plan=PlanChoice.OFF, pairing=PairingChoice.OFF)):
+        assert choose_plan(megatron_args("--expert-model-parallel-size", 1), config)[0] is None
+
+
+def test_pairing_contradicts_a_plan_file(megatron_args, tmp_path):
+    path = tmp_path / "plan.json"
+    write_plan_file(path, PlanFile(fixed_plan(2), None))
+    for value in PairingChoice:
+        with pytest.raises(UsageError, match=f"--lancet-pairing {value} contradicts --lancet-plan"):
+            choose_plan(megatron_args(), LancetConfig(plan=path, pairing=value))
+
+
+def test_fixed_plan_runs_alike_at_the_ends(megatron_args):
+    config = LancetConfig(num_chunks=4, dw_policy=DwPolicy.NONE, pairing=PairingChoice.ON)
+    plan, line = choose_plan(megatron_args(), config)
+    assert plan == paired(fixed_plan(4, DwPolicy.NONE))
+    assert plan.at_ends == plan.in_middle
+    assert line == "chunks=4 dim=batch range=stack dw=none dw-window=0 paired"
+    assert not is_tuned(megatron_args(), config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "overlap_range"),
+    [
+        (["--micro-batch-size", 1], OverlapRange.STACK),
+        (["--micro-batch-size", 1, "--moe-expert-capacity-factor", 1.5], OverlapRange.EXPERTS),
+    ],
+)
+def test_run_is_tuned_where_pairing_is_all_that_can_overlap(megatron_args, changes, overlap_range):
+    """A micro-batch of one sample is not cut, no dW waits: one chunk, paired or not."""
+    args = megatron_args(*changes)
+    only = {"chunk_dim": ChunkDim.BATCH, "dw_policy": DwPolicy.NONE}
+    assert is_tuned(args, LancetConfig(**only))
+    assert is_tuned(args, LancetConfig(**only, pairing=PairingChoice.ON))
+    assert not is_tuned(args, LancetConfig(**only, pairing=PairingChoice.OFF))
+    assert not is_tuned(megatron_args(*changes, "--global-batch-size", 2), LancetConfig(**only))
+    plan, _ = choose_plan(args, LancetConfig(**only, pairing=PairingChoice.ON))
+    assert plan == paired(fixed_plan(1, DwPolicy.NONE, overlap_range=overlap_range))
+
+
+def test_megatrons_flag_pairs_fixed_plans_and_lets_tuned_ones_choose(megatron_args):
+    args = megatron_args("--overlap-moe-expert-parallel-comm")
+    assert not args.overlap_moe_expert_parallel_comm
+    for config in (LancetConfig(), LancetConfig(num_chunks=4)):
+        assert choose_plan(args, config)[0] == paired(fixed_plan(config.num_chunks or 2))
+        assert planning_limits(args, config).pairing == (False, True)
+    assert is_tuned(args, LancetConfig())
+    assert choose_plan(args, OFF)[0] == fixed_plan(2)
+    # Other flags for overlap do not ask for it.
+    assert choose_plan(megatron_args("--moe-shared-expert-overlap"), LancetConfig())[0] == fixed_plan(2)
+
+
+@pytest.mark.parametrize("changes", [PIPELINE, ONE_MICRO_BATCH])
+def test_megatrons_flag_leaves_an_unpaired_plan_where_pairing_cannot_be(megatron_args, changes):
+    plan, line = choose_plan(megatron_args("--overlap-moe-expert-parallel-comm", *changes), LancetConfig())
+    assert plan == fixed_plan(2)
+    assert "; not paired, because " in line
+
+
+def test_line_of_the_mapping_says_that_the_plan_may_pair(monkeypatch):
+    from megatron.training.arguments import parse_args
+
+    def line(words: str, config: LancetConfig) -> str | None:
+        command = "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+        monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *words.split()])
+        return map_overlap_flags(parse_args(ignore_unknown_args=True), config)
+
+    asked = "the plan does what --overlap-moe-expert-parallel-comm asks for"
+    assert (
+        line("--overlap-moe-expert-parallel-comm", LancetConfig()) == f"{asked}, and may run backwards beside forwards"
+    )
+    for config in (ON, OFF, LancetConfig(plan=Path("plan.json"))):
+        assert line("--overlap-moe-expert-parallel-comm", config) == asked
+    assert line("--delay-wgrad-compute", LancetConfig()) == "the plan does what --delay-wgrad-compute asks for"
+
+
+@pytest.mark.parametrize(
+    ("ends", "changes", "message"),
+    [
+        (fixed_plan(5), [], r"layers 1-end at the ends of a step \(chunks=5 .*--micro-batch-size is 4, so at most 4"),
+        (fixed_plan(2), ["--moe-input-jitter-eps", 0.1], "at the ends of a step .*looks at the whole micro-batch"),
+        (
+            fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE),
+            ["--context-parallel-size", 2],
+            "at the ends of a step .*sequence chunks do not work with --context-parallel-size",
+        ),
+    ],
+)
+def test_segments_of_the_ends_are_checked_like_the_others(megatron_args, tmp_path, ends, changes, message):
+    path = tmp_path / "plan.json"
+    write_plan_file(path, PlanFile(paired(fixed_plan(1), ends), None))
+    with pytest.raises(UsageError, match=message):
+        choose_plan(megatron_args(*changes), LancetConfig(plan=path))
+
+
+def test_paired_plan_file_that_fits_is_taken(megatron_args, tmp_path):
+    path, plan = tmp_path / "plan.json", paired(fixed_plan(1), fixed_plan(2))
+    write_plan_file(path, PlanFile(plan, None))
+    for changes in ([], INTERLEAVED, ["--hidden-dropout", 0.1]):
+        taken, line = choose_plan(megatron_args(*changes), LancetConfig(plan=path))
+        assert taken == plan
+        # Chunks at the ends draw random numbers chunk by chunk, too.
+        assert ("dropout draws its random numbers chunk by chunk" in line) == ("--hidden-dropout" in changes)
