@@ -167,7 +167,8 @@ def _line_of_other(injection: Injection) -> str:
     """Pattern of the other rank's last line."""
     other, faulty = 1 - injection.rank, injection.rank
     what = f"sent nothing for {SILENCE_S:g} s" if injection.kind == "stop" else "closed the connection"
-    in_exchange = rf"gave up on L\d\.c\d\.[FI]\.\w+ \(layer \d, chunk \d, [^)]*.*\): rank {faulty} {what}\. The output .*"
+    op = r"L\d\.c\d\.[FI]\.\w+ \(layer \d, chunk \d, .*\) of micro-batch [123]"
+    in_exchange = rf"gave up on {op}: rank {faulty} {what}\. The output .*"
     if not injection.is_in_last_backward:
         return f"error: rank {other} {in_exchange}"
     # gloo's own words, which name an address and no rank.
@@ -229,8 +230,8 @@ def main() -> None:
         outcomes = run(arguments.count, arguments.seed, arguments.at_once, Path(folder))
     for outcome in outcomes:
         if outcome.problem:
-            print(f"{outcome.injection}: {outcome.problem}")
-    print(table(outcomes))
+            sys.stdout.write(f"{outcome.injection}: {outcome.problem}\n")
+    sys.stdout.write(table(outcomes) + "\n")
     sys.exit(any(outcome.problem for outcome in outcomes))
 
 

@@ -56,7 +56,9 @@ class PairedStep:
         self.setup = OverlapSetup(plan, device, CommStats(device), timedelta(seconds=timeout_s))
         self.setup([self.model])
         ddp_config = DistributedDataParallelConfig(
-            overlap_grad_reduce=overlap_grad_reduce, bucket_size=4000, delay_wgrad_compute=self.setup.delays_weight_grads
+            overlap_grad_reduce=overlap_grad_reduce,
+            bucket_size=4000,
+            delay_wgrad_compute=self.setup.delays_weight_grads,
         )
         self._ddp = DistributedDataParallel(config, ddp_config, self.model)
         config.no_sync_func = self._ddp.no_sync

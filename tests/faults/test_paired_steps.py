@@ -39,7 +39,7 @@ def test_step_after_a_failed_one_equals_an_undisturbed_one_bitwise(failed_steps,
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_failed_step_keeps_no_activations(failed_steps, plan):
-    """Without the garbage collector, which may run much later."""
+    """What its unfinished messages keep is released by the end of the next step."""
     for result in failed_steps:
         assert max(result[plan]["alive"]) == result[plan]["alive_at_begin"] == 0
 
