@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.plan import Plan, fixed_plan, paired
-from tests.faults.boundaries import Boundaries
+from tests.faults.paired.boundaries import Boundaries
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, transformer_config
 
 NUM_MICRO_BATCHES, MICRO_BATCH = 3, 2

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.faults.paired_step import PLANS, PairedStep
+from tests.faults.paired.step import PLANS, PairedStep
 from tests.ranks.worker import finish, run_on_cpu
 
 NUM_PLACES = 24
