@@ -53,6 +53,7 @@ from megatron_lancet.report.planning import what_if_table
 from megatron_lancet.report.timeline import text
 
 _GROW = "grow"
+_NUM_SHOWN_IN_PAIRS = 4
 _NUM_WAITS = 8
 
 
@@ -169,8 +170,10 @@ def show_timeline(forecaster: Forecaster, arguments: argparse.Namespace) -> None
     moved = forecaster.moved(layout)
     plan = split_at_stages(planner(moved), moved.model.stage_of_layer)
     forecast = forecaster.forecast(layout, lambda profile: plan)
-    # One micro-batch is enough: all are alike, and a step may have hundreds.
-    simulation = simulate(dataclasses.replace(moved, model=dataclasses.replace(moved.model, num_micro_batches=1)), plan)
+    # One micro-batch is enough, or one pair between two others: all are alike, and a step may have hundreds.
+    num_shown = min(moved.model.num_micro_batches, _NUM_SHOWN_IN_PAIRS) if plan.is_paired else 1
+    shown = dataclasses.replace(moved.model, num_micro_batches=num_shown)
+    simulation = simulate(dataclasses.replace(moved, model=shown), plan)
     plain = {
         **_origin(forecaster.profile),
         "plan": to_plain(plan),
@@ -192,15 +195,16 @@ def show_timeline(forecaster: Forecaster, arguments: argparse.Namespace) -> None
             f"({100 * forecast.exposed_share:.1f} %), pipeline bubble {forecast.bubble_ms:.1f} ms{waiting}; "
             f"activations and deferred dW {forecast.peak_bytes / 1e6:.0f} MB"
         )
-        print_timelines(simulation, arguments.spans)
+        print_timelines(simulation, arguments.spans, num_shown)
     if arguments.output is not None:
         atomic_write(arguments.output, json.dumps(plain, indent=1) + "\n")
 
 
-def print_timelines(simulation: Simulation, spans: bool) -> None:
-    """Prints the lanes of each simulated rank in a micro-batch, and its longest waits."""
-    until_ms = simulation.prediction.forward_ms + simulation.prediction.backward_ms
-    print(f"\none micro-batch, {until_ms:.1f} ms; # busy, + partly, . a little:")
+def print_timelines(simulation: Simulation, spans: bool, num_shown: int) -> None:
+    """Prints the lanes of each simulated rank in one or a few micro-batches, and its longest waits."""
+    until_ms = max(span.end_ms for timeline in simulation.timelines for span in timeline.spans)
+    shown = "one micro-batch" if num_shown == 1 else f"{num_shown} micro-batches"
+    print(f"\n{shown}, {until_ms:.1f} ms; # busy, + partly, . a little:")
     for timeline, num_alike in zip(simulation.timelines, simulation.same_ranks, strict=True):
         alike = f", and {num_alike - 1} more that receive as much" if num_alike > 1 else ""
         print(f"\nrank {timeline.rank}{alike}: exposed {timeline.exposed_ms():.1f} ms")

@@ -63,6 +63,16 @@ class Variant:
     grad_chunk_bytes: int | None = None
     overlaps_micro_batches: bool = False
 
+    @property
+    def pairs_micro_batches(self) -> bool:
+        """Whether a micro-batch's backward runs beside the forward of the next one, in our schedule or Megatron's."""
+        return self.overlaps_micro_batches or (self.plan is not None and self.plan.is_paired)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its loss and gradients must equal those of stock Megatron to the bit: it sums in the same order."""
+        return not self.sdpa and (self.plan is None or self.plan.num_chunks == 1)
+
 
 @dataclass(frozen=True)
 class Case:

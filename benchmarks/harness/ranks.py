@@ -21,7 +21,13 @@ class RankError(Exception):
     """A rank failed or took too long; the message has the end of what it printed."""
 
 
-_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
+_KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    # The thresholds don't hold for the arena that every further thread gets: its memory is given back as soon as 64 MB
+    # of it are free, and is of no use to the main thread. Forwards of a plan with pairing run on a thread of their own.
+    "MALLOC_ARENA_MAX": "1",
+}
 """glibc then keeps freed memory for the next step, as torch's own allocator does on a GPU. By default it gives much of
 it back, and a variant that holds memory longer takes more page faults."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.harness.cases import Case, Shape, Variant, select
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired
 
 
 def _plain_variants() -> list[Variant]:
@@ -29,6 +29,17 @@ def _plain_variants() -> list[Variant]:
     ]
 
 
+def _paired_variants() -> list[Variant]:
+    """The backward of a micro-batch beside the forward of the next one."""
+    return [
+        Variant("paired-k1", paired(fixed_plan(1))),
+        Variant("paired-k1-none", paired(fixed_plan(1, DwPolicy.NONE))),
+        Variant("paired-k2", paired(fixed_plan(2))),
+        Variant("paired-mix", paired(fixed_plan(1), fixed_plan(2))),
+        Variant("paired-mix-k4", paired(fixed_plan(1), fixed_plan(4))),
+    ]
+
+
 def _sdpa_variants() -> list[Variant]:
     """Fused attention, which sequence chunks need: it computes less than Megatron's, so it has a stock of its own."""
     own: dict[str, Any] = {"compute": "stock-sdpa-free", "sdpa": True}
@@ -44,10 +55,14 @@ def _sdpa_variants() -> list[Variant]:
     return variants
 
 
-VARIANTS = {variant.name: variant for variant in _plain_variants() + _sdpa_variants()}
+VARIANTS = {variant.name: variant for variant in _plain_variants() + _sdpa_variants() + _paired_variants()}
+UNPAIRED = "all-k2"
+"""The variant in which micro-batches run one after the other that those with pairing are compared with."""
 
 _QUICK = ("stock", "experts-only-k2", "all-k2", "all-k4", "stock-free", "all-free-k2", "all-free-k4")
-_EVERYTHING = tuple(name for name in VARIANTS if not name.startswith(("sequence-free", "megatron-overlap")))
+_EVERYTHING = tuple(
+    name for name, variant in VARIANTS.items() if not (name.startswith("sequence-free") or variant.pairs_micro_batches)
+)
 _SCHEDULES = (
     *("stock", "experts-only-k2", "forward-only-k2", "dw-only", "all-k2", "all-k4"),
     *("stock-free", "stock-sdpa", "sequence-k2", "sequence-k4", "stock-sdpa-free"),
@@ -56,6 +71,20 @@ _SCHEDULES = (
 _SEQUENCE = ("stock-sdpa", "sequence-k2", "sequence-k4", "stock-sdpa-free", "sequence-free-k2", "sequence-free-k4")
 _ACCUMULATED = ("stock", "megatron-overlap", "all-k2", "all-k4", "stock-free")
 ACCUMULATED = "45-accumulated"
+_PAIRED = ("stock", UNPAIRED, "stock-free", "paired-k1", "paired-k1-none", "paired-k2", "paired-mix", "paired-mix-k4")
+_FEW_PAIRED = ("stock", UNPAIRED, "stock-free", "paired-k1", "paired-mix")
+_SMALLER = Shape(layers=3, hidden=384, seq_length=256, micro_batches=4)
+"""Half the tokens and less than half the weights: a step of four micro-batches takes 4 to 6 s at 45 %."""
+
+
+def _paired_cases() -> list[Case]:
+    title = "{} micro-batches in a step, balanced top-1, stock exposes {} %"
+    return [
+        Case("45-m4", title.format("four", 45), 0.45, _PAIRED, _SMALLER),
+        Case("20-m4", title.format("four", 20), 0.20, _PAIRED, _SMALLER),
+        Case("65-m4", title.format("four", 65), 0.65, _PAIRED, _SMALLER),
+        Case("45-m8", title.format("eight", 45), 0.45, _FEW_PAIRED, replace(_SMALLER, micro_batches=8)),
+    ]
 
 
 def _cases() -> list[Case]:
@@ -91,23 +120,30 @@ def _cases() -> list[Case]:
     ]
 
 
-CASES = {case.name: case for case in _cases()}
+PAIRED_CASES = tuple(case.name for case in _paired_cases())
+CASES = {case.name: case for case in _cases() + _paired_cases()}
 QUICK_CASES = ("45",)
 HEADLINE_CASES = ("45", ACCUMULATED)
 """The case that documents quote first, and the one with Megatron's own overlap."""
 
 
-def choose(cases: list[str], variants: list[str] | None, quick: bool = False, headline: bool = False) -> list[Case]:
+def choose(
+    cases: list[str],
+    variants: list[str] | None,
+    quick: bool = False,
+    headline: bool = False,
+    pairing: bool = False,
+) -> list[Case]:
     """The cases to run, in the order of :data:`CASES`, each with the variants asked for and those they refer to.
 
     Args:
-        cases: names; empty for all, or those of a quick or headline run.
+        cases: names; empty for all, or those of a quick, headline or pairing run.
         variants: names; None for each case's own, of which a quick or headline run leaves out finer distinctions.
 
     Raises:
         UsageError: an unknown name.
     """
-    names = cases or (QUICK_CASES if quick else HEADLINE_CASES if headline else ())
+    names = cases or (QUICK_CASES if quick else HEADLINE_CASES if headline else PAIRED_CASES if pairing else ())
 
     def complete(wanted: set[str], case: Case) -> set[str]:
         if variants is None and (quick or headline):
@@ -123,7 +159,7 @@ def check(cases: Iterable[Case]) -> None:
         UsageError: a variant overlaps micro-batches where a step has only one.
     """
     for case in cases:
-        pairs = [name for name in case.variants if VARIANTS[name].overlaps_micro_batches]
+        pairs = [name for name in case.variants if VARIANTS[name].pairs_micro_batches]
         if pairs and case.shape.micro_batches < 2:
             raise UsageError(
                 f"variant {pairs[0]} overlaps two micro-batches, and a step of case {case.name} has "

@@ -1,7 +1,7 @@
 """From raw samples to the figures of the table: medians, paired ratios, the lower bound. Plain Python."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from benchmarks.harness.samples import (
     slower,
     spread,
 )
-from benchmarks.network.cases import VARIANTS
+from benchmarks.network.cases import UNPAIRED, VARIANTS
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,15 @@ class Row:
         over_passes: step over what the two passes take at least, one after the other, each bounded likewise by its own
             compute and link time: a backward pass can't carry the forward's rows. None also where the passes of several
             micro-batches may run side by side.
+        steady_over_bound: time of a pair of a backward and the next forward in the middle of a step, over the bound of
+            one micro-batch: what many micro-batches tend to. None on the free link, with one micro-batch, and in files
+            of runs that did not take this time.
         cpu_ratio: CPU time over the reference's.
         memory_ratio: peak activation memory over the reference's, on the rank where it is larger.
         speedup: paired ratios of the reference's step to this one's.
         sweep_speedups: the median of each sweep.
+        over_unpaired: paired ratios of the step of :data:`UNPAIRED` to this one's. None on the free link, for stock and
+            where no variant with pairing was run.
     """
 
     name: str
@@ -56,11 +61,13 @@ class Row:
     over_bound: float | None
     bound_ms: float | None
     over_passes: float | None
+    steady_over_bound: float | None
     cpu_ms: float
     cpu_ratio: float
     memory_ratio: float
     speedup: Spread
     sweep_speedups: list[float]
+    over_unpaired: Spread | None
 
 
 @dataclass(frozen=True)
@@ -154,6 +161,8 @@ def _row(case: Mapping[str, Any], samples: CaseSamples, name: str) -> Row:
     cpu_ms = samples.median(name, mean("cpu_ms"))
     peaks = case["peak_activation_bytes"]
     by_sweep = samples.speedups(name, reference)
+    is_compared = variant.plan is not None and not variant.free_link and UNPAIRED in case["variants"]
+    has_pairing = any((plan := VARIANTS[other].plan) is not None and plan.is_paired for other in case["variants"])
     return Row(
         name=name,
         reference=reference,
@@ -168,9 +177,25 @@ def _row(case: Mapping[str, Any], samples: CaseSamples, name: str) -> Row:
         over_bound=own["step_ms"] / bound_ms if bound_ms is not None else None,
         bound_ms=bound_ms,
         over_passes=own["step_ms"] / passes_ms if passes_ms is not None else None,
+        steady_over_bound=_steady_over_bound(case, samples, name, bound_ms),
         cpu_ms=cpu_ms,
         cpu_ratio=cpu_ms / samples.median(reference, mean("cpu_ms")),
         memory_ratio=max(peaks[name]) / max(peaks[reference]),
-        speedup=spread([ratio for sweep in by_sweep for ratio in sweep]),
+        speedup=_spread_of(by_sweep),
         sweep_speedups=[statistics.median(sweep) for sweep in by_sweep],
+        over_unpaired=_spread_of(samples.speedups(name, UNPAIRED)) if is_compared and has_pairing else None,
     )
+
+
+def _spread_of(by_sweep: Sequence[Sequence[float]]) -> Spread:
+    return spread([ratio for sweep in by_sweep for ratio in sweep])
+
+
+def _steady_over_bound(
+    case: Mapping[str, Any], samples: CaseSamples, name: str, bound_ms: float | None
+) -> float | None:
+    num_micro_batches = case["shape"].get("micro_batches", 1)
+    if bound_ms is None or num_micro_batches == 1 or "pairs_ms" not in case["sample_fields"]:
+        return None
+    pair_ms = samples.median(name, slower("pairs_ms")) / (num_micro_batches - 1)
+    return pair_ms / (bound_ms / num_micro_batches)

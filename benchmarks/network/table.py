@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from textwrap import indent
 
-from benchmarks.harness.samples import disturbance_warning
+from benchmarks.harness.samples import Spread, disturbance_warning
 from benchmarks.harness.tables import aligned, markdown
-from benchmarks.network.cases import VARIANTS
+from benchmarks.network.cases import UNPAIRED, VARIANTS
 from benchmarks.network.summary import CaseSummary, Row
 
 _HEADINGS = (
@@ -23,20 +23,31 @@ _HEADINGS = (
     "speedup (quartiles)",
     "sweeps",
 )
-_REST = "reduce+opt"
+_OPTIONAL = {"reduce+opt": "exposed", "steady/bound": "CPU", f"against {UNPAIRED}": "sweeps"}
+"""Columns that a case may have, each with the one that it stands in front of."""
 
 
-def headings(has_rest: bool) -> list[str]:
-    """Of the columns."""
-    names = list(_HEADINGS)
-    if has_rest:
-        names.insert(names.index("exposed"), _REST)
-    return names
+def _optional_cells(row: Row) -> dict[str, str]:
+    steady, over_unpaired = row.steady_over_bound, row.over_unpaired
+    return dict(
+        zip(
+            _OPTIONAL,
+            (
+                f"{row.rest_ms:.0f}" if row.rest_ms > 0 else "",
+                "" if steady is None else f"{steady:.2f}",
+                "" if over_unpaired is None else _spread(over_unpaired),
+            ),
+            strict=True,
+        )
+    )
 
 
-def cells(row: Row, has_rest: bool) -> list[str]:
-    """A variant's line."""
-    line = [
+def _spread(found: Spread) -> str:
+    return f"{found.median:.3f} ({found.low:.2f}-{found.high:.2f})"
+
+
+def _cells(row: Row) -> list[str]:
+    return [
         row.name,
         f"{row.step_ms:.0f}",
         "" if row.forward_ms is None else f"{row.forward_ms:.0f}",
@@ -48,12 +59,9 @@ def cells(row: Row, has_rest: bool) -> list[str]:
         "" if row.over_passes is None else f"{row.over_passes:.2f}",
         f"{row.cpu_ratio:.3f}",
         f"{row.memory_ratio:.2f}",
-        f"{row.speedup.median:.3f} ({row.speedup.low:.2f}-{row.speedup.high:.2f})",
+        _spread(row.speedup),
         " ".join(f"{speedup:.2f}" for speedup in row.sweep_speedups),
     ]
-    if has_rest:
-        line.insert(_HEADINGS.index("exposed"), f"{row.rest_ms:.0f}")
-    return line
 
 
 def description(case: CaseSummary) -> list[str]:
@@ -73,8 +81,15 @@ def description(case: CaseSummary) -> list[str]:
 
 
 def _lines(case: CaseSummary) -> list[list[str]]:
-    has_rest = any(row.rest_ms > 0 for row in case.rows)
-    return [headings(has_rest), *(cells(row, has_rest) for row in case.rows)]
+    """The headings and a line for each variant; without the optional columns in which no variant has anything."""
+    lines = [list(_HEADINGS), *(_cells(row) for row in case.rows)]
+    for heading, place in _OPTIONAL.items():
+        column = [_optional_cells(row)[heading] for row in case.rows]
+        if any(column):
+            at = lines[0].index(place)
+            for line, cell in zip(lines, [heading, *column], strict=True):
+                line.insert(at, cell)
+    return lines
 
 
 def _references(rows: Sequence[Row]) -> str:

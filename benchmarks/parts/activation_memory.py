@@ -95,7 +95,8 @@ def peak_mb(args: argparse.Namespace, cut: str, num_chunks: int, dim: str, recom
 
     micro_batch()  # makes gradients, buffers and connections
     known = [tensor for p in model.parameters() for tensor in (p, p.main_grad)]
-    with LiveMemory(known) as memory:
+    memory = LiveMemory(known)
+    with memory.watches_this_thread():
         micro_batch()
     return memory.peak_bytes / 1e6
 

@@ -50,7 +50,8 @@ class CommThread:
             # It tells the allocator which streams use a tensor; a CPU has neither.
             stack.enter_context(replaced(torch.Tensor, "record_stream", lambda *_: None))
             if threaded:
-                thread = stack.enter_context(ThreadPoolExecutor(1, "megatron-communication"))
+                name = "megatron-communication"
+                thread = stack.enter_context(ThreadPoolExecutor(1, name, self._stats.on_communication_thread))
 
                 def run(stock: Callable[..., Any], node: Any, *inputs: Any) -> Any:
                     arrived = self._arrived(inputs)
@@ -95,16 +96,23 @@ def _communicates(node: Any) -> bool:
 
 
 class ThreadedStats(CommStats):
-    """Waits of another thread count as exposed only where the main thread waits for that thread meanwhile."""
+    """Waits of the communication thread count as exposed only where the main thread waits for that thread meanwhile.
+
+    Waits of other threads count in full: the thread of our forwards runs in place of the main thread, not beside it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._main = threading.get_ident()
+        self._communication_thread: threading.Thread | None = None
         self._waits: deque[tuple[str, float, float]] = deque()
+
+    def on_communication_thread(self) -> None:
+        """Makes the calling thread the communication thread, in place of an earlier one."""
+        self._communication_thread = threading.current_thread()
 
     @contextmanager
     def waiting(self, *counters: str) -> Iterator[None]:
-        if threading.get_ident() == self._main:
+        if threading.current_thread() is not self._communication_thread:
             with super().waiting(*counters):
                 yield
             return

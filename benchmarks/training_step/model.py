@@ -1,5 +1,6 @@
 """Each variant's own Megatron GPT-MoE, wrapped in Megatron's DDP; the only place that touches our runtime."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -20,6 +21,7 @@ from benchmarks.training_step.links import Link
 from benchmarks.training_step.megatron_overlap import schedule_micro_batches
 from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.gpt import overlap
+from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.comm import Comm, Handle
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
@@ -27,6 +29,7 @@ from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import DwPolicy
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
+from megatron_lancet.training.megatron.paired_schedules import ask_for_pairs, paired_schedules
 
 _SEED = 1
 _LEARNING_RATE = 1e-7
@@ -100,7 +103,21 @@ def prepare(model: GPTModel, variant: Variant, link: Link) -> Callable[[], Abstr
     else:
         scheduler = CommScheduler(MicroOps(variant.grad_chunk_bytes), link.stats)
     overlap(model, plan, kind(link.transport, store, link.stats, own_rank, scheduler=scheduler), variant.sdpa)
+    if plan.is_paired:
+        ask_for_pairs([model], True)
+        return lambda: paired_schedules(lambda: [model])
     return nullcontext if scheduler is None else partial(_reductions_by, scheduler)
+
+
+@contextmanager
+def watched_lane(model: GPTModel, watch: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Inside, forwards that run beside a backward, on a thread of their own, do so in the context of ``watch``."""
+    comm = getattr(model.decoder, "comm", None)
+    if comm is None:  # stock modules
+        yield
+        return
+    with replaced(comm.pairing.lane, "around", watch):
+        yield
 
 
 @contextmanager
@@ -159,13 +176,21 @@ def make_forward(module: Any, batch: Batch) -> Callable[[], torch.Tensor]:
     return forward
 
 
-def run_micro_batches(ddp: DistributedDataParallel, batches: Sequence[Batch]) -> torch.Tensor:
-    """All passes of a step by Megatron's own function for it; returns the mean loss, a scalar."""
+def run_micro_batches(ddp: DistributedDataParallel, batches: Sequence[Batch]) -> tuple[torch.Tensor, float]:
+    """All passes of a step by Megatron's own function for it.
+
+    Returns:
+        The mean loss, a scalar, and ``Sample.pairs_ms``.
+    """
     losses: list[torch.Tensor] = []
+    forward_ends_s: list[float] = []
+    backward_begins_s: list[float] = []
 
     def mean_loss(losses_BS: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mean = losses_BS.float().mean()
+        mean.register_hook(lambda _: backward_begins_s.append(time.perf_counter()))
         losses.append(mean.detach())
+        forward_ends_s.append(time.perf_counter())
         return mean, {}
 
     def forward(given: Iterator[Batch], module: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
@@ -182,4 +207,5 @@ def run_micro_batches(ddp: DistributedDataParallel, batches: Sequence[Batch]) ->
         seq_length=seq_length,
         micro_batch_size=samples,
     )
-    return torch.stack(losses).mean()
+    assert len(forward_ends_s) == len(backward_begins_s) == len(batches)
+    return torch.stack(losses).mean(), (backward_begins_s[-1] - forward_ends_s[0]) * 1e3

@@ -84,7 +84,7 @@ class Step:
         stats, optimizer = self._link.stats, self._optimizer
         cpu_s, start_s = time.process_time(), time.perf_counter()
         with self._ddp.no_sync() if optimizer is None else nullcontext():
-            loss, forward_s, in_forward = self._passes()
+            loss, forward_s, in_forward, pairs_ms = self._passes()
         backward_s = reduced_s = end_s = time.perf_counter()
         if optimizer is not None:
             self._ddp.finish_grad_sync()
@@ -97,6 +97,7 @@ class Step:
             step_ms=(end_s - start_s) * 1e3,
             forward_ms=0.0 if forward_s is None else (forward_s - start_s) * 1e3,
             backward_ms=(backward_s - (start_s if forward_s is None else forward_s)) * 1e3,
+            pairs_ms=pairs_ms,
             reduce_ms=(reduced_s - backward_s) * 1e3,
             optimizer_ms=(end_s - reduced_s) * 1e3,
             exposed_forward_ms=in_forward.exposed_ms,
@@ -108,18 +109,19 @@ class Step:
         )
         return sample, loss
 
-    def _passes(self) -> tuple[torch.Tensor, float | None, CommTimes]:
-        """All passes of the step: the loss, when the forward pass ended, and the communication until then.
+    def _passes(self) -> tuple[torch.Tensor, float | None, CommTimes, float]:
+        """All passes of the step: the loss, when the forward pass ended, the communication until then, ``pairs_ms``.
 
         With several micro-batches there is no such moment: None, and nothing.
         """
         if self._forward is None:
-            return self._accumulate(), None, CommTimes()
+            loss, pairs_ms = self._accumulate()
+            return loss, None, CommTimes(), pairs_ms
         loss = self._forward()
         forward_s = time.perf_counter()
         in_forward = self._link.stats.take()
         loss.backward()
-        return loss.detach(), forward_s, in_forward
+        return loss.detach(), forward_s, in_forward, 0.0
 
     def _reduction_bytes(self) -> int:
         """A reduce-scatter and an all-gather of the gradients of dense parameters."""
@@ -133,8 +135,10 @@ class Step:
     def peak_activation_bytes(self) -> int:
         """Peak memory of a step beside weights, gradients and optimizer state."""
         known = [tensor for p in self.module.parameters() for tensor in (p, p.main_grad)]
-        # LiveMemory sees the main thread only.
-        with self._running(threaded=False), LiveMemory(known) as memory:
+        memory = LiveMemory(known)
+        # Communication runs on the main thread meanwhile; forwards of a plan with pairing have a thread of their own.
+        watched = model.watched_lane(self.module, memory.watches_this_thread)
+        with self._running(threaded=False), watched, memory.watches_this_thread():
             self._ddp.zero_grad_buffer()
             with self._ddp.no_sync():
                 self._passes()

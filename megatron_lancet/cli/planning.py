@@ -14,6 +14,8 @@ from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 from megatron_lancet.schedule.units import BYTES_PER_MB, mb_to_bytes
 
+_PAIRING = {"auto": (False, True), "on": (True,), "off": (False,)}
+
 
 def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that restrict the plan."""
@@ -29,6 +31,8 @@ def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
     add("--range", nargs="+", choices=ranges, help=chunked)
     deferred = "dW: fill runs it while a backward all-to-all is in flight, none immediately (default: both)"
     add("--dw-policy", nargs="+", choices=policies, help=deferred)
+    pairing = "whether each backward runs beside the next forward: auto lets the prediction decide (default: auto)"
+    add("--pairing", choices=tuple(_PAIRING), default="auto", help=pairing)
     memory = "bound (10^6 bytes) of activations and deferred weight gradients on a rank (default: none)"
     add("--max-memory-mb", type=positive_float, metavar="MB", help=memory)
     pinned = "bound (10^6 bytes) of memory kept alive by deferred dW on a rank; written into the plan (default: none)"
@@ -42,6 +46,7 @@ def limits_of(arguments: argparse.Namespace) -> Limits:
         "chunk_dims": arguments.chunk_dim and tuple(ChunkDim(dim) for dim in arguments.chunk_dim),
         "ranges": arguments.range and tuple(OverlapRange(one) for one in arguments.range),
         "dw_policies": arguments.dw_policy and tuple(DwPolicy(policy) for policy in arguments.dw_policy),
+        "pairing": _PAIRING[arguments.pairing],
         "max_memory_bytes": arguments.max_memory_mb and mb_to_bytes(arguments.max_memory_mb),
         "dw_memory_bytes": arguments.dw_memory_mb and mb_to_bytes(arguments.dw_memory_mb),
     }

@@ -1,6 +1,6 @@
 """Explains a plan layer by layer: what fills its gaps, which messages stay exposed, and why."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -80,10 +80,14 @@ class Filled:
 class LayerExplanation:
     """One layer of a plan, on the rank of its stage that waits longest.
 
+    The times are those of one micro-batch. Of a paired plan there are two for each layer: of a pair in the middle of
+    the step (a backward, and the forward beside it), and of the first forward and the last backward.
+
     Attributes:
         layer: global layer number.
         exposed: exposed messages, ordered by time.
         filled: waits during which weight gradients run, ordered by time.
+        num_times: how often in a step.
     """
 
     layer: int
@@ -94,10 +98,11 @@ class LayerExplanation:
     range: OverlapRange
     exposed: tuple[Exposed, ...]
     filled: tuple[Filled, ...]
+    num_times: int
 
     @property
     def exposed_ms(self) -> float:
-        """Exposed time of the listed messages in one micro-batch."""
+        """Exposed time of the listed messages, once."""
         return sum(message.ms for message in self.exposed)
 
 
@@ -106,7 +111,11 @@ class Explanation:
     """A plan in detail.
 
     Attributes:
+        layers: layers in all micro-batches; of a paired plan with several micro-batches, those in the middle.
+        ends: layers in the first forward and the last backward of a paired step; else empty.
         no_overlap: prediction without chunks and deferral; None if unknown.
+        other_pairing_ms: predicted step time of the best plan that is paired if this one is not, or the other way
+            round; None if there is none.
         alternatives: other plans as (text, step_ms, whether it fits into memory); best first.
         excluded: parts of the search space that were not considered, and why.
         warning: warning of the search; None if there is none.
@@ -116,17 +125,19 @@ class Explanation:
     prediction: Prediction
     num_micro_batches: int
     layers: tuple[LayerExplanation, ...]
+    ends: tuple[LayerExplanation, ...]
     no_overlap: Prediction | None
     alternatives: tuple[tuple[str, float, bool], ...]
     excluded: tuple[Exclusion, ...]
     warning: str | None
+    other_pairing_ms: float | None = None
 
     def exposed_by_reason(self) -> dict[Reason, float]:
-        """Exposed time of a micro-batch by reason, over all layers, longest first."""
+        """Exposed time of a step by reason, over all layers and micro-batches, longest first."""
         total: dict[Reason, float] = {}
-        for layer in self.layers:
+        for layer in (*self.layers, *self.ends):
             for message in layer.exposed:
-                total[message.reason] = total.get(message.reason, 0.0) + message.ms
+                total[message.reason] = total.get(message.reason, 0.0) + message.ms * layer.num_times
         return dict(sorted(total.items(), key=lambda part: -part[1]))
 
 
@@ -142,9 +153,22 @@ def explain(profile: Profile, plan: Plan, planned: PlannedStep | None = None) ->
     costs = CostModel(profile)
     simulator = Simulator(costs)
     layers: list[LayerExplanation] = []
+    ends: list[LayerExplanation] = []
+    num_micro_batches = costs.model.num_micro_batches
+    has_pairs = plan.is_paired and num_micro_batches > 1
     for stage in sorted(set(costs.model.stage_of_layer)):
         simulation = simulator.simulate(plan, stage)
-        layers += _StageReader(simulator, plan, simulation, planned).layers()
+        reader = _StageReader(simulator, plan, simulation, planned)
+        if has_pairs:
+            layers += reader.layers(simulation.waits, plan.in_middle, num_micro_batches - 1)
+            ends += reader.layers(simulation.end_waits, plan.at_ends, 1)
+        else:
+            layers += reader.layers(simulation.waits, plan.at_ends, num_micro_batches)
+    other_pairing = [
+        other.prediction.step_ms
+        for other in (planned.alternatives if planned else ())
+        if other.fits and other.plan.is_paired != plan.is_paired
+    ]
     others: dict[str, tuple[str, float, bool]] = {}
     for other in planned.alternatives if planned else ():
         others.setdefault(str(other.plan), (str(other.plan), other.prediction.step_ms, other.fits))
@@ -152,12 +176,14 @@ def explain(profile: Profile, plan: Plan, planned: PlannedStep | None = None) ->
     return Explanation(
         plan=plan,
         prediction=simulator.predict(plan),
-        num_micro_batches=costs.model.num_micro_batches,
+        num_micro_batches=num_micro_batches,
         layers=tuple(sorted(layers, key=lambda layer: layer.layer)),
+        ends=tuple(sorted(ends, key=lambda layer: layer.layer)),
         no_overlap=planned.no_overlap if planned else None,
         alternatives=tuple(others.values()),
         excluded=planned.excluded if planned else (),
         warning=planned.warning if planned else None,
+        other_pairing_ms=min(other_pairing, default=None),
     )
 
 
@@ -169,25 +195,32 @@ class _StageReader:
         self._plan = plan
         self._stage = simulation.stage
         exposed_ms = [timeline.exposed_ms() for timeline in simulation.timelines]
-        column = exposed_ms.index(max(exposed_ms))
-        self._waits = simulation.waits[column]
+        column = self._column = exposed_ms.index(max(exposed_ms))
         self._is_link_bound = _link_bound_phases(simulator, simulation, column)
         self._num_early = simulation.prediction.num_early
         self._lacks_memory = planned is not None and any(
             not other.fits and other.prediction.step_ms < planned.prediction.step_ms for other in planned.alternatives
         )
 
-    def layers(self) -> Iterator[LayerExplanation]:
-        """Yields the explanations of the stage's layers."""
+    def layers(
+        self, waits_of_ranks: Sequence[Sequence[Wait]], plan: Plan, num_times: int
+    ) -> Iterator[LayerExplanation]:
+        """Yields the explanations of the stage's layers.
+
+        Args:
+            waits_of_ranks: what is explained, by timeline of the simulation.
+            plan: the plan by which these micro-batches run, without pairing.
+            num_times: how often they run in a step.
+        """
         waits: dict[int, list[Wait]] = {}
-        for wait in self._waits:
+        for wait in waits_of_ranks[self._column]:
             layer = Op.parse(wait.name).layer
             assert layer is not None, wait.name
             waits.setdefault(layer, []).append(wait)
         for number, kind in enumerate(self._model.layer_kinds, start=1):
             if self._model.stage_of_layer[number - 1] != self._stage:
                 continue
-            segment = self._plan.segment_of(number)
+            segment = plan.segment_of(number)
             own = waits.get(number, [])
             yield LayerExplanation(
                 number,
@@ -202,6 +235,7 @@ class _StageReader:
                     if _exposed_ms(wait) > _SHOWN_MS
                 ),
                 tuple(Filled(wait.name, wait.filled) for wait in own if wait.filled),
+                num_times,
             )
 
     def _reason(self, wait: Wait, num_chunks: int) -> Reason:

@@ -5,6 +5,7 @@ checked against a model. Files that are made from a profile always have it.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from megatron_lancet.files import (
 from megatron_lancet.planning.estimate import StepEstimate
 from megatron_lancet.planning.profile import ModelFacts
 from megatron_lancet.schedule.layers import pattern_of
-from megatron_lancet.schedule.plan import PLAN_VERSION, Plan
+from megatron_lancet.schedule.plan import PLAN_VERSION, Plan, Segment
 from megatron_lancet.schedule.ranges import parse_ranges, ranges
 
 PLAN_FILE_VERSION = 1
@@ -175,7 +176,14 @@ def read_plan_file(path: Path) -> PlanFile:
 
 def layers_beyond(plan: Plan, num_layers: int) -> str | None:
     """Why a plan's segments do not cover a model of ``num_layers`` layers exactly, or None if they do."""
-    last = plan.segments[-1]
+    problem = _uncovered(plan.segments, num_layers)
+    if problem is None and plan.is_paired and (at_ends := _uncovered(plan.at_ends.segments, num_layers)):
+        problem = f"at the ends of a step {at_ends}"
+    return problem
+
+
+def _uncovered(segments: Sequence[Segment], num_layers: int) -> str | None:
+    last = segments[-1]
     if last.first_layer > num_layers or (last.last_layer or num_layers) > num_layers:
         return f"its last segment is layers {last.first_layer}-{last.last_layer or 'end'} of {num_layers}"
     if last.last_layer is not None and last.last_layer < num_layers:

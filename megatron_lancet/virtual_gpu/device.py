@@ -329,6 +329,7 @@ def virtual_gpu(gpu: VirtualGpu | None = None) -> Iterator[VirtualGpu]:
         "current_stream": gpu.current_stream,
         "default_stream": lambda *_: gpu.default,
         "synchronize": gpu.synchronize,
+        "device": lambda *_: nullcontext(),  # it has one
     }
     with ExitStack() as stack:
         for name, value in names.items():

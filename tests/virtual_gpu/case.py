@@ -16,12 +16,14 @@ from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
+from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.platform.virtual import virtual_gpu_platform
 from megatron_lancet.virtual_gpu.device import VirtualGpu
 from megatron_lancet.virtual_gpu.log import CollectiveBegins, HostWaits
 from megatron_lancet.virtual_gpu.memory import Problem
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, build, gradients, logged_losses, micro_batches
+from tests.virtual_gpu.paired import scheduled_step
 from tests.virtual_gpu.pipeline import first_stage, pipeline_step
 
 NUM_RANKS, EP = 8, 4
@@ -43,6 +45,8 @@ class Case:
         micro_op_mb: size of gradient micro-ops, if all-to-alls go before reductions.
         is_traced: the watched steps are recorded, as for a profile.
         equals_stock: the mock's collectives give chunks the numbers of the whole; else only steps are compared.
+        num_scheduled: micro-batches of a step of Megatron's schedule without pipeline parallelism, which runs pairs;
+            None if the test's own loop runs the step.
     """
 
     plans: Sequence[Plan]
@@ -55,11 +59,18 @@ class Case:
     layout: dict[str, int] = field(default_factory=dict)
     is_traced: bool = False
     equals_stock: bool = True
+    num_scheduled: int | None = None
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self.num_scheduled or NUM_MICRO_BATCHES
 
     @property
     def stock(self) -> str:
         """Names all that matters to a run of stock."""
-        return repr((self.overrides, self.overlap_grad_reduce, self.distributed_optimizer, self.layout))
+        settings = (self.overrides, self.overlap_grad_reduce, self.distributed_optimizer, self.layout)
+        return repr((*settings, self.num_scheduled))
 
 
 @dataclass(frozen=True)
@@ -136,7 +147,7 @@ def run(case: Case, change: Callable[[ExitStack], None] | None = None) -> Found:
 def _stock_step(case: Case, overrides: dict[str, Any]) -> _Stock:
     model, config, precision = build(overrides)
     weights = copy.deepcopy(model.state_dict())
-    losses = _step(_wrapped(case, model, config, precision, False))
+    losses = _step(case, _wrapped(case, model, config, precision, False))
     logged_losses()
     return _Stock(weights, losses, gradients(model))
 
@@ -161,11 +172,13 @@ def _wrapped(case: Case, model: Any, config: Any, precision: Any, deferred: bool
     return ddp
 
 
-def _step(ddp: Any) -> list[float]:
+def _step(case: Case, ddp: Any) -> list[float]:
     losses = []
     ddp.zero_grad_buffer()
     if ddp.config.pipeline_model_parallel_size > 1:
         return pipeline_step(ddp, lambda tensor: tensor.cuda())
+    if case.num_scheduled is not None:
+        return scheduled_step(ddp, case.num_scheduled, lambda tensor: tensor.cuda())
     for i, batch in enumerate(micro_batches()):
         with nullcontext() if i == NUM_MICRO_BATCHES - 1 else ddp.no_sync():
             on_gpu = {name: tensor.cuda() for name, tensor in batch.items()}
@@ -190,10 +203,12 @@ def _our_steps(case: Case, overrides: dict[str, Any], gpu: VirtualGpu, stack: Ex
         from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
 
         stack.enter_context(reductions_in_micro_ops(setup.scheduler))
+    if case.num_scheduled is not None:
+        stack.enter_context(paired_schedules(lambda: setup.stages))
     setup([model])
     name_streams(setup._comm.transport)
     ddp = _wrapped(case, model, config, precision, setup.delays_weight_grads)
-    _step(ddp)  # DDP only counts; from the second step on reductions start as gradients become ready
+    _step(case, ddp)  # DDP only counts; from the second step on reductions start as gradients become ready
     logged_losses()
     found = Found(0.0, dict.fromkeys(stock.gradients, 0.0), gpu.problems, [], frozenset())
     for plan in case.plans:
@@ -226,7 +241,7 @@ def _watched_step(
     with gpu.watch(late):
         trace = Trace(torch.device("cuda"), 0) if case.is_traced else None
         comm.record_to(trace)
-        losses = setup.check_step(lambda: _step(ddp))
+        losses = setup.check_step(lambda: _step(case, ddp))
         comm.record_to(None)
         if trace is not None:
             trace.end_step()

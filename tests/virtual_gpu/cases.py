@@ -1,15 +1,26 @@
 """The cases that run on the virtual GPU."""
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan, paired
 from tests.parity.gradients.variants import CAPACITY, FULL, GAPS, MLA
 from tests.virtual_gpu.case import IN_ORDER, Case
 from tests.virtual_gpu.pipeline import PIPELINE
 from tests.virtual_gpu.programs import PROGRAMS, Program
 
-TWO = fixed_plan(2)
+ONE, TWO = fixed_plan(1), fixed_plan(2)
 NO_DW = fixed_plan(2, DwPolicy.NONE)
+PAIRED, PAIRED_NO_DW = paired(ONE), paired(fixed_plan(1, DwPolicy.NONE))
+MIX = paired(ONE, TWO)
+FORWARD_GAPS = (
+    Gap("L1.c0.F.dispatch", ("W.output_layer",)),
+    Gap("L1.c0.F.combine", ("L3.W.mlp.experts.local_experts.1.linear_fc1",)),
+    Gap("L2.c0.F.dispatch", ("L3.W.self_attention.linear_proj",)),
+    *GAPS[2:],
+)
+"""dWs that run in waits of the forward beside their backward, and in a wait of the latter."""
 EACH_LATE = (IN_ORDER, ("compute",), ("comm",), ("counts",), ("DDP",), ("NCCL",))
 COMPUTE_LATE = (IN_ORDER, ("compute",))
 COMM_LATE = (IN_ORDER, ("comm",))
@@ -19,6 +30,11 @@ NCCL_LATE = (("NCCL",),)
 
 def sequence(num_chunks: int = 2, over: OverlapRange = OverlapRange.STACK) -> Plan:
     return fixed_plan(num_chunks, chunk_dim=ChunkDim.SEQUENCE, overlap_range=over)
+
+
+def paired_case(plans: Sequence[Plan], overrides: Mapping[str, Any] = MappingProxyType({}), **settings: Any) -> Case:
+    """Steps of Megatron's schedule with a micro-batch at each end, and one that has two partners."""
+    return Case(plans, dict(overrides), num_scheduled=3, **settings)
 
 
 def selective(*modules: str, **overrides: Any) -> dict[str, Any]:
@@ -66,11 +82,26 @@ CASES: dict[str, Case] = {
     "bf16": Case([TWO], {"bf16": True}, late=COMPUTE_LATE),
     "bf16/k=1": Case([fixed_plan(1)], {"bf16": True}),
     "llama-like": Case([TWO], {**LLAMA, "gated_linear_unit": True, "add_bias_linear": True}),
+    "paired/k=1": paired_case([PAIRED], late=EACH_LATE),
+    "paired/k=1/dw-none": paired_case([PAIRED_NO_DW], switchable=True, late=EACH_LATE[1:5]),
+    "paired/k=1/gaps": paired_case([paired(Plan(ONE.segments, dw_window=4, gaps=FORWARD_GAPS))], late=EACH_LATE[1:5]),
+    "paired/k=2": paired_case([paired(TWO)], late=COMM_LATE),
+    "paired/mix": paired_case([MIX], late=EACH_LATE[:4]),
+    "paired/switches": paired_case([ONE, PAIRED, TWO, MIX, PAIRED_NO_DW, paired(sequence())], switchable=True),
+    "paired/full-recompute": paired_case([PAIRED], FULL, late=COMM_LATE),
+    "paired/recompute": paired_case([MIX], selective("moe", "core_attn"), late=(("compute",),)),
+    "paired/capacity": paired_case([paired(fixed_plan(1, overlap_range=OverlapRange.EXPERTS))], CAPACITY, late=COMM_LATE),
+    "paired/mtp": paired_case([PAIRED], {"mtp_num_layers": 1}),
+    "paired/priority": paired_case([PAIRED], micro_op_mb=0.005, late=DDP_LATE),
+    "paired/distributed-optimizer": paired_case([PAIRED], distributed_optimizer=True, late=DDP_LATE),
+    "paired/tensor-parallel": paired_case([PAIRED], SEQUENCE_PARALLEL, layout=TP, late=(("comm",),)),
+    "paired/bf16": paired_case([PAIRED], {"bf16": True}),
 }
 """Cases with Megatron's local layers, by name."""
 
 TE_CASES: dict[str, Case] = {
     "te/k=1": Case([fixed_plan(1)], TE, late=COMPUTE_LATE),
+    "te/paired": paired_case([PAIRED], TE, late=COMPUTE_LATE),
     "te/k=2": Case([TWO], TE, late=EACH_LATE),
     "te/fused-dw/k=2": Case([TWO], {**TE, "gradient_accumulation_fusion": True}, late=COMPUTE_LATE),
     "te/sequence": Case([sequence()], TE, late=COMPUTE_LATE),

@@ -39,6 +39,8 @@ WRAPPERS = {"block", "block_current", "_behind_dws"}
 """Methods of the product that do nothing but wait."""
 KEEPERS = ("runtime/", "training/megatron/grad_reduction.py", "model/dispatcher/", "model/local_experts/")
 """Where attributes are taken for kept memory if they are released, or never read."""
+NOT_KEEPERS = ("runtime/lane.py", "runtime/pairing.py")
+"""Whose attributes say what runs now. A thread would wait forever without them."""
 TOLERANCE = 1e-4
 EXCHANGE_STREAMS = {"comm", "counts"}
 """Where all-to-alls have to run."""
@@ -139,7 +141,7 @@ def find() -> dict[Mutant, ast.Module]:
 
 def _places(tree: ast.Module, source: str, file: str) -> Iterator[tuple[Mutant, _Change]]:
     lines = source.splitlines()
-    emptied = _emptied(tree) if file.startswith(KEEPERS) else None
+    emptied = _emptied(tree) if file.startswith(KEEPERS) and file not in NOT_KEEPERS else None
     for name, function, owner in _functions(tree):
         for node, text, change, apply in (*_calls(function), *_kept(function, owner, emptied)):
             yield Mutant(file, name, change, text or lines[node.lineno - 1].strip()), apply

@@ -1,4 +1,4 @@
-"""Small programs on the transport for NCCL, which keep less alive than the model does."""
+"""Small programs on the transport for NCCL or on the forward lane, which show what the model hides."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.lane import ForwardLane
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.nccl import StreamTransport
 from megatron_lancet.training.platform.virtual import virtual_gpu_platform
@@ -109,10 +110,26 @@ def times_read_at_once(transport: StreamTransport, stats: CommStats) -> Results:
     return {"rows": (received, rows)}
 
 
+def forward_on_lane(transport: StreamTransport, stats: CommStats) -> Results:
+    """A forward runs on the lane's thread, whose current stream would be another one."""
+    rows = torch.ones(NUM_ROWS, WIDTH)
+    stream, starts_on = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(starts_on)
+    with torch.cuda.stream(stream):
+        prepared = rows.cuda() * 2
+        lane = ForwardLane(on_cuda=True)
+        forward = lane.add(lambda: prepared + 1)
+        lane.run_turn()
+        result = forward.take_result() * 2
+    starts_on.wait_stream(stream)
+    return {"rows": (result, 6 * rows)}
+
+
 PROGRAMS = {
     "rows-dropped": Program(rows_dropped_after_launch),
     "received-dropped": Program(received_dropped_after_use),
     "counts-dropped": Program(counts_dropped_after_launch),
     "times-read": Program(times_read_at_once),
+    "forward-lane": Program(forward_on_lane),
 }
 """Programs by name."""

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from megatron_lancet.schedule.plan import DwPolicy
-from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES
 from tests.ranks import launch
 from tests.small_gpt import SETTINGS
 from tests.virtual_gpu.cases import CASES, TE_CASES
@@ -22,7 +21,7 @@ COUNTS = "nccl.py", "wait"
 """File and function in which the host waits for token counts."""
 OWN_COUNTS = "nccl.py", "wait_for_own"
 """Where it waits for the rows that this rank sends, if the router drops tokens: nobody else knows how many are left."""
-TESTS_OWN = ("case.py", "pipeline.py")
+TESTS_OWN = ("case.py", "paired.py", "pipeline.py")
 """Files of the test's step, which reads its losses."""
 
 
@@ -71,7 +70,9 @@ def test_host_waits_once_per_layer_and_chunk_and_not_in_backward(results, name):
     for step, waits in enumerate(results[name]["host_waits"]):
         plan = case.plans[step // len(case.late)]
         sites = [place(wait) for wait in waits]
-        num_expected = num_exchanges(case, plan) * NUM_MICRO_BATCHES
+        num_at_ends = 2 if plan.is_paired else 0
+        num_expected = num_at_ends * num_exchanges(case, plan.at_ends)
+        num_expected += (case.num_micro_batches - num_at_ends) * num_exchanges(case, plan)
         assert sites.count(COUNTS) == num_expected
         assert sites.count(OWN_COUNTS) == (num_expected if "moe_expert_capacity_factor" in case.overrides else 0)
         assert not {site for site in sites if site not in (COUNTS, OWN_COUNTS) and site[0] not in TESTS_OWN}

@@ -64,6 +64,8 @@ def recompute_precision() -> tuple[AbstractContextManager[None], AbstractContext
 def _second_run(phase: AbstractContextManager[None], recipe: Any, group: Any) -> Iterator[None]:
     from transformer_engine.pytorch import fp8_autocast
 
-    # A context that ends while gradients are enabled reduces the maxima over ranks and updates all scales.
-    with torch.no_grad(), phase, fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=group), torch.enable_grad():
+    # A context that ends while gradients are enabled reduces the maxima over ranks and updates all scales. It also puts
+    # back which module is the first of a micro-batch, which ``phase`` overwrites: a forward may be under way beside the
+    # backward, and two first modules would update the scales of its backward twice.
+    with torch.no_grad(), fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=group), phase, torch.enable_grad():
         yield

@@ -1,9 +1,10 @@
 """Assigns deferred weight gradients to gaps: the best-fit greedy of Lancet section 4.1."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_lancet.planning.simulation.lowering import COMPUTE, WAIT, Action, Step
+from megatron_lancet.planning.simulation.lowering import BESIDE, COMPUTE, END, WAIT, Action, Step, layer_at
+from megatron_lancet.planning.simulation.pairs import Passes, paired_steps
 from megatron_lancet.planning.simulation.played import Stage
 from megatron_lancet.planning.simulation.rank_state import LayerDw
 from megatron_lancet.planning.simulation.simulator import Simulator
@@ -11,13 +12,15 @@ from megatron_lancet.schedule.dw_queue import AT_ONCE
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import Gap, Plan
 
+_MIDDLE_PAIR = 1
+"""Index of the pair, of three, whose waits are filled."""
 _MAX_OVERHANG = 2.0
 """A dW longer than this times the remaining gap is not added to dWs that are in the gap already."""
 
 
 @dataclass
 class _Ready:
-    """A dW that may be placed into the gaps from number ``first`` to before number ``due``, when it must have run."""
+    """A dW that may be placed into the gaps from number ``first`` on, until ``due`` backward messages have arrived."""
 
     dw: LayerDw
     first: int
@@ -27,9 +30,14 @@ class _Ready:
 
 @dataclass
 class _OpenGap:
-    """A backward all-to-all, the dWs placed into it, and the exposed time that they leave."""
+    """A wait, the dWs placed into it, and the exposed time that they leave.
+
+    Attributes:
+        num_passed: number of backward messages that have arrived before.
+    """
 
     op: str
+    num_passed: int
     remaining_ms: float
     taken: list[LayerDw] = field(default_factory=list)
 
@@ -52,26 +60,42 @@ def best_fit_gaps(simulator: Simulator, plan: Plan) -> tuple[Gap, ...]:
     fit nowhere into the gap of their window with the most time left, however little, because a dW behind its last wait
     would hide nothing. Only what becomes ready after a stage's last all-to-all is in no gap.
     """
-    return tuple(gap for stage in simulator.stages(plan) for gap in _gaps_of_stage(simulator, plan, stage))
+    return tuple(
+        gap for stage in simulator.stages(plan) for gap in _gaps_of_stage(simulator, plan, stage, plan.is_paired)
+    )
 
 
-def _gaps_of_stage(simulator: Simulator, plan: Plan, stage: Stage) -> Iterator[Gap]:
-    column, exposed_ms = _exposed_without_dws(simulator, stage)
+def planned_gaps(simulator: Simulator, plan: Plan) -> Plan:
+    """The plan with gaps; if it is paired, with those of a pair and with those of a lone backward at the ends."""
+    gaps = best_fit_gaps(simulator, plan)
+    if plan.pairing is None:
+        return replace(plan, gaps=gaps)
+    end_gaps = best_fit_gaps(simulator, plan.at_ends)
+    return replace(plan, gaps=gaps, pairing=replace(plan.pairing, end_gaps=end_gaps))
+
+
+def _gaps_of_stage(simulator: Simulator, plan: Plan, stage: Stage, is_paired: bool) -> Iterator[Gap]:
+    steps = _of_pairs(stage) if is_paired else stage.backward
+    column, exposed_ms = _exposed_without_dws(simulator, steps, is_paired)
     dws: list[_Ready] = []
     gaps: list[_OpenGap] = []
-    for code, layer, action in stage.backward:
-        if code == COMPUTE:
+    num_passed = 0
+    for code, place, action in _of_middle_pair(steps) if is_paired else steps:
+        is_forward = bool(place & BESIDE)
+        if code == COMPUTE and not is_forward:
             costs = action.weight_grads[column]
-            due = len(gaps) + plan.dw_window
-            dws += [_Ready(LayerDw(layer - cost.layers_back, cost), len(gaps), due) for cost in costs]
+            due = num_passed + plan.dw_window
+            dws += [_Ready(LayerDw(layer_at(place) - cost.layers_back, cost), len(gaps), due) for cost in costs]
         elif code == WAIT:
-            name = str(Op(layer, action.chunk, Phase.INPUT_GRAD, action.kind))
-            gap = _OpenGap(name, exposed_ms.get(name, 0.0))
-            _fill(gap, [one for one in dws if not one.is_used and one.due > len(gaps)])
+            phase = Phase.FORWARD if is_forward else Phase.INPUT_GRAD
+            name = str(Op(layer_at(place), action.chunk, phase, action.kind))
+            gap = _OpenGap(name, num_passed, exposed_ms.get(name, 0.0))
+            _fill(gap, [one for one in dws if not one.is_used and one.due > num_passed])
             gaps.append(gap)
+            num_passed += not is_forward
     if not simulator.costs.profile.link.host_polls:
         for one in dws:
-            window = gaps[one.first : one.due]
+            window = [gap for gap in gaps[one.first :] if gap.num_passed < one.due]
             if window and not one.is_used:
                 max(window, key=lambda gap: gap.remaining_ms).take(one)
     yield from (Gap(gap.op, tuple(dw.name for dw in gap.taken)) for gap in gaps if gap.taken)
@@ -86,17 +110,41 @@ def _fill(gap: _OpenGap, ready: list[_Ready]) -> None:
         ready.remove(best)
 
 
-def _exposed_without_dws(simulator: Simulator, stage: Stage) -> tuple[int, dict[str, float]]:
-    """The slowest rank's column, and how long it waits for each backward all-to-all, in ms."""
+def _of_pairs(stage: Stage) -> list[Step]:
+    """Three pairs of the stage."""
+    return paired_steps([Passes(stage.forward, stage.backward)] * (_MIDDLE_PAIR + 3))
+
+
+def _of_middle_pair(steps: Sequence[Step]) -> Sequence[Step]:
+    ends = [index for index, (code, _, _) in enumerate(steps) if code == END]
+    return steps[ends[_MIDDLE_PAIR - 1] + 1 : ends[_MIDDLE_PAIR]]
+
+
+def _exposed_without_dws(
+    simulator: Simulator, all_steps: Sequence[Step], is_paired: bool
+) -> tuple[int, dict[str, float]]:
+    """The slowest rank's column, and how long it waits for each message of the backward or of a pair, in ms."""
     without: dict[int, Action] = {}
     steps: list[Step] = []
-    for code, layer, action in stage.backward:
+    for code, place, action in all_steps:
         if action.weight_grads:
             key = id(action)  # the stage keeps its actions alive, so ids are unique
             if key not in without:
                 without[key] = replace(action, weight_grads=((),) * len(action.weight_grads))
             action = without[key]
-        steps.append((code, layer, action))
-    result = simulator.play(steps, Phase.INPUT_GRAD, AT_ONCE, simulator.start_ms(), record=True)
+        steps.append((code, place, action))
+    result = simulator.play(
+        steps,
+        Phase.INPUT_GRAD,
+        AT_ONCE,
+        simulator.start_ms(),
+        record=True,
+        later_rules=[AT_ONCE] * 2,
+        is_paired=is_paired,
+    )
     column = result.end_ms.index(max(result.end_ms))
-    return column, {wait.name: wait.end_ms - wait.exposed_from_ms for wait in result.waits[column]}
+    waits = result.waits[column]
+    if is_paired:
+        start_ms, end_ms = (result.marks[column][index].end_ms for index in (_MIDDLE_PAIR - 1, _MIDDLE_PAIR))
+        waits = tuple(wait for wait in waits if start_ms <= wait.start_ms < end_ms)
+    return column, {wait.name: wait.end_ms - wait.exposed_from_ms for wait in waits}

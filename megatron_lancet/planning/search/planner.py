@@ -4,6 +4,12 @@ Small spaces are searched exhaustively. In others these candidates are simulated
 (*uniform*), and the proposals of the dynamic program, each with every dW policy and window that can still win, and the
 best of them with dWs placed into gaps too. So the result is never predicted slower than a uniform plan.
 
+If backwards may run beside forwards, these plans are also the candidates for the two parts of a paired plan. In very
+small spaces all pairs of them are simulated. In others few are, since a paired step takes four times as long to
+simulate: the best plans and the one of a single chunk everywhere in all micro-batches, then the best of these with
+other settings at the ends of the step. A lone forward and a lone backward add up to an unpaired micro-batch, so what is
+best there is best at the ends. The result is never predicted slower than the best unpaired plan.
+
 Three simulators are used, from simple to complete:
 
 - Plans are compared with the profile's shares in all layers and chunks. If more than ``MAX_DISTINCT`` of them differ,
@@ -15,20 +21,21 @@ Three simulators are used, from simple to complete:
 """
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.profile import Profile
-from megatron_lancet.planning.search.dw_placement import best_fit_gaps
+from megatron_lancet.planning.search.dw_placement import planned_gaps
 from megatron_lancet.planning.search.dynamic_program import DynamicProgram
 from megatron_lancet.planning.search.search_space import Exclusion, Limits, SearchSpace
 from megatron_lancet.planning.shares import merge_similar_shares
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.lowering import Loads
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulator
-from megatron_lancet.schedule.plan import DwPolicy, Plan, Segment
+from megatron_lancet.schedule.plan import DwPolicy, Plan, Segment, paired
 
 MAX_EXHAUSTIVE = 300
 """Largest number of segmentations that is searched exhaustively; about two seconds for a few layers."""
@@ -36,6 +43,13 @@ MAX_DISTINCT = 4
 """Most ranks that are simulated while plans are compared."""
 NUM_WITH_GRADIENTS = 4
 """Number of segmentations that are simulated with gradient reductions."""
+_MAX_PAIRED = 8
+"""Largest number of segmentations that are all tried in the middle of a step with all at its ends."""
+_NUM_UNIFORM_MIDDLES = 4
+_NUM_OTHER_MIDDLES = 2
+_NUM_MIDDLES_WITH_ENDS = 2
+_NUM_ENDS = 2
+_NUM_PAIRED_WITH_GAPS = 2
 _NUM_LISTED = 16
 _NUM_WITH_GAPS = 6
 _DIGITS = 6
@@ -51,18 +65,26 @@ class Alternative:
     fits: bool
 
     def rank(self) -> tuple[object, ...]:
-        """Sort key, lower is better: fits (else smaller), faster, fewer segments, fewer chunks, simpler dWs."""
+        """Sort key, lower is better.
+
+        Fits (else smaller), faster, unpaired, fewer segments, fewer chunks, simpler dWs, the same at the ends.
+        """
         plan = self.plan
         chunks = [segment.num_chunks for segment in plan.segments]
+        at_ends = [segment.num_chunks for segment in plan.at_ends.segments]
         return (
             0 if self.fits else self.prediction.peak_bytes,
             round(self.prediction.step_ms, _DIGITS),
+            plan.is_paired,
             len(chunks),
             max(chunks),
             sum(chunks),
             plan.dw_policy is DwPolicy.FILL,
             plan.dw_window,
             len(plan.gaps),
+            plan.at_ends.segments != plan.segments,
+            len(at_ends),
+            sum(at_ends),
         )
 
 
@@ -139,7 +161,9 @@ class Planner:
             self._complete_simulator = Simulator(costs)
         self._limits = limits
         self._space = SearchSpace.of(costs, limits)
-        self._is_exact = self._space.num_segmentations() <= max_exhaustive
+        num_segmentations = self._space.num_segmentations()
+        self._is_exact = num_segmentations <= max_exhaustive
+        self._pairs_all = self._is_exact and num_segmentations <= _MAX_PAIRED
         self._seen: dict[Plan, Alternative] = {}
         self._best: Alternative | None = None
 
@@ -154,14 +178,16 @@ class Planner:
             self._search(DynamicProgram(self._simulator, self._space).proposals(), may_skip=True)
             filling = [one.plan for one in self._sorted() if one.plan.dw_policy is DwPolicy.FILL]
             self._place_gaps(filling[:_NUM_WITH_GAPS])
-        ordered = self._sorted()
+        if True in self._space.pairing:
+            self._search_pairs(uniform)
+        ordered = self._allowed(self._sorted())
         if self._reduction_simulator is not None:
             ordered = self._with_reductions(ordered, self._reduction_simulator)
         if self._has_merged_shares:
             ordered = self._with_real_memory(ordered)
         best = ordered[0]
         uniform_set = set(uniform)
-        no_overlap = next((one.plan for one in ordered if _is_no_overlap(one.plan)), None)
+        no_overlap = next((one.plan for one in ordered if one.plan.overlaps_nothing), None)
         listed = ordered[:_NUM_LISTED] + [one for one in ordered[_NUM_LISTED:] if one.plan.segments in uniform_set]
         return PlannedStep(
             plan=best.plan,
@@ -170,15 +196,17 @@ class Planner:
             alternatives=tuple(listed),
             excluded=self._space.excluded,
             num_simulated=len(self._seen),
-            is_exact=self._is_exact,
+            is_exact=self._pairs_all if True in self._space.pairing else self._is_exact,
             warning=None if best.fits else self._does_not_fit(best),
             limits=self._limits,
         )
 
     def _with_reductions(self, ordered: list[Alternative], simulator: Simulator) -> list[Alternative]:
         """The best segmentations and the plan without overlap, predicted with gradient reductions."""
-        segmentations = list(dict.fromkeys(one.plan.segments for one in ordered))[:NUM_WITH_GRADIENTS]
-        chosen = [one for one in ordered if one.plan.segments in segmentations or _is_no_overlap(one.plan)]
+        segmentations = list(dict.fromkeys(_segmentation(one.plan) for one in ordered))[:NUM_WITH_GRADIENTS]
+        # The best without pairing stays among them: reductions share the link with a backward that has no partner.
+        segmentations += [_segmentation(one.plan) for one in ordered if not one.plan.is_paired][:1]
+        chosen = [one for one in ordered if _segmentation(one.plan) in segmentations or one.plan.overlaps_nothing]
         return _best_first(replace(one, prediction=simulator.predict(one.plan)) for one in chosen)
 
     def _with_real_memory(self, ordered: list[Alternative]) -> list[Alternative]:
@@ -208,6 +236,40 @@ class Planner:
                     self._consider(plan)
             self._simulator.forget(segments)
 
+    def _search_pairs(self, uniform: Sequence[tuple[Segment, ...]]) -> None:
+        """Simulates paired plans; those without pairing have been simulated."""
+        by_speed = list(dict.fromkeys(one.plan.segments for one in self._sorted()))
+        options = {segments: list(self._space.dw_options(segments)) for segments in by_speed}
+        if self._pairs_all:
+            for middle, ends in product(by_speed, repeat=2):
+                self._pair(options[middle], options[ends])
+            self._place_gaps([plan for plan in self._seen if plan.is_paired])
+            return
+        whole = [segments for segments in uniform if all(one.num_chunks == 1 for one in segments)]
+        fast_uniform = [segments for segments in by_speed if segments in set(uniform)][:_NUM_UNIFORM_MIDDLES]
+        first = [
+            next((index for index, one in enumerate(options[by_speed[0]]) if one.dw_policy is policy), None)
+            for policy in DwPolicy
+        ]
+        few = [index for index in first if index is not None]
+        for middle in dict.fromkeys([*whole, *fast_uniform, *by_speed[:_NUM_OTHER_MIDDLES]]):
+            self._pair([options[middle][index] for index in few], [options[middle][index] for index in few])
+        middles = list(dict.fromkeys(one.plan.segments for one in self._paired()))[:_NUM_MIDDLES_WITH_ENDS]
+        for middle, ends in product(middles, dict.fromkeys([*whole, *by_speed[:_NUM_ENDS]])):
+            self._pair([options[middle][index] for index in few], [options[ends][index] for index in few])
+        best = self._paired()[0].plan
+        self._pair(options[best.segments], options[best.at_ends.segments])
+        filling = [one.plan for one in self._paired() if one.plan.dw_policy is DwPolicy.FILL]
+        self._place_gaps(filling[:_NUM_PAIRED_WITH_GAPS])
+
+    def _pair(self, middles: Sequence[Plan], ends: Sequence[Plan]) -> None:
+        """Simulates a middle with the ends of the same dW option, for each option."""
+        for in_middle, at_ends in zip(middles, ends, strict=True):
+            self._consider(paired(in_middle, at_ends))
+
+    def _paired(self) -> list[Alternative]:
+        return [one for one in self._sorted() if one.plan.is_paired]
+
     def _floor_ms(self, segments: tuple[Segment, ...]) -> float:
         """Lower bound on the step time of plans with these segments and deferred dWs."""
         at_once = self._seen.get(Plan(segments, DwPolicy.NONE))
@@ -228,12 +290,16 @@ class Planner:
     def _place_gaps(self, plans: Iterable[Plan]) -> None:
         for plan in plans:
             if plan.dw_policy is DwPolicy.FILL:
-                gaps = best_fit_gaps(self._simulator, plan)
-                if gaps:
-                    self._consider(replace(plan, gaps=gaps))
+                with_gaps = planned_gaps(self._simulator, plan)
+                if with_gaps != plan:
+                    self._consider(with_gaps)
 
     def _sorted(self) -> list[Alternative]:
         return _best_first(self._seen.values())
+
+    def _allowed(self, ordered: list[Alternative]) -> list[Alternative]:
+        """Leaves out the plans without pairing that were simulated only as parts of paired ones."""
+        return [one for one in ordered if one.plan.is_paired in self._space.pairing]
 
     def _does_not_fit(self, best: Alternative) -> str:
         bound = self._limits.max_memory_bytes
@@ -249,5 +315,5 @@ def _best_first(alternatives: Iterable[Alternative]) -> list[Alternative]:
     return sorted(alternatives, key=lambda one: (*one.rank(), one.plan.to_json()))
 
 
-def _is_no_overlap(plan: Plan) -> bool:
-    return plan.num_chunks == 1 and plan.dw_policy is DwPolicy.NONE
+def _segmentation(plan: Plan) -> tuple[object, ...]:
+    return plan.segments, plan.is_paired, plan.at_ends.segments

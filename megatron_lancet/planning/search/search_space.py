@@ -31,6 +31,7 @@ class Limits:
         pairing: whether backwards may run beside forwards; both, or the only one that is allowed.
         max_memory_bytes: hard bound on a rank's activations and deferred dWs; None for no bound.
         dw_memory_bytes: bound on a rank's deferred dWs, written into the plan; None for no bound.
+        pairing: whether backwards may, or must, run beside forwards: allowed values.
         excluded: exclusions that the caller made; repeated in the result.
     """
 
@@ -42,6 +43,7 @@ class Limits:
     pairing: tuple[bool, ...] = (False, True)
     max_memory_bytes: int | None = None
     dw_memory_bytes: int | None = None
+    pairing: tuple[bool, ...] = (False, True)
     excluded: tuple[Exclusion, ...] = ()
 
 
@@ -69,6 +71,7 @@ class SearchSpace:
         limits: the restrictions from which the space was made.
         excluded: parts that are not considered, and why.
         joints: numbers of the layers that begin a run on the stage of the layer before.
+        pairing: allowed values of whether backwards run beside forwards.
     """
 
     choices: tuple[SegmentChoice, ...]
@@ -76,6 +79,7 @@ class SearchSpace:
     limits: Limits
     excluded: tuple[Exclusion, ...]
     joints: frozenset[int] = frozenset()
+    pairing: tuple[bool, ...] = (False,)
 
     @staticmethod
     def of(costs: CostModel, limits: Limits) -> "SearchSpace":
@@ -98,13 +102,17 @@ class SearchSpace:
                 else:
                     multiple = costs.model.chunk_multiple(dim)
                     choices += [SegmentChoice(num_chunks, dim, one, multiple) for one in limits.ranges]
+        pairing = limits.pairing
+        if True in pairing and (why := _unpairable(costs.model)) is not None:
+            excluded.append(Exclusion("pairing", why))
+            pairing = tuple(allowed for allowed in pairing if not allowed)
         has_dw_option = DwPolicy.NONE in limits.dw_policies or (limits.dw_policies and limits.dw_window_layers)
-        if not choices or not has_dw_option:
+        if not choices or not has_dw_option or not pairing:
             raise RecordError(f"the limits leave no plan: {'; '.join(f'{e.what}: {e.reason}' for e in excluded)}")
         order = tuple(OverlapRange)
         unique = sorted(set(choices), key=lambda one: (one.num_chunks, -order.index(one.range), one.chunk_dim))
         runs, kept = stage_runs(costs.model), tuple(dict.fromkeys(excluded))
-        return SearchSpace(tuple(unique), runs, limits, kept, _joints(costs.model))
+        return SearchSpace(tuple(unique), runs, limits, kept, _joints(costs.model), pairing)
 
     def joined(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
         """The segments of all runs as those of a plan, in which layers that run alike read the same for every model.
@@ -181,6 +189,16 @@ def stage_runs(model: ModelFacts) -> tuple[tuple[int, int], ...]:
 def _joints(model: ModelFacts) -> frozenset[int]:
     stage_of, predictions = model.stage_of_layer, model.mtp_layers
     return frozenset(number for number in predictions if number > 1 and stage_of[number - 2] == stage_of[number - 1])
+
+
+def _unpairable(model: ModelFacts) -> str | None:
+    """Why no backward can run beside a forward; None if some can."""
+    if model.num_micro_batches == 1:
+        return "a step has one micro-batch, so no other runs forward beside its backward"
+    num_stages = len(set(model.stage_of_layer))
+    if num_stages > 1 and len(list(groupby(model.stage_of_layer))) == num_stages:
+        return "pipeline stages without virtual ones would have to keep up to twice as many micro-batches"
+    return None
 
 
 def _unusable(costs: CostModel, dim: ChunkDim, num_chunks: int, profiled: tuple[int, ...]) -> str | None:

@@ -1,7 +1,7 @@
 """The simulated parts of a step on one pipeline stage, and what they add up to.
 
 Without pairing a step is its micro-batches one after the other. With pairing it is the first forward, the pairs, and
-the last backward. Beyond the first few, pairs are alike: only these are played, and the second one stands for the rest.
+the last backward. Beyond the first few, pairs are alike: only a few are played, and one stands for the rest.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,6 @@ from megatron_lancet.planning.simulation.buckets import Buckets
 from megatron_lancet.planning.simulation.lowering import Step
 from megatron_lancet.planning.simulation.phase_result import PhaseResult, Wait
 from megatron_lancet.schedule.timeline import Span
-
-_REPEATED = 1
-"""Index of the pair that is like those that are not played."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,7 @@ class Played:
         backward: the same micro-batch's backward with nothing beside it, from the end of its forward on.
         last: like ``backward``, of the last micro-batch of a step, which reduces gradients.
         pairs: the pairs from the end of ``forward`` on; None without pairing.
+        repeated: index of the pair that is like those that are not played.
     """
 
     stage: Stage
@@ -52,6 +50,7 @@ class Played:
     backward: PhaseResult
     last: PhaseResult
     pairs: PhaseResult | None = None
+    repeated: int = 0
 
     @property
     def end_ms(self) -> float:
@@ -103,7 +102,7 @@ class Played:
         exposed_ms += pairs.exposed_ms[column]
         forward_ms += pairs.exposed_forward_ms[column]
         if number := self._num_repeated(pairs):
-            start, end = pairs.marks[column][_REPEATED - 1], pairs.marks[column][_REPEATED]
+            start, end = pairs.marks[column][self.repeated - 1], pairs.marks[column][self.repeated]
             exposed_ms += number * (end.exposed_ms - start.exposed_ms)
             forward_ms += number * (end.exposed_forward_ms - start.exposed_forward_ms)
         return exposed_ms, forward_ms
@@ -113,7 +112,7 @@ class Played:
         if self.pairs is None:
             return self.forward.waits[column] + self.backward.waits[column]
         marks = self.pairs.marks[column]
-        number = min(_REPEATED, len(marks) - 1)
+        number = self.repeated
         start_ms = marks[number - 1].end_ms if number else float("-inf")
         end_ms = marks[number].end_ms
         return tuple(wait for wait in self.pairs.waits[column] if start_ms <= wait.start_ms < end_ms)
@@ -138,7 +137,7 @@ class Played:
         spans = [*self.forward.spans[column], *_shifted(self.last.spans[column], self._pairs_ms(pairs))]
         if not number:
             return _in_order([*spans, *pairs.spans[column]])
-        start_ms, end_ms, pair_ms = marks[_REPEATED - 1].end_ms, marks[_REPEATED].end_ms, self._pair_ms(pairs)
+        start_ms, end_ms, pair_ms = marks[self.repeated - 1].end_ms, marks[self.repeated].end_ms, self._pair_ms(pairs)
         for span in pairs.spans[column]:
             if span.start_ms < start_ms:
                 copies = [0]
@@ -155,7 +154,7 @@ class Played:
     def _pair_ms(self, pairs: PhaseResult) -> float:
         """Time of one pair in the middle."""
         ends_ms = [max(mark.end_ms for mark in marks) for marks in zip(*pairs.marks, strict=True)]
-        return ends_ms[_REPEATED] - ends_ms[_REPEATED - 1] if len(ends_ms) > _REPEATED else self._played_ms(pairs)
+        return ends_ms[self.repeated] - ends_ms[self.repeated - 1] if self.repeated else self._played_ms(pairs)
 
     def _played_ms(self, pairs: PhaseResult) -> float:
         return max(pairs.end_ms) - max(self.forward.end_ms)

@@ -96,8 +96,10 @@ class Simulation:
     same_ranks: tuple[int, ...]
 
 
-MAX_PLAYED = 5
-"""Most micro-batches of a paired step that are played: the second of their pairs is between alike ones."""
+MAX_PLAYED = 4
+"""Most micro-batches of a paired step that are played if all are alike: the second pair is like all that follow."""
+MAX_PLAYED_WITH_ENDS = 6
+"""The same if those at the ends of the step are not: until the third pair the first one still has an effect."""
 
 
 class Simulator:
@@ -253,12 +255,7 @@ class Simulator:
             for of_forward, of_backward in zip(forward, backward, strict=True)
         ]
         return [
-            replace(
-                end,
-                stage=one,
-                saved_bytes=kept[one.number],
-                pairs=self._play_pairs(plan, end, one, record, paces),
-            )
+            replace(self._play_pairs(plan, end, one, record, paces), saved_bytes=kept[one.number])
             for end, one in zip(ends, middle, strict=True)
         ]
 
@@ -294,16 +291,18 @@ class Simulator:
             parts.append(Played(stage, count, stage.saved_bytes, before, alike, last))
         return parts
 
-    def _play_pairs(self, plan: Plan, end: Played, middle: Stage, record: bool, paces: Paces) -> PhaseResult:
-        """Plays the pairs of a step, at most those of ``MAX_PLAYED`` micro-batches."""
-        ends_differ = end.stage is not middle
-        num_played = min(self.model.num_micro_batches, MAX_PLAYED if ends_differ else MAX_PLAYED - 1)
+    def _play_pairs(self, plan: Plan, end: Played, middle: Stage, record: bool, paces: Paces) -> Played:
+        """Plays the pairs of a step, too, or the first of them."""
+        is_alike = end.stage is middle
+        num_played = min(self.model.num_micro_batches, MAX_PLAYED if is_alike else MAX_PLAYED_WITH_ENDS)
         at_end, in_middle = (Passes(stage.forward, stage.backward) for stage in (end.stage, middle))
         steps = paired_steps([at_end, *[in_middle] * (num_played - 2), at_end])
         later = [DwRules.of(plan.in_middle)] * (num_played - 2)
         rules, phase = DwRules.of(plan.at_ends), Phase.INPUT_GRAD
         start_ms = end.forward.end_ms
-        return self.play(steps, phase, rules, start_ms, record, None, paces, later, is_paired=True)
+        pairs = self.play(steps, phase, rules, start_ms, record, None, paces, later, is_paired=True)
+        repeated = 2 if num_played == MAX_PLAYED_WITH_ENDS else min(1, num_played - 2)
+        return replace(end, stage=middle, pairs=pairs, repeated=repeated)
 
     def stages(self, plan: Plan) -> list[Stage]:
         """The plan's steps by pipeline stage.

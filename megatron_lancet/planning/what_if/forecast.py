@@ -177,12 +177,11 @@ class Forecaster:
         activations_ms = 2 * (layout.pp_size - 1) * self._activations_ms(layout)
         if layout == self._profiled() and self.network.is_as_measured:
             more_ms = activations_ms = 0.0
-        micro_batch_ms = prediction.forward_ms + prediction.backward_ms
         return Forecast(
             plan=plan,
             step_ms=prediction.step_ms + activations_ms + more_ms,
             exposed_ms=prediction.exposed_ms,
-            bubble_ms=(layout.pp_size - 1) * micro_batch_ms + activations_ms,
+            bubble_ms=(layout.pp_size - 1) * prediction.slot_ms + activations_ms,
             gradient_ms=gradient_ms,
             peak_bytes=prediction.peak_bytes,
             peak_dw_bytes=prediction.peak_dw_bytes,

@@ -21,18 +21,42 @@ def short_text(plan: Plan) -> str:
 
 def layer_lines(explanation: Explanation) -> Iterator[str]:
     """Lists the dWs in the gaps of each group of layers, and what stays exposed; times are of one micro-batch."""
-    groups: dict[tuple[object, ...], list[LayerExplanation]] = {}
-    for layer in explanation.layers:
-        treatment = (layer.layer_kind, layer.stage, layer.num_chunks, layer.chunk_dim, layer.range)
-        groups.setdefault(treatment, []).append(layer)
-    for layers in groups.values():
-        yield from _paragraph(layers)
+    for title, part in _parts(explanation):
+        yield from title
+        groups: dict[tuple[object, ...], list[LayerExplanation]] = {}
+        for layer in part:
+            treatment = (layer.layer_kind, layer.stage, layer.num_chunks, layer.chunk_dim, layer.range)
+            groups.setdefault(treatment, []).append(layer)
+        for layers in groups.values():
+            yield from _paragraph(layers)
 
 
 def each_layer(explanation: Explanation) -> Iterator[str]:
     """Yields the same with a paragraph for every layer."""
-    for layer in explanation.layers:
-        yield from _paragraph([layer])
+    for title, part in _parts(explanation):
+        yield from title
+        for layer in part:
+            yield from _paragraph([layer])
+
+
+def pairing_line(explanation: Explanation) -> str:
+    """Says whether backwards run beside forwards, and what the best other choice would take."""
+    paired = "each backward runs beside the next forward"
+    alone = "micro-batches run one after the other"
+    chosen, other = (paired, alone) if explanation.plan.is_paired else (alone, paired)
+    if explanation.other_pairing_ms is None:
+        return f"pairing: {chosen}"
+    return f"pairing: {chosen}; if {other}, the best plan takes {explanation.other_pairing_ms:.1f} ms"
+
+
+def _parts(explanation: Explanation) -> Iterator[tuple[tuple[str, ...], Sequence[LayerExplanation]]]:
+    """Yields the parts of a step with a line in front of each if there are two."""
+    if not explanation.ends:
+        yield (), explanation.layers
+        return
+    num_pairs = explanation.num_micro_batches - 1
+    yield (f"a backward and the forward beside it, {num_pairs} x a step:",), explanation.layers
+    yield ("the first forward and the last backward of a step, which have nothing beside them:",), explanation.ends
 
 
 def _paragraph(layers: Sequence[LayerExplanation]) -> Iterator[str]:
@@ -47,7 +71,7 @@ def _paragraph(layers: Sequence[LayerExplanation]) -> Iterator[str]:
 def reason_lines(explanation: Explanation) -> Iterator[str]:
     """Yields the exposed time of all layers for each reason, longest first."""
     for reason, ms in explanation.exposed_by_reason().items():
-        yield f"{ms * explanation.num_micro_batches:10.1f} ms a step: {reason} ({reason.in_words})"
+        yield f"{ms:10.1f} ms a step: {reason} ({reason.in_words})"
 
 
 def _filled_lines(layers: Sequence[LayerExplanation]) -> Iterator[str]:

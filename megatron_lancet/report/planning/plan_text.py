@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_lancet.planning.plan_file import PlanFile
 from megatron_lancet.schedule.ops import Op, Phase
@@ -117,6 +117,8 @@ def head_lines(content: PlanFile) -> Iterator[str]:
             f" ({versions})" if versions else ""
         )
     yield "weight gradients: " + _dw_in_words(content.plan)
+    if content.plan.is_paired:
+        yield "pairing: each backward runs beside the forward of the next micro-batch"
 
 
 def plan_lines(content: PlanFile, num_layers: int | None = None) -> Iterator[str]:
@@ -128,6 +130,8 @@ def plan_lines(content: PlanFile, num_layers: int | None = None) -> Iterator[str
             yield f"    gap {line}"
         if exposed is not None and group.kind != "dense":
             yield "    " + _exposed_in_words([exposed.get(n, 0.0) for n in group.numbers])
+    if content.plan.is_paired:
+        yield from _end_lines(content, num_layers)
     if any("[" in line for group in layer_groups(content, num_layers) for line in group.gaps):
         yield LEGEND
     if content.prediction is not None:
@@ -136,6 +140,20 @@ def plan_lines(content: PlanFile, num_layers: int | None = None) -> Iterator[str
             f"predicted: step {step.step_ms:.1f} ms, {step.no_overlap_step_ms:.1f} ms without overlap; exposed "
             f"{step.exposed_ms:.1f} ms; {step.peak_bytes / 1e6:.0f} MB of activations and deferred weight gradients"
         )
+
+
+def _end_lines(content: PlanFile, num_layers: int | None) -> Iterator[str]:
+    """Yields how the micro-batches at the ends of a paired step run."""
+    ends = content.plan.at_ends
+    if ends == content.plan.in_middle:
+        return
+    yield "at the ends of a step, where a forward or a backward has no partner:"
+    if ends.dw_window != content.plan.dw_window:
+        yield f"    weight gradients: {_dw_in_words(ends)}"
+    for group in layer_groups(replace(content, plan=ends), num_layers):
+        yield f"    {group}: {in_words(group.segment)}"
+        for line in group.gaps:
+            yield f"        gap {line}"
 
 
 def _dw_in_words(plan: Plan) -> str:

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from megatron_lancet.patching import around
+from megatron_lancet.patching import around, replaced
+from megatron_lancet.runtime.lane import ForwardLane
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 from megatron_lancet.training.megatron.virtual_gpu_patches import around_ddp_hooks, own_copy_stream
 from megatron_lancet.virtual_gpu.autograd import LeafStreams, leaf_streams
@@ -22,6 +23,7 @@ def virtual_gpu_platform(gpu: VirtualGpu | None = None) -> Iterator[VirtualGpu]:
         gpu = stack.enter_context(virtual_gpu(gpu))
         leaves = stack.enter_context(leaf_streams(gpu))
         stack.enter_context(own_copy_stream())
+        stack.enter_context(replaced(ForwardLane, "around", gpu.operators))
         stack.enter_context(around_ddp_hooks(leaves.hook))
         stack.enter_context(_marks_on_streams(gpu, leaves))
         yield gpu

@@ -197,6 +197,14 @@ def test_ranks_keep_freed_memory_unless_the_default_is_asked_for(default_malloc,
     assert ("MALLOC_TRIM_THRESHOLD_" in settings) is not default_malloc
 
 
+def test_a_pairing_run_has_steps_of_four_and_eight_micro_batches(tmp_path):
+    job = make_job(parse_arguments(["--pairing"]), [0, 1], tmp_path / "result.json")
+    assert [case.shape.micro_batches for case in job.cases] == [4, 4, 4, 8]
+    assert all({"stock", "all-k2", "paired-k1", "paired-mix"} <= set(case.variants) for case in job.cases)
+    exact = {name for name, variant in VARIANTS.items() if variant.plan and variant.plan.is_paired and variant.is_exact}
+    assert exact == {"paired-k1", "paired-k1-none"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -208,6 +216,7 @@ def test_ranks_keep_freed_memory_unless_the_default_is_asked_for(default_malloc,
             ["--cases", "45", "--variants", "megatron-overlap"],
             r"megatron-overlap overlaps two micro-batches, and a step of case 45 has 1\. Pass --cases 45-accumulated",
         ),
+        (["--cases", "45", "--variants", "paired-k1"], "paired-k1 overlaps two micro-batches"),
         (["--cases", "45-accumulated", "--micro-batches", "1"], "a step of case 45-accumulated has 1"),
     ],
 )

@@ -1,5 +1,6 @@
 """Real steps of small models in a mocked world, recorded as a list of what the computing thread did."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -7,9 +8,11 @@ from datetime import timedelta
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
+from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.profiler.facts import ProfiledModel
@@ -21,6 +24,7 @@ from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 from megatron_lancet.schedule.plan import Plan, fixed_plan
 from megatron_lancet.schedule.reductions import MicroOps
+from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, small_hybrid, transformer_config
 
 EP_SIZE, NUM_STAGES = 4, 3
@@ -146,6 +150,34 @@ def _recorded(recorder: _Recorder, num_filled: Mapping[str, int] | None) -> Iter
         yield
 
 
+class _NumberedEvents(list[Any]):
+    """A recorder's list in which each event has the number of the micro-batch that it belongs to."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def append(self, event: Event) -> None:
+        super().append((self._comm.pairing.number, event))
+
+
+@contextmanager
+def mocked_ranks(num_ranks: int, **layout: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of a mocked world; ``layout`` is Megatron's."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors are tiny
+    with mock.patch.dict(os.environ), cpu_platform():
+        from megatron.core import parallel_state
+        from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None  # another test may have set one of another shape
+        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
+        with mock_world(num_ranks):
+            parallel_state.initialize_model_parallel(**layout)
+            yield
+            parallel_state.destroy_model_parallel()
+    torch.set_num_threads(num_threads)
+
+
 class Recorded(NamedTuple):
     """What a micro-batch did."""
 
@@ -200,6 +232,24 @@ class Model:
         comm.record_to(None)
         comm.scheduler = None
         return passes
+
+    def record_pairs(self, plan: Plan, num_micro_batches: int) -> list[tuple[int, Event]]:
+        """A step of Megatron's schedule for pairs, in which no dW finds a message still on its way.
+
+        Returns what it did, each with the number of its micro-batch.
+        """
+        from megatron_lancet.training.megatron.paired_schedules import paired_schedules
+
+        setup, comm = self._setup, self._module.decoder.comm
+        setup.switch(plan)
+        recorder = _Recorder()
+        recorder.events = _NumberedEvents(comm)
+        comm.record_to(recorder)
+        with _recorded(recorder, {}), paired_schedules(lambda: setup.stages):
+            setup.check_step(lambda: self._paired_step(num_micro_batches))
+        comm.record_to(None)
+        setup.switch(fixed_plan(1))  # asks for no more pairs
+        return recorder.take()
 
     @cached_property
     def profile(self) -> Profile:
@@ -265,6 +315,29 @@ class Model:
 
         assert self._setup.delays_weight_grads
         return wrap_with_ddp(self._module, self._module.config, lambda _, plain: plain, deferred=True)
+
+    def _paired_step(self, num_micro_batches: int) -> None:
+        from megatron.core.pipeline_parallel import schedules
+
+        from tests.parity.gradients.gradients_worker import logged_losses
+
+        def forward(_: None, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            output = model(**_batch(), attention_mask=None).float().mean()
+            return output, lambda loss: (loss, {"loss": loss.detach()})
+
+        ddp = self._ddp
+        ddp.zero_grad_buffer()
+        self._module.config.no_sync_func = ddp.no_sync
+        schedules.forward_backward_no_pipelining(
+            forward_step_func=forward,
+            data_iterator=None,
+            model=[ddp],
+            num_microbatches=num_micro_batches,
+            seq_length=SEQ_LENGTH,
+            micro_batch_size=MICRO_BATCH,
+        )
+        ddp.finish_grad_sync()
+        logged_losses()
 
     def _step(self, recorder: _Recorder | None) -> Iterator[Recorded]:
         from tests.parity.gradients.gradients_worker import logged_losses

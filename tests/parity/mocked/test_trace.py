@@ -12,7 +12,7 @@ from megatron_lancet.profiler.op_times import op_key
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import ChunkDim
-from tests.parity.gradients.gradients_worker import MICRO_BATCH, NUM_MICRO_BATCHES, SEQ_LENGTH
+from tests.parity.gradients.gradients_worker import MICRO_BATCH, SEQ_LENGTH
 from tests.parity.mocked.trace_worker import PLANS
 from tests.ranks import launch
 from tests.unit.profiler.synthetic import FACTS
@@ -93,9 +93,10 @@ def test_trace_has_every_op_of_every_chunk_and_no_other(found, name):
 
 def test_uninterrupted_op_has_one_span_per_micro_batch(results):
     spans = [span["name"] for span in spans_in(results["one-chunk"], "compute")]
+    num_micro_batches = results["one-chunk"]["num_micro_batches"]
     for layer, kinds in {1: DENSE, 2: MOE, 3: MOE}.items():
         for kind in set(kinds) - {"postprocess", "preprocess", "experts"}:
-            assert spans.count(f"L{layer}.c0.F.{kind}") == NUM_MICRO_BATCHES
+            assert spans.count(f"L{layer}.c0.F.{kind}") == num_micro_batches
 
 
 def test_forward_ops_are_in_the_order_of_the_layer(results):
@@ -109,6 +110,7 @@ def test_forward_ops_are_in_the_order_of_the_layer(results):
 
 
 def test_weight_gradients_run_once_per_chunk_and_micro_batch(found, name):
+    num_micro_batches = found["num_micro_batches"]
     names = [span["name"] for span in spans_in(found, "compute") if ".W." in f".{span['name']}"]
     linears = {
         "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
@@ -119,28 +121,51 @@ def test_weight_gradients_run_once_per_chunk_and_micro_batch(found, name):
     for layer, kinds in {1: DENSE, 2: MOE, 3: MOE}.items():
         for kind in set(kinds) & set(linears):
             for linear in linears[kind]:
-                expected = NUM_MICRO_BATCHES * len(chunks_of(name, layer, kind))
+                expected = num_micro_batches * len(chunks_of(name, layer, kind))
                 assert names.count(f"L{layer}.W.{linear}") == expected, linear
                 facts = found["weight_grads"][f"L{layer}.W.{linear}"]
                 assert len(facts["pinned_bytes"]) == expected
                 assert min(facts["pinned_bytes"]) > 0
-    assert names.count("W.output_layer") == NUM_MICRO_BATCHES
+    assert names.count("W.output_layer") == num_micro_batches
 
 
 def test_trace_has_the_messages_of_every_all_to_all(found, name):
+    num_micro_batches = found["num_micro_batches"]
     messages = spans_in(found, "comm")
     names = [span["name"] for span in messages]
     for layer in (2, 3):
         for chunk in chunks_of(name, layer, "experts"):
             for phase, kinds in MESSAGES.items():
                 for kind in kinds:
-                    assert names.count(f"L{layer}.c{chunk}.{phase}.{kind}") == NUM_MICRO_BATCHES
-    assert len(names) == 2 * 5 * NUM_MICRO_BATCHES * len(chunks_of(name, 2, "experts"))
+                    assert names.count(f"L{layer}.c{chunk}.{phase}.{kind}") == num_micro_batches
+    assert len(names) == 2 * 5 * num_micro_batches * len(chunks_of(name, 2, "experts"))
     assert all(0 <= span["start_ms"] < span["end_ms"] <= found["step_ms"] for span in messages)
     # The link's latency alone is 0.3 ms; of a single message, a pause of the process right after it left may hide some.
     assert statistics.median(span["end_ms"] - span["start_ms"] for span in messages) >= 0.25
     waits = {span["name"] for span in spans_in(found, "wait")}
     assert waits <= set(names)
+
+
+def test_every_message_is_waited_for_once(found):
+    """In the trace as in the counters, whose waits are inside those of the trace."""
+    waits = [span for span in spans_in(found, "wait") if not span["name"].endswith(".counts")]
+    rows_ms = sum(span["end_ms"] - span["start_ms"] for span in waits)
+    messages = [span for span in spans_in(found, "comm") if not span["name"].endswith(".counts")]
+    assert sorted(span["name"] for span in waits) == sorted(span["name"] for span in messages)
+    assert len(waits) == found["counted"]["num_all_to_alls"]
+    assert 0 < found["counted"]["exposed_ms"] <= rows_ms
+
+
+def test_messages_of_forwards_and_backwards_are_in_flight_side_by_side(results):
+    def num_beside(found):
+        messages = [
+            (Op.parse(span["name"]).phase, span["start_ms"], span["end_ms"]) for span in spans_in(found, "comm")
+        ]
+        forward, backward = ([m for m in messages if m[0] is phase] for phase in (Phase.FORWARD, Phase.INPUT_GRAD))
+        return sum(any(b[1] < f[2] and f[1] < b[2] for b in backward) for f in forward)
+
+    assert num_beside(results["one-chunk"]) == 0
+    assert num_beside(results["paired"]) > 0
 
 
 def test_message_bytes_equal_bytes_of_their_rows(found):
@@ -155,13 +180,14 @@ def test_message_bytes_equal_bytes_of_their_rows(found):
 
 
 def test_trace_has_received_rows_of_each_chunk(found):
+    num_micro_batches = found["num_micro_batches"]
     totals: dict[str, int] = {}
     for op, rows in found["received_rows"].items():
-        assert len(rows) == NUM_MICRO_BATCHES
+        assert len(rows) == num_micro_batches
         layer = op.partition(".")[0]
         totals[layer] = totals.get(layer, 0) + sum(rows)
     # What the mocked ranks send is what this one sends to them.
-    assert totals == {"L2": ROUTED_ROWS * NUM_MICRO_BATCHES, "L3": ROUTED_ROWS * NUM_MICRO_BATCHES}
+    assert totals == {"L2": ROUTED_ROWS * num_micro_batches, "L3": ROUTED_ROWS * num_micro_batches}
 
 
 @pytest.fixture(scope="module")

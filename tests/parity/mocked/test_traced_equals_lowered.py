@@ -12,21 +12,16 @@ What the two sides write down differently, and how it is brought into one form, 
 """
 
 import dataclasses
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from unittest import mock
 
 import pytest
-import torch
 
-from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.model import transformer_block
 from megatron_lancet.patching import replaced
 from megatron_lancet.schedule import turns
 from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
-from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.parity.mocked.lowered_plan import (
     FAST_MS,
     LAYERS_PER_STAGE,
@@ -46,6 +41,7 @@ from tests.parity.mocked.recorded_run import (
     Event,
     Recorded,
     Verb,
+    mocked_ranks,
 )
 
 
@@ -177,21 +173,10 @@ CASES = dict(cases())
 @pytest.fixture(scope="module", autouse=True)
 def world():
     """One process as rank 0 of three pipeline stages with four expert-parallel ranks each."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors are tiny
-    with mock.patch.dict(os.environ), cpu_platform():
-        from megatron.core import parallel_state
-        from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
-
-        MoEAuxLossAutoScaler.main_loss_backward_scale = None  # another test may have set one of another shape
-        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
-        with mock_world(EP_SIZE * NUM_STAGES):
-            parallel_state.initialize_model_parallel(
-                pipeline_model_parallel_size=NUM_STAGES, expert_model_parallel_size=EP_SIZE
-            )
-            yield
-            parallel_state.destroy_model_parallel()
-    torch.set_num_threads(num_threads)
+    with mocked_ranks(
+        EP_SIZE * NUM_STAGES, pipeline_model_parallel_size=NUM_STAGES, expert_model_parallel_size=EP_SIZE
+    ):
+        yield
 
 
 STEPS = (Verb.END, Verb.ISSUE, Verb.WAIT)

@@ -1,9 +1,12 @@
 """Steps of a model in a mocked world, with and without a trace: python trace_worker.py RESULT.json."""
 
 import faulthandler
+import itertools
 import json
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,13 +18,14 @@ from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
 from megatron_lancet.runtime.trace import Trace
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.parity.gradients.gradients_worker import (
     MICRO_BATCH,
     NUM_MICRO_BATCHES,
     SEQ_LENGTH,
     build,
+    micro_batches,
     overlapping_model,
     step,
     wrap_with_ddp,
@@ -41,7 +45,13 @@ PLANS: dict[str, Plan] = {
     "layer": fixed_plan(2, overlap_range=OverlapRange.LAYER),
     "gate": fixed_plan(2, overlap_range=OverlapRange.GATE),
     "experts": fixed_plan(2, overlap_range=OverlapRange.EXPERTS),
+    "paired": paired(fixed_plan(1)),
+    "paired-dw-at-once": paired(fixed_plan(1, DwPolicy.NONE)),
+    "paired-batch": paired(fixed_plan(2)),
+    "paired-layer": paired(fixed_plan(2, overlap_range=OverlapRange.LAYER)),
 }
+NUM_PAIRED_MICRO_BATCHES = 4
+"""Two of them in the middle of the step."""
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LINK = Link(latency_us=300, gbytes_per_s=1)
 
@@ -51,24 +61,35 @@ class Model:
 
     def __init__(self, overrides: dict[str, Any]) -> None:
         self.module, config, precision = build({**MODEL, **overrides})
-        self.setup, _ = overlapping_model(self.module, fixed_plan(1), switchable=True)
+        self.setup, self.stats = overlapping_model(self.module, fixed_plan(1), switchable=True)
         self.ddp = wrap_with_ddp(self.module, config, precision, deferred=True)
 
     def run(self, plan: Plan) -> dict[str, Any]:
         """A step without a trace, one with it, and one without again."""
+        from megatron_lancet.training.megatron.paired_schedules import ask_for_pairs, paired_schedules
+
         self.setup.switch(plan)
+        ask_for_pairs(self.setup.stages, plan.is_paired)
+        with paired_schedules(lambda: self.setup.stages) if plan.is_paired else nullcontext():
+            return self._run(paired_step if plan.is_paired else step)
+
+    def _run(self, step: Callable[[Any], list[float]]) -> dict[str, Any]:
         plain = step(self.ddp), gradients(self.module)
+        self.stats.take()
         comm, trace = self.module.decoder.comm, Trace(torch.device("cpu"), 0)
         comm.record_to(trace)
         trace.begin_step()
         losses = step(self.ddp)
         found = trace.end_step()
+        counted = self.stats.take()
         comm.record_to(None)
         num_entries = len(trace.log)
         equal = [ours.equal(theirs) for ours, theirs in zip(gradients(self.module), plain[1], strict=True)]
         again = step(self.ddp)
         return {
             "losses": [plain[0], losses, again],
+            "num_micro_batches": len(losses),
+            "counted": asdict(counted),
             "gradients_equal": all(equal),
             "spans": [asdict(span) for span in found.timeline.spans],
             "step_ms": found.timeline.step_ms,
@@ -89,6 +110,29 @@ class Model:
             with run.step(index):
                 step(self.ddp)
         return run.finish().to_json()
+
+
+def paired_step(ddp: Any) -> list[float]:
+    """A step by Megatron's schedule for pairs: losses of the micro-batches; gradients stay in main_grad."""
+    from megatron.core.pipeline_parallel import schedules
+
+    def forward(batches: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        output = model(**{"attention_mask": None, **next(batches)}).float().mean()
+        return output, lambda loss: (loss, {"loss": loss.detach().clone()})
+
+    torch.manual_seed(5)
+    ddp.zero_grad_buffer()
+    ddp.module.config.no_sync_func = ddp.no_sync
+    losses = schedules.forward_backward_no_pipelining(
+        forward_step_func=forward,
+        data_iterator=itertools.islice(itertools.cycle(micro_batches()), NUM_PAIRED_MICRO_BATCHES),
+        model=[ddp],
+        num_microbatches=NUM_PAIRED_MICRO_BATCHES,
+        seq_length=SEQ_LENGTH,
+        micro_batch_size=MICRO_BATCH,
+    )
+    ddp.finish_grad_sync()
+    return [found["loss"].item() for found in losses]
 
 
 def gradients(model: torch.nn.Module) -> list[torch.Tensor]:

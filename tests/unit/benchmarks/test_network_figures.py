@@ -132,6 +132,37 @@ def test_passes_of_several_micro_batches_have_no_columns_of_their_own():
     assert line.split()[1:] == "66 3.9 0.5 90.2% 1.20 1.100 1.10 1.667 (1.67-1.67) 1.67 1.67".split()
 
 
+def test_the_steady_state_is_a_pair_over_the_bound_of_a_micro_batch():
+    """Three pairs in 99 ms on the slower rank; the bound of four micro-batches is 55 ms."""
+    case = case_result(shape={**dataclasses.asdict(CASES["45"].shape), "micro_batches": 4})
+    assert summarise(case).rows[1].steady_over_bound is None, "older files lack the time of pairs"
+    case["sample_fields"] = [*case["sample_fields"], "pairs_ms"]
+    case["sweeps"] = case["sweeps"][:1]
+    for repeats in case["sweeps"][0]["samples"].values():
+        for ranks in repeats:
+            for rank, pairs_ms in zip(ranks, (90.0, 99.0), strict=True):
+                rank.append(pairs_ms)
+    stock, ours, free = summarise(case).rows
+    assert ours.steady_over_bound == pytest.approx((99 / 3) / (55 / 4))
+    assert free.steady_over_bound is None
+    assert stock.over_unpaired is None
+    assert "steady/bound" in as_text([summarise(case)])
+
+
+def test_variants_with_pairing_are_compared_with_all_k2_in_the_same_repeat():
+    case = case_result()
+    for sweep in case["sweeps"]:
+        sweep["samples"]["paired-k1"] = [both_ranks(**{**OURS, "step_ms": step_ms}) for step_ms in (50, 50, 100)]
+    case["variants"] = ("stock", "all-k2", "paired-k1", "stock-free")
+    case["peak_activation_bytes"]["paired-k1"] = [114, 114]
+    _, unpaired, paired, free = summarise(case).rows
+    assert unpaired.over_unpaired.median == 1
+    assert paired.over_unpaired.median == pytest.approx(60 / 50)
+    assert free.over_unpaired is None
+    assert "against all-k2" in as_text([summarise(case)])
+    assert "against all-k2" not in as_text([summarise(case_result())])
+
+
 def test_few_values_have_their_extremes_for_quartiles():
     assert spread([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(3.0, 2.0, 4.0)

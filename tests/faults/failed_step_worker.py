@@ -1,0 +1,125 @@
+"""Paired steps that fail in the same place on both ranks, each followed by a step as if nothing had happened.
+
+Usage: failed_step_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
+"""
+
+import gc
+import weakref
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+
+from tests.faults.paired_step import PLANS, PairedStep
+from tests.ranks.worker import finish, run_on_cpu
+
+NUM_PLACES = 24
+"""Places that are tried, evenly spread over those of a step."""
+
+
+class Activations:
+    """Counts what the graphs of micro-batches keep for their backward, in forwards on a step's lane.
+
+    Attributes:
+        most_alive: the largest number of tensors so far.
+    """
+
+    def __init__(self, step: PairedStep) -> None:
+        self.most_alive = 0
+        self._alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
+        step.comm.pairing.lane.around = lambda: saved_tensors_hooks(self._keep, lambda kept: kept.tensor)
+
+    def _keep(self, tensor: torch.Tensor) -> "_Kept":
+        kept = _Kept(tensor.detach())
+        self._alive.add(kept)
+        self.most_alive = max(self.most_alive, len(self._alive))
+        return kept
+
+    @property
+    def num_alive(self) -> int:
+        """Number of tensors that a graph keeps."""
+        return len(self._alive)
+
+
+class _Kept:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def what_is_left(step: PairedStep) -> list[str]:
+    """What a failed step has left in the objects that the next one uses."""
+    pairing, store = step.comm.pairing, step.comm.store
+    left = []
+    if pairing.is_on or not pairing.lane.is_idle:
+        left.append("a forward on the lane")
+    if (pairing.forward_number, pairing.backward_number) != (None, None):
+        left.append("the number of a micro-batch")
+    if len(store):
+        left.append("deferred dWs")
+    store.assert_idle()
+    return left
+
+
+def fail_at(step: PairedStep, place: str) -> str:
+    """Runs a step that fails at ``place``; returns the message of its error, empty if it did not fail."""
+    step.boundaries.begin_step("exception", place)
+    try:
+        step.run(traced=False)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def attempts(plan: str, stack: ExitStack) -> dict[str, object]:
+    """Steps that fail here and there, and whether the steps between them are those of an undisturbed run."""
+    # Megatron's DDP can't begin a step while it reduces gradients of another one, so it reduces them at the end.
+    step = PairedStep(PLANS[plan], 120.0, stack, overlap_grad_reduce=False)
+    activations = Activations(step)
+    expected = step.run(traced=False), step.gradients()
+    # Ranks run dWs, and report weights behind them, at times of their own: failing there they would have sent different
+    # messages, and the next step's would not fit together.
+    labels = [label for label in step.boundaries.passed if not label.startswith(("dW", "report"))]
+    threads = {step.comm.pairing.lane._thread}
+    places = labels[:: max(1, len(labels) // NUM_PLACES)]
+    alive_at_begin = activations.num_alive
+    errors, left, alive, unequal = [], [], [], []
+    for place in places:
+        step.boundaries.begin_step()
+        errors.append(fail_at(step, place))
+        dist.barrier()
+        left += [f"{place}: {what}" for what in what_is_left(step)]
+        step.losses = []
+        alive.append(activations.num_alive)
+        step.boundaries.begin_step()
+        losses, gradients = step.run(traced=False), step.gradients()
+        if losses != expected[0] or any(not gradients[name].equal(expected[1][name]) for name in gradients):
+            unequal.append(place)
+        threads.add(step.comm.pairing.lane._thread)
+    return {
+        "places": places,
+        "errors": errors,
+        "left": left,
+        "alive_at_begin": alive_at_begin,
+        "alive": alive,
+        "most_alive": activations.most_alive,
+        "unequal": unequal,
+        "num_threads": len(threads),
+    }
+
+
+def main() -> None:
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
+    gc.disable()  # what a failed step held must go without it
+    results = {}
+    for plan in PLANS:
+        with ExitStack() as stack:
+            results[plan] = attempts(plan, stack)
+    finish(results)
+
+
+if __name__ == "__main__":
+    run_on_cpu(main)
