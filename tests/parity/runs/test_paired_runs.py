@@ -79,7 +79,7 @@ def test_weights_in_checkpoints_equal_stock(stock, ours):
 def test_a_resumed_run_equals_the_uninterrupted_one_of_stock(stock, ours, by_plan, token_data, tmp_path):
     flags = [*LONG_RUN, *by_plan, "--load", ours[1], "--ckpt-step", SAVED_AT]
     resumed = pretrain(token_data, flags, tmp_path)
-    for name in COMPARED:
+    for name in ("lm loss", "grad norm"):  # what stock logs of the other losses depends on evaluations before
         assert resumed.series(name) == stock[0].series(name)[SAVED_AT:], name
 
 
@@ -115,7 +115,7 @@ def test_losses_in_layouts_equal_stock(token_data, tmp_path, by_plan, layout):
         assert found.series(name) == expected.series(name), name
 
 
-def test_losses_with_chunks_at_the_ends_equal_stock_within_rounding(stock, token_data, tmp_path):
+def test_losses_with_chunks_at_the_ends_equal_stock_within_rounding(token_data, tmp_path):
     path = tmp_path / "plan.json"
     write_plan_file(path, PlanFile(paired(fixed_plan(1, DwPolicy.FILL), fixed_plan(2))))
     both = [*EP2, *FOUR_MICRO_BATCHES, *REDUCTIONS]
