@@ -24,7 +24,7 @@ NUM_ITERS, SAVED_AT = 20, 10
 # From one micro-batch to four, with evaluation in between.
 LONG_RUN = [*EP2, *DISTRIBUTED, "--step-batch-size-schedule", "0:8 1280:16 3328:24 5632:32"]  # from tokens on
 LONG_RUN += ["--eval-iters", "2", "--eval-interval", "4", "--split", "8,2,0"]
-LONG_RUN += ["--save-interval", SAVED_AT]
+LONG_RUN += ["--save-interval", str(SAVED_AT)]
 
 
 @pytest.fixture(scope="module")

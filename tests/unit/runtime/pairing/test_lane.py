@@ -45,7 +45,7 @@ def works(lane: ForwardLane) -> bool:
 
 
 def test_one_turn_runs_at_a_time_and_forwards_run_in_their_order():
-    lane, log = ForwardLane(on_cuda=False), []
+    lane, log = ForwardLane(on_cuda=False), list[str]()
     first = lane.add(in_turns(lane, log, "a", 2))
     second = lane.add(in_turns(lane, log, "b", 1))
     for number, done in enumerate(["a0", "a1", "a2", "b0", "b1"], start=1):
