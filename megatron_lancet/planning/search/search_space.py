@@ -31,7 +31,6 @@ class Limits:
         pairing: whether backwards may run beside forwards; both, or the only one that is allowed.
         max_memory_bytes: hard bound on a rank's activations and deferred dWs; None for no bound.
         dw_memory_bytes: bound on a rank's deferred dWs, written into the plan; None for no bound.
-        pairing: whether backwards may, or must, run beside forwards: allowed values.
         excluded: exclusions that the caller made; repeated in the result.
     """
 
@@ -43,7 +42,6 @@ class Limits:
     pairing: tuple[bool, ...] = (False, True)
     max_memory_bytes: int | None = None
     dw_memory_bytes: int | None = None
-    pairing: tuple[bool, ...] = (False, True)
     excluded: tuple[Exclusion, ...] = ()
 
 
