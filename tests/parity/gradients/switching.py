@@ -67,10 +67,10 @@ def switch_through_plans(
     """
     first, *others = plans
     stock_model, config, precision = build(overrides)
-    our_model, _, _ = build(overrides)
+    our_model, our_config, _ = build(overrides)
     setup, stats = overlapping_model(our_model, plans[first], switchable=True)
     stock = wrap_with_ddp(stock_model, config, precision, False, overlaps)
-    ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, overlaps)
+    ours = wrap_with_ddp(our_model, our_config, precision, setup.delays_weight_grads, overlaps)
     results = []
     for plan_name in (first, first, *others, first):
         our_model.load_state_dict(copy.deepcopy(stock_model.state_dict()))

@@ -4,7 +4,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -234,22 +233,6 @@ def test_a_forward_runs_with_the_settings_of_the_thread_that_added_it(grad, auto
     lane.add(lambda: found.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))))
     lane.run_turn()
     assert found[-1] == (True, False)
-
-
-def test_whoever_watches_a_thread_gets_a_context_around_each_forward():
-    lane, log = ForwardLane(on_cuda=False), []
-
-    @contextmanager
-    def watch():
-        log.append("begin")
-        yield
-        log.append("end")
-
-    lane.around = watch
-    lane.add(in_turns(lane, log, "a", 1))
-    lane.run_turn()
-    lane.run_turn()
-    assert log == ["begin", "a0", "a1", "end"]
 
 
 def test_forwards_draw_random_numbers_in_their_order():

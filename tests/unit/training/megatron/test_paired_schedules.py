@@ -50,7 +50,10 @@ def test_stages_ask_megatron_for_pairs_and_for_none():
 
 
 def test_megatrons_schedules_are_its_own_outside_of_the_context():
-    names = (paired_schedules.WITHOUT_PIPELINE, paired_schedules.WITH_VIRTUAL_STAGES)
+    names = (
+        "combined_1f1b_schedule_for_no_pipelining",
+        "combined_1f1b_schedule_for_interleaved_pipelining",
+    )
     stock = [getattr(schedules, name) for name in names]
     with paired_schedules.paired_schedules(list):
         assert all(getattr(schedules, name) is not one for name, one in zip(names, stock, strict=True))
