@@ -123,7 +123,7 @@ def watched_lane(model: GPTModel, watch: Callable[[], AbstractContextManager[Non
     if comm is None:  # stock modules
         yield
         return
-    with replaced(comm.pairing.lane, "around", watch):
+    with replaced(comm.pairing.lane, "on_thread", watch):
         yield
 
 

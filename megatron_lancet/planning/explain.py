@@ -133,7 +133,7 @@ class Explanation:
     other_pairing_ms: float | None = None
 
     def exposed_by_reason(self) -> dict[Reason, float]:
-        """Exposed time of a step by reason, over all layers and micro-batches, longest first."""
+        """Exposed time of a step by reason, longest first; one pair in the middle stands for all pairs."""
         total: dict[Reason, float] = {}
         for layer in (*self.layers, *self.ends):
             for message in layer.exposed:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_lancet.report.hidden_dws import HiddenDws, hidden_dws
 from megatron_lancet.report.tables import right_aligned
-from megatron_lancet.schedule.ops import Op
+from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.timeline import Lane, RankTimeline
 
 _MAX_REASONS = 8
@@ -81,8 +81,15 @@ class ExposedTable:
                 table.append(_line(label, number, part.before_ms, part.measured_ms, part.predicted_ms))
         table.append(_line("all", "", self.before_ms, self.measured_ms, self.predicted_ms))
         lines = [f"  {line}" for line in right_aligned(table, (7, 5, 9, 9, 9), " ")]
+        forward_ms, backward_ms = self.measured_in(Phase.FORWARD), self.measured_in(Phase.INPUT_GRAD)
+        lines.append(f"  of it {forward_ms:.2f} for messages of forwards, {backward_ms:.2f} for those of backwards")
         hidden = [] if self.weight_grads is None else [f"  {self.weight_grads.as_text()}"]
         return "\n".join(["exposed ms per step, mean over ranks", *lines, *hidden, *self._reasons()])
+
+    def measured_in(self, phase: Phase) -> float:
+        """Time that compute waited for the messages of a phase."""
+        messages = [message for chunk in self.chunks for message in chunk.messages]
+        return sum(message.measured_ms for message in messages if _phase(message.op) is phase)
 
     def _reasons(self) -> Iterable[str]:
         messages = [message for chunk in self.chunks for message in chunk.messages if message.reason is not None]
@@ -154,6 +161,11 @@ def waits_ms(timelines: Sequence[RankTimeline]) -> dict[str, float]:
 def _place(name: str) -> tuple[int | None, int | None]:
     op = Op.find(name)
     return (None, None) if op is None else (op.layer, op.chunk)
+
+
+def _phase(name: str) -> Phase | None:
+    op = Op.find(name)
+    return None if op is None else op.phase
 
 
 def _place_order(place: tuple[int | None, int | None]) -> tuple[float, float]:

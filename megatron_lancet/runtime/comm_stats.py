@@ -12,6 +12,9 @@ import torch
 class CommTimes:
     """Communication of one training step on this rank.
 
+    Forwards and backwards that run side by side take turns, on the CPU as on the one compute stream of a CUDA device.
+    So no wait is counted twice, and the exposed times of a step are shorter than the step.
+
     Attributes:
         all_to_all_ms: sum over payload all-to-alls, forward and backward, of the time from launch to completion.
         exposed_ms: time that compute waited for payload all-to-alls.
@@ -19,7 +22,8 @@ class CommTimes:
             nothing to run while the host waited for them.
         num_all_to_alls: payload all-to-alls launched.
         payload_bytes: bytes that they sent to other ranks.
-        num_dw_in_gaps: deferred dWs that ran in front of the wait for an all-to-all: on the CPU while it was in flight.
+        num_dw_in_gaps: deferred dWs that ran in front of the wait for an all-to-all of the backward, or of the forward
+            beside it: on the CPU while it was in flight.
             On CUDA the host only knows that it enqueued them there; the message may have arrived before they ran.
         num_dw_early: deferred dWs that ran before their gap, because memory for them was bounded.
         num_dw_late: deferred dWs that ran behind the wait that ended their window, or at the end of a backward pass.

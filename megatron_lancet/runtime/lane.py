@@ -53,10 +53,10 @@ class ForwardLane:
     """One thread that runs forwards in the order in which they are added, turn by turn.
 
     Attributes:
-        around: returns a context for the thread of a forward, for those who watch operators of a thread.
+        on_thread: returns a context for the thread of a forward, for those who watch operators of a thread.
     """
 
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    on_thread: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __init__(self, on_cuda: bool) -> None:
         self._on_cuda = on_cuda
@@ -152,7 +152,7 @@ class ForwardLane:
             self._wait_until(has_turn=True)
             forward = self._present = self._queue.popleft()
             try:
-                with self.around():
+                with self.on_thread():
                     forward.run()
             except BaseException as error:  # noqa: BLE001 - raised again where the turn was given
                 self._error = error

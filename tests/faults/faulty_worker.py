@@ -9,6 +9,8 @@ step on):
     stop    the process stands still
     loop    it computes for ever
     term    the process and its children get SIGTERM, as SLURM sends it
+    int     it gets SIGINT, as from Ctrl-C
+    error   it can't read its data
     full    the disk is full
     hold    it creates the file LANCET_TEST_GO.wanted and waits for LANCET_TEST_GO
     nan     its activations become NaN
@@ -67,6 +69,11 @@ class Fault:
             for child in psutil.Process().children(recursive=True):
                 child.terminate()
             os.kill(os.getpid(), signal.SIGTERM)
+        elif self.kind == "error":
+            raise OSError("the data can't be read (injected)")
+        elif self.kind == "int":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)  # a thread ends the process
         elif self.kind == "loop":
             while True:
                 pass

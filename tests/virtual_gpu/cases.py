@@ -14,9 +14,10 @@ ONE, TWO = fixed_plan(1), fixed_plan(2)
 NO_DW = fixed_plan(2, DwPolicy.NONE)
 PAIRED, PAIRED_NO_DW = paired(ONE), paired(fixed_plan(1, DwPolicy.NONE))
 MIX = paired(ONE, TWO)
+WHOLE_EXPERTS = fixed_plan(1, overlap_range=OverlapRange.EXPERTS)
 FORWARD_GAPS = (
     Gap("L1.c0.F.dispatch", ("W.output_layer",)),
-    Gap("L1.c0.F.combine", ("L3.W.mlp.experts.local_experts.1.linear_fc1",)),
+    Gap("L1.c0.F.combine", ("L3.W.mlp.experts.local_experts.0.linear_fc1",)),
     Gap("L2.c0.F.dispatch", ("L3.W.self_attention.linear_proj",)),
     *GAPS[2:],
 )
@@ -90,7 +91,7 @@ CASES: dict[str, Case] = {
     "paired/switches": paired_case([ONE, PAIRED, TWO, MIX, PAIRED_NO_DW, paired(sequence())], switchable=True),
     "paired/full-recompute": paired_case([PAIRED], FULL, late=COMM_LATE),
     "paired/recompute": paired_case([MIX], selective("moe", "core_attn"), late=(("compute",),)),
-    "paired/capacity": paired_case([paired(fixed_plan(1, overlap_range=OverlapRange.EXPERTS))], CAPACITY, late=COMM_LATE),
+    "paired/capacity": paired_case([paired(WHOLE_EXPERTS)], CAPACITY, late=COMM_LATE),
     "paired/mtp": paired_case([PAIRED], {"mtp_num_layers": 1}),
     "paired/priority": paired_case([PAIRED], micro_op_mb=0.005, late=DDP_LATE),
     "paired/distributed-optimizer": paired_case([PAIRED], distributed_optimizer=True, late=DDP_LATE),

@@ -8,11 +8,12 @@ import pytest
 
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
-from megatron_lancet.schedule.plan import Gap, Plan, fixed_plan
+from megatron_lancet.schedule.plan import Gap, Plan, fixed_plan, paired
 from megatron_lancet.training.platform.cpu import cpu_platform
 from megatron_lancet.virtual_gpu.device import VirtualGpu
 from megatron_lancet.virtual_gpu.log import Kernel
 from tests.virtual_gpu.case import Case, Found, run
+from tests.virtual_gpu.cases import FORWARD_GAPS, paired_case
 
 QKV, PROJ = "L3.W.self_attention.linear_qkv", "L3.W.self_attention.linear_proj"
 GAPS = (
@@ -27,7 +28,7 @@ UNBOUNDED_WINDOW = 100
 class Recorded:
     """
     Attributes:
-        enqueued: names of weight gradients by the backward all-to-all in front of whose wait they were enqueued.
+        enqueued: names of weight gradients by the all-to-all in front of whose wait they were enqueued.
         kernels: names of those that weight gradients enqueued, one list for each.
     """
 
@@ -38,7 +39,7 @@ class Recorded:
     _is_in_product: bool = False
 
     def record(self, stack) -> None:
-        def runs_ahead(stock, store, op):
+        def begins_gap(stock, store, op):
             self._gap = str(op)
             stock(store, op)
 
@@ -57,7 +58,8 @@ class Recorded:
                 self.kernels[-1].append(entry.name)
             stock(gpu, entry)
 
-        stack.enter_context(around(WeightGradStore, "run_ahead", runs_ahead))
+        stack.enter_context(around(WeightGradStore, "run_ahead", begins_gap))
+        stack.enter_context(around(WeightGradStore, "run_planned", begins_gap))
         stack.enter_context(around(WeightGradStore, "_run_in_gap", runs_in_gap))
         stack.enter_context(around(DeferredWeight, "add_product", adds))
         stack.enter_context(around(VirtualGpu, "note", notes))
@@ -73,6 +75,15 @@ def recorded():
     return result
 
 
+@pytest.fixture(scope="module")
+def recorded_in_pairs():
+    result = Recorded()
+    plan = Plan(fixed_plan(1).segments, dw_window=UNBOUNDED_WINDOW, gaps=FORWARD_GAPS[:3])
+    with mock.patch.dict(os.environ), cpu_platform():
+        result.found = run(paired_case([paired(plan)]), result.record)
+    return result
+
+
 def test_weight_grads_on_streams_are_ordered_and_right(recorded):
     assert not recorded.found.problems
     assert max(recorded.found.gradients.values()) < 0.05  # bf16
@@ -83,6 +94,14 @@ def test_planned_weight_grads_are_enqueued_in_front_of_their_waits_and_no_others
     assert num_passes > 1
     expected = {gap.op: [name for name in gap.weight_grads if "no_such" not in name] for gap in GAPS}
     assert recorded.enqueued == {op: num_passes * names for op, names in expected.items()}
+
+
+def test_weight_grads_planned_for_a_forward_are_enqueued_in_front_of_its_waits(recorded_in_pairs):
+    num_pairs, num_steps = 2, 2
+    expected = {gap.op: num_steps * num_pairs * list(gap.weight_grads) for gap in FORWARD_GAPS[:3]}
+    assert recorded_in_pairs.enqueued == expected
+    assert not recorded_in_pairs.found.problems
+    assert recorded_in_pairs.found.largest_error == 0
 
 
 def test_weight_grads_of_bf16_are_one_kernel_each(recorded):

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_lancet.files import atomic_write
 from megatron_lancet.report.exposed import exposed_table
-from megatron_lancet.report.timeline.lanes import levels
+from megatron_lancet.report.timeline.lanes import message_levels
 from megatron_lancet.report.timeline.record import TimelineRecord
 from megatron_lancet.schedule.ops import Op, OpKind
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
@@ -91,7 +91,7 @@ def _name(name: str, reason: str | None) -> dict[str, Any]:
 def _group(timeline: RankTimeline, source: str, index_of: dict[str, int]) -> dict[str, Any]:
     """Returns a rank's lanes. The spans of a track don't overlap, so the page finds those in view by bisection."""
     messages = [span for span in timeline.spans if span.lane is Lane.COMM]
-    level_of = levels(messages)
+    level_of = message_levels(messages)
     comm = [
         _track([span for span, own in zip(messages, level_of, strict=True) if own == level], index_of)
         for level in range(max(level_of, default=-1) + 1)

@@ -23,7 +23,7 @@ from megatron_lancet.files import (
     take_version,
     to_plain,
 )
-from megatron_lancet.report.timeline.lanes import levels
+from megatron_lancet.report.timeline.lanes import message_levels
 from megatron_lancet.report.timeline.record import TimelineRecord
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
@@ -168,7 +168,7 @@ def _spans(events: Sequence[Any], where: str) -> dict[int, list[Span]]:
 
 def _process(pid: int, name: str, timeline: RankTimeline) -> Iterator[dict[str, Any]]:
     messages = [span for span in timeline.spans if span.lane is Lane.COMM]
-    level_of = levels(messages)
+    level_of = message_levels(messages)
     yield _named("process_name", pid, 0, {"name": name})
     yield _named("process_sort_index", pid, 0, {"sort_index": pid})
     yield _named("thread_name", pid, _COMPUTE_THREAD, {"name": "compute"})

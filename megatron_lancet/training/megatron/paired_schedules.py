@@ -7,11 +7,13 @@ All around them stays Megatron's: when gradients are reduced, the messages betwe
 flight. A pipeline without virtual stages has no such function.
 """
 
+import inspect
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,8 +25,6 @@ from megatron_lancet.model.gpt import LanguageModel, num_forward_waits
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.pairing import MicroBatch, Pairing
 
-WITHOUT_PIPELINE = "combined_1f1b_schedule_for_no_pipelining"
-WITH_VIRTUAL_STAGES = "combined_1f1b_schedule_for_interleaved_pipelining"
 ASKED_BY = "overlap_moe_expert_parallel_comm"
 """Field of Megatron's configuration of a model that selects these schedules. Our layers do not read it."""
 
@@ -48,12 +48,26 @@ def paired_schedules(stages: Callable[[], Sequence[LanguageModel]]) -> Iterator[
     Args:
         stages: returns the pipeline stages of this rank, which run a plan.
     """
-    interleaved = Interleaved(stages)
+    interleaved = _Interleaved(stages)
+
+    def without_pipeline(stock: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], torch.Tensor]:
+        return _run_without_pipeline(stages()[0], _bound(stock, args, kwargs))
+
+    def with_virtual_stages(stock: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return interleaved.run(_bound(stock, args, kwargs))
+
     with (
-        around(schedules, WITHOUT_PIPELINE, lambda stock, *args: without_pipeline(stages()[0], *args)),
-        around(schedules, WITH_VIRTUAL_STAGES, lambda stock, *args, **kwargs: interleaved.run(*args, **kwargs)),
+        around(schedules, "combined_1f1b_schedule_for_no_pipelining", without_pipeline),
+        around(schedules, "combined_1f1b_schedule_for_interleaved_pipelining", with_virtual_stages),
     ):
         yield
+
+
+def _bound(stock: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SimpleNamespace:
+    """The arguments of a call by the names of Megatron's parameters, which ``seams.py`` checks."""
+    call = inspect.signature(stock).bind(*args, **kwargs)
+    call.apply_defaults()
+    return SimpleNamespace(**call.arguments)
 
 
 @contextmanager
@@ -66,42 +80,33 @@ def _ended_on_failure(pairing: Pairing) -> Iterator[None]:
         raise
 
 
-def without_pipeline(
-    stage: LanguageModel,
-    forward_step_func: Any,
-    data_iterator: Any,
-    model: Any,
-    num_microbatches: int,
-    input_tensor: None,
-    output_tensor_grad: None,
-    forward_data_store: list[Any],
-    config: Any,
-    collect_non_loss_data: bool,
-    first_val_step: bool | None,
-    forward_only: bool,
-    no_sync_func: Callable[[], AbstractContextManager[Any]],
-    total_num_tokens: torch.Tensor,
-    check_first_val_step: Callable[[bool], bool],
-) -> tuple[list[Any], torch.Tensor]:
-    """A step without pipeline parallelism; arguments and result are those of Megatron's function."""
-    assert not forward_only
+def _run_without_pipeline(stage: LanguageModel, call: SimpleNamespace) -> tuple[list[Any], torch.Tensor]:
+    """A step without pipeline parallelism.
+
+    Args:
+        call: arguments of Megatron's function.
+
+    Returns:
+        What Megatron's function does: the data of all losses, and the number of tokens.
+    """
+    assert not call.forward_only
     pairing = stage.decoder.comm.pairing
-    last = num_microbatches - 1
+    last = call.num_microbatches - 1
+    num_tokens_of_step = call.total_num_tokens
 
     def add(index: int) -> MicroBatch:
-        is_first = check_first_val_step(index == 0)
         forward = partial(
             schedules.forward_step,
-            forward_step_func,
-            data_iterator,
-            model,
-            num_microbatches,
-            input_tensor,
-            forward_data_store,
-            config,
+            call.forward_step_func,
+            call.data_iterator,
+            call.model,
+            call.num_microbatches,
+            call.input_tensor,
+            call.forward_data_store,
+            call.config,
             parallel_state.get_context_parallel_world_size(),
-            collect_non_loss_data,
-            is_first_microbatch=is_first,
+            call.collect_non_loss_data,
+            is_first_microbatch=call.check_first_val_step(index == 0),
             current_microbatch=index,
         )
         at_end = index in (0, last)
@@ -110,24 +115,24 @@ def without_pipeline(
     with _ended_on_failure(pairing):
         present = add(0)
         output_tensor, num_tokens = pairing.finish(present)
-        with no_sync_func():
+        with call.no_sync_func():
             beside = add(1) if last else None
             for index in range(last):
                 assert beside is not None
-                total_num_tokens += num_tokens
+                num_tokens_of_step += num_tokens
                 following = add(index + 2) if index + 2 <= last else None
                 with pairing.backward(present, beside, following):
-                    schedules.backward_step(input_tensor, output_tensor, output_tensor_grad, config)
+                    schedules.backward_step(call.input_tensor, output_tensor, call.output_tensor_grad, call.config)
                     del output_tensor  # the graph ends here, as in Megatron's own loop
                 output_tensor, num_tokens = pairing.finish(beside)
                 present, beside = beside, following
-        total_num_tokens += num_tokens
+        num_tokens_of_step += num_tokens
         with pairing.backward(present):
-            schedules.backward_step(input_tensor, output_tensor, output_tensor_grad, config)
-    return forward_data_store, total_num_tokens
+            schedules.backward_step(call.input_tensor, output_tensor, call.output_tensor_grad, call.config)
+    return call.forward_data_store, num_tokens_of_step
 
 
-class Interleaved:
+class _Interleaved:
     """Steps of a pipeline with virtual stages: Megatron calls :meth:`run` for each forward, backward or pair of both.
 
     Forwards of the warm-up and backwards of the cool-down have no partner.
@@ -138,81 +143,78 @@ class Interleaved:
         # Micro-batches between their forward and their backward, by stage; both come in the same order.
         self._open: defaultdict[int, deque[MicroBatch]] = defaultdict(deque)
 
-    def run(
-        self,
-        config: Any,
-        forward_step_func: Any,
-        data_iterator: Sequence[Any],
-        model: Sequence[Any],
-        num_microbatches: int,
-        forward_data_store: list[Any],
-        forward_step_helper_preprocess: Callable[[int, int, int], Any],
-        forward_step_helper_postprocess: Callable[[int, Any, Any], None],
-        backward_step_helper_preprocess: Callable[[int, int], tuple[Any, Any, Any]],
-        backward_step_helper_postprocess: Callable[[int], None],
-        get_microbatch_id_in_model_chunk: Callable[..., int],
-        get_model_chunk_id: Callable[..., int],
-        check_first_val_step: Callable[[bool], bool],
-        is_first_microbatch_for_model_chunk: Callable[[int], bool],
-        collect_non_loss_data: bool,
-        f_virtual_microbatch_id: int | None = None,
-        b_virtual_microbatch_id: int | None = None,
-        pre_forward: Callable[..., None] | None = None,
-        pre_backward: Callable[..., None] | None = None,
-        post_forward: Callable[..., Any] | None = None,
-        post_backward: Callable[..., Any] | None = None,
-    ) -> tuple[Any, Any]:
-        """A forward, a backward, or a pair of both; arguments and result are those of Megatron's function."""
+    def run(self, call: SimpleNamespace) -> tuple[Any, Any]:
+        """A forward, a backward, or a pair of both.
+
+        Args:
+            call: arguments of Megatron's function.
+
+        Returns:
+            What Megatron's function does: the forward's output and the gradient of the backward's input.
+        """
         pairing = self._stages()[0].decoder.comm.pairing
-        forward_id, backward_id = f_virtual_microbatch_id, b_virtual_microbatch_id
-        if forward_id == 0:
+        has_forward, has_backward = call.f_virtual_microbatch_id is not None, call.b_virtual_microbatch_id is not None
+        if call.f_virtual_microbatch_id == 0:
             self._open.clear()
-        if pre_forward is not None and forward_id is not None:
-            pre_forward()
-        if pre_backward is not None and backward_id is not None:
-            pre_backward()
-        output_tensor = input_tensor_grad = added = None
+        if has_forward and call.pre_forward is not None:
+            call.pre_forward()
+        if has_backward and call.pre_backward is not None:
+            call.pre_backward()
+        output_tensor = input_tensor_grad = num_tokens = added = None
+        stage = call.get_model_chunk_id(call.f_virtual_microbatch_id, forward=True) if has_forward else None
         with _ended_on_failure(pairing):
-            if forward_id is not None:
-                stage = get_model_chunk_id(forward_id, forward=True)
-                number = get_microbatch_id_in_model_chunk(forward_id, forward=True)
-                forward = partial(
-                    schedules.forward_step,
-                    forward_step_func,
-                    data_iterator[stage],
-                    model[stage],
-                    num_microbatches,
-                    forward_step_helper_preprocess(forward_id, stage, number),
-                    forward_data_store,
-                    config,
-                    parallel_state.get_context_parallel_world_size(),
-                    collect_non_loss_data,
-                    is_first_microbatch=check_first_val_step(is_first_microbatch_for_model_chunk(forward_id)),
-                    current_microbatch=number,
-                    vp_stage=stage,
-                    is_last_stage=_is_last_stage(stage, config),
-                )
-                order = _Order(num_microbatches * len(model), get_microbatch_id_in_model_chunk, get_model_chunk_id)
-                at_end = order.is_at_end(forward_id, backward_id)
-                added = pairing.add(forward, number + 1, at_end, num_forward_waits(self._stages()[stage], at_end))
-            if backward_id is not None:
-                ended = get_model_chunk_id(backward_id, forward=False)
-                tensors = backward_step_helper_preprocess(backward_id, ended)
-                with pairing.backward(self._open[ended].popleft(), added):
-                    input_tensor_grad = schedules.backward_step(*tensors, config)
-                del tensors
-            if added is not None:
+            if stage is not None:
+                added = self._add(pairing, stage, call)
+            if has_backward:
+                input_tensor_grad = self._run_backward(pairing, added, call)
+            if added is not None and stage is not None:
                 output_tensor, num_tokens = pairing.finish(added)
                 self._open[stage].append(added)
-        if added is not None:
-            forward_step_helper_postprocess(stage, output_tensor, num_tokens)
-            if post_forward is not None:
-                output_tensor = post_forward(output_tensor)
-        if backward_id is not None:
-            backward_step_helper_postprocess(backward_id)
-            if post_backward is not None:
-                input_tensor_grad = post_backward(input_tensor_grad)
+        if has_forward:
+            call.forward_step_helper_postprocess(stage, output_tensor, num_tokens)
+            if call.post_forward is not None:
+                output_tensor = call.post_forward(output_tensor)
+        if has_backward:
+            call.backward_step_helper_postprocess(call.b_virtual_microbatch_id)
+            if call.post_backward is not None:
+                input_tensor_grad = call.post_backward(input_tensor_grad)
         return output_tensor, input_tensor_grad
+
+    def _add(self, pairing: Pairing, stage: int, call: SimpleNamespace) -> MicroBatch:
+        """Queues the forward of a call.
+
+        Args:
+            stage: index of the virtual stage.
+        """
+        forward_id = call.f_virtual_microbatch_id
+        number = call.get_microbatch_id_in_model_chunk(forward_id, forward=True)
+        forward = partial(
+            schedules.forward_step,
+            call.forward_step_func,
+            call.data_iterator[stage],
+            call.model[stage],
+            call.num_microbatches,
+            call.forward_step_helper_preprocess(forward_id, stage, number),
+            call.forward_data_store,
+            call.config,
+            parallel_state.get_context_parallel_world_size(),
+            call.collect_non_loss_data,
+            is_first_microbatch=call.check_first_val_step(call.is_first_microbatch_for_model_chunk(forward_id)),
+            current_microbatch=number,
+            vp_stage=stage,
+            is_last_stage=_is_last_stage(stage, call.config),
+        )
+        num_ids = call.num_microbatches * len(call.model)
+        order = _Order(num_ids, call.get_microbatch_id_in_model_chunk, call.get_model_chunk_id)
+        at_end = order.is_at_end(forward_id, call.b_virtual_microbatch_id)
+        return pairing.add(forward, number + 1, at_end, num_forward_waits(self._stages()[stage], at_end))
+
+    def _run_backward(self, pairing: Pairing, beside: MicroBatch | None, call: SimpleNamespace) -> Any:
+        """Runs the backward of a call beside a forward, if there is one; the gradient of its input."""
+        stage = call.get_model_chunk_id(call.b_virtual_microbatch_id, forward=False)
+        tensors = call.backward_step_helper_preprocess(call.b_virtual_microbatch_id, stage)
+        with pairing.backward(self._open[stage].popleft(), beside):
+            return schedules.backward_step(*tensors, call.config)
 
 
 @dataclass(frozen=True)

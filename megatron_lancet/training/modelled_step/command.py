@@ -15,7 +15,7 @@ from megatron_lancet.report.tables import right_aligned
 from megatron_lancet.report.timeline.html import write_page
 from megatron_lancet.report.timeline.record import TimelineRecord
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.training.modelled_step.figures import Variant
+from megatron_lancet.training.modelled_step.figures import Depth, Variant
 from megatron_lancet.training.modelled_step.recording import record
 from megatron_lancet.training.modelled_step.settings import ModelledRun, modelled_run
 from megatron_lancet.training.platform.cpu import cpu_platform
@@ -25,6 +25,8 @@ from megatron_lancet.virtual_gpu.playback.device_model import DeviceModel
 _LAUNCHES_US = (0.0, 2.0, 4.0, 8.0, 10.0)
 _CONNECTIONS = (1, 8)
 _LAYERS = 4
+_PAIRED_STEP = 4
+"""Micro-batches of the longer step in pairs: two of them, and one less in the shorter step, have two partners."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,12 +118,19 @@ def _variants(run: ModelledRun, num_layers: int) -> list[Variant]:
     variants = []
     for name, plan in plans.items():
         try:
-            deep = record(run.with_layers(many), plan)
-            shallow = deep if few == many else record(run.with_layers(few), plan)
+            deep = _recorded(run, plan, many)
+            shallow = deep if few == many else _recorded(run, plan, few)
         except NotImplementedError as error:
             raise UsageError(f"this model can't be modelled: {error}") from error
-        variants.append(Variant(name, (few, shallow), (many, deep)))
+        variants.append(Variant(name, shallow, deep))
     return variants
+
+
+def _recorded(run: ModelledRun, plan: Plan | None, num_layers: int) -> Depth:
+    args = run.with_layers(num_layers)
+    if plan is None or not plan.is_paired:
+        return Depth(num_layers, record(args, plan))
+    return Depth(num_layers, record(args, plan, _PAIRED_STEP), record(args, plan, _PAIRED_STEP - 1))
 
 
 def _check_depth(plan: Plan, num_recorded: int, num_layers: int) -> None:
@@ -171,12 +180,17 @@ def _counts(variants: Sequence[Variant]) -> list[str]:
 
 def _steps(run: ModelledRun, variants: Sequence[Variant], own: argparse.Namespace) -> list[str]:
     rows = [["launch us", "connections", *(f"{variant.name} ms" for variant in variants), "exposed share of the plan"]]
+    widths = [9, 11, 10, 13, 10, 25]
+    if run.plan.is_paired:
+        rows[0].append("ends of a step ms")
+        widths.append(17)
     for connections in own.connections:
         for launch_us in own.launch_us:
             steps = [one.step(_device(own, launch_us, connections), run.num_layers) for one in variants]
             times = [f"{step.step_ms:.2f}" for step in steps]
-            rows.append([f"{launch_us:g}", str(connections), *times, f"{100 * steps[-1].exposed_share:.1f} %"])
-    return ["", *right_aligned(rows, (9, 11, 10, 13, 10, 25), " ")]
+            ends = [f"{steps[-1].ends_ms:.2f}"] if run.plan.is_paired else []
+            rows.append([f"{launch_us:g}", str(connections), *times, f"{100 * steps[-1].exposed_share:.1f} %", *ends])
+    return ["", *right_aligned(rows, widths, " ")]
 
 
 def _write_timeline(variant: Variant, own: argparse.Namespace) -> str:

@@ -1,7 +1,7 @@
-"""One micro-batch, forward and backward, on rank 0 of a mocked world: the log of a virtual GPU without values."""
+"""Micro-batches, forward and backward, on rank 0 of a mocked world: the log of a virtual GPU without values."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_lancet.mock.mock_world import mock_world
@@ -20,6 +21,7 @@ from megatron_lancet.training.arguments import megatrons_refusals
 from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.megatron.mock_patches import loopback_counts
 from megatron_lancet.training.megatron.models import build_plain_gpt
+from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 from megatron_lancet.training.modelled_step.kernels import kernels_of_a_gpu
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.attention import needs_own_attention
@@ -29,14 +31,14 @@ from megatron_lancet.virtual_gpu.meta import META, MetaGpu
 from megatron_lancet.virtual_gpu.playback.marks import SKIP, MarkedMessage, MarkedTrace
 
 BACKWARD = "backward"
-"""Name of the mark between the passes."""
+"""Name of the mark between the passes. What runs behind it is a backward pass, but for turns of forwards beside it."""
 
 _TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What one micro-batch enqueued.
+    """What one micro-batch enqueued, or a step in pairs.
 
     Attributes:
         messages: all-to-alls of a plan; empty for stock modules.
@@ -44,14 +46,16 @@ class Recording:
 
     log: Sequence[Entry]
     messages: Sequence[MarkedMessage]
+    num_micro_batches: int = 1
 
 
-def record(args: argparse.Namespace, plan: Plan | None) -> Recording:
-    """Builds the model and records its second micro-batch. Enter it inside ``cpu_platform()``.
+def record(args: argparse.Namespace, plan: Plan | None, num_micro_batches: int = 1) -> Recording:
+    """Builds the model and records its second micro-batch, or step. Enter it inside ``cpu_platform()``.
 
     Args:
         args: Megatron's validated arguments.
         plan: None for Megatron's own modules, which wait for each all-to-all.
+        num_micro_batches: of the step if the plan has pairs; 1 without.
 
     Raises:
         UsageError: Megatron refuses the arguments, or the model can't run the plan.
@@ -72,10 +76,10 @@ def record(args: argparse.Namespace, plan: Plan | None) -> Recording:
         stack.enter_context(patches.core_attention_without_te(needs_own_attention(args) is not None))
         if plan is not None:
             stack.enter_context(patches.dropped_outputs())
-        return _record(args, plan, gpu)
+        return _record(args, plan, gpu, num_micro_batches)
 
 
-def _record(args: argparse.Namespace, plan: Plan | None, gpu: MetaGpu) -> Recording:
+def _record(args: argparse.Namespace, plan: Plan | None, gpu: MetaGpu, num_micro_batches: int) -> Recording:
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     with torch.device(META), megatrons_refusals():
         model = build_plain_gpt(args).cuda()
@@ -98,22 +102,47 @@ def _record(args: argparse.Namespace, plan: Plan | None, gpu: MetaGpu) -> Record
     )
     trace = MarkedTrace(gpu)
 
-    def micro_batch() -> None:
+    def loss_of(model: Any) -> torch.Tensor:
         length = args.seq_length // args.context_parallel_size
         tokens = torch.zeros((args.micro_batch_size, length), dtype=torch.int64, device=META)
-        output = ddp(input_ids=tokens, position_ids=tokens, attention_mask=None, labels=tokens)
-        loss = output.float().mean()
+        output = model(input_ids=tokens, position_ids=tokens, attention_mask=None, labels=tokens)
+        loss: torch.Tensor = output.float().mean()
+        return loss
+
+    def step() -> None:
+        if setup is not None and setup.plan.is_paired:
+            gpu.note(Mark(SKIP, BACKWARD))
+            with paired_schedules(lambda: setup.stages):
+                _paired_step(ddp, loss_of, num_micro_batches)
+            return
+        loss = loss_of(ddp)
         gpu.note(Mark(SKIP, BACKWARD))
         loss.backward()
 
     with ddp.no_sync():
         with gpu.watch():
-            micro_batch()  # the first one makes caches and copies that later ones find
+            step()  # the first one makes caches and copies that later ones find
         if setup is not None:
             setup.stages[0].decoder.comm.record_to(trace)
         with gpu.watch():
-            micro_batch()
-    return Recording(tuple(gpu.log), tuple(trace.messages))
+            step()
+    return Recording(tuple(gpu.log), tuple(trace.messages), num_micro_batches)
+
+
+def _paired_step(ddp: Any, loss_of: Callable[[Any], torch.Tensor], num_micro_batches: int) -> None:
+    """A step of Megatron's schedule, which runs pairs."""
+
+    def forward_step(batches: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
+        return loss_of(model), lambda loss: (loss, {})
+
+    schedules.forward_backward_no_pipelining(
+        forward_step_func=forward_step,
+        data_iterator=iter(()),
+        model=ddp,
+        num_microbatches=num_micro_batches,
+        seq_length=1,  # the schedule without stages makes no use of sizes
+        micro_batch_size=1,
+    )
 
 
 def _unwrapped(model: Any) -> Any:

@@ -23,7 +23,7 @@ def virtual_gpu_platform(gpu: VirtualGpu | None = None) -> Iterator[VirtualGpu]:
         gpu = stack.enter_context(virtual_gpu(gpu))
         leaves = stack.enter_context(leaf_streams(gpu))
         stack.enter_context(own_copy_stream())
-        stack.enter_context(replaced(ForwardLane, "around", gpu.operators))
+        stack.enter_context(replaced(ForwardLane, "on_thread", gpu.operators))
         stack.enter_context(around_ddp_hooks(leaves.hook))
         stack.enter_context(_marks_on_streams(gpu, leaves))
         yield gpu

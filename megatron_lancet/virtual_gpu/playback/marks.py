@@ -13,6 +13,8 @@ from megatron_lancet.virtual_gpu.log import Mark
 
 END, SKIP, BEGIN, RESUME = "end", "skip", "begin", "resume"
 """Kinds of a mark: an op ends; the time before belongs to no op; a wait or a weight gradient begins, and ends."""
+TURN_BEGINS, TURN_ENDS = "turn begins", "turn ends"
+"""Kinds of a mark: a forward takes a turn beside a backward. All between the two is the forward's."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,12 @@ class MarkedTrace(Trace):
         self._gpu.note(Mark(BEGIN, name))
         yield
         self._gpu.note(Mark(RESUME, name))
+
+    @contextmanager
+    def forward_turn(self) -> Iterator[None]:
+        self._gpu.note(Mark(TURN_BEGINS, ""))
+        yield
+        self._gpu.note(Mark(TURN_ENDS, ""))
 
     @contextmanager
     def weight_grad(self, name: str, pinned_bytes: int, weight_bytes: int) -> Iterator[None]:

@@ -90,13 +90,14 @@ def wrap_with_ddp(model, config, precision, deferred: bool, overlaps: bool = Tru
     return DistributedDataParallel(config, ddp_config, precision(config, model))
 
 
-def micro_batches(number: int = NUM_MICRO_BATCHES):
+def micro_batches(number: int | None = None):
+    """The samples of a step on this rank; of ``NUM_MICRO_BATCHES`` micro-batches unless a number is given."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     generator = torch.Generator().manual_seed(100 + parallel_state.get_data_parallel_rank())
     positions = torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1)
-    for _ in range(number):
+    for _ in range(NUM_MICRO_BATCHES if number is None else number):
         tokens = torch.randint(VOCAB, (MICRO_BATCH, SEQ_LENGTH + 1), generator=generator)
         batch = {"input_ids": tokens[:, :-1], "position_ids": positions, "labels": tokens[:, 1:]}
         yield get_batch_on_this_cp_rank(batch, False, parallel_state.get_context_parallel_group())

@@ -99,6 +99,18 @@ CASES: dict[str, Case] = {
 }
 """On two ranks with EP=2."""
 
+SWITCHED = "switching"
+SWITCHED_PLANS: dict[str, Plan] = {
+    "paired": K1,
+    "whole": fixed_plan(1),
+    "paired-chunks-at-ends": paired(fixed_plan(1), fixed_plan(2)),
+    "paired-none": K1_NONE,
+    "chunks": fixed_plan(2),
+    "paired-chunks": paired(fixed_plan(2)),
+    "whole-none": fixed_plan(1, DwPolicy.NONE),
+}
+"""One model changes between them from step to step."""
+
 RANDOM_IN_BACKWARD, OTHER_SAMPLES, LATE_FORWARDS, OTHER_SETTINGS = (
     "random-numbers-in-backward",
     "samples-of-another-micro-batch",

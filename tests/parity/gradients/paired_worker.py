@@ -33,6 +33,8 @@ from tests.parity.gradients.paired_cases import (
     OTHER_SAMPLES,
     OTHER_SETTINGS,
     RANDOM_IN_BACKWARD,
+    SWITCHED,
+    SWITCHED_PLANS,
     Case,
 )
 from tests.ranks.worker import finish, run_on_cpu
@@ -144,6 +146,21 @@ def compare(case: Case, disturb: Callable[[ExitStack, Any], None] | None = None)
     }
 
 
+def switching() -> list[dict[str, Any]]:
+    """A model that changes between plans with and without pairing; see ``switching.py``."""
+    from megatron_lancet.training.megatron.paired_schedules import paired_schedules
+    from tests.parity.gradients.switching import switch_through_plans
+
+    stages: list[Any] = []
+
+    def run_step(ddp: Any) -> list[float]:
+        stages[:] = [ddp.module]
+        return step(ddp, 3)
+
+    with paired_schedules(lambda: stages):
+        return switch_through_plans({"num_moe_experts": 8}, True, SWITCHED_PLANS, run_step)
+
+
 def random_numbers_in_backward(stack: ExitStack, comm: Any) -> None:
     """Negative control: a backward draws random numbers between two turns of the forward beside it."""
 
@@ -210,6 +227,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
     results: dict[str, Any] = {name: compare(case) for name, case in CASES.items()}
+    results[SWITCHED] = switching()
     results[RANDOM_IN_BACKWARD] = compare(Case(DROPOUT), random_numbers_in_backward)
     results[OTHER_SAMPLES] = compare(Case({}), samples_of_another)
     results[OTHER_SETTINGS] = what_other_settings_raise()

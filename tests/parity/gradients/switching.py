@@ -1,6 +1,7 @@
 """One model that changes its plan from step to step, beside a stock one on the same weights."""
 
 import copy
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -38,9 +39,6 @@ PLANS: dict[str, Plan] = {
     "bounded": fixed_plan(4, dw_memory_bytes=20_000),
     "sequence-none": fixed_plan(2, DwPolicy.NONE, ChunkDim.SEQUENCE),
 }
-ORDER = ("batch", *PLANS, "batch")
-"""The first plan twice: only from DDP's second step on do reductions start as soon as gradients become ready."""
-
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
 CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "switching/overlapping-reduce": ({"num_moe_experts": 8}, True),
@@ -54,19 +52,31 @@ def switching_cases() -> dict[str, list[dict[str, Any]]]:
     return {name: switch_through_plans(*case) for name, case in CASES.items()}
 
 
-def switch_through_plans(overrides: dict[str, Any], overlaps: bool) -> list[dict[str, Any]]:
-    """A step under each plan in turn, and the same step of stock; then the weights move on."""
+def switch_through_plans(
+    overrides: dict[str, Any],
+    overlaps: bool,
+    plans: Mapping[str, Plan] = PLANS,
+    run_step: Callable[[Any], list[float]] = step,
+) -> list[dict[str, Any]]:
+    """A step under each plan in turn, and the same step of stock; then the weights move on.
+
+    The first plan comes twice: only from DDP's second step on do reductions start as soon as gradients become ready.
+
+    Args:
+        run_step: runs a step of a model that DDP has wrapped; returns its losses.
+    """
+    first, *others = plans
     stock_model, config, precision = build(overrides)
-    our_model, _, _ = build(overrides)
-    setup, stats = overlapping_model(our_model, PLANS[ORDER[0]], switchable=True)
+    our_model, our_config, _ = build(overrides)
+    setup, stats = overlapping_model(our_model, plans[first], switchable=True)
     stock = wrap_with_ddp(stock_model, config, precision, False, overlaps)
-    ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, overlaps)
+    ours = wrap_with_ddp(our_model, our_config, precision, setup.delays_weight_grads, overlaps)
     results = []
-    for plan_name in ORDER:
+    for plan_name in (first, first, *others, first):
         our_model.load_state_dict(copy.deepcopy(stock_model.state_dict()))
-        expected = step(stock), gradients(stock_model), logged_losses()
-        setup.switch(PLANS[plan_name])
-        found = observed_step(ours)
+        expected = run_step(stock), gradients(stock_model), logged_losses()
+        setup.switch(plans[plan_name])
+        found = observed_step(ours, run_step)
         logged = logged_losses()
         times = stats.take()
         results.append(
@@ -87,7 +97,7 @@ def switch_through_plans(overrides: dict[str, Any], overlaps: bool) -> list[dict
     return results
 
 
-def observed_step(ours) -> dict[str, Any]:
+def observed_step(ours, run_step: Callable[[Any], list[float]]) -> dict[str, Any]:
     from megatron_lancet.model.local_experts import grouped_linear
 
     with ExitStack() as stack:
@@ -96,7 +106,7 @@ def observed_step(ours) -> dict[str, Any]:
             mock.patch.object(grouped_linear, "multiply_one_by_one", wraps=grouped_linear.multiply_one_by_one)
         )
         observer = Observer(stack, ours)
-        losses = step(ours)
+        losses = run_step(ours)
     return {
         "losses": losses,
         "grouped_layers": grouped.call_count,

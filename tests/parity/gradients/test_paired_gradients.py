@@ -14,6 +14,8 @@ from tests.parity.gradients.paired_cases import (
     OTHER_SAMPLES,
     OTHER_SETTINGS,
     RANDOM_IN_BACKWARD,
+    SWITCHED,
+    SWITCHED_PLANS,
     Case,
 )
 from tests.parity.gradients.variants import precision_of
@@ -144,6 +146,30 @@ def test_micro_batches_at_the_ends_of_an_interleaved_pipeline_have_their_own_chu
         in_two = sum(op.endswith("c1.F.dispatch") for op in sent)
         assert in_two == 2 * num_without_partner
         assert sum(op.endswith("c0.F.dispatch") for op in sent) == 16
+
+
+def test_switching_between_plans_with_and_without_pairing_changes_no_gradient(on_two, check_gradients):
+    """Each step against stock on the same weights, which move on."""
+    first, second = (result[SWITCHED] for result in on_two)
+    assert [found["plan"] for found in first] == ["paired", *SWITCHED_PLANS, "paired"]
+    for ours, theirs in zip(first, second, strict=True):
+        plan = SWITCHED_PLANS[ours["plan"]]
+        assert ours["collectives"] == theirs["collectives"]
+        assert _has_pairs(ours["collectives"]) == plan.is_paired, ours["plan"]
+        for found in (ours, theirs):
+            bound = 0.0 if plan.num_chunks == 1 else TOLERANCE
+            check_gradients(found["gradients"], bound, found["plan"])
+            assert found["loss"] <= bound
+            assert found["logged"] <= bound
+            assert found["reports"] == dict.fromkeys(found["gradients"], 1)
+            assert (found["num_deferred"] == 0) == found["plan"].endswith("none")
+
+
+def _has_pairs(collectives: list[str]) -> bool:
+    """Whether messages of a forward leave between those of a backward."""
+    is_forward = [".F." in op for op in collectives if not op.startswith("reduce")]
+    # Three micro-batches one after the other: F B F B F B.
+    return sum(before != after for before, after in pairwise(is_forward)) > 5
 
 
 def test_comparison_detects_random_numbers_of_a_backward_between_those_of_the_forward(on_two):

@@ -243,13 +243,13 @@ class Model:
         setup, comm = self._setup, self._module.decoder.comm
         setup.switch(plan)
         recorder = _Recorder()
-        recorder.events = _NumberedEvents(comm)
+        recorder.events = events = _NumberedEvents(comm)
         comm.record_to(recorder)
         with _recorded(recorder, {}), paired_schedules(lambda: setup.stages):
             setup.check_step(lambda: self._paired_step(num_micro_batches))
         comm.record_to(None)
         setup.switch(fixed_plan(1))  # asks for no more pairs
-        return recorder.take()
+        return list(events)
 
     @cached_property
     def profile(self) -> Profile:

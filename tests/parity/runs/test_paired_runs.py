@@ -22,9 +22,9 @@ DISTRIBUTED = ["--use-distributed-optimizer", "--overlap-param-gather", *REDUCTI
 FOUR_MICRO_BATCHES = ["--global-batch-size", "32"]
 NUM_ITERS, SAVED_AT = 20, 10
 # From one micro-batch to four, with evaluation in between.
-LONG_RUN = [*EP2, *DROPOUT, *DISTRIBUTED, "--step-batch-size-schedule", "0:8 1280:16 3328:24 5632:32"]  # from tokens on
+LONG_RUN = [*EP2, *DISTRIBUTED, "--step-batch-size-schedule", "0:8 1280:16 3328:24 5632:32"]  # from tokens on
 LONG_RUN += ["--eval-iters", "2", "--eval-interval", "4", "--split", "8,2,0"]
-LONG_RUN += ["--save-interval", SAVED_AT, "--dist-ckpt-optim-fully-reshardable"]  # others have padding, of any value
+LONG_RUN += ["--save-interval", str(SAVED_AT)]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def by_plan(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(token_data, tmp_path_factory):
-    """A run of stock Megatron with dropout, and the folder of its checkpoints."""
+    """A run of stock Megatron, and the folder of its checkpoints. On the CPU stock resumes no dropout to the bit."""
     folder = tmp_path_factory.mktemp("stock")
     return pretrain(token_data, [*LONG_RUN, *STOCK, "--save", folder / "saved"], folder), folder / "saved"
 
@@ -66,19 +66,20 @@ def test_losses_equal_stock_while_the_batch_size_grows_and_between_evaluations(s
     assert len(validation_losses(found)) >= NUM_ITERS / 4
 
 
-def test_checkpoints_equal_stock(stock, ours):
-    """Weights and states of the optimizer."""
-    expected, found = (tensors_in(folder / f"iter_{NUM_ITERS:07}") for _, folder in (stock, ours))
-    assert found.keys() == expected.keys()
-    assert any("exp_avg" in name for name in found)
-    different = [name for name, tensor in found.items() if not tensor.equal(expected[name])]
-    assert different == []
+def test_weights_in_checkpoints_equal_stock(stock, ours):
+    """The optimizer's states have padding of any value between them: they show in the resumed run."""
+    for iteration in (SAVED_AT, NUM_ITERS):
+        expected, found = (tensors_in(folder / f"iter_{iteration:07}") for _, folder in (stock, ours))
+        assert found.keys() == expected.keys()
+        weights = [name for name in found if "optimizer" not in name]
+        assert len(weights) > 10
+        assert [name for name in weights if not found[name].equal(expected[name])] == []
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(stock, ours, by_plan, token_data, tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_one_of_stock(stock, ours, by_plan, token_data, tmp_path):
     flags = [*LONG_RUN, *by_plan, "--load", ours[1], "--ckpt-step", SAVED_AT]
     resumed = pretrain(token_data, flags, tmp_path)
-    for name in COMPARED:
+    for name in ("lm loss", "grad norm"):  # what stock logs of the other losses depends on evaluations before
         assert resumed.series(name) == stock[0].series(name)[SAVED_AT:], name
 
 
@@ -97,7 +98,7 @@ def tensors_in(checkpoint) -> dict[str, torch.Tensor]:
 TENSOR = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1"]
 STAGES = ["--pipeline-model-parallel-size", "2", "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1"]
 LAYOUTS = {
-    "EP2xTP2": [*TENSOR, *DISTRIBUTED, "--global-batch-size", "16"],
+    "EP2xTP2, dropout": [*TENSOR, *DISTRIBUTED, *DROPOUT, "--global-batch-size", "16"],
     "EP2xPP2 interleaved": [*STAGES, *REDUCTIONS],
     "EP2xPP2 interleaved, distributed optimizer": [*STAGES, *DISTRIBUTED, *DROPOUT],
 }
@@ -114,7 +115,7 @@ def test_losses_in_layouts_equal_stock(token_data, tmp_path, by_plan, layout):
         assert found.series(name) == expected.series(name), name
 
 
-def test_losses_with_chunks_at_the_ends_equal_stock_within_rounding(stock, token_data, tmp_path):
+def test_losses_with_chunks_at_the_ends_equal_stock_within_rounding(token_data, tmp_path):
     path = tmp_path / "plan.json"
     write_plan_file(path, PlanFile(paired(fixed_plan(1, DwPolicy.FILL), fixed_plan(2))))
     both = [*EP2, *FOUR_MICRO_BATCHES, *REDUCTIONS]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.gradient_deviations import TOLERANCE
 from tests.parity.gradients.variants import precision_of
-from tests.parity.te.variants import cases
+from tests.parity.te.variants import PAIRED, cases
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(620)]
@@ -45,6 +45,22 @@ def test_te_gradients_equal_stock(results, case, check_gradients):
         assert found["logged_names_equal"]
         assert found["expert_bias_counts_equal"]
         assert found["state_keys_equal"]
+
+
+@pytest.mark.parametrize("case", PAIRED)
+def test_te_gradients_of_paired_plans_equal_stock(results, case, check_gradients):
+    bound = 0.0 if PAIRED[case].is_exact else TOLERANCE
+    first, second = results
+    assert first[case]["collectives"] == second[case]["collectives"]
+    for rank, result in enumerate(results):
+        found = result[case]
+        check_gradients(found["gradients"], bound, f"rank {rank}", precision_of(case))
+        assert found["losses_equal"] or bound
+        assert found["loss"] <= bound
+        assert found["logged"] <= bound
+        assert found["logged_names_equal"]
+        assert found["buffers_equal"]
+        assert found["reports"] == dict.fromkeys(found["parameters"], 1)
 
 
 @pytest.mark.parametrize("case", CASES)

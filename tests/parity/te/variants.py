@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from megatron_lancet.schedule.plan import Gap, Plan, fixed_plan
+from megatron_lancet.schedule.plan import Gap, Plan, fixed_plan, paired
 from tests.parity.gradients.gradients_worker import plan_of
+from tests.parity.gradients.paired_cases import DROPOUT, K1_NONE, Case
 from tests.parity.gradients.variants import (
     DW_MEMORY_CASES,
     FORCED,
@@ -79,6 +80,22 @@ HAZARDS: dict[str, tuple[dict[str, Any], Plan]] = {
     ),
 }
 """Plans in which a module's own habits would give wrong gradients, see ``model/te/linear.py``; and planned gaps."""
+
+PAIRED: dict[str, Case] = {
+    name: case._replace(overrides={**TE, **FUSED, **case.overrides})
+    for name, case in {
+        "paired/plain": Case({"gradient_accumulation_fusion": False}),
+        "paired/fused": Case({}),
+        "paired/fused/none": Case({}, K1_NONE, 3, True),
+        "paired/fused/chunks-at-ends": Case({}, paired(fixed_plan(1), fixed_plan(2)), 3, True),
+        "paired/bf16": Case({"bf16": True}),
+        "paired/sequential-experts": Case({"moe_grouped_gemm": False}),
+        "paired/mtp-2": Case(VARIANTS["mtp-2"]),
+        "paired/selective-recompute/dropout": Case({**RECOMPUTE["selective-recompute"], **DROPOUT}),
+        "paired/full-recompute/dropout": Case({**RECOMPUTE["full-recompute"], **DROPOUT}),
+    }.items()
+}
+"""Cases with pairing: Transformer Engine's modules keep a micro-batch's state while another one runs."""
 
 
 def case_name(name: str, num_chunks: int, cut: dict[str, str] | None = None) -> str:

@@ -13,8 +13,9 @@ from megatron_lancet.patching import replaced
 from megatron_lancet.schedule.plan import fixed_plan
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare_plan
+from tests.parity.gradients.paired_worker import compare
 from tests.parity.gradients.variants import VARIANTS
-from tests.parity.te.variants import FUSED, HAZARDS, TE, cases
+from tests.parity.te.variants import FUSED, HAZARDS, PAIRED, TE, cases
 from tests.ranks.worker import finish, run_on_cpu_with_te
 
 
@@ -52,6 +53,7 @@ def main() -> None:
     for name, disturb in {"first-call": first_call_of_a_step, "dw-at-once": grad_from_autograd_counts}.items():
         overrides, plan = HAZARDS[name]
         results[f"{name}/damaged"] = compare_plan({**TE, **overrides}, plan, disturb)
+    results |= {name: compare(case) for name, case in PAIRED.items()}
     finish(results)
 
 

@@ -54,7 +54,7 @@ def test_explanation_sums_layers_and_names_gaps():
 def test_explanation_lists_alternatives_and_exclusions():
     profile = synthetic_profile(Machine(layers="mm"))
     why = Exclusion("range=stack", "the router needs the whole micro-batch")
-    planned = make_plan(profile, Limits(max_memory_bytes=1, excluded=(why,)))
+    planned = make_plan(profile, Limits(pairing=(False,), max_memory_bytes=1, excluded=(why,)))
     explanation = explain(profile, planned.plan, planned)
     assert explanation.warning.startswith("no plan fits into")
     assert explanation.excluded == (why,)

@@ -5,6 +5,7 @@ import pytest
 from megatron_lancet.report.exposed import exposed_table
 from megatron_lancet.report.summary import StepRecord, as_text, rank_medians, summarise
 from megatron_lancet.runtime.comm_stats import CommTimes
+from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 
@@ -39,6 +40,7 @@ def test_exposed_time_is_a_mean_over_ranks_by_layer_and_chunk():
     assert list(figures) == [(1, 0), (1, 1), (2, 0), (3, 0), (None, None)]
     assert (table.before_ms, table.measured_ms, table.predicted_ms) == (23, 7, 3)
     assert table.measured_ms == sum(part.measured_ms for part in table.chunks)
+    assert (table.measured_in(Phase.FORWARD), table.measured_in(Phase.INPUT_GRAD)) == (3.5, 3)
     first = table.chunks[0].messages[0]
     assert (first.op, first.measured_ms, first.reason) == ("L1.c0.F.dispatch", 3, "everything else depends on it")
 
@@ -55,7 +57,8 @@ def test_exposed_text_sums_chunks_of_layers_and_gives_reasons_longest_wait_first
     lines = exposed_table(NOW, PREDICTED, BEFORE, REASONS).as_text().splitlines()
     assert lines[2].split() == ["1", "all", "15.00", "3.50", "3.00"]
     assert lines[3].split() == ["0", "15.00", "3.00", "2.50"]
-    assert lines[-3].split() == ["all", "23.00", "7.00", "3.00"]
+    assert lines[-4].split() == ["all", "23.00", "7.00", "3.00"]
+    assert lines[-3] == "  of it 3.50 for messages of forwards, 3.00 for those of backwards"
     assert lines[-2] == "  L1.c0.F.dispatch: 3.00 ms, everything else depends on it"
     assert lines[-1] == "  L3.c0.I.dispatch: 3.00 ms, nothing left to run"
 

@@ -5,7 +5,17 @@ import pytest
 
 from megatron_lancet.files import RecordError
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.plan import (
+    ChunkDim,
+    DwPolicy,
+    Gap,
+    OverlapRange,
+    Pairing,
+    Plan,
+    Segment,
+    fixed_plan,
+    paired,
+)
 
 GAP = Gap("L3.c0.I.combine", ("L4.W.mlp.linear_fc1", "L4.W.mlp.linear_fc1"))
 SEGMENTS = Plan(
@@ -14,6 +24,8 @@ SEGMENTS = Plan(
     dw_memory_bytes=64_500_000,
     gaps=(GAP,),
 )
+
+MIXED = paired(fixed_plan(1), dataclasses.replace(fixed_plan(2), gaps=(GAP,)))
 
 
 def test_op_has_one_name():
@@ -44,7 +56,9 @@ def test_plan_is_written_as_json():
     }
 
 
-@pytest.mark.parametrize("plan", [SEGMENTS, fixed_plan(2), fixed_plan(1, DwPolicy.NONE)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [SEGMENTS, fixed_plan(2), fixed_plan(1, DwPolicy.NONE), paired(SEGMENTS), MIXED], ids=str
+)
 def test_plan_is_read_from_json_as_written(plan):
     again = Plan.from_json(plan.to_json())
     assert again == plan
@@ -82,9 +96,70 @@ def test_plan_fingerprint_depends_on_every_field():
     assert len({plan.fingerprint() for plan in (SEGMENTS, *others)}) == 13
 
 
-def changed(path: str, value: object) -> str:
-    """JSON of the plan above with one field set (or dropped, for ``...``)."""
-    record = json.loads(SEGMENTS.to_json())
+def test_a_plan_with_pairing_is_printed_as_text():
+    assert str(paired(fixed_plan(1))) == "chunks=1 dim=batch range=stack dw=fill dw-window=2 paired"
+    assert str(MIXED) == (
+        "chunks=1 dim=batch range=stack dw=fill dw-window=2 "
+        "paired (at the ends chunks=2 dim=batch range=stack dw-window=4)"
+    )
+
+
+def test_pairing_is_written_where_there_is_one():
+    assert "pairing" not in SEGMENTS.to_json()
+    ends = {"first_layer": 1, "last_layer": None, "num_chunks": 2, "chunk_dim": "batch", "range": "stack"}
+    assert json.loads(MIXED.to_json())["pairing"] == {
+        "end_segments": [ends],
+        "end_dw_window": 4,
+        "end_gaps": [{"op": "L3.c0.I.combine", "weight_grads": ["L4.W.mlp.linear_fc1", "L4.W.mlp.linear_fc1"]}],
+    }
+
+
+def test_plan_fingerprint_depends_on_every_field_of_the_pairing():
+    ends = MIXED.pairing
+    assert ends is not None
+    others = [
+        dataclasses.replace(ends, end_segments=fixed_plan(3).segments),
+        dataclasses.replace(ends, end_dw_window=5),
+        dataclasses.replace(ends, end_gaps=()),
+    ]
+    plans = [fixed_plan(1), MIXED, *(dataclasses.replace(MIXED, pairing=other) for other in others)]
+    assert len({plan.fingerprint() for plan in plans}) == 5
+
+
+def test_a_plan_with_pairing_has_settings_of_the_middle_and_of_the_ends():
+    middle, ends = SEGMENTS, dataclasses.replace(fixed_plan(8), dw_memory_bytes=SEGMENTS.dw_memory_bytes)
+    plan = paired(middle, ends)
+    assert (plan.in_middle, plan.at_ends) == (middle, ends)
+    assert plan.num_chunks == 8
+    assert paired(middle).at_ends == middle
+    assert (middle.in_middle, middle.at_ends) == (middle, middle)
+
+
+def test_a_plan_overlaps_nothing_if_every_message_is_waited_for_where_it_is_launched():
+    nothing = fixed_plan(1, DwPolicy.NONE)
+    assert nothing.overlaps_nothing
+    overlapping = (fixed_plan(1), fixed_plan(2, DwPolicy.NONE), paired(nothing))
+    assert [plan.overlaps_nothing for plan in overlapping] == [False] * 3
+    assert [plan.is_paired for plan in (nothing, *overlapping)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("ends", [fixed_plan(1, DwPolicy.NONE), fixed_plan(1, dw_memory_bytes=1), paired(SEGMENTS)])
+def test_settings_of_the_ends_are_of_one_plan_with_those_of_the_middle(ends):
+    """What a rank defers at all, and how much memory it may hold, does not change within a step."""
+    with pytest.raises(AssertionError):
+        paired(fixed_plan(1), ends)
+
+
+def test_settings_of_the_ends_are_checked_as_those_of_the_middle():
+    with pytest.raises(ValueError, match="dw_window 0 is too small for dw_policy fill"):
+        dataclasses.replace(SEGMENTS, pairing=Pairing(SEGMENTS.segments))
+    with pytest.raises(ValueError, match="a segment starts at layer 2, expected 1"):
+        dataclasses.replace(SEGMENTS, pairing=Pairing((Segment(2, None, 1),), 2))
+
+
+def changed(path: str, value: object, plan: Plan = SEGMENTS) -> str:
+    """JSON of a plan with one field set (or dropped, for ``...``)."""
+    record = json.loads(plan.to_json())
     *parents, name = path.split(".")
     owner = record
     for parent in parents:
@@ -128,6 +203,11 @@ def changed(path: str, value: object) -> str:
         (changed("dw_memory_bytes", -1), "p.json: dw_memory_bytes must be above 0, not -1"),
         (changed("gaps.0.op", 3), "p.json.gaps[0].op: expected text, found 3"),
         (changed("gaps.0.weight_grads", "L1"), "p.json.gaps[0].weight_grads: expected a list, found 'L1'"),
+        (changed("pairing", {}), "p.json.pairing: field 'end_segments' is missing"),
+        (changed("pairing.end_segments", [], MIXED), "p.json: a plan has at least one segment"),
+        (changed("pairing.end_dw_window", 0, MIXED), "p.json: dw_window 0 is too small for dw_policy fill"),
+        (changed("pairing.end_gaps.0.op", 3, MIXED), "p.json.pairing.end_gaps[0].op: expected text, found 3"),
+        (changed("pairing.turns", 2, MIXED), "p.json.pairing: unknown field 'turns'"),
     ],
 )
 def test_damaged_plan_is_refused_with_its_place(text, message):

@@ -94,8 +94,13 @@ def test_explanation_says_what_the_other_choice_costs():
     assert explanation.other_pairing_ms > planned.prediction.step_ms
     assert {layer.num_times for layer in explanation.layers} == {7}
     assert {layer.num_times for layer in explanation.ends} == {1}
-    total_ms = sum(explanation.exposed_by_reason().values())
-    assert total_ms == pytest.approx(explanation.prediction.exposed_ms, rel=0.05)
+
+
+def test_reasons_add_up_to_the_exposed_time_of_a_step():
+    """As far as the pairs near the ends of the step are like the others."""
+    profile = synthetic_profile(Machine(layers="mmmm", link_ms=30.0, num_micro_batches=20))
+    explanation = explain(profile, paired(fixed_plan(1)))
+    assert sum(explanation.exposed_by_reason().values()) == pytest.approx(explanation.prediction.exposed_ms, rel=0.02)
 
 
 def test_stages_split_the_ends_too():

@@ -19,7 +19,9 @@ from tests.unit.planning.strategies import ALONE, EVEN, machines, machines_and_p
 
 pytestmark = pytest.mark.slow
 
-SMALL = Limits(num_chunks=(1, 2), ranges=(OverlapRange.STACK, OverlapRange.EXPERTS), chunk_dims=(ChunkDim.BATCH,))
+SMALL = Limits(
+    num_chunks=(1, 2), ranges=(OverlapRange.STACK, OverlapRange.EXPERTS), chunk_dims=(ChunkDim.BATCH,), pairing=(False,)
+)
 CLOSE_MS = 1e-6
 
 
@@ -174,7 +176,13 @@ def test_planner_warns_and_takes_the_smallest_plan_where_none_fits():
 def test_planner_keeps_and_explains_limits():
     profile = synthetic_profile(Machine(layers="mm", dims=tuple(ChunkDim), micro_batch_size=2, chunk_counts=(1, 2, 4)))
     why = Exclusion("range=layer", "the router needs the whole micro-batch")
-    limits = Limits(num_chunks=(2, 4, 8), ranges=(OverlapRange.EXPERTS,), dw_policies=(DwPolicy.FILL,), excluded=(why,))
+    limits = Limits(
+        num_chunks=(2, 4, 8),
+        ranges=(OverlapRange.EXPERTS,),
+        dw_policies=(DwPolicy.FILL,),
+        excluded=(why,),
+        pairing=(False,),
+    )
     planned = make_plan(profile, limits)
     for alternative in planned.alternatives:
         assert all(segment.num_chunks in (2, 4) for segment in alternative.plan.segments)

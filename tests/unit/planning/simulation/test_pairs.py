@@ -1,7 +1,7 @@
 """Paired steps: their order, their time where it is known, and what the planner makes of them."""
 
 import dataclasses
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.planning.plan_record import record_of
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.lowering import BESIDE, END, ISSUE, WAIT, layer_at
+from megatron_lancet.planning.simulation.lowering import BESIDE, END, ISSUE, WAIT
 from megatron_lancet.planning.simulation.pairs import Passes, paired_steps
 from megatron_lancet.planning.simulation.simulator import MAX_PLAYED_WITH_ENDS, Simulator, simulate
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.pairing import PairedTurns
-from megatron_lancet.schedule.plan import DwPolicy, Plan, fixed_plan, paired
+from megatron_lancet.schedule.plan import DwPolicy, Gap, fixed_plan, paired
 from megatron_lancet.schedule.timeline import Lane
 from tests.unit.planning.strategies import machines
 
@@ -47,7 +47,7 @@ def test_messages_shorter_than_a_turn_are_hidden_in_pairs(link_ms):
     machine = simple(link_ms=link_ms)
     plan = paired(fixed_plan(1, NONE))
     times_ms = [step_ms(machine, plan, number) for number in range(4, 9)]
-    for fewer, more in zip(times_ms, times_ms[1:], strict=False):
+    for fewer, more in pairwise(times_ms):
         assert more - fewer == pytest.approx(3 * 8.0)
     assert step_ms(machine, fixed_plan(1, NONE), 2) / 2 == pytest.approx(3 * (8.0 + 4 * link_ms))
 
@@ -82,11 +82,12 @@ def test_order_is_that_of_paired_turns(num_layers, k_middle, k_ends, num_micro_b
             num_waits = of_ends if ended == 0 else of_middle
             num_forward = of_ends if ended + 2 == num_micro_batches else of_middle
             order = PairedTurns(num_forward, num_waits)
-            first = k_ends if ended + 2 == num_micro_batches else k_middle
-            del first  # a turn launches one message, but for the last one, which ends the forward
-            assert launched[ended + 1] == min(order.done_by(place), num_forward)
+            # The first turn launches the first message of each chunk, any other one a message, if there is one left.
+            k_forward = k_ends if ended + 2 == num_micro_batches else k_middle
+            assert launched[ended + 1] == min(order.done_by(place) + k_forward - 1, num_forward)
+            k_next = k_ends if ended + 3 == num_micro_batches else k_middle
             carried = order.begins_next(place) and ended + 2 < num_micro_batches
-            assert launched.get(ended + 2, 0) == carried
+            assert launched.get(ended + 2, 0) == (k_next if carried else 0)
     assert ended == num_micro_batches - 1
     keys = [(place, action.slot) for code, place, action in steps if code == ISSUE]
     assert len(keys) == len(set(keys))
@@ -126,7 +127,7 @@ def test_pairs_that_are_not_played_are_like_those_that_are(machine, num_more, po
 
 
 def test_waits_of_a_pair_are_of_both_passes():
-    profile = synthetic_profile(Machine(layers="mm", num_micro_batches=4))
+    profile = synthetic_profile(Machine(layers="mm", num_micro_batches=4, link_ms=20.0))
     simulation = simulate(profile, paired(fixed_plan(1, FILL)))
     ops = list(product((1, 2), ("dispatch", "combine"), (Phase.FORWARD, Phase.INPUT_GRAD)))
     for waits in (*simulation.waits, *simulation.end_waits):
@@ -143,8 +144,7 @@ def test_one_micro_batch_runs_by_the_settings_of_the_ends():
 
 @pytest.mark.parametrize("num_micro_batches", [2, 4, 9])
 def test_plan_file_has_the_exposed_time_of_all_micro_batches(num_micro_batches):
-    machine = Machine(layers="mm", num_micro_batches=num_micro_batches, link_ms=20.0, shares=(1.0,))
-    machine = dataclasses.replace(machine, shares=(0.5, 0.5))
+    machine = Machine(layers="mm", num_micro_batches=num_micro_batches, link_ms=20.0)
     record = record_of(synthetic_profile(machine), paired(fixed_plan(1, FILL), fixed_plan(2, FILL)))
     assert sum(layer.exposed_ms for layer in record.prediction.layers) == pytest.approx(record.prediction.exposed_ms)
 
@@ -161,22 +161,9 @@ def test_only_planned_dws_run_in_a_forwards_wait_where_the_host_does_not_poll():
     profile = synthetic_profile(
         Machine(layers="mm", num_micro_batches=4, sends_share_link=False, host_polls=False, link_ms=8.0)
     )
-    (stage,) = Simulator(CostModel(profile)).stages(fixed_plan(1))
-    names = {layer_at(place) for code, place, _ in stage.backward if code == WAIT}
-    assert names == {1, 2}
     plan = paired(fixed_plan(1, FILL))
     for waits in simulate(profile, plan).waits:
         assert not any(wait.filled for wait in waits if Op.parse(wait.name).phase is Phase.FORWARD)
-    gap = dataclasses.replace(plan, gaps=(_gap("L1.c0.F.combine", "L2.W.mlp.experts"),))
+    gap = dataclasses.replace(plan, gaps=(Gap("L1.c0.F.combine", ("L2.W.mlp.experts",)),))
     filled = {wait.name: wait.filled for wait in simulate(profile, gap).waits[0]}
     assert filled["L1.c0.F.combine"] == ("L2.W.mlp.experts",)
-
-
-def _gap(op, *weight_grads):
-    from megatron_lancet.schedule.plan import Gap
-
-    return Gap(op, weight_grads)
-
-
-def test_plan_without_pairing_is_as_it_was():
-    assert Plan(fixed_plan(1).segments, NONE).at_ends == fixed_plan(1, NONE)

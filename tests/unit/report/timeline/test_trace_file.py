@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lancet.report.timeline.lanes import levels
+from megatron_lancet.report.timeline.lanes import levels, message_levels
 from megatron_lancet.report.timeline.record import TimelineRecord
 from megatron_lancet.report.timeline.trace_file import trace, write_trace
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
@@ -109,3 +109,14 @@ def test_trace_file_is_written_atomically(tmp_path):
     write_trace(RECORD, tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text()) == json.loads(json.dumps(trace(RECORD)))
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+def messages(*places):
+    return [Span(f"L1.c0.{phase}.dispatch", Lane.COMM, start, end) for phase, start, end in places]
+
+
+def test_messages_of_a_backward_beside_a_forward_have_levels_of_their_own():
+    beside = messages(("F", 0, 4), ("I", 1, 3), ("F", 2, 5), ("I", 3, 6), ("F", 7, 8), ("I", 9, 10))
+    assert message_levels(beside) == [0, 2, 1, 2, 0, 2]
+    one_after_the_other = messages(("F", 0, 4), ("F", 2, 5), ("I", 5, 6), ("I", 5, 7), ("F", 7, 8))
+    assert message_levels(one_after_the_other) == levels(one_after_the_other) == [0, 1, 0, 1, 0]

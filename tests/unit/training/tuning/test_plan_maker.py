@@ -148,9 +148,11 @@ def test_plan_maker_without_deferral_leaves_profiled_plans_out(make):
     assert planned.profiled == {}
 
 
-def test_plan_maker_leaves_unpaired_plans_out_where_pairing_is_asked_for(make):
+def test_plan_maker_leaves_unpaired_plans_out_where_pairing_is_asked_for(make, monkeypatch):
     """They are what the profile ran by, and contradict the user's wish."""
+    monkeypatch.setattr(Run, "result", replace(PROFILE, model=replace(PROFILE.model, num_micro_batches=2)))
     planned, _ = profiled(make(replace(BATCH, pairing=(True,))))
+    assert planned.plan.is_paired
     assert planned.profiled == {}
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.faults.paired_step import PLANS, PairedStep
+from tests.faults.paired.step import PLANS, PairedStep
 from tests.ranks.worker import finish, run_on_cpu
 
 NUM_PLACES = 24
@@ -28,7 +28,7 @@ class Activations:
     def __init__(self, step: PairedStep) -> None:
         self.most_alive = 0
         self._alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
-        step.comm.pairing.lane.around = lambda: saved_tensors_hooks(self._keep, lambda kept: kept.tensor)
+        step.comm.pairing.lane.on_thread = lambda: saved_tensors_hooks(self._keep, lambda kept: kept.tensor)
 
     def _keep(self, tensor: torch.Tensor) -> "_Kept":
         kept = _Kept(tensor.detach())
@@ -89,13 +89,13 @@ def attempts(plan: str, stack: ExitStack) -> dict[str, object]:
         errors.append(fail_at(step, place))
         dist.barrier()
         left += [f"{place}: {what}" for what in what_is_left(step)]
-        step.losses = []
-        alive.append(activations.num_alive)
         step.boundaries.begin_step()
         losses, gradients = step.run(traced=False), step.gradients()
         if losses != expected[0] or any(not gradients[name].equal(expected[1][name]) for name in gradients):
             unequal.append(place)
         threads.add(step.comm.pairing.lane._thread)
+        gc.collect()
+        alive.append(activations.num_alive)
     return {
         "places": places,
         "errors": errors,
@@ -113,7 +113,6 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
-    gc.disable()  # what a failed step held must go without it
     results = {}
     for plan in PLANS:
         with ExitStack() as stack:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.plan import Plan, fixed_plan, paired
-from tests.faults.boundaries import Boundaries
+from tests.faults.paired.boundaries import Boundaries
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, transformer_config
 
 NUM_MICRO_BATCHES, MICRO_BATCH = 3, 2
@@ -56,7 +56,9 @@ class PairedStep:
         self.setup = OverlapSetup(plan, device, CommStats(device), timedelta(seconds=timeout_s))
         self.setup([self.model])
         ddp_config = DistributedDataParallelConfig(
-            overlap_grad_reduce=overlap_grad_reduce, bucket_size=4000, delay_wgrad_compute=self.setup.delays_weight_grads
+            overlap_grad_reduce=overlap_grad_reduce,
+            bucket_size=4000,
+            delay_wgrad_compute=self.setup.delays_weight_grads,
         )
         self._ddp = DistributedDataParallel(config, ddp_config, self.model)
         config.no_sync_func = self._ddp.no_sync

@@ -1,8 +1,8 @@
 """A rank of a training of paired steps, in the second of which one rank meets a fault.
 
-Usage: paired_worker.py PLAN KIND RANK PLACE LABELS. PLAN is a key of paired_step.PLANS, PLACE the label of a boundary
-(see boundaries.py), at which rank RANK meets the fault of this KIND; nobody does if it is empty. Rank 0 writes the labels of the second
-step's boundaries into the file LABELS if it gets there.
+Usage: worker.py PLAN KIND RANK PLACE LABELS. PLAN is a key of step.PLANS, PLACE the label of a boundary
+(see boundaries.py), at which rank RANK meets the fault of this KIND; nobody does if it is empty. Rank 0 writes the
+labels of the second step's boundaries into the file LABELS if it gets there.
 """
 
 import faulthandler
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.faults.paired_step import PLANS, PairedStep
+from tests.faults.paired.step import PLANS, PairedStep
 
 SILENCE_S = 4.0
 """After which an all-to-all gives up."""

@@ -1,6 +1,6 @@
 """Injects faults into paired steps: does every rank end within the timeout, and do the lines name the right culprit?
 
-Usage: python -m tests.faults.paired_injections --count 200 [--seed 0] [--at-once 2]
+Usage: python -m tests.faults.paired.injections --count 200 [--seed 0] [--at-once 2]
 
 Each injection is a training of two ranks of its own, forked from a process that has imported everything. Kind of fault,
 plan and rank take turns; the places are drawn among all boundaries of a step, by kind of boundary and by lane in turn.
@@ -20,13 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.boundaries import KINDS, OUT_OF_MEMORY, SIGNALS
-from tests.faults.paired_step import NUM_MICRO_BATCHES, PLANS
-from tests.faults.paired_worker import SILENCE_S
+from tests.faults.paired.boundaries import KINDS, OUT_OF_MEMORY, SIGNALS
+from tests.faults.paired.step import NUM_MICRO_BATCHES, PLANS
+from tests.faults.paired.worker import SILENCE_S
 from tests.ranks import launch
 from tests.ranks.preloaded import Rank
 
-WORKER = launch.REPO / "tests/faults/paired_worker.py"
+WORKER = launch.REPO / "tests/faults/paired/worker.py"
 NUM_RANKS = 2
 ENDS_WITHIN_S = 40.0
 """From the start of the ranks, on a busy machine; a run without a fault takes one second on an idle one."""
@@ -167,7 +167,8 @@ def _line_of_other(injection: Injection) -> str:
     """Pattern of the other rank's last line."""
     other, faulty = 1 - injection.rank, injection.rank
     what = f"sent nothing for {SILENCE_S:g} s" if injection.kind == "stop" else "closed the connection"
-    in_exchange = rf"gave up on L\d\.c\d\.[FI]\.\w+ \(layer \d, chunk \d, [^)]*.*\): rank {faulty} {what}\. The output .*"
+    op = r"L\d\.c\d\.[FI]\.\w+ \(layer \d, chunk \d, .*\) of micro-batch [123]"
+    in_exchange = rf"gave up on {op}: rank {faulty} {what}\. The output .*"
     if not injection.is_in_last_backward:
         return f"error: rank {other} {in_exchange}"
     # gloo's own words, which name an address and no rank.
@@ -229,8 +230,8 @@ def main() -> None:
         outcomes = run(arguments.count, arguments.seed, arguments.at_once, Path(folder))
     for outcome in outcomes:
         if outcome.problem:
-            print(f"{outcome.injection}: {outcome.problem}")
-    print(table(outcomes))
+            sys.stdout.write(f"{outcome.injection}: {outcome.problem}\n")
+    sys.stdout.write(table(outcomes) + "\n")
     sys.exit(any(outcome.problem for outcome in outcomes))
 
 

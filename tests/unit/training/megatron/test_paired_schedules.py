@@ -1,0 +1,60 @@
+"""Steps in pairs: which micro-batches are at an end, with Megatron's tables of interleaved pipelines."""
+
+from types import SimpleNamespace
+
+import pytest
+from megatron.core.pipeline_parallel import schedules
+
+from megatron_lancet.training.megatron import paired_schedules
+from megatron_lancet.training.megatron.paired_schedules import ask_for_pairs
+
+
+def order_of(num_micro_batches: int, num_stages: int, group: int) -> paired_schedules._Order:
+    """By Megatron's own table of virtual micro-batches."""
+    table = schedules.get_schedule_table(num_micro_batches, num_stages, group)
+
+    def microbatch_of(number: int, forward: bool) -> int:
+        assert forward  # Megatron's function knows no other
+        return table[number][0]
+
+    def stage_of(number: int, forward: bool) -> int:
+        return table[number][1] if forward else num_stages - 1 - table[number][1]
+
+    return paired_schedules._Order(len(table), microbatch_of, stage_of)
+
+
+@pytest.mark.parametrize("num_warmup", [3, 5, 8])
+@pytest.mark.parametrize(("num_micro_batches", "num_stages", "group"), [(4, 2, 2), (8, 2, 2), (6, 3, 2), (5, 2, 3)])
+def test_a_micro_batch_is_at_an_end_if_its_forward_or_its_backward_has_no_partner(
+    num_micro_batches, num_stages, group, num_warmup
+):
+    """Compared with the whole step, written down: forward n is beside backward n - warm-up."""
+    order = order_of(num_micro_batches, num_stages, group)
+    numbers = range(order.num_ids)
+    backward_of = {
+        (order.microbatch_of(number, forward=True), order.stage_of(number, forward=False)): number for number in numbers
+    }
+    for number in numbers:
+        own = backward_of[order.microbatch_of(number, forward=True), order.stage_of(number, forward=True)]
+        forward_is_alone = number < num_warmup
+        backward_is_alone = own + num_warmup >= order.num_ids
+        beside = None if forward_is_alone else number - num_warmup
+        assert order.is_at_end(number, beside) == (forward_is_alone or backward_is_alone), number
+
+
+def test_stages_ask_megatron_for_pairs_and_for_none():
+    stages = [SimpleNamespace(config=SimpleNamespace(overlap_moe_expert_parallel_comm=False)) for _ in range(2)]
+    for is_paired in (True, False):
+        ask_for_pairs(stages, is_paired)
+        assert [stage.config.overlap_moe_expert_parallel_comm for stage in stages] == [is_paired] * 2
+
+
+def test_megatrons_schedules_are_its_own_outside_of_the_context():
+    names = (
+        "combined_1f1b_schedule_for_no_pipelining",
+        "combined_1f1b_schedule_for_interleaved_pipelining",
+    )
+    stock = [getattr(schedules, name) for name in names]
+    with paired_schedules.paired_schedules(list):
+        assert all(getattr(schedules, name) is not one for name, one in zip(names, stock, strict=True))
+    assert [getattr(schedules, name) for name in names] == stock
