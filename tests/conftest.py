@@ -1,6 +1,7 @@
 import fcntl
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,3 +76,12 @@ def restored_environment() -> Iterator[None]:
 def token_data(tmp_path_factory):
     """Prefix of a token data set, for --data-path."""
     return data.write_tokens(tmp_path_factory.mktemp("data") / "tokens_document")
+
+
+@pytest.fixture(autouse=True)
+def metrics_are_forgotten():
+    """Megatron's tracker of auxiliary losses keeps the number of layers of the first model that it has seen."""
+    yield
+    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    if logging is not None:
+        logging.destroy_moe_metrics_tracker()

@@ -29,12 +29,3 @@ def no_process_is_started():
     yield
     started, _watch.events = _watch.events, None
     assert not started, f"a unit test started a process: {started[0]}. Move the test to tests/cli, faults or parity."
-
-
-@pytest.fixture(autouse=True)
-def metrics_are_forgotten():
-    """Megatron's tracker of auxiliary losses keeps the number of layers of the first model that it has seen."""
-    yield
-    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
-    if logging is not None:
-        logging.destroy_moe_metrics_tracker()
