@@ -9,7 +9,7 @@ from tests.ranks import launch
 
 pytestmark = pytest.mark.distributed
 
-NUM_INJECTIONS = 16
+NUM_INJECTIONS = 8
 
 
 @pytest.mark.alone

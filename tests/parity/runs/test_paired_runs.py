@@ -99,7 +99,6 @@ TENSOR = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-
 STAGES = ["--pipeline-model-parallel-size", "2", "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1"]
 LAYOUTS = {
     "EP2xTP2, dropout": [*TENSOR, *DISTRIBUTED, *DROPOUT, "--global-batch-size", "16"],
-    "EP2xPP2 interleaved": [*STAGES, *REDUCTIONS],
     "EP2xPP2 interleaved, distributed optimizer": [*STAGES, *DISTRIBUTED, *DROPOUT],
 }
 

@@ -88,9 +88,7 @@ PAIRED: dict[str, Case] = {
         "paired/fused": Case({}),
         "paired/fused/none": Case({}, K1_NONE, 3, True),
         "paired/fused/chunks-at-ends": Case({}, paired(fixed_plan(1), fixed_plan(2)), 3, True),
-        "paired/bf16": Case({"bf16": True}),
         "paired/sequential-experts": Case({"moe_grouped_gemm": False}),
-        "paired/mtp-2": Case(VARIANTS["mtp-2"]),
         "paired/selective-recompute/dropout": Case({**RECOMPUTE["selective-recompute"], **DROPOUT}),
         "paired/full-recompute/dropout": Case({**RECOMPUTE["full-recompute"], **DROPOUT}),
     }.items()
