@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_lancet.planning.profile import LinkTimes, MemoryUse, Profile
+from megatron_lancet.planning.simulation.curve import Curve
 from megatron_lancet.profiler.facts import ProfiledModel, key_of
 from megatron_lancet.profiler.links import Wires, measure_links
 from megatron_lancet.profiler.memory import SavedActivations
@@ -110,7 +111,7 @@ class ProfileRun:
         self.plans = [plan for plan in plans for _ in range(1 + num_traced_steps)]
         self._num_steps_of_plan = 1 + num_traced_steps
         self._trace = Trace(model.device, dist.get_rank())
-        self._samples = Samples()
+        self._traced: list[tuple[StepTrace, Plan]] = []
         self._step_ms: defaultdict[str, list[float]] = defaultdict(list)
         self._memory: list[MemoryUse] = []
         self._received: defaultdict[int, int] = defaultdict(int)
@@ -148,19 +149,28 @@ class ProfileRun:
         """Measures the links and makes the profile. Collective over all ranks of the world, after all steps."""
         assert self._num_done == len(self.plans), f"{self._num_done} of {len(self.plans)} steps were run"
         link = self._measure_links()
+        samples = self._samples(link)
         ep_rank = parallel_state.get_expert_model_parallel_rank()
         own = (
-            self._samples.medians(link.slowdown),
+            samples.medians(link.slowdown),
             {name: statistics.median(times) for name, times in self._step_ms.items()},
             self._memory,
             RankRouting(self._ep_group, ep_rank, dict(self._received), self._rows),
         )
         ranks = from_all_ranks(own)
         medians = over_ranks([rank[0] for rank in ranks])
-        own_paces = paces_of_rank(self._samples.steps, medians.op_ms, link.slowdown)
+        own_paces = paces_of_rank(samples.steps, medians.op_ms, link.slowdown)
         paces = from_all_ranks(RankPaces(self._ep_group, ep_rank, own_paces))
         # Every rank has the same figures now, but their sums may be rounded differently.
         return from_rank_0(lambda: self._profile(link, ranks, medians, paces))
+
+    def _samples(self, link: LinkTimes) -> Samples:
+        """The times of all traced steps. What is beside messages is told apart as the simulator's engine does it."""
+        message_ms = Curve(link.all_to_all, flat_below=True).at if link.host_polls and link.all_to_all else None
+        samples = Samples()
+        for step, plan in self._traced:
+            samples.add(step, plan, self._key.model, message_ms)
+        return samples
 
     def _profile(
         self, link: LinkTimes, ranks: Sequence[_Rank], medians: OpMedians, paces: Sequence[RankPaces]
@@ -185,7 +195,7 @@ class ProfileRun:
 
     def _add(self, step: StepTrace, plan: Plan) -> None:
         facts = self._key.model
-        self._samples.add(step, plan, facts)
+        self._traced.append((step, plan))
         self._step_ms[str(plan)].append(step.timeline.step_ms)
         self._largest_bytes = max([self._largest_bytes, *(span.num_bytes for span in step.timeline.spans)])
         for name, rows in step.received_rows.items():

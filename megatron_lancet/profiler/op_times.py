@@ -81,10 +81,17 @@ class Samples:
     rest_ms: list[float] = field(default_factory=list)
     steps: list[StepOps] = field(default_factory=list)
 
-    def add(self, step: StepTrace, plan: Plan, model: ModelFacts) -> None:
-        """Adds a step that ran under ``plan``."""
+    def add(
+        self, step: StepTrace, plan: Plan, model: ModelFacts, message_ms: Callable[[float], float] | None = None
+    ) -> None:
+        """Adds a step that ran under ``plan``.
+
+        Args:
+            message_ms: time that bytes take once they move; None if a message is in flight from its issue on. The rest
+                of the time between its issue and its arrival it waits for other ranks or other messages.
+        """
         by_name: defaultdict[str, list[OpSample]] = defaultdict(list)
-        messages = _InFlight(span for span in step.timeline.spans if span.lane is Lane.COMM)
+        messages = _InFlight(step.timeline.spans, message_ms)
         for span in step.timeline.spans:
             if span.lane is Lane.COMPUTE:
                 by_name[span.name].append(OpSample(span.ms, messages.within_ms(span)))
@@ -238,15 +245,24 @@ def _rows(key: OpKey, medians: OpMedians, model: ModelFacts) -> int:
 class _InFlight:
     """Intervals in which messages were in flight."""
 
-    def __init__(self, messages: Iterable[Span]) -> None:
+    def __init__(self, spans: Iterable[Span], message_ms: Callable[[float], float] | None) -> None:
+        """
+        Args:
+            message_ms: see :meth:`Samples.add`.
+        """
         self._starts: list[float] = []
         self._ends: list[float] = []
-        for message in sorted(messages, key=lambda span: span.start_ms):
-            if self._ends and message.start_ms <= self._ends[-1]:
-                self._ends[-1] = max(self._ends[-1], message.end_ms)
+        flights = []
+        for span in spans:
+            if span.lane is Lane.COMM:
+                moves_ms = span.ms if message_ms is None else min(span.ms, message_ms(span.num_bytes))
+                flights.append((span.end_ms - moves_ms, span.end_ms))
+        for start_ms, end_ms in sorted(flights):
+            if self._ends and start_ms <= self._ends[-1]:
+                self._ends[-1] = max(self._ends[-1], end_ms)
             else:
-                self._starts.append(message.start_ms)
-                self._ends.append(message.end_ms)
+                self._starts.append(start_ms)
+                self._ends.append(end_ms)
 
     def within_ms(self, span: Span) -> float:
         first, last = bisect_left(self._ends, span.start_ms), bisect_left(self._starts, span.end_ms)

@@ -1,8 +1,10 @@
 """Simulates an order of ops on several ranks with two lanes each, compute and link (Lancet section 5.3, all ranks).
 
 Events are handled in the order of simulated time, so the links (``links.py``) get messages in the order in which they
-are sent. Compute beside a rank's messages, from their issue until they have been sent, is slower by
-``compute_slowdown``, and ops that mostly move rows by ``memory_slowdown``. Token counts take no bandwidth.
+are sent. Compute beside a rank's messages is slower by ``compute_slowdown``, and ops that mostly move rows by
+``memory_slowdown``. Where the host polls (CPU), copying bytes is what costs time, so that holds while they move: not
+before all ranks have issued the message. Elsewhere (CUDA) the kernels of a message occupy the device from its issue
+on. Token counts take no bandwidth.
 
 A dispatch leaves when its counts have arrived. Where the host polls (CPU), that needs nothing of the rank, which goes
 on computing. Elsewhere (CUDA) the host enqueues ops for the device, and launching costs no time here, so the host is
@@ -202,11 +204,12 @@ class Engine:
     def _compute(self, rank: RankState, name: str, ms: float, slowdown: float) -> None:
         """Advances the rank's clock by a compute op."""
         start_ms = rank.time_ms
-        if slowdown > 1 and rank.num_unknown:
+        if slowdown > 1 and rank.num_unknown and not self._polls:
             ms *= slowdown
         elif slowdown > 1 and (free_ms := self._free_ms[rank.column]) > start_ms:
             beside_ms = min(ms * slowdown, free_ms - start_ms)
             ms = beside_ms + (ms - beside_ms / slowdown)
+            rank.slowed_until_ms = start_ms + beside_ms
         rank.time_ms += ms
         if self._record:
             rank.spans.append(Span(name, Lane.COMPUTE, start_ms, rank.time_ms))
@@ -352,6 +355,8 @@ class Engine:
         ranks = self._ranks
         for column in columns:
             ranks[column].num_unknown -= 1
+            if self._slowdown > 1 and self._polls:
+                self._slow_past_compute(ranks[column], message)
         if message.waiting:
             for column in [column for column in message.waiting if message.arrival_ms[column] < NEVER]:
                 message.waiting.remove(column)
@@ -362,6 +367,14 @@ class Engine:
             for column in columns:
                 start_ms, end_ms = message.issued_ms[column], message.arrival_ms[column]
                 ranks[column].spans.append(Span(name, Lane.COMM, start_ms, end_ms, message.num_bytes[column]))
+
+    def _slow_past_compute(self, rank: RankState, message: Message) -> None:
+        """Delays a rank by the slowdown of what it computed beside a message before this was known to be sent."""
+        from_ms, sent_ms = max(message.ready_ms, rank.slowed_until_ms), message.arrival_ms[rank.column]
+        if from_ms < min(rank.time_ms, sent_ms):
+            more = self._slowdown - 1
+            rank.time_ms += min((rank.time_ms - from_ms) * more, (sent_ms - from_ms) * more / self._slowdown)
+            rank.slowed_until_ms = min(rank.time_ms, sent_ms)
 
     def _wait(self, rank: RankState, message: Message) -> bool:
         """Runs dWs until the message has arrived; returns False if the rank must be resumed later."""

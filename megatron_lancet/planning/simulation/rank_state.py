@@ -52,6 +52,8 @@ class RankState:
     pending: int | None = None
     """Key of the last dispatch that the host has not launched yet; the only one if counts are in the order, too."""
     num_unknown: int = 0
+    slowed_until_ms: float = 0.0
+    """End of the compute that messages have slowed down."""
     exposed_ms: float = 0.0
     exposed_forward_ms: float = 0.0
     peak_dw_bytes: int = 0
