@@ -87,6 +87,7 @@ class Comm:
             has connections for dispatches of their own. With these, a dispatch of a forward and the message of the
             backward beside it share the link, arrive at about the same time, and leave the link idle afterwards; one
             after the other, the second is on the link while compute goes on with the first.
+        dispatch: what all-to-alls carry in this step.
         trace: trace of the current step, None while nothing is recorded.
     """
 

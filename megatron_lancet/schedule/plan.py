@@ -49,6 +49,15 @@ class DwPolicy(StrEnum):
     """Deferred, to run while a backward all-to-all is in flight."""
 
 
+class Dispatch(StrEnum):
+    """What a dispatch carries; the combine brings as many rows back."""
+
+    PLAIN = "plain"
+    """One row per token and chosen expert, as in stock."""
+    DEDUP = "dedup"
+    """One row per token and *rank* that holds any of its experts: the rank expands it and sums what goes back."""
+
+
 @dataclass(frozen=True)
 class Segment:
     """Neighbouring layers that run in the same way, without overlap across the ends of the segment.
@@ -135,6 +144,7 @@ class Plan:
             If it is full, the oldest run; that is local to the rank and does not change when parameters are reported.
         gaps: dWs that run first during certain waits; otherwise the oldest runs first. See ``DwRules.gaps`` for CUDA.
         pairing: what else holds if backwards run beside forwards; None if micro-batches run one after the other.
+        dispatch: what all-to-alls carry, in all micro-batches.
     """
 
     segments: tuple[Segment, ...]
@@ -143,6 +153,7 @@ class Plan:
     dw_memory_bytes: int | None = None
     gaps: tuple[Gap, ...] = ()
     pairing: Pairing | None = field(default=None, metadata=OMITTED_AT_DEFAULT)
+    dispatch: Dispatch = field(default=Dispatch.PLAIN, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         if self.dw_window < (1 if self.dw_policy is DwPolicy.FILL else 0):
@@ -156,6 +167,8 @@ class Plan:
     def __str__(self) -> str:
         bound = "" if self.dw_memory_bytes is None else f" dw-memory={self.dw_memory_bytes / 1e6:g}MB"
         text = f"{_segments_text(self.segments)} dw={self.dw_policy} dw-window={self.dw_window}{bound}"
+        if self.dispatch is not Dispatch.PLAIN:
+            text += f" dispatch={self.dispatch}"
         if self.pairing is None:
             return text
         ends = self.pairing
@@ -189,7 +202,9 @@ class Plan:
         if self.pairing is None:
             return self
         ends = self.pairing
-        return Plan(ends.end_segments, self.dw_policy, ends.end_dw_window, self.dw_memory_bytes, ends.end_gaps)
+        return replace(
+            self, segments=ends.end_segments, dw_window=ends.end_dw_window, gaps=ends.end_gaps, pairing=None
+        )
 
     def segment_of(self, layer: int) -> Segment:
         """The segment of the layer with this global number."""
@@ -226,7 +241,8 @@ def paired(middle: Plan, ends: Plan | None = None) -> Plan:
     ends = ends or middle
     assert not middle.is_paired
     assert not ends.is_paired
-    assert (ends.dw_policy, ends.dw_memory_bytes) == (middle.dw_policy, middle.dw_memory_bytes)
+    for common in ("dw_policy", "dw_memory_bytes", "dispatch"):
+        assert getattr(ends, common) == getattr(middle, common), common
     return replace(middle, pairing=Pairing(ends.segments, ends.dw_window, ends.gaps))
 
 
