@@ -53,7 +53,7 @@ class RankState:
     """Key of the last dispatch that the host has not launched yet; the only one if counts are in the order, too."""
     num_unknown: int = 0
     slowed_until_ms: float = 0.0
-    """End of the compute that messages have slowed down."""
+    """Up to when compute beside messages is known to be slowed down, or nothing was computed."""
     exposed_ms: float = 0.0
     exposed_forward_ms: float = 0.0
     peak_dw_bytes: int = 0
