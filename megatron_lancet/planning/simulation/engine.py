@@ -16,7 +16,6 @@ device continues with what was enqueued before; then it is idle, since all later
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_lancet.planning.simulation.buckets import Buckets, Ledger, Reduction
@@ -377,8 +376,7 @@ class Engine:
             rank.time_ms += min((rank.time_ms - from_ms) * more, (sent_ms - from_ms) * more / self._slowdown)
             rank.slowed_until_ms = min(rank.time_ms, sent_ms)
             if self._record:
-                last = max(index for index, span in enumerate(rank.spans) if span.lane is Lane.COMPUTE)
-                rank.spans[last] = replace(rank.spans[last], end_ms=rank.time_ms)
+                rank.prolong_compute()
 
     def _wait(self, rank: RankState, message: Message) -> bool:
         """Runs dWs until the message has arrived; returns False if the rank must be resumed later."""
