@@ -1,4 +1,4 @@
-"""What all-to-alls may carry in a layout: where deduplicated dispatch has nothing to save, or can't be used."""
+"""What all-to-alls may carry in a layout."""
 
 
 def why_not_dedup(ep_size: int, num_experts: int, topk: int, pads_to_capacity: bool) -> str | None:
