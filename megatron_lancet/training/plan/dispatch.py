@@ -53,7 +53,7 @@ def allowed_dispatches(args: argparse.Namespace, config: LancetConfig) -> tuple[
             raise UsageError(f"{FLAG} dedup can't be followed: {blocker}. Drop the flag, or pass {FLAG} plain.")
         return (Dispatch.DEDUP,), []
     if blocker is not None:
-        return (Dispatch.PLAIN,), [Exclusion("deduplicated dispatch", blocker)]
+        return (Dispatch.PLAIN,), [Exclusion(f"dispatch={Dispatch.DEDUP}", blocker)]
     return ((Dispatch.DEDUP,) if getattr(args, _ASKED, False) else tuple(Dispatch)), []
 
 

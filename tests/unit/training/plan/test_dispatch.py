@@ -20,7 +20,7 @@ from tests.unit.training.validated import set_as_validation_does
 PLAIN, DEDUP = LancetConfig(dispatch=Dispatch.PLAIN), LancetConfig(dispatch=Dispatch.DEDUP)
 FLEX = ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"]
 MAPPED = "--moe-token-dispatcher-type flex runs as the plan's all-to-alls"
-NAME = "deduplicated dispatch"
+NAME = "dispatch=dedup"
 TE = ["--transformer-impl", "transformer_engine"]
 
 
