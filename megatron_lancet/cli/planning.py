@@ -35,8 +35,8 @@ def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
     pairing = "whether each backward runs beside the next forward: auto lets the prediction decide (default: auto)"
     add("--pairing", choices=tuple(_PAIRING), default="auto", help=pairing)
     carried = (
-        "what all-to-alls carry: plain a row per token and expert, dedup a row per token and rank that holds any of its "
-        "experts, auto the one with fewer bytes (default: auto)"
+        "what all-to-alls carry: plain a row per token and expert, dedup a row per token and rank that holds any of "
+        "its experts, auto the one with fewer bytes (default: auto)"
     )
     add("--dispatch", choices=tuple(_DISPATCHES), default="auto", help=carried)
     memory = "bound (10^6 bytes) of activations and deferred weight gradients on a rank (default: none)"

@@ -194,11 +194,12 @@ def chosen_dispatch(profile: Profile, allowed: Sequence[Dispatch]) -> tuple[Disp
     """What all-to-alls carry in every plan for a profile, and why not the other; None if nothing is possible.
 
     Plans are not simulated with both, which would take twice as long, because the messages' bytes decide. Whatever the
-    segments and chunks, deduplicated dispatch sends the same part of the plain one's bytes in the same messages, and
-    the compute ops take as long (:class:`~megatron_lancet.planning.simulation.lowering.Lowering`). If that part is
-    below 1, each message arrives earlier or at the same time, and nothing else changes: a plan with deduplicated
-    dispatch is at most as slow as the same one without, up to which weight gradients fit into the shorter gaps. If it
-    is not, or hardly, the plain one is as fast and has stock's order of sums.
+    segments and chunks, deduplicated dispatch sends about the same part of the plain one's bytes in the same messages,
+    and the compute ops take as long (:class:`~megatron_lancet.planning.simulation.lowering.Lowering`). If that part is
+    below 1, each message arrives earlier or at the same time and nothing else changes, so a plan is at most as slow
+    with it as without. (Which weight gradients fit into the shorter gaps may differ, as in any greedy schedule; no
+    random machine was found where that makes a step longer.) If it is not below 1, or hardly, the plain dispatch is as
+    fast and has stock's order of sums.
     """
     if Dispatch.DEDUP not in allowed:
         return (Dispatch.PLAIN, None) if allowed else (None, Exclusion("dispatch", "none is allowed"))
