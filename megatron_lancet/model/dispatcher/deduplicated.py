@@ -177,7 +177,8 @@ def _as_numbers(chosen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Packs bools [d, e] into numbers [d, ceil(e / 8)]: these travel with the probabilities."""
     padded = torch.nn.functional.pad(chosen, (0, -chosen.size(1) % _BITS))
     values = torch.bitwise_left_shift(torch.ones_like(_places(chosen)), _places(chosen))
-    return (padded.view(len(chosen), -1, _BITS) * values).sum(dim=2).to(dtype)
+    # Where no row is sent, a -1 in the shape would be ambiguous.
+    return (padded.view(len(chosen), padded.size(1) // _BITS, _BITS) * values).sum(dim=2).to(dtype)
 
 
 def _as_bools(numbers: torch.Tensor, num_experts: int) -> torch.Tensor:
