@@ -16,6 +16,7 @@ of its experts), q distinct rows that this rank's experts see, m rows of the loc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -144,7 +145,7 @@ class DeduplicatedDispatcher:
             expert_m = num_experts - 1 - expert_m
         probs_m = probs_q[:, :num_experts].reshape(-1).index_select(0, place_m * num_experts + expert_m)
         output_mH = run(tokens_qH.index_select(0, place_m), probs_m)
-        return output_mH.new_zeros(tokens_qH.shape).index_add(0, place_m, output_mH)
+        return _summed(output_mH, place_m, len(tokens_qH))
 
     def sort_by_peer(
         self,
@@ -169,8 +170,26 @@ class DeduplicatedDispatcher:
     def unpermute(self, rows_dH: torch.Tensor, permutation: DistinctRows) -> torch.Tensor:
         """Sum the rows of each token: the chunk's output, [s, b, H]."""
         shape_sbH = permutation.hidden_shape
-        output_tH = rows_dH.new_zeros((shape_sbH[:-1].numel(), shape_sbH[-1]))
-        return output_tH.index_add(0, permutation.token_d, rows_dH).view(shape_sbH)
+        return _summed(rows_dH, permutation.token_d, shape_sbH[:-1].numel()).view(shape_sbH)
+
+
+class _SummedRows(torch.autograd.Function):
+    """Sums rows by their place. With torch's ``index_add`` autograd would keep them until the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, place: torch.Tensor, num_places: int) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        return rows.new_zeros((num_places, *rows.shape[1:])).index_add_(0, place, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        return grad.index_select(0, place), None, None
+
+
+def _summed(rows: torch.Tensor, place: torch.Tensor, num_places: int) -> torch.Tensor:
+    """Sums rows [n, H] with the same place, in their order: [num_places, H]."""
+    return cast(torch.Tensor, _SummedRows.apply(rows, place, num_places))
 
 
 def _as_numbers(chosen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
