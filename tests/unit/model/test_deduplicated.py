@@ -92,8 +92,8 @@ def exchange(
 ) -> tuple[list[torch.Tensor], list[Seen]]:
     """Runs the layer on all ranks: each one's output [t, 1, H], and what its experts saw."""
     num_ranks = len(inputs.maps)
-    dispatcher = kind(Comm(num_ranks), inputs.maps[0].size(1), num_ranks, group_of(1))  # type: ignore[arg-type]
-    pending = [dispatcher.launch_counts(None, map_tE, None) for map_tE in inputs.maps]  # type: ignore[arg-type]
+    dispatcher = kind(Comm(num_ranks), inputs.maps[0].size(1), num_ranks, group_of(1))
+    pending = [dispatcher.launch_counts(None, map_tE, None) for map_tE in inputs.maps]
     made = [
         dispatcher.permute(*of_rank, pending[rank].num_sent())
         for rank, of_rank in enumerate(zip(inputs.hidden, inputs.probs, inputs.maps, strict=True))
@@ -246,9 +246,9 @@ def test_choices_arrive_with_probabilities_of_every_type(num_local, dtype):
 def test_counts_are_distinct_rows_and_those_of_each_expert(num_holders):
     """For each rank that holds a part of the experts, too."""
     comm = Comm(2 * num_holders)
-    dispatcher = DeduplicatedDispatcher(comm, 4, 2, group_of(num_holders))  # type: ignore[arg-type]
+    dispatcher = DeduplicatedDispatcher(comm, 4, 2, group_of(num_holders))
     map_tE = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
-    pending = dispatcher.launch_counts(None, map_tE, None)  # type: ignore[arg-type]
+    pending = dispatcher.launch_counts(None, map_tE, None)
     assert comm.counts[0].tolist() == [3, 2, 3] * num_holders + [1, 1, 0] * num_holders
     assert pending.num_sent() == 4
 
@@ -257,7 +257,7 @@ def test_a_row_per_token_and_rank_is_sent():
     """However many of the rank's experts the token has chosen: in token order, rank by rank."""
     maps = [torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()] * 2
     inputs = inputs_of(maps)
-    dispatcher = DeduplicatedDispatcher(Comm(2), 4, 2, group_of(1))  # type: ignore[arg-type]
+    dispatcher = DeduplicatedDispatcher(Comm(2), 4, 2, group_of(1))
     (tokens_dH, _), rows = dispatcher.permute(inputs.hidden[0], inputs.probs[0], maps[0], 4)
     assert rows.token_d.tolist() == [0, 2, 0, 1]
     assert tokens_dH.equal(inputs.hidden[0].squeeze(1)[[0, 2, 0, 1]])
@@ -265,7 +265,7 @@ def test_a_row_per_token_and_rank_is_sent():
 
 def test_no_value_is_needed_on_the_host():
     """A read of a value would raise here, and on a GPU it would wait for the device."""
-    dispatcher = DeduplicatedDispatcher(Comm(2), 20, 2, group_of(1))  # type: ignore[arg-type]
+    dispatcher = DeduplicatedDispatcher(Comm(2), 20, 2, group_of(1))
     hidden = torch.empty(5, 1, HIDDEN, device="meta", requires_grad=True)
     probs = torch.empty(5, 20, device="meta", requires_grad=True)
     map_tE = torch.empty(5, 20, dtype=torch.bool, device="meta")
