@@ -89,16 +89,21 @@ def exchange(
     inputs: Inputs,
     run: Run = weighted,
     last_expert_first: bool = False,
+    num_spare: int = 0,
 ) -> tuple[list[torch.Tensor], list[Seen]]:
-    """Runs the layer on all ranks: each one's output [t, 1, H], and what its experts saw."""
+    """Runs the layer on all ranks: each one's output [t, 1, H], and what its experts saw.
+
+    Args:
+        num_spare: rows that are made and not sent.
+    """
     num_ranks = len(inputs.maps)
     dispatcher = kind(Comm(num_ranks), inputs.maps[0].size(1), num_ranks, group_of(1))
     pending = [dispatcher.launch_counts(None, map_tE, None) for map_tE in inputs.maps]
     made = [
-        dispatcher.permute(*of_rank, pending[rank].num_sent())
+        dispatcher.permute(*of_rank, pending[rank].num_sent() + num_spare)
         for rank, of_rank in enumerate(zip(inputs.hidden, inputs.probs, inputs.maps, strict=True))
     ]
-    splits = [one.splits().sent for one in pending]
+    splits = [(*one.splits().sent, num_spare) for one in pending]
     seen, returned = [], []
     for rank, routes in enumerate(one.wait() for one in pending):
         parts = [[tensor.split(splits[source])[rank] for tensor in rows] for source, (rows, _) in enumerate(made)]
@@ -191,15 +196,15 @@ def test_sums_of_outputs_are_the_adjoint_of_copies_of_tokens(maps):
     assert all(map(torch.equal, grads, summed))
 
 
-@given(worlds(), st.booleans())
-@example(ALL_DROPPED, False)
-@example(ONE_RANK_SENDS, True)
+@given(worlds(), st.booleans(), st.integers(0, 3))
+@example(ALL_DROPPED, False, 0)
+@example(ONE_RANK_SENDS, True, 2)
 @settings(max_examples=100, deadline=None)
-def test_experts_see_the_rows_of_the_plain_dispatch(maps, last_expert_first):
+def test_experts_see_the_rows_of_the_plain_dispatch(maps, last_expert_first, num_spare):
     """In content and order, to the bit; the sums differ in their order only."""
     inputs = inputs_of(maps)
-    ours, ours_seen = exchange(DeduplicatedDispatcher, inputs, last_expert_first=last_expert_first)
-    plain, plain_seen = exchange(AllToAllDispatcher, inputs, last_expert_first=last_expert_first)
+    ours, ours_seen = exchange(DeduplicatedDispatcher, inputs, weighted, last_expert_first, num_spare)
+    plain, plain_seen = exchange(AllToAllDispatcher, inputs, weighted, last_expert_first)
     for mine, theirs in zip(ours_seen, plain_seen, strict=True):
         assert mine.tokens_mH.equal(theirs.tokens_mH)
         assert mine.probs_m.equal(theirs.probs_m)
