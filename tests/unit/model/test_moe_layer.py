@@ -131,6 +131,48 @@ def test_trace_has_the_rows_of_both_dispatches_whichever_runs(comm, dispatch):
     assert trace.end_step().routed == {"L1.c0.F.experts": RoutedRows(rows=(4, 2), tokens=(3, 2))}
 
 
+class KeepingExperts:
+    """Square rows, for which autograd keeps them, and know whether the rows of any call are in memory."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._rows: list[StorageWeakRef] = []
+
+    def __call__(self, tokens_mH, rows_per_expert, probs_m):
+        self.num_calls += 1
+        output_mH = tokens_mH.square() * probs_m[:, None]
+        self._rows += [StorageWeakRef(rows.untyped_storage()) for rows in (tokens_mH, output_mH)]
+        return output_mH, None
+
+    @property
+    def rows_in_memory(self) -> list[bool]:
+        """Of each call's tokens, then of its output."""
+        return [not rows.expired() for rows in self._rows]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_deduplicated_rows_of_the_experts_are_made_again_and_not_kept(comm, recomputed):
+    """With recompute the distinct rows are kept, as they were received; else what autograd keeps of the experts."""
+    comm.dispatch = Dispatch.DEDUP
+    experts = KeepingExperts()
+    moe, x = moe_of(comm, experts, Recompute(experts=recomputed)), routed_chunk()
+    hidden_sbH = x.normed_sbH
+    received = []  # by the experts, and by the tokens' rank
+    for verb in verbs_of(LayerKind.MOE, has_shared_experts=False):
+        if verb in (Compute(OpKind.EXPERTS), Compute(OpKind.POSTPROCESS)):
+            received.append(StorageWeakRef(x.rows[0].untyped_storage()))
+            assert len(x.rows[0]) == 5  # of six choices two are on one rank
+        if verb in moe_layer.FORWARD and verb != Compute(OpKind.ROUTE):
+            moe_layer.FORWARD[verb](moe, x)
+    assert experts.rows_in_memory == [not recomputed, False]
+    assert [rows.expired() for rows in received] == [not recomputed, True]
+    assert torch.allclose(x.output_sbH, hidden_sbH.square())  # each of two experts takes a half
+    x.output_sbH.sum().backward()
+    assert experts.num_calls == 1 + recomputed
+    assert not any(experts.rows_in_memory)
+    assert torch.allclose(hidden_sbH.grad, 2 * hidden_sbH)
+
+
 def test_padded_experts_get_their_rows_without_counts_or_a_look_at_the_map(comm, monkeypatch):
     """Two rows of each expert: a token that did not choose it has the weight zero."""
     monkeypatch.setattr(Experts, "__call__", lambda _, tokens, rows, probs: (tokens * probs[:, None], None))
