@@ -1,10 +1,12 @@
 """Models, cuts and settings that are compared with stock Megatron."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.wire import Wire
 
 DW_MEMORY_CASES = {"dw-memory-1/k=2": (1, 2), "dw-memory-20000/k=1": (20_000, 1), "dw-memory-20000/k=2": (20_000, 2)}
 """Bytes and chunks. One byte is too small for any dW; 20,000 are less than the peak without a bound."""
@@ -208,6 +210,15 @@ MICRO_BATCH_OF_ONE: dict[str, tuple[int, dict[str, str]]] = {
     "micro-batch-of-1/k=3": (3, SEQUENCE),
 }
 """Chunks and fields of the plan where a micro-batch has one sample."""
+
+
+NARROW: dict[str, tuple[Plan, Wire]] = {
+    "wire-bf16/k=1": (fixed_plan(1), Wire.BF16),
+    "wire-bf16/k=3/dedup": (replace(fixed_plan(3), dispatch=Dispatch.DEDUP), Wire.BF16),
+    "wire-fp8/k=1": (fixed_plan(1), Wire.FP8),
+    "wire-fp8/k=3/dedup": (replace(fixed_plan(3), dispatch=Dispatch.DEDUP), Wire.FP8),
+}
+"""Messages whose hidden states are rounded."""
 
 
 def precision_of(case: str) -> str:
