@@ -17,6 +17,8 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import adopt, unknown_class
 from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
+from megatron_lancet.model.dispatcher.base import Dispatcher
+from megatron_lancet.model.dispatcher.deduplicated import DeduplicatedDispatcher
 from megatron_lancet.model.hybrid import OverlappingHybridStack
 from megatron_lancet.model.linear import (
     DeferredColumnParallelLinear,
@@ -36,7 +38,7 @@ from megatron_lancet.model.transformer_layer import OverlappingLayer
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, Segment
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Plan, Segment
 
 _LAYER_CLASSES = (TransformerLayer, MoETransformerLayer, MLPLayer)
 type LanguageModel = GPTModel | HybridModel
@@ -113,6 +115,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     if store is not None:
         store.configure(plan)
     block.comm.keeps_one_order = plan.is_paired
+    block.comm.dispatch = plan.dispatch
     block.run_by(plan)
     if _has_predictions(model):
         model.mtp.run_by(plan)
@@ -228,10 +231,12 @@ def _prepare_layer(layer: Any, number: int, recompute: Recompute, comm: Comm) ->
         adopt(layer.mlp.experts, GroupingSequentialMLP)
     stock = layer.mlp.token_dispatcher
     config = layer.config
-    dispatcher = AllToAllDispatcher(
-        comm, config.num_moe_experts, stock.ep_size, stock.tp_group, config.moe_permute_fusion
-    )
-    moe = OverlappingMoE(number, layer.mlp, dispatcher, comm, recompute)
+    groups = comm, config.num_moe_experts, stock.ep_size, stock.tp_group
+    dispatchers: dict[Dispatch, Dispatcher] = {
+        Dispatch.PLAIN: AllToAllDispatcher(*groups, config.moe_permute_fusion),
+        Dispatch.DEDUP: DeduplicatedDispatcher(*groups),
+    }
+    moe = OverlappingMoE(number, layer.mlp, dispatchers, comm, recompute)
     return OverlappingLayer(number, layer, kind, moe, attention, comm, recompute)
 
 

@@ -16,14 +16,17 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_capacity
 
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
-from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes
+from megatron_lancet.model.dispatcher.base import Dispatcher
+from megatron_lancet.model.dispatcher.routes import DistinctRoutes, PendingRoutes, Routes
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed, outputs_dropped_in_stock
 from megatron_lancet.model.te.precision import op_precision
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
+from megatron_lancet.schedule.plan import Dispatch
 from megatron_lancet.schedule.turns import Compute, Launch, LaunchCounts, Verb, Wait
 
 
@@ -34,16 +37,21 @@ class OverlappingMoE:
     Attributes:
         number: number of its layer.
         stock: Megatron's module.
-        dispatcher: moves rows between tokens' ranks and experts' ranks.
+        dispatchers: move rows between tokens' ranks and experts' ranks.
         comm: all-to-alls of the model.
         recompute: which ops are recomputed in the backward pass.
     """
 
     number: int
     stock: MoELayer
-    dispatcher: AllToAllDispatcher
+    dispatchers: Mapping[Dispatch, Dispatcher]
     comm: Comm
     recompute: Recompute = NOTHING
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """The one of the present plan."""
+        return self.dispatchers[self.comm.dispatch]
 
     def message_op(self, kind: OpKind, x: ChunkState) -> Op:
         """The message of a kind that a chunk sends in this layer."""
@@ -69,8 +77,9 @@ def launch_counts(moe: OverlappingMoE, x: ChunkState) -> None:
 
 
 def preprocess(moe: OverlappingMoE, x: ChunkState) -> None:
-    """Make one row per token and chosen expert, ordered by the rank that it goes to."""
+    """Make the rows to send, ordered by the rank that they go to."""
     if not hasattr(x, "routes"):  # no counts were launched: every expert gets as many rows as fit into its capacity
+        assert isinstance(moe.dispatcher, AllToAllDispatcher), "rows of a padded capacity are all different"
         x.routes = moe.dispatcher.even_routes(_capacity(moe.stock, len(x.probs_tE)), x.probs_tE.device)
         del x.routed
     x.rows, x.permutation = moe.dispatcher.permute(x.normed_sbH, x.probs_tE, x.routing_map_tE, _num_rows(moe, x))
@@ -101,10 +110,10 @@ def experts(moe: OverlappingMoE, x: ChunkState) -> None:
     routes, sum_dtype = x.routes.wait(), x.rows[1].dtype
     # The rows in the order of arrival are freed here: autograd needs the sorted ones only.
     last_expert_first = getattr(moe.stock.experts, "last_expert_first", False)
-    x.rows = moe.dispatcher.sort_by_expert(x.rows, routes, last_expert_first)
+    x.rows = moe.dispatcher.collect(x.rows, routes, last_expert_first)
     with outputs_dropped_in_stock(moe.recompute.drops_outputs):
-        output_mH = maybe_recomputed(moe.recompute.experts, _run_experts, moe.stock, *x.rows, routes)
-    x.rows = (moe.dispatcher.sort_by_peer(output_mH, routes, sum_dtype, last_expert_first),)
+        output = maybe_recomputed(moe.recompute.experts, _run_experts, moe, *x.rows, routes, last_expert_first)
+    x.rows = (moe.dispatcher.sort_by_peer(output, routes, sum_dtype, last_expert_first),)
 
 
 def launch_combine(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -168,13 +177,20 @@ def _capacity(moe: MoELayer, num_tokens: int) -> int:
 
 
 def _num_rows(moe: OverlappingMoE, x: ChunkState) -> int:
-    """Number of rows that a chunk sends. The host waits for it only where tokens are dropped and none padded.
+    """Number of rows that a chunk sends. With the plain dispatch the host knows it unless the router drops tokens.
 
     Then it waits for the chunk's own counts. The count of all rows would wait for all that the device has to do.
+    Distinct rows are always counted. On CUDA the host then waits for the exchanged counts, as it would have to before
+    the next message, so it stops once for each chunk.
     """
-    if moe.stock.config.moe_expert_capacity_factor is None:
+    is_plain = moe.comm.dispatch is Dispatch.PLAIN
+    if is_plain and moe.stock.config.moe_expert_capacity_factor is None:
         return len(x.probs_tE) * moe.stock.config.moe_router_topk
-    return x.routes.num_sent() if isinstance(x.routes, PendingRoutes) else sum(x.routes.splits.sent)
+    if not isinstance(x.routes, PendingRoutes):
+        return sum(x.routes.splits.sent)
+    if on_cuda(x.probs_tE) and not is_plain:
+        return sum(moe.comm.wait_for_splits(x.routes).sent)
+    return x.routes.num_sent()
 
 
 def _run_shared_experts(moe: MoELayer, normed_sbH: torch.Tensor) -> torch.Tensor:
@@ -182,9 +198,19 @@ def _run_shared_experts(moe: MoELayer, normed_sbH: torch.Tensor) -> torch.Tensor
         return moe.shared_experts_compute(normed_sbH)
 
 
-def _run_experts(moe: MoELayer, tokens_mH: torch.Tensor, probs_m: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """Runs rows through the local experts; [m, H], in their order."""
-    with op_precision(moe):
-        output_mH, bias = moe.experts(tokens_mH, routes.rows_per_expert, probs_m)
-    assert bias is None, "experts return their bias added to the output"
-    return output_mH
+def _run_experts(
+    moe: OverlappingMoE,
+    tokens: torch.Tensor,
+    probs: torch.Tensor,
+    routes: Routes | DistinctRoutes,
+    last_expert_first: bool,
+) -> torch.Tensor:
+    """Runs rows of the dispatcher through the local experts; [..., H], in their order."""
+
+    def run(tokens_mH: torch.Tensor, probs_m: torch.Tensor) -> torch.Tensor:
+        with op_precision(moe.stock):
+            output_mH, bias = moe.stock.experts(tokens_mH, routes.rows_per_expert, probs_m)
+        assert bias is None, "experts return their bias added to the output"
+        return output_mH
+
+    return moe.dispatcher.through_experts(run, tokens, probs, routes, last_expert_first)

@@ -8,7 +8,8 @@ import torch
 
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.dispatcher.all_to_all import Permutation
-from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes
+from megatron_lancet.model.dispatcher.deduplicated import DistinctRows
+from megatron_lancet.model.dispatcher.routes import DistinctRoutes, PendingRoutes, Routes
 from megatron_lancet.model.recompute import DroppedOutputs
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
@@ -48,8 +49,8 @@ class ChunkState:
     probs_tE: torch.Tensor
     routing_map_tE: torch.Tensor
     routed: ReadyEvent
-    routes: PendingRoutes | Routes
-    permutation: Permutation
+    routes: PendingRoutes[Routes] | PendingRoutes[DistinctRoutes] | Routes
+    permutation: Permutation | DistinctRows
     rows: tuple[torch.Tensor, ...]
     message: AllToAll
     ticket: torch.Tensor
@@ -101,7 +102,7 @@ def traced(trace: Trace | None, instruction: Instruction, x: ChunkState) -> Iter
         # After a concatenation, which is another op.
         x.output_sbH = trace.boundary(x.output_sbH, str(op.mirrored()))
     elif verb == Compute(OpKind.EXPERTS):
-        trace.received(str(op), len(x.rows[0]))
+        trace.received(str(op), int(x.routes.wait().rows_per_expert.sum()))
     yield
     if isinstance(verb, Launch):
         trace.end(str(op.with_kind(ROWS_MADE_BY[verb.kind])))

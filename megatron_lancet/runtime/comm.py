@@ -32,6 +32,7 @@ from megatron_lancet.runtime.trace import Trace, waiting
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, TokenCounts, Transfer, Transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.ops import Op
+from megatron_lancet.schedule.plan import Dispatch
 from megatron_lancet.schedule.ranges import name_ranks
 
 _LAUNCHED, _WAITING, _PAST = "launched", "waiting for", "past"
@@ -112,6 +113,7 @@ class Comm:
         self.scheduler = scheduler
         self.pairing = Pairing(store, stats.on_cuda)
         self.keeps_one_order = False
+        self.dispatch = Dispatch.PLAIN
         self.trace: Trace | None = None
         self._own_rank = own_rank
         self._peers = peers
@@ -172,6 +174,12 @@ class Comm:
         """See :meth:`CountsExchange.wait`."""
         with self._failing_as(exchange.op, exchange.launched_s, exchange.micro_batch):
             return exchange.transfer.wait()
+
+    def wait_for_splits(self, pending: PendingSplits) -> RowSplits:
+        """Waits for counts on which the size of the next message depends."""
+        self.mark(_WAITING, pending.counts.op)
+        with waiting(self.trace, pending.counts.op), self._waiting_for_counts():
+            return pending.splits()
 
     def wait_for_own_counts(self, exchange: "CountsExchange") -> list[list[int]]:
         """See :meth:`CountsExchange.wait_for_own`."""

@@ -202,9 +202,7 @@ class Plan:
         if self.pairing is None:
             return self
         ends = self.pairing
-        return replace(
-            self, segments=ends.end_segments, dw_window=ends.end_dw_window, gaps=ends.end_gaps, pairing=None
-        )
+        return replace(self, segments=ends.end_segments, dw_window=ends.end_dw_window, gaps=ends.end_gaps, pairing=None)
 
     def segment_of(self, layer: int) -> Segment:
         """The segment of the layer with this global number."""
@@ -241,8 +239,8 @@ def paired(middle: Plan, ends: Plan | None = None) -> Plan:
     ends = ends or middle
     assert not middle.is_paired
     assert not ends.is_paired
-    for common in ("dw_policy", "dw_memory_bytes", "dispatch"):
-        assert getattr(ends, common) == getattr(middle, common), common
+    assert (ends.dw_policy, ends.dw_memory_bytes) == (middle.dw_policy, middle.dw_memory_bytes)
+    assert ends.dispatch == middle.dispatch
     return replace(middle, pairing=Pairing(ends.segments, ends.dw_window, ends.gaps))
 
 

@@ -9,6 +9,7 @@ rows received, E experts, P ranks of the expert-parallel group, e = E / P local 
 m rows of the local experts (m = r where V = 1), H hidden size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,7 +69,7 @@ class AllToAllDispatcher:
         }
         self._source_major = {last_first: torch.argsort(order) for last_first, order in self._expert_major.items()}
 
-    def launch_counts(self, op: Op, routing_map_tE: torch.Tensor, routed: ReadyEvent) -> PendingRoutes:
+    def launch_counts(self, op: Op, routing_map_tE: torch.Tensor, routed: ReadyEvent) -> PendingRoutes[Routes]:
         """Tells every rank how many rows each of its experts gets from here.
 
         Args:
@@ -76,7 +77,7 @@ class AllToAllDispatcher:
             routed: the point in time at which ``routing_map_tE`` was complete.
         """
         exchange = self._comm.launch_counts(op, partial(self._count, routing_map_tE), routed)
-        return PendingRoutes(exchange, self._tp_size, self._tp_group.rank())
+        return PendingRoutes(exchange, Routes, self._tp_size, self._tp_group.rank())
 
     def even_routes(self, rows_per_expert: int, device: torch.device) -> Routes:
         """Returns the routes of a chunk in which every rank sends equally many rows to every expert; sends no counts.
@@ -115,7 +116,7 @@ class AllToAllDispatcher:
         # All holders of an expert learn of its rows, though one of them receives them from here.
         return counts.expand(-1, self._tp_size, -1).flatten()
 
-    def sort_by_expert(
+    def collect(
         self, received: tuple[torch.Tensor, ...], routes: Routes, last_expert_first: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Received rows [r, H] and their probabilities [r], from rank order to the local experts' [m, H] and [m]."""
@@ -135,6 +136,17 @@ class AllToAllDispatcher:
         tokens_mH, probs_m = sort_chunks_by_idxs(tokens, routes.rows_by_source.ravel(), parts, probs=probs, fused=True)
         assert probs_m is not None
         return tokens_mH, probs_m
+
+    def through_experts(
+        self,
+        run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        tokens_mH: torch.Tensor,
+        probs_m: torch.Tensor,
+        routes: Routes,
+        last_expert_first: bool = False,
+    ) -> torch.Tensor:
+        """Runs the experts on rows [m, H], which :meth:`collect` has ordered for them."""
+        return run(tokens_mH, probs_m)
 
     def _needs_sort(self, last_expert_first: bool) -> bool:
         """Rows of one expert only, or from one rank only, come in both orders at once, with the first expert first."""

@@ -3,7 +3,9 @@
 Legend of shapes: P ranks of the expert-parallel group, V expert tensor parallel size, e local experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
@@ -36,6 +38,11 @@ class Routes:
             num_rows = sum(self.rows_by_holder)
             self._orders[last_expert_first] = RowOrder.by_expert(self.rows_by_source, num_rows, last_expert_first)
         return self._orders[last_expert_first]
+
+    @staticmethod
+    def rows_to(counts: Sequence[int]) -> int:
+        """Rows of a message, from the counts that its receiver is told."""
+        return sum(counts)
 
     @staticmethod
     def of(counts: TokenCounts, tp_size: int, tp_rank: int) -> "Routes":
@@ -87,27 +94,66 @@ def _by_holder(received: torch.Tensor, tp_size: int) -> torch.Tensor:
     return received.view(-1, tp_size, received.size(1)).transpose(0, 1).flatten(0, 1)
 
 
-class PendingRoutes:
+@dataclass(frozen=True)
+class DistinctRoutes:
+    """Rows of one chunk by rank, one for each token and rank, and by expert.
+
+    Attributes:
+        splits: distinct rows to and from each rank of the expert-parallel group.
+        rows_by_holder: distinct rows of each rank that holds a part of the same experts, V in all.
+        rows_per_expert: [e], rows for each local expert, on the host.
+    """
+
+    splits: RowSplits
+    rows_by_holder: tuple[int, ...]
+    rows_per_expert: torch.Tensor
+
+    @staticmethod
+    def rows_to(counts: Sequence[int]) -> int:
+        """Rows of a message, from the counts that its receiver is told."""
+        return counts[0]
+
+    @staticmethod
+    def of(counts: TokenCounts, tp_size: int, tp_rank: int) -> "DistinctRoutes":
+        """Makes the routes from counts by peer, as :meth:`Routes.of` does.
+
+        Args:
+            counts: distinct rows in front of the rows for each expert.
+            tp_size: V.
+            tp_rank: this rank's place among the V.
+        """
+        sent, received = ([by_peer[0] for by_peer in peers] for peers in (counts.sent, counts.received))
+        per_expert = [sum(of_expert) for of_expert in zip(*counts.received, strict=True)][1:]
+        return DistinctRoutes(
+            splits=RowSplits(tuple(sent[::tp_size]), tuple(received[tp_rank::tp_size])),
+            rows_by_holder=tuple(sum(received[holder::tp_size]) for holder in range(tp_size)),
+            rows_per_expert=torch.tensor(per_expert),
+        )
+
+
+class PendingRoutes[R: Routes | DistinctRoutes]:
     """Routes that are known when token counts have arrived."""
 
-    def __init__(self, counts: CountsExchange, tp_size: int, tp_rank: int) -> None:
+    def __init__(self, counts: CountsExchange, kind: type[R], tp_size: int, tp_rank: int) -> None:
         """
         Args:
+            kind: what the counts are made into.
             tp_size: V.
             tp_rank: this rank's place among the V.
         """
         self.counts = counts
+        self._kind = kind
         self._tp_size, self._tp_rank = tp_size, tp_rank
-        self._routes: Routes | None = None
+        self._routes: R | None = None
 
     def num_sent(self) -> int:
         """Waits for this rank's own counts; the rows that it sends, its own included."""
-        return sum(map(sum, self.counts.wait_for_own()[:: self._tp_size]))
+        return sum(map(self._kind.rows_to, self.counts.wait_for_own()[:: self._tp_size]))
 
-    def wait(self) -> Routes:
+    def wait(self) -> R:
         """Waits for the counts."""
         if self._routes is None:
-            self._routes = Routes.of(self.counts.wait(), self._tp_size, self._tp_rank)
+            self._routes = cast("R", self._kind.of(self.counts.wait(), self._tp_size, self._tp_rank))
         return self._routes
 
     def splits(self) -> RowSplits:

@@ -22,6 +22,7 @@ from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.select import make_transport
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
+from megatron_lancet.schedule.plan import Dispatch
 from megatron_lancet.schedule.turns import Compute, Layer, verbs_of
 from tests.fakes import cpu_stats
 
@@ -62,8 +63,8 @@ def moe_of(comm: Comm, experts: Experts, recompute: Recompute, **config) -> Over
         experts=experts, use_shared_expert=False, is_mtp_layer=False, layer_number=1, config=SimpleNamespace(**config)
     )
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    dispatcher = AllToAllDispatcher(comm, NUM_EXPERTS, NUM_RANKS, alone)
-    return OverlappingMoE(1, stock, dispatcher, comm, recompute)
+    dispatchers = {Dispatch.PLAIN: AllToAllDispatcher(comm, NUM_EXPERTS, NUM_RANKS, alone)}
+    return OverlappingMoE(1, stock, dispatchers, comm, recompute)
 
 
 def routed_chunk() -> ChunkState:
