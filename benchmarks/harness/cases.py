@@ -144,7 +144,7 @@ def select(
 def check_saves_rows(case: Case, deduplicated: Sequence[str], other: str) -> None:
     """
     Args:
-        deduplicated: variants that send a token once to a rank.
+        deduplicated: names of what is to run in it and sends a token once to a rank.
         other: name of a case in which that saves rows.
 
     Raises:
@@ -153,7 +153,7 @@ def check_saves_rows(case: Case, deduplicated: Sequence[str], other: str) -> Non
     shape = case.shape
     if deduplicated and (shape.topk < 2 or shape.experts < 2 * NUM_RANKS):
         raise UsageError(
-            f"variant {deduplicated[0]} sends a token once to a rank, and in case {case.name} no token has two experts "
+            f"{deduplicated[0]} sends a token once to a rank, and in case {case.name} no token has two experts "
             f"on one (top-{shape.topk} of {shape.experts} experts on {NUM_RANKS} ranks). Pass --cases {other}."
         )
 

@@ -33,21 +33,23 @@ _OPTIONAL = {
 """Columns that a case may have, each with the one that it stands in front of."""
 
 
-def _optional_cells(row: Row, rows_sent: SentRows | None) -> dict[str, str]:
+def fewer_bytes(row: Row, sent_rows: SentRows | None) -> str:
+    """By what a variant divides the bytes, and how far that is from what it does with the rows; else nothing."""
+    if row.fewer_bytes is None or sent_rows is None:
+        return ""
+    return f"{row.fewer_bytes:.3f} ({row.fewer_bytes / sent_rows.fewer - 1:+.1%})"
+
+
+def _optional_cells(row: Row, sent_rows: SentRows | None) -> dict[str, str]:
     steady, over_unpaired = row.steady_over_bound, row.over_unpaired
-    sent = fewer = ""
-    if rows_sent is not None and row.sent_bytes is not None:
-        sent = f"{row.sent_bytes / 1e6:.2f}"
-    if rows_sent is not None and row.fewer_bytes is not None:
-        fewer = f"{row.fewer_bytes:.3f} ({row.fewer_bytes / rows_sent.fewer - 1:+.1%})"
     return dict(
         zip(
             _OPTIONAL,
             (
                 f"{row.rest_ms:.0f}" if row.rest_ms > 0 else "",
                 "" if steady is None else f"{steady:.2f}",
-                sent,
-                fewer,
+                "" if sent_rows is None or row.sent_bytes is None else f"{row.sent_bytes / 1e6:.2f}",
+                fewer_bytes(row, sent_rows),
                 "" if over_unpaired is None else _spread(over_unpaired),
             ),
             strict=True,
