@@ -39,6 +39,7 @@ class Machine:
         backward_factor: input gradients' time over forward time.
         dw_ms: weight gradients of a layer kind's ops, by op.
         shares: of routed rows by rank.
+        topk: experts of a token, of two for each rank.
         pinned_bytes: of one dW of a whole micro-batch.
         saved_bytes: of a layer; each chunk more adds a tenth.
     """
@@ -53,6 +54,7 @@ class Machine:
     overhead_ms: float = 0.1
     backward_factor: float = 1.0
     shares: tuple[float, ...] = (0.5, 0.5)
+    topk: int = 1
     micro_batch_size: int = 8
     seq_length: int = 64
     num_micro_batches: int = 1
@@ -77,7 +79,7 @@ def synthetic_profile(machine: Machine) -> Profile:
         micro_batch_size=machine.micro_batch_size,
         seq_length=machine.seq_length,
         num_micro_batches=machine.num_micro_batches,
-        topk=1,
+        topk=machine.topk,
         num_experts=2 * ep_size,
         ep_size=ep_size,
         world_size=ep_size,
@@ -126,8 +128,13 @@ def _ops(kind: LayerKind) -> list[OpKind]:
     return [verb.kind for verb in verbs_of(kind, has_shared_experts=True) if isinstance(verb, Compute)]
 
 
-def _op_times(machine: Machine) -> list[OpTime]:
+def _rows(machine: Machine, op: str) -> int:
+    """Rows of an op in a micro-batch."""
     tokens = machine.micro_batch_size * machine.seq_length
+    return tokens * machine.topk if op == OpKind.EXPERTS else tokens
+
+
+def _op_times(machine: Machine) -> list[OpTime]:
     times = []
     places = [(kind, op, _cuts(machine)) for kind in KINDS.values() for op in _ops(kind)]
     places += [(LayerKind.NONE, OpKind.CUT, _cuts(machine))]
@@ -141,12 +148,12 @@ def _op_times(machine: Machine) -> list[OpTime]:
                 weight = (2 * chunk + 1) / count if dim is ChunkDim.SEQUENCE and op == OpKind.ATTENTION else 1.0
                 ms = machine.op_ms[op] * weight / count + (machine.overhead_ms if count > 1 else 0.0)
                 for phase, factor in ((Phase.FORWARD, 1.0), (Phase.INPUT_GRAD, machine.backward_factor)):
-                    times.append(OpTime(kind, op, phase, dim, count, chunk, tokens // count, ms * factor))
+                    rows = _rows(machine, op) // count
+                    times.append(OpTime(kind, op, phase, dim, count, chunk, rows, ms * factor))
     return times
 
 
 def _weight_grads(machine: Machine) -> list[WeightGradTime]:
-    tokens = machine.micro_batch_size * machine.seq_length
     names = {OpKind.ATTENTION: "self_attention.linear_qkv", OpKind.EXPERTS: "mlp.experts", OpKind.MLP: "mlp.linear_fc1"}
     places = [(kind, op) for kind in KINDS.values() for op in _ops(kind) if op in names]
     places += [(LayerKind.NONE, OpKind.HEAD)]
@@ -155,7 +162,7 @@ def _weight_grads(machine: Machine) -> list[WeightGradTime]:
             kind,
             names.get(op, "output_layer"),
             count,
-            tokens // count,
+            _rows(machine, op) // count,
             machine.dw_ms[op] / count,
             machine.pinned_bytes // count,
             machine.pinned_bytes,

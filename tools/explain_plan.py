@@ -18,6 +18,7 @@ from megatron_lancet.planning.plan_file import PlanFile, check_fits, made_for
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.report.planning.explanation_text import (
+    dispatch_line,
     each_layer,
     layer_lines,
     pairing_line,
@@ -57,6 +58,7 @@ def print_reasons(content: PlanFile, profile: Profile, all_layers: bool) -> None
         f"({step.peak_dw_bytes / 1e6:.0f} MB of it)"
     )
     print(pairing_line(explanation))
+    print(dispatch_line(explanation))
     print("\nlayers, on the rank that waits longest, times of one micro-batch:")
     lines = list(each_layer(explanation) if all_layers else layer_lines(explanation))
     print("\n".join(lines))

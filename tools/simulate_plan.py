@@ -51,6 +51,7 @@ from megatron_lancet.planning.what_if.forecast import (
 from megatron_lancet.planning.what_if.layout import Layout, split_at_stages
 from megatron_lancet.report.planning import what_if_table
 from megatron_lancet.report.timeline import text
+from megatron_lancet.schedule.plan import Dispatch, Plan
 
 _GROW = "grow"
 _NUM_SHOWN_IN_PAIRS = 4
@@ -125,17 +126,26 @@ def layout_of(forecaster: Forecaster, arguments: argparse.Namespace, world_size:
 
 
 def planners_of(arguments: argparse.Namespace, profile: Profile) -> dict[str, Planner]:
-    """Returns the requested plan by name; prints in what it does not fit the profile."""
+    """Returns the requested plan by name; prints in what it does not fit the profile.
+
+    A plan that is not made here has the dispatch that is asked for; with ``auto`` it keeps its own.
+    """
+
+    def as_asked(plan: Plan) -> Plan:
+        if arguments.dispatch == "auto":
+            return plan
+        return dataclasses.replace(plan, dispatch=Dispatch(arguments.dispatch))
+
     if arguments.plan_file is not None:
         content = load_plan(arguments.plan_file)
-        plan = content.plan
+        plan = as_asked(content.plan)
         for difference in misfits(content, made_for(profile.model)):
             print(f"note: {difference.replace('in the run', 'in the profile')}", file=sys.stderr)
         return {arguments.plan_file.name: lambda profile: plan}
     if arguments.plan == "two-chunks":
-        return {"two chunks": two_chunks}
+        return {"two chunks": lambda profile: as_asked(two_chunks(profile))}
     if arguments.plan == "no-overlap":
-        return {"no overlap": no_overlap}
+        return {"no overlap": lambda profile: as_asked(no_overlap(profile))}
     limits = limits_of(arguments)
     return {"planned": lambda profile: fitting_plan(profile, limits).plan}
 

@@ -11,10 +11,11 @@ from megatron_lancet.planning.plan_file import PlanFile, read_plan_file
 from megatron_lancet.planning.profile import Profile, read_profile
 from megatron_lancet.planning.search.planner import PlannedStep, make_plan
 from megatron_lancet.planning.search.search_space import Limits
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.schedule.units import BYTES_PER_MB, mb_to_bytes
 
 _PAIRING = {"auto": (False, True), "on": (True,), "off": (False,)}
+_DISPATCHES = {"auto": tuple(Dispatch), **{one.value: (one,) for one in Dispatch}}
 
 
 def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +34,11 @@ def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dw-policy", nargs="+", choices=policies, help=deferred)
     pairing = "whether each backward runs beside the next forward: auto lets the prediction decide (default: auto)"
     add("--pairing", choices=tuple(_PAIRING), default="auto", help=pairing)
+    carried = (
+        "what all-to-alls carry: plain a row per token and expert, dedup a row per token and rank that holds any of "
+        "its experts, auto the one with fewer bytes (default: auto)"
+    )
+    add("--dispatch", choices=tuple(_DISPATCHES), default="auto", help=carried)
     memory = "bound (10^6 bytes) of activations and deferred weight gradients on a rank (default: none)"
     add("--max-memory-mb", type=positive_float, metavar="MB", help=memory)
     pinned = "bound (10^6 bytes) of memory kept alive by deferred dW on a rank; written into the plan (default: none)"
@@ -47,6 +53,7 @@ def limits_of(arguments: argparse.Namespace) -> Limits:
         "ranges": arguments.range and tuple(OverlapRange(one) for one in arguments.range),
         "dw_policies": arguments.dw_policy and tuple(DwPolicy(policy) for policy in arguments.dw_policy),
         "pairing": _PAIRING[arguments.pairing],
+        "dispatches": _DISPATCHES[arguments.dispatch],
         "max_memory_bytes": arguments.max_memory_mb and mb_to_bytes(arguments.max_memory_mb),
         "dw_memory_bytes": arguments.dw_memory_mb and mb_to_bytes(arguments.dw_memory_mb),
     }

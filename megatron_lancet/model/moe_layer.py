@@ -82,6 +82,9 @@ def preprocess(moe: OverlappingMoE, x: ChunkState) -> None:
         assert isinstance(moe.dispatcher, AllToAllDispatcher), "rows of a padded capacity are all different"
         x.routes = moe.dispatcher.even_routes(_capacity(moe.stock, len(x.probs_tE)), x.probs_tE.device)
         del x.routed
+    if moe.comm.trace is not None:
+        op = moe.message_op(OpKind.EXPERTS, x)
+        moe.comm.trace.routed(str(op), x.routing_map_tE, moe.stock.num_local_experts)
     x.rows, x.permutation = moe.dispatcher.permute(x.normed_sbH, x.probs_tE, x.routing_map_tE, _num_rows(moe, x))
     del x.normed_sbH, x.probs_tE, x.routing_map_tE
 

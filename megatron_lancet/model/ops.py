@@ -102,7 +102,7 @@ def traced(trace: Trace | None, instruction: Instruction, x: ChunkState) -> Iter
         # After a concatenation, which is another op.
         x.output_sbH = trace.boundary(x.output_sbH, str(op.mirrored()))
     elif verb == Compute(OpKind.EXPERTS):
-        trace.received(str(op), int(x.routes.wait().rows_per_expert.sum()))
+        trace.received(str(op), x.routes.wait().num_rows)
     yield
     if isinstance(verb, Launch):
         trace.end(str(op.with_kind(ROWS_MADE_BY[verb.kind])))

@@ -1,7 +1,7 @@
 """Explains a plan layer by layer: what fills its gaps, which messages stay exposed, and why."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megatron_lancet.planning.profile import Profile
@@ -13,7 +13,7 @@ from megatron_lancet.planning.simulation.phase_result import Wait
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulation, Simulator
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
-from megatron_lancet.schedule.plan import DwPolicy, OverlapRange, Plan
+from megatron_lancet.schedule.plan import Dispatch, DwPolicy, OverlapRange, Plan
 from megatron_lancet.schedule.timeline import Lane, Span
 
 _SHOWN_MS = 5e-4
@@ -114,6 +114,7 @@ class Explanation:
         layers: layers in all micro-batches; of a paired plan with several micro-batches, those in the middle.
         ends: layers in the first forward and the last backward of a paired step; else empty.
         no_overlap: prediction without chunks and deferral; None if unknown.
+        other_dispatch_ms: predicted step time of this plan with the other dispatch; None if the run can't use that.
         other_pairing_ms: predicted step time of the best plan that is paired if this one is not, or the other way
             round; None if there is none.
         alternatives: other plans as (text, step_ms, whether it fits into memory); best first.
@@ -131,6 +132,7 @@ class Explanation:
     excluded: tuple[Exclusion, ...]
     warning: str | None
     other_pairing_ms: float | None = None
+    other_dispatch_ms: float | None = None
 
     def exposed_by_reason(self) -> dict[Reason, float]:
         """Exposed time of a step by reason, longest first; one pair in the middle stands for all pairs."""
@@ -184,7 +186,15 @@ def explain(profile: Profile, plan: Plan, planned: PlannedStep | None = None) ->
         excluded=planned.excluded if planned else (),
         warning=planned.warning if planned else None,
         other_pairing_ms=min(other_pairing, default=None),
+        other_dispatch_ms=_other_dispatch_ms(simulator, plan),
     )
+
+
+def _other_dispatch_ms(simulator: Simulator, plan: Plan) -> float | None:
+    if simulator.model.why_not_dedup is not None:
+        return None
+    (other,) = (dispatch for dispatch in Dispatch if dispatch is not plan.dispatch)
+    return simulator.predict(replace(plan, dispatch=other)).step_ms
 
 
 class _StageReader:

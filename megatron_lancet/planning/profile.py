@@ -33,6 +33,7 @@ from megatron_lancet.files import (
     take_version,
     to_plain,
 )
+from megatron_lancet.planning.dispatch import why_not_dedup
 from megatron_lancet.schedule.chunk_sizes import multiple_along
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import MEMORY_BOUND, OpKind, Phase
@@ -52,6 +53,19 @@ _CountFrom1 = Annotated[int, Range(1, MAX_COUNT)]
 _Size = Annotated[int, Range(0, _LARGEST)]
 _SizeFrom1 = Annotated[int, Range(1, _LARGEST)]
 _Ms = Annotated[float, Range(0, _LARGEST)]
+
+
+_ROW_ALIGNMENT_BYTES = 16
+"""Alignment of each tensor's part of a packed row, as in ``runtime/packing.py``."""
+
+
+def packed_row_bytes(*part_bytes: int) -> int:
+    """Bytes of one row of a message that holds several tensors.
+
+    Args:
+        part_bytes: bytes of a row of each tensor.
+    """
+    return sum(-(-size // _ROW_ALIGNMENT_BYTES) * _ROW_ALIGNMENT_BYTES for size in part_bytes)
 
 
 @dataclass(frozen=True)
@@ -79,6 +93,8 @@ class ModelFacts:
         repeats_mtp_layer: whether they are one layer, which runs several times.
         num_output_uses: how often a micro-batch passes through the output layer with a weight gradient.
         pads_to_capacity: whether routers give every expert equally many rows of a micro-batch.
+        prob_bytes: bytes of one probability of an expert. A profile of before does not say: there the default is that
+            of a router in 32 bits, and wrong by at most a few bytes a row.
     """
 
     name: str
@@ -102,6 +118,7 @@ class ModelFacts:
     repeats_mtp_layer: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
     num_output_uses: _CountFrom1 = field(default=1, metadata=OMITTED_AT_DEFAULT)
     pads_to_capacity: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
+    prob_bytes: _CountFrom1 = field(default=4, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         if not self.layer_kinds or len(self.layer_kinds) != len(self.stage_of_layer):
@@ -116,6 +133,27 @@ class ModelFacts:
     def num_rows(self) -> int:
         """Routed rows of a micro-batch on one rank."""
         return self.micro_batch_size * self.seq_length * self.topk
+
+    @property
+    def why_not_dedup(self) -> str | None:
+        """See :func:`~megatron_lancet.planning.dispatch.why_not_dedup`."""
+        return why_not_dedup(self.ep_size, self.num_experts, self.topk, self.pads_to_capacity)
+
+    @property
+    def dedup_row_bytes(self) -> int:
+        """Bytes of one row in a deduplicated forward dispatch; a combine's rows are those of the plain one."""
+        return packed_row_bytes(self.combine_row_bytes, self._choice_bytes)
+
+    @property
+    def dedup_grad_row_bytes(self) -> int:
+        """Bytes of one row in a deduplicated backward dispatch."""
+        return packed_row_bytes(self.combine_grad_row_bytes, self._choice_bytes)
+
+    @property
+    def _choice_bytes(self) -> int:
+        """Bytes of the probabilities of one rank's experts and of the choice among them, a bit for each."""
+        num_local = self.num_experts // self.ep_size
+        return (num_local + -(-num_local // 8)) * self.prob_bytes
 
     def size_along(self, dim: ChunkDim) -> tuple[int, int]:
         """Samples or positions of a micro-batch along ``dim``, and the tokens of one of them."""
@@ -255,6 +293,9 @@ class ChunkRouting:
         chunk: index of the chunk.
         sent: rows that each rank of an expert-parallel group sent to others.
         received: rows that each rank's experts received.
+        sent_tokens: distinct rows that each rank would send to others by deduplicated dispatch, whichever ran: pairs of
+            one of its tokens and another rank that holds any of the token's experts. None if unknown.
+        received_tokens: distinct rows that would arrive at each rank from others. None if unknown.
     """
 
     layer: int
@@ -263,6 +304,12 @@ class ChunkRouting:
     chunk: int
     sent: tuple[_Size, ...]
     received: tuple[_Size, ...]
+    sent_tokens: tuple[_Size, ...] | None = field(default=None, metadata=OMITTED_AT_DEFAULT)
+    received_tokens: tuple[_Size, ...] | None = field(default=None, metadata=OMITTED_AT_DEFAULT)
+
+    def __post_init__(self) -> None:
+        if (self.sent_tokens is None) != (self.received_tokens is None):
+            raise ValueError("sent_tokens and received_tokens must be both given, or neither")
 
 
 @dataclass(frozen=True)
@@ -313,7 +360,8 @@ class Profile:
     def __post_init__(self) -> None:
         ep_size = self.model.ep_size
         for index, chunk in enumerate(self.routing):
-            if len(chunk.sent) != ep_size or len(chunk.received) != ep_size:
+            figures = (chunk.sent, chunk.received, chunk.sent_tokens, chunk.received_tokens)
+            if any(of_ranks is not None and len(of_ranks) != ep_size for of_ranks in figures):
                 raise ValueError(f"routing[{index}] must have rows for each of {ep_size} ranks")
 
     def to_json(self) -> str:

@@ -8,7 +8,9 @@ from pathlib import Path
 from megatron_lancet.files import RecordError, atomic_write, differences, to_plain
 from megatron_lancet.planning.profile import ModelFacts, Profile, read_profile
 
-_MEASURED = ("row_bytes", "grad_row_bytes", "combine_row_bytes", "combine_grad_row_bytes", "counts_bytes")
+_MEASURED = (
+    "row_bytes", "grad_row_bytes", "combine_row_bytes", "combine_grad_row_bytes", "counts_bytes", "prob_bytes",
+)  # fmt: skip
 """Fields of the model that the profiler measures; they follow from the others."""
 
 

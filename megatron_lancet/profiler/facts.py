@@ -101,6 +101,7 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
         repeats_mtp_layer=num_mtp > 0 and config.mtp_use_repeated_layer,
         num_output_uses=1 if config.mtp_detach_heads else 1 + num_mtp,
         pads_to_capacity=config.moe_pad_expert_input_to_capacity,
+        prob_bytes=router_dtype.itemsize,
     )
 
 

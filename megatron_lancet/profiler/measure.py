@@ -37,7 +37,7 @@ from megatron_lancet.profiler.routing import (
 )
 from megatron_lancet.profiler.slowdown import ChunkSizes
 from megatron_lancet.runtime.collectives import from_all_ranks, from_rank_0
-from megatron_lancet.runtime.trace import StepTrace, Trace
+from megatron_lancet.runtime.trace import RoutedRows, StepTrace, Trace
 from megatron_lancet.schedule.chunk_sizes import most_chunks, multiple_along
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op
@@ -115,7 +115,7 @@ class ProfileRun:
         self._step_ms: defaultdict[str, list[float]] = defaultdict(list)
         self._memory: list[MemoryUse] = []
         self._received: defaultdict[int, int] = defaultdict(int)
-        self._rows: dict[ChunkKey, tuple[int, int]] = {}
+        self._rows: dict[ChunkKey, RoutedRows] = {}
         self._largest_bytes = 0
         self._num_done = 0
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from megatron_lancet.planning.profile import ChunkRouting, ModelFacts
 from megatron_lancet.profiler.op_times import op_key
-from megatron_lancet.runtime.trace import StepTrace
-from megatron_lancet.schedule.ops import Op, OpKind
+from megatron_lancet.profiler.pace import MAX_RANKS
+from megatron_lancet.runtime.trace import RoutedRows, StepTrace
+from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import ChunkDim, Plan
-from megatron_lancet.schedule.timeline import Lane
 
 
 class ChunkKey(NamedTuple):
@@ -22,8 +22,8 @@ class ChunkKey(NamedTuple):
     chunk: int
 
 
-Rows = Mapping[ChunkKey, tuple[int, int]]
-"""Rows that a rank sent to others, and rows that its experts received."""
+Rows = Mapping[ChunkKey, RoutedRows]
+"""Where the tokens of each chunk of a rank go."""
 
 
 class RankRouting(NamedTuple):
@@ -43,16 +43,16 @@ class RankRouting(NamedTuple):
 
 
 def rows_of_step(step: StepTrace, plan: Plan, model: ModelFacts) -> Rows:
-    """Returns the rows of the first micro-batch of a step that ran under ``plan``."""
-    sent_bytes: dict[str, int] = {}
-    for span in step.timeline.spans:
-        if span.lane is Lane.COMM:
-            sent_bytes.setdefault(span.name, span.num_bytes)
+    """Returns the rows of the first micro-batch of a step that ran under ``plan``, with any dispatch.
+
+    In a large group only those of whole micro-batches: each rank has a number for each other one, and the simulator
+    does not tell the chunks of such a group apart.
+    """
     found = {}
-    for name, received in step.received_rows.items():
+    for name, rows in step.routed.items():
         op = op_key(Op.parse(name), plan, model)
-        key = ChunkKey(layer_of(name), op.chunk_dim, op.num_chunks, op.chunk)
-        found[key] = (sent_bytes.get(str(Op.parse(name).with_kind(OpKind.DISPATCH)), 0) // model.row_bytes, received[0])
+        if op.num_chunks == 1 or model.ep_size <= MAX_RANKS:
+            found[ChunkKey(layer_of(name), op.chunk_dim, op.num_chunks, op.chunk)] = rows
     return found
 
 
@@ -68,16 +68,28 @@ def chunk_routing(ranks: Sequence[RankRouting], ep_size: int) -> tuple[ChunkRout
 
     The result is empty in a mocked world, where only one of the ranks exists, and for a single rank.
     """
-    by_key: defaultdict[tuple[int, ChunkKey], dict[int, tuple[int, int]]] = defaultdict(dict)
+    by_key: defaultdict[tuple[int, ChunkKey], dict[int, RoutedRows]] = defaultdict(dict)
     for rank in ranks:
         for key, rows in rank.rows.items():
             by_key[rank.group, key][rank.place] = rows
     found: dict[ChunkKey, ChunkRouting] = {}
     for (_, key), rows_of in sorted(by_key.items()):
         if ep_size > 1 and set(rows_of) == set(range(ep_size)) and key not in found:
-            sent, received = zip(*(rows_of[place] for place in range(ep_size)), strict=True)
-            found[key] = ChunkRouting(*key, sent, received)
+            of_ranks = [rows_of[place] for place in range(ep_size)]
+            rows_to, tokens_to = [its.rows for its in of_ranks], [its.tokens for its in of_ranks]
+            found[key] = ChunkRouting(
+                *key,
+                sent=_to_others(rows_to),
+                received=tuple(map(sum, zip(*rows_to, strict=True))),
+                sent_tokens=_to_others(tokens_to),
+                received_tokens=_to_others(list(zip(*tokens_to, strict=True))),
+            )
     return tuple(found[key] for key in sorted(found))
+
+
+def _to_others(numbers: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Returns the sum of each line of a square table without the number on the diagonal."""
+    return tuple(sum(line) - line[place] for place, line in enumerate(numbers))
 
 
 def received_shares(ranks: Sequence[RankRouting], ep_size: int) -> tuple[float, ...]:

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple, Protocol
 
@@ -83,6 +83,24 @@ class WeightGradFacts:
     weight_bytes: int
 
 
+class RoutedRows(NamedTuple):
+    """Where the tokens of one chunk of a rank go in one layer, whatever its dispatch carries.
+
+    Attributes:
+        rows: pairs of a token and one of its experts, by rank of the expert.
+        tokens: tokens that have any expert on a rank, by rank.
+    """
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    @staticmethod
+    def of(routing_map_tE: torch.Tensor, num_local_experts: int) -> "RoutedRows":
+        """Counts a routing map [t, E]; waits for the device."""
+        chosen_tPe = routing_map_tE.view(len(routing_map_tE), -1, num_local_experts)
+        return RoutedRows(tuple(chosen_tPe.sum((0, 2)).tolist()), tuple(chosen_tPe.any(2).sum(0).tolist()))
+
+
 @dataclass(frozen=True)
 class StepTrace:
     """Trace of one step on one rank.
@@ -90,11 +108,13 @@ class StepTrace:
     Attributes:
         received_rows: rows that the experts received in each micro-batch, by op name.
         weight_grads: sizes of the deferred dWs, by name.
+        routed: where the tokens of the first micro-batch went, by name of the experts' op.
     """
 
     timeline: RankTimeline
     received_rows: dict[str, tuple[int, ...]]
     weight_grads: dict[str, WeightGradFacts]
+    routed: dict[str, RoutedRows] = field(default_factory=dict)
 
 
 class Trace:
@@ -113,6 +133,7 @@ class Trace:
         self._rows: defaultdict[str, list[int]] = defaultdict(list)
         self._pinned: defaultdict[str, list[int]] = defaultdict(list)
         self._weight_bytes: dict[str, int] = {}
+        self._routing_maps: dict[str, tuple[torch.Tensor, int]] = {}
         if self._on_cuda:
             torch.cuda.synchronize()  # makes the clocks of host and stream agree about the beginning
         self._start_s = time.perf_counter()
@@ -130,10 +151,12 @@ class Trace:
             start, end_of_message = message.interval()
             spans.append(Span(name, Lane.COMM, self._ms(start), self._ms(end_of_message), num_bytes))
         spans.sort(key=lambda span: (span.start_ms, span.end_ms))
+        routing_maps, self._routing_maps = self._routing_maps, {}
         return StepTrace(
             RankTimeline(self._rank, tuple(spans), self._ms(end)),
             {name: tuple(rows) for name, rows in self._rows.items()},
             {name: WeightGradFacts(tuple(pinned), self._weight_bytes[name]) for name, pinned in self._pinned.items()},
+            {name: RoutedRows.of(*routing) for name, routing in routing_maps.items()},
         )
 
     def skip(self) -> None:
@@ -192,6 +215,18 @@ class Trace:
     def received(self, name: str, num_rows: int) -> None:
         """Records the number of rows that the op ``name`` works on."""
         self._rows[name].append(num_rows)
+
+    def routed(self, name: str, routing_map_tE: torch.Tensor, num_local_experts: int) -> None:
+        """Records the experts of a chunk's tokens, of the first micro-batch of a step.
+
+        They are counted when the step has ended, so that the step neither waits for counts nor makes them.
+
+        Args:
+            name: op of the experts.
+            routing_map_tE: bool, [t, E]; must not be changed afterwards.
+            num_local_experts: experts of each rank; those of one rank are neighbours.
+        """
+        self._routing_maps.setdefault(name, (routing_map_tE, num_local_experts))
 
     def boundary(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Returns the same values; the backward op ``name`` ends when their gradient is complete."""

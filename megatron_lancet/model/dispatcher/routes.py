@@ -39,6 +39,11 @@ class Routes:
             self._orders[last_expert_first] = RowOrder.by_expert(self.rows_by_source, num_rows, last_expert_first)
         return self._orders[last_expert_first]
 
+    @property
+    def num_rows(self) -> int:
+        """Rows per expert that arrive here, without what other holders gather: r."""
+        return sum(self.splits.received)
+
     @staticmethod
     def rows_to(counts: Sequence[int]) -> int:
         """Rows of a message, from the counts that its receiver is told."""
@@ -102,11 +107,13 @@ class DistinctRoutes:
         splits: distinct rows to and from each rank of the expert-parallel group.
         rows_by_holder: distinct rows of each rank that holds a part of the same experts, V in all.
         rows_per_expert: [e], rows for each local expert, on the host.
+        num_rows: rows per expert that are made of what arrives here, without what other holders gather.
     """
 
     splits: RowSplits
     rows_by_holder: tuple[int, ...]
     rows_per_expert: torch.Tensor
+    num_rows: int
 
     @staticmethod
     def rows_to(counts: Sequence[int]) -> int:
@@ -128,6 +135,7 @@ class DistinctRoutes:
             splits=RowSplits(tuple(sent[::tp_size]), tuple(received[tp_rank::tp_size])),
             rows_by_holder=tuple(sum(received[holder::tp_size]) for holder in range(tp_size)),
             rows_per_expert=torch.tensor(per_expert),
+            num_rows=sum(sum(by_peer[1:]) for by_peer in counts.received[tp_rank::tp_size]),
         )
 
 

@@ -195,7 +195,7 @@ class DynamicProgram:
     def _played_ms(self, guess: DwGuess, kinds: Kinds, choice: SegmentChoice) -> float:
         simulator, limits = self._simulator, self._space.limits
         layers = list(enumerate(kinds, start=1))
-        steps = simulator.lowering.forward(layers, choice.segment(1, len(kinds)))
+        steps = simulator.lowering.forward(layers, choice.segment(1, len(kinds)), self._space.dispatch)
         forward = simulator.play(steps, Phase.FORWARD, AT_ONCE, simulator.start_ms())
         rules = AT_ONCE
         if guess is DwGuess.ALONE:

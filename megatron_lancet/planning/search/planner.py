@@ -10,6 +10,8 @@ simulate: the best plans and the one of a single chunk everywhere in all micro-b
 other settings at the ends of the step. A lone forward and a lone backward add up to an unpaired micro-batch, so what is
 best there is best at the ends. The result is never predicted slower than the best unpaired plan.
 
+All plans of a search have one dispatch, which their messages' bytes decide (``chosen_dispatch``).
+
 Three simulators are used, from simple to complete:
 
 - Plans are compared with the profile's shares in all layers and chunks. If more than ``MAX_DISTINCT`` of them differ,
@@ -35,7 +37,7 @@ from megatron_lancet.planning.shares import merge_similar_shares
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.lowering import Loads
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulator
-from megatron_lancet.schedule.plan import DwPolicy, Plan, Segment, paired
+from megatron_lancet.schedule.plan import Dispatch, DwPolicy, Plan, Segment, paired
 
 MAX_EXHAUSTIVE = 300
 """Largest number of segmentations that is searched exhaustively; about two seconds for a few layers."""
@@ -93,7 +95,8 @@ class PlannedStep:
     """A plan and how it was found.
 
     Attributes:
-        no_overlap: prediction of one chunk without deferred dWs, for comparison; None if the limits forbid it.
+        no_overlap: prediction of one chunk without deferred dWs and with plain dispatch, as in stock, for comparison;
+            None if the limits forbid one chunk or such dWs.
         alternatives: the best simulated plans and all simulated uniform plans; the chosen plan is the first.
         excluded: parts of the search space that were not considered, and why.
         num_simulated: number of plans whose whole step was simulated.
@@ -192,7 +195,7 @@ class Planner:
         return PlannedStep(
             plan=best.plan,
             prediction=self._complete_simulator.predict(best.plan),
-            no_overlap=None if no_overlap is None else self._complete_simulator.predict(no_overlap),
+            no_overlap=None if no_overlap is None else self._complete_simulator.predict(_as_in_stock(no_overlap)),
             alternatives=tuple(listed),
             excluded=self._space.excluded,
             num_simulated=len(self._seen),
@@ -272,8 +275,9 @@ class Planner:
 
     def _floor_ms(self, segments: tuple[Segment, ...]) -> float:
         """Lower bound on the step time of plans with these segments and deferred dWs."""
-        at_once = self._seen.get(Plan(segments, DwPolicy.NONE))
-        prediction = at_once.prediction if at_once else self._simulator.predict(Plan(segments, DwPolicy.NONE))
+        plan = Plan(segments, DwPolicy.NONE, dispatch=self._space.dispatch)
+        at_once = self._seen.get(plan)
+        prediction = at_once.prediction if at_once else self._simulator.predict(plan)
         link = self._simulator.costs.profile.link
         return prediction.floor_ms / max(1.0, link.compute_slowdown, link.memory_slowdown or 1.0)
 
@@ -313,6 +317,10 @@ class Planner:
 def _best_first(alternatives: Iterable[Alternative]) -> list[Alternative]:
     """Sorts by rank, and by text between equal ranks."""
     return sorted(alternatives, key=lambda one: (*one.rank(), one.plan.to_json()))
+
+
+def _as_in_stock(no_overlap: Plan) -> Plan:
+    return replace(no_overlap, dispatch=Dispatch.PLAIN)
 
 
 def _segmentation(plan: Plan) -> tuple[object, ...]:

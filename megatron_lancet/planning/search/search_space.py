@@ -5,9 +5,22 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.profile import ModelFacts
+from megatron_lancet.planning.distinct_rows import DistinctParts
+from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.schedule.plan import ALL_TO_ALLS_PER_LAYER, ChunkDim, DwPolicy, OverlapRange, Plan, Segment
+from megatron_lancet.planning.simulation.lowering import Loads
+from megatron_lancet.schedule.plan import (
+    ALL_TO_ALLS_PER_LAYER,
+    ChunkDim,
+    Dispatch,
+    DwPolicy,
+    OverlapRange,
+    Plan,
+    Segment,
+)
+
+_WORTHWHILE_PART = 0.99
+"""Deduplicated dispatch is chosen if its messages have at most this part of the plain ones' bytes."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +42,7 @@ class Limits:
         dw_policies: allowed policies for weight gradients.
         dw_window_layers: windows of deferral in layers; a layer counts as the all-to-alls of all its chunks.
         pairing: whether backwards may run beside forwards; both, or the only one that is allowed.
+        dispatches: what all-to-alls may carry.
         max_memory_bytes: hard bound on a rank's activations and deferred dWs; None for no bound.
         dw_memory_bytes: bound on a rank's deferred dWs, written into the plan; None for no bound.
         excluded: exclusions that the caller made; repeated in the result.
@@ -40,6 +54,7 @@ class Limits:
     dw_policies: tuple[DwPolicy, ...] = tuple(DwPolicy)
     dw_window_layers: tuple[int, ...] = (1, 2, 4)
     pairing: tuple[bool, ...] = (False, True)
+    dispatches: tuple[Dispatch, ...] = tuple(Dispatch)
     max_memory_bytes: int | None = None
     dw_memory_bytes: int | None = None
     excluded: tuple[Exclusion, ...] = ()
@@ -70,6 +85,7 @@ class SearchSpace:
         excluded: parts that are not considered, and why.
         joints: numbers of the layers that begin a run on the stage of the layer before.
         pairing: allowed values of whether backwards run beside forwards.
+        dispatch: what all-to-alls carry in all plans of the space; see :func:`chosen_dispatch`.
     """
 
     choices: tuple[SegmentChoice, ...]
@@ -78,6 +94,7 @@ class SearchSpace:
     excluded: tuple[Exclusion, ...]
     joints: frozenset[int] = frozenset()
     pairing: tuple[bool, ...] = (False,)
+    dispatch: Dispatch = Dispatch.PLAIN
 
     @staticmethod
     def of(costs: CostModel, limits: Limits) -> "SearchSpace":
@@ -104,13 +121,15 @@ class SearchSpace:
         if True in pairing and (why := _unpairable(costs.model)) is not None:
             excluded.append(Exclusion("pairing", why))
             pairing = tuple(allowed for allowed in pairing if not allowed)
+        dispatch, other = chosen_dispatch(costs.profile, limits.dispatches)
+        excluded += [other] if other is not None else []
         has_dw_option = DwPolicy.NONE in limits.dw_policies or (limits.dw_policies and limits.dw_window_layers)
-        if not choices or not has_dw_option or not pairing:
+        if not choices or not has_dw_option or not pairing or dispatch is None:
             raise RecordError(f"the limits leave no plan: {'; '.join(f'{e.what}: {e.reason}' for e in excluded)}")
         order = tuple(OverlapRange)
         unique = sorted(set(choices), key=lambda one: (one.num_chunks, -order.index(one.range), one.chunk_dim))
         runs, kept = stage_runs(costs.model), tuple(dict.fromkeys(excluded))
-        return SearchSpace(tuple(unique), runs, limits, kept, _joints(costs.model), pairing)
+        return SearchSpace(tuple(unique), runs, limits, kept, _joints(costs.model), pairing, dispatch)
 
     def joined(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
         """The segments of all runs as those of a plan, in which layers that run alike read the same for every model.
@@ -145,13 +164,13 @@ class SearchSpace:
 
     def dw_options(self, segments: tuple[Segment, ...]) -> Iterator[Plan]:
         """Yields the plans with these segments, simplest first, without gaps."""
-        limits = self.limits
+        limits, dispatch = self.limits, self.dispatch
         if DwPolicy.NONE in limits.dw_policies:
-            yield Plan(segments, DwPolicy.NONE)
+            yield Plan(segments, DwPolicy.NONE, dispatch=dispatch)
         if DwPolicy.FILL in limits.dw_policies:
             per_layer = ALL_TO_ALLS_PER_LAYER * max(segment.num_chunks for segment in segments)
             for layers in sorted(set(limits.dw_window_layers)):
-                yield Plan(segments, DwPolicy.FILL, per_layer * layers, limits.dw_memory_bytes)
+                yield Plan(segments, DwPolicy.FILL, per_layer * layers, limits.dw_memory_bytes, dispatch=dispatch)
 
     def _from(self, run: int) -> Iterator[tuple[Segment, ...]]:
         if run == len(self.runs):
@@ -169,6 +188,40 @@ class SearchSpace:
             for choice in self.choices:
                 for tail in self._of_layers(end + 1, last):
                     yield (choice.segment(first, end), *tail)
+
+
+def chosen_dispatch(profile: Profile, allowed: Sequence[Dispatch]) -> tuple[Dispatch | None, Exclusion | None]:
+    """What all-to-alls carry in every plan for a profile, and why not the other; None if nothing is possible.
+
+    Plans are not simulated with both, which would take twice as long, because the messages' bytes decide. Whatever the
+    segments and chunks, deduplicated dispatch sends about the same part of the plain one's bytes in the same messages,
+    and the compute ops take as long (:class:`~megatron_lancet.planning.simulation.lowering.Lowering`). If that part is
+    below 1, each message arrives earlier or at the same time and nothing else changes, so a plan is at most as slow
+    with it as without. (Which weight gradients fit into the shorter gaps may differ, as in any greedy schedule; no
+    random machine was found where that makes a step longer.) If it is not below 1, or hardly, the plain dispatch is as
+    fast and has stock's order of sums.
+    """
+    if Dispatch.DEDUP not in allowed:
+        return (Dispatch.PLAIN, None) if allowed else (None, Exclusion("dispatch", "none is allowed"))
+    model, what = profile.model, f"dispatch={Dispatch.DEDUP}"
+    may_be_plain = Dispatch.PLAIN in allowed
+    if (why_not := model.why_not_dedup) is not None:
+        return (Dispatch.PLAIN if may_be_plain else None), Exclusion(what, why_not)
+    if not may_be_plain:
+        return Dispatch.DEDUP, None
+    part = part_of_bytes(profile)
+    if part <= _WORTHWHILE_PART:
+        return Dispatch.DEDUP, None
+    return Dispatch.PLAIN, Exclusion(what, f"its messages would have {100 * part:.0f} % of the plain ones' bytes")
+
+
+def part_of_bytes(profile: Profile) -> float:
+    """Bytes of deduplicated messages by those of plain ones, for the kind of message for which that is largest."""
+    model = profile.model
+    shares = Loads.of(model, profile.received_share).shares
+    longer = ((model.dedup_row_bytes, model.row_bytes), (model.dedup_grad_row_bytes, model.grad_row_bytes))
+    of_row = max(ours / plain if plain else 1.0 for ours, plain in longer)
+    return DistinctParts.of(model, shares, profile.routing).of_all * max(1.0, of_row)
 
 
 def stage_runs(model: ModelFacts) -> tuple[tuple[int, int], ...]:

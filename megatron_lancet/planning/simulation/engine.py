@@ -209,7 +209,7 @@ class Engine:
         elif slowdown > 1 and (free_ms := self._free_ms[rank.column]) > start_ms:
             beside_ms = min(ms * slowdown, free_ms - start_ms)
             ms = beside_ms + (ms - beside_ms / slowdown)
-            rank.slowed_until_ms = start_ms + beside_ms
+            rank.slowed_until_ms = max(rank.slowed_until_ms, start_ms + beside_ms)
         rank.time_ms += ms
         if self._record:
             rank.spans.append(Span(name, Lane.COMPUTE, start_ms, rank.time_ms))
@@ -289,7 +289,7 @@ class Engine:
         idle_from_ms = rank.time_ms
         if counts.done_ms <= idle_from_ms:
             return True
-        rank.time_ms = counts.done_ms
+        rank.time_ms = rank.slowed_until_ms = counts.done_ms
         rank.exposed_ms += rank.time_ms - idle_from_ms
         rank.exposed_forward_ms += rank.time_ms - idle_from_ms  # there are no counts in the backward
         if self._record:
@@ -375,6 +375,8 @@ class Engine:
             more = self._slowdown - 1
             rank.time_ms += min((rank.time_ms - from_ms) * more, (sent_ms - from_ms) * more / self._slowdown)
             rank.slowed_until_ms = min(rank.time_ms, sent_ms)
+            if self._record:
+                rank.prolong_compute()
 
     def _wait(self, rank: RankState, message: Message) -> bool:
         """Runs dWs until the message has arrived; returns False if the rank must be resumed later."""
@@ -418,6 +420,8 @@ class Engine:
         exposed_from_ms = rank.time_ms
         rank.time_ms = max(rank.time_ms, message.arrival_ms[rank.column])
         rank.exposed_ms += rank.time_ms - exposed_from_ms
+        if rank.time_ms > exposed_from_ms:
+            rank.slowed_until_ms = rank.time_ms  # nothing was computed meanwhile
         if message.is_forward:
             rank.exposed_forward_ms += rank.time_ms - exposed_from_ms
         if self._record:

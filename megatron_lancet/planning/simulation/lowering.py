@@ -6,11 +6,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_lancet.files import RecordError
+from megatron_lancet.planning.distinct_rows import DistinctParts
 from megatron_lancet.planning.profile import ChunkRouting, ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel, DwCost
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Segment
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, Segment
 from megatron_lancet.schedule.turns import (
     MIRRORED,
     Compute,
@@ -167,7 +168,12 @@ _WHOLE = _Pieces()
 
 
 class Lowering:
-    """Makes the steps of segments; what a verb costs on a chunk is computed once."""
+    """Makes the steps of segments; what a verb costs on a chunk is computed once.
+
+    Deduplicated dispatch changes the bytes of messages only. Its ops have the plain one's times: what the sender no
+    longer copies the receiver does, when it makes the rows of its experts and sums their outputs, so that each moves
+    about as many rows as before. No op is longer or shorter by more than the copy of the rows that are saved.
+    """
 
     def __init__(self, costs: CostModel, loads: Loads) -> None:
         self.costs = costs
@@ -177,11 +183,22 @@ class Lowering:
         self._model = costs.model
         self._layers: dict[tuple[LayerKind, int], Layer] = {}
 
-    def forward(self, layers: Sequence[tuple[int, LayerKind]], segment: Segment) -> list[Step]:
+    @cached_property
+    def _distinct(self) -> DistinctParts:
+        """Parts of the rows that remain without duplicates, of the simulated ranks."""
+        parts = DistinctParts.of(self._model, self.loads.shares, self.costs.profile.routing)
+        ranks = self.loads.simulated
+        sent, returned = (tuple(of_ranks[rank] for rank in ranks) for of_ranks in (parts.sent, parts.returned))
+        return DistinctParts(sent, returned, parts.of_all)
+
+    def forward(
+        self, layers: Sequence[tuple[int, LayerKind]], segment: Segment, dispatch: Dispatch = Dispatch.PLAIN
+    ) -> list[Step]:
         """Steps of a segment's layers, forward.
 
         Args:
             layers: global number and kind of each.
+            dispatch: what all-to-alls carry; the model must be able to use it.
         """
         kinds = dict(layers)
         pieces = _WHOLE
@@ -191,7 +208,7 @@ class Lowering:
             if isinstance(instruction, Instruction):
                 number, code = instruction.layer, _CODES.get(type(instruction.verb))
                 if code is not None:
-                    steps.append((code, number, self._action(instruction, kinds[number], pieces)))
+                    steps.append((code, number, self._action(instruction, kinds[number], pieces, dispatch)))
             elif isinstance(instruction, Cut):
                 pieces = _Pieces(segment.chunk_dim, segment.num_chunks, segment.chunk_multiple)
             else:
@@ -223,14 +240,14 @@ class Lowering:
         action = self._actions[key]
         return [(COMPUTE, 0, action)] if _takes_time(action) else []
 
-    def _action(self, instruction: Instruction, layer: LayerKind, pieces: _Pieces) -> Action:
+    def _action(self, instruction: Instruction, layer: LayerKind, pieces: _Pieces, dispatch: Dispatch) -> Action:
         verb, number, chunk = instruction
         routing = self.loads.routing.get((number, pieces.dim, pieces.num_chunks, chunk)) if self.loads.routing else None
         layers_back = number - self._model.owner_of_weights(number)
-        key = (type(verb), verb.kind, layer, pieces, chunk, None if routing is None else number, layers_back)
+        key = (type(verb), verb.kind, layer, pieces, chunk, None if routing is None else number, layers_back, dispatch)
         action = self._actions.get(key)
         if action is None:
-            action = self._costs_of(verb, layer, pieces, chunk, routing)
+            action = self._costs_of(verb, layer, pieces, chunk, routing, dispatch)
             if layers_back:
                 grads = (tuple(cost._replace(layers_back=layers_back) for cost in its) for its in action.weight_grads)
                 action = replace(action, weight_grads=tuple(grads))
@@ -238,7 +255,13 @@ class Lowering:
         return action
 
     def _costs_of(
-        self, verb: Verb, layer: LayerKind, pieces: _Pieces, chunk: int, routing: ChunkRouting | None
+        self,
+        verb: Verb,
+        layer: LayerKind,
+        pieces: _Pieces,
+        chunk: int,
+        routing: ChunkRouting | None,
+        dispatch: Dispatch,
     ) -> Action:
         if isinstance(verb, LaunchCounts):
             return Action(COUNTS, verb.kind, chunk, (), (), slot=_slot(OpKind.DISPATCH, chunk))
@@ -246,7 +269,10 @@ class Lowering:
             received = self._rows(pieces, chunk, routing).received if verb.kind is OpKind.EXPERTS else None
             kind = LayerKind.MTP if verb.kind is OpKind.MTP_PROJECTION else layer
             return self._compute(verb.kind, kind, pieces, chunk, received)
-        return self._message(verb, chunk, self._rows(pieces, chunk, routing))
+        rows = self._rows(pieces, chunk, routing)
+        if dispatch is Dispatch.DEDUP:
+            rows = self._without_duplicates(rows, routing)
+        return self._message(verb, chunk, rows, dispatch)
 
     def _rows(self, pieces: _Pieces, chunk: int, routing: ChunkRouting | None) -> _Rows:
         """A rank keeps the rows that go from itself to itself."""
@@ -261,6 +287,16 @@ class Lowering:
             [round(own * (1 - share)) for share in self._shares],
             [round(own * share * (num_ranks - 1)) for share in self._shares],
         )
+
+    def _without_duplicates(self, rows: _Rows, routing: ChunkRouting | None) -> _Rows:
+        """The rows of deduplicated messages: those that were recorded, or the expected part of the plain ones."""
+        if routing is not None and routing.sent_tokens is not None and routing.received_tokens is not None:
+            return rows._replace(sent=routing.sent_tokens, returned=routing.received_tokens)
+        sent, returned = (
+            [round(number * part) for number, part in zip(of_ranks, parts, strict=True)]
+            for of_ranks, parts in ((rows.sent, self._distinct.sent), (rows.returned, self._distinct.returned))
+        )
+        return rows._replace(sent=sent, returned=returned)
 
     def _compute(
         self, op: str, layer: LayerKind, pieces: _Pieces, chunk: int, rows: Sequence[float] | None = None
@@ -281,12 +317,15 @@ class Lowering:
             weight_grads=tuple(costs.weight_grads(layer, op, num_chunks, number) for number in rows),
         )
 
-    def _message(self, verb: Verb, chunk: int, rows: _Rows) -> Action:
+    def _message(self, verb: Verb, chunk: int, rows: _Rows, dispatch: Dispatch) -> Action:
         """Launching a message, or waiting for it. The gradient goes the other way."""
         model = self.costs.model
+        row_bytes, grad_row_bytes = model.row_bytes, model.grad_row_bytes
+        if dispatch is Dispatch.DEDUP:
+            row_bytes, grad_row_bytes = model.dedup_row_bytes, model.dedup_grad_row_bytes
         if verb.kind is OpKind.DISPATCH:
-            sent = tuple(number * model.row_bytes for number in rows.sent)
-            sent_back = tuple(number * model.grad_row_bytes for number in rows.returned)
+            sent = tuple(number * row_bytes for number in rows.sent)
+            sent_back = tuple(number * grad_row_bytes for number in rows.returned)
         else:
             sent = tuple(number * model.combine_row_bytes for number in rows.returned)
             sent_back = tuple(number * model.combine_grad_row_bytes for number in rows.sent)

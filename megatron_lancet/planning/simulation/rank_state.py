@@ -1,6 +1,6 @@
 """The state of a simulated rank and of an exchange of token counts, for the engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron_lancet.planning.simulation.buckets import Ledger, Weight
@@ -8,7 +8,7 @@ from megatron_lancet.planning.simulation.cost_model import DwCost
 from megatron_lancet.planning.simulation.links import NEVER, Message
 from megatron_lancet.planning.simulation.phase_result import Mark, Wait
 from megatron_lancet.schedule.dw_queue import DwQueue
-from megatron_lancet.schedule.timeline import Span
+from megatron_lancet.schedule.timeline import Lane, Span
 
 
 class LayerDw(NamedTuple):
@@ -53,7 +53,7 @@ class RankState:
     """Key of the last dispatch that the host has not launched yet; the only one if counts are in the order, too."""
     num_unknown: int = 0
     slowed_until_ms: float = 0.0
-    """End of the compute that messages have slowed down."""
+    """Up to when compute beside messages is known to be slowed down, or nothing was computed."""
     exposed_ms: float = 0.0
     exposed_forward_ms: float = 0.0
     peak_dw_bytes: int = 0
@@ -63,3 +63,8 @@ class RankState:
     filled: list[str] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
+
+    def prolong_compute(self) -> None:
+        """Makes the last span of compute end now."""
+        last = max(index for index, span in enumerate(self.spans) if span.lane is Lane.COMPUTE)
+        self.spans[last] = replace(self.spans[last], end_ms=self.time_ms)

@@ -41,7 +41,7 @@ from megatron_lancet.planning.simulation.shared_links import SharedLinks
 from megatron_lancet.schedule.dw_queue import AT_ONCE, DwRules
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Plan, Segment
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, Plan, Segment
 from megatron_lancet.schedule.timeline import RankTimeline
 
 
@@ -129,11 +129,11 @@ class Simulator:
             link.host_polls,
             link.slowdown(OpKind.PREPROCESS),
         )
-        self._forwards: dict[tuple[tuple[Segment, ...], bool], tuple[tuple[Stage, PhaseResult], ...]] = {}
+        self._forwards: dict[tuple[tuple[Segment, ...], Dispatch, bool], tuple[tuple[Stage, PhaseResult], ...]] = {}
         self._ends: dict[Plan, list[Played]] = {}
 
     def predict(self, plan: Plan) -> Prediction:
-        """The figures of a step. Forward passes are cached by the plan's segments.
+        """The figures of a step. Forward passes are cached by the plan's segments and dispatch.
 
         Raises:
             PlanMismatch: the plan is for another model.
@@ -276,7 +276,7 @@ class Simulator:
             steps, phase = stage.backward, Phase.INPUT_GRAD
             return self.play(steps, phase, rules, before.end_ms, record, buckets, backward, is_paired=is_paired)
 
-        key = (plan.segments, is_paired and self._network.dispatches_apart)
+        key = (plan.segments, plan.dispatch, is_paired and self._network.dispatches_apart)
         if record or forward:
             played = tuple(forwards())
         elif key in self._forwards:
@@ -308,9 +308,11 @@ class Simulator:
         """The plan's steps by pipeline stage.
 
         Raises:
-            PlanMismatch: the plan has other layers than the model, or a segment crosses stages.
+            PlanMismatch: the plan has other layers than the model, or a segment crosses stages, or the model can't use
+                the plan's dispatch.
         """
         model, num_layers = self.model, len(self.model.layer_kinds)
+        self._check_dispatch(plan.dispatch)
         forward: dict[int, list[Step]] = {stage: [] for stage in sorted(set(model.stage_of_layer))}
         first, last = model.stage_of_layer[0], model.stage_of_layer[-1]
         forward[first] += self.lowering.beside(OpKind.EMBEDDING)
@@ -319,7 +321,7 @@ class Simulator:
             self._check(segment, end)
             stage = model.stage_of_layer[segment.first_layer - 1]
             layers = [(number, model.layer_kinds[number - 1]) for number in range(segment.first_layer, end + 1)]
-            forward[stage] += self.lowering.forward(layers, segment)
+            forward[stage] += self.lowering.forward(layers, segment, plan.dispatch)
         if (plan.segments[-1].last_layer or num_layers) != num_layers:
             raise PlanMismatch(f"the plan ends at layer {plan.segments[-1].last_layer}, the model has {num_layers}")
         forward[last] += self.lowering.beside(OpKind.HEAD)
@@ -329,6 +331,10 @@ class Simulator:
             mirrored = tuple(backward(steps))
             stages.append(Stage(number, tuple(steps), mirrored, kept[number], Buckets.of(self.costs, mirrored)))
         return stages
+
+    def _check_dispatch(self, dispatch: Dispatch) -> None:
+        if dispatch is Dispatch.DEDUP and (why_not := self.model.why_not_dedup) is not None:
+            raise PlanMismatch(f"the plan's dispatch is {dispatch}, but {why_not}; use {Dispatch.PLAIN}")
 
     def _check(self, segment: Segment, end: int) -> None:
         model, first = self.model, segment.first_layer

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.planning.distinct_rows import DistinctParts
 from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.what_if.forecast import Forecast, Forecaster, Planner, Routing, no_overlap
 from megatron_lancet.planning.what_if.layout import Layout, gradient_bytes
 from megatron_lancet.schedule.ops import OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Plan
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, Plan
 from megatron_lancet.schedule.units import BYTES_PER_MB
 
 type PackingPlanner = Callable[[Profile, int | None], Plan]
@@ -160,7 +161,7 @@ def _packing(
     overlapping: Planner = lambda moved: planner(moved, room_bytes)  # noqa: E731
     forecast = forecaster.forecast(layout, overlapping if layout.ep_size > 1 else no_overlap)
     num_chunks, dim = _chunks_of(forecast.plan, forecaster.profile.model)
-    experts_ms, all_to_all_ms = _micro_op_ms(forecaster.moved(layout), num_chunks, dim)
+    experts_ms, all_to_all_ms = _micro_op_ms(forecaster.moved(layout), num_chunks, dim, forecast.plan.dispatch)
     peak_bytes = state_bytes + forecast.peak_bytes
     return Packing(
         layout,
@@ -183,7 +184,7 @@ def _chunks_of(plan: Plan, facts: ModelFacts) -> tuple[int, ChunkDim]:
     return segment.num_chunks, segment.chunk_dim
 
 
-def _micro_op_ms(moved: Profile, num_chunks: int, dim: ChunkDim) -> tuple[float, float]:
+def _micro_op_ms(moved: Profile, num_chunks: int, dim: ChunkDim, dispatch: Dispatch) -> tuple[float, float]:
     """Forward times of a chunk's experts on the busiest rank, and of the longer of its two messages."""
     costs, facts = CostModel(moved), moved.model
     sent = costs.chunk_tokens(dim, num_chunks, facts.chunk_multiple(dim))[0] * facts.topk
@@ -193,6 +194,12 @@ def _micro_op_ms(moved: Profile, num_chunks: int, dim: ChunkDim) -> tuple[float,
     experts_ms = costs.op_ms(moe_kind, OpKind.EXPERTS, Phase.FORWARD, dim, num_chunks, 0, received)
     if facts.ep_size == 1:
         return experts_ms, 0.0
-    dispatch_bytes = sent * (1 - min(shares)) * facts.row_bytes
-    combine_bytes = sent * max(shares) * (facts.ep_size - 1) * facts.combine_row_bytes
+    dispatched, returned = sent * (1 - min(shares)), sent * max(shares) * (facts.ep_size - 1)
+    row_bytes = facts.row_bytes
+    if dispatch is Dispatch.DEDUP:
+        parts = DistinctParts.of(facts, shares, moved.routing)
+        dispatched *= parts.sent[shares.index(min(shares))]
+        returned *= parts.returned[shares.index(max(shares))]
+        row_bytes = facts.dedup_row_bytes
+    dispatch_bytes, combine_bytes = dispatched * row_bytes, returned * facts.combine_row_bytes
     return experts_ms, max(costs.message_ms(dispatch_bytes), costs.message_ms(combine_bytes))

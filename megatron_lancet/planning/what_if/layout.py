@@ -2,9 +2,10 @@
 
 Conversion of the parts:
 
-- **messages**: a rank sends (ep - 1) / ep of its routed rows when routing is even; the table of all-to-all times is
-  computed from the cluster's two levels. If neither bandwidths nor latencies are given, groups of the measured size
-  keep the measured curve, and for others a latency and a bandwidth are fitted to it.
+- **messages**: a rank sends (ep - 1) / ep of its routed rows when routing is even, or by deduplicated dispatch the
+  expected number of distinct ones (``planning/distinct_rows.py``); rows recorded in the profile hold for its own layout
+  only. The table of all-to-all times is computed from the cluster's two levels. If neither bandwidths nor latencies are
+  given, groups of the measured size keep the measured curve, and for others a latency and a bandwidth are fitted to it.
 - **experts**: with even routing a rank receives as many rows as it has itself, for any group size. The effect of fewer
   experts with more rows each is left out.
 - **gradients**: an expert's weights are on one rank of each group, so a rank holds 1 / ep of them. Ring all-reduce of

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from megatron_lancet.planning.explain import Explanation, LayerExplanation, Reason
-from megatron_lancet.report.planning.plan_text import relative_weight_grad
+from megatron_lancet.report.planning.plan_text import DISPATCHES, relative_weight_grad
 from megatron_lancet.schedule.ops import Op
-from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.plan import Dispatch, Plan
 from megatron_lancet.schedule.ranges import ranges
 
 _MAX_SEGMENTS_IN_LINE = 4
@@ -16,7 +16,8 @@ def short_text(plan: Plan) -> str:
     """Returns a plan as one line."""
     if len(plan.segments) <= _MAX_SEGMENTS_IN_LINE:
         return str(plan)
-    return f"{len(plan.segments)} segments, up to {plan.num_chunks} chunks; dw={plan.dw_policy}"
+    dispatch = "" if plan.dispatch is Dispatch.PLAIN else f" dispatch={plan.dispatch}"
+    return f"{len(plan.segments)} segments, up to {plan.num_chunks} chunks; dw={plan.dw_policy}{dispatch}"
 
 
 def layer_lines(explanation: Explanation) -> Iterator[str]:
@@ -47,6 +48,16 @@ def pairing_line(explanation: Explanation) -> str:
     if explanation.other_pairing_ms is None:
         return f"pairing: {chosen}"
     return f"pairing: {chosen}; if {other}, the best plan takes {explanation.other_pairing_ms:.1f} ms"
+
+
+def dispatch_line(explanation: Explanation) -> str:
+    """Says what all-to-alls carry, and what the same plan would take if they carried something else."""
+    dispatch = explanation.plan.dispatch
+    text = f"dispatch: {dispatch}, {DISPATCHES[dispatch]}"
+    if explanation.other_dispatch_ms is None:
+        return text
+    (other,) = (words for one, words in DISPATCHES.items() if one is not dispatch)
+    return f"{text}; if {other}, the same plan takes {explanation.other_dispatch_ms:.1f} ms"
 
 
 def _parts(explanation: Explanation) -> Iterator[tuple[tuple[str, ...], Sequence[LayerExplanation]]]:

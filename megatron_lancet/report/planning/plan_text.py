@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lancet.planning.plan_file import PlanFile
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, Plan, Segment
 from megatron_lancet.schedule.ranges import parse_ranges, ranges
 
 _PIECES = {ChunkDim.BATCH: "samples", ChunkDim.SEQUENCE: "positions"}
@@ -18,6 +18,10 @@ _RANGES = {
 }
 
 
+DISPATCHES = {
+    Dispatch.PLAIN: "a token goes once to each of its experts",
+    Dispatch.DEDUP: "a token goes once to each rank that holds any of its experts",
+}
 LEGEND = "[+n] is a weight n layers further on; without it, of the layer itself"
 
 
@@ -117,6 +121,8 @@ def head_lines(content: PlanFile) -> Iterator[str]:
             f" ({versions})" if versions else ""
         )
     yield "weight gradients: " + _dw_in_words(content.plan)
+    if content.plan.dispatch is not Dispatch.PLAIN:
+        yield f"dispatch: {content.plan.dispatch}, {DISPATCHES[content.plan.dispatch]}"
     if content.plan.is_paired:
         yield "pairing: each backward runs beside the forward of the next micro-batch"
 

@@ -1,22 +1,24 @@
 """Formats forecasts over layouts as text, Markdown and JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from megatron_lancet.planning.what_if.forecast import SweepRow
 from megatron_lancet.report.tables import right_aligned
+from megatron_lancet.schedule.plan import Dispatch
 
 _LAYOUT_COLUMNS = ["ranks", "nodes", "EP", "PP", "gradients ms", "bubble"]
 _FORECAST_FIELDS = ("step_ms", "exposed_ms", "exposed_share", "bubble_ms", "gradient_ms", "peak_bytes")
 
 
-def _cells(row: SweepRow) -> list[str]:
+def _cells(row: SweepRow, with_dispatch: Set[str]) -> list[str]:
     first = next(iter(row.forecasts.values()))
     layout = row.layout
     texts = [str(layout.world_size), str(row.num_nodes), str(layout.ep_size), str(layout.pp_size)]
     texts += [_ms(first.gradient_ms), f"{100 * first.bubble_ms / first.step_ms if first.step_ms else 0:.0f} %"]
-    for forecast in row.forecasts.values():
+    for name, forecast in row.forecasts.items():
         texts += [_ms(forecast.step_ms), f"{100 * forecast.exposed_share:.1f} %"]
+        texts += [str(forecast.plan.dispatch)] if name in with_dispatch else []
     return texts
 
 
@@ -52,8 +54,16 @@ def as_plain(rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
 
 def _table(rows: Sequence[SweepRow]) -> list[list[str]]:
     assert rows
-    titles = [f"{name}: {what}" for name in rows[0].forecasts for what in ("step ms", "exposed")]
-    return [_LAYOUT_COLUMNS + titles, *map(_cells, rows)]
+    # What all-to-alls carry has a column where it is not the same in all layouts, or not as in stock.
+    with_dispatch = {
+        name for row in rows for name, one in row.forecasts.items() if one.plan.dispatch is not Dispatch.PLAIN
+    }
+    titles = [
+        f"{name}: {what}"
+        for name in rows[0].forecasts
+        for what in ("step ms", "exposed", *(["dispatch"] if name in with_dispatch else []))
+    ]
+    return [_LAYOUT_COLUMNS + titles, *(_cells(row, with_dispatch) for row in rows)]
 
 
 def _ms(value: float) -> str:

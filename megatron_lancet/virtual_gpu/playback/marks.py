@@ -76,3 +76,6 @@ class MarkedTrace(Trace):
 
     def received(self, name: str, num_rows: int) -> None:
         """Does nothing: the log has the sizes of all kernels."""
+
+    def routed(self, name: str, routing_map_tE: torch.Tensor, num_local_experts: int) -> None:
+        """Does nothing, like :meth:`received`."""

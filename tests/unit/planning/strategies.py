@@ -15,7 +15,7 @@ EVEN, UNEVEN, ALONE = (0.5, 0.5), (0.7, 0.3), (1.0,)
 
 
 @st.composite
-def machines(draw, max_layers=3, shares=(EVEN, UNEVEN, (0.5, 0.3, 0.2), ALONE), max_stages=1):
+def machines(draw, max_layers=3, shares=(EVEN, UNEVEN, (0.5, 0.3, 0.2), ALONE), max_stages=1, topk=1):
     letters = draw(st.sampled_from(["md", "md", "*E-"]))  # of a GPT, or of a hybrid model
     layers = draw(st.text(letters, min_size=1, max_size=max_layers).filter(lambda text: {"m", "E"} & set(text)))
     sends_share_link = draw(st.booleans())
@@ -31,6 +31,7 @@ def machines(draw, max_layers=3, shares=(EVEN, UNEVEN, (0.5, 0.3, 0.2), ALONE), 
         overhead_ms=draw(st.sampled_from([0.0, 0.2])),
         backward_factor=draw(st.sampled_from([1.0, 1.5])),
         shares=draw(st.sampled_from(shares)),
+        topk=topk,
         num_micro_batches=draw(st.integers(1, 2)),
         chunk_counts=(1, 2, 3, 4),
         micro_batch_size=draw(st.sampled_from([2, 4, 5])),
@@ -42,9 +43,9 @@ def machines(draw, max_layers=3, shares=(EVEN, UNEVEN, (0.5, 0.3, 0.2), ALONE), 
 
 
 @st.composite
-def machines_and_plans(draw, max_layers=4):
+def machines_and_plans(draw, max_layers=4, **settings):
     """With a plan that fits, of any segments and dW options."""
-    machine = draw(machines(max_layers=max_layers, max_stages=2))
+    machine = draw(machines(max_layers=max_layers, max_stages=2, **settings))
     num_layers = len(machine.layers)
     cuts = {number for number in range(1, num_layers) if draw(st.booleans())}
     cuts |= {number for number in range(1, num_layers) if machine.stages[number - 1] != machine.stages[number]}

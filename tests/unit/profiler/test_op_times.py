@@ -67,6 +67,19 @@ def test_op_times_exclude_the_slowdown_by_messages():
     assert samples.medians().op_ms[key] == pytest.approx(1)
 
 
+def test_messages_that_wait_for_other_ranks_slow_nothing_down():
+    """The message is on its way from 2 to 4 ms, and its bytes move in the last 0.2 of them."""
+
+    def beside(message_ms):
+        samples = Samples()
+        samples.add(step(WHOLE), WHOLE, FACTS, message_ms)
+        keys = (op_key(Op.parse(f"L1.c0.{phase}.mlp"), WHOLE, FACTS) for phase in "FI")
+        return [sum(sample.overlapped_ms for sample in samples.ops[key]) for key in keys]
+
+    assert beside(None) == pytest.approx([0.5, 1.25])
+    assert beside(lambda num_bytes: 0.2) == pytest.approx([0.0, 0.2])
+
+
 def test_rest_time_is_what_no_span_covers():
     assert figures(1.0, 2.0).rest_ms == pytest.approx(5.0)
 

@@ -1,6 +1,9 @@
+import dataclasses
+
 import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
+from megatron_lancet.planning.profile import ChunkRouting
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.lowering import (
     COMPUTE,
@@ -12,7 +15,7 @@ from megatron_lancet.planning.simulation.lowering import (
     backward,
 )
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Segment
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, Segment
 
 VERBS = {COMPUTE: "", COUNTS: "issue ", ISSUE: "issue ", WAIT: "wait "}
 OPS_MS = dict.fromkeys(
@@ -137,3 +140,36 @@ def test_lowered_messages_have_the_bytes_that_a_rank_sends():
     rows = 8 * 64
     quarter, most = rows // 4 * 1000, rows * 3 // 4 * 1000
     assert sent == {"dispatch": ((quarter, most), (most, quarter)), "combine": ((most, quarter), (quarter, most))}
+
+
+def sent_by_dedup(profile):
+    """Bytes of the messages of a micro-batch in one chunk, forward and backward, by kind."""
+    costs = CostModel(profile)
+    steps = Lowering(costs, Loads.measured(profile)).forward(
+        [(1, LayerKind.MOE)], Segment(1, 1, 1), dispatch=Dispatch.DEDUP
+    )
+    return {action.kind: (action.forward_bytes, action.backward_bytes) for code, _, action in steps if code == ISSUE}
+
+
+def test_lowered_messages_without_duplicates_have_the_bytes_of_distinct_rows():
+    """With 2 of 4 experts on each rank, 5 of 6 pairs of experts have one on the other rank: a row where 6 were."""
+    profile = synthetic_profile(Machine(topk=2))
+    assert (profile.model.dedup_row_bytes, profile.model.dedup_grad_row_bytes) == (1024, 1024)
+    expected = round(8 * 64 * 5 / 6)
+    assert sent_by_dedup(profile) == {
+        "dispatch": ((expected * 1024,), (expected * 1024,)),
+        "combine": ((expected * 1000,), (expected * 1000,)),
+    }
+
+
+def test_lowered_messages_without_duplicates_have_the_rows_that_were_recorded():
+    profile = synthetic_profile(Machine(topk=2))
+    routing = ChunkRouting(1, ChunkDim.BATCH, 1, 0, (600, 300), (724, 1324), (400, 210), (210, 400))
+    recorded = dataclasses.replace(profile, routing=(routing,))
+    assert sent_by_dedup(recorded) == {
+        "dispatch": ((400 * 1024, 210 * 1024), (210 * 1024, 400 * 1024)),
+        "combine": ((210 * 1000, 400 * 1000), (400 * 1000, 210 * 1000)),
+    }
+    of_before = dataclasses.replace(routing, sent_tokens=None, received_tokens=None)
+    by_rows = sent_by_dedup(dataclasses.replace(profile, routing=(of_before,)))
+    assert by_rows["dispatch"][0] == (round(600 * 5 / 6) * 1024, round(300 * 5 / 6) * 1024)

@@ -13,7 +13,7 @@ from megatron_lancet.schedule.dw_queue import AT_ONCE
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
-from megatron_lancet.schedule.timeline import Lane
+from megatron_lancet.schedule.timeline import Lane, RankTimeline
 from tests.unit.planning.strategies import ALONE, UNEVEN, machines_and_plans
 
 OPS_MS = {"attention": 4.0, "route": 1.0, "preprocess": 1.0, "experts": 6.0, "postprocess": 1.0, "mlp": 5.0}
@@ -219,6 +219,30 @@ def test_compute_during_a_message_is_slower():
     (timeline,) = simulate(synthetic_profile(machine), fixed_plan(2, DwPolicy.NONE)).timelines
     # 2 ms of work while the message travels from 3 to 5: one of them is done by then.
     assert "compute 3-6 L1.c1.F.attention" in text_of(timeline, Lane.COMPUTE)
+
+
+def _of_fast_rank(host_polls: bool, compute_slowdown: float) -> RankTimeline:
+    """Rank 1 gets fewer rows, so it launches its combines before rank 0 does."""
+    machine = dataclasses.replace(BY_HAND, shares=(0.75, 0.25), compute_slowdown=compute_slowdown)
+    profile = synthetic_profile(machine)
+    profile = dataclasses.replace(profile, link=dataclasses.replace(profile.link, host_polls=host_polls))
+    return simulate(profile, fixed_plan(2, DwPolicy.NONE)).timelines[1]
+
+
+def test_compute_beside_a_message_that_waits_for_a_rank_is_slower_only_where_kernels_of_messages_run():
+    """Copies cost a CPU time while bytes move; a kernel on CUDA occupies the device from its launch on."""
+    alone, on_cpu, on_cuda = (
+        sum(span.ms for span in _of_fast_rank(polls, slowdown).spans if span.lane is Lane.COMPUTE)
+        for polls, slowdown in ((True, 1.0), (True, 2.0), (False, 2.0))
+    )
+    assert alone < on_cpu < on_cuda
+
+
+def test_compute_that_turns_out_to_be_beside_a_message_is_slower():
+    """Until the last rank has launched it, a message has no times: compute is delayed afterwards, without a gap."""
+    spans = [span for span in _of_fast_rank(True, 2.0).spans if span.lane is not Lane.COMM]
+    for before, after in pairwise(sorted(spans, key=lambda span: span.start_ms)):
+        assert before.end_ms == pytest.approx(after.start_ms)
 
 
 def test_ops_that_move_rows_have_a_slowdown_of_their_own():

@@ -1,0 +1,73 @@
+"""What all-to-alls carry in a planned step."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+
+from benchmarks.synthetic_profile import Machine, synthetic_profile
+from megatron_lancet.files import RecordError
+from megatron_lancet.planning.profile import ChunkRouting
+from megatron_lancet.planning.search.planner import make_plan
+from megatron_lancet.planning.search.search_space import Limits
+from megatron_lancet.planning.simulation.simulator import PlanMismatch, simulate
+from megatron_lancet.schedule.ops import OpKind
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, fixed_plan
+from megatron_lancet.schedule.timeline import Lane
+from tests.unit.planning.strategies import EVEN, UNEVEN, machines_and_plans
+
+FEW = Limits(num_chunks=(1, 2), dw_window_layers=(1,))
+TOP_4 = Machine(topk=4, shares=(0.25,) * 4, link_ms=20.0)
+
+
+def test_planner_sends_distinct_rows_where_they_are_fewer():
+    profile = synthetic_profile(TOP_4)
+    planned = make_plan(profile, FEW)
+    plain = make_plan(profile, dataclasses.replace(FEW, dispatches=(Dispatch.PLAIN,)))
+    assert {one.plan.dispatch for one in planned.alternatives} == {Dispatch.DEDUP}
+    assert {one.plan.dispatch for one in plain.alternatives} == {Dispatch.PLAIN}
+    assert planned.excluded == plain.excluded
+    assert planned.prediction.step_ms < 0.95 * plain.prediction.step_ms
+    # Without overlap is without distinct rows: stock.
+    assert planned.no_overlap == plain.no_overlap == simulate(profile, fixed_plan(1, DwPolicy.NONE)).prediction
+
+
+@settings(max_examples=30, derandomize=True, deadline=None)
+@given(machines_and_plans(topk=2, shares=(EVEN, UNEVEN, (0.5, 0.3, 0.2))))
+def test_no_plan_is_slower_for_sending_distinct_rows(machine_and_plan):
+    machine, plan = machine_and_plan
+    profile = synthetic_profile(machine)
+    plain, dedup = (simulate(profile, dataclasses.replace(plan, dispatch=dispatch)) for dispatch in Dispatch)
+    assert dedup.prediction.step_ms <= plain.prediction.step_ms + 1e-6
+    for kind in (OpKind.DISPATCH, OpKind.COMBINE):
+        assert sent_bytes(dedup, kind) <= sent_bytes(plain, kind)
+
+
+def sent_bytes(simulation, kind):
+    return sum(
+        span.num_bytes * num_ranks
+        for timeline, num_ranks in zip(simulation.timelines, simulation.same_ranks, strict=True)
+        for span in timeline.spans
+        if span.lane is Lane.COMM and span.name.endswith(f".{kind}")
+    )
+
+
+def test_planner_stays_plain_where_tokens_have_their_experts_on_different_ranks():
+    profile = synthetic_profile(TOP_4)
+    routing = ChunkRouting(1, ChunkDim.BATCH, 1, 0, (1536,) * 4, (2048,) * 4, (1530,) * 4, (1530,) * 4)
+    planned = make_plan(dataclasses.replace(profile, routing=(routing,)), FEW)
+    assert planned.plan.dispatch is Dispatch.PLAIN
+    (excluded,) = (one for one in planned.excluded if one.what == "dispatch=dedup")
+    assert excluded.reason == "its messages would have 102 % of the plain ones' bytes"
+    asked = make_plan(profile, dataclasses.replace(FEW, dispatches=(Dispatch.DEDUP,)))
+    assert asked.plan.dispatch is Dispatch.DEDUP
+
+
+def test_dispatch_that_the_model_cannot_use_is_refused():
+    profile = synthetic_profile(Machine())
+    with pytest.raises(RecordError, match=r"the limits leave no plan: .*; dispatch=dedup: a token has one expert"):
+        make_plan(profile, dataclasses.replace(FEW, dispatches=(Dispatch.DEDUP,)))
+    plan = dataclasses.replace(fixed_plan(2), dispatch=Dispatch.DEDUP)
+    with pytest.raises(PlanMismatch, match=r"the plan's dispatch is dedup, but a token has one expert .*; use plain"):
+        simulate(profile, plan)
+    assert make_plan(profile, FEW).plan.dispatch is Dispatch.PLAIN

@@ -1,0 +1,32 @@
+"""Sizes of rows that the planner knows without torch."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_lancet.runtime.packing import RowLayout
+from tests.unit.profiler.synthetic import FACTS
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "num_local", "prob_dtype"),
+    [
+        (32, torch.float32, 2, torch.float32),
+        (12, torch.bfloat16, 9, torch.bfloat16),
+        (6, torch.float32, 16, torch.float64),
+    ],
+)
+def test_bytes_of_a_deduplicated_row_are_those_of_a_packed_one(hidden, dtype, num_local, prob_dtype):
+    row = torch.empty(1, hidden, dtype=dtype)
+    choice = torch.empty(1, num_local + -(-num_local // 8), dtype=prob_dtype)
+    packed = RowLayout.of((row, choice)).pack((row, choice))
+    row_bytes = row.nbytes
+    facts = dataclasses.replace(
+        FACTS,
+        num_experts=2 * num_local,
+        combine_row_bytes=row_bytes,
+        combine_grad_row_bytes=row_bytes,
+        prob_bytes=prob_dtype.itemsize,
+    )
+    assert facts.dedup_row_bytes == facts.dedup_grad_row_bytes == packed.nbytes
