@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.harness.namespaces import NUM_RANKS
 from megatron_lancet.errors import UsageError
+from megatron_lancet.planning.dispatch import why_not_dedup
 from megatron_lancet.schedule.plan import Dispatch, Plan
 
 
@@ -150,11 +151,10 @@ def check_saves_rows(case: Case, deduplicated: Sequence[str], other: str) -> Non
     Raises:
         UsageError: no token of ``case`` has two experts on a rank.
     """
-    shape = case.shape
-    if deduplicated and (shape.topk < 2 or shape.experts < 2 * NUM_RANKS):
+    why_not = why_not_dedup(NUM_RANKS, case.shape.experts, case.shape.topk, pads_to_capacity=False)
+    if deduplicated and why_not is not None:
         raise UsageError(
-            f"{deduplicated[0]} sends a token once to a rank, and in case {case.name} no token has two experts "
-            f"on one (top-{shape.topk} of {shape.experts} experts on {NUM_RANKS} ranks). Pass --cases {other}."
+            f"{deduplicated[0]} sends a token once to a rank, and in case {case.name} {why_not}. Pass --cases {other}."
         )
 
 

@@ -4,8 +4,8 @@
 
 The storage of every tensor that an op returns is followed until it is released, so the figure is exact and free of the
 allocator's rounding. Weights and gradient buffers exist before and are not counted; what deferred weight gradients keep
-alive is. A rank that is ahead of the other one keeps what it has sent until that one has taken it; so the figure is the
-median of several micro-batches, each begun together.
+alive is. What lives at once also depends on when messages arrive, so the figure is the median of several micro-batches,
+each begun together.
 
 Then the same with eight experts and top-4 under full recompute, where ours may send a token once to each rank instead
 of once to each of its experts, and keeps the fewer received rows.

@@ -124,7 +124,7 @@ class Preset:
 
 
 PLAIN = Preset(tuple(case.name for case in _cases()), 12, 40)
-PRESETS = {"pairing": Preset(PAIRED_CASES, 3, 15), "dispatch": Preset(DISPATCH_CASES, 8, 12)}
+PRESETS = {"pairing": Preset(PAIRED_CASES, 3, 15), "dispatch": Preset(DISPATCH_CASES, 12, 12)}
 """Parts of the benchmark that are not in a plain run, by the options that ask for them."""
 
 
