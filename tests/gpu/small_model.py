@@ -13,6 +13,7 @@ from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.runtime.comm_stats import CommStats, CommTimes
 from megatron_lancet.runtime.trace import StepTrace, Trace
 from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from tests.parity.gradients.gradients_worker import (
     NUM_MICRO_BATCHES,
@@ -23,6 +24,7 @@ from tests.parity.gradients.gradients_worker import (
     micro_batches,
     wrap_with_ddp,
 )
+from tests.virtual_gpu.paired import scheduled_step
 
 SETTINGS = {"num_layers": 2, "num_moe_experts": 8, "masked_softmax_fusion": False}
 TOLERANCE = 1e-4
@@ -60,7 +62,12 @@ def compare(plans: Sequence[Plan], overrides: dict[str, Any], device: torch.devi
         overrides: of :data:`SETTINGS`.
         watch: context of our second step.
     """
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
     overrides = {**SETTINGS, **overrides}
+    # As Megatron's schedule sets it; another test may have set one of another shape.
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device) / NUM_MICRO_BATCHES)
     weights, stock = _stock_steps(overrides, device)
     found, ours = _our_steps(plans, overrides, device, watch, weights)
     found.loss = max(relative_difference(a[0], b[0]) for a, b in zip(ours, stock, strict=True))
@@ -101,13 +108,14 @@ def _our_steps(
     setup([model])
     with _ddp_stream():
         ddp = wrap_with_ddp(model, config, precision, setup.delays_weight_grads)
-    steps = [(setup.check_step(lambda: _step(ddp)), gradients(model))]
-    stats.take()
-    if switches:
-        setup.switch(plans[1])
-    with watch(), _traced(model, device) as trace:
-        losses = setup.check_step(lambda: _step(ddp))
-        found = Comparison(trace=trace.end_step())
+    with paired_schedules(lambda: setup.stages):
+        steps = [(setup.check_step(lambda: _step(ddp, plans[0])), gradients(model))]
+        stats.take()
+        if switches:
+            setup.switch(plans[1])
+        with watch(), _traced(model, device) as trace:
+            losses = setup.check_step(lambda: _step(ddp, plans[-1]))
+            found = Comparison(trace=trace.end_step())
     steps.append((losses, gradients(model)))
     found.times = stats.take()
     found.num_reports = [weight.num_reported for weight in deferred_weights(model)]
@@ -134,9 +142,12 @@ def _ddp_stream() -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def _step(ddp: Any) -> list[float]:
+def _step(ddp: Any, plan: Plan | None = None) -> list[float]:
+    """One step; pairs of a plan run in Megatron's own schedule."""
     losses = []
     ddp.zero_grad_buffer()
+    if plan is not None and plan.is_paired:
+        return scheduled_step(ddp, NUM_MICRO_BATCHES, lambda tensor: tensor.cuda())
     for i, batch in enumerate(micro_batches()):
         with nullcontext() if i == NUM_MICRO_BATCHES - 1 else ddp.no_sync():
             on_device = {name: tensor.cuda() for name, tensor in batch.items()}

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -11,7 +12,7 @@ from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.model.local_experts import grouped_linear
 from megatron_lancet.runtime.placement import has_grouped_gemm
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, fixed_plan, paired
 from megatron_lancet.schedule.timeline import Lane
 from tests.gpu.devices import ON_BOTH, on_both_with
 from tests.gpu.small_model import TOLERANCE, compare
@@ -29,6 +30,9 @@ PLANS = {
     "experts": [fixed_plan(2, overlap_range=OverlapRange.EXPERTS)],
     "dw-at-once-then-deferred": [fixed_plan(1, DwPolicy.NONE), fixed_plan(2)],
     "deferred-then-dw-at-once": [fixed_plan(2), fixed_plan(2, DwPolicy.NONE)],
+    "paired": [paired(fixed_plan(1))],
+    "paired-chunks-at-ends": [paired(fixed_plan(1), fixed_plan(2))],
+    "dedup": [replace(fixed_plan(2), dispatch=Dispatch.DEDUP)],
 }
 
 
@@ -58,7 +62,7 @@ def world_of_one(device, folder):
             parallel_state.destroy_model_parallel()
 
 
-@on_both_with("plans", PLANS, ("k=2", "dw-at-once-then-deferred"))
+@on_both_with("plans", PLANS, ("k=2", "dw-at-once-then-deferred", "paired", "dedup"))
 def test_fp32_gradients_equal_stock_in_a_mocked_world(device, plans):
     with mocked_world() as settings:
         found = compare(PLANS[plans], settings, CUDA, device.watch)

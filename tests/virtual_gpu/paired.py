@@ -15,7 +15,7 @@ def scheduled_step(ddp: Any, num_micro_batches: int, to_device: Callable[[torch.
 
     def mean(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         loss = output.float().mean()
-        return loss, loss.detach()
+        return loss, loss.detach().clone()  # the schedule divides the first one in place
 
     def forward(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
         batch = {name: to_device(tensor) for name, tensor in next(batches).items()}
