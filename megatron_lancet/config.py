@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority
 from megatron_lancet.schedule.units import mb_to_bytes
 
@@ -188,6 +188,15 @@ class LancetConfig(_CheckedFlags):
         help="with gradient accumulation, run the backward of each micro-batch beside the forward of the next one, so "
         "that the messages of one are in flight while the other computes; needs no chunks. auto (default): the plan "
         "chooses; a fixed plan pairs where --overlap-moe-expert-parallel-comm is given and pairing is possible.",
+    )
+    dispatch: Dispatch | None = _flag(
+        None,
+        **_words(Dispatch, none_word="auto"),
+        limits_plan=True,
+        help="rows that all-to-alls carry: plain (one per token and chosen expert, as stock), dedup (one per token and "
+        "rank that holds any of its experts: fewer bytes where a rank holds several), auto (default): the plan "
+        "chooses; a fixed plan takes plain, and with --moe-token-dispatcher-type flex every plan takes dedup where it "
+        "is possible.",
     )
     attention: AttentionChoice = _flag(
         AttentionChoice.AUTO,

@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.moe_utils import get_capacity
 
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.dispatcher.base import Dispatcher
+from megatron_lancet.model.dispatcher.deduplicated import DeduplicatedDispatcher
 from megatron_lancet.model.dispatcher.routes import DistinctRoutes, PendingRoutes, Routes
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed, outputs_dropped_in_stock
@@ -180,20 +181,20 @@ def _capacity(moe: MoELayer, num_tokens: int) -> int:
 
 
 def _num_rows(moe: OverlappingMoE, x: ChunkState) -> int:
-    """Number of rows that a chunk sends. With the plain dispatch the host knows it unless the router drops tokens.
+    """Number of rows that a chunk makes to send. With the plain dispatch the host knows it unless tokens are dropped.
 
     Then it waits for the chunk's own counts. The count of all rows would wait for all that the device has to do.
-    Distinct rows are always counted. On CUDA the host then waits for the exchanged counts, as it would have to before
-    the next message, so it stops once for each chunk.
+    Distinct rows are always counted. On CUDA the host does not wait for them here, because the device would run out of
+    work in front of each message: it makes as many rows as there may be, and those that are left over stay here.
     """
-    is_plain = moe.comm.dispatch is Dispatch.PLAIN
-    if is_plain and moe.stock.config.moe_expert_capacity_factor is None:
-        return len(x.probs_tE) * moe.stock.config.moe_router_topk
-    if not isinstance(x.routes, PendingRoutes):
-        return sum(x.routes.splits.sent)
-    if on_cuda(x.probs_tE) and not is_plain:
-        return sum(moe.comm.wait_for_splits(x.routes).sent)
-    return x.routes.num_sent()
+    topk = moe.stock.config.moe_router_topk
+    dispatcher = moe.dispatcher
+    if isinstance(dispatcher, DeduplicatedDispatcher):
+        if on_cuda(x.probs_tE):
+            return dispatcher.most_rows(len(x.probs_tE), topk)
+    elif moe.stock.config.moe_expert_capacity_factor is None:
+        return len(x.probs_tE) * topk
+    return x.routes.num_sent() if isinstance(x.routes, PendingRoutes) else sum(x.routes.splits.sent)
 
 
 def _run_shared_experts(moe: MoELayer, normed_sbH: torch.Tensor) -> torch.Tensor:

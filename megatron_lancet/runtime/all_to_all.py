@@ -33,7 +33,10 @@ class AllToAll:
         self._backward: Handle | None = None
 
     def launch(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """Sends rows [N, ...] of each tensor, which must not be changed afterwards, and returns the ticket."""
+        """Sends rows [N, ...] of each tensor, which must not be changed afterwards, and returns the ticket.
+
+        With pending splits N may be larger than the number of rows that are sent. Rows that stay have the gradient 0.
+        """
         ticket: torch.Tensor = _Launch.apply(self, *tensors)
         if ticket.requires_grad and self._comm.scheduler is not None:
             self._comm.scheduler.expect_backward()
@@ -96,14 +99,18 @@ class AllToAll:
 class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: AllToAll, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.exchange = exchange
+        ctx.exchange, ctx.num_rows = exchange, len(tensors[0])
         exchange._launch_forward(tensors)
         return tensors[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
         # The ticket's gradient is empty: _Wait.backward launched the all-to-all of the real gradients.
-        return (None, *ctx.exchange._wait_backward())
+        grads = ctx.exchange._wait_backward()
+        num_others = ctx.num_rows - len(grads[0])
+        if num_others:
+            grads = tuple(torch.cat((grad, grad.new_zeros((num_others, *grad.shape[1:])))) for grad in grads)
+        return (None, *grads)
 
 
 class _Wait(torch.autograd.Function):

@@ -160,7 +160,10 @@ class Comm:
         return exchange
 
     def launch_when_known(self, op: Op, tensors: tuple[torch.Tensor, ...], pending: PendingSplits) -> Handle:
-        """Launches an all-to-all of ``tensors``, each [N, ...], as soon as ``pending`` is known; returns at once."""
+        """Launches an all-to-all of ``tensors``, each [N, ...], as soon as ``pending`` is known; returns at once.
+
+        N may be larger than the number of rows in the splits: those behind them are not sent.
+        """
         self.mark(_LAUNCHED, op)
         if self.transport.is_local:
             return LocalExchange(tensors)
@@ -174,12 +177,6 @@ class Comm:
         """See :meth:`CountsExchange.wait`."""
         with self._failing_as(exchange.op, exchange.launched_s, exchange.micro_batch):
             return exchange.transfer.wait()
-
-    def wait_for_splits(self, pending: PendingSplits) -> RowSplits:
-        """Waits for counts on which the size of the next message depends."""
-        self.mark(_WAITING, pending.counts.op)
-        with waiting(self.trace, pending.counts.op), self._waiting_for_counts():
-            return pending.splits()
 
     def wait_for_own_counts(self, exchange: "CountsExchange") -> list[list[int]]:
         """See :meth:`CountsExchange.wait_for_own`."""
@@ -391,7 +388,8 @@ class Exchange:
         else:
             self._received = transport.empty_receive(shape, self._sent)
         ready = None if self._comm.shares_connections else self._ready
-        self.transfer = transport.launch(self._received, self._sent, splits.received, splits.sent, ready)
+        sent = self._sent[: sum(splits.sent)]
+        self.transfer = transport.launch(self._received, sent, splits.received, splits.sent, ready)
         self.launched.set()
 
     def launch_when_known(self, transport: Transport) -> None:

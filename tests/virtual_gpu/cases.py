@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan, paired
+from tests.parity.gradients.dedup_cases import dedup
 from tests.parity.gradients.variants import CAPACITY, FULL, GAPS, MLA
 from tests.virtual_gpu.case import IN_ORDER, Case
 from tests.virtual_gpu.pipeline import PIPELINE
@@ -14,6 +15,7 @@ ONE, TWO = fixed_plan(1), fixed_plan(2)
 NO_DW = fixed_plan(2, DwPolicy.NONE)
 PAIRED, PAIRED_NO_DW = paired(ONE), paired(fixed_plan(1, DwPolicy.NONE))
 MIX = paired(ONE, TWO)
+DEDUP = dedup(ONE)
 WHOLE_EXPERTS = fixed_plan(1, overlap_range=OverlapRange.EXPERTS)
 FORWARD_GAPS = (
     Gap("L1.c0.F.dispatch", ("W.output_layer",)),
@@ -82,6 +84,10 @@ CASES: dict[str, Case] = {
     "pipeline/k=1": Case([fixed_plan(1)], PIPELINE, layout={"pipeline_model_parallel_size": 2}),
     "bf16": Case([TWO], {"bf16": True}, late=COMPUTE_LATE),
     "bf16/k=1": Case([fixed_plan(1)], {"bf16": True}),
+    "dedup/k=1": Case([DEDUP], late=EACH_LATE),
+    "dedup/k=2": Case([dedup(TWO)], late=EACH_LATE[1:4]),
+    "dedup/capacity": Case([dedup(WHOLE_EXPERTS)], {**CAPACITY, **selective("moe")}, late=COMM_LATE),
+    "dedup/switches": paired_case([ONE, DEDUP, paired(DEDUP)], switchable=True),
     "llama-like": Case([TWO], {**LLAMA, "gated_linear_unit": True, "add_bias_linear": True}),
     "paired/k=1": paired_case([PAIRED], late=EACH_LATE),
     "paired/k=1/dw-none": paired_case([PAIRED_NO_DW], switchable=True, late=COMM_LATE),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lancet.schedule.plan import DwPolicy
+from megatron_lancet.schedule.plan import Dispatch, DwPolicy
 from tests.ranks import launch
 from tests.small_gpt import SETTINGS
 from tests.virtual_gpu.cases import CASES, TE_CASES
@@ -74,7 +74,9 @@ def test_host_waits_once_per_layer_and_chunk_and_not_in_backward(results, name):
         num_expected = num_at_ends * num_exchanges(case, plan.at_ends)
         num_expected += (case.num_micro_batches - num_at_ends) * num_exchanges(case, plan)
         assert sites.count(COUNTS) == num_expected
-        assert sites.count(OWN_COUNTS) == (num_expected if "moe_expert_capacity_factor" in case.overrides else 0)
+        # Distinct rows are counted, too, but more than there are may be made.
+        needs_own = plan.dispatch is Dispatch.PLAIN and "moe_expert_capacity_factor" in case.overrides
+        assert sites.count(OWN_COUNTS) == (num_expected if needs_own else 0)
         assert not {site for site in sites if site not in (COUNTS, OWN_COUNTS) and site[0] not in TESTS_OWN}
 
 

@@ -34,7 +34,7 @@ class Dispatcher(Protocol):
         """Makes a chunk's rows, ordered by the rank that they go to: tokens [N, H] and their probabilities [N, ...].
 
         Args:
-            num_rows: N.
+            num_rows: N, or more: rows behind those that are sent stay here, and have no meaning.
 
         Returns:
             The rows, and how to put them back.

@@ -16,6 +16,7 @@ of its experts), q distinct rows that this rank's experts see, m rows of the loc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,11 +39,13 @@ class DistinctRows:
     """Maps a chunk's distinct rows to its tokens.
 
     Attributes:
-        token_d: the token of each row.
+        token_d: the token of each row, and of those that stay here.
+        routing_map_tE: kept for the kernels that count its rows, see :meth:`DeduplicatedDispatcher.launch_counts`.
         hidden_shape: [s, b, H] of the chunk.
     """
 
     token_d: torch.Tensor
+    routing_map_tE: torch.Tensor
     hidden_shape: torch.Size
 
 
@@ -79,6 +82,14 @@ class DeduplicatedDispatcher:
         # All holders of an expert learn of its rows, though one of them receives them from here.
         return counts.expand(-1, self._tp_size, -1).flatten()
 
+    def most_rows(self, num_tokens: int, topk: int) -> int:
+        """The largest number of distinct rows of a chunk.
+
+        Args:
+            topk: experts of a token at most.
+        """
+        return num_tokens * min(topk, self._num_ranks)
+
     def permute(
         self, hidden_sbH: torch.Tensor, probs_tE: torch.Tensor, routing_map_tE: torch.Tensor, num_rows: int
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], DistinctRows]:
@@ -86,14 +97,14 @@ class DeduplicatedDispatcher:
 
         Args:
             routing_map_tE: bool.
-            num_rows: d.
+            num_rows: d, or more; further rows are copies of the first token's.
 
         Returns:
             Tokens [d, H] and, for each, the probabilities of the rank's experts and its choice of them, [d, e + c];
             and how to put them back.
         """
         goes_Pt = routing_map_tE.view(-1, self._num_ranks, self._num_local_experts).any(dim=2).t()
-        rank_d, token_d = torch.nonzero_static(goes_Pt, size=num_rows).unbind(dim=1)
+        rank_d, token_d = torch.nonzero_static(goes_Pt, size=num_rows, fill_value=0).unbind(dim=1)
         place_d = token_d * self._num_ranks + rank_d
         probs_de, chosen_de = (
             values_tE.reshape(-1, self._num_local_experts).index_select(0, place_d)
@@ -101,7 +112,8 @@ class DeduplicatedDispatcher:
         )
         tokens_dH = hidden_sbH.reshape(-1, hidden_sbH.shape[-1]).index_select(0, token_d)
         choice_dc = _as_numbers(chosen_de, probs_tE.dtype)
-        return (tokens_dH, torch.cat((probs_de, choice_dc), dim=1)), DistinctRows(token_d, hidden_sbH.shape)
+        rows = DistinctRows(token_d, routing_map_tE, hidden_sbH.shape)
+        return (tokens_dH, torch.cat((probs_de, choice_dc), dim=1)), rows
 
     def collect(
         self, received: tuple[torch.Tensor, ...], routes: DistinctRoutes, last_expert_first: bool = False
@@ -144,7 +156,7 @@ class DeduplicatedDispatcher:
             expert_m = num_experts - 1 - expert_m
         probs_m = probs_q[:, :num_experts].reshape(-1).index_select(0, place_m * num_experts + expert_m)
         output_mH = run(tokens_qH.index_select(0, place_m), probs_m)
-        return output_mH.new_zeros(tokens_qH.shape).index_add(0, place_m, output_mH)
+        return _summed(output_mH, place_m, len(tokens_qH))
 
     def sort_by_peer(
         self,
@@ -169,15 +181,34 @@ class DeduplicatedDispatcher:
     def unpermute(self, rows_dH: torch.Tensor, permutation: DistinctRows) -> torch.Tensor:
         """Sum the rows of each token: the chunk's output, [s, b, H]."""
         shape_sbH = permutation.hidden_shape
-        output_tH = rows_dH.new_zeros((shape_sbH[:-1].numel(), shape_sbH[-1]))
-        return output_tH.index_add(0, permutation.token_d, rows_dH).view(shape_sbH)
+        return _summed(rows_dH, permutation.token_d[: len(rows_dH)], shape_sbH[:-1].numel()).view(shape_sbH)
+
+
+class _SummedRows(torch.autograd.Function):
+    """Sums rows by their place. With torch's ``index_add`` autograd would keep them until the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, place: torch.Tensor, num_places: int) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        return rows.new_zeros((num_places, *rows.shape[1:])).index_add_(0, place, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        return grad.index_select(0, place), None, None
+
+
+def _summed(rows: torch.Tensor, place: torch.Tensor, num_places: int) -> torch.Tensor:
+    """Sums rows [n, H] with the same place, in their order: [num_places, H]."""
+    return cast(torch.Tensor, _SummedRows.apply(rows, place, num_places))
 
 
 def _as_numbers(chosen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Packs bools [d, e] into numbers [d, ceil(e / 8)]: these travel with the probabilities."""
     padded = torch.nn.functional.pad(chosen, (0, -chosen.size(1) % _BITS))
     values = torch.bitwise_left_shift(torch.ones_like(_places(chosen)), _places(chosen))
-    return (padded.view(len(chosen), -1, _BITS) * values).sum(dim=2).to(dtype)
+    # Where no row is sent, a -1 in the shape would be ambiguous.
+    return (padded.view(len(chosen), padded.size(1) // _BITS, _BITS) * values).sum(dim=2).to(dtype)
 
 
 def _as_bools(numbers: torch.Tensor, num_experts: int) -> torch.Tensor:

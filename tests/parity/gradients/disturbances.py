@@ -79,6 +79,29 @@ def detached_experts(stack: ExitStack) -> None:
     stack.enter_context(around(transformer_layer, "_norm", lambda stock, layer, hidden: stock(layer, hidden.detach())))
 
 
+def row_counted_twice(stack: ExitStack) -> None:
+    """Negative control: the last row of each sum of the deduplicated dispatch is added twice."""
+    from megatron_lancet.model.dispatcher import deduplicated
+
+    def summed(stock, rows, place, num_places):
+        return stock(torch.cat((rows, rows[-1:])), torch.cat((place, place[-1:])), num_places)
+
+    stack.enter_context(around(deduplicated, "_summed", summed))
+
+
+def choice_of_the_other_expert(stack: ExitStack) -> None:
+    """Negative control: of a message's rows with one of the rank's two experts, the first arrives with the other."""
+    from megatron_lancet.model.dispatcher import deduplicated
+
+    def as_numbers(stock, chosen, dtype):
+        numbers = stock(chosen, dtype)
+        row = chosen.sum(dim=1).eq(1).nonzero()[0]
+        numbers[row] = 3 - numbers[row]
+        return numbers
+
+    stack.enter_context(around(deduplicated, "_as_numbers", as_numbers))
+
+
 def lost_flush(stack: ExitStack) -> None:
     """Negative control: nothing runs or reports what is left at the end of a backward pass."""
     from megatron_lancet.runtime.weight_grad_store import WeightGradStore
@@ -112,6 +135,10 @@ def overwrite_one_value(value: float) -> Callable[[torch.nn.Parameter], object]:
     return damage
 
 
+DAMAGED_DEDUP: dict[str, Callable[[ExitStack], None]] = {
+    "row-counted-twice": row_counted_twice,
+    "choice-of-the-other-expert": choice_of_the_other_expert,
+}
 DAMAGED_GRADIENTS: dict[str, Callable[[ExitStack], None]] = {
     "nan": in_second_step(overwrite_one_value(math.nan)),
     "infinity": in_second_step(overwrite_one_value(math.inf)),

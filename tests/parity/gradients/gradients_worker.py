@@ -19,7 +19,10 @@ from benchmarks.gradient_error import relative_difference, relative_error, relat
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
+from tests.parity.gradients.dedup_cases import CASES as DEDUP_CASES
+from tests.parity.gradients.dedup_cases import ONE as DEDUP_ONE
 from tests.parity.gradients.disturbances import (
+    DAMAGED_DEDUP,
     DAMAGED_GRADIENTS,
     detached_experts,
     erratic_wire,
@@ -280,6 +283,7 @@ def compare_plan(overrides, plan: Plan, disturb=None, against=None) -> dict[str,
         "grouped_layers": grouped.call_count,
         "dw_ran_early": times.num_dw_early,
         "peak_dw_bytes": times.peak_dw_bytes,
+        "payload_bytes": times.payload_bytes,
     }
 
 
@@ -342,6 +346,10 @@ def main() -> None:
         results[name] = compare_plan(overrides, plan)
     for name, plan in WITH_GAPS.items():
         results[name] = compare_plan({}, plan, erratic_wire)
+    for name, case in DEDUP_CASES.items():
+        results[name] = compare_plan(case.overrides, case.plan, erratic_wire if case.disturbed else None)
+    for name, disturb in DAMAGED_DEDUP.items():
+        results[name] = compare_plan({}, DEDUP_ONE, disturb)
     results |= switching_cases()
     for name, (memory_bytes, num_chunks) in DW_MEMORY_CASES.items():
         results[name] = compare({}, num_chunks, erratic_wire, dw_memory_bytes=memory_bytes)

@@ -3,13 +3,15 @@
 Usage: layouts_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_lancet.schedule.plan import Dispatch
 from tests.parity.gradients.disturbances import erratic_wire
-from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare
+from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare_plan, plan_of
 from tests.ranks.worker import finish, run_on_cpu
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -55,10 +57,23 @@ CASES: dict[str, tuple[str, dict[str, Any], int, Any]] = {
     "EP2xTP2xCP2/erratic-wire/k=2": ("EP2xTP2xCP2", {}, 2, erratic_wire),
 }
 """Layout, overrides of the config, number of chunks, what disturbs the run."""
+TOP_4 = {"num_moe_experts": 16, "moe_router_topk": 4}
+DEDUP_CASES: dict[str, tuple[str, dict[str, Any], int, Any]] = {
+    "EP4/dedup/k=1": ("EP4", {"num_moe_experts": 8}, 1, None),
+    "EP4/dedup/top-4/k=1": ("EP4", TOP_4, 1, erratic_wire),
+    "EP2xTP2/dedup/k=1": ("EP2xTP2", {}, 1, None),
+    "EP2xETP2/dedup/k=1": ("EP2xETP2", {}, 1, None),
+    "EP2xCP2/dedup/k=1": ("EP2xCP2", {}, 1, None),
+}
+"""The same with the deduplicated dispatch."""
+CHANGES_SUMS = ("EP4/dedup/top-4/k=1", "EP2xETP2/dedup/k=1")
+"""Four experts per token, or the parts of an expert on two ranks: outputs are summed in another order than stock's."""
 
 
-def compare_in(layout: str, cases: dict[str, tuple[str, dict[str, Any], int, Any]]) -> dict[str, Any]:
-    """What :func:`compare` finds in those of ``cases`` that have this layout."""
+def compare_in(
+    layout: str, cases: dict[str, tuple[str, dict[str, Any], int, Any]], dispatch: Dispatch = Dispatch.PLAIN
+) -> dict[str, Any]:
+    """What :func:`compare_plan` finds in those of ``cases`` that have this layout."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 
@@ -68,7 +83,7 @@ def compare_in(layout: str, cases: dict[str, tuple[str, dict[str, Any], int, Any
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) * sizes.get("context_parallel_size", 1) / NUM_MICRO_BATCHES)
     config = {**sizes, "sequence_parallel": "tensor_model_parallel_size" in sizes}
     results = {
-        name: compare({**config, **overrides}, num_chunks, disturb)
+        name: compare_plan({**config, **overrides}, replace(plan_of(num_chunks), dispatch=dispatch), disturb)
         for name, (its_layout, overrides, num_chunks, disturb) in cases.items()
         if its_layout == layout
     }
@@ -84,6 +99,7 @@ def main() -> None:
     with sequence_parallel_with_torch_norm():
         for layout in LAYOUTS:
             results |= compare_in(layout, CASES)
+            results |= compare_in(layout, DEDUP_CASES, Dispatch.DEDUP)
     finish(results)
 
 

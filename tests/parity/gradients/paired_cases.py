@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan, paired
+from tests.parity.gradients.dedup_cases import ONE as DEDUP_ONE
+from tests.parity.gradients.dedup_cases import TWO as DEDUP_TWO
 from tests.parity.gradients.variants import CAPACITY, FULL, HYBRID, MLA, RECOMPUTE, VARIANTS, WHOLE_ROUTING
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -80,6 +82,8 @@ CASES: dict[str, Case] = {
     "capacity/experts-at-ends": Case(
         CAPACITY, paired(fixed_plan(1), fixed_plan(2, overlap_range=OverlapRange.EXPERTS))
     ),
+    "dedup": Case({}, paired(DEDUP_ONE)),
+    "dedup/chunks-at-ends": Case({}, paired(DEDUP_ONE, DEDUP_TWO), 4, True),
     "segments": Case(
         {"num_moe_experts": 8},
         paired(

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
+from tests.parity.gradients.dedup_cases import ONE, TWO
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import (
     build,
@@ -40,12 +41,14 @@ PLANS: dict[str, Plan] = {
     "sequence-none": fixed_plan(2, DwPolicy.NONE, ChunkDim.SEQUENCE),
 }
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
-CASES: dict[str, tuple[dict[str, Any], bool]] = {
-    "switching/overlapping-reduce": ({"num_moe_experts": 8}, True),
-    "switching/recompute-overlapping-reduce": (RECOMPUTE, True),
-    "switching/mla-reduce-at-the-end": (MLA, False),
+DEDUP_PLANS: dict[str, Plan] = {"whole": fixed_plan(1), "whole-dedup": ONE, "batch-dedup": TWO}
+CASES: dict[str, tuple[dict[str, Any], bool, dict[str, Plan]]] = {
+    "switching/overlapping-reduce": ({"num_moe_experts": 8}, True, PLANS),
+    "switching/recompute-overlapping-reduce": (RECOMPUTE, True, PLANS),
+    "switching/mla-reduce-at-the-end": (MLA, False, PLANS),
+    "switching/dedup-overlapping-reduce": ({"num_moe_experts": 8}, True, DEDUP_PLANS),
 }
-"""Overrides of the config, and whether reductions overlap with the backward pass."""
+"""Overrides of the config, whether reductions overlap with the backward pass, and plans."""
 
 
 def switching_cases() -> dict[str, list[dict[str, Any]]]:
@@ -55,7 +58,7 @@ def switching_cases() -> dict[str, list[dict[str, Any]]]:
 def switch_through_plans(
     overrides: dict[str, Any],
     overlaps: bool,
-    plans: Mapping[str, Plan] = PLANS,
+    plans: Mapping[str, Plan],
     run_step: Callable[[Any], list[float]] = step,
 ) -> list[dict[str, Any]]:
     """A step under each plan in turn, and the same step of stock; then the weights move on.

@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.gradient_error import worst
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.gradients.disturbances import DAMAGED, DAMAGED_GRADIENTS
+from tests.parity.gradients.dedup_cases import CASES as DEDUP_CASES
+from tests.parity.gradients.disturbances import DAMAGED, DAMAGED_DEDUP, DAMAGED_GRADIENTS
 from tests.parity.gradients.variants import (
     CUTS,
     DW_MEMORY_CASES,
@@ -40,7 +41,7 @@ def exact_cases() -> list[str]:
     chunked = [f"{name}/k={k}" for name in VARIANTS for k in chunk_counts(name)]
     chunked += [f"{name}/k={k}" for name in FORCED for k in (1, 3)]
     others = ["bf16/k=1", "dw-none/k=2", "erratic-wire/k=2"]
-    return [*chunked, *cuts, *MICRO_BATCH_OF_ONE, *SEGMENTED, *DW_MEMORY_CASES, *WITH_GAPS, *others]
+    return [*chunked, *cuts, *MICRO_BATCH_OF_ONE, *SEGMENTED, *DW_MEMORY_CASES, *WITH_GAPS, *DEDUP_CASES, *others]
 
 
 def idle_parameters(case: str, rank: int, names: list[str]) -> list[str]:
@@ -58,6 +59,7 @@ def test_gradients_equal_stock(results, case, check_gradients):
         # A gated shared expert uses its input twice. Its two gradients are added to each other before they are added to
         # those of the router and the permutation; in stock one after the other.
         bitwise = "/k=1" in case and not case.startswith("shared-expert-gate")
+        bitwise = DEDUP_CASES[case].is_exact if case in DEDUP_CASES else bitwise
         bound = 0.0 if bitwise else TOLERANCE
         check_gradients(found["gradients"], bound, f"rank {rank}", precision_of(case))
         assert found["loss"] <= bound
@@ -94,6 +96,18 @@ def test_order_of_collectives_does_not_depend_on_planned_gaps(results):
     """They choose which dW runs where; each rank's wire decides how many of them do."""
     for result in results:
         assert result["gaps/k=2"]["collectives"] == result["plain/k=2"]["collectives"]
+
+
+@pytest.mark.parametrize("case", ["plain/k=1", "group-limited/k=1", "mla/k=1", "frozen-half-of-the-linears/k=1"])
+def test_dispatch_without_duplicates_sends_the_same_messages_with_fewer_rows(results, case):
+    """Both experts of a group-limited token are on one rank: it goes there once, with a row of the same width."""
+    for result in results:
+        ours, plain = result[f"{case}/dedup"], result[case]
+        assert ours["collectives"] == plain["collectives"]
+        if case.startswith("group-limited"):
+            assert 0 < ours["payload_bytes"] * 2 == plain["payload_bytes"]
+        else:
+            assert 0 < ours["payload_bytes"] < plain["payload_bytes"]
 
 
 def test_padded_experts_send_counts_of_chunks_only(results):
@@ -171,6 +185,12 @@ def test_gradient_comparison_detects_mtp_weight_grads_that_are_added_in_another_
     assert 0 < max(results[0]["uses-added-one-by-one/k=1"]["gradients"].values()) <= TOLERANCE
 
 
+@pytest.mark.parametrize("damage", DAMAGED_DEDUP)
+def test_gradient_comparison_detects_a_damaged_dispatch_without_duplicates(results, damage):
+    for result in results:
+        assert max(result[damage]["gradients"].values()) > 1e4 * TOLERANCE
+
+
 def test_gradient_comparison_detects_an_mtp_layer_with_the_tokens_of_another(results):
     found = results[0]["same-prediction-twice/k=2"]
     assert found["gradients"]["mtp.layers.1.eh_proj.weight"] > 1e4 * TOLERANCE
@@ -219,14 +239,15 @@ def test_switching_plans_changes_no_gradient(results, case, check_gradients):
 
 @pytest.mark.parametrize("case", switching_cases())
 def test_switched_plans_run_their_own_chunks(results, case):
-    from tests.parity.gradients.switching import PLANS
+    from tests.parity.gradients.switching import CASES
 
+    _, _, plans = CASES[case]
     first, second = (result[case] for result in results)
     for ours, theirs in zip(first, second, strict=True):
         assert ours["collectives"] == theirs["collectives"]
         assert ours["position"].startswith("past L1.c0.I.dispatch")
         chunks = {int(op.split(".")[1][1:]) for op in ours["collectives"] if op.endswith(".F.dispatch")}
-        assert chunks == set(range(PLANS[ours["plan"]].num_chunks))
+        assert chunks == set(range(plans[ours["plan"]].num_chunks))
         assert (ours["grouped_layers"] > 0) == (not ours["plan"].startswith("whole"))
         assert (ours["num_deferred"] == 0) == ours["plan"].endswith("none")
     by_plan: dict[str, list[str]] = {}

@@ -16,9 +16,11 @@ import torch
 from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.patching import replaced
+from megatron_lancet.schedule.plan import fixed_plan
 from megatron_lancet.training.platform.cpu import cpu_platform
+from tests.parity.gradients.dedup_cases import dedup
 from tests.parity.gradients.disturbances import naive_aux_loss
-from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare, logged_losses, run_stock
+from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare, compare_plan, logged_losses, run_stock
 from tests.parity.gradients.variants import VARIANTS
 
 NUM_CHUNKS = (1, 2, 3)
@@ -40,6 +42,12 @@ def cases(num_ranks: int) -> dict[str, tuple[dict[str, Any], int]]:
     return {f"ep={num_ranks}/{name}": case for name, case in named.items()}
 
 
+def dedup_cases(num_ranks: int) -> dict[str, tuple[dict[str, Any], int]]:
+    """With the deduplicated dispatch: overrides of the config and chunks, by name."""
+    top_4 = {"num_moe_experts": 2 * WORLDS[num_ranks], "moe_router_topk": 4}
+    return {f"ep={num_ranks}/top-4-dedup/k=2": (top_4, 2)}
+
+
 def run(num_ranks: int) -> dict[str, Any]:
     from megatron.core import parallel_state
 
@@ -48,10 +56,14 @@ def run(num_ranks: int) -> dict[str, Any]:
     with mock_world(num_ranks, SLOW_ENOUGH), loopback_counts():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
         try:
-            return {
+            found = {
                 name: compare({"expert_model_parallel_size": num_ranks, **overrides}, num_chunks)
                 for name, (overrides, num_chunks) in cases(num_ranks).items()
-            } | controls(num_ranks)
+            }
+            for name, (overrides, num_chunks) in dedup_cases(num_ranks).items():
+                plan = dedup(fixed_plan(num_chunks))
+                found[name] = compare_plan({"expert_model_parallel_size": num_ranks, **overrides}, plan)
+            return found | controls(num_ranks)
         finally:
             parallel_state.destroy_model_parallel()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.mocked.mock_gradients_worker import WORLDS, cases
+from tests.parity.mocked.mock_gradients_worker import WORLDS, cases, dedup_cases
 from tests.ranks import launch
 
 WORKER = Path(__file__).with_name("mock_gradients_worker.py")
@@ -19,7 +19,9 @@ def results(tmp_path_factory):
     return json.loads((folder / "result.json").read_text())
 
 
-@pytest.mark.parametrize("case", [name for num_ranks in WORLDS for name in cases(num_ranks)])
+@pytest.mark.parametrize(
+    "case", [name for num_ranks in WORLDS for name in (*cases(num_ranks), *dedup_cases(num_ranks))]
+)
 def test_gradients_equal_stock(results, case, check_gradients):
     found = results[case]
     assert found["zero_gradients"] == []

@@ -21,7 +21,7 @@ from megatron_lancet.model import transformer_block
 from megatron_lancet.patching import replaced
 from megatron_lancet.schedule import turns
 from megatron_lancet.schedule.ops import Phase
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
 from tests.parity.mocked.lowered_plan import (
     FAST_MS,
     LAYERS_PER_STAGE,
@@ -112,6 +112,9 @@ def cases() -> Iterator[tuple[str, Case]]:
             plan = fixed_plan(num_chunks, overlap_range=over)
             yield f"priority-k{num_chunks}-{over}", Case(plan, has_priority=True)
     yield "priority-dw-none", Case(fixed_plan(2, DwPolicy.NONE), has_priority=True)
+    for num_chunks, over in ((1, STACK), (2, STACK), (3, LAYER)):
+        plan = dataclasses.replace(fixed_plan(num_chunks, overlap_range=over), dispatch=Dispatch.DEDUP)
+        yield f"dedup-k{num_chunks}-{over}", Case(plan, "full-recompute" if over is LAYER else "shared-experts")
     yield "priority-stage-1", Case(each_stage(2), "stage-1", has_priority=True)
 
 

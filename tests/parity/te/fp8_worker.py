@@ -18,6 +18,7 @@ from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.schedule.plan import Plan
 from tests.parity.gradients import gradients_worker
+from tests.parity.gradients.dedup_cases import dedup
 from tests.parity.gradients.gradients_worker import (
     NUM_MICRO_BATCHES,
     close,
@@ -74,12 +75,13 @@ def _fp8(recipe: str, number: str = "hybrid", **settings: Any) -> dict[str, Any]
 
 
 _WHOLE, _TWO, _FOUR = ({f"k={k}": plan_of(k)} for k in (1, 2, 4))
+_WHOLE_DEDUP = {"k=1 dedup": dedup(plan_of(1))}
 _SEQUENCE = {"k=2 sequence": plan_of(2, dim="sequence")}
 MTP: dict[str, Any] = {"mtp_num_layers": 1}
 _NO_CACHE: dict[str, Any] = {"disable_parameter_transpose_cache": True}
 _IN_FP32 = _fp8("delayed", bf16=False, fp8_amax_history_len=3, fp8_amax_compute_algo="max")
 RECIPES = {
-    "delayed": Recipe(_fp8("delayed"), _WHOLE | _TWO | _FOUR),
+    "delayed": Recipe(_fp8("delayed"), _WHOLE | _WHOLE_DEDUP | _TWO | _FOUR),
     "delayed-recompute": Recipe(_fp8("delayed", **RECOMPUTE), _WHOLE),
     "delayed-selective-recompute": Recipe(_fp8("delayed", **SELECTIVE), _WHOLE),
     "delayed-e4m3": Recipe(_fp8("delayed", "e4m3"), _WHOLE),

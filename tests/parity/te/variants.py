@@ -3,6 +3,7 @@
 from typing import Any
 
 from megatron_lancet.schedule.plan import Gap, Plan, fixed_plan, paired
+from tests.parity.gradients.dedup_cases import dedup
 from tests.parity.gradients.gradients_worker import plan_of
 from tests.parity.gradients.paired_cases import DROPOUT, K1_NONE, Case
 from tests.parity.gradients.variants import (
@@ -115,6 +116,8 @@ def cases() -> dict[str, tuple[dict[str, Any], Plan]]:
     for name in ("dw-memory-1/k=2", "dw-memory-20000/k=2"):
         memory_bytes, num_chunks = DW_MEMORY_CASES[name]
         found[name] = FUSED, fixed_plan(num_chunks, dw_memory_bytes=memory_bytes)
+    for num_chunks in (1, 2):
+        found[f"fused/k={num_chunks}/dedup"] = FUSED, dedup(fixed_plan(num_chunks))
     return found | HAZARDS
 
 

@@ -14,10 +14,12 @@ from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.model import moe_layer
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
+from megatron_lancet.model.dispatcher.deduplicated import DeduplicatedDispatcher
 from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.model.recompute import Recompute
 from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.trace import RoutedRows, Trace
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.select import make_transport
 from megatron_lancet.schedule.layers import LayerKind
@@ -60,10 +62,18 @@ def moe_of(comm: Comm, experts: Experts, recompute: Recompute, **config) -> Over
         **config,
     }
     stock = SimpleNamespace(
-        experts=experts, use_shared_expert=False, is_mtp_layer=False, layer_number=1, config=SimpleNamespace(**config)
+        experts=experts,
+        use_shared_expert=False,
+        is_mtp_layer=False,
+        layer_number=1,
+        num_local_experts=NUM_EXPERTS // NUM_RANKS,
+        config=SimpleNamespace(**config),
     )
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    dispatchers = {Dispatch.PLAIN: AllToAllDispatcher(comm, NUM_EXPERTS, NUM_RANKS, alone)}
+    dispatchers = {
+        Dispatch.PLAIN: AllToAllDispatcher(comm, NUM_EXPERTS, NUM_RANKS, alone),
+        Dispatch.DEDUP: DeduplicatedDispatcher(comm, NUM_EXPERTS, NUM_RANKS, alone),
+    }
     return OverlappingMoE(1, stock, dispatchers, comm, recompute)
 
 
@@ -107,6 +117,60 @@ def test_rows_are_freed_when_the_message_is_packed_and_when_they_are_sorted(comm
     x.output_sbH.sum().backward()
     assert torch.allclose(hidden_sbH.grad, torch.ones(3, 1, HIDDEN))
     assert torch.allclose(probs_tE.grad, hidden_sbH.sum(dim=2) * (probs_tE > 0))
+
+
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+def test_trace_has_the_rows_of_both_dispatches_whichever_runs(comm, dispatch):
+    """The first token has both of its experts on rank 0, the others one on each rank."""
+    moe, x, trace = moe_of(comm, Experts(), Recompute()), routed_chunk(), Trace(torch.device("cpu"), 0)
+    comm.dispatch = dispatch
+    comm.record_to(trace)
+    moe_layer.launch_counts(moe, x)
+    moe_layer.preprocess(moe, x)
+    assert len(x.rows[0]) == (6 if dispatch is Dispatch.PLAIN else 5)
+    assert trace.end_step().routed == {"L1.c0.F.experts": RoutedRows(rows=(4, 2), tokens=(3, 2))}
+
+
+class KeepingExperts:
+    """Square rows, for which autograd keeps them, and know whether the rows of any call are in memory."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._rows: list[StorageWeakRef] = []
+
+    def __call__(self, tokens_mH, rows_per_expert, probs_m):
+        self.num_calls += 1
+        output_mH = tokens_mH.square() * probs_m[:, None]
+        self._rows += [StorageWeakRef(rows.untyped_storage()) for rows in (tokens_mH, output_mH)]
+        return output_mH, None
+
+    @property
+    def rows_in_memory(self) -> list[bool]:
+        """Of each call's tokens, then of its output."""
+        return [not rows.expired() for rows in self._rows]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_deduplicated_rows_of_the_experts_are_made_again_and_not_kept(comm, recomputed):
+    """With recompute the distinct rows are kept, as they were received; else what autograd keeps of the experts."""
+    comm.dispatch = Dispatch.DEDUP
+    experts = KeepingExperts()
+    moe, x = moe_of(comm, experts, Recompute(experts=recomputed)), routed_chunk()
+    hidden_sbH = x.normed_sbH
+    received = []  # by the experts, and by the tokens' rank
+    for verb in verbs_of(LayerKind.MOE, has_shared_experts=False):
+        if verb in (Compute(OpKind.EXPERTS), Compute(OpKind.POSTPROCESS)):
+            received.append(StorageWeakRef(x.rows[0].untyped_storage()))
+            assert len(x.rows[0]) == 5  # of six choices two are on one rank
+        if verb in moe_layer.FORWARD and verb != Compute(OpKind.ROUTE):
+            moe_layer.FORWARD[verb](moe, x)
+    assert experts.rows_in_memory == [not recomputed, False]
+    assert [rows.expired() for rows in received] == [not recomputed, True]
+    assert torch.allclose(x.output_sbH, hidden_sbH.square())  # each of two experts takes a half
+    x.output_sbH.sum().backward()
+    assert experts.num_calls == 1 + recomputed
+    assert not any(experts.rows_in_memory)
+    assert torch.allclose(hidden_sbH.grad, 2 * hidden_sbH)
 
 
 def test_padded_experts_get_their_rows_without_counts_or_a_look_at_the_map(comm, monkeypatch):

@@ -5,6 +5,7 @@ import torch
 
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
+from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op, Phase
 from tests.fakes import Loopback, cpu_stats
 
@@ -83,6 +84,31 @@ def test_all_to_all_of_no_rows_returns_no_rows():
     (y,) = a.wait(a.launch(x))
     y.sum().backward()
     assert y.shape == x.grad.shape == (0, 2)
+
+
+class PendingSplits:
+    """Four rows, which the launch does not know yet."""
+
+    def __init__(self, comm: Comm) -> None:
+        counts = torch.tensor([4])
+        self.counts = comm.launch_counts(Op(1, 0, Phase.FORWARD, "counts"), lambda: counts, ReadyEvent(counts))
+        self.counts.transfer.arrive()
+
+    def splits(self) -> RowSplits:
+        return SPLITS
+
+
+def test_rows_behind_those_that_are_sent_stay_and_have_the_gradient_zero():
+    """The number of rows may be known after the rows were made."""
+    comm, _, stats = make()
+    tokens, probs = torch.ones(6, 2, requires_grad=True), torch.ones(6, requires_grad=True)
+    a = AllToAll(comm, Op(1, 0, Phase.FORWARD, "dispatch"), PendingSplits(comm))
+    got_tokens, got_probs = a.wait(a.launch(tokens, probs))
+    assert (len(got_tokens), len(got_probs)) == (4, 4)
+    (got_tokens.sum() + 5 * got_probs.sum()).backward()
+    assert tokens.grad.tolist() == [[2, 2]] * 4 + [[0, 0]] * 2
+    assert probs.grad.tolist() == [10] * 4 + [0] * 2
+    assert stats.take().payload_bytes == 2 * 3 * 32
 
 
 def test_wait_names_the_op_of_a_lost_peer():
