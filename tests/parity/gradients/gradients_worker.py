@@ -19,9 +19,9 @@ from benchmarks.gradient_error import relative_difference, relative_error, relat
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
+from megatron_lancet.schedule.wire import Wire
 from tests.parity.gradients.dedup_cases import CASES as DEDUP_CASES
 from tests.parity.gradients.dedup_cases import ONE as DEDUP_ONE
-from megatron_lancet.schedule.wire import Wire
 from tests.parity.gradients.disturbances import (
     DAMAGED_DEDUP,
     DAMAGED_GRADIENTS,
