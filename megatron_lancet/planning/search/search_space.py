@@ -202,7 +202,7 @@ def chosen_dispatch(profile: Profile, allowed: Sequence[Dispatch]) -> tuple[Disp
     fast and has stock's order of sums.
     """
     if Dispatch.DEDUP not in allowed:
-        return (Dispatch.PLAIN, None) if allowed else (None, Exclusion("dispatch", "none is allowed"))
+        return (Dispatch.PLAIN, None) if allowed else (None, Exclusion("dispatches", "none is allowed"))
     model, what = profile.model, f"dispatch={Dispatch.DEDUP}"
     may_be_plain = Dispatch.PLAIN in allowed
     if (why_not := model.why_not_dedup) is not None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron_lancet.planning.what_if.forecast import SweepRow
 from megatron_lancet.report.tables import right_aligned
+from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import Dispatch
 
 _LAYOUT_COLUMNS = ["ranks", "nodes", "EP", "PP", "gradients ms", "bubble"]
@@ -61,7 +62,7 @@ def _table(rows: Sequence[SweepRow]) -> list[list[str]]:
     titles = [
         f"{name}: {what}"
         for name in rows[0].forecasts
-        for what in ("step ms", "exposed", *(["dispatch"] if name in with_dispatch else []))
+        for what in ("step ms", "exposed", *([OpKind.DISPATCH] if name in with_dispatch else []))
     ]
     return [_LAYOUT_COLUMNS + titles, *(_cells(row, with_dispatch) for row in rows)]
 

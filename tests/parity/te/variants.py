@@ -5,7 +5,7 @@ from typing import Any
 from megatron_lancet.schedule.plan import Gap, Plan, fixed_plan, paired
 from tests.parity.gradients.dedup_cases import dedup
 from tests.parity.gradients.gradients_worker import plan_of
-from tests.parity.gradients.paired_cases import DROPOUT, K1_NONE, Case
+from tests.parity.paired.paired_cases import DROPOUT, K1_NONE, Case
 from tests.parity.gradients.variants import (
     DW_MEMORY_CASES,
     FORCED,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.gradients.paired_cases import (
+from tests.parity.paired.paired_cases import (
     CASES,
     IN_LAYOUTS,
     IN_PIPELINES,

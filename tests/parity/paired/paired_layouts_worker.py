@@ -25,8 +25,8 @@ from tests.parity.gradients.gradients_worker import (
     wrap_with_ddp,
 )
 from tests.parity.gradients.observer import Observer
-from tests.parity.gradients.paired_cases import IN_LAYOUTS, IN_PIPELINES, LAYOUTS, PIPELINES, Case
-from tests.parity.gradients.paired_worker import buffers, compare, forward_step
+from tests.parity.paired.paired_cases import IN_LAYOUTS, IN_PIPELINES, LAYOUTS, PIPELINES, Case
+from tests.parity.paired.paired_worker import buffers, compare, forward_step
 from tests.ranks.worker import finish, run_on_cpu
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, transformer_config
 

@@ -26,7 +26,7 @@ from tests.parity.gradients.gradients_worker import (
     wrap_with_ddp,
 )
 from tests.parity.gradients.observer import Observer
-from tests.parity.gradients.paired_cases import (
+from tests.parity.paired.paired_cases import (
     CASES,
     DROPOUT,
     LATE_FORWARDS,
