@@ -19,8 +19,6 @@ from benchmarks.gradient_error import relative_difference, relative_error, relat
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
-from tests.parity.gradients.dedup_cases import CASES as DEDUP_CASES
-from tests.parity.gradients.dedup_cases import ONE as DEDUP_ONE
 from tests.parity.gradients.disturbances import (
     DAMAGED_DEDUP,
     DAMAGED_GRADIENTS,
@@ -35,6 +33,8 @@ from tests.parity.gradients.disturbances import (
 from tests.parity.gradients.observer import Observer
 from tests.parity.gradients.variants import (
     CUTS,
+    DEDUP_CASES,
+    DEDUP_ONE,
     DW_MEMORY_CASES,
     FORCED,
     HYBRID,
