@@ -27,10 +27,10 @@ help:
 	@echo "make check-gpu   these tests and a short benchmark, within ten minutes; results in OUT=folder (runs/check-gpu)"
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   build wheel and source distribution, install into an empty environment and run there"
-	@echo "make bench-network   what overlap buys on a shaped network (root, Linux): an hour and a half; BENCH_ARGS=--headline:"
-	@echo "                     11 minutes, --pairing: 20, --quick: 2"
+	@echo "make bench-network   what overlap buys on a shaped network (root, Linux): 1 3/4 hours; BENCH_ARGS=--headline:"
+	@echo "                     11 minutes, --pairing: 20, --dispatch (fewer bytes): 10, --quick: 2"
 	@echo "make bench-prediction   predicted step times against real ones on the same network (root, Linux): 40 minutes;"
-	@echo "                        BENCH_ARGS=--pairing: 15"
+	@echo "                        BENCH_ARGS=--pairing: 15, --dispatch: 12"
 	@echo "make bench-priority     all-to-alls and gradient reductions on one shaped link (root, Linux)"
 	@echo "make bench-gpu       stock, pipelined experts and our schedules on one GPU; BENCH_ARGS=--help lists options"
 

@@ -22,6 +22,7 @@ from benchmarks.prediction.errors import (
 )
 from benchmarks.priority import summary as priority_summary
 from benchmarks.priority.cases import OVERLAPPED
+from benchmarks.quoted_dispatch import dispatch, dispatch_memory, dispatch_prediction, dispatch_variants
 from benchmarks.quoted_pairing import pairing, pairing_prediction, pairing_variants
 from benchmarks.quoted_results import Quoted, network, predictions, result, rows_of
 
@@ -172,7 +173,7 @@ def _recompute() -> Iterator[Figure]:
 
 
 def _prediction() -> list[list[str]]:
-    cases = [errors for _, errors in predictions(with_pairs=False)]
+    cases = [errors for _, errors in predictions()]
     mark = " DISTURBED" if any(case.is_disturbed for case in cases) else ""
     total = totals([one for case in cases for one in case.comparisons])
     median = Figure("median", total.median, total.median <= MAX_MEDIAN_ERROR, mark)
@@ -311,6 +312,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "pairing": pairing,
     "pairing-variants": pairing_variants,
     "pairing-prediction": pairing_prediction,
+    "dispatch": dispatch,
+    "dispatch-variants": dispatch_variants,
+    "dispatch-prediction": dispatch_prediction,
+    "dispatch-memory": dispatch_memory,
     "targets": targets,
     "waiting-cost": waiting_cost,
     "activation-memory": activation_memory,

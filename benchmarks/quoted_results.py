@@ -1,15 +1,16 @@
 """Results that documents quote: each case of a benchmark from the newest committed result file that has it.
 
-Cases with several micro-batches, which pairs need, are kept apart from the others.
+Cases with several micro-batches, which pairs need, and those with duplicates to save are kept apart from the others.
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.network.cases import CASES, PAIRED_CASES
+from benchmarks.network.cases import CASES, DISPATCH_CASES, PAIRED_CASES
 from benchmarks.network.summary import CaseSummary, Row, summarise
 from benchmarks.prediction import cases as prediction_cases
 from benchmarks.prediction.errors import CaseErrors, compare
@@ -63,20 +64,28 @@ def _summaries() -> dict[str, tuple[Quoted, CaseSummary]]:
 
 
 def network() -> dict[str, tuple[Quoted, CaseSummary]]:
-    """The newest measurement of each case of the network benchmark but those with pairs, in the order of the cases."""
-    return {name: found for name, found in _summaries().items() if name not in PAIRED_CASES}
+    """The newest measurement of each case of the network benchmark, in their order, but of those that follow."""
+    return _network_of([name for name in CASES if name not in {*PAIRED_CASES, *DISPATCH_CASES}])
 
 
 def network_with_pairs() -> dict[str, tuple[Quoted, CaseSummary]]:
     """The same of those with pairs."""
-    return {name: found for name, found in _summaries().items() if name in PAIRED_CASES}
+    return _network_of(PAIRED_CASES)
 
 
-def predictions(with_pairs: bool) -> list[tuple[Quoted, CaseErrors]]:
-    """The newest measurement of each case of the prediction benchmark, either with pairs or without."""
-    found, paired = newest("prediction"), prediction_cases.PAIRED_CASES
-    names = [name for name in prediction_cases.CASES if name in found and (name in paired) == with_pairs]
-    return [(found[name], compare(found[name].case)) for name in names]
+def network_with_dedup() -> dict[str, tuple[Quoted, CaseSummary]]:
+    """The same of those in which a token may travel once to a rank."""
+    return _network_of(DISPATCH_CASES)
+
+
+def _network_of(names: Collection[str]) -> dict[str, tuple[Quoted, CaseSummary]]:
+    return {name: found for name, found in _summaries().items() if name in names}
+
+
+def predictions(names: Collection[str] = prediction_cases.PLAIN.cases) -> list[tuple[Quoted, CaseErrors]]:
+    """The newest measurement of each of these cases of the prediction benchmark, in the order of the cases."""
+    found = newest("prediction")
+    return [(found[name], compare(found[name].case)) for name in prediction_cases.CASES if name in {*names} & {*found}]
 
 
 def rows_of(summary: CaseSummary) -> dict[str, Row]:

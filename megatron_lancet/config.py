@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority
 from megatron_lancet.schedule.units import mb_to_bytes
+from megatron_lancet.schedule.wire import Wire
 
 _METADATA_KEY = "flag"
 
@@ -189,6 +190,15 @@ class LancetConfig(_CheckedFlags):
         "that the messages of one are in flight while the other computes; needs no chunks. auto (default): the plan "
         "chooses; a fixed plan pairs where --overlap-moe-expert-parallel-comm is given and pairing is possible.",
     )
+    dispatch: Dispatch | None = _flag(
+        None,
+        **_words(Dispatch, none_word="auto"),
+        limits_plan=True,
+        help="rows that all-to-alls carry: plain (one per token and chosen expert, as stock), dedup (one per token and "
+        "rank that holds any of its experts: fewer bytes where a rank holds several), auto (default): the plan "
+        "chooses; a fixed plan takes plain, and with --moe-token-dispatcher-type flex every plan takes dedup where it "
+        "is possible.",
+    )
     attention: AttentionChoice = _flag(
         AttentionChoice.AUTO,
         **_words(AttentionChoice),
@@ -239,6 +249,13 @@ class LancetConfig(_CheckedFlags):
         advice="Without the flag NCCL chooses.",
         help="streaming multiprocessors (SMs) of a GPU that an all-to-all of expert parallelism may take from the "
         "kernels beside it, at most; a power of two. By default NCCL chooses.",
+    )
+    wire: Wire = _flag(
+        Wire.EXACT,
+        **_words(Wire),
+        help="number format of hidden states in the all-to-alls of expert parallelism. exact (default): their own. "
+        "bf16: 16 bits for those of 32. fp8: 8 bits, with a scale for each 128, in forward dispatches, and bf16 "
+        "in combines and gradients. Other formats than exact change losses and gradients; auto never chooses one.",
     )
     experts_apart: bool = _flag(
         False,

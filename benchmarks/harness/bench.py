@@ -38,7 +38,7 @@ COUNTED_FIELDS = [*SAMPLE_FIELDS, "wire_bytes"]
 """Names of the values of :meth:`Bench.counted`."""
 
 RankSamples = list[list[float]]
-"""One step: of each rank, the values in the order of :data:`SAMPLE_FIELDS` or :data:`COUNTED_FIELDS`."""
+"""One step: of each rank, the values in the order of :data:`COUNTED_FIELDS`, or of :data:`SAMPLE_FIELDS`."""
 
 
 class WrongResultError(Exception):
@@ -126,19 +126,20 @@ class Bench:
             _check_bytes(step, dict(zip(COUNTED_FIELDS, values, strict=True)))
         return ranks, loss
 
-    def sweep(self, index: int, steps: Mapping[str, Step], count_bytes: bool) -> dict[str, Any]:
+    def sweep(self, index: int, steps: Mapping[str, Step]) -> dict[str, Any]:
         """All variants in turns, in an order that rotates from repeat to repeat; for the JSON file. Collective.
 
         Args:
             index: of the sweep.
-            count_bytes: samples have :data:`COUNTED_FIELDS`, and each step's bytes are checked.
+
+        Raises:
+            WrongResultError: see :meth:`counted`.
         """
         samples: dict[str, list[RankSamples]] = {name: [] for name in steps}
         watch = CpuWatch(self.job.cores)
         for repeat in range(self.job.repeats):
             for name in rotated(list(steps), repeat):
-                step = steps[name]
-                samples[name].append(self.counted(step)[0] if count_bytes else on_both_ranks(step.run()[0]))
+                samples[name].append(self.counted(steps[name])[0])
         return {"disturbance": watch.seen(f"sweep {index + 1} of {self.job.sweeps}"), "samples": samples}
 
 

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.harness.namespaces import NUM_RANKS
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.planning.dispatch import why_not_dedup
+from megatron_lancet.schedule.plan import Dispatch, Plan
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,25 @@ class Variant:
         return self.overlaps_micro_batches or (self.plan is not None and self.plan.is_paired)
 
     @property
-    def is_exact(self) -> bool:
-        """Whether its loss and gradients must equal those of stock Megatron to the bit: it sums in the same order."""
-        return not self.sdpa and (self.plan is None or self.plan.num_chunks == 1)
+    def is_deduplicated(self) -> bool:
+        """Whether a token travels once to a rank, not once to each of its experts there."""
+        return self.plan is not None and self.plan.dispatch is Dispatch.DEDUP
+
+    def is_exact(self, topk: int) -> bool:
+        """Whether its loss and gradients must equal those of stock Megatron to the bit.
+
+        Args:
+            topk: experts of a token.
+        """
+        return not self.sdpa and (self.plan is None or sums_as_stock(self.plan, topk))
+
+
+def sums_as_stock(plan: Plan, topk: int) -> bool:
+    """Whether a plan sums in stock's order.
+
+    Nothing is cut; and where ranks sum a token's outputs before they go back, it has at most two, whose order is none.
+    """
+    return plan.num_chunks == 1 and (plan.dispatch is Dispatch.PLAIN or topk <= 2)
 
 
 @dataclass(frozen=True)
@@ -122,6 +140,22 @@ def select(
             wanted = complete(set(case.variants if variants is None else variants), case)
             selected.append(replace(case, variants=tuple(name for name in known_variants if name in wanted)))
     return selected
+
+
+def check_saves_rows(case: Case, deduplicated: Sequence[str], other: str) -> None:
+    """
+    Args:
+        deduplicated: names of what is to run in it and sends a token once to a rank.
+        other: name of a case in which that saves rows.
+
+    Raises:
+        UsageError: no token of ``case`` has two experts on a rank.
+    """
+    why_not = why_not_dedup(NUM_RANKS, case.shape.experts, case.shape.topk, pads_to_capacity=False)
+    if deduplicated and why_not is not None:
+        raise UsageError(
+            f"{deduplicated[0]} sends a token once to a rank, and in case {case.name} {why_not}. Pass --cases {other}."
+        )
 
 
 def rotated(names: Sequence[str], repeat: int) -> list[str]:

@@ -1,8 +1,8 @@
 """What overlap buys on a shaped network: python -m benchmarks.network (as root), or make bench-network.
 
 Makes two network namespaces with a shaped link between them, runs stock Megatron and our variants in turns on it, and
-removes them again. All cases take about an hour and a half, --headline about 11 minutes, --pairing about 20, --quick
-about 2, on two cores of 2.5 GHz.
+removes them again. All cases take about an hour and three quarters, --headline about 11 minutes, --pairing about 20,
+--dispatch about 10, --quick about 2, on two cores of 2.5 GHz.
 """
 
 import argparse
@@ -16,15 +16,10 @@ from benchmarks.harness.command import add_common_arguments, check_positive, job
 from benchmarks.harness.job import Job
 from benchmarks.harness.runner import run_benchmark
 from benchmarks.harness.tables import write_results
-from benchmarks.network.cases import CASES, HEADLINE_CASES, PAIRED_CASES, QUICK_CASES, VARIANTS, check, choose
+from benchmarks.network.cases import CASES, PRESETS, VARIANTS, WHOLE, check, choose
 from benchmarks.network.summary import summarise
 from benchmarks.network.table import as_markdown, as_text
 from megatron_lancet.errors import run_command
-
-_QUICK = {"repeats": 5, "sweeps": 1}
-_HEADLINE = {"repeats": 3, "sweeps": 2}
-_PAIRING = {"repeats": 5, "sweeps": 1}
-_FULL = {"repeats": 3, "sweeps": 3}
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -34,30 +29,23 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         UsageError: a number out of range.
     """
     parser = new_parser("network", __doc__, list(CASES))
-    preset = parser.add_mutually_exclusive_group()
-    preset.add_argument(
-        "--quick",
-        action="store_true",
-        help=f"case {' '.join(QUICK_CASES)}, few variants, one sweep: about 2 minutes",
-    )
-    preset.add_argument(
-        "--headline",
-        action="store_true",
-        help=f"cases {' '.join(HEADLINE_CASES)}, few variants, two sweeps: about 11 minutes",
-    )
-    preset.add_argument(
-        "--pairing",
-        action="store_true",
-        help=f"cases {' '.join(PAIRED_CASES)}, one sweep: about 20 minutes",
-    )
+    presets = parser.add_mutually_exclusive_group()
+    for name, preset in PRESETS.items():
+        presets.add_argument(f"--{name}", dest="preset", action="store_const", const=name, help=str(preset))
     parser.add_argument("--variants", nargs="+", metavar="VARIANT", help=f"of: {', '.join(VARIANTS)} (the case's own)")
-    parser.add_argument("--repeats", type=int, help="steps of each variant in a sweep (3; --quick, --pairing: 5)")
-    parser.add_argument("--sweeps", type=int, help="sweeps of each case (3; --headline: 2, --quick, --pairing: 1)")
+    parser.add_argument("--repeats", type=int, help=f"steps of each variant in a sweep ({_defaults('repeats')})")
+    parser.add_argument("--sweeps", type=int, help=f"sweeps of each case ({_defaults('sweeps')})")
     parser.add_argument("--micro-batches", type=int, help="of a step, instead of the case's own")
-    add_common_arguments(parser, "network", timeout_minutes=120)
+    add_common_arguments(parser, "network", timeout_minutes=150)
     args = parser.parse_args(argv)
     check_positive(args, "repeats", "sweeps")
     return args
+
+
+def _defaults(field: str) -> str:
+    """What a preset sets, for the help text."""
+    others = "".join(f"; --{name}: {getattr(preset, field)}" for name, preset in PRESETS.items())
+    return f"{getattr(WHOLE, field)}{others}"
 
 
 def make_job(args: argparse.Namespace, cores: Sequence[int], result: Path) -> Job:
@@ -66,9 +54,9 @@ def make_job(args: argparse.Namespace, cores: Sequence[int], result: Path) -> Jo
     Raises:
         UsageError: an unknown case or variant, or one that can't run.
     """
-    defaults = _QUICK if args.quick else _HEADLINE if args.headline else _PAIRING if args.pairing else _FULL
-    cases = choose(args.cases, args.variants, args.quick, args.headline, args.pairing)
-    repeats, sweeps = args.repeats or defaults["repeats"], args.sweeps or defaults["sweeps"]
+    preset = PRESETS.get(args.preset, WHOLE)
+    cases = choose(args.cases, args.variants, preset)
+    repeats, sweeps = args.repeats or preset.repeats, args.sweeps or preset.sweeps
     job = job_of(args, cases, repeats, sweeps, cores, result)
     check(job.cases)
     return job

@@ -1,12 +1,12 @@
 """The variants of the network benchmark, and the cases in which they meet. Neither torch nor Megatron."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.harness.cases import Case, Shape, Variant, select
+from benchmarks.harness.cases import Case, Shape, Variant, check_saves_rows, select
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, fixed_plan, paired
 
 
 def _plain_variants() -> list[Variant]:
@@ -40,6 +40,16 @@ def _paired_variants() -> list[Variant]:
     ]
 
 
+def _deduplicated_variants() -> list[Variant]:
+    """A token travels once to a rank."""
+    whole, chunks = (replace(fixed_plan(num_chunks), dispatch=Dispatch.DEDUP) for num_chunks in (1, 2))
+    return [
+        Variant("dedup-k1", whole),
+        Variant("dedup-k2", chunks),
+        Variant("paired-dedup-k1", paired(whole)),
+    ]
+
+
 def _sdpa_variants() -> list[Variant]:
     """Fused attention, which sequence chunks need: it computes less than Megatron's, so it has a stock of its own."""
     own: dict[str, Any] = {"compute": "stock-sdpa-free", "sdpa": True}
@@ -55,13 +65,18 @@ def _sdpa_variants() -> list[Variant]:
     return variants
 
 
-VARIANTS = {variant.name: variant for variant in _plain_variants() + _sdpa_variants() + _paired_variants()}
+VARIANTS = {
+    variant.name: variant
+    for variant in _plain_variants() + _sdpa_variants() + _paired_variants() + _deduplicated_variants()
+}
 UNPAIRED = "all-k2"
 """The variant in which micro-batches run one after the other that those with pairing are compared with."""
 
 _QUICK = ("stock", "experts-only-k2", "all-k2", "all-k4", "stock-free", "all-free-k2", "all-free-k4")
 _EVERYTHING = tuple(
-    name for name, variant in VARIANTS.items() if not (name.startswith("sequence-free") or variant.pairs_micro_batches)
+    name
+    for name, variant in VARIANTS.items()
+    if not (name.startswith("sequence-free") or variant.pairs_micro_batches or variant.is_deduplicated)
 )
 _SCHEDULES = (
     *("stock", "experts-only-k2", "forward-only-k2", "dw-only", "all-k2", "all-k4"),
@@ -75,6 +90,11 @@ _PAIRED = ("stock", UNPAIRED, "stock-free", "paired-k1", "paired-k1-none", "pair
 _FEW_PAIRED = ("stock", UNPAIRED, "stock-free", "paired-k1", "paired-mix")
 _SMALLER = Shape(layers=3, hidden=384, seq_length=256, micro_batches=4)
 """Half the tokens and less than half the weights: a step of four micro-batches takes 4 to 6 s at 45 %."""
+_UNPAIRED_TOP_4 = ("stock", "dw-only", UNPAIRED, "all-k4", "stock-free", "dedup-k1", "dedup-k2")
+_PAIRED_TOP_4 = ("stock", UNPAIRED, "stock-free", "paired-k1", "dedup-k2", "paired-dedup-k1")
+_TOP_4 = Shape(layers=3, seq_length=96, experts=8, topk=4)
+"""Few tokens, since each has four rows; rows so wide that what travels beside their hidden values is below 1 %."""
+_TOP_4_STEPS = replace(_TOP_4, seq_length=64, micro_batches=4)
 
 
 def _paired_cases() -> list[Case]:
@@ -84,6 +104,16 @@ def _paired_cases() -> list[Case]:
         Case("20-m4", title.format("four", 20), 0.20, _PAIRED, _SMALLER),
         Case("65-m4", title.format("four", 65), 0.65, _PAIRED, _SMALLER),
         Case("45-m8", title.format("eight", 45), 0.45, _FEW_PAIRED, replace(_SMALLER, micro_batches=8)),
+    ]
+
+
+def _top_4_cases() -> list[Case]:
+    title = "{}balanced top-4 of 8 experts, stock exposes {} %"
+    several = "four micro-batches in a step, "
+    return [
+        Case("45-top4", title.format("", 45), 0.45, _UNPAIRED_TOP_4, _TOP_4),
+        Case("65-top4", title.format("", 65), 0.65, _UNPAIRED_TOP_4, _TOP_4),
+        Case("65-top4-m4", title.format(several, 65), 0.65, _PAIRED_TOP_4, _TOP_4_STEPS),
     ]
 
 
@@ -121,44 +151,71 @@ def _cases() -> list[Case]:
 
 
 PAIRED_CASES = tuple(case.name for case in _paired_cases())
-CASES = {case.name: case for case in _cases() + _paired_cases()}
-QUICK_CASES = ("45",)
-HEADLINE_CASES = ("45", ACCUMULATED)
-"""The case that documents quote first, and the one with Megatron's own overlap."""
+DISPATCH_CASES = tuple(case.name for case in _top_4_cases())
+CASES = {case.name: case for case in _cases() + _paired_cases() + _top_4_cases()}
 
 
-def choose(
-    cases: list[str],
-    variants: list[str] | None,
-    quick: bool = False,
-    headline: bool = False,
-    pairing: bool = False,
-) -> list[Case]:
+@dataclass(frozen=True)
+class Preset:
+    """What is run.
+
+    Attributes:
+        cases: names; empty for all.
+        repeats: steps of each variant in a sweep.
+        sweeps: of each case.
+        minutes: that it takes on two cores of 2.5 GHz.
+        few_variants: finer distinctions are left out.
+    """
+
+    cases: tuple[str, ...]
+    repeats: int
+    sweeps: int
+    minutes: int
+    few_variants: bool = False
+
+    def __str__(self) -> str:
+        few = "few variants, " if self.few_variants else ""
+        sweeps = "one sweep" if self.sweeps == 1 else f"{self.sweeps} sweeps"
+        return f"cases {' '.join(self.cases)}, {few}{sweeps}: about {self.minutes} minutes"
+
+
+WHOLE = Preset((), 3, 3, 105)
+PRESETS = {
+    "quick": Preset(("45",), 5, 1, 2, few_variants=True),
+    # The case that documents quote first, and the one with Megatron's own overlap.
+    "headline": Preset(("45", ACCUMULATED), 3, 2, 11, few_variants=True),
+    "pairing": Preset(PAIRED_CASES, 5, 1, 20),
+    "dispatch": Preset(DISPATCH_CASES, 5, 1, 10),
+}
+"""Parts of the benchmark, by the options that ask for them."""
+
+
+def choose(cases: list[str], variants: list[str] | None, preset: Preset = WHOLE) -> list[Case]:
     """The cases to run, in the order of :data:`CASES`, each with the variants asked for and those they refer to.
 
     Args:
-        cases: names; empty for all, or those of a quick, headline or pairing run.
-        variants: names; None for each case's own, of which a quick or headline run leaves out finer distinctions.
+        cases: names; empty for those of ``preset``.
+        variants: names; None for each case's own, or few of them, as ``preset`` says.
 
     Raises:
         UsageError: an unknown name.
     """
-    names = cases or (QUICK_CASES if quick else HEADLINE_CASES if headline else PAIRED_CASES if pairing else ())
 
     def complete(wanted: set[str], case: Case) -> set[str]:
-        if variants is None and (quick or headline):
+        if variants is None and preset.few_variants:
             wanted = wanted & {*_QUICK, *_ACCUMULATED} or wanted
         return set(with_references(wanted | {case.baseline}))
 
-    return select(CASES, names, list(VARIANTS), variants, complete)
+    return select(CASES, cases or preset.cases, list(VARIANTS), variants, complete)
 
 
 def check(cases: Iterable[Case]) -> None:
     """
     Raises:
-        UsageError: a variant overlaps micro-batches where a step has only one.
+        UsageError: a variant overlaps micro-batches where a step has only one, or there is nothing to deduplicate.
     """
     for case in cases:
+        check_saves_rows(case, [name for name in case.variants if VARIANTS[name].is_deduplicated], DISPATCH_CASES[0])
         pairs = [name for name in case.variants if VARIANTS[name].pairs_micro_batches]
         if pairs and case.shape.micro_batches < 2:
             raise UsageError(

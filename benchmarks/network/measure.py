@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.bench import TOLERANCE, Bench, largest_error, say
+from benchmarks.harness.bench import COUNTED_FIELDS, TOLERANCE, Bench, largest_error, say
 from benchmarks.harness.cases import Case
 from benchmarks.network.cases import VARIANTS
-from benchmarks.training_step.sample import SAMPLE_FIELDS
+from benchmarks.training_step.routing import SentRows
 from benchmarks.training_step.step import Step
 
 
@@ -21,6 +21,7 @@ class _Ready:
     Attributes:
         errors: largest relative difference from stock, by variant.
         expert_shares: per layer, of the routed rows.
+        sent_rows: what the routing sends away in a step.
         peak_bytes: peak activation memory of each rank, by variant.
     """
 
@@ -28,6 +29,7 @@ class _Ready:
     steps: dict[str, Step]
     errors: dict[str, float]
     expert_shares: list[list[float]]
+    sent_rows: SentRows
     peak_bytes: dict[str, list[int]]
 
     def fits(self, case: Case) -> bool:
@@ -56,11 +58,12 @@ class NetworkBench(Bench):
             **asdict(case),
             "rate_bps": rate_bps,
             "expert_shares": ready.expert_shares,
+            "sent_rows": asdict(ready.sent_rows),
             "plans": {name: str(VARIANTS[name].plan or "stock") for name in steps},
             "largest_errors": {name: ready.errors[name] for name in steps},
             "peak_activation_bytes": {name: ready.peak_bytes[name] for name in steps},
-            "sample_fields": SAMPLE_FIELDS,
-            "sweeps": [self.sweep(index, steps, count_bytes=False) for index in range(self.job.sweeps)],
+            "sample_fields": COUNTED_FIELDS,
+            "sweeps": [self.sweep(index, steps) for index in range(self.job.sweeps)],
         }
 
     def _ready_for(self, case: Case) -> _Ready:
@@ -73,11 +76,11 @@ class NetworkBench(Bench):
         steps, errors = self._prepared(case)
         baseline = steps[case.baseline]
         baseline.take_expert_shares()
-        baseline.run()
+        sent_rows = baseline.count_sent_rows()
         shares = baseline.take_expert_shares()
         peaks = {name: _peak_bytes(step) for name, step in steps.items()}
         self.warm_up()
-        self._ready = _Ready(case, steps, errors, shares, peaks)
+        self._ready = _Ready(case, steps, errors, shares, sent_rows, peaks)
         return self._ready
 
     def _prepared(self, case: Case) -> tuple[dict[str, Step], dict[str, float]]:
@@ -96,7 +99,7 @@ class NetworkBench(Bench):
             results = {"loss": loss, **step.gradients()}
             if not expected:
                 expected = {key: value.clone() for key, value in results.items()}
-            tolerance = 0.0 if variant.is_exact else TOLERANCE
+            tolerance = 0.0 if variant.is_exact(case.shape.topk) else TOLERANCE
             errors[name] = largest_error(name, results, expected, case.variants[0], tolerance)
             steps[name] = step
         return steps, errors

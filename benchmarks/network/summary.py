@@ -46,6 +46,9 @@ class Row:
         sweep_speedups: the median of each sweep.
         over_unpaired: paired ratios of the step of :data:`UNPAIRED` to this one's. None on the free link, for stock and
             where no variant with pairing was run.
+        sent_bytes: that left a rank's shaped interface in a step, mean of the ranks. None on the free link, and in
+            files of runs that did not count them in each step.
+        fewer_bytes: the reference's bytes over this one's. None where a token travels once to each expert.
     """
 
     name: str
@@ -68,6 +71,39 @@ class Row:
     speedup: Spread
     sweep_speedups: list[float]
     over_unpaired: Spread | None
+    sent_bytes: float | None
+    fewer_bytes: float | None
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The fastest variant that sends a token once to a rank, against the fastest one that does not.
+
+    Attributes:
+        speedup: paired ratios of the latter's step to the former's.
+    """
+
+    name: str
+    other: str
+    speedup: Spread
+
+
+@dataclass(frozen=True)
+class SentRows:
+    """Rows that leave a rank in dispatches, for each token and layer, by the routing.
+
+    Attributes:
+        plain: one for each of the token's experts on other ranks.
+        dedup: one for each other rank that has any of them.
+    """
+
+    plain: float
+    dedup: float
+
+    @property
+    def fewer(self) -> float:
+        """By what deduplication divides the rows."""
+        return self.plain / self.dedup
 
 
 @dataclass(frozen=True)
@@ -82,6 +118,8 @@ class CaseSummary:
             than compute, no schedule hides the rest.
         shares: smallest and largest share of the routed rows that an expert of any layer got.
         disturbed: numbers of the sweeps that something disturbed, from 1.
+        sent_rows: what the routing sends; None where no variant deduplicates.
+        gain: likewise.
     """
 
     name: str
@@ -94,6 +132,8 @@ class CaseSummary:
     shares: tuple[float, float]
     disturbed: list[int]
     rows: list[Row]
+    sent_rows: SentRows | None
+    gain: Gain | None
 
 
 def summarise(case: Mapping[str, Any]) -> CaseSummary:
@@ -114,7 +154,27 @@ def summarise(case: Mapping[str, Any]) -> CaseSummary:
         shares=(min(flat_shares), max(flat_shares)),
         disturbed=disturbed_sweeps(case),
         rows=[_row(case, samples, name) for name in case["variants"]],
+        sent_rows=_sent_rows(case),
+        gain=_gain(case, samples),
     )
+
+
+def _sent_rows(case: Mapping[str, Any]) -> SentRows | None:
+    if not any(VARIANTS[name].is_deduplicated for name in case["variants"]):
+        return None
+    found = case["sent_rows"]
+    return SentRows(found["plain"] / found["tokens"], found["dedup"] / found["tokens"])
+
+
+def _gain(case: Mapping[str, Any], samples: CaseSamples) -> Gain | None:
+    ours = [name for name in case["variants"] if VARIANTS[name].plan is not None and not VARIANTS[name].free_link]
+
+    def fastest(is_deduplicated: bool) -> str | None:
+        names = [name for name in ours if VARIANTS[name].is_deduplicated == is_deduplicated]
+        return min(names, key=lambda name: samples.median(name, slower("step_ms")), default=None)
+
+    name, other = fastest(True), fastest(False)
+    return None if name is None or other is None else Gain(name, other, _spread_of(samples.speedups(name, other)))
 
 
 def _compute_ms(samples: CaseSamples, variant: str) -> float:
@@ -151,7 +211,9 @@ def _row(case: Mapping[str, Any], samples: CaseSamples, name: str) -> Row:
     has_cut = name != reference and not variant.free_link
     bound_ms = passes_ms = None
     if not variant.free_link:
-        compute_ms, link_ms = _compute_ms(samples, name), _link_ms(samples, reference, case["rate_bps"])
+        # What a message of ours has beyond the rows' own bytes is no part of the bound.
+        sent_by = name if variant.is_deduplicated else reference
+        compute_ms, link_ms = _compute_ms(samples, name), _link_ms(samples, sent_by, case["rate_bps"])
         bound_ms = max(compute_ms, link_ms)
         # Each pass sends the same rows, once there and once back. With a reduction in the step, these two are not all;
         # with several micro-batches they need not come one after the other.
@@ -184,7 +246,20 @@ def _row(case: Mapping[str, Any], samples: CaseSamples, name: str) -> Row:
         speedup=_spread_of(by_sweep),
         sweep_speedups=[statistics.median(sweep) for sweep in by_sweep],
         over_unpaired=_spread_of(samples.speedups(name, UNPAIRED)) if is_compared and has_pairing else None,
+        sent_bytes=None if variant.free_link else _sent_bytes(case, samples, name),
+        fewer_bytes=_fewer_bytes(case, samples, name),
     )
+
+
+def _sent_bytes(case: Mapping[str, Any], samples: CaseSamples, name: str) -> float | None:
+    return samples.median(name, mean("wire_bytes")) if "wire_bytes" in case["sample_fields"] else None
+
+
+def _fewer_bytes(case: Mapping[str, Any], samples: CaseSamples, name: str) -> float | None:
+    if not VARIANTS[name].is_deduplicated:
+        return None
+    own, reference = (_sent_bytes(case, samples, which) for which in (name, VARIANTS[name].reference))
+    return None if own is None or reference is None else reference / own
 
 
 def _spread_of(by_sweep: Sequence[Sequence[float]]) -> Spread:

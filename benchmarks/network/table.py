@@ -6,7 +6,7 @@ from textwrap import indent
 from benchmarks.harness.samples import Spread, disturbance_warning
 from benchmarks.harness.tables import aligned, markdown
 from benchmarks.network.cases import UNPAIRED, VARIANTS
-from benchmarks.network.summary import CaseSummary, Row
+from benchmarks.network.summary import CaseSummary, Row, SentRows
 
 _HEADINGS = (
     "variant",
@@ -23,11 +23,24 @@ _HEADINGS = (
     "speedup (quartiles)",
     "sweeps",
 )
-_OPTIONAL = {"reduce+opt": "exposed", "steady/bound": "CPU", f"against {UNPAIRED}": "sweeps"}
+_OPTIONAL = {
+    "reduce+opt": "exposed",
+    "steady/bound": "CPU",
+    "sent MB": "CPU",
+    "fewer bytes": "CPU",
+    f"against {UNPAIRED}": "sweeps",
+}
 """Columns that a case may have, each with the one that it stands in front of."""
 
 
-def _optional_cells(row: Row) -> dict[str, str]:
+def fewer_bytes(row: Row, sent_rows: SentRows | None) -> str:
+    """By what a variant divides the bytes, and how far that is from what it does with the rows; else nothing."""
+    if row.fewer_bytes is None or sent_rows is None:
+        return ""
+    return f"{row.fewer_bytes:.3f} ({row.fewer_bytes / sent_rows.fewer - 1:+.1%})"
+
+
+def _optional_cells(row: Row, sent_rows: SentRows | None) -> dict[str, str]:
     steady, over_unpaired = row.steady_over_bound, row.over_unpaired
     return dict(
         zip(
@@ -35,6 +48,8 @@ def _optional_cells(row: Row) -> dict[str, str]:
             (
                 f"{row.rest_ms:.0f}" if row.rest_ms > 0 else "",
                 "" if steady is None else f"{steady:.2f}",
+                "" if sent_rows is None or row.sent_bytes is None else f"{row.sent_bytes / 1e6:.2f}",
+                fewer_bytes(row, sent_rows),
                 "" if over_unpaired is None else _spread(over_unpaired),
             ),
             strict=True,
@@ -74,6 +89,18 @@ def description(case: CaseSummary) -> list[str]:
     if case.link_ms > case.compute_ms:
         lines.append(
             f"the link takes longer than stock's compute: a cut of {case.reachable_cut:.0%} is all that can be reached"
+            f"{'' if case.sent_rows is None else ' with as many bytes'}"
+        )
+    if case.sent_rows is not None:
+        lines.append(
+            f"by the routing a token sends {case.sent_rows.plain:.2f} rows to other ranks, {case.sent_rows.dedup:.2f} "
+            f"without duplicates: {case.sent_rows.fewer:.3f} times fewer"
+        )
+    if case.gain is not None:
+        gain = case.gain
+        lines.append(
+            f"{gain.name}, the fastest without duplicates, is {_spread(gain.speedup)} times as fast as {gain.other}, "
+            "the fastest with them"
         )
     if case.disturbed:
         lines.append(disturbance_warning(case.disturbed))
@@ -84,7 +111,7 @@ def _lines(case: CaseSummary) -> list[list[str]]:
     """The headings and a line for each variant; without the optional columns in which no variant has anything."""
     lines = [list(_HEADINGS), *(_cells(row) for row in case.rows)]
     for heading, place in _OPTIONAL.items():
-        column = [_optional_cells(row)[heading] for row in case.rows]
+        column = [_optional_cells(row, case.sent_rows)[heading] for row in case.rows]
         if any(column):
             at = lines[0].index(place)
             for line, cell in zip(lines, [heading, *column], strict=True):

@@ -2,7 +2,7 @@
 
 Makes two network namespaces with a shaped link between them. For each case the model is profiled there, each
 configuration's step is predicted from that profile; between its steps the configurations run in turns. Removes the
-namespaces. The cases of one micro-batch take about 40 minutes, --pairing about 15, on two cores of 2.5 GHz.
+namespaces. A plain run takes about 40 minutes, --pairing about 15, --dispatch about 12, on two cores of 2.5 GHz.
 """
 
 import argparse
@@ -15,13 +15,10 @@ from benchmarks.harness.command import add_common_arguments, check_positive, job
 from benchmarks.harness.job import Job
 from benchmarks.harness.runner import run_benchmark
 from benchmarks.harness.tables import write_results
-from benchmarks.prediction.cases import CASES, CONFIGURATIONS, PAIRED_CASES, choose
+from benchmarks.prediction.cases import CASES, CONFIGURATIONS, PLAIN, PRESETS, choose
 from benchmarks.prediction.errors import compare
 from benchmarks.prediction.table import as_markdown, as_text
 from megatron_lancet.errors import UsageError, run_command
-
-_REPEATS = 12
-_PAIRING_REPEATS = 3
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -32,16 +29,15 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """
     parser = new_parser("prediction", __doc__, list(CASES))
     parser.add_argument("--configurations", nargs="+", metavar="CONFIGURATION", help=f"of: {', '.join(CONFIGURATIONS)}")
-    parser.add_argument(
-        "--pairing",
-        action="store_true",
-        help=f"cases {' '.join(PAIRED_CASES)}, which otherwise run only if they are named: about 15 minutes",
-    )
+    presets = parser.add_mutually_exclusive_group()
+    for name, preset in PRESETS.items():
+        presets.add_argument(f"--{name}", dest="preset", action="store_const", const=name, help=str(preset))
+    defaults = "".join(f"; --{name}: {preset.repeats}" for name, preset in PRESETS.items())
     parser.add_argument(
         "--repeats",
         type=int,
         help=f"measured steps of each configuration, two in a round, with several micro-batches one "
-        f"({_REPEATS}; --pairing: {_PAIRING_REPEATS})",
+        f"({PLAIN.repeats}{defaults})",
     )
     parser.add_argument(
         "--timelines", type=Path, metavar="FOLDER", help="also trace a step of each configuration, for comparison"
@@ -61,9 +57,9 @@ def make_job(args: argparse.Namespace, cores: Sequence[int], result: Path) -> Jo
         UsageError: an unknown case or configuration, or one that can't run.
     """
     timelines = None if args.timelines is None else args.timelines.resolve()
-    cases = choose(args.cases, args.configurations, args.pairing)
-    repeats = args.repeats or (_PAIRING_REPEATS if args.pairing else _REPEATS)
-    return job_of(args, cases, repeats, 1, cores, result, timelines)
+    preset = PRESETS.get(args.preset, PLAIN)
+    cases = choose(args.cases, args.configurations, preset)
+    return job_of(args, cases, args.repeats or preset.repeats, 1, cores, result, timelines)
 
 
 def main() -> None:

@@ -1,14 +1,15 @@
 """What is predicted and measured: configurations of the overlap, and the cases in which they run. No torch.
 
 In the case ``gradients`` gradients are summed over the ranks beside the backward pass, on the same link, and Adam runs.
-In those of :data:`PAIRED_CASES` a step has four micro-batches, whose backwards may run beside forwards.
+In those of :data:`PAIRED_CASES` a step has four micro-batches, whose backwards may run beside forwards; in those of
+:data:`DISPATCH_CASES` a token has several experts on a rank, to which it may travel once.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from benchmarks.harness.cases import Case, Shape, select
+from benchmarks.harness.cases import Case, Shape, check_saves_rows, select
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 
 BASELINE = "k1"
 """Stock's order: by what it waits for, the link's rate is set."""
@@ -46,14 +47,19 @@ def _paired_plans() -> dict[str, Plan]:
     }
 
 
+def _deduplicated_plans() -> dict[str, Plan]:
+    return {f"dedup-k{num_chunks}": replace(fixed_plan(num_chunks), dispatch=Dispatch.DEDUP) for num_chunks in (1, 2)}
+
+
 _UNPAIRED_PLANS = _fixed_plans()
-FIXED_PLANS = {**_UNPAIRED_PLANS, **_paired_plans()}
+FIXED_PLANS = {**_UNPAIRED_PLANS, **_paired_plans(), **_deduplicated_plans()}
 CONFIGURATIONS = (*FIXED_PLANS, PLANNED)
 
 
 _SHAPE = Shape(hidden=384, seq_length=256)
 _SOME = ("k1", "k1-dw", "experts-k4-dw", "layer-k2-dw", "stack-k2", "stack-k4-dw", "sequence-k2-dw", PLANNED)
 _PAIRED = ("k1", "stack-k2-dw", *_paired_plans(), PLANNED)
+_TOP_4 = ("k1", "stack-k2-dw", *_deduplicated_plans(), PLANNED)
 _BATCH_ONLY = ("k1", "k1-dw", "layer-k2-dw", "stack-k2", "stack-k2-dw", "stack-k4-dw")
 
 
@@ -86,24 +92,57 @@ def _paired_cases() -> list[Case]:
     ]
 
 
+def _top_4_cases() -> list[Case]:
+    shape = Shape(layers=3, seq_length=96, experts=8, topk=4)
+    return [
+        Case(f"{share}-top4", f"top-4 of 8 experts, k1 exposes {share} %", share / 100, _TOP_4, shape, BASELINE)
+        for share in (45, 65)
+    ]
+
+
 PAIRED_CASES = tuple(case.name for case in _paired_cases())
-_OTHER_CASES = tuple(case.name for case in _cases())
-CASES = {case.name: case for case in _cases() + _paired_cases()}
+DISPATCH_CASES = tuple(case.name for case in _top_4_cases())
+CASES = {case.name: case for case in _cases() + _paired_cases() + _top_4_cases()}
 
 
-def choose(cases: list[str], configurations: list[str] | None, pairing: bool = False) -> list[Case]:
+@dataclass(frozen=True)
+class Preset:
+    """What is run.
+
+    Attributes:
+        cases: names.
+        repeats: measured steps of each configuration.
+        minutes: that it takes on two cores of 2.5 GHz.
+    """
+
+    cases: tuple[str, ...]
+    repeats: int
+    minutes: int
+
+    def __str__(self) -> str:
+        return f"cases {' '.join(self.cases)}, which otherwise run only if they are named: about {self.minutes} minutes"
+
+
+PLAIN = Preset(tuple(case.name for case in _cases()), 12, 40)
+PRESETS = {"pairing": Preset(PAIRED_CASES, 3, 15), "dispatch": Preset(DISPATCH_CASES, 12, 12)}
+"""Parts of the benchmark that are not in a plain run, by the options that ask for them."""
+
+
+def choose(cases: list[str], configurations: list[str] | None, preset: Preset = PLAIN) -> list[Case]:
     """The cases to run, in the order of :data:`CASES`.
 
     Args:
-        cases: names; empty for all of one micro-batch, or for those of a pairing run.
+        cases: names; empty for those of ``preset``.
         configurations: names; None for each case's own.
 
     Raises:
-        UsageError: an unknown name, or a plan with pairing where a step has one micro-batch.
+        UsageError: an unknown name, a plan with pairing where a step has one micro-batch, or one that deduplicates
+            where there is nothing to save.
     """
-    names = cases or (PAIRED_CASES if pairing else _OTHER_CASES)
-    chosen = select(CASES, names, CONFIGURATIONS, configurations, noun="configuration")
+    chosen = select(CASES, cases or preset.cases, CONFIGURATIONS, configurations, noun="configuration")
+    deduplicated = {name for name, plan in FIXED_PLANS.items() if plan.dispatch is Dispatch.DEDUP}
     for case in chosen:
+        check_saves_rows(case, [name for name in case.variants if name in deduplicated], DISPATCH_CASES[0])
         pairs = [name for name in case.variants if name in FIXED_PLANS and FIXED_PLANS[name].is_paired]
         if pairs and case.shape.micro_batches == 1:
             raise UsageError(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.bench import TOLERANCE, Bench, CpuWatch, RankSamples, largest_error, say
-from benchmarks.harness.cases import Case, Variant, rotated
+from benchmarks.harness.cases import Case, Variant, rotated, sums_as_stock
 from benchmarks.prediction.cases import FIXED_PLANS, PLANNED
 from benchmarks.training_step.links import CPU
 from benchmarks.training_step.model import BUCKET_PARAMETERS
@@ -92,7 +92,7 @@ class PredictionBench(Bench):
         self.warm_up()
         _, loss = step.run()
         if self._expected:
-            tolerance = 0.0 if plan.num_chunks == 1 else TOLERANCE
+            tolerance = 0.0 if sums_as_stock(plan, step.shape.topk) else TOLERANCE
             largest_error(name, {"loss": loss, **step.gradients()}, self._expected, "stock", tolerance)
         self._set_rate(self._rate_bps)
 

@@ -31,7 +31,7 @@ class PriorityBench(Bench):
             "plans": {name: str(VARIANTS[name].plan or "stock") for name in case.variants},
             "largest_errors": errors,
             "sample_fields": COUNTED_FIELDS,
-            "sweeps": [self.sweep(index, steps, count_bytes=True) for index in range(self.job.sweeps)],
+            "sweeps": [self.sweep(index, steps) for index in range(self.job.sweeps)],
         }
 
     def _ready_for(self, case: Case) -> tuple[dict[str, Step], dict[str, float]]:

@@ -1,6 +1,7 @@
-"""Makes a fresh router send the wanted share of rows to each expert, by Megatron's own expert bias."""
+"""Makes a fresh router send the wanted share of rows to each expert, by Megatron's own expert bias; counts rows."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,3 +77,51 @@ def take_expert_shares(model: GPTModel) -> list[list[float]]:
         shares.append((total_E / total_E.sum()).tolist())
         rows_E.zero_()
     return shares
+
+
+@dataclass(frozen=True)
+class SentRows:
+    """What the routing sends away in the dispatches of one step, over all layers and ranks.
+
+    Attributes:
+        tokens: that were routed; each once in each layer.
+        plain: rows to experts of other ranks, one per token and expert.
+        dedup: rows to other ranks, one per token and rank that holds any of its experts.
+    """
+
+    tokens: int
+    plain: int
+    dedup: int
+
+
+def sent_rows(routing_map_TE: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+    """The fields of :class:`SentRows`, int64 [3], of what one router chose on one rank.
+
+    Args:
+        routing_map_TE: bool; the experts are spread over the ranks in order.
+        rank: whose tokens these are.
+    """
+    rows_TP = routing_map_TE.unflatten(1, (num_ranks, -1)).sum(dim=2)
+    rows_TP[:, rank] = 0
+    return torch.stack([torch.tensor(len(rows_TP)), rows_TP.sum(), (rows_TP > 0).sum()])
+
+
+def count_sent_rows(model: GPTModel, run: Callable[[], object]) -> SentRows:
+    """What the routers of a stock ``model`` send away while ``run`` runs. Collective over the world.
+
+    Args:
+        run: runs steps of the model, forward passes on this thread.
+    """
+    total = torch.zeros(3, dtype=torch.int64)
+
+    def after_router(_router: Any, _inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        total.add_(sent_rows(outputs[1], dist.get_rank(), dist.get_world_size()))
+
+    handles = [layer.mlp.router.register_forward_hook(after_router) for layer in model.decoder.layers]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    dist.all_reduce(total)
+    return SentRows(*total.tolist())

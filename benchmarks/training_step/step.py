@@ -13,7 +13,7 @@ from benchmarks.training_step import model
 from benchmarks.training_step.links import Link
 from benchmarks.training_step.live_memory import LiveMemory
 from benchmarks.training_step.megatron_overlap import CommThread
-from benchmarks.training_step.routing import set_expert_shares, take_expert_shares
+from benchmarks.training_step.routing import SentRows, count_sent_rows, set_expert_shares, take_expert_shares
 from benchmarks.training_step.sample import Sample
 from megatron_lancet.model.gpt import set_plan
 from megatron_lancet.runtime.comm_stats import CommTimes
@@ -160,3 +160,8 @@ class Step:
     def take_expert_shares(self) -> list[list[float]]:
         """Per layer, the share of routed rows of each expert since the last call. Collective."""
         return take_expert_shares(self.module)
+
+    def count_sent_rows(self) -> SentRows:
+        """Rows of all ranks in the dispatches of a step, which runs for it; of stock modules. Collective."""
+        assert self.variant.plan is None, "our router chooses chunk by chunk"
+        return count_sent_rows(self.module, self.run)

@@ -34,6 +34,7 @@ from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import Dispatch
 from megatron_lancet.schedule.ranges import name_ranks
+from megatron_lancet.schedule.wire import Wire
 
 _LAUNCHED, _WAITING, _PAST = "launched", "waiting for", "past"
 
@@ -100,17 +101,20 @@ class Comm:
         own_rank: int,
         peers: Peers | None = None,
         scheduler: CommScheduler | None = None,
+        wire: Wire = Wire.EXACT,
     ) -> None:
         """
         Args:
             own_rank: this rank's place in the expert-parallel group.
             peers: identifies the rank that caused a failure; None leaves it unnamed.
             scheduler: queue of the gradient reductions that give way to all-to-alls; None if they don't.
+            wire: number format of hidden states in messages.
         """
         self.transport = transport
         self.store = store
         self.stats = stats
         self.scheduler = scheduler
+        self.wire = wire
         self.pairing = Pairing(store, stats.on_cuda)
         self.keeps_one_order = False
         self.dispatch = Dispatch.PLAIN
@@ -360,7 +364,7 @@ class Exchange:
         self.splits = RowSplits((), ())
         self.transfer: Transfer | None = None
         self._comm = comm
-        self._layout = RowLayout.of(tensors)
+        self._layout = RowLayout.of(tensors, comm.wire.of_message(op))
         self._sent = self._received = self._layout.pack(tensors)
         self._ready = ReadyEvent(self._sent) if pending is not None else None
         self._result: tuple[torch.Tensor, ...] | None = None

@@ -23,6 +23,7 @@ from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.plan import DwPolicy, Plan
 from megatron_lancet.schedule.plan_difference import plan_differences
 from megatron_lancet.schedule.reductions import CommPriority, MicroOps
+from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training.checkpoint.ep_resize import keep_experts_apart
 from megatron_lancet.training.megatron.paired_schedules import ask_for_pairs
 
@@ -32,6 +33,7 @@ class OverlapSetup:
 
     Attributes:
         plan: the plan in use.
+        wire: number format of hidden states in messages.
         scheduler: runs the gradient reductions; None where Megatron runs them.
     """
 
@@ -44,6 +46,7 @@ class OverlapSetup:
         sdpa: bool = False,
         switchable: bool = False,
         micro_ops: MicroOps | None = None,
+        wire: Wire = Wire.EXACT,
     ) -> None:
         """
         Args:
@@ -51,8 +54,10 @@ class OverlapSetup:
             sdpa: use torch's fused attention kernel also where a plan doesn't need it.
             switchable: prepare the model for any other plan, see :meth:`switch`.
             micro_ops: cut of the gradient reductions, if all-to-alls go first; else None.
+            wire: number format of hidden states in messages.
         """
         self.plan = plan
+        self.wire = wire
         self.scheduler = CommScheduler(micro_ops, stats) if micro_ops is not None else None
         self._micro_ops = micro_ops
         self._sdpa = sdpa
@@ -73,7 +78,7 @@ class OverlapSetup:
 
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Called on all ranks with the unwrapped pipeline stages of this one."""
-        check_same_plan(self.plan, self._micro_ops)
+        check_same_plan(self.plan, self._micro_ops, self.wire)
         ep_group = parallel_state.get_expert_model_parallel_group()
         store = WeightGradStore.of(self.plan, self._stats) if self.delays_weight_grads else None
         counts_group = parallel_state.get_expert_tensor_and_model_parallel_group()
@@ -81,7 +86,13 @@ class OverlapSetup:
         key_store = distributed_c10d._get_default_store()
         peers = Peers(dist.get_process_group_ranks(ep_group), dist.get_rank(), key_store, self._timeout)
         self._comm = Comm(
-            transport, store, self._stats, own_rank=ep_group.rank(), peers=peers, scheduler=self.scheduler
+            transport,
+            store,
+            self._stats,
+            own_rank=ep_group.rank(),
+            peers=peers,
+            scheduler=self.scheduler,
+            wire=self.wire,
         )
         for stage in stages:
             assert isinstance(stage, GPTModel | HybridModel)
@@ -102,7 +113,7 @@ class OverlapSetup:
         assert self._comm is not None, "the model is not built yet"
         assert self._comm.store is not None
         self._comm.store.assert_idle()
-        check_same_plan(plan, self._micro_ops)
+        check_same_plan(plan, self._micro_ops, self.wire)
         for stage in self._stages:
             set_plan(stage, plan)
         ask_for_pairs(self._stages, plan.is_paired)
@@ -146,18 +157,19 @@ class NoOverlap:
         return stages
 
 
-def check_same_plan(plan: Plan | None, micro_ops: MicroOps | None = None) -> None:
+def check_same_plan(plan: Plan | None, micro_ops: MicroOps | None = None, wire: Wire = Wire.EXACT) -> None:
     """Compare the plans of all ranks before the first collective that depends on them. Collective over all ranks.
 
     Args:
         plan: this rank's plan; None for stock modules.
         micro_ops: cut of the gradient reductions; None where Megatron runs them.
+        wire: number format of hidden states in messages.
 
     Raises:
         UsageError: some rank has another plan; names the fields that differ, their values and the ranks.
     """
     fingerprints: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(fingerprints, f"{plan.fingerprint() if plan is not None else 'none'} {micro_ops}")
+    dist.all_gather_object(fingerprints, f"{plan.fingerprint() if plan is not None else 'none'} {micro_ops} {wire}")
     if len(set(fingerprints)) == 1:
         return
     # JSON of everything that must be the same on all ranks, ``null`` for stock modules.
@@ -165,7 +177,7 @@ def check_same_plan(plan: Plan | None, micro_ops: MicroOps | None = None) -> Non
     if plan is not None:
         priority = CommPriority.OFF if micro_ops is None else CommPriority.ALL_TO_ALL_FIRST
         chunk = {} if micro_ops is None else {"grad_chunk_mb": micro_ops.chunk_bytes / 1e6}
-        record = {**json.loads(plan.to_json()), "comm_priority": priority, **chunk}
+        record = {**json.loads(plan.to_json()), "comm_priority": priority, **chunk, "wire": wire}
     plans: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(plans, json.dumps(record))
     raise UsageError(

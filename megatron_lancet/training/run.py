@@ -11,6 +11,7 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
+from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training.megatron import checkpoint_patches, patches
 from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
 from megatron_lancet.training.megatron.paired_schedules import paired_schedules
@@ -24,6 +25,7 @@ from megatron_lancet.training.plan.attention import needs_own_attention, uses_sd
 from megatron_lancet.training.plan.comm_priority import choose_micro_ops
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
+from megatron_lancet.training.plan.wire import choose_wire, wire_note
 from megatron_lancet.training.tuning.announcement import announced_plan
 from megatron_lancet.training.tuning.autotune import AutoTune
 from megatron_lancet.training.tuning.controller import TuningController, plan_without_overlap
@@ -40,6 +42,7 @@ class RunChoice:
         plan: the fixed plan, or the fallback of a tuned run that is too short to find one; None for stock modules.
         line: the plan and its source, for the user.
         micro_ops: cut of the gradient reductions, if all-to-alls go first; None where Megatron runs the reductions.
+        wire: number format of hidden states in messages.
     """
 
     args: argparse.Namespace
@@ -47,6 +50,7 @@ class RunChoice:
     plan: Plan | None
     line: str
     micro_ops: MicroOps | None
+    wire: Wire
 
     @property
     def is_tuned(self) -> bool:
@@ -62,7 +66,8 @@ def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
     """
     plan, line = choose_plan(args, config)
     line = announced_plan(args, config, plan, line)
-    return RunChoice(args, config, plan, line, choose_micro_ops(args, config, plan))
+    wire = choose_wire(args, config, plan)
+    return RunChoice(args, config, plan, f"{line}{wire_note(wire)}", choose_micro_ops(args, config, plan), wire)
 
 
 def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "StockRun | OverlappedRun":
@@ -128,6 +133,7 @@ class OverlappedRun:
             sdpa=uses_sdpa(args, config),
             switchable=profiles or choice.is_tuned,
             micro_ops=choice.micro_ops,
+            wire=choice.wire,
         )
         self._profile = ProfileToFile(args, config, self.setup, device) if profiles else None
         if choice.is_tuned:

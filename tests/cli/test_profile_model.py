@@ -45,6 +45,24 @@ def test_profile_model_merges_times_of_all_ranks(run):
     assert profile.link.counts_ms > 0
 
 
+def test_profile_model_has_the_rows_of_both_dispatches(run):
+    profile, _ = run
+    assert {(chunk.chunk_dim, chunk.num_chunks) for chunk in profile.routing} == {
+        (ChunkDim.BATCH, 1),
+        *((dim, count) for dim in ChunkDim for count in (2, 4)),
+    }
+    assert profile.model.prob_bytes == 4
+    for chunk in profile.routing:
+        num_tokens = 4 * 32 // chunk.num_chunks
+        assert sum(chunk.received) == 2 * 2 * num_tokens  # of both ranks, to two experts each
+        # A token that goes to the other rank has one or both of its experts there.
+        pairs = list(zip(chunk.sent, chunk.sent_tokens, strict=True))
+        assert all(rows / 2 <= tokens <= min(rows, num_tokens) for rows, tokens in pairs)
+        assert chunk.received_tokens == chunk.sent_tokens[::-1]
+    whole = [chunk for chunk in profile.routing if chunk.num_chunks == 1]
+    assert sum(sum(chunk.sent_tokens) for chunk in whole) < sum(sum(chunk.sent) for chunk in whole)
+
+
 def test_profile_model_shows_progress_on_rank_0(run):
     _, outputs = run
     assert re.search(r"profile: 100%.*21/21", outputs[0])

@@ -13,6 +13,7 @@ from megatron_lancet.training.plan.comm_priority import choose_micro_ops
 from megatron_lancet.training.plan.comm_sms import check_comm_sms
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
+from megatron_lancet.training.plan.wire import choose_wire, wire_note
 from megatron_lancet.training.tuning.announcement import announced_plan, num_tuning_steps
 from megatron_lancet.training.tuning.profile_to_file import check_can_profile
 
@@ -45,6 +46,7 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
         return DescribedPlan([f"from {config.plan}, which is not here: it is checked when the run starts"])
     plan, line = choose_plan(args, config)
     choose_micro_ops(args, config, plan)
+    wire = choose_wire(args, config, plan)
     check_can_profile(args, config, plan)
     check_comm_sms(args, config, plan, device=None)
     if plan is None:
@@ -57,6 +59,7 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
         else:
             limits = planning_limits(args, config)
             pairing, lines = limits.pairing, [announced_plan(args, config, plan, line), *_tuning_lines(limits)]
+    lines[0] += wire_note(wire)
     if plan.dw_policy is not DwPolicy.NONE and plan.dw_memory_bytes is None:
         lines.append(
             "deferred weight gradients need memory beyond the estimate above: --lancet-dw-memory-mb bounds it, "
@@ -71,7 +74,7 @@ def _tuning_lines(limits: Limits) -> Iterator[str]:
     pairing = " or ".join("paired" if is_paired else "not paired" for is_paired in limits.pairing)
     yield (
         f"it may cut along {dims}; ranges {ranges}; weight gradients {' or '.join(limits.dw_policies)}; "
-        f"micro-batches {pairing}"
+        f"dispatch {' or '.join(limits.dispatches)}; micro-batches {pairing}"
     )
     for exclusion in limits.excluded:
         yield f"not {exclusion.what}: {exclusion.reason}"

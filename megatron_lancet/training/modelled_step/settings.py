@@ -10,6 +10,7 @@ from megatron.training.arguments import validate_args
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training import arguments
 from megatron_lancet.training.dry_run.cluster import on_the_cluster
 from megatron_lancet.training.dry_run.layout import choose_world
@@ -86,7 +87,7 @@ def modelled_run() -> ModelledRun:
         normalize_args(args, config)
         arguments.check_settings(args)
         validate_args(args)
-    _refuse_unknown(args)
+    _refuse_unknown(args, config)
     return ModelledRun(args, _plan_of(args, config), args.num_layers, tuple(notes))
 
 
@@ -116,8 +117,9 @@ def _simplified(args: argparse.Namespace) -> Iterator[str]:
         args.moe_layer_freq = 1
 
 
-def _refuse_unknown(args: argparse.Namespace) -> None:
+def _refuse_unknown(args: argparse.Namespace, config: LancetConfig) -> None:
     reasons = {
+        "--lancet-wire": (config.wire is not Wire.EXACT, "messages carry hidden states as they are"),
         "--hybrid-layer-pattern": (args.hybrid_layer_pattern, "its layers need Transformer Engine"),
         "--moe-expert-capacity-factor": (
             args.moe_expert_capacity_factor,

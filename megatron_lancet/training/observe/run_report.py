@@ -50,7 +50,7 @@ def report_overlap(
     if timelines is not None:
         timelines = _with_prediction(timelines, setup.plan, profile)
         table = exposed_table(timelines.measured, timelines.predicted, timelines.before, timelines.reasons)
-    recorder.report(setup.plan, folder, tuner.summary() if tuner is not None else None, table)
+    recorder.report(setup.plan, folder, tuner.summary() if tuner is not None else None, table, setup.wire)
     if folder is not None and dist.get_rank() == 0:
         for path in _write(folder, setup.plan, profile, timelines):
             say(f"                     {path}")

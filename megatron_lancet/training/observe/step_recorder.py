@@ -15,6 +15,7 @@ from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.summary import StepRecord, as_text, rank_medians, summarise, write_json
 from megatron_lancet.runtime.comm_stats import CommStats, EventPair, OpenTimes
 from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training.observe.scalars import write_scalars
 from megatron_lancet.training.process.console import say
 
@@ -122,6 +123,7 @@ class StepRecorder:
         folder: Path | None,
         tuning: dict[str, Any] | None = None,
         exposed: ExposedTable | None = None,
+        wire: Wire = Wire.EXACT,
     ) -> None:
         """Gather all ranks' figures and print the report on rank 0. Collective; all ranks ran the same steps.
 
@@ -130,6 +132,7 @@ class StepRecorder:
             folder: folder for report.json; None writes no file.
             tuning: how the plan was found, see :func:`~megatron_lancet.report.tuning.tuning_text`; None if given.
             exposed: exposed communication by layer and chunk, on rank 0; None if no step was traced.
+            wire: number format of hidden states in messages.
         """
         records = self.records
         if not records:
@@ -144,7 +147,7 @@ class StepRecorder:
             return
         report = summarise(
             [rank for rank in per_rank if rank is not None],
-            str(plan) if plan is not None else "off",
+            ("off" if plan is None else str(plan)) + ("" if wire is Wire.EXACT else f" wire={wire}"),
             len(records) - self._first,
             plan.dw_memory_bytes if plan is not None else None,
             exposed=exposed,

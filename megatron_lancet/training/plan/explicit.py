@@ -10,9 +10,10 @@ from megatron_lancet.files import RecordError
 from megatron_lancet.planning.plan_file import MadeFor, check_fits, read_plan_file
 from megatron_lancet.schedule.chunk_sizes import most_chunks
 from megatron_lancet.schedule.layers import pattern_of
-from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, Plan, Segment
 from megatron_lancet.schedule.ranges import ranges
 from megatron_lancet.training.layer_pattern import layer_kinds
+from megatron_lancet.training.plan.dispatch import dedup_blocker
 from megatron_lancet.training.plan.limits import chunked_dim, routing_over_whole_micro_batch, sequence_blockers
 from megatron_lancet.training.plan.pairing import pairing_blockers
 from megatron_lancet.training.plan.support import has_all_to_alls
@@ -47,6 +48,11 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
                 f"--lancet-plan {path} runs backwards beside forwards, which can't be followed: {obstacle.reason}. "
                 f"{obstacle.advice}, or make a plan for this run."
             )
+    if content.plan.dispatch is Dispatch.DEDUP and (blocker := dedup_blocker(args)) is not None:
+        raise UsageError(
+            f"--lancet-plan {path} deduplicates what is dispatched, which can't be followed: {blocker}. Make a plan "
+            "for this run."
+        )
     return content.plan
 
 

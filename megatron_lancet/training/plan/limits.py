@@ -11,6 +11,7 @@ from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
 from megatron_lancet.schedule.chunk_sizes import most_chunks, multiple_along
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
+from megatron_lancet.training.plan.dispatch import allowed_dispatches
 from megatron_lancet.training.plan.pairing import allowed_pairing
 
 
@@ -129,12 +130,14 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
     reasons = {dim: chunked_dim(args, dim).why for dim in dims}
     excluded += [Exclusion(f"other sizes of chunks along {dim}", why) for dim, why in reasons.items() if why]
     pairing, not_paired = allowed_pairing(args, config)
+    dispatches, not_deduplicated = allowed_dispatches(args, config)
     return Limits(
         num_chunks=None if config.num_chunks is None else (config.num_chunks,),
         chunk_dims=tuple(dims),
         ranges=tuple(ranges),
         dw_policies=tuple(DwPolicy) if config.dw_policy is None else (config.dw_policy,),
         pairing=pairing,
+        dispatches=dispatches,
         dw_memory_bytes=config.dw_memory_bytes,
-        excluded=(*excluded, *not_paired),
+        excluded=(*excluded, *not_paired, *not_deduplicated),
     )

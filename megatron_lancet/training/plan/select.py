@@ -2,12 +2,15 @@
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 from megatron_lancet.training.plan.attention import check_attention
+from megatron_lancet.training.plan.dispatch import FLAG as DISPATCH_FLAG
+from megatron_lancet.training.plan.dispatch import dispatch_of_fixed_plan
 from megatron_lancet.training.plan.explicit import plan_from_file
 from megatron_lancet.training.plan.limits import (
     ChunkedDim,
@@ -39,20 +42,18 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
         refuse_unsupported(args)
         return plan, "; ".join([f"{plan} from {config.plan}", *_dropout_note(args, plan)])
     if config.plan is PlanChoice.OFF:
-        if config.pairing is PairingChoice.ON:
+        for flag in _wishes_of_overlap(config):
             raise UsageError(
-                f"{PAIRING_FLAG} on needs the overlapping block, but --lancet-plan off asks for stock Megatron "
-                "modules. Drop one of the two."
+                f"{flag} needs the overlapping block, but --lancet-plan off asks for stock Megatron modules. Drop one "
+                "of the two."
             )
         return None, "off: stock Megatron modules"
     if not has_all_to_alls(args):
-        asks_for_overlap = {
-            f"--lancet-num-chunks {config.num_chunks}": config.num_chunks not in (None, 1),
-            f"{PAIRING_FLAG} on": config.pairing is PairingChoice.ON,
-        }
-        for flag in (flag for flag, is_given in asks_for_overlap.items() if is_given):
+        chunks = [] if config.num_chunks in (None, 1) else [f"--lancet-num-chunks {config.num_chunks}"]
+        for flag in (*chunks, *_wishes_of_overlap(config)):
+            what = "is about" if flag.startswith(DISPATCH_FLAG) else "overlaps"
             raise UsageError(
-                f"{flag} overlaps the all-to-all of expert parallelism, but there is none: "
+                f"{flag} {what} the all-to-all of expert parallelism, but there is none: "
                 f"--expert-model-parallel-size is {args.expert_model_parallel_size}. Drop the flag."
             )
         return None, "nothing to overlap without expert parallelism: stock Megatron modules"
@@ -62,6 +63,14 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
     plan, notes = _plan_by_flags(args, config)
     refuse_unsupported(args)
     return plan, "; ".join([str(plan), *notes, *_dropout_note(args, plan)])
+
+
+def _wishes_of_overlap(config: LancetConfig) -> Iterator[str]:
+    """Flags of :func:`choose_plan` that stock modules can't follow."""
+    if config.pairing is PairingChoice.ON:
+        yield f"{PAIRING_FLAG} on"
+    if config.dispatch is Dispatch.DEDUP:
+        yield f"{DISPATCH_FLAG} dedup"
 
 
 def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan, list[str]]:
@@ -87,8 +96,10 @@ def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan
         )
     multiple = along.multiple if num_chunks > 1 else 1
     plan = fixed_plan(num_chunks, dw_policy, dim, overlap_range, config.dw_memory_bytes, multiple)
+    dispatch, why_plain = dispatch_of_fixed_plan(args, config)
+    plan = replace(plan, dispatch=dispatch)
     is_paired, why_not = pairs_fixed_plan(args, config)
-    return paired(plan) if is_paired else plan, [*notes, *why_not]
+    return paired(plan) if is_paired else plan, [*notes, *why_plain, *why_not]
 
 
 def _why_whole(along: ChunkedDim, blockers: list[str], dim: ChunkDim) -> Iterator[str]:
@@ -137,8 +148,8 @@ def _dropout_note(args: argparse.Namespace, plan: Plan) -> list[str]:
 def is_tuned(args: argparse.Namespace, config: LancetConfig) -> bool:
     """Whether a run that overlaps tunes its plan; otherwise the plan of :func:`choose_plan` runs from the start.
 
-    A run is not tuned if the user sets the number of chunks, if it ends after a profile, or if nothing can overlap:
-    micro-batches can neither be cut nor paired, and every dW runs at once.
+    A run is not tuned if the user sets the number of chunks, if it ends after a profile, or if there is nothing to
+    choose: micro-batches can neither be cut nor paired, every dW runs at once, and one kind of dispatch is allowed.
 
     Raises:
         UsageError: the run does not allow what the user asks for.
@@ -147,4 +158,5 @@ def is_tuned(args: argparse.Namespace, config: LancetConfig) -> bool:
         return False
     limits = planning_limits(args, config)
     can_be_cut = any(chunked_dim(args, dim).most_chunks > 1 for dim in limits.chunk_dims)
-    return can_be_cut or limits.dw_policies != (DwPolicy.NONE,) or True in limits.pairing
+    has_choice = can_be_cut or True in limits.pairing or len(limits.dispatches) > 1
+    return has_choice or limits.dw_policies != (DwPolicy.NONE,)

@@ -188,7 +188,8 @@ class TuningController:
         assert before is not None
         plan, prediction = planned.plan, planned.prediction
         if plan.overlaps_nothing:
-            plan = plan_without_overlap()  # the same, however its layers are cut into segments
+            # The same, however its layers are cut into segments.
+            plan = replace(plan_without_overlap(), dispatch=plan.dispatch)
         self.num_plans += 1
         self.remark = ""
         self._num_steps_since_plan = 0

@@ -69,30 +69,48 @@ def processes_of(temporary: Path) -> list[int]:
 @pytest.mark.alone
 def test_a_small_run_measures_its_variants_and_leaves_nothing(tmp_path, check_gradients):
     before = host_links()
-    variants = ["--variants", "all-k2", "forward-only-k2", "sequence-k2"]
-    with started("--cases", "45", *variants, "--output", str(tmp_path / "run")) as process:
+    variants = ["--variants", "all-k2", "forward-only-k2", "sequence-k2", "dedup-k1"]
+    with started("--cases", "45-top4", *variants, "--output", str(tmp_path / "run")) as process:
         output, errors = process.communicate(timeout=150)
     assert process.returncode == 0, errors
-    assert "balanced top-1" in output
+    assert "balanced top-4" in output
     result = json.loads((tmp_path / "run.json").read_text())
     (case,) = result["cases"]
     assert case["variants"][0] == "stock"
-    assert {"all-k2", "forward-only-k2", "sequence-k2", "stock-sdpa", "stock-free"} <= set(case["variants"])
+    assert {"all-k2", "forward-only-k2", "sequence-k2", "dedup-k1", "stock-sdpa", "stock-free"} <= set(case["variants"])
     assert case["rate_bps"] == 1e8
-    error = case["largest_errors"]["all-k2"]
-    assert error > 0, "chunks sum in another order"
-    check_gradients({"the worst one": error}, TOLERANCE)
+    for variant in ("all-k2", "dedup-k1"):
+        error = case["largest_errors"][variant]
+        assert error > 0, "it sums in another order"
+        check_gradients({f"the worst one of {variant}": error}, TOLERANCE)
     (sweep,) = case["sweeps"]
     for variant in case["variants"]:
         for ranks in sweep["samples"][variant]:
             samples = [dict(zip(case["sample_fields"], rank, strict=True)) for rank in ranks]
             assert len(samples) == 2
             assert all(sample["payload_bytes"] > 0 and sample["step_ms"] > 0 for sample in samples)
+    check_bytes(case, "stock", case["sent_rows"]["plain"], 4)
+    check_bytes(case, "dedup-k1", case["sent_rows"]["dedup"], 32)
+    assert 1.9 < case["sent_rows"]["plain"] / case["sent_rows"]["dedup"] < 2.1
     assert "| all-k2 |" in (tmp_path / "run.md").read_text()
     assert (tmp_path / "run.png").stat().st_size > 1000
     check_origin(result)
     assert host_links() == before
     assert set(own_namespaces(process)).isdisjoint(namespaces())
+
+
+def check_bytes(case: dict, variant: str, num_rows: int, choice_bytes: int) -> None:
+    """Rows that the routing sends away travel in a dispatch and a combine, forward and backward.
+
+    Args:
+        choice_bytes: of what a row of a dispatch has beside 64 hidden values in 32 bits: its probabilities, without
+            duplicates also the choice of experts, in parts of 16 bytes.
+    """
+    due = 2 * num_rows * (2 * 64 * 4 + choice_bytes)
+    payload, wire = (case["sample_fields"].index(field) for field in ("payload_bytes", "wire_bytes"))
+    for ranks in case["sweeps"][0]["samples"][variant]:
+        assert sum(rank[payload] for rank in ranks) == due
+        assert due < sum(rank[wire] for rank in ranks) < 2 * due
 
 
 def check_origin(result: dict) -> None:

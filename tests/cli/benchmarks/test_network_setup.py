@@ -12,7 +12,7 @@ from benchmarks.harness.job import read_job
 from benchmarks.harness.namespaces import CommandError, Namespaces, check_host, run_command, shaping_command
 from benchmarks.harness.origin import origin
 from benchmarks.network.__main__ import make_job, parse_arguments
-from benchmarks.network.cases import ACCUMULATED, CASES, HEADLINE_CASES, VARIANTS, choose, with_references
+from benchmarks.network.cases import ACCUMULATED, CASES, PRESETS, VARIANTS, choose, with_references
 from megatron_lancet.errors import UsageError
 
 REPO = Path(__file__).parents[3]
@@ -165,7 +165,7 @@ def test_each_variant_comes_with_what_it_is_compared_with():
 
 
 def test_a_quick_run_is_one_case():
-    (case,) = choose([], None, quick=True)
+    (case,) = choose([], None, PRESETS["quick"])
     assert case.name == "45"
     assert len(case.variants) < len(CASES["45"].variants)
     assert [case.name for case in choose([], None)] == list(CASES)
@@ -173,7 +173,7 @@ def test_a_quick_run_is_one_case():
 
 def test_a_headline_run_has_its_case_and_megatrons_own_overlap(tmp_path):
     job = make_job(parse_arguments(["--headline"]), [0, 1], tmp_path / "result.json")
-    assert tuple(case.name for case in job.cases) == HEADLINE_CASES
+    assert [case.name for case in job.cases] == ["45", ACCUMULATED]
     assert {"stock", "experts-only-k2", "all-k2", "all-k4"} <= set(job.cases[0].variants) < set(CASES["45"].variants)
     assert job.cases[1] == CASES[ACCUMULATED]
     assert job.cases[1].shape.micro_batches == 2
@@ -201,8 +201,21 @@ def test_a_pairing_run_has_steps_of_four_and_eight_micro_batches(tmp_path):
     job = make_job(parse_arguments(["--pairing"]), [0, 1], tmp_path / "result.json")
     assert [case.shape.micro_batches for case in job.cases] == [4, 4, 4, 8]
     assert all({"stock", "all-k2", "paired-k1", "paired-mix"} <= set(case.variants) for case in job.cases)
-    exact = {name for name, variant in VARIANTS.items() if variant.plan and variant.plan.is_paired and variant.is_exact}
-    assert exact == {"paired-k1", "paired-k1-none"}
+    assert exact_variants(1) == {"paired-k1", "paired-k1-none", "paired-dedup-k1", "dw-only", "dedup-k1"}
+
+
+def exact_variants(topk: int) -> set[str]:
+    """Those of ours whose gradients are stock's to the bit."""
+    return {name for name, variant in VARIANTS.items() if variant.plan and variant.is_exact(topk)}
+
+
+def test_a_dispatch_run_has_top_4_and_plans_with_and_without_duplicates(tmp_path):
+    job = make_job(parse_arguments(["--dispatch"]), [0, 1], tmp_path / "result.json")
+    assert [case.name for case in job.cases] == ["45-top4", "65-top4", "65-top4-m4"]
+    assert all((case.shape.experts, case.shape.topk) == (8, 4) for case in job.cases)
+    assert all({"stock", "stock-free", "all-k2", "dedup-k2"} <= set(case.variants) for case in job.cases)
+    assert {"paired-k1", "paired-dedup-k1"} <= set(job.cases[2].variants)
+    assert exact_variants(2) - exact_variants(4) == {"dedup-k1", "paired-dedup-k1"}, "a rank sums up to four outputs"
 
 
 @pytest.mark.parametrize(
@@ -218,6 +231,10 @@ def test_a_pairing_run_has_steps_of_four_and_eight_micro_batches(tmp_path):
         ),
         (["--cases", "45", "--variants", "paired-k1"], "paired-k1 overlaps two micro-batches"),
         (["--cases", "45-accumulated", "--micro-batches", "1"], "a step of case 45-accumulated has 1"),
+        (
+            ["--cases", "45", "--variants", "dedup-k2"],
+            r"dedup-k2 sends .* in case 45 a token has one expert .*\. Pass --cases 45-top4\.",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message, tmp_path):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.plan_file import PlanFile, made_for, read_plan_file, write_plan_file
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Gap, Plan, Segment, fixed_plan
 from tests.damage import leaves, replaced
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -172,11 +172,41 @@ def test_simulate_plan_in_another_layout_splits_segments(run, profile, tmp_path)
     assert "rank 0, and 3 more" in split
 
 
+def test_dispatch_is_chosen_or_asked_for(run, tmp_path):
+    profile, path = tmp_path / "p.json", tmp_path / "plan.json"
+    write_profile(profile, topk=4)
+    made = run("make_plan", profile, "--output", path)
+    assert read_plan_file(path).plan.dispatch is Dispatch.DEDUP
+    assert "dispatch=dedup" in made
+    explained = run("explain_plan", path, "--profile", profile)
+    assert "dispatch: dedup, a token goes once to each rank that holds any of its experts\n" in explained
+    other = re.search(r"if a token goes once to each of its experts, the same plan takes ([\d.]+) ms", explained)
+    run("make_plan", profile, "--output", path, "--dispatch", "plain")
+    assert read_plan_file(path).plan.dispatch is Dispatch.PLAIN
+    as_dedup = run("simulate_plan", profile, path, "--dispatch", "dedup")
+    assert "dispatch=dedup" in as_dedup
+    step_ms = [
+        float(re.search(r"step ([\d.]+) ms", text)[1]) for text in (as_dedup, run("simulate_plan", profile, path))
+    ]
+    assert step_ms[0] < step_ms[1] <= float(other[1])
+    assert "dispatch=dedup" in run("simulate_plan", profile, "--plan", "two-chunks", "--dispatch", "dedup")
+    table = run("simulate_plan", profile, "--world-sizes", 4, 64, "--ep-size", "grow", "--intra-gbps", 10)
+    assert "planned: dispatch" in table.splitlines()[0]
+    # With one expert on each of 64 ranks no token goes to a rank twice.
+    assert [line.split()[-1] for line in table.splitlines()[1:]] == ["dedup", "plain"]
+
+
 DAMAGED = [
     ("make_plan", ["{profile}", "--output", "{folder}/nowhere/p.json"], "output folder .* does not exist"),
     ("make_plan", ["{missing}", "--output", "{folder}/p.json"], "no usable profile: .*missing.json"),
     ("make_plan", ["{half}", "--output", "{folder}/p.json"], "no usable profile: .*half.json"),
     ("make_plan", ["{profile}", "--output", "{folder}/p.json", "--num-chunks", "99"], "the limits leave no plan"),
+    ("make_plan", ["{profile}", "--output", "{folder}/p.json", "--dispatch", "dedup"], r"dispatch=dedup: .* \(top-1\)"),
+    (
+        "simulate_plan",
+        ["{profile}", "--plan", "two-chunks", "--dispatch", "dedup"],
+        "the plan's dispatch is dedup, but",
+    ),
     ("explain_plan", ["{missing}"], "no usable plan: .*missing.json: can't be read"),
     ("explain_plan", ["{half}"], "no usable plan: .*half.json: no JSON, or damaged"),
     ("explain_plan", ["{profile}"], "this is a profile; tools/make_plan.py"),

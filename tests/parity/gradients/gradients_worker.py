@@ -19,6 +19,7 @@ from benchmarks.gradient_error import relative_difference, relative_error, relat
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
+from megatron_lancet.schedule.wire import Wire
 from tests.parity.gradients.disturbances import (
     DAMAGED_DEDUP,
     DAMAGED_GRADIENTS,
@@ -39,6 +40,7 @@ from tests.parity.gradients.variants import (
     FORCED,
     HYBRID,
     MICRO_BATCH_OF_ONE,
+    NARROW,
     SEGMENTED,
     VARIANTS,
     WITH_GAPS,
@@ -147,12 +149,12 @@ def plan_of(num_chunks: int, dw="fill", dw_memory_bytes=None, dim="batch", over=
     return fixed_plan(num_chunks, DwPolicy(dw), ChunkDim(dim), OverlapRange(over), dw_memory_bytes)
 
 
-def overlapping_model(model, plan: Plan, switchable: bool = False):
+def overlapping_model(model, plan: Plan, switchable: bool = False, wire: Wire = Wire.EXACT):
     """Makes the model run by the plan; its setup, and counters that know the groups to close."""
-    return overlapping_stages([model], plan, switchable)
+    return overlapping_stages([model], plan, switchable, wire)
 
 
-def overlapping_stages(models, plan: Plan, switchable: bool = False):
+def overlapping_stages(models, plan: Plan, switchable: bool = False, wire: Wire = Wire.EXACT):
     """As :func:`overlapping_model`, for the virtual pipeline stages of a rank."""
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.training.overlap_setup import OverlapSetup
@@ -160,7 +162,7 @@ def overlapping_stages(models, plan: Plan, switchable: bool = False):
     stats = CommStats(torch.device("cpu"))
     sdpa = models[0].config.context_parallel_size > 1
     before = set(distributed_c10d._world.pg_map)
-    setup = OverlapSetup(plan, torch.device("cpu"), stats, timedelta(minutes=2), sdpa, switchable)
+    setup = OverlapSetup(plan, torch.device("cpu"), stats, timedelta(minutes=2), sdpa, switchable, wire=wire)
     setup(models)
     stats.groups = [group for group in distributed_c10d._world.pg_map if group not in before]
     return setup, stats
@@ -236,13 +238,14 @@ def compare(overrides, num_chunks: int, disturb=None, **plan: Any) -> dict[str, 
     return compare_plan(overrides, plan_of(num_chunks, **plan), disturb)
 
 
-def compare_plan(overrides, plan: Plan, disturb=None, against=None) -> dict[str, Any]:
+def compare_plan(overrides, plan: Plan, disturb=None, against=None, wire: Wire = Wire.EXACT) -> dict[str, Any]:
     """Two steps of stock and of ours on the same weights and data; how far they are apart.
 
     In DDP's first step reductions start at its end, from the second on as soon as gradients become ready.
 
     Args:
         against: stock's settings where they are not ours.
+        wire: number format of our messages.
     """
     from megatron_lancet.model.local_experts import grouped_linear
 
@@ -250,7 +253,7 @@ def compare_plan(overrides, plan: Plan, disturb=None, against=None) -> dict[str,
     our_model, config, precision = build(overrides)
     our_model.load_state_dict(copy.deepcopy(stock.weights))
 
-    setup, stats = overlapping_model(our_model, plan)
+    setup, stats = overlapping_model(our_model, plan, wire=wire)
     shards = overrides.get("distributed_optimizer", False)
     ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, distributed_optimizer=shards)
     with ExitStack() as stack:
@@ -284,7 +287,17 @@ def compare_plan(overrides, plan: Plan, disturb=None, against=None) -> dict[str,
         "dw_ran_early": times.num_dw_early,
         "peak_dw_bytes": times.peak_dw_bytes,
         "payload_bytes": times.payload_bytes,
+        "row_bytes": [] if wire is Wire.EXACT else profiled_row_bytes(our_model),
     }
+
+
+def profiled_row_bytes(model) -> list[int]:
+    """Bytes of a row in each kind of message, as the profiler finds them for this model."""
+    from megatron_lancet.profiler.facts import ProfiledModel, model_facts
+
+    facts = model_facts(ProfiledModel((model,), torch.device("cpu"), MICRO_BATCH, SEQ_LENGTH, NUM_MICRO_BATCHES))
+    assert " wire=" in facts.name
+    return [facts.row_bytes, facts.grad_row_bytes, facts.combine_row_bytes, facts.combine_grad_row_bytes]
 
 
 def what_a_lost_flush_raises() -> str:
@@ -350,6 +363,8 @@ def main() -> None:
         results[name] = compare_plan(case.overrides, case.plan, erratic_wire if case.disturbed else None)
     for name, disturb in DAMAGED_DEDUP.items():
         results[name] = compare_plan({}, DEDUP_ONE, disturb)
+    for name, (plan, wire) in NARROW.items():
+        results[name] = compare_plan({}, plan, wire=wire)
     results |= switching_cases()
     for name, (memory_bytes, num_chunks) in DW_MEMORY_CASES.items():
         results[name] = compare({}, num_chunks, erratic_wire, dw_memory_bytes=memory_bytes)

@@ -74,12 +74,23 @@ def test_losses_equal_stock(stock, token_data, tmp_path, setting, num_chunks):
             assert ours.series(name) == pytest.approx(expected.series(name), rel=tolerance), name
 
 
+def test_flex_sends_a_row_per_token_and_rank_and_losses_equal_stock(stock, token_data, tmp_path):
+    """One chunk, and two experts per token: sums of two, so not a bit may differ."""
+    flags = [*EP2, "--moe-token-dispatcher-type", "flex", "--lancet-num-chunks", 1]
+    ours = pretrain(token_data, flags, tmp_path, train_iters=5)
+    assert "flex runs as the plan's all-to-alls, one row per token and rank" in ours.outputs[0]
+    assert "chunks=1 dim=batch range=stack dw=fill dw-window=2 dispatch=dedup" in ours.outputs[0]
+    for name in COMPARED:
+        assert ours.series(name) == stock("fp32").series(name)[:5], name
+
+
 def test_fused_attention_range_gate_batch_chunks_and_no_late_weight_gradients_equal_stock(stock, token_data, tmp_path):
     """Each flag that limits the plan, with a value that is not its default."""
     limits = "--lancet-num-chunks 2 --lancet-attention sdpa --lancet-range gate --lancet-chunk-dim batch"
-    flags = [*EP2, *limits.split(), "--lancet-dw-policy", "none", "--lancet-report", tmp_path]
+    limits += " --lancet-dispatch dedup --lancet-dw-policy none"
+    flags = [*EP2, *limits.split(), "--lancet-report", tmp_path]
     ours = pretrain(token_data, flags, tmp_path, train_iters=4)
-    assert "chunks=2 dim=batch range=gate dw=none" in ours.outputs[0]
+    assert "chunks=2 dim=batch range=gate dw=none dw-window=0 dispatch=dedup" in ours.outputs[0]
     assert "megatron_lancet.model.attention.sdpa" in ours.model_modules
     for name in COMPARED:
         assert ours.series(name) == pytest.approx(stock("fp32").series(name)[:4], rel=TOLERANCE["fp32"][name]), name

@@ -12,7 +12,7 @@ from benchmarks.network.cases import CASES
 from benchmarks.network.picture import draw
 from benchmarks.network.summary import summarise
 from benchmarks.network.table import as_markdown, as_text
-from benchmarks.training_step.routing import bias_for_shares
+from benchmarks.training_step.routing import bias_for_shares, sent_rows
 
 FIELDS = {
     "step_ms": 100.0,
@@ -161,6 +161,48 @@ def test_variants_with_pairing_are_compared_with_all_k2_in_the_same_repeat():
     assert free.over_unpaired is None
     assert "against all-k2" in as_text([summarise(case)])
     assert "against all-k2" not in as_text([summarise(case_result())])
+
+
+def test_bytes_without_duplicates_are_compared_with_the_routing():
+    case = case_result()
+    assert "fewer bytes" not in as_text([summarise(case)])
+    case["sample_fields"] = [*case["sample_fields"], "wire_bytes"]
+    case["sent_rows"] = {"tokens": 3000, "plain": 6000, "dedup": 2970}
+    case["sweeps"] = case["sweeps"][:1]
+    sent = {"stock": (2e6, 4e6), "all-k2": (2e6, 4e6), "dedup-k2": (1e6, 2.04e6), "stock-free": (1e3, 1e3)}
+    for sweep in case["sweeps"]:
+        sweep["samples"] = {
+            name: sweep["samples"].get(name) or [both_ranks(**{**OURS, "step_ms": ms}) for ms in (40, 40, 80)]
+            for name in sent
+        }
+        for name, of_ranks in sent.items():
+            for ranks in sweep["samples"][name]:
+                for values, wire_bytes in zip(ranks, of_ranks, strict=True):
+                    values[len(FIELDS) :] = [wire_bytes]
+                    values[list(FIELDS).index("payload_bytes")] /= 2 if name == "dedup-k2" else 1
+    case["variants"] = tuple(sent)
+    case["peak_activation_bytes"]["dedup-k2"] = [107, 107]
+    summary = summarise(case)
+    stock, plain, dedup, free = summary.rows
+    assert summary.sent_rows.fewer == pytest.approx(2.0202, rel=1e-4)
+    assert (stock.sent_bytes, stock.fewer_bytes, plain.fewer_bytes, free.sent_bytes) == (3e6, None, None, None)
+    assert dedup.fewer_bytes == pytest.approx(3 / 1.52)
+    assert (summary.gain.name, summary.gain.other) == ("dedup-k2", "all-k2")
+    assert summary.gain.speedup.median == pytest.approx(60 / 40)
+    case["rate_bps"] = 2e7
+    stock, _, dedup, _ = summarise(case).rows
+    assert stock.bound_ms == pytest.approx(2 * dedup.bound_ms), "half the bytes bound the step"
+    text = as_text([summary])
+    assert "1.974 (-2.3%)" in text
+    assert "sends 2.00 rows to other ranks, 0.99 without duplicates: 2.020 times fewer" in text
+    assert "dedup-k2, the fastest without duplicates, is 1.500 (1.50-1.50) times as fast as all-k2" in text
+
+
+def test_a_token_with_several_experts_on_a_rank_is_counted_once():
+    chosen = torch.tensor([[1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0], [1, 0, 1, 0, 0, 1]], dtype=torch.bool)
+    assert sent_rows(chosen, rank=0, num_ranks=3).tolist() == [3, 6, 4]
+    assert sent_rows(chosen, rank=2, num_ranks=3).tolist() == [3, 6, 4]
+    assert sent_rows(chosen, rank=0, num_ranks=2).tolist() == [3, 4, 3]
 
 
 def test_few_values_have_their_extremes_for_quartiles():

@@ -8,7 +8,7 @@ from benchmarks.harness.job import read_job
 from benchmarks.network.cases import CASES as NETWORK_CASES
 from benchmarks.network.cases import PAIRED_CASES as NETWORK_PAIRED_CASES
 from benchmarks.prediction.__main__ import make_job, parse_arguments
-from benchmarks.prediction.cases import CASES, CONFIGURATIONS, FIXED_PLANS, PAIRED_CASES, PLANNED, choose
+from benchmarks.prediction.cases import CASES, CONFIGURATIONS, FIXED_PLANS, PAIRED_CASES, PLANNED, PRESETS, choose
 from benchmarks.prediction.errors import compare, totals
 from benchmarks.prediction.table import as_markdown, as_text
 from megatron_lancet.errors import UsageError
@@ -130,7 +130,7 @@ def test_the_cases_cover_shares_chunk_counts_ranges_axes_weight_gradients_and_sk
 
 
 def test_plans_with_pairing_are_predicted_on_the_shape_and_the_shares_of_the_network_benchmark():
-    cases = choose([], None, pairing=True)
+    cases = choose([], None, PRESETS["pairing"])
     assert [case.name for case in cases] == list(PAIRED_CASES)
     assert {case.exposed_share for case in cases} == {0.2, 0.45, 0.65}
     assert set(PAIRED_CASES) <= set(NETWORK_PAIRED_CASES)
@@ -139,6 +139,19 @@ def test_plans_with_pairing_are_predicted_on_the_shape_and_the_shares_of_the_net
         assert case.variants == ("k1", "stack-k2-dw", "paired-k1", "paired-k1-none", "paired-k2", "paired-mix", PLANNED)
     mix = FIXED_PLANS["paired-mix"]
     assert (mix.in_middle.num_chunks, mix.at_ends.num_chunks) == (1, 2)
+
+
+def test_deduplicated_plans_are_predicted_on_the_shape_of_the_network_benchmark():
+    cases = choose([], None, PRESETS["dispatch"])
+    assert [case.name for case in cases] == ["45-top4", "65-top4"]
+    for case in cases:
+        assert (case.shape, case.exposed_share) == (
+            NETWORK_CASES[case.name].shape,
+            NETWORK_CASES[case.name].exposed_share,
+        )
+        assert case.variants == ("k1", "stack-k2-dw", "dedup-k1", "dedup-k2", PLANNED)
+    with pytest.raises(UsageError, match=r"dedup-k1 .* in case 20 a token has one expert .* Pass --cases 45-top4\."):
+        choose(["20"], ["dedup-k1"])
 
 
 def test_a_pair_needs_a_second_micro_batch():
@@ -164,11 +177,18 @@ def test_a_job_survives_its_file(tmp_path):
     assert set(job.cases[0].variants) <= set(CONFIGURATIONS)
 
 
-@pytest.mark.parametrize(("argv", "repeats"), [([], 12), (["--pairing"], 3), (["--pairing", "--repeats", "5"], 5)])
-def test_cases_with_pairing_have_fewer_repeats(argv, repeats, tmp_path):
+@pytest.mark.parametrize(
+    ("argv", "repeats", "first"),
+    [
+        ([], 12, "45"),
+        (["--pairing"], 3, "45-m4"),
+        (["--pairing", "--repeats", "5"], 5, "45-m4"),
+        (["--dispatch"], 12, "45-top4"),
+    ],
+)
+def test_a_part_of_the_benchmark_has_repeats_and_cases_of_its_own(argv, repeats, first, tmp_path):
     job = make_job(parse_arguments(argv), [0, 1], tmp_path / "result.json")
-    assert job.repeats == repeats
-    assert ([case.name for case in job.cases] == list(PAIRED_CASES)) is bool(argv)
+    assert (job.repeats, job.cases[0].name) == (repeats, first)
 
 
 @pytest.mark.parametrize("argv", [["--repeats", "0"], ["--rate", "-1"], ["--timelines", "/nowhere"]])

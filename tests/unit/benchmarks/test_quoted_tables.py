@@ -51,8 +51,8 @@ def test_a_changed_figure_is_written_anew():
 
 
 @pytest.fixture
-def results_with_pairs(tmp_path, monkeypatch):
-    """The committed results and two more, in which other cases' samples stand for those of steps with pairs."""
+def further_results(tmp_path, monkeypatch):
+    """The committed results and more, in which other cases' samples stand for those of pairs and of top-4."""
 
     def cached():
         for function in (quoted_results.result, quoted_results.newest, quoted_results._summaries):
@@ -62,21 +62,65 @@ def results_with_pairs(tmp_path, monkeypatch):
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.setattr(quoted_results, "_RESULTS", tmp_path)
     cached()
-    network = quoted.network()["45-accumulated"][0].case
-    renamed = {"all-k4": "paired-k1"}
-    network["name"], network["variants"] = "45-m4", [renamed.get(name, name) for name in network["variants"]]
-    for by_variant in (network["peak_activation_bytes"], *(sweep["samples"] for sweep in network["sweeps"])):
-        by_variant["paired-k1"] = by_variant.pop("all-k4")
-    (prediction,) = (found.case for found, _ in quoted.predictions(with_pairs=False) if found.case["name"] == "45")
-    prediction["name"], prediction["plans"]["stack-k2"] = "45-m4", to_plain(paired(fixed_plan(2)))
-    for name, case in (("network-2026-12-01", network), ("prediction-2026-12-01", prediction)):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"date": "2026-12-01", "cases": [case]}))
+    pairs = with_variant(quoted.network()["45-accumulated"][0].case, "45-m4", "paired-k1")
+    top_4 = with_variant(quoted.network()["20"][0].case, "65-top4", "dedup-k2")
+    count_bytes(top_4)
+    (prediction,) = (found.case for found, _ in quoted.predictions() if found.case["name"] == "45")
+    predicted_pairs = {**prediction, "name": "45-m4", "plans": {**prediction["plans"]}}
+    predicted_pairs["plans"]["stack-k2"] = to_plain(paired(fixed_plan(2)))
+    memory = quoted.result("activation-memory")
+    top_4_mb = {"plain": {"off": 100.0, "k=1": 150.0}, "dedup": {"k=1": 104.0}}
+    for name, found in (
+        ("network-2026-12-01", {"cases": [pairs, top_4]}),
+        ("prediction-2026-12-01", {"cases": [predicted_pairs, {**prediction, "name": "65-top4"}]}),
+        ("activation-memory-2026-12-01", {**memory, "top_4_peak_mb": top_4_mb}),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"date": "2026-12-01", **found}))
     cached()
     yield
     cached()
 
 
-@pytest.mark.usefixtures("results_with_pairs")
+def with_variant(case: dict[str, Any], name: str, variant: str) -> dict[str, Any]:
+    """The case under another name, with ``variant`` instead of four chunks."""
+    case["name"], case["variants"] = name, [variant if one == "all-k4" else one for one in case["variants"]]
+    for by_variant in (case["peak_activation_bytes"], *(sweep["samples"] for sweep in case["sweeps"])):
+        by_variant[variant] = by_variant.pop("all-k4")
+    return case
+
+
+def count_bytes(case: dict[str, Any]) -> None:
+    """As a run of today does: half of stock's bytes without duplicates."""
+    case["sent_rows"] = {"tokens": 1000, "plain": 2000, "dedup": 990}
+    case["sample_fields"] = [*case["sample_fields"], "wire_bytes"]
+    for sweep in case["sweeps"]:
+        for name, repeats in sweep["samples"].items():
+            for ranks in repeats:
+                for rank in ranks:
+                    rank.append(10e6 if name == "dedup-k2" else 20e6)
+
+
+@pytest.mark.usefixtures("further_results")
+def test_results_without_duplicates_get_tables_of_their_own():
+    (line,) = quoted.dispatch().splitlines()[2:]
+    start, *cells = line.split(" | ")
+    assert start == "| `65-top4`"
+    assert cells[1:3] == ["2.02", "2.000 (-1.0%)"]
+    assert cells[3].startswith("`all-k2` 1.")
+    assert cells[4].startswith("`dedup-k2` 1.")
+    variants = [line.split(" | ") for line in quoted.dispatch_variants().splitlines()[2:]]
+    assert [(cells[1], *cells[5:7]) for cells in variants if cells[1] in ("`all-k2`", "`dedup-k2`")] == [
+        ("`all-k2`", "20.00 MB", ""),
+        ("`dedup-k2`", "10.00 MB", "2.000 (-1.0%)"),
+    ]
+    assert "| [`65-top4`](results/prediction-2026-12-01.json) DISTURBED | `stack-k2` |" in quoted.dispatch_prediction()
+    assert quoted.dispatch_memory().splitlines()[2:] == [
+        "| off | 100.0 MB (1.00) |  |",
+        "| k=1 | 150.0 MB (1.50) | 104.0 MB (1.04) |",
+    ]
+
+
+@pytest.mark.usefixtures("further_results")
 def test_results_with_pairs_get_tables_of_their_own():
     (row,) = (line for line in quoted.pairing().splitlines() if "[2026-12-01](" in line)
     assert row.startswith("| `45-m4` | 42.5% | (1.91) | 1.67 (1.15) | 1.68 (1.12) | ")
@@ -94,12 +138,12 @@ def test_results_with_pairs_get_tables_of_their_own():
     assert "over the fastest configuration's (wanted: at most 1.02): `45-m4` 1." in predicted
 
 
-@pytest.mark.usefixtures("results_with_pairs")
-def test_results_with_pairs_enter_no_other_table():
-    pairs = [name for name in quoted.TABLES if name.startswith("pairing")]
+@pytest.mark.usefixtures("further_results")
+def test_results_with_tables_of_their_own_enter_no_other():
+    own = [name for name in quoted.TABLES if name.startswith(("pairing", "dispatch"))]
     for document in quoted.DOCUMENTS:
         text = document.read_text()
-        for name in pairs:
+        for name in own:
             text = re.sub(rf"<!-- quoted: {name} -->\n.*?\n<!-- end -->", "", text, flags=re.DOTALL)
         assert quoted.with_tables(text) == text
 

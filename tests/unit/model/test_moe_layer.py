@@ -19,6 +19,7 @@ from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.model.recompute import Recompute
 from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.trace import RoutedRows, Trace
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.select import make_transport
 from megatron_lancet.schedule.layers import LayerKind
@@ -61,7 +62,12 @@ def moe_of(comm: Comm, experts: Experts, recompute: Recompute, **config) -> Over
         **config,
     }
     stock = SimpleNamespace(
-        experts=experts, use_shared_expert=False, is_mtp_layer=False, layer_number=1, config=SimpleNamespace(**config)
+        experts=experts,
+        use_shared_expert=False,
+        is_mtp_layer=False,
+        layer_number=1,
+        num_local_experts=NUM_EXPERTS // NUM_RANKS,
+        config=SimpleNamespace(**config),
     )
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     dispatchers = {
@@ -111,6 +117,18 @@ def test_rows_are_freed_when_the_message_is_packed_and_when_they_are_sorted(comm
     x.output_sbH.sum().backward()
     assert torch.allclose(hidden_sbH.grad, torch.ones(3, 1, HIDDEN))
     assert torch.allclose(probs_tE.grad, hidden_sbH.sum(dim=2) * (probs_tE > 0))
+
+
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+def test_trace_has_the_rows_of_both_dispatches_whichever_runs(comm, dispatch):
+    """The first token has both of its experts on rank 0, the others one on each rank."""
+    moe, x, trace = moe_of(comm, Experts(), Recompute()), routed_chunk(), Trace(torch.device("cpu"), 0)
+    comm.dispatch = dispatch
+    comm.record_to(trace)
+    moe_layer.launch_counts(moe, x)
+    moe_layer.preprocess(moe, x)
+    assert len(x.rows[0]) == (6 if dispatch is Dispatch.PLAIN else 5)
+    assert trace.end_step().routed == {"L1.c0.F.experts": RoutedRows(rows=(4, 2), tokens=(3, 2))}
 
 
 class KeepingExperts:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_lancet.model.dispatcher.routes import Routes
+from megatron_lancet.model.dispatcher.routes import DistinctRoutes, Routes
 from megatron_lancet.runtime.comm import RowSplits
 from megatron_lancet.runtime.transport.base import TokenCounts
 
@@ -38,3 +38,16 @@ def test_routes_with_expert_tensor_parallelism_equal_sums_over_a_tensor_of_count
     assert routes.rows_by_source.equal(received_PVe.transpose(0, 1).reshape(-1, num_experts))
     assert routes.rows_by_holder == tuple(received_PVe.sum(dim=(0, 2)).tolist())
     assert routes.rows_per_expert.equal(received_PVe.sum(dim=(0, 1)))
+    assert routes.num_rows == int(received_PVe[:, tp_rank].sum())
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_distinct_routes_have_rows_with_and_without_duplicates(tp_rank):
+    """Of 2 x 2 ranks, counts of distinct rows in front of those for each of two experts."""
+    received = torch.tensor([[3, 3, 1], [2, 0, 2], [5, 4, 5], [1, 1, 1]])
+    sent = [[4, 4, 2]] * 2 + [[6, 5, 6]] * 2
+    routes = DistinctRoutes.of(TokenCounts(sent, received.tolist(), received), 2, tp_rank)
+    assert routes.splits == RowSplits(sent=(4, 6), received=((3, 5), (2, 1))[tp_rank])
+    assert routes.rows_by_holder == (8, 3)
+    assert routes.rows_per_expert.tolist() == [8, 9]
+    assert routes.num_rows == (13, 4)[tp_rank]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_lancet.runtime.packing import RowLayout
+from megatron_lancet.schedule.wire import Wire
 from tests.unit.profiler.synthetic import FACTS
 
 
@@ -30,3 +31,23 @@ def test_bytes_of_a_deduplicated_row_are_those_of_a_packed_one(hidden, dtype, nu
         prob_bytes=prob_dtype.itemsize,
     )
     assert facts.dedup_row_bytes == facts.dedup_grad_row_bytes == packed.nbytes
+
+
+@pytest.mark.parametrize("hidden", [8, 96, 1000])
+def test_bytes_of_a_deduplicated_row_in_fp8_are_those_of_a_packed_one(hidden):
+    row, prob, choice = (torch.empty(1, *shape) for shape in ((hidden,), (), (5,)))
+
+    def row_bytes(wire, *tensors):
+        return RowLayout.of(tensors, wire).pack(tensors).nbytes
+
+    facts = dataclasses.replace(
+        FACTS,
+        num_experts=8,
+        row_bytes=row_bytes(Wire.FP8, row, prob),
+        grad_row_bytes=row_bytes(Wire.BF16, row, prob),
+        combine_row_bytes=row_bytes(Wire.BF16, row),
+        combine_grad_row_bytes=row_bytes(Wire.BF16, row),
+        prob_bytes=torch.float32.itemsize,
+    )
+    assert facts.dedup_row_bytes == row_bytes(Wire.FP8, row, choice)
+    assert facts.dedup_grad_row_bytes == row_bytes(Wire.BF16, row, choice)

@@ -12,7 +12,7 @@ from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.planning.what_if.expert_packing import StateMemory, expert_parallel_sizes, pack_experts
 from megatron_lancet.planning.what_if.forecast import Forecaster, NetworkChoice
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, fixed_plan
 from megatron_lancet.schedule.reductions import GradientReduction
 
 MB = 1_000_000
@@ -49,6 +49,18 @@ def test_packing_times_equal_those_by_hand():
     # Weight, gradient and two moments, and 10 or 11 MB of activations of each layer.
     assert [one.state_bytes for one in choice.packings] == pytest.approx([20 * MB, 28 * MB, 44 * MB])
     assert [one.peak_bytes for one in choice.packings] == pytest.approx([42 * MB, 50 * MB, 64 * MB])
+
+
+def test_packing_sends_distinct_rows_if_the_plan_does():
+    """Of 8 experts top-4, a token has one on each of 2 ranks in 69 of 70 cases, on each of 4 ranks in 55 of 70."""
+
+    def planner(profile, room_bytes):
+        return dataclasses.replace(two_chunks(profile, room_bytes), dispatch=Dispatch.DEDUP)
+
+    choice = packed(0.512, profile_of(dataclasses.replace(MACHINE, topk=4)), planner)
+    # Probabilities and choice of 2 experts fit into 16 bytes beside 1008 of the token, those of 4 into 32.
+    sent_bytes = [256 * 3 * 55 / 70 * 1024, 256 * 69 / 70 * 1040, 0]
+    assert [one.all_to_all_ms for one in choice.packings] == pytest.approx([size / 64_000 for size in sent_bytes])
 
 
 def test_experts_are_packed_until_they_cover_an_all_to_all():

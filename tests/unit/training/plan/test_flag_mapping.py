@@ -54,7 +54,10 @@ def test_other_dispatchers_become_all_to_alls(parsed):
     )
     line = map_overlap_flags(args, LancetConfig())
     assert line is not None
-    assert line.startswith("--moe-token-dispatcher-type flex runs as the plan's all-to-alls; --moe-permute-fusion ")
+    what = "one row per token and rank, not yet one per token and node"
+    assert line.startswith(
+        f"--moe-token-dispatcher-type flex runs as the plan's all-to-alls, {what}; --moe-permute-fusion "
+    )
     assert (args.moe_token_dispatcher_type, args.moe_permute_fusion) == ("alltoall", False)
     assert (args.moe_flex_dispatcher_backend, args.moe_hybridep_num_sms) == ("deepep", None)
     by_default = parsed("")

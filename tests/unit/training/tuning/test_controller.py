@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_lancet.planning.estimate import StepEstimate
-from megatron_lancet.schedule.plan import Plan, Segment, fixed_plan, paired
+from megatron_lancet.schedule.plan import Dispatch, Plan, Segment, fixed_plan, paired
 from megatron_lancet.training.tuning.controller import (
     MIN_STEPS_BETWEEN_PLANS,
     NUM_DRIFT_WINDOWS,
@@ -184,6 +184,14 @@ def test_plan_without_overlap_can_be_the_decision():
     assert (tuning.state, plan) == (TuningState.WATCH, BASE)
     assert "nothing else is expected to be faster" in tuning.lines[-1]
     assert tuning.chosen == tuning.baseline
+
+
+def test_plan_that_only_deduplicates_is_not_taken_for_stocks_order():
+    tuning = profiling()
+    deduplicated = replace(BASE, dispatch=Dispatch.DEDUP)
+    in_two_stages = replace(deduplicated, segments=(Segment(1, 2, 1), Segment(3, None, 1)))
+    assert tuning.planned(Planned(in_two_stages, StepEstimate(150, 20))) == deduplicated
+    assert tuning.state is TuningState.VERIFY
 
 
 @pytest.mark.parametrize(("other_ms", "kept"), [(150, OTHER), (199, OTHER), (201, BASE)])

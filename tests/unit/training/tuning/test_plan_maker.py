@@ -15,7 +15,7 @@ from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.profiler.cache import ProfileKey
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, fixed_plan, paired
 from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.training.tuning import plan_maker
 from megatron_lancet.training.tuning.controller import PlanningFailed
@@ -154,6 +154,15 @@ def test_plan_maker_leaves_unpaired_plans_out_where_pairing_is_asked_for(make, m
     planned, _ = profiled(make(replace(BATCH, pairing=(True,))))
     assert planned.plan.is_paired
     assert planned.profiled == {}
+
+
+@pytest.mark.parametrize("dispatch", Dispatch)
+def test_plan_maker_tries_profiled_plans_with_an_allowed_dispatch_only(make, monkeypatch, dispatch):
+    """The profile runs by plain dispatch."""
+    monkeypatch.setattr(Run, "result", replace(PROFILE, model=replace(PROFILE.model, num_experts=8, topk=4)))
+    planned, _ = profiled(make(replace(BATCH, dispatches=(dispatch,))))
+    assert planned.plan.dispatch is dispatch
+    assert (planned.profiled == {}) == (dispatch is Dispatch.DEDUP)
 
 
 def test_plan_maker_measures_a_paired_run_unpaired_and_counts_its_memory(make, monkeypatch):

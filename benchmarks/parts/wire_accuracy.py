@@ -1,0 +1,144 @@
+"""How far gradients move if hidden states are rounded in messages: each format of ``--lancet-wire`` against exact.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.parts.wire_accuracy --output wire-accuracy.json
+
+One forward and backward of the benchmarks' GPT-MoE (fp32, expert parallelism over the ranks) on the same weights and
+tokens. Errors are of all gradients of a kind together, relative to the norm of the exact ones. A rounded hidden state
+may move a token to another expert, whose output is another one: how many of the choices differ is printed too. The
+weights are fresh ones, whose router hardly prefers any expert: after training fewer tokens move.
+"""
+
+import argparse
+import math
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.cases import Shape
+from benchmarks.harness.tables import aligned
+from benchmarks.parts.frame import megatron_ranks, new_parser, write_result
+from megatron_lancet.schedule.plan import Dispatch, Plan, fixed_plan
+from megatron_lancet.schedule.wire import Wire
+
+_KINDS = {
+    "expert weights": r"\.experts\.",
+    "routers": r"\.router\.",
+    "attention": r"\.self_attention\.",
+    "norms": r"norm",
+    "embeddings": r"^embedding\.",
+    "output layer": r"^output_layer\.",
+}
+"""Parameters by what their names contain; the first that fits counts."""
+_CHOICES = "choices that differ"
+_LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step of a rank: loss, gradients by parameter, the experts of its tokens in each layer, bytes sent."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    routing_maps: list[torch.Tensor]
+    payload_bytes: int
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = new_parser(__doc__)
+    shape = Shape()
+    for name, default in (("layers", shape.layers), ("hidden", shape.hidden), ("experts", 8), ("topk", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"of the model ({default})")
+    parser.add_argument("--seq-length", type=int, default=shape.seq_length, help=f"({shape.seq_length})")
+    parser.add_argument("--chunks", type=int, default=2, help="of a micro-batch (2)")
+    parser.add_argument("--dispatch", type=Dispatch, choices=list(Dispatch), default=Dispatch.PLAIN)
+    return parser.parse_args()
+
+
+@contextmanager
+def _recorded_routing(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """The routing maps of all chunks and layers, as they come."""
+    maps: list[torch.Tensor] = []
+    routers = [module for name, module in model.named_modules() if name.endswith("mlp.router")]
+    hooks = [router.register_forward_hook(lambda _, __, routed: maps.append(routed[1])) for router in routers]
+    yield maps
+    for hook in hooks:
+        hook.remove()
+
+
+def one_step(shape: Shape, plan: Plan, wire: Wire) -> StepResult:
+    """Runs the model with a format, from the same weights on every call."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from benchmarks.training_step.model import build, make_batches, make_forward
+    from megatron_lancet.runtime.comm_stats import CommStats
+    from megatron_lancet.training.overlap_setup import OverlapSetup
+
+    cpu = torch.device("cpu")
+    stats = CommStats(cpu)
+    model = build(shape)
+    OverlapSetup(plan, cpu, stats, timedelta(minutes=5), wire=wire)([model])
+    # No reduction: gradients are those of this rank's tokens, and of its experts for all tokens.
+    DistributedDataParallel(model.config, DistributedDataParallelConfig(delay_wgrad_compute=True), model)
+    (batch,) = make_batches(shape, dist.get_rank())
+    with _recorded_routing(model) as maps:
+        loss = make_forward(model, batch)()
+        loss.backward()
+    gradients = {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+    return StepResult(loss.item(), gradients, maps, stats.take().payload_bytes)
+
+
+def errors(found: StepResult, exact: StepResult) -> dict[str, float]:
+    """Errors by kind of parameter, and of loss and choices; over all ranks. Collective."""
+    squares: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for name, gradient in exact.gradients.items():
+        kind = next(kind for kind, pattern in _KINDS.items() if re.search(pattern, name))
+        for place, values in enumerate((found.gradients[name] - gradient, gradient)):
+            squares[kind][place] += values.double().square().sum().item()
+    chosen = [torch.stack(one.routing_maps) for one in (found, exact)]
+    squares[_CHOICES] = [float((chosen[0] & ~chosen[1]).sum()), float(chosen[1].sum())]
+    squares[_LOSS] = [abs(found.loss - exact.loss), exact.loss]
+    kinds = [*_KINDS, _CHOICES, _LOSS]
+    summed = torch.tensor([squares[kind] for kind in kinds], dtype=torch.float64)
+    dist.all_reduce(summed)
+    ratios = {kind: (error / whole).item() for kind, (error, whole) in zip(kinds, summed, strict=True)}
+    return {kind: math.sqrt(ratio) if kind in _KINDS else ratio for kind, ratio in ratios.items()}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Errors and bytes of each format; what goes into the file. Collective."""
+    shape = Shape(args.layers, args.hidden, experts=args.experts, topk=args.topk, seq_length=args.seq_length)
+    plan = replace(fixed_plan(args.chunks), dispatch=args.dispatch)
+    steps = {wire: one_step(shape, plan, wire) for wire in Wire}
+    exact = steps[Wire.EXACT]
+    rows = {
+        wire: {**errors(step, exact), "bytes": step.payload_bytes / exact.payload_bytes} for wire, step in steps.items()
+    }
+    return {"shape": asdict(shape), "plan": str(plan), "relative_to_exact": rows}
+
+
+def main() -> None:
+    """Measure and print."""
+    args = parse_arguments()
+    warnings.simplefilter("ignore")  # Megatron names every package that it could use
+    with megatron_ranks():
+        if dist.get_world_size() == 1:
+            raise SystemExit("error: expected several ranks, found 1, which sends nothing: torchrun --nproc-per-node 2")
+        found = measure(args)
+        is_first = dist.get_rank() == 0
+    if is_first:
+        rows = found["relative_to_exact"]
+        print(aligned([["error", *rows], *([name, *(f"{rows[w][name]:.2g}" for w in rows)] for name in rows["exact"])]))
+        write_result(args.output, "wire_accuracy", found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""``--lancet-dispatch`` and Megatron's ``flex``: which runs may deduplicate, and the lines that say why not."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
+from megatron_lancet.errors import UsageError
+from megatron_lancet.files import to_plain
+from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, fixed_plan, paired
+from megatron_lancet.training.arguments import config_from_words
+from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
+from megatron_lancet.training.plan.limits import planning_limits
+from megatron_lancet.training.plan.select import choose_plan, is_tuned
+from tests.unit.training.validated import set_as_validation_does
+
+PLAIN, DEDUP = LancetConfig(dispatch=Dispatch.PLAIN), LancetConfig(dispatch=Dispatch.DEDUP)
+FLEX = ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"]
+MAPPED = "--moe-token-dispatcher-type flex runs as the plan's all-to-alls"
+NAME = "dispatch=dedup"
+TE = ["--transformer-impl", "transformer_engine"]
+
+
+def deduplicated(*settings, **more):
+    """A fixed plan that deduplicates."""
+    return replace(fixed_plan(*settings, **more), dispatch=Dispatch.DEDUP)
+
+
+@pytest.fixture
+def megatron_args(monkeypatch):
+    """Megatron's arguments for a run that can deduplicate: 2 of 8 experts for each token, on 2 ranks."""
+    from megatron.training.arguments import parse_args
+
+    def make(*changes: object, config: LancetConfig | None = None):
+        command = (
+            "--num-layers 8 --num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --seq-length 32 "
+            "--transformer-impl local --moe-token-dispatcher-type alltoall --moe-router-topk 2 "
+            "--hidden-dropout 0 --attention-dropout 0"
+        )
+        monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
+        args = parse_args(ignore_unknown_args=True)
+        args.lancet_test_line = map_overlap_flags(args, config or LancetConfig())
+        set_as_validation_does(args)
+        return args
+
+    return make
+
+
+@pytest.mark.parametrize(("text", "value"), [("auto", None), ("plain", Dispatch.PLAIN), ("dedup", Dispatch.DEDUP)])
+def test_flag_takes_three_words(text, value):
+    assert config_from_words(["--lancet-dispatch", text]).dispatch is value
+    assert config_from_words([]).dispatch is None
+    with pytest.raises(UsageError, match="--lancet-dispatch: invalid choice: 'two-hop'"):
+        config_from_words(["--lancet-dispatch", "two-hop"])
+
+
+POSSIBLE = {
+    "plain model": [],
+    "full recompute": ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1],
+    "expert tensor": ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-tensor-parallel-size", 2],
+    "dropped tokens": ["--moe-expert-capacity-factor", 1.5],
+    "shared experts": ["--moe-shared-expert-intermediate-size", 16],
+    "multi-token prediction": ["--mtp-num-layers", 1],
+    "fp8": [*TE, "--fp8-format", "hybrid"],
+    "hybrid": ["--hybrid-layer-pattern", "*E*E*E*E"],
+    "one sample": ["--micro-batch-size", 1],
+    "top-8 of 16": ["--moe-router-topk", 8, "--num-experts", 16],
+}
+
+
+@pytest.mark.parametrize("changes", POSSIBLE.values(), ids=POSSIBLE.keys())
+def test_planner_chooses_and_fixed_plans_are_plain_unless_asked(megatron_args, changes):
+    args = megatron_args(*changes)
+    assert planning_limits(args, LancetConfig()).dispatches == (Dispatch.PLAIN, Dispatch.DEDUP)
+    assert planning_limits(args, PLAIN).dispatches == (Dispatch.PLAIN,)
+    assert planning_limits(args, DEDUP).dispatches == (Dispatch.DEDUP,)
+    plain, line = choose_plan(args, LancetConfig())
+    assert plain == choose_plan(args, PLAIN)[0]
+    assert plain.dispatch is Dispatch.PLAIN
+    assert "dispatch" not in line
+    plan, line = choose_plan(args, DEDUP)
+    assert plan == replace(plain, dispatch=Dispatch.DEDUP)
+    assert line.startswith(f"{plain} dispatch=dedup")
+    both = LancetConfig(dispatch=Dispatch.DEDUP, pairing=PairingChoice.ON, num_chunks=1)
+    assert choose_plan(args, both)[0].at_ends.dispatch is Dispatch.DEDUP
+
+
+IMPOSSIBLE = {
+    "top-1": (["--moe-router-topk", 1], "a token has one expert"),
+    "padded capacity": (
+        ["--moe-expert-capacity-factor", 1.5, "--moe-pad-expert-input-to-capacity"],
+        "experts' inputs are padded to capacity",
+    ),
+    "one local expert": (["--num-experts", 2], "a rank has one expert"),
+}
+
+
+@pytest.mark.parametrize(("changes", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
+def test_dedup_is_excluded_with_a_reason_and_refused_if_asked_for(megatron_args, tmp_path, changes, reason):
+    args = megatron_args(*changes)
+    for config in (LancetConfig(), PLAIN):
+        assert planning_limits(args, config).dispatches == (Dispatch.PLAIN,)
+        plan, line = choose_plan(args, config)
+        assert plan.dispatch is Dispatch.PLAIN
+        assert "dispatch" not in line  # the user has not asked for it
+    excluded = [one.reason for one in planning_limits(args, LancetConfig()).excluded if one.what == NAME]
+    assert excluded[0].startswith(reason)
+    assert all(one.what != NAME for one in planning_limits(args, PLAIN).excluded)
+    for config in (DEDUP, replace(DEDUP, num_chunks=2)):
+        with pytest.raises(UsageError) as refusal:
+            choose_plan(args, config)
+        assert str(refusal.value).startswith(f"--lancet-dispatch dedup can't be followed: {reason}")
+        assert str(refusal.value).endswith(". Drop the flag, or pass --lancet-dispatch plain.")
+        assert "\n" not in str(refusal.value)
+
+    path = tmp_path / "plan.json"
+    write_plan_file(path, PlanFile(deduplicated(1), None))
+    with pytest.raises(UsageError) as refusal:
+        choose_plan(args, LancetConfig(plan=path))
+    told = f"--lancet-plan {path} deduplicates what is dispatched, which can't be followed: {reason}"
+    assert str(refusal.value).startswith(told)
+    assert str(refusal.value).endswith(". Make a plan for this run.")
+
+
+def test_dedup_needs_a_plan_and_expert_parallelism(megatron_args):
+    with pytest.raises(UsageError, match=r"--lancet-dispatch dedup needs the overlapping block, but --lancet-plan off"):
+        choose_plan(megatron_args(), replace(DEDUP, plan=PlanChoice.OFF))
+    with pytest.raises(UsageError, match=r"--lancet-dispatch dedup is about .* --expert-model-parallel-size is 1\. Dr"):
+        choose_plan(megatron_args("--expert-model-parallel-size", 1), DEDUP)
+    for config in (PLAIN, replace(PLAIN, plan=PlanChoice.OFF)):
+        assert choose_plan(megatron_args("--expert-model-parallel-size", 1), config)[0] is None
+
+
+def test_plan_file_says_what_is_dispatched_and_contradicts_the_flag(megatron_args, tmp_path):
+    path = tmp_path / "plan.json"
+    write_plan_file(path, PlanFile(paired(deduplicated(2)), None))
+    args = megatron_args(*FLEX, config=LancetConfig(plan=path))
+    assert args.lancet_test_line == MAPPED
+    plan, line = choose_plan(args, LancetConfig(plan=path))
+    assert plan == paired(deduplicated(2))
+    assert "dispatch=dedup" in line
+    for value in Dispatch:
+        with pytest.raises(UsageError, match=f"--lancet-dispatch {value} contradicts --lancet-plan"):
+            choose_plan(args, LancetConfig(plan=path, dispatch=value))
+    write_plan_file(path, PlanFile(fixed_plan(2), None))
+    assert choose_plan(args, LancetConfig(plan=path))[0] == fixed_plan(2)
+
+
+def test_flex_deduplicates_fixed_and_tuned_plans(megatron_args):
+    args = megatron_args(*FLEX)
+    assert args.lancet_test_line == f"{MAPPED}, one row per token and rank, not yet one per token and node"
+    assert choose_plan(args, LancetConfig())[0] == deduplicated(2)
+    assert choose_plan(args, LancetConfig(num_chunks=4))[0] == deduplicated(4)
+    assert planning_limits(args, LancetConfig()).dispatches == (Dispatch.DEDUP,)
+    asked_otherwise = megatron_args(*FLEX, config=PLAIN)
+    assert asked_otherwise.lancet_test_line == MAPPED
+    assert choose_plan(asked_otherwise, PLAIN)[0] == fixed_plan(2)
+    # The default of Megatron's flag sends rows to all ranks; nobody has asked for fewer.
+    default = megatron_args("--moe-token-dispatcher-type", "allgather")
+    assert choose_plan(default, LancetConfig())[0] == fixed_plan(2)
+
+
+@pytest.mark.parametrize(("changes", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
+def test_flex_says_where_its_rows_stay_plain(megatron_args, changes, reason):
+    args = megatron_args(*FLEX, *changes)
+    assert args.lancet_test_line == f"{MAPPED}, one row per token and expert"
+    plan, line = choose_plan(args, LancetConfig())
+    assert plan.dispatch is Dispatch.PLAIN
+    assert f"; dispatch is plain, because {reason}" in line
+
+
+def test_run_is_tuned_where_the_dispatch_is_all_there_is_to_choose(megatron_args):
+    """Micro-batches of one sample that are not paired, and dWs at once."""
+    args = megatron_args("--micro-batch-size", 1)
+    only = LancetConfig(chunk_dim=ChunkDim.BATCH, dw_policy=DwPolicy.NONE, pairing=PairingChoice.OFF)
+    assert is_tuned(args, only)
+    assert not is_tuned(args, replace(only, dispatch=Dispatch.PLAIN))
+    assert not is_tuned(args, replace(only, dispatch=Dispatch.DEDUP))
+    assert choose_plan(args, replace(only, dispatch=Dispatch.DEDUP))[0] == deduplicated(1, DwPolicy.NONE)
+
+
+def test_tuned_plan_of_a_checkpoint_fits_runs_with_the_same_dispatches(megatron_args):
+    """The limits are part of what a tuned plan was made for."""
+    args = megatron_args()
+    found = {json.dumps(to_plain(planning_limits(args, config))) for config in (LancetConfig(), PLAIN, DEDUP)}
+    assert len(found) == 3
