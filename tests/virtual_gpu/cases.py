@@ -5,8 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan, paired
-from tests.parity.gradients.dedup_cases import dedup
-from tests.parity.gradients.variants import CAPACITY, FULL, GAPS, MLA
+from tests.parity.gradients.variants import CAPACITY, FULL, GAPS, MLA, dedup
 from tests.virtual_gpu.case import IN_ORDER, Case
 from tests.virtual_gpu.pipeline import PIPELINE
 from tests.virtual_gpu.programs import PROGRAMS, Program

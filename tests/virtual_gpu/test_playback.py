@@ -17,7 +17,7 @@ from megatron_lancet.virtual_gpu.device import VirtualGpu
 from megatron_lancet.virtual_gpu.log import CollectiveBegins, Entry
 from megatron_lancet.virtual_gpu.playback.device_model import DeviceModel
 from megatron_lancet.virtual_gpu.playback.player import Playback, play
-from tests.parity.gradients.dedup_cases import dedup
+from tests.parity.gradients.variants import dedup
 from tests.virtual_gpu.case import Case, run
 
 MESSAGE_US = 20.0

@@ -20,8 +20,6 @@ from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.schedule.wire import Wire
-from tests.parity.gradients.dedup_cases import CASES as DEDUP_CASES
-from tests.parity.gradients.dedup_cases import ONE as DEDUP_ONE
 from tests.parity.gradients.disturbances import (
     DAMAGED_DEDUP,
     DAMAGED_GRADIENTS,
@@ -36,6 +34,8 @@ from tests.parity.gradients.disturbances import (
 from tests.parity.gradients.observer import Observer
 from tests.parity.gradients.variants import (
     CUTS,
+    DEDUP_CASES,
+    DEDUP_ONE,
     DW_MEMORY_CASES,
     FORCED,
     HYBRID,

@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
-from tests.parity.gradients.dedup_cases import ONE, TWO
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import (
     build,
@@ -22,7 +21,7 @@ from tests.parity.gradients.gradients_worker import (
     wrap_with_ddp,
 )
 from tests.parity.gradients.observer import Observer
-from tests.parity.gradients.variants import GAPS, MLA
+from tests.parity.gradients.variants import DEDUP_ONE, DEDUP_TWO, GAPS, MLA
 
 PLANS: dict[str, Plan] = {
     "batch": fixed_plan(2),
@@ -41,7 +40,7 @@ PLANS: dict[str, Plan] = {
     "sequence-none": fixed_plan(2, DwPolicy.NONE, ChunkDim.SEQUENCE),
 }
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
-DEDUP_PLANS: dict[str, Plan] = {"whole": fixed_plan(1), "whole-dedup": ONE, "batch-dedup": TWO}
+DEDUP_PLANS: dict[str, Plan] = {"whole": fixed_plan(1), "whole-dedup": DEDUP_ONE, "batch-dedup": DEDUP_TWO}
 CASES: dict[str, tuple[dict[str, Any], bool, dict[str, Plan]]] = {
     "switching/overlapping-reduce": ({"num_moe_experts": 8}, True, PLANS),
     "switching/recompute-overlapping-reduce": (RECOMPUTE, True, PLANS),

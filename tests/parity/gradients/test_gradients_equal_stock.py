@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks.gradient_error import worst
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.gradients.dedup_cases import CASES as DEDUP_CASES
 from tests.parity.gradients.disturbances import DAMAGED, DAMAGED_DEDUP, DAMAGED_GRADIENTS
 from tests.parity.gradients.variants import (
     CUTS,
+    DEDUP_CASES,
     DW_MEMORY_CASES,
     FORCED,
     MICRO_BATCH_OF_ONE,

@@ -18,10 +18,9 @@ from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.patching import replaced
 from megatron_lancet.schedule.plan import fixed_plan
 from megatron_lancet.training.platform.cpu import cpu_platform
-from tests.parity.gradients.dedup_cases import dedup
 from tests.parity.gradients.disturbances import naive_aux_loss
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare, compare_plan, logged_losses, run_stock
-from tests.parity.gradients.variants import VARIANTS
+from tests.parity.gradients.variants import VARIANTS, dedup
 
 NUM_CHUNKS = (1, 2, 3)
 ROUTERS = ("plain", "seq-aux-loss", "global-aux-loss", "sigmoid-expert-bias", "top-1", "shared-expert")

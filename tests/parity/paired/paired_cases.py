@@ -8,9 +8,17 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan, paired
-from tests.parity.gradients.dedup_cases import ONE as DEDUP_ONE
-from tests.parity.gradients.dedup_cases import TWO as DEDUP_TWO
-from tests.parity.gradients.variants import CAPACITY, FULL, HYBRID, MLA, RECOMPUTE, VARIANTS, WHOLE_ROUTING
+from tests.parity.gradients.variants import (
+    CAPACITY,
+    DEDUP_ONE,
+    DEDUP_TWO,
+    FULL,
+    HYBRID,
+    MLA,
+    RECOMPUTE,
+    VARIANTS,
+    WHOLE_ROUTING,
+)
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 K1, K1_NONE = paired(fixed_plan(1)), paired(fixed_plan(1, DwPolicy.NONE))

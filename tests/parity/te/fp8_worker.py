@@ -18,7 +18,6 @@ from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.schedule.plan import Plan
 from tests.parity.gradients import gradients_worker
-from tests.parity.gradients.dedup_cases import dedup
 from tests.parity.gradients.gradients_worker import (
     NUM_MICRO_BATCHES,
     close,
@@ -29,6 +28,7 @@ from tests.parity.gradients.gradients_worker import (
     step,
     wrap_with_ddp,
 )
+from tests.parity.gradients.variants import dedup
 from tests.parity.te.variants import FUSED, TE
 from tests.ranks.worker import finish, run_on_cpu_with_te
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 from megatron_lancet.schedule.plan import Gap, Plan, fixed_plan, paired
-from tests.parity.gradients.dedup_cases import dedup
 from tests.parity.gradients.gradients_worker import plan_of
 from tests.parity.paired.paired_cases import DROPOUT, K1_NONE, Case
 from tests.parity.gradients.variants import (
@@ -17,6 +16,7 @@ from tests.parity.gradients.variants import (
     VARIANTS,
     WHOLE_ROUTING,
     chunk_counts,
+    dedup,
 )
 
 TE: dict[str, Any] = {"te": True, "moe_grouped_gemm": True, "gradient_accumulation_fusion": False}
