@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.gradient_deviations import TOLERANCE
+from tests.parity.gradients.variants import precision_of
 from tests.parity.paired.paired_cases import (
     CASES,
     IN_LAYOUTS,
@@ -18,7 +19,6 @@ from tests.parity.paired.paired_cases import (
     SWITCHED_PLANS,
     Case,
 )
-from tests.parity.gradients.variants import precision_of
 from tests.ranks import launch
 
 # Each worker runs all its cases in one start of its ranks.

@@ -4,7 +4,6 @@ from typing import Any
 
 from megatron_lancet.schedule.plan import Gap, Plan, fixed_plan, paired
 from tests.parity.gradients.gradients_worker import plan_of
-from tests.parity.paired.paired_cases import DROPOUT, K1_NONE, Case
 from tests.parity.gradients.variants import (
     DW_MEMORY_CASES,
     FORCED,
@@ -18,6 +17,7 @@ from tests.parity.gradients.variants import (
     chunk_counts,
     dedup,
 )
+from tests.parity.paired.paired_cases import DROPOUT, K1_NONE, Case
 
 TE: dict[str, Any] = {"te": True, "moe_grouped_gemm": True, "gradient_accumulation_fusion": False}
 """Overrides that select Transformer Engine's layers and its grouped experts."""

@@ -13,8 +13,8 @@ from megatron_lancet.patching import replaced
 from megatron_lancet.schedule.plan import fixed_plan
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare_plan
-from tests.parity.paired.paired_worker import compare
 from tests.parity.gradients.variants import VARIANTS
+from tests.parity.paired.paired_worker import compare
 from tests.parity.te.variants import FUSED, HAZARDS, PAIRED, TE, cases
 from tests.ranks.worker import finish, run_on_cpu_with_te
 
