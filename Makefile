@@ -16,7 +16,7 @@ LOSSES := tests/parity/runs/test_losses_equal_stock.py::test_losses_equal_stock
 QUICK := tests/unit tests/parity/mocked/test_gradients_in_mocked_worlds.py tests/parity/gradients/test_context_parallel.py \
 	"$(LOSSES)[fp32-1]" "$(LOSSES)[fp32-2]"
 
-.PHONY: demo test test-quick test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-gpu flags format constraints clean help
+.PHONY: demo test test-quick test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-evaluation bench-causes bench-gpu flags format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text, with expert parallelism, and show the result"
@@ -28,10 +28,13 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   build wheel and source distribution, install into an empty environment and run there"
 	@echo "make bench-network   what overlap buys on a shaped network (root, Linux): 1 3/4 hours; BENCH_ARGS=--headline:"
-	@echo "                     11 minutes, --pairing: 20, --dispatch (fewer bytes): 10, --quick: 2"
+	@echo "                     11 minutes, --pairing: 20, --dispatch (fewer bytes): 10, --nodes (two hops): 4,"
+	@echo "                     --load (experts placed by load): 4, --quick: 2"
 	@echo "make bench-prediction   predicted step times against real ones on the same network (root, Linux): 40 minutes;"
-	@echo "                        BENCH_ARGS=--pairing: 15, --dispatch: 12"
+	@echo "                        BENCH_ARGS=--pairing: 15, --dispatch: 13, --nodes: 7"
 	@echo "make bench-priority     all-to-alls and gradient reductions on one shaped link (root, Linux)"
+	@echo "make bench-evaluation   replicas of popular experts on the shaped network (root, Linux)"
+	@echo "make bench-causes       injected causes of waits, and what is found of them (root, Linux): 8 minutes"
 	@echo "make bench-gpu       stock, pipelined experts and our schedules on one GPU; BENCH_ARGS=--help lists options"
 
 demo: $(STAMP)
@@ -65,6 +68,12 @@ bench-prediction: $(STAMP)
 
 bench-priority: $(STAMP)
 	@$(BIN)/python -m benchmarks.priority $(BENCH_ARGS)
+
+bench-evaluation: $(STAMP)
+	@$(BIN)/python -m benchmarks.evaluation $(BENCH_ARGS)
+
+bench-causes: $(STAMP)
+	@$(BIN)/python -m benchmarks.causes $(BENCH_ARGS)
 
 bench-gpu: $(STAMP)
 	@$(BIN)/python -m benchmarks.gpu $(BENCH_ARGS)

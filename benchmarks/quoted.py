@@ -23,6 +23,8 @@ from benchmarks.prediction.errors import (
 from benchmarks.priority import summary as priority_summary
 from benchmarks.priority.cases import OVERLAPPED
 from benchmarks.quoted_dispatch import dispatch, dispatch_memory, dispatch_prediction, dispatch_variants
+from benchmarks.quoted_load import TABLES as LOAD_TABLES
+from benchmarks.quoted_nodes import nodes, nodes_prediction, nodes_variants
 from benchmarks.quoted_pairing import pairing, pairing_prediction, pairing_variants
 from benchmarks.quoted_results import Quoted, network, predictions, result, rows_of
 
@@ -316,6 +318,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "dispatch-variants": dispatch_variants,
     "dispatch-prediction": dispatch_prediction,
     "dispatch-memory": dispatch_memory,
+    "nodes": nodes,
+    "nodes-variants": nodes_variants,
+    "nodes-prediction": nodes_prediction,
     "targets": targets,
     "waiting-cost": waiting_cost,
     "activation-memory": activation_memory,
@@ -323,6 +328,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "transport": transport,
     "experts": experts,
     "weight-grad": weight_grad,
+    **LOAD_TABLES,
 }
 _PLACE = re.compile(r"(<!-- quoted: ([\w-]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 

@@ -19,7 +19,7 @@ def dispatch() -> str:
         if gain is None or sent is None:  # a run of few variants
             continue
         speedups = [f"`{which}` {rows[which].speedup.median:.2f}" for which in (gain.other, gain.name)]
-        fewer = [f"{sent.fewer:.2f}", fewer_bytes(rows[gain.name], sent)]
+        fewer = [f"{sent.fewer(gain.dispatch):.2f}", fewer_bytes(rows[gain.name])]
         source = f"[{quoted.date}](../benchmarks/results/{quoted.file}){quoted.mark}"
         found = [*fewer, *speedups, quartiles(gain.speedup), source]
         lines.append([f"`{name}`", f"{summary.exposed_share:.1%}", *found])
@@ -36,7 +36,7 @@ def dispatch_variants() -> str:
                 continue
             times = [f"{ms:.0f} ms" for ms in (row.step_ms, row.exposed_ms + row.counts_ms)]
             sent = "" if row.sent_bytes is None else f"{row.sent_bytes / 1e6:.2f} MB"
-            ratios = [ratio(row.over_bound), sent, fewer_bytes(row, summary.sent_rows), quartiles(row.speedup)]
+            ratios = [ratio(row.over_bound), sent, fewer_bytes(row), quartiles(row.speedup)]
             costs = [f"{row.cpu_ratio:.2f}", f"{row.memory_ratio:.2f}"]
             lines.append([linked(case, quoted), f"`{row.name}`", *times, *ratios, *costs])
     return markdown(lines) if len(lines) > 1 else NO_RESULT

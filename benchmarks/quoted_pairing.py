@@ -1,7 +1,7 @@
 """Tables of pairing: each backward beside the next forward, in steps of several micro-batches."""
 
 from benchmarks.harness.tables import markdown
-from benchmarks.network.cases import UNPAIRED, VARIANTS
+from benchmarks.network.cases import CHUNKED, VARIANTS
 from benchmarks.network.summary import Row
 from benchmarks.prediction.cases import PAIRED_CASES
 from benchmarks.quoted_cells import NO_RESULT, linked, prediction_tables, quartiles, ratio
@@ -25,7 +25,7 @@ def pairing() -> str:
 
 def _is_shown(name: str) -> bool:
     plan = VARIANTS[name].plan
-    return name == UNPAIRED or (plan is not None and plan.is_paired)
+    return name == CHUNKED or (plan is not None and plan.is_paired)
 
 
 def _cell(row: Row | None) -> str:
@@ -35,13 +35,13 @@ def _cell(row: Row | None) -> str:
 def pairing_variants() -> str:
     """Every variant of every case with several micro-batches."""
     lines = [["case", "variant", "step", "exposed", "step/bound", "steady/bound", "speed-up (quartiles)"]]
-    lines[0] += [f"against `{UNPAIRED}`", "CPU", "memory"]
+    lines[0] += [f"against `{CHUNKED}`", "CPU", "memory"]
     for case, (quoted, summary) in network_with_pairs().items():
         for row in summary.rows:
             if VARIANTS[row.name].free_link:
                 continue
             ratios = [ratio(row.over_bound), ratio(row.steady_over_bound), quartiles(row.speedup)]
-            ratios += ["" if row.over_unpaired is None else quartiles(row.over_unpaired)]
+            ratios += ["" if row.over_chunked is None else quartiles(row.over_chunked)]
             costs = [f"{row.cpu_ratio:.2f}", f"{row.memory_ratio:.2f}"]
             times = [f"{ms:.0f} ms" for ms in (row.step_ms, row.exposed_ms + row.counts_ms)]
             lines.append([linked(case, quoted), f"`{row.name}`", *times, *ratios, *costs])

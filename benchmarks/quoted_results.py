@@ -1,6 +1,7 @@
 """Results that documents quote: each case of a benchmark from the newest committed result file that has it.
 
-Cases with several micro-batches, which pairs need, and those with duplicates to save are kept apart from the others.
+Cases with several micro-batches, which pairs need, those with duplicates to save, those of two nodes, and those of
+uneven load are kept apart from the others.
 """
 
 import json
@@ -10,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.network.cases import CASES, DISPATCH_CASES, PAIRED_CASES
+from benchmarks.network.cases import CASES, DISPATCH_CASES, LOAD_CASES, NODES_CASES, PAIRED_CASES
 from benchmarks.network.summary import CaseSummary, Row, summarise
 from benchmarks.prediction import cases as prediction_cases
 from benchmarks.prediction.errors import CaseErrors, compare
@@ -40,8 +41,17 @@ class Quoted:
 @cache
 def result(name: str) -> dict[str, Any]:
     """The newest result whose file is called so, followed by a date."""
-    paths = sorted(_RESULTS.glob(f"{name}-[0-9][0-9][0-9][0-9]-*.json"))
-    return {"file": paths[-1].name, **json.loads(paths[-1].read_text())}
+    path = _files(name)[-1]
+    return {"file": path.name, **json.loads(path.read_text())}
+
+
+def has_result(name: str) -> bool:
+    """Whether such a file is committed."""
+    return bool(_files(name))
+
+
+def _files(name: str) -> list[Path]:
+    return sorted(_RESULTS.glob(f"{name}-[0-9][0-9][0-9][0-9]-*.json"))
 
 
 @cache
@@ -65,7 +75,8 @@ def _summaries() -> dict[str, tuple[Quoted, CaseSummary]]:
 
 def network() -> dict[str, tuple[Quoted, CaseSummary]]:
     """The newest measurement of each case of the network benchmark, in their order, but of those that follow."""
-    return _network_of([name for name in CASES if name not in {*PAIRED_CASES, *DISPATCH_CASES}])
+    others = {*PAIRED_CASES, *DISPATCH_CASES, *NODES_CASES, *LOAD_CASES}
+    return _network_of([name for name in CASES if name not in others])
 
 
 def network_with_pairs() -> dict[str, tuple[Quoted, CaseSummary]]:
@@ -76,6 +87,16 @@ def network_with_pairs() -> dict[str, tuple[Quoted, CaseSummary]]:
 def network_with_dedup() -> dict[str, tuple[Quoted, CaseSummary]]:
     """The same of those in which a token may travel once to a rank."""
     return _network_of(DISPATCH_CASES)
+
+
+def network_of_nodes() -> dict[str, tuple[Quoted, CaseSummary]]:
+    """The same of those in which a token may travel once to a node."""
+    return _network_of(NODES_CASES)
+
+
+def network_of_load() -> dict[str, tuple[Quoted, CaseSummary]]:
+    """The same of those with uneven load, which placed experts even out."""
+    return _network_of(LOAD_CASES)
 
 
 def _network_of(names: Collection[str]) -> dict[str, tuple[Quoted, CaseSummary]]:

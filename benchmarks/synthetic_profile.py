@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_lancet.planning.profile import LinkTimes, MemoryUse, ModelFacts, OpTime, Profile, WeightGradTime
+from megatron_lancet.planning.link_times import LinkTimes
+from megatron_lancet.planning.profile import MemoryUse, ModelFacts, OpTime, Profile, WeightGradTime
 from megatron_lancet.schedule.layers import LayerKind
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim
 from megatron_lancet.schedule.turns import Compute, verbs_of
@@ -39,6 +41,9 @@ class Machine:
         backward_factor: input gradients' time over forward time.
         dw_ms: weight gradients of a layer kind's ops, by op.
         shares: of routed rows by rank.
+        num_nodes: on which the ranks are, equally many on each.
+        between_nodes: time of a byte between nodes over that of a byte to all ranks, where there are several nodes.
+        inside_node: the same for a byte inside a node.
         topk: experts of a token, of two for each rank.
         pinned_bytes: of one dW of a whole micro-batch.
         saved_bytes: of a layer; each chunk more adds a tenth.
@@ -54,6 +59,9 @@ class Machine:
     overhead_ms: float = 0.1
     backward_factor: float = 1.0
     shares: tuple[float, ...] = (0.5, 0.5)
+    num_nodes: int = 1
+    between_nodes: float = 1.0
+    inside_node: float = 1.0
     topk: int = 1
     micro_batch_size: int = 8
     seq_length: int = 64
@@ -89,10 +97,15 @@ def synthetic_profile(machine: Machine) -> Profile:
         combine_grad_row_bytes=ROW_BYTES,
         counts_bytes=64,
         has_shared_experts=OpKind.SHARED_EXPERTS in machine.op_ms,
+        nodes=Nodes(machine.num_nodes, ep_size // machine.num_nodes) if machine.num_nodes > 1 else None,
     )
     full_bytes = round(model.num_rows * (1 - 1 / ep_size)) * ROW_BYTES or 1
     per_byte_ms = (machine.link_ms - machine.latency_ms) / full_bytes
     sizes = (0, full_bytes, 4 * full_bytes)
+    whole, between, inside = (
+        tuple((size, machine.latency_ms + factor * per_byte_ms * size) for size in sizes)
+        for factor in (1.0, machine.between_nodes, machine.inside_node)
+    )
     return Profile(
         model=model,
         device="synthetic",
@@ -100,11 +113,13 @@ def synthetic_profile(machine: Machine) -> Profile:
         ops=tuple(_op_times(machine)),
         weight_grads=tuple(_weight_grads(machine)),
         link=LinkTimes(
-            all_to_all=tuple((size, machine.latency_ms + per_byte_ms * size) for size in sizes),
+            all_to_all=whole,
             counts_ms=machine.counts_ms,
             sends_share_link=machine.sends_share_link,
             compute_slowdown=machine.compute_slowdown,
             host_polls=machine.host_polls,
+            between_nodes=between if machine.num_nodes > 1 else (),
+            inside_node=inside if machine.num_nodes > 1 else (),
         ),
         memory=tuple(
             MemoryUse(kind, dim, count, machine.saved_bytes * (9 + count) // 10)

@@ -4,22 +4,18 @@ A flag is a field of a dataclass. ``training/arguments.py`` makes the parser fro
 parsed arguments; the dataclass refuses a value outside its range.
 """
 
-import dataclasses
-import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.flags import CheckedFlags, flag, flags_of, word_or_path, words
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority
 from megatron_lancet.schedule.units import mb_to_bytes
 from megatron_lancet.schedule.wire import Wire
-
-_METADATA_KEY = "flag"
 
 
 class PlanChoice(StrEnum):
@@ -51,6 +47,13 @@ class PairingChoice(StrEnum):
     """In none."""
 
 
+class RowLimitChoice(StrEnum):
+    """Source of the most rows that a rank may receive of a chunk, other than a number."""
+
+    AUTO = "auto"
+    """What fits into the memory that the first steps leave."""
+
+
 class CacheChoice(StrEnum):
     """Where measured profiles are kept, other than in a folder that the user names."""
 
@@ -60,88 +63,23 @@ class CacheChoice(StrEnum):
     """The user's cache folder."""
 
 
-@dataclass(frozen=True)
-class Flag:
-    """How the command line sets a field.
-
-    Attributes:
-        help: text of ``--help``; ``{default}`` in it is the field's default.
-        parsed_as: type of the parsed argument. It is plain, because Megatron saves its arguments in checkpoints.
-        read: converts the parsed argument to the field's value.
-        choices: words that the flag accepts; empty if it accepts any text.
-        none_word: the choice that leaves the field at None, if there is one.
-        metavar: name of the value in ``--help``; None to list the choices.
-        unit: unit of a number, for messages; empty for a count.
-        at_least: smallest value, if there is a bound.
-        above: bound that a finite value must exceed, if there is one.
-        advice: sentence that follows the refusal of a value outside the range.
-        limits_plan: whether a value limits the choice of a plan.
-        name: the flag's name, if it does not follow from the field's name.
+def _row_limit(text: str) -> "int | RowLimitChoice":
     """
-
-    help: str
-    parsed_as: type = str
-    read: Callable[[Any], Any] = lambda value: value
-    choices: tuple[str, ...] = ()
-    none_word: str | None = None
-    metavar: str | None = None
-    unit: str = ""
-    at_least: int | None = None
-    above: float | None = None
-    advice: str = ""
-    limits_plan: bool = False
-    name: str = ""
-
-    def value_of(self, parsed: Any) -> Any:
-        """Converts a parsed argument to the field's value."""
-        return None if parsed in (None, self.none_word) else self.read(parsed)
-
-    def check(self, name: str, value: Any) -> None:
-        """Checks a value of the flag with this name.
-
-        Raises:
-            UsageError: the value is outside the range.
-        """
-        if self.at_least is not None and value < self.at_least:
-            raise UsageError(f"{name} expects at least {self.at_least}, got {value}. {self.advice}".strip())
-        if self.above is not None and not self.above < value < math.inf:
-            expected = f"a number of {self.unit} above {self.above:g}"
-            raise UsageError(f"{name} expects {expected}, got {value:g}. {self.advice}".strip())
-
-
-def flags_of(config_class: type) -> Iterator[tuple[str, "dataclasses.Field[Any]", Flag]]:
-    """Yields the flags of a dataclass: (name of the flag, field, how the flag sets it)."""
-    for entry in dataclasses.fields(config_class):
-        flag: Flag = entry.metadata[_METADATA_KEY]
-        yield flag.name or f"--lancet-{entry.name.replace('_', '-')}", entry, flag
-
-
-class _CheckedFlags:
-    """Base of the dataclasses of flags: refuses a value outside the range of its flag."""
-
-    def __post_init__(self) -> None:
-        for name, entry, flag in flags_of(type(self)):
-            value = getattr(self, entry.name)
-            if value is not None:
-                flag.check(name, value)
-
-
-def _flag(default: Any, **settings: Any) -> Any:
-    return field(default=default, metadata={_METADATA_KEY: Flag(**settings)})
-
-
-def _words(kind: type[StrEnum], none_word: str | None = None) -> dict[str, Any]:
-    """Settings of a flag that takes a member of an enumeration, or ``none_word``, which leaves the field at None."""
-    words = tuple(member.value for member in kind)
-    return {"choices": words if none_word is None else (none_word, *words), "none_word": none_word, "read": kind}
-
-
-def _word_or_path(kind: type[StrEnum]) -> Callable[[str], StrEnum | Path]:
-    return lambda text: kind(text) if text in list(kind) else Path(text)
+    Raises:
+        UsageError: the text is neither a word nor a number above 0.
+    """
+    if text in list(RowLimitChoice):
+        return RowLimitChoice(text)
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(
+            f"--lancet-max-received-rows expects auto, or a number of rows above 0, got {text}. Without the flag there "
+            "is no bound."
+        )
+    return int(text)
 
 
 @dataclass(frozen=True)
-class LancetConfig(_CheckedFlags):
+class LancetConfig(CheckedFlags):
     """The settings of a run. Each field is a flag, whose help explains it.
 
     A field that is None leaves the choice to the plan, or switches its feature off.
@@ -150,15 +88,15 @@ class LancetConfig(_CheckedFlags):
         UsageError: a value is outside the range of its flag.
     """
 
-    plan: PlanChoice | Path = _flag(
+    plan: PlanChoice | Path = flag(
         PlanChoice.AUTO,
-        read=_word_or_path(PlanChoice),
+        read=word_or_path(PlanChoice),
         metavar="{auto,off,FILE}",
         help="auto (default): measures the first steps, finds the fastest plan and switches to it; with "
         "--lancet-num-chunks a fixed plan instead. off: stock Megatron modules. FILE: a plan file of "
         "tools/make_plan.py that was made for this model and layout.",
     )
-    num_chunks: int | None = _flag(
+    num_chunks: int | None = flag(
         None,
         parsed_as=int,
         at_least=1,
@@ -166,53 +104,63 @@ class LancetConfig(_CheckedFlags):
         metavar="K",
         help="cut each micro-batch into K chunks; by default the plan chooses. 1 leaves it whole.",
     )
-    chunk_dim: ChunkDim | None = _flag(
+    chunk_dim: ChunkDim | None = flag(
         None,
-        **_words(ChunkDim, none_word="auto"),
+        **words(ChunkDim, none_word="auto"),
         limits_plan=True,
         help="dimension along which micro-batches are cut: batch, sequence (chunks attend to the keys and values of "
         "earlier ones: also a micro-batch of 1 can be cut), or auto (default): the plan chooses; a fixed plan takes "
         "batch where it has enough samples.",
     )
-    range: OverlapRange | None = _flag(
+    range: OverlapRange | None = flag(
         None,
-        **_words(OverlapRange),
+        **words(OverlapRange),
         limits_plan=True,
         help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), layer (with its "
         "attention), stack (all layers without waiting at a layer's end). By default the plan chooses; a fixed plan "
         "takes stack.",
     )
-    pairing: PairingChoice | None = _flag(
+    pairing: PairingChoice | None = flag(
         None,
-        **_words(PairingChoice, none_word="auto"),
+        **words(PairingChoice, none_word="auto"),
         limits_plan=True,
         help="with gradient accumulation, run the backward of each micro-batch beside the forward of the next one, so "
         "that the messages of one are in flight while the other computes; needs no chunks. auto (default): the plan "
         "chooses; a fixed plan pairs where --overlap-moe-expert-parallel-comm is given and pairing is possible.",
     )
-    dispatch: Dispatch | None = _flag(
+    dispatch: Dispatch | None = flag(
         None,
-        **_words(Dispatch, none_word="auto"),
+        **words(Dispatch, none_word="auto"),
         limits_plan=True,
         help="rows that all-to-alls carry: plain (one per token and chosen expert, as stock), dedup (one per token and "
-        "rank that holds any of its experts: fewer bytes where a rank holds several), auto (default): the plan "
-        "chooses; a fixed plan takes plain, and with --moe-token-dispatcher-type flex every plan takes dedup where it "
-        "is possible.",
+        "rank that holds any of its experts: fewer bytes where a rank holds several), two-hop (one per token and node, "
+        "and from there one per token and rank: fewer bytes between nodes), auto (default): the plan chooses; a fixed "
+        "plan takes plain. With --moe-token-dispatcher-type flex auto means two-hop or dedup, where they are possible.",
     )
-    attention: AttentionChoice = _flag(
+    ranks_per_node: int | None = flag(
+        None,
+        parsed_as=int,
+        at_least=1,
+        metavar="N",
+        advice="Without the flag the launcher says it.",
+        help="ranks of each node, for --lancet-dispatch two-hop: ranks 0 to N-1 share a node, then the next N. By "
+        "default what the launcher says (LOCAL_WORLD_SIZE of torchrun, or SLURM's tasks per node); in a mocked world "
+        "and in a dry run unknown.",
+    )
+    attention: AttentionChoice = flag(
         AttentionChoice.AUTO,
-        **_words(AttentionChoice),
+        **words(AttentionChoice),
         help="core attention: stock (Megatron's), sdpa (torch's fused kernel), auto (default): stock unless sequence "
         "chunks, context parallelism or multi-latent attention need sdpa.",
     )
-    dw_policy: DwPolicy | None = _flag(
+    dw_policy: DwPolicy | None = flag(
         None,
-        **_words(DwPolicy),
+        **words(DwPolicy),
         limits_plan=True,
         help="weight gradients: fill runs them while a backward all-to-all is in flight, none at once. By default the "
         "plan chooses; a fixed plan fills.",
     )
-    dw_memory_mb: float | None = _flag(
+    dw_memory_mb: float | None = flag(
         None,
         parsed_as=float,
         above=0,
@@ -224,14 +172,14 @@ class LancetConfig(_CheckedFlags):
         help="memory (10^6 bytes) that deferred weight gradients may keep alive on a rank; when it is full the oldest "
         "run first. By default only the plan's window bounds it.",
     )
-    comm_priority: CommPriority = _flag(
+    comm_priority: CommPriority = flag(
         CommPriority.OFF,
-        **_words(CommPriority),
+        **words(CommPriority),
         help="all-to-all-first cuts gradient reductions into parts that run only where no all-to-all of the backward "
         "pass is in flight or about to start; needs --overlap-grad-reduce. off (default): Megatron reduces each bucket "
         "as soon as it is complete.",
     )
-    grad_chunk_mb: float = _flag(
+    grad_chunk_mb: float = flag(
         DEFAULT_CHUNK_MB,
         parsed_as=float,
         above=0,
@@ -241,7 +189,7 @@ class LancetConfig(_CheckedFlags):
         help="with --lancet-comm-priority, gradients (10^6 bytes) in one such part, and at one place between two "
         "all-to-alls, at most (default: {default:g}).",
     )
-    comm_sms: int | None = _flag(
+    comm_sms: int | None = flag(
         None,
         parsed_as=int,
         at_least=1,
@@ -250,20 +198,55 @@ class LancetConfig(_CheckedFlags):
         help="streaming multiprocessors (SMs) of a GPU that an all-to-all of expert parallelism may take from the "
         "kernels beside it, at most; a power of two. By default NCCL chooses.",
     )
-    wire: Wire = _flag(
+    wire: Wire = flag(
         Wire.EXACT,
-        **_words(Wire),
+        **words(Wire),
         help="number format of hidden states in the all-to-alls of expert parallelism. exact (default): their own. "
         "bf16: 16 bits for those of 32. fp8: 8 bits, with a scale for each 128, in forward dispatches, and bf16 "
         "in combines and gradients. Other formats than exact change losses and gradients; auto never chooses one.",
     )
-    experts_apart: bool = _flag(
+    locality_loss_coeff: float = flag(
+        0.0,
+        parsed_as=float,
+        at_least=0,
+        metavar="MU",
+        advice="0 is no such loss.",
+        help="coefficient of a loss that draws tokens to the experts of their own node (LocMoE): the divergence of a "
+        "rank's probabilities over experts from the node's own experts, added to Megatron's balancing losses. It "
+        "changes what the model learns. Default: 0, no such loss.",
+    )
+    max_received_rows: int | RowLimitChoice | None = flag(
+        None,
+        read=_row_limit,
+        metavar="{auto,N}",
+        help="guard against running out of memory when a router prefers some experts: the experts of a rank work on at "
+        "most N rows of a chunk at a time (a row is a token and one of its experts). Where a rank would receive more, "
+        "all ranks send the chunk in several rounds; no token is dropped and no step repeated. auto: as many rows as "
+        "fit into the memory that the first steps under the plan leave. By default there is no bound.",
+    )
+    experts_apart: bool = flag(
         False,
         parsed_as=bool,
         help="with --expert-model-parallel-size 1, keep experts' gradients and optimizer state apart from dense "
         "weights', as with larger sizes: a run may then go on from a checkpoint with the other size, and back.",
     )
-    report_dir: Path | None = _flag(
+    expert_placement: Path | None = flag(
+        None,
+        read=Path,
+        metavar="FILE",
+        help="put experts on the ranks that FILE says, a placement of tools/place_experts.py. Losses, logs and "
+        "checkpoints keep the model's numbers of experts.",
+    )
+    rebalance_interval: int | None = flag(
+        None,
+        parsed_as=int,
+        at_least=2,
+        metavar="N",
+        advice="Without the flag experts stay where they are.",
+        help="let experts change their ranks after every N steps, where the load of these steps says that it pays: "
+        "weights and optimizer state move from rank to rank.",
+    )
+    report_dir: Path | None = flag(
         None,
         name="--lancet-report",
         read=Path,
@@ -271,22 +254,32 @@ class LancetConfig(_CheckedFlags):
         help="also write the closing report to DIR/report.json, and beside it the plan, the profile and the timeline "
         "of a step (timeline.html, trace.json).",
     )
+    causes_interval: int = flag(
+        0,
+        parsed_as=int,
+        at_least=0,
+        metavar="N",
+        advice="To trace no step pass 0, or drop the flag.",
+        help="every N steps trace one and say why ranks waited in it: wire, uneven rows, a late or slow rank, token "
+        "counts, host. In TensorBoard under lancet/exposed_by_cause, in report.json, and in a line of the log when a "
+        "share changes for good. 0 (default): only the step that --lancet-report traces.",
+    )
     # The standard error of the median of ten steps is 0.4 standard deviations of a step.
-    tune_steps: int = _flag(
+    tune_steps: int = flag(
         10,
         parsed_as=int,
         at_least=1,
         metavar="N",
         help="training steps that auto measures at a time, before and after a change of plan (default: {default}).",
     )
-    cache: CacheChoice | Path = _flag(
+    cache: CacheChoice | Path = flag(
         CacheChoice.AUTO,
-        read=_word_or_path(CacheChoice),
+        read=word_or_path(CacheChoice),
         metavar="DIR",
         help="where auto keeps measured profiles, so that later runs of the same model on the same device need not "
         "measure again; off keeps none. Default: megatron-lancet in $XDG_CACHE_HOME or ~/.cache.",
     )
-    profile: Path | None = _flag(
+    profile: Path | None = flag(
         None,
         read=Path,
         metavar="FILE",
@@ -316,28 +309,33 @@ class LancetConfig(_CheckedFlags):
         except RuntimeError:  # no home, as in some containers
             return None
 
+    @property
+    def places_experts(self) -> bool:
+        """Whether experts may be on other ranks than Megatron's."""
+        return self.expert_placement is not None or self.rebalance_interval is not None
+
     def explicit_plan_flags(self) -> dict[str, object]:
         """The flags by which the user limits the plan, with their values."""
-        values = {name: getattr(self, entry.name) for name, entry, flag in flags_of(LancetConfig) if flag.limits_plan}
+        values = {name: getattr(self, entry.name) for name, entry, its in flags_of(LancetConfig) if its.limits_plan}
         return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
-class DryRunConfig(_CheckedFlags):
+class DryRunConfig(CheckedFlags):
     """Whether the run only validates its command line, and for how many ranks.
 
     Raises:
         UsageError: a value is outside the range of its flag, or a world size is given to a run that is no dry run.
     """
 
-    dry_run: bool = _flag(
+    dry_run: bool = flag(
         False,
         parsed_as=bool,
         help="parse and validate everything as for a cluster with GPUs, print model size, parallel layout, memory per "
         "GPU and plan, and end: one process, no GPU, no data needed. Files and packages that are missing here are "
         "warnings; what the run itself would refuse is an error.",
     )
-    world_size: int | None = _flag(
+    world_size: int | None = flag(
         None,
         parsed_as=int,
         at_least=1,

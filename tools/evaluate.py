@@ -9,16 +9,23 @@ that tools/preprocess_data.py wrote (without .bin/.idx).
 The data is one stream, cut into windows of the length that the model was trained with, as training cuts its
 validation data. A checkpoint of any number of expert-parallel ranks runs on any other that divides the number of
 experts.
+
+  torchrun --nproc-per-node 4 tools/evaluate.py --load ... --data ... --replicas 8
+
+keeps replicas of popular experts on other ranks, so that a skewed text does not leave ranks waiting for the fullest
+one. Losses stay the same (docs/evaluate_generate.md).
 """
 
 import argparse
 import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 from megatron_lancet.cli.arguments import positive_int, require_output_folder
+from megatron_lancet.errors import UsageError
 from megatron_lancet.files import atomic_write
 from megatron_lancet.inference.command import run_tool
 
@@ -36,8 +43,24 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--batch-size", type=positive_int, default=8, metavar="N", help="windows per forward pass and rank (default: 8)"
     )
+    add(
+        "--replicas",
+        type=positive_int,
+        metavar="R",
+        help="of popular experts in each layer, on other ranks than their own; a multiple of the ranks (default: none)",
+    )
+    add(
+        "--popularity",
+        type=Path,
+        metavar="FILE",
+        help="choose the replicas by this measured load (tools/routing_report.py --expert-load) and not by a first "
+        "pass over an eighth of the batches",
+    )
     add("--output", type=Path, metavar="FILE", help="also write the results to FILE, as JSON")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.popularity is not None and arguments.replicas is None:
+        raise UsageError("--popularity has no effect without --replicas R: pass both or none.")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -46,13 +69,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.output is not None:
         require_output_folder(arguments.output)
     from megatron_lancet.inference.evaluate import evaluate, read_stream  # imports torch, so after the check above
+    from megatron_lancet.inference.replica_choice import ReplicaWish
     from megatron_lancet.inference.session import Session
 
     session = Session.open(arguments.load, arguments.step, arguments.tokenizer_model)
+    wish = None
+    if arguments.replicas is not None:
+        wish = ReplicaWish.of(session.run.arguments, arguments.replicas, arguments.popularity)
     stream = read_stream(arguments.data, session.tokenizer, arguments.json_key)
+    size = arguments.batch_size, arguments.max_tokens
     with session.model() as model:
+        chosen = wish.granted(model, stream, *size) if wish is not None else None
         start_s = time.monotonic()
-        result = evaluate(model, stream, arguments.batch_size, arguments.max_tokens)
+        with chosen.replicas.active() if chosen is not None else nullcontext():
+            result = evaluate(model, stream, *size)
         seconds = time.monotonic() - start_s
         rank = model.rank
     if rank != 0:
@@ -63,8 +93,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"  tokens        {result.num_tokens} predicted in {seconds:.1f} s")
     if result.bits_per_byte is not None:
         print(f"  per byte      {result.bits_per_byte:.4f} bits of {stream.num_text_bytes} bytes of text")
+    content = {"iteration": session.run.iteration, **asdict(result)}
+    if chosen is not None:
+        before, after = chosen.before, chosen.after
+        print(
+            f"  replicas      {arguments.replicas} in each layer, {chosen.replicas.num_bytes / 1e6:.1f} MB on a rank; "
+            f"the fullest rank gets {after.most_over_mean:.2f} of the mean rows and not {before.most_over_mean:.2f}, "
+            f"and {100 * after.sent_share:.0f} % of the rows leave their rank and not {100 * before.sent_share:.0f} %"
+        )
+        content |= {"replicas": arguments.replicas, "before": asdict(before), "after": asdict(after)}
     if arguments.output is not None:
-        content = {"iteration": session.run.iteration, **asdict(result)}
         atomic_write(arguments.output, json.dumps(content, indent=2) + "\n")
 
 

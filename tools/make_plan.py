@@ -120,7 +120,8 @@ def print_result(planned: PlannedStep, content: PlanFile, num_alternatives: int)
     for line, one in list(others.items())[: max(0, num_alternatives)]:
         print(f"{line}" + ("" if one.fits else "  (does not fit into memory)"))
     for exclusion in planned.excluded:
-        print(f"not considered: {exclusion.what}: {exclusion.reason}")
+        if not exclusion.is_evident:
+            print(f"not considered: {exclusion.what}: {exclusion.reason}")
     if planned.warning:
         print(f"note: {planned.warning}")
 

@@ -15,7 +15,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_lancet.cli.arguments import positive_int
@@ -36,6 +36,7 @@ from megatron_lancet.cli.what_if import (
 )
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.files import RecordError, atomic_write, to_plain
+from megatron_lancet.planning.dispatch import with_dispatch
 from megatron_lancet.planning.plan_file import made_for, misfits
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.simulator import Simulation, simulate
@@ -48,7 +49,7 @@ from megatron_lancet.planning.what_if.forecast import (
     sweep,
     two_chunks,
 )
-from megatron_lancet.planning.what_if.layout import Layout, split_at_stages
+from megatron_lancet.planning.what_if.layout import Layout, split_at_stages, why_not_several_nodes
 from megatron_lancet.report.planning import what_if_table
 from megatron_lancet.report.timeline import text
 from megatron_lancet.schedule.plan import Dispatch, Plan
@@ -74,6 +75,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--picture", type=Path, metavar="FILE.png", help="also draw step time and exposed share over --world-sizes"
     )
+    parser.add_argument(
+        "--each-dispatch",
+        action="store_true",
+        help="with --world-sizes: also the step of a plan with each dispatch, - where it is impossible",
+    )
     _add_layout_arguments(parser)
     add_reduction_arguments(parser)
     add_limit_arguments(parser)
@@ -84,6 +90,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--picture draws over cluster sizes: pass --world-sizes too")
     if arguments.spans and arguments.world_sizes is not None:
         parser.error("--spans belongs to one timeline: drop it or --world-sizes")
+    if arguments.each_dispatch:
+        if arguments.world_sizes is None:
+            parser.error("--each-dispatch adds columns to a table over cluster sizes: pass --world-sizes too")
+        if arguments.plan_file is not None or arguments.plan not in (None, "auto") or arguments.dispatch != "auto":
+            parser.error("--each-dispatch makes a plan for each dispatch: drop PLAN, --plan or --dispatch")
     return arguments
 
 
@@ -122,7 +133,13 @@ def layout_of(forecaster: Forecaster, arguments: argparse.Namespace, world_size:
         world_size = facts.world_size if facts.world_size % least == 0 else least
     if ep_size == _GROW:
         ep_size = largest_ep_size(facts, max(1, world_size // pp_size))
-    return forecaster.layout(world_size, ep_size, pp_size, arguments.num_micro_batches, arguments.routing)
+    layout = forecaster.layout(world_size, ep_size, pp_size, arguments.num_micro_batches, arguments.routing)
+    if arguments.dispatch == Dispatch.TWO_HOP and (why_not := why_not_several_nodes(facts, layout)) is not None:
+        raise UsageError(
+            f"--dispatch {Dispatch.TWO_HOP} can't be followed with {world_size} ranks: {why_not}. Pass "
+            "--ranks-per-node and a network, or another dispatch"
+        )
+    return layout
 
 
 def planners_of(arguments: argparse.Namespace, profile: Profile) -> dict[str, Planner]:
@@ -134,7 +151,7 @@ def planners_of(arguments: argparse.Namespace, profile: Profile) -> dict[str, Pl
     def as_asked(plan: Plan) -> Plan:
         if arguments.dispatch == "auto":
             return plan
-        return dataclasses.replace(plan, dispatch=Dispatch(arguments.dispatch))
+        return with_dispatch(plan, Dispatch(arguments.dispatch))
 
     if arguments.plan_file is not None:
         content = load_plan(arguments.plan_file)
@@ -150,11 +167,22 @@ def planners_of(arguments: argparse.Namespace, profile: Profile) -> dict[str, Pl
     return {"planned": lambda profile: fitting_plan(profile, limits).plan}
 
 
+def planner_of(arguments: argparse.Namespace) -> Callable[[Dispatch], Planner]:
+    """Returns what makes a plan with a dispatch."""
+    limits = limits_of(arguments)
+
+    def planner(dispatch: Dispatch) -> Planner:
+        only = dataclasses.replace(limits, dispatches=(dispatch,))
+        return lambda profile: fitting_plan(profile, only).plan
+
+    return planner
+
+
 def show_table(forecaster: Forecaster, arguments: argparse.Namespace) -> None:
     """Predicts and prints one line per cluster size."""
     layouts = [layout_of(forecaster, arguments, size) for size in sorted(set(arguments.world_sizes))]
     planners = {"no overlap": no_overlap, "two chunks": two_chunks} | planners_of(arguments, forecaster.profile)
-    rows = list(sweep(forecaster, layouts, planners))
+    rows = list(sweep(forecaster, layouts, planners, planner_of(arguments) if arguments.each_dispatch else None))
     plain = {**_origin(forecaster.profile), "routing": str(arguments.routing), "rows": what_if_table.as_plain(rows)}
     if arguments.format == "json":
         print(json.dumps(plain, indent=1))

@@ -5,7 +5,7 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -18,11 +18,13 @@ from benchmarks.gradient_error import relative_errors, worst
 from benchmarks.harness.cases import Case, rotated
 from benchmarks.harness.disturbance import cpu_times, disturbance
 from benchmarks.harness.job import Job
-from benchmarks.harness.namespaces import run_command, shaping_command
+from benchmarks.harness.namespaces import NUM_NODES, run_command, shaping_command
 from benchmarks.harness.rate import RateSearch
+from benchmarks.harness.samples import by_node
 from benchmarks.training_step.links import Link, sent_bytes
-from benchmarks.training_step.sample import SAMPLE_FIELDS, Sample, on_both_ranks
+from benchmarks.training_step.sample import SAMPLE_FIELDS, Sample, on_all_ranks
 from benchmarks.training_step.step import Step
+from megatron_lancet.schedule.nodes import Nodes
 
 TOLERANCE = 2e-6
 """Of the norm of stock's gradient, and of stock's loss: fp32 sums in another order."""
@@ -57,6 +59,7 @@ class Bench:
     Attributes:
         job: what is to be measured.
         links: the shaped one, and at ``True`` the free one.
+        ranks_per_node: ranks that share an interface.
     """
 
     def __init__(self, job: Job, shaped: str, free: str, timeout: timedelta) -> None:
@@ -67,10 +70,14 @@ class Bench:
             free: of the other one.
         """
         self.job = job
+        self.ranks_per_node = job.ranks_per_node
         self._shaped_name = shaped
         self.warm_up()
         ep_group = parallel_state.get_expert_model_parallel_group()
-        self.links = {False: Link(shaped, ep_group, timeout), True: Link(free, ep_group, timeout)}
+        nodes = Nodes(NUM_NODES, self.ranks_per_node) if self.ranks_per_node > 1 else None
+        self.links = {
+            is_free: Link(interface, ep_group, timeout, nodes) for is_free, interface in ((False, shaped), (True, free))
+        }
 
     def warm_up(self) -> None:
         """A fast link, on which models are built and checked, and no memory of earlier ones. Collective."""
@@ -78,9 +85,10 @@ class Bench:
         self._set_rate(_WARM_UP_BPS)
 
     def _set_rate(self, rate_bps: float) -> None:
-        """Cap what this rank sends; the other one does the same. Collective."""
+        """Cap what this node sends; the other one does the same. Collective."""
         dist.barrier()
-        run_command(shaping_command(self._shaped_name, rate_bps))
+        if dist.get_rank() % self.ranks_per_node == 0:
+            run_command(shaping_command(self._shaped_name, rate_bps))
         dist.barrier()
 
     def set_rate_for(self, case: Case, baseline: Step, free: Step) -> float:
@@ -94,25 +102,39 @@ class Bench:
         """
         rate_bps = self.job.rate_bps
         if rate_bps is None:
+            assert case.exposed_share is not None, "the free link has no rate"
             rate_bps = self._find_rate(case.exposed_share, baseline, free)
         self._set_rate(rate_bps)
         return rate_bps
 
     def _find_rate(self, share: float, baseline: Step, free: Step) -> float:
         free.run()
-        exposed_ms, passes_ms, payload_bytes = _exposure(free)
+        exposed_ms, passes_ms, payload_bytes = self._exposure(free)
         search = RateSearch(share, passes_ms - exposed_ms, exposed_ms, payload_bytes)
         for _ in range(_RATE_CORRECTIONS):
             self._set_rate(search.rate_bps)
             baseline.run()
-            exposed_ms, passes_ms, _ = _exposure(baseline)
+            exposed_ms, passes_ms, _ = self._exposure(baseline)
             say(f"  at {search.rate_bps / 1e6:.0f} Mbit/s {baseline.variant.name} exposes {exposed_ms / passes_ms:.1%}")
             if not search.correct(exposed_ms, passes_ms):
                 break
         return search.rate_bps
 
+    def _exposure(self, step: Step) -> tuple[float, float, float]:
+        """Medians over some steps: exposed time (mean of the ranks), both passes (slower rank), bytes (larger node)."""
+        exposed, passes, sent = [], [], []
+        for _ in range(math.ceil(_MICRO_BATCHES_PER_RATE / step.shape.micro_batches)):
+            ranks = [Sample(*values) for values in on_all_ranks(step.run()[0])]
+            exposed.append(statistics.mean(rank.exposed_ms for rank in ranks))
+            passes.append(max(rank.forward_ms + rank.backward_ms for rank in ranks))
+            of_nodes = by_node(ranks, self.ranks_per_node)
+            sent.append(max(sum(rank.payload_bytes for rank in node) for node in of_nodes))
+        return statistics.median(exposed), statistics.median(passes), statistics.median(sent)
+
     def counted(self, step: Step) -> tuple[RankSamples, torch.Tensor]:
-        """One step's samples of all ranks with the bytes on their shaped interfaces, and this rank's loss. Collective.
+        """One step's samples of all ranks with the bytes on the shaped interface of their node, and this rank's loss.
+
+        The ranks of a node have the same bytes. Collective.
 
         Raises:
             WrongResultError: bytes that belong on the shaped link went elsewhere, or others went over it.
@@ -121,9 +143,10 @@ class Bench:
         sample, loss = step.run()
         dist.barrier()  # what is still in the link's queue has left
         on_wire = float(sent_bytes(self._shaped_name) - before)
-        ranks = on_both_ranks(sample, on_wire)
-        for values in ranks:
-            _check_bytes(step, dict(zip(COUNTED_FIELDS, values, strict=True)))
+        ranks = on_all_ranks(sample, on_wire)
+        samples = [dict(zip(COUNTED_FIELDS, values, strict=True)) for values in ranks]
+        for of_node in by_node(samples, self.ranks_per_node):
+            _check_bytes(step, of_node)
         return ranks, loss
 
     def sweep(self, index: int, steps: Mapping[str, Step]) -> dict[str, Any]:
@@ -143,16 +166,20 @@ class Bench:
         return {"disturbance": watch.seen(f"sweep {index + 1} of {self.job.sweeps}"), "samples": samples}
 
 
-def _check_bytes(step: Step, sample: Mapping[str, float]) -> None:
-    payload = 0.0 if step.variant.free_link else sample["payload_bytes"]
-    due = payload + sample["reduced_bytes"]
-    others = _OTHER_TRAFFIC * (sample["payload_bytes"] + sample["reduced_bytes"])
-    others += _OTHER_TRAFFIC_BYTES * step.shape.micro_batches
-    if not due <= sample["wire_bytes"] <= due + others:
-        raise WrongResultError(
-            f"{step.variant.name} should send {payload:.0f} bytes of rows and {sample['reduced_bytes']:.0f} of "
-            f"gradients over the shaped link, but {sample['wire_bytes']:.0f} bytes went over it"
-        )
+def _check_bytes(step: Step, of_node: Sequence[Mapping[str, float]]) -> None:
+    """
+    Args:
+        of_node: samples of the ranks that share an interface.
+    """
+    sent, reduced = (sum(rank[field] for rank in of_node) for field in ("payload_bytes", "reduced_bytes"))
+    due = reduced + (0.0 if step.variant.free_link else sent)
+    others = _OTHER_TRAFFIC * (sent + reduced) + _OTHER_TRAFFIC_BYTES * step.shape.micro_batches * len(of_node)
+    for rank in of_node:
+        if not due <= rank["wire_bytes"] <= due + others:
+            raise WrongResultError(
+                f"{step.variant.name} should send {due - reduced:.0f} bytes of rows and {reduced:.0f} of gradients "
+                f"over a node's shaped link, but {rank['wire_bytes']:.0f} bytes went over it"
+            )
 
 
 def largest_error(
@@ -183,17 +210,6 @@ def largest_error(
     return everywhere.item()
 
 
-def _exposure(step: Step) -> tuple[float, float, float]:
-    """Medians over some steps: exposed time (mean of the ranks), both passes (slower rank), bytes (larger)."""
-    exposed, passes, sent = [], [], []
-    for _ in range(math.ceil(_MICRO_BATCHES_PER_RATE / step.shape.micro_batches)):
-        ranks = [Sample(*values) for values in on_both_ranks(step.run()[0])]
-        exposed.append(statistics.mean(rank.exposed_ms for rank in ranks))
-        passes.append(max(rank.forward_ms + rank.backward_ms for rank in ranks))
-        sent.append(max(rank.payload_bytes for rank in ranks))
-    return statistics.median(exposed), statistics.median(passes), statistics.median(sent)
-
-
 class CpuWatch:
     """From now on watches what else runs on the cores. Collective."""
 
@@ -215,8 +231,8 @@ class CpuWatch:
 
 
 def _own_cpu_s() -> float:
-    """CPU time that all ranks used so far. Collective."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    total = torch.tensor(usage.ru_utime + usage.ru_stime, dtype=torch.float64)
+    """CPU time that all ranks, and processes of theirs that have ended, used so far. Collective."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    total = torch.tensor(sum(usage.ru_utime + usage.ru_stime for usage in usages), dtype=torch.float64)
     dist.all_reduce(total)
     return total.item()

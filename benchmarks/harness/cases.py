@@ -3,9 +3,10 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.harness.namespaces import NUM_RANKS
+from benchmarks.harness.namespaces import NUM_NODES
 from megatron_lancet.errors import UsageError
-from megatron_lancet.planning.dispatch import why_not_dedup
+from megatron_lancet.planning.dispatch import why_not_dedup, why_not_two_hop
+from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
 from megatron_lancet.schedule.plan import Dispatch, Plan
 
 
@@ -17,6 +18,7 @@ class Shape:
         micro_batch: samples of a micro-batch.
         micro_batches: of a step, on each rank.
         hot_share: share of the routed rows that go to the first expert; None: all experts get the same.
+        zipf: exponent s of Zipf's law: expert j gets a share in proportion to 1 / (j + 1)^s; None without one.
     """
 
     layers: int = 4
@@ -29,9 +31,13 @@ class Shape:
     vocab: int = 1024
     hot_share: float | None = None
     micro_batches: int = 1
+    zipf: float | None = None
 
     def expert_shares(self) -> list[float]:
         """Share of the routed rows that each expert is to get; sums to 1."""
+        if self.zipf is not None:
+            weights = [(1 + expert) ** -self.zipf for expert in range(self.experts)]
+            return [weight / sum(weights) for weight in weights]
         if self.hot_share is None:
             return [1 / self.experts] * self.experts
         return [self.hot_share] + [(1 - self.hot_share) / (self.experts - 1)] * (self.experts - 1)
@@ -52,6 +58,7 @@ class Variant:
         grad_chunk_bytes: most bytes of a micro-op, where all-to-alls go first; None: whole buckets, when complete.
         overlaps_micro_batches: Megatron's overlap-moe-expert-parallel-comm: the all-to-alls of one micro-batch run
             beside the compute of the next one. It needs at least two.
+        is_placed: experts are on the ranks that ``tools/place_experts.py`` would choose for the case's load.
     """
 
     name: str
@@ -64,6 +71,7 @@ class Variant:
     overlaps_reduction: bool = False
     grad_chunk_bytes: int | None = None
     overlaps_micro_batches: bool = False
+    is_placed: bool = False
 
     @property
     def pairs_micro_batches(self) -> bool:
@@ -71,9 +79,14 @@ class Variant:
         return self.overlaps_micro_batches or (self.plan is not None and self.plan.is_paired)
 
     @property
+    def dispatch(self) -> Dispatch:
+        """What its all-to-alls carry."""
+        return Dispatch.PLAIN if self.plan is None else self.plan.dispatch
+
+    @property
     def is_deduplicated(self) -> bool:
-        """Whether a token travels once to a rank, not once to each of its experts there."""
-        return self.plan is not None and self.plan.dispatch is Dispatch.DEDUP
+        """Whether a token travels once to a rank or once to a node, not once to each of its experts there."""
+        return self.dispatch is not Dispatch.PLAIN
 
     def is_exact(self, topk: int) -> bool:
         """Whether its loss and gradients must equal those of stock Megatron to the bit.
@@ -81,7 +94,8 @@ class Variant:
         Args:
             topk: experts of a token.
         """
-        return not self.sdpa and (self.plan is None or sums_as_stock(self.plan, topk))
+        sums_alike = self.plan is None or (sums_as_stock(self.plan, topk) and not (self.is_placed and topk > 2))
+        return not self.sdpa and sums_alike
 
 
 def sums_as_stock(plan: Plan, topk: int) -> bool:
@@ -98,19 +112,42 @@ class Case:
 
     Attributes:
         exposed_share: share of its forward and backward pass for which the baseline is to wait: it sets the link's
-            rate.
+            rate. None for the link that is not shaped.
         variants: their names.
         baseline: name of the variant by which the rate is set.
         optimizer: gradient reduction and optimizer step are in the timed region too.
+        ranks_per_node: ranks in each of the two namespaces.
     """
 
     name: str
     title: str
-    exposed_share: float
+    exposed_share: float | None
     variants: tuple[str, ...]
     shape: Shape = Shape()
     baseline: str = "stock"
     optimizer: bool = False
+    ranks_per_node: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Of both nodes; all share the experts."""
+        return NUM_NODES * self.ranks_per_node
+
+    @property
+    def nodes(self) -> Nodes | str:
+        """How the ranks lie on nodes, or why messages can't have two hops."""
+        return nodes_of_group(self.num_ranks, 1, self.ranks_per_node)
+
+    def why_not(self, dispatch: Dispatch) -> str | None:
+        """Why its all-to-alls can't carry that, as the end of a sentence; None if they can."""
+        routing = self.num_ranks, self.shape.experts, self.shape.topk
+        match dispatch:
+            case Dispatch.PLAIN:
+                return None
+            case Dispatch.DEDUP:
+                return why_not_dedup(*routing, pads_to_capacity=False)
+            case Dispatch.TWO_HOP:
+                return why_not_two_hop(self.nodes, *routing, pads_to_capacity=False)
 
 
 def select(
@@ -142,20 +179,23 @@ def select(
     return selected
 
 
-def check_saves_rows(case: Case, deduplicated: Sequence[str], other: str) -> None:
+def check_saves_rows(case: Case, dispatches: Mapping[str, Dispatch], others: Mapping[Dispatch, str]) -> None:
     """
     Args:
-        deduplicated: names of what is to run in it and sends a token once to a rank.
-        other: name of a case in which that saves rows.
+        dispatches: what is to run in it, by name, and how that sends tokens.
+        others: by kind of dispatch, the name of a case in which it saves rows.
 
     Raises:
-        UsageError: no token of ``case`` has two experts on a rank.
+        UsageError: no token of ``case`` has two experts on a rank, or it can't travel in two hops.
     """
-    why_not = why_not_dedup(NUM_RANKS, case.shape.experts, case.shape.topk, pads_to_capacity=False)
-    if deduplicated and why_not is not None:
-        raise UsageError(
-            f"{deduplicated[0]} sends a token once to a rank, and in case {case.name} {why_not}. Pass --cases {other}."
-        )
+    for name, dispatch in dispatches.items():
+        why_not = case.why_not(dispatch)
+        if why_not is not None:
+            place = "a node" if dispatch is Dispatch.TWO_HOP else "a rank"
+            raise UsageError(
+                f"{name} sends a token once to {place}, and in case {case.name} {why_not}. "
+                f"Pass --cases {others[dispatch]}."
+            )
 
 
 def rotated(names: Sequence[str], repeat: int) -> list[str]:

@@ -23,7 +23,7 @@ def new_parser(name: str, description: str | None, cases: Sequence[str]) -> argp
 
 def add_common_arguments(parser: argparse.ArgumentParser, name: str, timeout_minutes: float) -> None:
     """Link, sizes, allocator, time limit, output."""
-    parser.add_argument("--rate", type=float, metavar="MBIT", help="fix the rate of the link, in Mbit/s")
+    parser.add_argument("--rate", type=float, metavar="MBIT", help="fix the rate of the shaped link, in Mbit/s")
     parser.add_argument("--layers", type=int, help="of the model, instead of the case's own")
     parser.add_argument("--hidden", type=int, help="hidden size, instead of the case's own")
     parser.add_argument("--seq-length", type=int, help="tokens of a sample, instead of the case's own")

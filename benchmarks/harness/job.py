@@ -1,7 +1,7 @@
 """What the runner asks of the ranks, as a file."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.harness.cases import Case
@@ -27,6 +27,23 @@ class Job:
     cores: list[int]
     result: Path
     timelines: Path | None = None
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of the processes that can measure all its cases; see :meth:`by_ranks_per_node`."""
+        (number,) = {case.ranks_per_node for case in self.cases}
+        return number
+
+    def by_ranks_per_node(self) -> list["Job"]:
+        """Parts of the job whose cases have equally many ranks, each for processes of its own, with their results."""
+        return [
+            replace(
+                self,
+                cases=[case for case in self.cases if case.ranks_per_node == number],
+                result=self.result.with_name(f"{number}-{self.result.name}"),
+            )
+            for number in sorted({case.ranks_per_node for case in self.cases})
+        ]
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""

@@ -14,7 +14,8 @@ from megatron_lancet.errors import UsageError
 
 SHAPED, FREE = "veshaped", "vefree"
 """Interface names, the same in both namespaces. gloo falls back to 127.0.0.1 where a name has one letter."""
-NUM_RANKS = 2
+NUM_NODES = 2
+"""Namespaces, each with one rank or several. What ranks of one send to each other stays on its loopback interface."""
 _SUBNETS = {SHAPED: "10.77.0", FREE: "10.78.0"}
 _MTU = 9000
 _TCP_SETTINGS = {
@@ -87,9 +88,9 @@ def check_host(system: str, user_id: int, tools: Iterable[str], cores: Sequence[
             f"the network benchmark needs root, to make network namespaces; this is user {user_id}. "
             "Run: sudo make bench-network"
         )
-    if len(cores) < NUM_RANKS:
+    if len(cores) < NUM_NODES:
         raise UsageError(
-            f"the network benchmark needs {NUM_RANKS} cores, one per rank; this process may use {len(cores)}. "
+            f"the network benchmark needs {NUM_NODES} cores; this process may use {len(cores)}. "
             "Give the machine, the container or the taskset more."
         )
 
@@ -116,12 +117,26 @@ def shaping_command(interface: str, rate_bps: float | None) -> list[str]:
 
 
 class Namespaces:
-    """A context in which namespace ``names[i]`` is there for rank i; at its end both are gone, and all in them."""
+    """A context in which namespace ``names[i]`` is there for node i; at its end both are gone, and all in them.
 
-    def __init__(self, run: Run = run_command, process_id: int | None = None) -> None:
+    What a rank sends to another one of its node goes to the node's own address, so it never meets the shaped queue;
+    what it sends to the other node shares one shaped interface with that rank, as ranks share a network card.
+
+    Attributes:
+        names: of the namespaces.
+        ranks_per_node: ranks in each of them; rank r is in ``names[r // ranks_per_node]``.
+    """
+
+    def __init__(self, run: Run = run_command, process_id: int | None = None, ranks_per_node: int = 1) -> None:
         self._run = run
         process_id = os.getpid() if process_id is None else process_id
-        self.names = [f"lancet-{process_id}-{rank}" for rank in range(NUM_RANKS)]
+        self.names = [f"lancet-{process_id}-{node}" for node in range(NUM_NODES)]
+        self.ranks_per_node = ranks_per_node
+
+    @property
+    def num_ranks(self) -> int:
+        """Of both nodes."""
+        return NUM_NODES * self.ranks_per_node
 
     def __enter__(self) -> "Namespaces":
         """
@@ -149,17 +164,21 @@ class Namespaces:
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
         """``command`` as it runs in the namespace of ``rank``."""
-        return ["ip", "netns", "exec", self.names[rank], *command]
+        return self._inside(self.names[rank // self.ranks_per_node], command)
 
     @staticmethod
-    def address(interface: str, rank: int) -> str:
-        """IPv4 address of a rank's end of a link."""
-        return f"{_SUBNETS[interface]}.{rank + 1}"
+    def address(interface: str, node: int) -> str:
+        """IPv4 address of a node's end of a link, which all its ranks share."""
+        return f"{_SUBNETS[interface]}.{node + 1}"
 
     def shape(self, rate_bps: float) -> None:
         """Cap both directions of the shaped link; also while it is in use."""
-        for rank in range(NUM_RANKS):
-            self._run(self.command(rank, shaping_command(SHAPED, rate_bps)))
+        for name in self.names:
+            self._run(self._inside(name, shaping_command(SHAPED, rate_bps)))
+
+    @staticmethod
+    def _inside(name: str, command: Sequence[str]) -> list[str]:
+        return ["ip", "netns", "exec", name, *command]
 
     def _make(self) -> None:
         for name in self.names:
@@ -170,16 +189,16 @@ class Namespaces:
             # Both ends are born inside: the host's namespace never sees them.
             ends = [interface, "netns", first, "type", "veth", "peer", "name", interface, "netns", second]
             self._run(["ip", "link", "add", *ends])
-            for rank, name in enumerate(self.names):
+            for node, name in enumerate(self.names):
                 self._run(["ip", "-n", name, "link", "set", interface, "mtu", str(_MTU)])
-                address = f"{self.address(interface, rank)}/24"
+                address = f"{self.address(interface, node)}/24"
                 self._run(["ip", "-n", name, "addr", "add", address, "dev", interface])
                 self._run(["ip", "-n", name, "link", "set", interface, "up"])
-        for rank in range(NUM_RANKS):
+        for name in self.names:
             for setting, value in _TCP_SETTINGS.items():
                 # Each namespace has its own copy of these.
                 write = f"echo '{value}' > /proc/sys/net/ipv4/{setting}"
-                self._run(self.command(rank, ["sh", "-c", write]))
+                self._run(self._inside(name, ["sh", "-c", write]))
         self.shape(1e9)
 
     def _remove(self, names: Sequence[str]) -> None:

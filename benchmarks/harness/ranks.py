@@ -1,4 +1,4 @@
-"""Starts the two ranks, ends both when one fails, and shows what it last said."""
+"""Starts the ranks, ends all when one fails, and shows what it last said."""
 
 import os
 import signal
@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness.namespaces import FREE, NUM_RANKS, SHAPED, Namespaces, uninterrupted
+from benchmarks.harness.namespaces import FREE, NUM_NODES, SHAPED, Namespaces, uninterrupted
 
 _POLL_S = 0.1
 _GRACE_S = 3.0
-"""How long the other rank may take to say what it saw of the failure."""
+"""How long the other ranks may take to say what they saw of the failure."""
 _TAIL_LINES = 25
 _REPO = Path(__file__).parents[2]
 
@@ -32,18 +32,19 @@ _KEEP_MEMORY = {
 it back, and a variant that holds memory longer takes more page faults."""
 
 
-def rank_environment(rank: int, default_malloc: bool = False) -> dict[str, str]:
+def rank_environment(rank: int, default_malloc: bool = False, ranks_per_node: int = 1) -> dict[str, str]:
     """Environment of a rank: torch.distributed meets on the free link, one thread computes.
 
     Args:
         default_malloc: the allocator keeps the settings of the caller's environment.
+        ranks_per_node: ranks in each of the two namespaces.
     """
     return {
         **os.environ,
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(NUM_RANKS),
-        "LOCAL_WORLD_SIZE": str(NUM_RANKS),
+        "LOCAL_RANK": str(rank % ranks_per_node),
+        "WORLD_SIZE": str(NUM_NODES * ranks_per_node),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
         "MASTER_ADDR": Namespaces.address(FREE, 0),
         "MASTER_PORT": "29500",
         "GLOO_SOCKET_IFNAME": FREE,
@@ -66,24 +67,25 @@ def run_ranks(
     timeout_s: float,
     default_malloc: bool = False,
 ) -> None:
-    """Run ``python -m module args`` once per rank, rank i in namespace i on core i. Rank 0's output is shown.
+    """Run ``python -m module args`` once per rank, in its namespace and on one of the cores. Rank 0's output is shown.
 
     Args:
+        cores: rank i runs on ``cores[i % len(cores)]``, so with more ranks than cores several share one.
         default_malloc: see :func:`rank_environment`.
-        log_dir: gets each rank's stderr, and rank 1's output.
+        log_dir: gets each rank's stderr, and the output of all but rank 0.
 
     Raises:
         RankError: a rank failed, or they were not done after ``timeout_s``.
     """
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(NUM_RANKS):
-            command = [sys.executable, "-m", module, *args, "--core", str(cores[rank])]
+        for rank in range(namespaces.num_ranks):
+            command = [sys.executable, "-m", module, *args, "--core", str(cores[rank % len(cores)])]
             with (log_dir / f"rank{rank}.err").open("wb") as errors, (log_dir / f"rank{rank}.out").open("wb") as out:
                 ranks.append(
                     subprocess.Popen(
                         namespaces.command(rank, command),
-                        env=rank_environment(rank, default_malloc),
+                        env=rank_environment(rank, default_malloc, namespaces.ranks_per_node),
                         cwd=_REPO,
                         stdout=None if rank == 0 else out,
                         stderr=errors,

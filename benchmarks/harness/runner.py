@@ -4,13 +4,14 @@ import json
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from benchmarks.harness.job import Job
-from benchmarks.harness.namespaces import Namespaces, check_host, this_host
+from benchmarks.harness.namespaces import NUM_NODES, Namespaces, check_host, this_host
 from benchmarks.harness.origin import origin
 from benchmarks.harness.ranks import RankError, rank_environment, run_ranks
 
@@ -23,9 +24,12 @@ def measure_in_network(
 ) -> tuple[dict[str, Any], BaseException | None]:
     """Run the ranks in their namespaces; what they measured, and what ended them early: a failure or an interrupt.
 
+    Cases with different numbers of ranks are measured one group after the other, by processes of their own.
+
     Args:
         name: of the benchmark.
         make_job: makes the job from the ranks' cores and the place for the result.
+        timeout_s: for all groups together.
         default_malloc: see :func:`rank_environment`.
 
     Raises:
@@ -34,20 +38,27 @@ def measure_in_network(
     """
     host = this_host()
     check_host(*host)
-    cores = host[-1][:2]
+    cores = host[-1][:NUM_NODES]
+    until_s = time.monotonic() + timeout_s
+    cases: list[dict[str, Any]] = []
+    ended_by: BaseException | None = None
     with tempfile.TemporaryDirectory(prefix="lancet-network-") as folder:
-        job = make_job(cores, Path(folder) / "result.json")
-        job.write(Path(folder) / "job.json")
-        with Namespaces() as namespaces:
-            ended_by: BaseException | None = None
-            arguments = [name, str(Path(folder) / "job.json")]
+        path = Path(folder) / "job.json"
+        for job in make_job(cores, Path(folder) / "result.json").by_ranks_per_node():
+            job.write(path)
             try:
-                run_ranks(namespaces, _WORKER, arguments, cores, Path(folder), timeout_s, default_malloc)
+                with Namespaces(ranks_per_node=job.ranks_per_node) as network:
+                    left_s = until_s - time.monotonic()
+                    run_ranks(network, _WORKER, [name, str(path)], cores, Path(folder), left_s, default_malloc)
             except (RankError, KeyboardInterrupt, SystemExit) as error:
-                if not job.result.exists():
-                    raise
                 ended_by = error
-        return json.loads(job.result.read_text()), ended_by
+            if job.result.exists():
+                cases += json.loads(job.result.read_text())["cases"]
+            if ended_by is not None:
+                break
+    if ended_by is not None and not cases:
+        raise ended_by
+    return {"cases": cases}, ended_by
 
 
 def run_benchmark(

@@ -45,6 +45,11 @@ def by_rank(fields: Sequence[str], samples: Sequence[Sequence[Sequence[float]]])
     return [[dict(zip(fields, rank, strict=True)) for rank in ranks] for ranks in samples]
 
 
+def by_node[Of](ranks: Sequence[Of], ranks_per_node: int) -> list[Sequence[Of]]:
+    """What belongs to the ranks, those of a node together."""
+    return [ranks[start : start + ranks_per_node] for start in range(0, len(ranks), ranks_per_node)]
+
+
 class CaseSamples:
     """A case's samples by variant; those of one repeat belong together."""
 

@@ -42,12 +42,24 @@ def _paired_variants() -> list[Variant]:
 
 def _deduplicated_variants() -> list[Variant]:
     """A token travels once to a rank."""
-    whole, chunks = (replace(fixed_plan(num_chunks), dispatch=Dispatch.DEDUP) for num_chunks in (1, 2))
+    whole, chunks = (fixed_plan(num_chunks, dispatch=Dispatch.DEDUP) for num_chunks in (1, 2))
     return [
         Variant("dedup-k1", whole),
         Variant("dedup-k2", chunks),
         Variant("paired-dedup-k1", paired(whole)),
     ]
+
+
+def _two_hop_variants() -> list[Variant]:
+    """A token travels once to a node; in the last one a turn ends at messages inside a node, too."""
+    whole, chunks = (fixed_plan(num_chunks, dispatch=Dispatch.TWO_HOP) for num_chunks in (1, 2))
+    by_hop = replace(chunks, segments=tuple(replace(segment, hop_turns=True) for segment in chunks.segments))
+    return [Variant("two-hop-k1", whole), Variant("two-hop-k2", chunks), Variant("two-hop-k2-hop-turns", by_hop)]
+
+
+def _placed_variants() -> list[Variant]:
+    """Experts on the ranks that their load asks for."""
+    return [Variant(f"placed-k{chunks}", fixed_plan(chunks), is_placed=True) for chunks in (1, 2)]
 
 
 def _sdpa_variants() -> list[Variant]:
@@ -67,16 +79,25 @@ def _sdpa_variants() -> list[Variant]:
 
 VARIANTS = {
     variant.name: variant
-    for variant in _plain_variants() + _sdpa_variants() + _paired_variants() + _deduplicated_variants()
+    for variant in [
+        *_plain_variants(),
+        *_sdpa_variants(),
+        *_paired_variants(),
+        *_deduplicated_variants(),
+        *_two_hop_variants(),
+        *_placed_variants(),
+    ]
 }
-UNPAIRED = "all-k2"
-"""The variant in which micro-batches run one after the other that those with pairing are compared with."""
+CHUNKED = "all-k2"
+"""The variant with chunks alone that those with pairing or with two hops are compared with."""
 
 _QUICK = ("stock", "experts-only-k2", "all-k2", "all-k4", "stock-free", "all-free-k2", "all-free-k4")
 _EVERYTHING = tuple(
     name
     for name, variant in VARIANTS.items()
-    if not (name.startswith("sequence-free") or variant.pairs_micro_batches or variant.is_deduplicated)
+    if not (
+        name.startswith("sequence-free") or variant.pairs_micro_batches or variant.is_deduplicated or variant.is_placed
+    )
 )
 _SCHEDULES = (
     *("stock", "experts-only-k2", "forward-only-k2", "dw-only", "all-k2", "all-k4"),
@@ -86,15 +107,23 @@ _SCHEDULES = (
 _SEQUENCE = ("stock-sdpa", "sequence-k2", "sequence-k4", "stock-sdpa-free", "sequence-free-k2", "sequence-free-k4")
 _ACCUMULATED = ("stock", "megatron-overlap", "all-k2", "all-k4", "stock-free")
 ACCUMULATED = "45-accumulated"
-_PAIRED = ("stock", UNPAIRED, "stock-free", "paired-k1", "paired-k1-none", "paired-k2", "paired-mix", "paired-mix-k4")
-_FEW_PAIRED = ("stock", UNPAIRED, "stock-free", "paired-k1", "paired-mix")
+_PAIRED = ("stock", CHUNKED, "stock-free", "paired-k1", "paired-k1-none", "paired-k2", "paired-mix", "paired-mix-k4")
+_FEW_PAIRED = ("stock", CHUNKED, "stock-free", "paired-k1", "paired-mix")
 _SMALLER = Shape(layers=3, hidden=384, seq_length=256, micro_batches=4)
 """Half the tokens and less than half the weights: a step of four micro-batches takes 4 to 6 s at 45 %."""
-_UNPAIRED_TOP_4 = ("stock", "dw-only", UNPAIRED, "all-k4", "stock-free", "dedup-k1", "dedup-k2")
-_PAIRED_TOP_4 = ("stock", UNPAIRED, "stock-free", "paired-k1", "dedup-k2", "paired-dedup-k1")
+_UNPAIRED_TOP_4 = ("stock", "dw-only", CHUNKED, "all-k4", "stock-free", "dedup-k1", "dedup-k2")
+_PAIRED_TOP_4 = ("stock", CHUNKED, "stock-free", "paired-k1", "dedup-k2", "paired-dedup-k1")
 _TOP_4 = Shape(layers=3, seq_length=96, experts=8, topk=4)
 """Few tokens, since each has four rows; rows so wide that what travels beside their hidden values is below 1 %."""
 _TOP_4_STEPS = replace(_TOP_4, seq_length=64, micro_batches=4)
+_NODES = ("stock", CHUNKED, "stock-free", "dedup-k2", "two-hop-k1", "two-hop-k2", "two-hop-k2-hop-turns")
+_NODES_TOP_4 = Shape(layers=2, hidden=256, seq_length=128, experts=8, topk=4)
+"""Two ranks share a core, so the model is small."""
+_NODES_TOP_8 = replace(_NODES_TOP_4, seq_length=64, experts=16, topk=8)
+
+
+_PLACED = ("stock", "dw-only", CHUNKED, "stock-free", "placed-k1", "placed-k2")
+_ZIPF = Shape(layers=3, seq_length=256, experts=16, topk=2, zipf=1.0)
 
 
 def _paired_cases() -> list[Case]:
@@ -115,6 +144,19 @@ def _top_4_cases() -> list[Case]:
         Case("65-top4", title.format("", 65), 0.65, _UNPAIRED_TOP_4, _TOP_4),
         Case("65-top4-m4", title.format(several, 65), 0.65, _PAIRED_TOP_4, _TOP_4_STEPS),
     ]
+
+
+def _nodes_cases() -> list[Case]:
+    title = "two nodes of two ranks, balanced top-{} of {} experts, stock exposes 65 %"
+    return [
+        Case(f"nodes-top{shape.topk}", title.format(shape.topk, shape.experts), 0.65, _NODES, shape, ranks_per_node=2)
+        for shape in (_NODES_TOP_4, _NODES_TOP_8)
+    ]
+
+
+def _load_cases() -> list[Case]:
+    title = "top-2 of 16 experts by Zipf's law, stock exposes 45 %"
+    return [Case("zipf", title, 0.45, _PLACED, _ZIPF)]
 
 
 def _cases() -> list[Case]:
@@ -152,7 +194,10 @@ def _cases() -> list[Case]:
 
 PAIRED_CASES = tuple(case.name for case in _paired_cases())
 DISPATCH_CASES = tuple(case.name for case in _top_4_cases())
-CASES = {case.name: case for case in _cases() + _paired_cases() + _top_4_cases()}
+NODES_CASES = tuple(case.name for case in _nodes_cases())
+LOAD_CASES = tuple(case.name for case in _load_cases())
+CASES = {case.name: case for case in _cases() + _paired_cases() + _top_4_cases() + _nodes_cases() + _load_cases()}
+_SAVES_ROWS = {Dispatch.DEDUP: DISPATCH_CASES[0], Dispatch.TWO_HOP: NODES_CASES[0]}
 
 
 @dataclass(frozen=True)
@@ -186,6 +231,8 @@ PRESETS = {
     "headline": Preset(("45", ACCUMULATED), 3, 2, 11, few_variants=True),
     "pairing": Preset(PAIRED_CASES, 5, 1, 20),
     "dispatch": Preset(DISPATCH_CASES, 5, 1, 10),
+    "nodes": Preset(NODES_CASES, 9, 1, 4),
+    "load": Preset(LOAD_CASES, 9, 1, 4),
 }
 """Parts of the benchmark, by the options that ask for them."""
 
@@ -212,10 +259,11 @@ def choose(cases: list[str], variants: list[str] | None, preset: Preset = WHOLE)
 def check(cases: Iterable[Case]) -> None:
     """
     Raises:
-        UsageError: a variant overlaps micro-batches where a step has only one, or there is nothing to deduplicate.
+        UsageError: a variant overlaps micro-batches where a step has only one, there is nothing to deduplicate, or
+            a node has one rank.
     """
     for case in cases:
-        check_saves_rows(case, [name for name in case.variants if VARIANTS[name].is_deduplicated], DISPATCH_CASES[0])
+        check_saves_rows(case, {name: VARIANTS[name].dispatch for name in case.variants}, _SAVES_ROWS)
         pairs = [name for name in case.variants if VARIANTS[name].pairs_micro_batches]
         if pairs and case.shape.micro_batches < 2:
             raise UsageError(

@@ -1,6 +1,7 @@
 """Runs the variants of a case in turns: checked against stock first, then timed at the rate that the case wants."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from benchmarks.harness.bench import COUNTED_FIELDS, TOLERANCE, Bench, largest_error, say
 from benchmarks.harness.cases import Case
 from benchmarks.network.cases import VARIANTS
+from benchmarks.training_step.placed import placements_for
 from benchmarks.training_step.routing import SentRows
 from benchmarks.training_step.step import Step
 
@@ -21,7 +23,8 @@ class _Ready:
     Attributes:
         errors: largest relative difference from stock, by variant.
         expert_shares: per layer, of the routed rows.
-        sent_rows: what the routing sends away in a step.
+        placements: the expert of each place, by layer, in variants that place experts; empty without any.
+        sent_rows: what the routing sends to other nodes in a step.
         peak_bytes: peak activation memory of each rank, by variant.
     """
 
@@ -29,6 +32,7 @@ class _Ready:
     steps: dict[str, Step]
     errors: dict[str, float]
     expert_shares: list[list[float]]
+    placements: list[Sequence[int]]
     sent_rows: SentRows
     peak_bytes: dict[str, list[int]]
 
@@ -61,6 +65,7 @@ class NetworkBench(Bench):
             "sent_rows": asdict(ready.sent_rows),
             "plans": {name: str(VARIANTS[name].plan or "stock") for name in steps},
             "largest_errors": {name: ready.errors[name] for name in steps},
+            "placements": ready.placements,
             "peak_activation_bytes": {name: ready.peak_bytes[name] for name in steps},
             "sample_fields": COUNTED_FIELDS,
             "sweeps": [self.sweep(index, steps) for index in range(self.job.sweeps)],
@@ -73,25 +78,29 @@ class NetworkBench(Bench):
             return last
         self._ready = last = None
         self.warm_up()
-        steps, errors = self._prepared(case)
+        steps, errors, placements = self._prepared(case)
         baseline = steps[case.baseline]
         baseline.take_expert_shares()
         sent_rows = baseline.count_sent_rows()
         shares = baseline.take_expert_shares()
         peaks = {name: _peak_bytes(step) for name, step in steps.items()}
         self.warm_up()
-        self._ready = _Ready(case, steps, errors, shares, sent_rows, peaks)
+        self._ready = _Ready(case, steps, errors, shares, placements, sent_rows, peaks)
         return self._ready
 
-    def _prepared(self, case: Case) -> tuple[dict[str, Step], dict[str, float]]:
-        """The variants, warm, and how far each is from stock."""
+    def _prepared(self, case: Case) -> tuple[dict[str, Step], dict[str, float], list[Sequence[int]]]:
+        """The variants, warm, how far each is from stock, and where some of them have their experts."""
         steps: dict[str, Step] = {}
         weights: dict[str, torch.Tensor] | None = None
         expected: dict[str, torch.Tensor] = {}
-        errors = {}
+        errors: dict[str, float] = {}
+        placements: list[Sequence[int]] = []
         for name in case.variants:
             variant = VARIANTS[name]
-            step = Step(case.shape, variant, self.links[variant.free_link], weights, case.optimizer)
+            if variant.is_placed and not placements:
+                placements = placements_for(steps[case.baseline].take_expert_shares(), case.num_ranks)
+            where = placements if variant.is_placed else ()
+            step = Step(case.shape, variant, self.links[variant.free_link], weights, case.optimizer, where)
             if weights is None:
                 assert variant.plan is None, "stock comes first: the others are compared with it"
                 weights = {key: value.clone() for key, value in step.module.state_dict().items() if value is not None}
@@ -102,7 +111,7 @@ class NetworkBench(Bench):
             tolerance = 0.0 if variant.is_exact(case.shape.topk) else TOLERANCE
             errors[name] = largest_error(name, results, expected, case.variants[0], tolerance)
             steps[name] = step
-        return steps, errors
+        return steps, errors, placements
 
 
 BENCH = NetworkBench

@@ -1,22 +1,26 @@
 """From raw samples to the figures of the table: medians, paired ratios, the lower bound. Plain Python."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.harness.namespaces import NUM_NODES
 from benchmarks.harness.samples import (
     CaseSamples,
     Ranks,
     Spread,
     all_exposed,
+    by_node,
     disturbed_sweeps,
     mean,
     payload_exposed,
     slower,
     spread,
 )
-from benchmarks.network.cases import UNPAIRED, VARIANTS
+from benchmarks.network.cases import CHUNKED, VARIANTS
+from megatron_lancet.planning.load.placement import contiguous, most_over_mean, rows_of_ranks
+from megatron_lancet.schedule.plan import Dispatch
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ class Row:
         counts_ms: time blocked in count exchanges, mean of the ranks.
         cut: share of the reference's exposed time, counts included, that is gone. None for the reference itself, and
             on the free link, where only the ranks' skew is waited for.
-        over_bound: step over its lower bound; None on the free link, where there is no such bound.
+        over_bound: step over its lower bound; None on the free link, where there is no such bound, and with placed
+            experts, whose ranks compute and send other rows than the reference's.
         bound_ms: the lower bound: the larger one of compute and link time.
         over_passes: step over what the two passes take at least, one after the other, each bounded likewise by its own
             compute and link time: a backward pass can't carry the forward's rows. None also where the passes of several
@@ -44,11 +49,12 @@ class Row:
         memory_ratio: peak activation memory over the reference's, on the rank where it is larger.
         speedup: paired ratios of the reference's step to this one's.
         sweep_speedups: the median of each sweep.
-        over_unpaired: paired ratios of the step of :data:`UNPAIRED` to this one's. None on the free link, for stock and
-            where no variant with pairing was run.
-        sent_bytes: that left a rank's shaped interface in a step, mean of the ranks. None on the free link, and in
+        over_chunked: paired ratios of the step of :data:`CHUNKED` to this one's. None on the free link, for stock and
+            where no variant with pairing, two hops or placed experts was run.
+        sent_bytes: that left a node's shaped interface in a step, mean of the nodes. None on the free link, and in
             files of runs that did not count them in each step.
         fewer_bytes: the reference's bytes over this one's. None where a token travels once to each expert.
+        fewer_rows: the same for the rows that the routing sends to other nodes.
     """
 
     name: str
@@ -70,40 +76,50 @@ class Row:
     memory_ratio: float
     speedup: Spread
     sweep_speedups: list[float]
-    over_unpaired: Spread | None
+    over_chunked: Spread | None
     sent_bytes: float | None
     fewer_bytes: float | None
+    fewer_rows: float | None
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The fastest variant that sends a token once to a rank, against the fastest one that does not.
+    """The fastest variant with the dispatch that a case is about, against the fastest one of ours without.
 
     Attributes:
+        dispatch: two hops, where any variant has them; else a token travels once to a rank.
         speedup: paired ratios of the latter's step to the former's.
     """
 
     name: str
     other: str
+    dispatch: Dispatch
     speedup: Spread
 
 
 @dataclass(frozen=True)
 class SentRows:
-    """Rows that leave a rank in dispatches, for each token and layer, by the routing.
+    """Rows that leave a node in dispatches, for each token and layer, by the routing.
 
     Attributes:
-        plain: one for each of the token's experts on other ranks.
-        dedup: one for each other rank that has any of them.
+        plain: one for each of the token's experts on other nodes.
+        dedup: one for each rank of another node that has any of them.
+        two_hop: one for each other node that has any of them; None where a node has one rank.
     """
 
     plain: float
     dedup: float
+    two_hop: float | None
 
-    @property
-    def fewer(self) -> float:
-        """By what deduplication divides the rows."""
-        return self.plain / self.dedup
+    def fewer(self, dispatch: Dispatch) -> float:
+        """By what a dispatch divides the rows."""
+        match dispatch:
+            case Dispatch.TWO_HOP:
+                assert self.two_hop is not None
+                return self.plain / self.two_hop
+            case Dispatch.DEDUP:
+                return self.plain / self.dedup
+        return 1.0
 
 
 @dataclass(frozen=True)
@@ -112,14 +128,17 @@ class CaseSummary:
 
     Attributes:
         exposed_share: of the baseline's step, counts included.
-        compute_ms: CPU time of the baseline's step on the free link, slower rank.
-        link_ms: time that a rank's payload takes at the link's rate.
+        compute_ms: CPU time of the baseline's step on the free link; of the rank that needs more, or where two ranks
+            share a core, of the core.
+        link_ms: time that a node's payload takes at the link's rate.
         reachable_cut: share of what the baseline exposes that its own compute can hide: where the link takes longer
             than compute, no schedule hides the rest.
         shares: smallest and largest share of the routed rows that an expert of any layer got.
         disturbed: numbers of the sweeps that something disturbed, from 1.
         sent_rows: what the routing sends; None where no variant deduplicates.
         gain: likewise.
+        most_loaded: rows of the most loaded rank over the mean, mean over the layers: with Megatron's places and with
+            those of variants that place experts; None without such a variant.
     """
 
     name: str
@@ -134,6 +153,7 @@ class CaseSummary:
     rows: list[Row]
     sent_rows: SentRows | None
     gain: Gain | None
+    most_loaded: tuple[float, float] | None = None
 
 
 def summarise(case: Mapping[str, Any]) -> CaseSummary:
@@ -142,7 +162,7 @@ def summarise(case: Mapping[str, Any]) -> CaseSummary:
     baseline = case["baseline"]
     flat_shares = [share for layer in case["expert_shares"] for share in layer]
     exposed_ms, step_ms = (samples.median(baseline, value) for value in (all_exposed, slower("step_ms")))
-    compute_ms, link_ms = _compute_ms(samples, baseline), _link_ms(samples, baseline, case["rate_bps"])
+    compute_ms, link_ms = _compute_ms(samples, baseline), _link_ms(case, samples, baseline)
     return CaseSummary(
         name=case["name"],
         title=case["title"],
@@ -156,29 +176,64 @@ def summarise(case: Mapping[str, Any]) -> CaseSummary:
         rows=[_row(case, samples, name) for name in case["variants"]],
         sent_rows=_sent_rows(case),
         gain=_gain(case, samples),
+        most_loaded=_most_loaded(case),
     )
 
 
+def _most_loaded(case: Mapping[str, Any]) -> tuple[float, float] | None:
+    placements = case.get("placements")  # older files lack it
+    if not placements:
+        return None
+    num_ranks = NUM_NODES * _ranks_per_node(case)
+
+    def mean_of(places: Sequence[Sequence[int]]) -> float:
+        rows = [
+            rows_of_ranks(shares, one, num_ranks) for shares, one in zip(case["expert_shares"], places, strict=True)
+        ]
+        return statistics.fmean(map(most_over_mean, rows))
+
+    return mean_of([contiguous(len(shares)) for shares in case["expert_shares"]]), mean_of(placements)
+
+
+def _ranks_per_node(case: Mapping[str, Any]) -> int:
+    found: int = case.get("ranks_per_node", 1)  # older files lack it
+    return found
+
+
+def _dispatches(case: Mapping[str, Any]) -> set[Dispatch]:
+    return {VARIANTS[name].dispatch for name in case["variants"]}
+
+
 def _sent_rows(case: Mapping[str, Any]) -> SentRows | None:
-    if not any(VARIANTS[name].is_deduplicated for name in case["variants"]):
+    if _dispatches(case) == {Dispatch.PLAIN}:
         return None
     found = case["sent_rows"]
-    return SentRows(found["plain"] / found["tokens"], found["dedup"] / found["tokens"])
+    has_hops = _ranks_per_node(case) > 1
+    of_token = {name: number / found["tokens"] for name, number in found.items()}
+    return SentRows(of_token["plain"], of_token["dedup"], of_token["two_hop"] if has_hops else None)
 
 
 def _gain(case: Mapping[str, Any], samples: CaseSamples) -> Gain | None:
+    dispatch = Dispatch.TWO_HOP if Dispatch.TWO_HOP in _dispatches(case) else Dispatch.DEDUP
     ours = [name for name in case["variants"] if VARIANTS[name].plan is not None and not VARIANTS[name].free_link]
 
-    def fastest(is_deduplicated: bool) -> str | None:
-        names = [name for name in ours if VARIANTS[name].is_deduplicated == is_deduplicated]
+    def fastest(has_dispatch: bool) -> str | None:
+        names = [name for name in ours if (VARIANTS[name].dispatch is dispatch) == has_dispatch]
         return min(names, key=lambda name: samples.median(name, slower("step_ms")), default=None)
 
     name, other = fastest(True), fastest(False)
-    return None if name is None or other is None else Gain(name, other, _spread_of(samples.speedups(name, other)))
+    if name is None or other is None:
+        return None
+    return Gain(name, other, dispatch, _spread_of(samples.speedups(name, other)))
 
 
 def _compute_ms(samples: CaseSamples, variant: str) -> float:
-    return samples.median(VARIANTS[variant].compute, slower("cpu_ms"))
+    return samples.median(VARIANTS[variant].compute, _cpu_ms_of_core)
+
+
+def _cpu_ms_of_core(ranks: Ranks) -> float:
+    """Of the core that needs more; rank r is on core r modulo their number."""
+    return max(sum(rank["cpu_ms"] for rank in ranks[core::NUM_NODES]) for core in range(NUM_NODES))
 
 
 def _forward_share(samples: CaseSamples, variant: str) -> float:
@@ -190,17 +245,19 @@ def _forward_share(samples: CaseSamples, variant: str) -> float:
     return forward / (forward + backward)
 
 
-def _to_send(ranks: Ranks) -> float:
-    """Bytes of the rank that sends more."""
-    return max(rank["payload_bytes"] + rank["reduced_bytes"] for rank in ranks)
+def _to_send(ranks_per_node: int) -> Callable[[Ranks], float]:
+    """Bytes of the node that sends more."""
+    return lambda ranks: max(
+        sum(rank["payload_bytes"] + rank["reduced_bytes"] for rank in node) for node in by_node(ranks, ranks_per_node)
+    )
 
 
-def _link_ms(samples: CaseSamples, variant: str, rate_bps: float) -> float:
-    return samples.median(variant, _to_send) * 8 / rate_bps * 1e3
+def _link_ms(case: Mapping[str, Any], samples: CaseSamples, variant: str) -> float:
+    return samples.median(variant, _to_send(_ranks_per_node(case))) * 8 / case["rate_bps"] * 1e3
 
 
 def _row(case: Mapping[str, Any], samples: CaseSamples, name: str) -> Row:
-    variant = VARIANTS[name]
+    variant, rows = VARIANTS[name], _sent_rows(case)
     reference = variant.reference
     is_accumulated = case["shape"].get("micro_batches", 1) > 1
     own = {
@@ -210,10 +267,10 @@ def _row(case: Mapping[str, Any], samples: CaseSamples, name: str) -> Row:
     exposed_ms, reference_ms = (samples.median(which, all_exposed) for which in (name, reference))
     has_cut = name != reference and not variant.free_link
     bound_ms = passes_ms = None
-    if not variant.free_link:
+    if not variant.free_link and not variant.is_placed:  # placed experts have no run of their own on the free link
         # What a message of ours has beyond the rows' own bytes is no part of the bound.
         sent_by = name if variant.is_deduplicated else reference
-        compute_ms, link_ms = _compute_ms(samples, name), _link_ms(samples, sent_by, case["rate_bps"])
+        compute_ms, link_ms = _compute_ms(samples, name), _link_ms(case, samples, sent_by)
         bound_ms = max(compute_ms, link_ms)
         # Each pass sends the same rows, once there and once back. With a reduction in the step, these two are not all;
         # with several micro-batches they need not come one after the other.
@@ -223,8 +280,11 @@ def _row(case: Mapping[str, Any], samples: CaseSamples, name: str) -> Row:
     cpu_ms = samples.median(name, mean("cpu_ms"))
     peaks = case["peak_activation_bytes"]
     by_sweep = samples.speedups(name, reference)
-    is_compared = variant.plan is not None and not variant.free_link and UNPAIRED in case["variants"]
-    has_pairing = any((plan := VARIANTS[other].plan) is not None and plan.is_paired for other in case["variants"])
+    is_compared = variant.plan is not None and not variant.free_link and CHUNKED in case["variants"]
+    compares = Dispatch.TWO_HOP in _dispatches(case) or any(
+        VARIANTS[other].is_placed or ((plan := VARIANTS[other].plan) is not None and plan.is_paired)
+        for other in case["variants"]
+    )
     return Row(
         name=name,
         reference=reference,
@@ -245,9 +305,10 @@ def _row(case: Mapping[str, Any], samples: CaseSamples, name: str) -> Row:
         memory_ratio=max(peaks[name]) / max(peaks[reference]),
         speedup=_spread_of(by_sweep),
         sweep_speedups=[statistics.median(sweep) for sweep in by_sweep],
-        over_unpaired=_spread_of(samples.speedups(name, UNPAIRED)) if is_compared and has_pairing else None,
+        over_chunked=_spread_of(samples.speedups(name, CHUNKED)) if is_compared and compares else None,
         sent_bytes=None if variant.free_link else _sent_bytes(case, samples, name),
         fewer_bytes=_fewer_bytes(case, samples, name),
+        fewer_rows=rows.fewer(variant.dispatch) if rows is not None and variant.is_deduplicated else None,
     )
 
 

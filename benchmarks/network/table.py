@@ -5,8 +5,9 @@ from textwrap import indent
 
 from benchmarks.harness.samples import Spread, disturbance_warning
 from benchmarks.harness.tables import aligned, markdown
-from benchmarks.network.cases import UNPAIRED, VARIANTS
+from benchmarks.network.cases import CHUNKED, VARIANTS
 from benchmarks.network.summary import CaseSummary, Row, SentRows
+from megatron_lancet.schedule.plan import Dispatch
 
 _HEADINGS = (
     "variant",
@@ -28,20 +29,20 @@ _OPTIONAL = {
     "steady/bound": "CPU",
     "sent MB": "CPU",
     "fewer bytes": "CPU",
-    f"against {UNPAIRED}": "sweeps",
+    f"against {CHUNKED}": "sweeps",
 }
 """Columns that a case may have, each with the one that it stands in front of."""
 
 
-def fewer_bytes(row: Row, sent_rows: SentRows | None) -> str:
+def fewer_bytes(row: Row) -> str:
     """By what a variant divides the bytes, and how far that is from what it does with the rows; else nothing."""
-    if row.fewer_bytes is None or sent_rows is None:
+    if row.fewer_bytes is None or row.fewer_rows is None:
         return ""
-    return f"{row.fewer_bytes:.3f} ({row.fewer_bytes / sent_rows.fewer - 1:+.1%})"
+    return f"{row.fewer_bytes:.3f} ({row.fewer_bytes / row.fewer_rows - 1:+.1%})"
 
 
 def _optional_cells(row: Row, sent_rows: SentRows | None) -> dict[str, str]:
-    steady, over_unpaired = row.steady_over_bound, row.over_unpaired
+    steady, over_chunked = row.steady_over_bound, row.over_chunked
     return dict(
         zip(
             _OPTIONAL,
@@ -49,8 +50,8 @@ def _optional_cells(row: Row, sent_rows: SentRows | None) -> dict[str, str]:
                 f"{row.rest_ms:.0f}" if row.rest_ms > 0 else "",
                 "" if steady is None else f"{steady:.2f}",
                 "" if sent_rows is None or row.sent_bytes is None else f"{row.sent_bytes / 1e6:.2f}",
-                fewer_bytes(row, sent_rows),
-                "" if over_unpaired is None else _spread(over_unpaired),
+                fewer_bytes(row),
+                "" if over_chunked is None else _spread(over_chunked),
             ),
             strict=True,
         )
@@ -79,6 +80,25 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
+_FASTEST = {
+    Dispatch.DEDUP: ("without duplicates", "with them"),
+    Dispatch.TWO_HOP: ("with two hops", "without them"),
+}
+
+
+def _rows(sent: SentRows) -> str:
+    if sent.two_hop is None:
+        return (
+            f"by the routing a token sends {sent.plain:.2f} rows to other ranks, {sent.dedup:.2f} without duplicates: "
+            f"{sent.fewer(Dispatch.DEDUP):.3f} times fewer"
+        )
+    return (
+        f"by the routing a token sends {sent.plain:.2f} rows to other nodes, {sent.dedup:.2f} if it goes once to a "
+        f"rank ({sent.fewer(Dispatch.DEDUP):.3f} times fewer), {sent.two_hop:.2f} if it goes once to a node "
+        f"({sent.fewer(Dispatch.TWO_HOP):.3f} times fewer)"
+    )
+
+
 def description(case: CaseSummary) -> list[str]:
     """What the figures of a case refer to, and whether they are to be trusted."""
     low, high = case.shares
@@ -92,15 +112,17 @@ def description(case: CaseSummary) -> list[str]:
             f"{'' if case.sent_rows is None else ' with as many bytes'}"
         )
     if case.sent_rows is not None:
-        lines.append(
-            f"by the routing a token sends {case.sent_rows.plain:.2f} rows to other ranks, {case.sent_rows.dedup:.2f} "
-            f"without duplicates: {case.sent_rows.fewer:.3f} times fewer"
-        )
+        lines.append(_rows(case.sent_rows))
     if case.gain is not None:
-        gain = case.gain
+        gain, fastest = case.gain, _FASTEST[case.gain.dispatch]
         lines.append(
-            f"{gain.name}, the fastest without duplicates, is {_spread(gain.speedup)} times as fast as {gain.other}, "
-            "the fastest with them"
+            f"{gain.name}, the fastest {fastest[0]}, is {_spread(gain.speedup)} times as fast as {gain.other}, "
+            f"the fastest {fastest[1]}"
+        )
+    if case.most_loaded is not None:
+        before, after = case.most_loaded
+        lines.append(
+            f"the most loaded rank works on {before:.2f} times the mean of the ranks, with experts placed {after:.2f}"
         )
     if case.disturbed:
         lines.append(disturbance_warning(case.disturbed))

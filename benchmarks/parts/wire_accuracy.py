@@ -2,6 +2,8 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.parts.wire_accuracy --output wire-accuracy.json
 
+With ``--dispatch two-hop --ranks-per-node 2`` and four ranks, two neighbours count as a node.
+
 One forward and backward of the benchmarks' GPT-MoE (fp32, expert parallelism over the ranks) on the same weights and
 tokens. Errors are of all gradients of a kind together, relative to the norm of the exact ones. A rounded hidden state
 may move a token to another expert, whose output is another one: how many of the choices differ is printed too. The
@@ -10,12 +12,11 @@ weights are fresh ones, whose router hardly prefers any expert: after training f
 
 import argparse
 import math
-import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,18 +26,12 @@ import torch.distributed as dist
 from benchmarks.harness.cases import Shape
 from benchmarks.harness.tables import aligned
 from benchmarks.parts.frame import megatron_ranks, new_parser, write_result
+from megatron_lancet.files import to_plain
+from megatron_lancet.report.wire_error import KINDS, kind_of_parameter
+from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
 from megatron_lancet.schedule.plan import Dispatch, Plan, fixed_plan
 from megatron_lancet.schedule.wire import Wire
 
-_KINDS = {
-    "expert weights": r"\.experts\.",
-    "routers": r"\.router\.",
-    "attention": r"\.self_attention\.",
-    "norms": r"norm",
-    "embeddings": r"^embedding\.",
-    "output layer": r"^output_layer\.",
-}
-"""Parameters by what their names contain; the first that fits counts."""
 _CHOICES = "choices that differ"
 _LOSS = "loss"
 
@@ -60,7 +55,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq-length", type=int, default=shape.seq_length, help=f"({shape.seq_length})")
     parser.add_argument("--chunks", type=int, default=2, help="of a micro-batch (2)")
     parser.add_argument("--dispatch", type=Dispatch, choices=list(Dispatch), default=Dispatch.PLAIN)
-    return parser.parse_args()
+    parser.add_argument("--ranks-per-node", type=int, help="neighbours that count as a node; only with two hops")
+    args = parser.parse_args()
+    if (args.dispatch is Dispatch.TWO_HOP) != (args.ranks_per_node is not None):
+        parser.error("--dispatch two-hop and --ranks-per-node go together")
+    return args
 
 
 @contextmanager
@@ -74,8 +73,8 @@ def _recorded_routing(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
         hook.remove()
 
 
-def one_step(shape: Shape, plan: Plan, wire: Wire) -> StepResult:
-    """Runs the model with a format, from the same weights on every call."""
+def one_step(shape: Shape, plan: Plan, wire: Wire, nodes: Nodes | None) -> StepResult:
+    """Runs the model with a format, from the same weights on every call. Collective."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from benchmarks.training_step.model import build, make_batches, make_forward
@@ -85,7 +84,7 @@ def one_step(shape: Shape, plan: Plan, wire: Wire) -> StepResult:
     cpu = torch.device("cpu")
     stats = CommStats(cpu)
     model = build(shape)
-    OverlapSetup(plan, cpu, stats, timedelta(minutes=5), wire=wire)([model])
+    OverlapSetup(plan, cpu, stats, timedelta(minutes=5), wire=wire, nodes=nodes)([model])
     # No reduction: gradients are those of this rank's tokens, and of its experts for all tokens.
     DistributedDataParallel(model.config, DistributedDataParallelConfig(delay_wgrad_compute=True), model)
     (batch,) = make_batches(shape, dist.get_rank())
@@ -100,29 +99,34 @@ def errors(found: StepResult, exact: StepResult) -> dict[str, float]:
     """Errors by kind of parameter, and of loss and choices; over all ranks. Collective."""
     squares: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, gradient in exact.gradients.items():
-        kind = next(kind for kind, pattern in _KINDS.items() if re.search(pattern, name))
         for place, values in enumerate((found.gradients[name] - gradient, gradient)):
-            squares[kind][place] += values.double().square().sum().item()
+            squares[kind_of_parameter(name)][place] += values.double().square().sum().item()
     chosen = [torch.stack(one.routing_maps) for one in (found, exact)]
     squares[_CHOICES] = [float((chosen[0] & ~chosen[1]).sum()), float(chosen[1].sum())]
     squares[_LOSS] = [abs(found.loss - exact.loss), exact.loss]
-    kinds = [*_KINDS, _CHOICES, _LOSS]
+    kinds = [*KINDS, _CHOICES, _LOSS]
     summed = torch.tensor([squares[kind] for kind in kinds], dtype=torch.float64)
     dist.all_reduce(summed)
-    ratios = {kind: (error / whole).item() for kind, (error, whole) in zip(kinds, summed, strict=True)}
-    return {kind: math.sqrt(ratio) if kind in _KINDS else ratio for kind, ratio in ratios.items()}
+    ratios = {kind: error / whole for kind, (error, whole) in zip(kinds, summed.tolist(), strict=True) if whole}
+    return {kind: math.sqrt(ratio) if kind in KINDS else ratio for kind, ratio in ratios.items()}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Errors and bytes of each format; what goes into the file. Collective."""
     shape = Shape(args.layers, args.hidden, experts=args.experts, topk=args.topk, seq_length=args.seq_length)
-    plan = replace(fixed_plan(args.chunks), dispatch=args.dispatch)
-    steps = {wire: one_step(shape, plan, wire) for wire in Wire}
+    plan = fixed_plan(args.chunks, dispatch=args.dispatch)
+    nodes = None
+    if args.ranks_per_node is not None:
+        found = nodes_of_group(dist.get_world_size(), 1, args.ranks_per_node)
+        if isinstance(found, str):
+            raise SystemExit(f"error: two hops need several ranks on each of several nodes, but {found}")
+        nodes = found
+    steps = {wire: one_step(shape, plan, wire, nodes) for wire in Wire}
     exact = steps[Wire.EXACT]
     rows = {
         wire: {**errors(step, exact), "bytes": step.payload_bytes / exact.payload_bytes} for wire, step in steps.items()
     }
-    return {"shape": asdict(shape), "plan": str(plan), "relative_to_exact": rows}
+    return {"shape": asdict(shape), "plan": str(plan), "nodes": to_plain(nodes), "relative_to_exact": rows}
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.namespaces import NUM_RANKS, SHAPED, Namespaces, check_host, this_host
+from benchmarks.harness.namespaces import NUM_NODES, SHAPED, Namespaces, check_host, this_host
 from benchmarks.parts.frame import new_parser, write_result
 from megatron_lancet.errors import run_command
 from megatron_lancet.runtime.comm_stats import CommStats
@@ -50,7 +50,7 @@ class Wire:
         assert group is not None
         self._transport = make_transport(group, group, _CPU, CommStats(_CPU), timeout)
         self._reduced = dist.new_group(backend="gloo", timeout=timeout)
-        self._rows = [0 if rank == dist.get_rank() else _BYTES for rank in range(NUM_RANKS)]
+        self._rows = [0 if rank == dist.get_rank() else _BYTES for rank in range(NUM_NODES)]
 
     def message(self, ready: bool = False) -> Wait:
         """An all-to-all; ``ready``: on the connections of forward dispatches."""
@@ -134,11 +134,11 @@ def run_ranks(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder, Namespaces() as network:
         network.shape(arguments.rate_mbps * 1e6)
         processes = []
-        for rank in range(NUM_RANKS):
+        for rank in range(NUM_NODES):
             environment = {
                 **os.environ,
                 "RANK": str(rank),
-                "WORLD_SIZE": str(NUM_RANKS),
+                "WORLD_SIZE": str(NUM_NODES),
                 "GLOO_SOCKET_IFNAME": SHAPED,
                 _STORE: str(Path(folder) / "store"),
             }
@@ -162,8 +162,8 @@ def main() -> None:
         run_ranks(arguments)
         return
     torch.set_num_threads(1)
-    store = dist.FileStore(os.environ[_STORE], NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=NUM_RANKS)
+    store = dist.FileStore(os.environ[_STORE], NUM_NODES)
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=NUM_NODES)
     measure(arguments.repeats, arguments.rate_mbps, arguments.output)
     dist.destroy_process_group()
 

@@ -67,11 +67,19 @@ def main() -> None:
     args = parse_arguments()
     wires = [Wire.EXACT, *(wire for wire in args.wires if wire is not Wire.EXACT)]
     losses: dict[Wire, dict[int, float]] = {wire: {} for wire in wires}
+    deviations: dict[Wire, float] = {}
     for seed in args.seeds:
         for wire in wires:
             losses[wire][seed] = validation_loss(args, wire, seed)
             print(f"seed {seed}, {wire}: validation loss {losses[wire][seed]:.4f}", flush=True)
-    deviations = relative_to_exact(losses)
+        deviations = relative_to_exact(losses)
+        # After each seed: hours of training are not lost with the last of them.
+        found: dict[str, Any] = {
+            "steps": args.steps,
+            "validation_loss": losses,
+            "mean_relative_to_exact": deviations,
+        }
+        write_result(args.output, "wire_training", found)
     lines = [
         [wire, *(f"{loss:.4f}" for loss in losses[wire].values()), f"{100 * deviations[wire]:+.2f} %"] for wire in wires
     ]
@@ -80,8 +88,6 @@ def main() -> None:
     print(
         f"wanted: at most {100 * _MOST_FROM_EXACT:g} % from exact{'; missed: ' + ', '.join(missed) if missed else ''}"
     )
-    found: dict[str, Any] = {"steps": args.steps, "validation_loss": losses, "mean_relative_to_exact": deviations}
-    write_result(args.output, "wire_training", found)
 
 
 if __name__ == "__main__":

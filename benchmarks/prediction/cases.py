@@ -2,7 +2,8 @@
 
 In the case ``gradients`` gradients are summed over the ranks beside the backward pass, on the same link, and Adam runs.
 In those of :data:`PAIRED_CASES` a step has four micro-batches, whose backwards may run beside forwards; in those of
-:data:`DISPATCH_CASES` a token has several experts on a rank, to which it may travel once.
+:data:`DISPATCH_CASES` a token has several experts on a rank, to which it may travel once; in those of
+:data:`NODES_CASES` each of two nodes has two ranks, and messages may take two hops.
 """
 
 from dataclasses import dataclass, replace
@@ -47,19 +48,20 @@ def _paired_plans() -> dict[str, Plan]:
     }
 
 
-def _deduplicated_plans() -> dict[str, Plan]:
-    return {f"dedup-k{num_chunks}": replace(fixed_plan(num_chunks), dispatch=Dispatch.DEDUP) for num_chunks in (1, 2)}
+def _plans_of(dispatch: Dispatch) -> dict[str, Plan]:
+    return {f"{dispatch}-k{num_chunks}": fixed_plan(num_chunks, dispatch=dispatch) for num_chunks in (1, 2)}
 
 
 _UNPAIRED_PLANS = _fixed_plans()
-FIXED_PLANS = {**_UNPAIRED_PLANS, **_paired_plans(), **_deduplicated_plans()}
+FIXED_PLANS = {**_UNPAIRED_PLANS, **_paired_plans(), **_plans_of(Dispatch.DEDUP), **_plans_of(Dispatch.TWO_HOP)}
 CONFIGURATIONS = (*FIXED_PLANS, PLANNED)
 
 
 _SHAPE = Shape(hidden=384, seq_length=256)
 _SOME = ("k1", "k1-dw", "experts-k4-dw", "layer-k2-dw", "stack-k2", "stack-k4-dw", "sequence-k2-dw", PLANNED)
 _PAIRED = ("k1", "stack-k2-dw", *_paired_plans(), PLANNED)
-_TOP_4 = ("k1", "stack-k2-dw", *_deduplicated_plans(), PLANNED)
+_TOP_4 = ("k1", "stack-k2-dw", *_plans_of(Dispatch.DEDUP), PLANNED)
+_NODES = ("k1", "stack-k2-dw", "dedup-k2", *_plans_of(Dispatch.TWO_HOP), PLANNED)
 _BATCH_ONLY = ("k1", "k1-dw", "layer-k2-dw", "stack-k2", "stack-k2-dw", "stack-k4-dw")
 
 
@@ -100,9 +102,29 @@ def _top_4_cases() -> list[Case]:
     ]
 
 
+def _nodes_cases() -> list[Case]:
+    """Two ranks share a core, so the model is small. On the link that is not shaped, a second hop is not worth it."""
+    shape = Shape(layers=2, hidden=256, seq_length=128, experts=8, topk=4)
+    titles = {"65": "k1 exposes 65 %", "unshaped": "on a link that is not shaped"}
+    return [
+        Case(
+            f"{name}-nodes-top4",
+            f"two nodes of two ranks, top-4 of 8 experts, {title}",
+            0.65 if name == "65" else None,
+            _NODES,
+            shape,
+            BASELINE,
+            ranks_per_node=2,
+        )
+        for name, title in titles.items()
+    ]
+
+
 PAIRED_CASES = tuple(case.name for case in _paired_cases())
 DISPATCH_CASES = tuple(case.name for case in _top_4_cases())
-CASES = {case.name: case for case in _cases() + _paired_cases() + _top_4_cases()}
+NODES_CASES = tuple(case.name for case in _nodes_cases())
+CASES = {case.name: case for case in _cases() + _paired_cases() + _top_4_cases() + _nodes_cases()}
+_SAVES_ROWS = {Dispatch.DEDUP: DISPATCH_CASES[0], Dispatch.TWO_HOP: NODES_CASES[0]}
 
 
 @dataclass(frozen=True)
@@ -124,7 +146,11 @@ class Preset:
 
 
 PLAIN = Preset(tuple(case.name for case in _cases()), 12, 40)
-PRESETS = {"pairing": Preset(PAIRED_CASES, 3, 15), "dispatch": Preset(DISPATCH_CASES, 12, 12)}
+PRESETS = {
+    "pairing": Preset(PAIRED_CASES, 3, 15),
+    "dispatch": Preset(DISPATCH_CASES, 12, 13),
+    "nodes": Preset(NODES_CASES, 6, 7),
+}
 """Parts of the benchmark that are not in a plain run, by the options that ask for them."""
 
 
@@ -136,13 +162,13 @@ def choose(cases: list[str], configurations: list[str] | None, preset: Preset = 
         configurations: names; None for each case's own.
 
     Raises:
-        UsageError: an unknown name, a plan with pairing where a step has one micro-batch, or one that deduplicates
-            where there is nothing to save.
+        UsageError: an unknown name, a plan with pairing where a step has one micro-batch, one that deduplicates where
+            there is nothing to save, or one with two hops where a node has one rank.
     """
     chosen = select(CASES, cases or preset.cases, CONFIGURATIONS, configurations, noun="configuration")
-    deduplicated = {name for name, plan in FIXED_PLANS.items() if plan.dispatch is Dispatch.DEDUP}
     for case in chosen:
-        check_saves_rows(case, [name for name in case.variants if name in deduplicated], DISPATCH_CASES[0])
+        dispatches = {name: FIXED_PLANS[name].dispatch for name in case.variants if name != PLANNED}
+        check_saves_rows(case, dispatches, _SAVES_ROWS)
         pairs = [name for name in case.variants if name in FIXED_PLANS and FIXED_PLANS[name].is_paired]
         if pairs and case.shape.micro_batches == 1:
             raise UsageError(

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.harness.samples import all_exposed, by_rank, slower, spread
 from benchmarks.prediction.cases import PLANNED
+from megatron_lancet.schedule.plan import Dispatch
 
 MAX_MEDIAN_ERROR = 0.04
 MAX_ERROR = 0.10
@@ -62,17 +63,19 @@ class CaseErrors:
     """One case.
 
     Attributes:
+        rate_bps: of the link, in bits per second; None where it was not shaped.
         measured_share: exposed share of ``k1``'s step; None where it was not run.
         is_disturbed: whether something else used the cores meanwhile.
         halves: the same with the first half of the repeats as a prediction of the second: what the machine's own
             unrest makes of a perfect prediction. Empty with a single repeat.
         fastest: name of the configuration with the shortest measured step.
         planned_over_fastest: measured step of the planner's choice over that one's; None where it was not run.
+        planned_dispatch: what all-to-alls carry by the planner's choice, likewise.
     """
 
     name: str
     title: str
-    rate_bps: float
+    rate_bps: float | None
     measured_share: float | None
     comparisons: tuple[Comparison, ...]
     is_disturbed: bool
@@ -80,6 +83,7 @@ class CaseErrors:
     halves: tuple[Comparison, ...]
     fastest: str
     planned_over_fastest: float | None
+    planned_dispatch: Dispatch | None
 
     @property
     def paired(self) -> list[Comparison]:
@@ -127,6 +131,8 @@ def compare(case: dict[str, Any]) -> CaseErrors:
         halves=tuple(_between_halves(case, name) for name in names if len(case["samples"][name]) > 1),
         fastest=fastest.name,
         planned_over_fastest=None if planned is None else planned.measured_ms / fastest.measured_ms,
+        # Plans of older files, and plain ones, name no dispatch.
+        planned_dispatch=None if planned is None else Dispatch(case["plans"][PLANNED].get("dispatch", Dispatch.PLAIN)),
     )
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from benchmarks.harness.bench import TOLERANCE, Bench, CpuWatch, RankSamples, largest_error, say
 from benchmarks.harness.cases import Case, Variant, rotated, sums_as_stock
 from benchmarks.prediction.cases import FIXED_PLANS, PLANNED
-from benchmarks.training_step.links import CPU
+from benchmarks.training_step.links import CPU, Link
 from benchmarks.training_step.model import BUCKET_PARAMETERS
-from benchmarks.training_step.sample import SAMPLE_FIELDS, on_both_ranks
+from benchmarks.training_step.sample import SAMPLE_FIELDS, on_all_ranks
 from benchmarks.training_step.step import Step
 from megatron_lancet.files import to_plain
 from megatron_lancet.planning.profile import Profile
@@ -29,7 +29,7 @@ from megatron_lancet.report.timeline.clocks import aligned
 from megatron_lancet.report.timeline.record import TimelineRecord
 from megatron_lancet.report.timeline.trace_file import write_trace
 from megatron_lancet.runtime.trace import Trace
-from megatron_lancet.schedule.plan import ChunkDim, Plan
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, Plan
 from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.schedule.timeline import RankTimeline
 
@@ -37,7 +37,8 @@ from megatron_lancet.schedule.timeline import RankTimeline
 class PredictionBench(Bench):
     """Measures one model that is switched between plans, and predicts each of them from a profile of it."""
 
-    _rate_bps: float
+    _rate_bps: float | None
+    """None on the link that is not shaped."""
     _expected: dict[str, torch.Tensor]
     """Stock's loss and gradients; empty where the optimizer changes the weights from step to step."""
 
@@ -47,17 +48,18 @@ class PredictionBench(Bench):
         self.warm_up()
         variant = Variant("k1", FIXED_PLANS["k1-dw"], "", overlaps_reduction=case.optimizer)
         weights, self._expected = self._stock(case)
-        step = Step(case.shape, variant, self.links[False], weights, has_optimizer=case.optimizer)
+        step = Step(case.shape, variant, self._link(case), weights, has_optimizer=case.optimizer)
         step.run()
         step.take_expert_shares()
         step.run_by(FIXED_PLANS["k1"])
         step.run()
         shares = step.take_expert_shares()
-        self._rate_bps = rate_bps = self.set_rate_for(case, step, step)
+        self._rate_bps = rate_bps = None if case.exposed_share is None else self.set_rate_for(case, step, step)
         watch = CpuWatch(self.job.cores)
         plans = {name: self._plan(name, case, step) for name in case.variants}
         profile, samples = self._profile_in_turns(case, step, plans)
-        seen = watch.seen(f"{self.job.repeats} repeats at {rate_bps / 1e6:.0f} Mbit/s")
+        rate = "any rate" if rate_bps is None else f"{rate_bps / 1e6:.0f} Mbit/s"
+        seen = watch.seen(f"{self.job.repeats} repeats at {rate}")
         simulator = Simulator(CostModel(profile))
         simulations = {name: simulator.simulate(plan) for name, plan in plans.items()}
         self._write_timelines(case, step, plans, simulations)
@@ -77,9 +79,17 @@ class PredictionBench(Bench):
             "samples": samples,
         }
 
+    def _link(self, case: Case) -> Link:
+        return self.links[case.exposed_share is None]
+
+    def _shape_again(self) -> None:
+        """The case's rate, after a step on a fast link. Collective."""
+        if self._rate_bps is not None:
+            self._set_rate(self._rate_bps)
+
     def _stock(self, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The weights of stock's model, and the loss and the gradients of a step of it."""
-        step = Step(case.shape, Variant("stock", None), self.links[False], None)
+        step = Step(case.shape, Variant("stock", None), self._link(case), None)
         weights = {key: value.clone() for key, value in step.module.state_dict().items() if value is not None}
         if case.optimizer:
             return weights, {}
@@ -94,7 +104,7 @@ class PredictionBench(Bench):
         if self._expected:
             tolerance = 0.0 if sums_as_stock(plan, step.shape.topk) else TOLERANCE
             largest_error(name, {"loss": loss, **step.gradients()}, self._expected, "stock", tolerance)
-        self._set_rate(self._rate_bps)
+        self._shape_again()
 
     def _profile_step(self, run: ProfileRun, index: int, is_first: bool, step: Step) -> None:
         """A step of a profile. The first one of a plan is not timed, so it runs on a fast link."""
@@ -103,7 +113,7 @@ class PredictionBench(Bench):
             self.warm_up()
         step.run(around=partial(run.step, index))
         if is_first:
-            self._set_rate(self._rate_bps)
+            self._shape_again()
 
     def _plan(self, name: str, case: Case, step: Step) -> Plan:
         """A fixed one, or the planner's for a profile of its own, which is made as a run makes it."""
@@ -152,7 +162,7 @@ class PredictionBench(Bench):
             start, end = (at * len(names) // len(in_one_round) for at in (place, place + 1))
             for name in names[start:end]:
                 self._warm_up_by(name, plans[name], step)
-                samples[name] += [on_both_ranks(step.run()[0]) for _ in range(in_a_turn)]
+                samples[name] += [on_all_ranks(step.run()[0]) for _ in range(in_a_turn)]
         return self._finished(run, case), samples
 
     def _write_timelines(
@@ -197,11 +207,8 @@ def _samples_in_a_turn(case: Case) -> int:
 def _profiled_plans(case: Case) -> list[Plan]:
     """The plans of a run's profile; where steps are long only those of whole micro-batches and of two batch chunks."""
     sizes = case.shape.micro_batch, case.shape.seq_length
-    return (
-        plans_to_profile(*sizes, [ChunkDim.BATCH], chunk_counts=[2])
-        if _is_accumulated(case)
-        else plans_to_profile(*sizes)
-    )
+    profiled = partial(plans_to_profile, *sizes, dispatches=[one for one in Dispatch if case.why_not(one) is None])
+    return profiled([ChunkDim.BATCH], chunk_counts=[2]) if _is_accumulated(case) else profiled()
 
 
 BENCH = PredictionBench

@@ -47,10 +47,11 @@ def _description(case: CaseErrors) -> str:
     choice = ""
     if case.planned_over_fastest is not None:
         choice = (
-            f" The planner's choice takes {case.planned_over_fastest - 1:.1%} longer than the fastest, {case.fastest} "
-            f"(wanted: at most {MAX_SLOWER:.0%})."
+            f" The planner's choice ({case.planned_dispatch}) takes {case.planned_over_fastest - 1:.1%} longer than "
+            f"the fastest, {case.fastest} (wanted: at most {MAX_SLOWER:.0%})."
         )
-    return f"{case.title}: {case.rate_bps / 1e6:.0f} Mbit/s{share}; {case.num_repeats} repeats.{choice}{disturbed}"
+    rate = "no cap" if case.rate_bps is None else f"{case.rate_bps / 1e6:.0f} Mbit/s"
+    return f"{case.title}: {rate}{share}; {case.num_repeats} repeats.{choice}{disturbed}"
 
 
 def _conclusion(cases: Sequence[CaseErrors]) -> str:

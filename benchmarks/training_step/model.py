@@ -102,7 +102,8 @@ def prepare(model: GPTModel, variant: Variant, link: Link) -> Callable[[], Abstr
         scheduler = None
     else:
         scheduler = CommScheduler(MicroOps(variant.grad_chunk_bytes), link.stats)
-    overlap(model, plan, kind(link.transport, store, link.stats, own_rank, scheduler=scheduler), variant.sdpa)
+    comm = kind(link.transport, store, link.stats, own_rank, scheduler=scheduler, hops=link.hops)
+    overlap(model, plan, comm, variant.sdpa)
     return schedules_for(model, plan) if scheduler is None else partial(_reductions_by, scheduler)
 
 

@@ -81,41 +81,45 @@ def take_expert_shares(model: GPTModel) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class SentRows:
-    """What the routing sends away in the dispatches of one step, over all layers and ranks.
+    """What the routing sends to other nodes in the dispatches of one step, over all layers and ranks.
 
     Attributes:
         tokens: that were routed; each once in each layer.
-        plain: rows to experts of other ranks, one per token and expert.
-        dedup: rows to other ranks, one per token and rank that holds any of its experts.
+        plain: rows to experts of other nodes, one per token and expert.
+        dedup: rows to ranks of other nodes, one per token and rank that holds any of its experts.
+        two_hop: rows to other nodes, one per token and node that has any of its experts.
     """
 
     tokens: int
     plain: int
     dedup: int
+    two_hop: int
 
 
-def sent_rows(routing_map_TE: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
-    """The fields of :class:`SentRows`, int64 [3], of what one router chose on one rank.
+def sent_rows(routing_map_TE: torch.Tensor, rank: int, num_ranks: int, ranks_per_node: int = 1) -> torch.Tensor:
+    """The fields of :class:`SentRows`, int64 [4], of what one router chose on one rank.
 
     Args:
         routing_map_TE: bool; the experts are spread over the ranks in order.
         rank: whose tokens these are.
+        ranks_per_node: ranks lie on nodes in order.
     """
-    rows_TP = routing_map_TE.unflatten(1, (num_ranks, -1)).sum(dim=2)
-    rows_TP[:, rank] = 0
-    return torch.stack([torch.tensor(len(rows_TP)), rows_TP.sum(), (rows_TP > 0).sum()])
+    rows_TNL = routing_map_TE.unflatten(1, (num_ranks // ranks_per_node, ranks_per_node, -1)).sum(dim=3)
+    rows_TNL[:, rank // ranks_per_node] = 0
+    goes_TNL = rows_TNL > 0
+    return torch.stack([torch.tensor(len(rows_TNL)), rows_TNL.sum(), goes_TNL.sum(), goes_TNL.any(dim=2).sum()])
 
 
-def count_sent_rows(model: GPTModel, run: Callable[[], object]) -> SentRows:
-    """What the routers of a stock ``model`` send away while ``run`` runs. Collective over the world.
+def count_sent_rows(model: GPTModel, ranks_per_node: int, run: Callable[[], object]) -> SentRows:
+    """What the routers of a stock ``model`` send to other nodes while ``run`` runs. Collective over the world.
 
     Args:
         run: runs steps of the model, forward passes on this thread.
     """
-    total = torch.zeros(3, dtype=torch.int64)
+    total = torch.zeros(4, dtype=torch.int64)
 
     def after_router(_router: Any, _inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
-        total.add_(sent_rows(outputs[1], dist.get_rank(), dist.get_world_size()))
+        total.add_(sent_rows(outputs[1], dist.get_rank(), dist.get_world_size(), ranks_per_node))
 
     handles = [layer.mlp.router.register_forward_hook(after_router) for layer in model.decoder.layers]
     try:

@@ -25,7 +25,7 @@ class Sample:
         exposed_backward_ms: the same in the backward pass.
         counts_ms: time blocked in the exchange of token counts.
         cpu_ms: CPU time of the process, gloo's threads included.
-        payload_bytes: bytes sent to the other rank in all-to-alls.
+        payload_bytes: bytes of rows that the rank sent to the other node in all-to-alls.
         reduced_bytes: bytes that a rank has to send for the gradient reduction.
     """
 
@@ -51,7 +51,7 @@ class Sample:
 SAMPLE_FIELDS = [field.name for field in fields(Sample)]
 
 
-def on_both_ranks(sample: Sample, *more: float) -> list[list[float]]:
+def on_all_ranks(sample: Sample, *more: float) -> list[list[float]]:
     """The samples of all ranks, in the order of :data:`SAMPLE_FIELDS`, each followed by ``more``. Collective."""
     own = torch.tensor([*asdict(sample).values(), *more], dtype=torch.float64)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]

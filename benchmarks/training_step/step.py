@@ -1,7 +1,7 @@
 """One variant of the training step, ready to run."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -13,6 +13,7 @@ from benchmarks.training_step import model
 from benchmarks.training_step.links import Link
 from benchmarks.training_step.live_memory import LiveMemory
 from benchmarks.training_step.megatron_overlap import CommThread
+from benchmarks.training_step.placed import bring_gradients_home, place
 from benchmarks.training_step.routing import SentRows, count_sent_rows, set_expert_shares, take_expert_shares
 from benchmarks.training_step.sample import Sample
 from megatron_lancet.model.gpt import set_plan
@@ -36,11 +37,13 @@ class Step:
         link: Link,
         weights: dict[str, torch.Tensor] | None,
         has_optimizer: bool = False,
+        placements: Sequence[Sequence[int]] = (),
     ) -> None:
         """
         Args:
             weights: to start from, and the routers' biases; None for fresh ones with the shape's expert shares.
             has_optimizer: gradient reduction and optimizer step are in the timed region too.
+            placements: the expert of each place, by layer; empty for Megatron's.
         """
         self.shape = shape
         self.variant = variant
@@ -54,6 +57,8 @@ class Step:
                 calibration = model.make_forward(self.module, model.joined(batches))
                 set_expert_shares(self.module, calibration, shape.expert_shares())
         self._context = model.prepare(self.module, variant, link)
+        if placements:
+            place(self.module, placements)
         self._comm_thread = CommThread(link.stats) if variant.overlaps_micro_batches else None
         self._ddp = model.wrap(self.module, variant)
         self._forward = model.make_forward(self._ddp, batches[0]) if len(batches) == 1 else None
@@ -72,7 +77,7 @@ class Step:
         self._context = model.schedules_for(self.module, plan)
 
     def run(self, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> tuple[Sample, torch.Tensor]:
-        """One step, begun together with the other rank's; the sample of this rank, and the loss.
+        """One step, begun together with those of the other ranks; the sample of this rank, and the loss.
 
         Args:
             around: makes a context around the timed region.
@@ -80,6 +85,7 @@ class Step:
         with self._running():
             self._ddp.zero_grad_buffer()
             self._link.stats.take()
+            self._link.take_sent_bytes()
             dist.barrier()
             with around():
                 return self._timed()
@@ -116,7 +122,7 @@ class Step:
             exposed_backward_ms=in_backward.exposed_ms,
             counts_ms=in_forward.counts_exposed_ms + in_backward.counts_exposed_ms,
             cpu_ms=cpu_ms,
-            payload_bytes=float(in_forward.payload_bytes + in_backward.payload_bytes),
+            payload_bytes=float(self._link.take_sent_bytes()),
             reduced_bytes=float(self._reduced_bytes),
         )
         return sample, loss
@@ -141,7 +147,8 @@ class Step:
         return sum(2 * buffer.grad_data.nbytes * (num_ranks - 1) // num_ranks for buffer in self._ddp.buffers)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """What the last step left in Megatron's gradient buffers, by parameter; not copied."""
+        """What the last step left in Megatron's gradient buffers, by parameter of a stock rank; not copied."""
+        bring_gradients_home(self.module)
         return {name: parameter.main_grad for name, parameter in self.module.named_parameters()}
 
     def peak_activation_bytes(self) -> int:
@@ -164,4 +171,4 @@ class Step:
     def count_sent_rows(self) -> SentRows:
         """Rows of all ranks in the dispatches of a step, which runs for it; of stock modules. Collective."""
         assert self.variant.plan is None, "our router chooses chunk by chunk"
-        return count_sent_rows(self.module, self.run)
+        return count_sent_rows(self.module, self._link.ranks_per_node, self.run)

@@ -6,7 +6,8 @@ from typing import Any
 
 from megatron_lancet.cli.arguments import positive_float, positive_int, require_output_folder
 from megatron_lancet.errors import UsageError
-from megatron_lancet.files import RecordError
+from megatron_lancet.files import RecordError, parse_object, read_text
+from megatron_lancet.planning.load.expert_load import ExpertLoad, read_expert_load
 from megatron_lancet.planning.plan_file import PlanFile, read_plan_file
 from megatron_lancet.planning.profile import Profile, read_profile
 from megatron_lancet.planning.search.planner import PlannedStep, make_plan
@@ -36,7 +37,8 @@ def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pairing", choices=tuple(_PAIRING), default="auto", help=pairing)
     carried = (
         "what all-to-alls carry: plain a row per token and expert, dedup a row per token and rank that holds any of "
-        "its experts, auto the one with fewer bytes (default: auto)"
+        "its experts, two-hop a row per token and node and from there one per rank; auto the one that is predicted "
+        "fastest (default: auto)"
     )
     add("--dispatch", choices=tuple(_DISPATCHES), default="auto", help=carried)
     memory = "bound (10^6 bytes) of activations and deferred weight gradients on a rank (default: none)"
@@ -70,6 +72,25 @@ def load_profile(path: Path) -> Profile:
         return read_profile(path)
     except RecordError as error:
         raise UsageError(f"no usable profile: {error}") from error
+
+
+def load_expert_load(path: Path) -> ExpertLoad:
+    """Reads the load of experts from a file of its own, or from a profile.
+
+    Raises:
+        UsageError: the file can't be read, is neither, or holds no load.
+    """
+    try:
+        is_profile = "model" in parse_object(read_text(path), str(path))
+        load = read_profile(path).expert_load if is_profile else read_expert_load(path)
+    except RecordError as error:
+        raise UsageError(f"no usable load of experts: {error}") from error
+    if load is None or not load.layers:
+        raise UsageError(
+            f"{path} has no load of experts: the profile is older than it, of a mocked world, or of a model without "
+            "experts. Profile the model again with tools/profile_model.py on all its ranks."
+        )
+    return load
 
 
 def fitting_plan(profile: Profile, limits: Limits) -> PlannedStep:

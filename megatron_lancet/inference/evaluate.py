@@ -5,6 +5,7 @@ token from the earlier ones of the same window, as in training and validation.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,50 @@ def _whole_text(path: Path) -> str:
         raise UsageError(f"{path}: expected UTF-8, found something else at byte {error.start}.") from error
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Windows that a rank computes at once, [windows, tokens of a window] each.
+
+    Attributes:
+        inputs: ids.
+        labels: the ids that follow.
+        weights: 1 where the data has a token to predict, 0 beyond its end.
+    """
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+
+
+def batches(model: LoadedModel, stream: TokenStream, batch_size: int, max_tokens: int | None = None) -> Iterator[Batch]:
+    """Yields this rank's batches of a stream, whose windows the ranks take in turn; equally many on every rank.
+
+    Args:
+        batch_size: number of windows that a rank computes at once.
+        max_tokens: number of tokens to predict, from the first on; None predicts all.
+    """
+    num_tokens = num_predicted(stream, max_tokens)
+    length = min(model.context_length, num_tokens)
+    # Every rank runs every step: the ranks of an expert-parallel group exchange rows in each layer.
+    for first in range(0, -(-num_tokens // length), batch_size * model.num_ranks):
+        start = (first + model.rank * batch_size) * length
+        yield Batch(*(part.to(model.device) for part in _batch(stream, start, batch_size, length, num_tokens)))
+
+
+def num_predicted(stream: TokenStream, max_tokens: int | None) -> int:
+    """Number of tokens to predict."""
+    return min(len(stream.tokens) - 1, max_tokens or len(stream.tokens))
+
+
 @torch.inference_mode()
+def summed_loss(model: LoadedModel, batch: Batch) -> torch.Tensor:
+    """Cross entropy of a batch's tokens, their sum in double precision. Collective: all ranks compute a batch."""
+    size, length = batch.inputs.shape
+    positions = torch.arange(length, device=model.device).expand(size, -1)
+    losses = model.module(batch.inputs, positions, get_attention_mask(length), labels=batch.labels)
+    return (losses.double() * batch.weights).sum()
+
+
 def evaluate(model: LoadedModel, stream: TokenStream, batch_size: int, max_tokens: int | None = None) -> Evaluation:
     """Compute the loss of a model on a stream. Ranks take windows in turn and get the same result.
 
@@ -112,20 +156,10 @@ def evaluate(model: LoadedModel, stream: TokenStream, batch_size: int, max_token
         batch_size: number of windows that a rank computes at once.
         max_tokens: number of tokens to predict, from the first on; None predicts all.
     """
-    num_tokens = min(len(stream.tokens) - 1, max_tokens or len(stream.tokens))
-    length = min(model.context_length, num_tokens)
-    windows_per_step = batch_size * model.num_ranks
-    mask = get_attention_mask(length)
-    positions = torch.arange(length, device=model.device).expand(batch_size, -1)
-    total = torch.zeros(1, dtype=torch.float64, device=model.device)
-    # Every rank runs every step: the ranks of an expert-parallel group exchange rows in each layer.
-    for first in range(0, -(-num_tokens // length), windows_per_step):
-        start = (first + model.rank * batch_size) * length
-        inputs, labels, weights = (
-            part.to(model.device) for part in _batch(stream, start, batch_size, length, num_tokens)
-        )
-        losses = model.module(inputs, positions, mask, labels=labels)
-        total += (losses.double() * weights).sum()
+    num_tokens = num_predicted(stream, max_tokens)
+    total = torch.zeros((), dtype=torch.float64, device=model.device)
+    for batch in batches(model, stream, batch_size, max_tokens):
+        total += summed_loss(model, batch)
     if model.num_ranks > 1:
         dist.all_reduce(total)
     loss = float(total) / num_tokens

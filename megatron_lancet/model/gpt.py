@@ -19,6 +19,7 @@ from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.dispatcher.base import Dispatcher
 from megatron_lancet.model.dispatcher.deduplicated import DeduplicatedDispatcher
+from megatron_lancet.model.dispatcher.two_hop import TwoHopDispatcher
 from megatron_lancet.model.hybrid import OverlappingHybridStack
 from megatron_lancet.model.linear import (
     DeferredColumnParallelLinear,
@@ -31,7 +32,7 @@ from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.mtp import OverlappingMTP, OverlappingMTPLayer
 from megatron_lancet.model.ops import trace_ends
 from megatron_lancet.model.recompute import Recompute, recompute_of_layer, recompute_of_mtp
-from megatron_lancet.model.router import ChunkedTopKRouter
+from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.model.te.linear import TELinearPerChunk, call_per_chunk, is_te_linear
 from megatron_lancet.model.transformer_block import LayersByPlan, OverlappingTransformerBlock
 from megatron_lancet.model.transformer_layer import OverlappingLayer
@@ -110,6 +111,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     }
     for attention in prefixed:
         attention.check()
+    assert plan.dispatch is not Dispatch.TWO_HOP or block.comm.nodes is not None, "two hops have no connections here"
     store = block.comm.store
     assert store is not None or plan.dw_policy is DwPolicy.NONE, "dW can't be deferred in a model without a store"
     if store is not None:
@@ -236,6 +238,8 @@ def _prepare_layer(layer: Any, number: int, recompute: Recompute, comm: Comm) ->
         Dispatch.PLAIN: AllToAllDispatcher(*groups, config.moe_permute_fusion),
         Dispatch.DEDUP: DeduplicatedDispatcher(*groups),
     }
+    if comm.nodes is not None:
+        dispatchers[Dispatch.TWO_HOP] = TwoHopDispatcher(*groups, comm.nodes, stock.ep_group.rank())
     moe = OverlappingMoE(number, layer.mlp, dispatchers, comm, recompute)
     return OverlappingLayer(number, layer, kind, moe, attention, comm, recompute)
 

@@ -7,8 +7,9 @@ chosen expert), r rows received, m rows of the local experts (m = r without expe
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,16 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_capacity
 
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
-from megatron_lancet.model.dispatcher.base import Dispatcher
-from megatron_lancet.model.dispatcher.deduplicated import DeduplicatedDispatcher
-from megatron_lancet.model.dispatcher.routes import DistinctRoutes, PendingRoutes, Routes
+from megatron_lancet.model.dispatcher.base import AnyRoutes, Dispatcher
+from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes, TwoHopRoutes
+from megatron_lancet.model.dispatcher.two_hop import TwoHopDispatcher
+from megatron_lancet.model.in_rounds import ChunkInRounds
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.model.recompute import NOTHING, Recompute, maybe_recomputed, outputs_dropped_in_stock
 from megatron_lancet.model.te.precision import op_precision
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.comm_stats import SplitChunk
 from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
@@ -52,7 +55,17 @@ class OverlappingMoE:
     @property
     def dispatcher(self) -> Dispatcher:
         """The one of the present plan."""
+        assert self.comm.dispatch in self.dispatchers, "nothing was prepared for this dispatch"
         return self.dispatchers[self.comm.dispatch]
+
+    @property
+    def local_experts(self) -> Sequence[int]:
+        """Numbers of the experts of this rank, in the order of their places."""
+        places = getattr(self.stock.router, "places", None)
+        if places is not None:
+            return places.local_experts
+        num_local, rank = self.stock.num_local_experts, self.stock.token_dispatcher.ep_group.rank()
+        return range(num_local * rank, num_local * (rank + 1))
 
     def message_op(self, kind: OpKind, x: ChunkState) -> Op:
         """The message of a kind that a chunk sends in this layer."""
@@ -85,15 +98,28 @@ def preprocess(moe: OverlappingMoE, x: ChunkState) -> None:
         del x.routed
     if moe.comm.trace is not None:
         op = moe.message_op(OpKind.EXPERTS, x)
-        moe.comm.trace.routed(str(op), x.routing_map_tE, moe.stock.num_local_experts)
+        moe.comm.trace.routed(str(op), x.routing_map_tE, moe.stock.num_local_experts, moe.comm.nodes)
+    moe.comm.stats.add("num_routed_tokens", len(x.probs_tE))
     x.rows, x.permutation = moe.dispatcher.permute(x.normed_sbH, x.probs_tE, x.routing_map_tE, _num_rows(moe, x))
     del x.normed_sbH, x.probs_tE, x.routing_map_tE
 
 
-def launch_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
-    """Send the rows to their experts, as soon as the counts have arrived, if any were sent."""
+def _launch_first_dispatch(moe: OverlappingMoE, x: ChunkState, kind: OpKind) -> None:
+    """Send the rows to their experts, or nodes, as soon as the counts have arrived, if any were sent."""
     splits = x.routes if isinstance(x.routes, PendingRoutes) else x.routes.splits
-    x.launch(AllToAll(moe.comm, moe.message_op(OpKind.DISPATCH, x), splits))
+    if moe.comm.max_expert_rows is not None:
+        x.sent = tuple(rows.detach() for rows in x.rows)
+    x.launch(AllToAll(moe.comm, moe.message_op(kind, x), splits))
+
+
+def launch_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Send the rows to their experts."""
+    _launch_first_dispatch(moe, x, OpKind.DISPATCH)
+
+
+def launch_node_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Send the rows to the nodes of their experts."""
+    _launch_first_dispatch(moe, x, OpKind.NODE_DISPATCH)
 
 
 def shared_experts(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -104,31 +130,114 @@ def shared_experts(moe: OverlappingMoE, x: ChunkState) -> None:
     del x.shared_input_sbH
 
 
-def wait_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
-    """Receive other tokens' rows."""
+def wait_for_rows(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Receive the rows of the message in flight: other tokens' rows, or the outputs of the chunk's own."""
     x.wait()
+
+
+def wait_for_first_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Receive other tokens' rows, or, of a chunk with too many rows for a rank, the outputs of its own, in rounds."""
+    if moe.comm.max_expert_rows is None:
+        x.wait()
+        return
+    sent = x.sent
+    del x.sent
+    if x.message.wait_for_launch():
+        x.rows = x.message.received(x.ticket)
+    else:
+        x.rows, x.is_back = (_in_rounds(moe, x).run(x.message, x.ticket, sent),), True
+    del x.message, x.ticket
+
+
+def _in_rounds(moe: OverlappingMoE, x: ChunkState) -> ChunkInRounds:
+    """The rounds of a chunk that is over the limit of rows."""
+    assert isinstance(x.routes, PendingRoutes)
+    over, routes = x.routes.over_limit(), x.routes.wait()
+    assert over is not None
+    plain = moe.dispatchers[Dispatch.PLAIN]
+    assert isinstance(plain, AllToAllDispatcher)
+    rows_per_expert, rounds = plain.rounds(over)
+    dispatch, combine = (moe.message_op(kind, x) for kind in (OpKind.DISPATCH, OpKind.COMBINE))
+    moe.comm.stats.add("num_split_chunks", 1)
+    moe.comm.stats.raise_to("most_rounds", over.num_rounds)
+    if moe.comm.first_split is None:
+        most = max(over.rows)
+        moe.comm.first_split = SplitChunk(dispatch, over.num_rounds, most, over.rows.index(most))
+    return ChunkInRounds(
+        moe.comm,
+        dispatch,
+        combine,
+        rounds,
+        partial(moe.dispatcher.of_each_expert, sent=routes.splits.sent, rows_per_expert=rows_per_expert),
+        partial(_through_experts, moe, plain),
+        [parameter for parameter in moe.stock.experts.parameters() if parameter.requires_grad],
+    )
+
+
+def node_rows(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Make the rows for the ranks of this node from those that came to it."""
+    if x.is_back:
+        return
+    assert isinstance(moe.dispatcher, TwoHopDispatcher)
+    x.rows, x.passed = moe.dispatcher.pass_on(x.rows, _both_hops(x))
+
+
+def launch_local_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Send the rows to their experts inside the node."""
+    splits = None if x.is_back else _both_hops(x).local_splits
+    x.launch(AllToAll(moe.comm, moe.message_op(OpKind.LOCAL_DISPATCH, x), splits))
 
 
 def experts(moe: OverlappingMoE, x: ChunkState) -> None:
     """Run this rank's experts on the rows received."""
-    routes, sum_dtype = x.routes.wait(), x.rows[1].dtype
+    routes = x.routes.wait()
+    if moe.comm.expert_rows is not None and isinstance(x.routes, PendingRoutes):
+        moe.comm.expert_rows(moe.number, x.routes.received())
+    _count_rows(moe.comm, routes, x.is_back)
+    if x.is_back:
+        return
+    sum_dtype = x.rows[1].dtype
     # The rows in the order of arrival are freed here: autograd needs the sorted ones only.
     last_expert_first = getattr(moe.stock.experts, "last_expert_first", False)
     x.rows = moe.dispatcher.collect(x.rows, routes, last_expert_first)
     with outputs_dropped_in_stock(moe.recompute.drops_outputs):
-        output = maybe_recomputed(moe.recompute.experts, _run_experts, moe, *x.rows, routes, last_expert_first)
+        output = maybe_recomputed(
+            moe.recompute.experts, _run_experts, moe, moe.dispatcher, *x.rows, routes, last_expert_first
+        )
     x.rows = (moe.dispatcher.sort_by_peer(output, routes, sum_dtype, last_expert_first),)
+
+
+def launch_local_combine(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Send the experts' outputs back to the ranks that had passed their rows on."""
+    splits = None if x.is_back else _both_hops(x).local_splits.reversed()
+    x.launch(AllToAll(moe.comm, moe.message_op(OpKind.LOCAL_COMBINE, x), splits))
+
+
+def node_sums(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Sum what the ranks of this node have made of each row that came to it."""
+    if x.is_back:
+        return
+    assert isinstance(moe.dispatcher, TwoHopDispatcher)
+    (output,) = x.rows
+    x.rows = (moe.dispatcher.sum_of_node(output, x.passed),)
+    del x.passed
+
+
+def _launch_last_combine(moe: OverlappingMoE, x: ChunkState, kind: OpKind) -> None:
+    """Send the experts' outputs back to the ranks of their tokens."""
+    splits = None if x.is_back else x.routes.wait().splits.reversed()
+    x.launch(AllToAll(moe.comm, moe.message_op(kind, x), splits))
+    del x.routes
 
 
 def launch_combine(moe: OverlappingMoE, x: ChunkState) -> None:
     """Send the experts' outputs back to the ranks of their tokens."""
-    x.launch(AllToAll(moe.comm, moe.message_op(OpKind.COMBINE, x), x.routes.wait().splits.reversed()))
-    del x.routes
+    _launch_last_combine(moe, x, OpKind.COMBINE)
 
 
-def wait_combine(moe: OverlappingMoE, x: ChunkState) -> None:
-    """Receive the outputs of the chunk's own rows."""
-    x.wait()
+def launch_node_combine(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Send the sums of this node back to the ranks of their tokens."""
+    _launch_last_combine(moe, x, OpKind.NODE_COMBINE)
 
 
 def postprocess(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -136,6 +245,7 @@ def postprocess(moe: OverlappingMoE, x: ChunkState) -> None:
     (output_nH,) = x.rows
     x.output_sbH = moe.dispatcher.unpermute(output_nH, x.permutation)
     del x.rows, x.permutation
+    x.is_back = False
     if moe.stock.use_shared_expert:
         x.output_sbH = x.output_sbH + x.shared_sbH
         del x.shared_sbH
@@ -146,11 +256,21 @@ FORWARD: Mapping[Verb, Callable[[OverlappingMoE, ChunkState], None]] = {
     LaunchCounts(OpKind.COUNTS): launch_counts,
     Compute(OpKind.PREPROCESS): preprocess,
     Launch(OpKind.DISPATCH): launch_dispatch,
+    Launch(OpKind.NODE_DISPATCH): launch_node_dispatch,
     Compute(OpKind.SHARED_EXPERTS): shared_experts,
-    Wait(OpKind.DISPATCH): wait_dispatch,
+    Wait(OpKind.NODE_DISPATCH): wait_for_first_dispatch,
+    Compute(OpKind.NODE_ROWS): node_rows,
+    Launch(OpKind.LOCAL_DISPATCH): launch_local_dispatch,
+    Wait(OpKind.LOCAL_DISPATCH): wait_for_rows,
+    Wait(OpKind.DISPATCH): wait_for_first_dispatch,
     Compute(OpKind.EXPERTS): experts,
     Launch(OpKind.COMBINE): launch_combine,
-    Wait(OpKind.COMBINE): wait_combine,
+    Wait(OpKind.COMBINE): wait_for_rows,
+    Launch(OpKind.LOCAL_COMBINE): launch_local_combine,
+    Wait(OpKind.LOCAL_COMBINE): wait_for_rows,
+    Compute(OpKind.NODE_SUMS): node_sums,
+    Launch(OpKind.NODE_COMBINE): launch_node_combine,
+    Wait(OpKind.NODE_COMBINE): wait_for_rows,
     Compute(OpKind.POSTPROCESS): postprocess,
 }
 
@@ -172,6 +292,20 @@ class _ForkInStocksOrder(torch.autograd.Function):
         return functools.reduce(torch.add, [grad_sbH for grad_sbH in grads_sbH if grad_sbH is not None])
 
 
+def _count_rows(comm: Comm, routes: AnyRoutes, is_split: bool) -> None:
+    num_rows = int(routes.rows_per_expert.sum())
+    comm.stats.add("num_chunks", 1)
+    comm.stats.add("num_expert_rows", num_rows)
+    if not is_split:
+        comm.stats.raise_to("peak_expert_rows", num_rows)
+
+
+def _both_hops(x: ChunkState) -> TwoHopRoutes:
+    routes = x.routes.wait()
+    assert isinstance(routes, TwoHopRoutes)
+    return routes
+
+
 def _capacity(moe: MoELayer, num_tokens: int) -> int:
     """Rows of each expert from the tokens of this rank, where the router drops and pads."""
     config = moe.config
@@ -189,7 +323,7 @@ def _num_rows(moe: OverlappingMoE, x: ChunkState) -> int:
     """
     topk = moe.stock.config.moe_router_topk
     dispatcher = moe.dispatcher
-    if isinstance(dispatcher, DeduplicatedDispatcher):
+    if not isinstance(dispatcher, AllToAllDispatcher):
         if on_cuda(x.probs_tE):
             return dispatcher.most_rows(len(x.probs_tE), topk)
     elif moe.stock.config.moe_expert_capacity_factor is None:
@@ -202,11 +336,25 @@ def _run_shared_experts(moe: MoELayer, normed_sbH: torch.Tensor) -> torch.Tensor
         return moe.shared_experts_compute(normed_sbH)
 
 
+def _through_experts(
+    moe: OverlappingMoE, dispatcher: Dispatcher, received: tuple[torch.Tensor, ...], routes: Routes
+) -> torch.Tensor:
+    """Runs this rank's experts on the rows of a round: outputs in the order in which the rows came, [r, H]."""
+    moe.comm.stats.raise_to("peak_expert_rows", sum(routes.rows_by_holder))
+    sum_dtype = received[1].dtype
+    last_expert_first = getattr(moe.stock.experts, "last_expert_first", False)
+    tokens, probs = dispatcher.collect(received, routes, last_expert_first)
+    with outputs_dropped_in_stock(moe.recompute.drops_outputs):
+        output = _run_experts(moe, dispatcher, tokens, probs, routes, last_expert_first)
+    return dispatcher.sort_by_peer(output, routes, sum_dtype, last_expert_first)
+
+
 def _run_experts(
     moe: OverlappingMoE,
+    dispatcher: Dispatcher,
     tokens: torch.Tensor,
     probs: torch.Tensor,
-    routes: Routes | DistinctRoutes,
+    routes: AnyRoutes,
     last_expert_first: bool,
 ) -> torch.Tensor:
     """Runs rows of the dispatcher through the local experts; [..., H], in their order."""
@@ -217,4 +365,4 @@ def _run_experts(
         assert bias is None, "experts return their bias added to the output"
         return output_mH
 
-    return moe.dispatcher.through_experts(run, tokens, probs, routes, last_expert_first)
+    return dispatcher.through_experts(run, tokens, probs, routes, last_expert_first)

@@ -9,7 +9,8 @@ import torch
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.dispatcher.all_to_all import Permutation
 from megatron_lancet.model.dispatcher.deduplicated import DistinctRows
-from megatron_lancet.model.dispatcher.routes import DistinctRoutes, PendingRoutes, Routes
+from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes
+from megatron_lancet.model.dispatcher.two_hop import PassedRows
 from megatron_lancet.model.recompute import DroppedOutputs
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
@@ -34,7 +35,10 @@ class ChunkState:
         routed: the point in time at which ``routing_map_tE`` was complete.
         routes: how many rows go where, known when the counts have arrived, or at once where none are sent.
         permutation: maps rows to tokens.
+        passed: maps the rows of a second hop to those of the first.
         rows: rows to be sent, or received; [n, ...] each.
+        sent: those of the dispatch in flight, if a limit of rows may make them go in several rounds.
+        is_back: whether the rows have been to their experts and back in such rounds.
         message: the all-to-all in flight.
         ticket: edge of the graph from the launch of the message to its wait.
         shared_sbH: output of the experts that see all tokens, [s, b, H].
@@ -49,9 +53,12 @@ class ChunkState:
     probs_tE: torch.Tensor
     routing_map_tE: torch.Tensor
     routed: ReadyEvent
-    routes: PendingRoutes[Routes] | PendingRoutes[DistinctRoutes] | Routes
+    routes: PendingRoutes[Any] | Routes
     permutation: Permutation | DistinctRows
+    passed: PassedRows
     rows: tuple[torch.Tensor, ...]
+    sent: tuple[torch.Tensor, ...]
+    is_back: bool = False
     message: AllToAll
     ticket: torch.Tensor
     shared_sbH: torch.Tensor

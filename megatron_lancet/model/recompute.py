@@ -91,6 +91,14 @@ def maybe_recomputed[T](again: bool, segment: Callable[..., T], *args: Any) -> T
     """
     if not again:
         return segment(*args)
+    return checkpoint(segment, *args, use_reentrant=False, context_fn=two_runs)
+
+
+def two_runs() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of a function's first run, which follows, and of its second one, in the backward pass.
+
+    In the second one it draws the same random numbers, and quantizes with the same scales.
+    """
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states = tracker.get_states()
     first, again_precision = recompute_precision()
@@ -105,10 +113,7 @@ def maybe_recomputed[T](again: bool, segment: Callable[..., T], *args: Any) -> T
         finally:
             tracker.set_states(now)
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return first, with_first_states()
-
-    return checkpoint(segment, *args, use_reentrant=False, context_fn=contexts)
+    return first, with_first_states()
 
 
 class DroppedOutputs:

@@ -16,7 +16,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import refuse_bypassed_hooks
 from megatron_lancet.model.chunking import Chunk, make_chunks, merge_hidden, split_hidden, split_rows
 from megatron_lancet.model.ops import ChunkState, begin_cut, begin_layers, end_cut, end_layers
-from megatron_lancet.model.router import ChunkedTopKRouter
+from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.model.te.precision import block_precision
 from megatron_lancet.model.transformer_layer import OverlappingLayer, forward_layer
 from megatron_lancet.runtime.comm import Comm
@@ -199,8 +199,9 @@ def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[Se
     for segment in plan.segments:
         own = {layer.number: layer for layer in layers if segment.has_layer(layer.number)}
         if own:
-            verbs = [(number, layer.verbs(segment.num_chunks)) for number, layer in own.items()]
-            segments.append(SegmentForward(segment, own, program(verbs, segment.num_chunks, segment.range)))
+            verbs = [(number, layer.verbs(segment.num_chunks, plan.dispatch)) for number, layer in own.items()]
+            instructions = program(verbs, segment.num_chunks, segment.range, segment.hop_turns)
+            segments.append(SegmentForward(segment, own, instructions))
     return segments
 
 

@@ -30,6 +30,7 @@ from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule import turns
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
+from megatron_lancet.schedule.plan import Dispatch
 from megatron_lancet.schedule.turns import AddResidual, Compute, Instruction, Verb
 
 
@@ -61,15 +62,16 @@ class OverlappingLayer:
         """The same layer under another number."""
         return replace(self, number=number, moe=None if self.moe is None else replace(self.moe, number=number))
 
-    def verbs(self, num_chunks: int) -> turns.Layer:
+    def verbs(self, num_chunks: int, dispatch: Dispatch) -> turns.Layer:
         """The verbs of a chunk in this layer, in order.
 
         Args:
             num_chunks: number of chunks of a micro-batch.
+            dispatch: what all-to-alls carry.
         """
         has_shared_experts = self.moe is not None and self.moe.stock.use_shared_expert
         pads_to_capacity = self.stock.config.moe_pad_expert_input_to_capacity
-        verbs = turns.verbs_of(self.kind, has_shared_experts, pads_to_capacity, num_chunks)
+        verbs = turns.verbs_of(self.kind, has_shared_experts, pads_to_capacity, num_chunks, dispatch)
         return verbs if self.prediction is None else turns.mtp_layer(verbs)
 
 

@@ -1,9 +1,10 @@
 """Explains a plan layer by layer: what fills its gaps, which messages stay exposed, and why."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from megatron_lancet.planning.dispatch import with_dispatch
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.planner import PlannedStep
 from megatron_lancet.planning.search.search_space import Exclusion
@@ -12,7 +13,7 @@ from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.phase_result import Wait
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulation, Simulator
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import Op, OpKind, Phase
+from megatron_lancet.schedule.ops import FIRST_DISPATCHES, INSIDE_NODE, Op, OpKind, Phase
 from megatron_lancet.schedule.plan import Dispatch, DwPolicy, OverlapRange, Plan
 from megatron_lancet.schedule.timeline import Lane, Span
 
@@ -114,7 +115,7 @@ class Explanation:
         layers: layers in all micro-batches; of a paired plan with several micro-batches, those in the middle.
         ends: layers in the first forward and the last backward of a paired step; else empty.
         no_overlap: prediction without chunks and deferral; None if unknown.
-        other_dispatch_ms: predicted step time of this plan with the other dispatch; None if the run can't use that.
+        other_dispatches_ms: predicted step time of this plan with each other dispatch that the run can use.
         other_pairing_ms: predicted step time of the best plan that is paired if this one is not, or the other way
             round; None if there is none.
         alternatives: other plans as (text, step_ms, whether it fits into memory); best first.
@@ -132,7 +133,7 @@ class Explanation:
     excluded: tuple[Exclusion, ...]
     warning: str | None
     other_pairing_ms: float | None = None
-    other_dispatch_ms: float | None = None
+    other_dispatches_ms: Mapping[Dispatch, float] = field(default_factory=dict)
 
     def exposed_by_reason(self) -> dict[Reason, float]:
         """Exposed time of a step by reason, longest first; one pair in the middle stands for all pairs."""
@@ -186,15 +187,17 @@ def explain(profile: Profile, plan: Plan, planned: PlannedStep | None = None) ->
         excluded=planned.excluded if planned else (),
         warning=planned.warning if planned else None,
         other_pairing_ms=min(other_pairing, default=None),
-        other_dispatch_ms=_other_dispatch_ms(simulator, plan),
+        other_dispatches_ms=_other_dispatches_ms(simulator, plan),
     )
 
 
-def _other_dispatch_ms(simulator: Simulator, plan: Plan) -> float | None:
-    if simulator.model.why_not_dedup is not None:
-        return None
-    (other,) = (dispatch for dispatch in Dispatch if dispatch is not plan.dispatch)
-    return simulator.predict(replace(plan, dispatch=other)).step_ms
+def _other_dispatches_ms(simulator: Simulator, plan: Plan) -> dict[Dispatch, float]:
+    why_not = {Dispatch.DEDUP: simulator.model.why_not_dedup, Dispatch.TWO_HOP: simulator.costs.why_not_two_hop}
+    return {
+        other: simulator.predict(with_dispatch(plan, other)).step_ms
+        for other in Dispatch
+        if other is not plan.dispatch and why_not.get(other) is None
+    }
 
 
 class _StageReader:
@@ -206,7 +209,9 @@ class _StageReader:
         self._stage = simulation.stage
         exposed_ms = [timeline.exposed_ms() for timeline in simulation.timelines]
         column = self._column = exposed_ms.index(max(exposed_ms))
-        self._is_link_bound = _link_bound_phases(simulator, simulation, column)
+        self._is_link_bound = {
+            is_inside: _link_bound_phases(simulator, simulation, column, is_inside) for is_inside in (False, True)
+        }
         self._num_early = simulation.prediction.num_early
         self._lacks_memory = planned is not None and any(
             not other.fits and other.prediction.step_ms < planned.prediction.step_ms for other in planned.alternatives
@@ -253,12 +258,13 @@ class _StageReader:
         is_backward = not _is_forward(wait.name)
         if wait.peers_ms > wait.sent_ms and min(wait.peers_ms, wait.end_ms) - wait.exposed_from_ms >= half_ms:
             return Reason.PEER
-        if Op.parse(wait.name).kind == OpKind.COUNTS:
+        kind = Op.parse(wait.name).kind
+        if kind == OpKind.COUNTS:
             return Reason.COUNTS
         # A forward dispatch also waits for its counts before it is sent; they don't occupy the link.
-        waits_for_counts = not is_backward and Op.parse(wait.name).kind == OpKind.DISPATCH
+        waits_for_counts = not is_backward and kind in FIRST_DISPATCHES
         is_queued = not waits_for_counts and wait.sent_ms - max(wait.issued_ms, wait.exposed_from_ms) >= half_ms
-        if is_queued or (num_chunks > 1 and self._is_link_bound[is_backward]):
+        if is_queued or (num_chunks > 1 and self._is_link_bound[kind in INSIDE_NODE][is_backward]):
             return Reason.LINK
         defers = self._plan.dw_policy is DwPolicy.FILL
         if self._lacks_memory or (is_backward and defers and self._num_early):
@@ -268,20 +274,26 @@ class _StageReader:
         return Reason.NOTHING_LEFT if wait.filled else Reason.DEPENDENCY
 
 
-def _link_bound_phases(simulator: Simulator, simulation: Simulation, column: int) -> tuple[bool, bool]:
-    """For forward and backward, whether some rank's messages take longer than the compute of the rank ``column``."""
+def _link_bound_phases(simulator: Simulator, simulation: Simulation, column: int, is_inside: bool) -> tuple[bool, bool]:
+    """For forward and backward, whether some rank's messages take longer than the compute of the rank ``column``.
+
+    Args:
+        is_inside: whether messages inside a node are meant, which have a wire of their own; else the others.
+    """
     compute_ms = _ms_by_phase(
         (span, span.ms) for span in simulation.timelines[column].spans if span.lane is Lane.COMPUTE
     )
-    link_ms = [
-        _ms_by_phase(
-            (span, simulator.costs.message_ms(span.num_bytes))
-            for span in timeline.spans
-            if span.lane is Lane.COMM and not span.name.startswith(REDUCTION)
-        )
-        for timeline in simulation.timelines
-    ]
+    link_ms = [_ms_by_phase(_message_times(simulator, timeline.spans, is_inside)) for timeline in simulation.timelines]
     return max(ms[0] for ms in link_ms) > compute_ms[0], max(ms[1] for ms in link_ms) > compute_ms[1]
+
+
+def _message_times(simulator: Simulator, spans: Sequence[Span], is_inside: bool) -> Iterator[tuple[Span, float]]:
+    """Yields the messages of a wire, and their times alone on it."""
+    for span in spans:
+        if span.lane is Lane.COMM and not span.name.startswith(REDUCTION):
+            kind = OpKind(Op.parse(span.name).kind)
+            if (kind in INSIDE_NODE) is is_inside:
+                yield span, simulator.costs.message_ms(span.num_bytes, kind)
 
 
 def _ms_by_phase(spans: Iterable[tuple[Span, float]]) -> tuple[float, float]:

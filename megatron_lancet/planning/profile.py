@@ -21,23 +21,25 @@ chunks and back).
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from megatron_lancet.files import (
-    MAX_COUNT,
     OMITTED_AT_DEFAULT,
-    Range,
     from_plain,
     parse_object,
     read_text,
     take_version,
     to_plain,
 )
-from megatron_lancet.planning.dispatch import why_not_dedup
+from megatron_lancet.planning.dispatch import why_not_dedup, why_not_two_hop
+from megatron_lancet.planning.figures import Count, CountFrom1, Ms, Size, SizeFrom1
+from megatron_lancet.planning.link_times import LinkTimes
+from megatron_lancet.planning.load.expert_load import ExpertLoad
 from megatron_lancet.schedule.chunk_sizes import multiple_along
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import MEMORY_BOUND, OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim
+from megatron_lancet.schedule.nodes import Nodes
+from megatron_lancet.schedule.ops import OpKind, Phase
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch
 from megatron_lancet.schedule.reductions import GradientReduction
 
 PROFILE_VERSION = 2
@@ -46,15 +48,6 @@ _KINDS_IN_VERSION_1 = {
     "permute": OpKind.PREPROCESS.value,
     "merge": OpKind.POSTPROCESS.value,
 }
-_LARGEST = 10**15
-"""Upper limit of times and sizes."""
-_Count = Annotated[int, Range(0, MAX_COUNT)]
-_CountFrom1 = Annotated[int, Range(1, MAX_COUNT)]
-_Size = Annotated[int, Range(0, _LARGEST)]
-_SizeFrom1 = Annotated[int, Range(1, _LARGEST)]
-_Ms = Annotated[float, Range(0, _LARGEST)]
-
-
 _ROW_ALIGNMENT_BYTES = 16
 """Alignment of each tensor's part of a packed row, as in ``runtime/packing.py``."""
 
@@ -95,30 +88,34 @@ class ModelFacts:
         pads_to_capacity: whether routers give every expert equally many rows of a micro-batch.
         prob_bytes: bytes of one probability of an expert. A profile of before does not say: there the default is that
             of a router in 32 bits, and wrong by at most a few bytes a row.
+        nodes: how expert-parallel groups lie on nodes; None if two hops are impossible, or unknown.
+        expert_tp_size: number of ranks that hold the parts of the same experts.
     """
 
     name: str
     layer_kinds: tuple[LayerKind, ...]
     stage_of_layer: tuple[int, ...]
-    micro_batch_size: _SizeFrom1
-    seq_length: _SizeFrom1
-    num_micro_batches: _CountFrom1
-    topk: _Count
-    num_experts: _Count
-    ep_size: _CountFrom1
-    world_size: _SizeFrom1
-    row_bytes: _Size
-    grad_row_bytes: _Size
-    combine_row_bytes: _Size
-    combine_grad_row_bytes: _Size
-    counts_bytes: _Size
+    micro_batch_size: SizeFrom1
+    seq_length: SizeFrom1
+    num_micro_batches: CountFrom1
+    topk: Count
+    num_experts: Count
+    ep_size: CountFrom1
+    world_size: SizeFrom1
+    row_bytes: Size
+    grad_row_bytes: Size
+    combine_row_bytes: Size
+    combine_grad_row_bytes: Size
+    counts_bytes: Size
     has_shared_experts: bool = False
-    token_multiple: _CountFrom1 = field(default=1, metadata=OMITTED_AT_DEFAULT)
-    num_mtp_layers: _Size = field(default=0, metadata=OMITTED_AT_DEFAULT)
+    token_multiple: CountFrom1 = field(default=1, metadata=OMITTED_AT_DEFAULT)
+    num_mtp_layers: Size = field(default=0, metadata=OMITTED_AT_DEFAULT)
     repeats_mtp_layer: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
-    num_output_uses: _CountFrom1 = field(default=1, metadata=OMITTED_AT_DEFAULT)
+    num_output_uses: CountFrom1 = field(default=1, metadata=OMITTED_AT_DEFAULT)
     pads_to_capacity: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
-    prob_bytes: _CountFrom1 = field(default=4, metadata=OMITTED_AT_DEFAULT)
+    prob_bytes: CountFrom1 = field(default=4, metadata=OMITTED_AT_DEFAULT)
+    nodes: Nodes | None = field(default=None, metadata=OMITTED_AT_DEFAULT)
+    expert_tp_size: CountFrom1 = field(default=1, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         if not self.layer_kinds or len(self.layer_kinds) != len(self.stage_of_layer):
@@ -140,24 +137,50 @@ class ModelFacts:
         return why_not_dedup(self.ep_size, self.num_experts, self.topk, self.pads_to_capacity)
 
     @property
+    def why_not_two_hop(self) -> str | None:
+        """See :func:`~megatron_lancet.planning.dispatch.why_not_two_hop`."""
+        return why_not_two_hop(self.nodes, self.ep_size, self.num_experts, self.topk, self.pads_to_capacity)
+
+    @property
     def dedup_row_bytes(self) -> int:
         """Bytes of one row in a deduplicated forward dispatch; a combine's rows are those of the plain one.
 
-        A wire in fp8 narrows hidden states further in forward dispatches than in all other messages.
+        The rows of two hops inside a node are the same.
         """
-        saved_in_dispatches = self.grad_row_bytes - self.row_bytes
-        return packed_row_bytes(self.combine_row_bytes, self._choice_bytes) - saved_in_dispatches
+        return self._row_bytes(self.ep_size)
+
+    @property
+    def node_row_bytes(self) -> int:
+        """Bytes of one row in the forward dispatch of two hops between nodes."""
+        return self._row_bytes(self._num_nodes)
+
+    @property
+    def node_grad_row_bytes(self) -> int:
+        """Bytes of one row in the backward dispatch of two hops between nodes."""
+        return packed_row_bytes(self.combine_grad_row_bytes, self._choice_bytes(self._num_nodes))
 
     @property
     def dedup_grad_row_bytes(self) -> int:
         """Bytes of one row in a deduplicated backward dispatch."""
-        return packed_row_bytes(self.combine_grad_row_bytes, self._choice_bytes)
+        return packed_row_bytes(self.combine_grad_row_bytes, self._choice_bytes(self.ep_size))
 
     @property
-    def _choice_bytes(self) -> int:
-        """Bytes of the probabilities of one rank's experts and of the choice among them, a bit for each."""
-        num_local = self.num_experts // self.ep_size
-        return (num_local + -(-num_local // 8)) * self.prob_bytes
+    def _num_nodes(self) -> int:
+        assert self.nodes is not None, "the nodes are unknown"
+        return self.nodes.num_nodes
+
+    def _row_bytes(self, num_groups: int) -> int:
+        """Bytes of one row to one of the groups into which the experts are divided.
+
+        A wire in fp8 narrows hidden states further in forward dispatches than in all other messages.
+        """
+        saved_in_dispatches = self.grad_row_bytes - self.row_bytes
+        return packed_row_bytes(self.combine_row_bytes, self._choice_bytes(num_groups)) - saved_in_dispatches
+
+    def _choice_bytes(self, num_groups: int) -> int:
+        """Bytes of the probabilities of a group's experts and of the choice among them, a bit for each."""
+        num_experts = self.num_experts // num_groups
+        return (num_experts + -(-num_experts // 8)) * self.prob_bytes
 
     def size_along(self, dim: ChunkDim) -> tuple[int, int]:
         """Samples or positions of a micro-batch along ``dim``, and the tokens of one of them."""
@@ -192,16 +215,18 @@ class OpTime:
         chunk: index of the chunk; sequence chunks differ.
         rows: received rows for ``experts``, tokens of the chunk for other ops.
         ms: median over steps, layers and micro-batches.
+        dispatch: what all-to-alls carried; plain for ops on which that has no effect.
     """
 
     layer_kind: LayerKind
     kind: str
     phase: Phase
     chunk_dim: ChunkDim
-    num_chunks: _CountFrom1
-    chunk: _Size
-    rows: _Size
-    ms: _Ms
+    num_chunks: CountFrom1
+    chunk: Size
+    rows: Size
+    ms: Ms
+    dispatch: Dispatch = field(default=Dispatch.PLAIN, metadata=OMITTED_AT_DEFAULT)
 
 
 @dataclass(frozen=True)
@@ -220,53 +245,12 @@ class WeightGradTime:
 
     layer_kind: LayerKind
     name: str
-    num_chunks: _CountFrom1
-    rows: _Size
-    ms: _Ms
-    pinned_bytes: _Size
-    weight_bytes: _Size
+    num_chunks: CountFrom1
+    rows: Size
+    ms: Ms
+    pinned_bytes: Size
+    weight_bytes: Size
     after: str
-
-
-@dataclass(frozen=True)
-class LinkTimes:
-    """Times of messages, measured between the ranks of a group.
-
-    Attributes:
-        all_to_all: (bytes that a rank sends to others, ms until its peers have them), ascending in bytes.
-        counts_ms: time of one exchange of token counts.
-        all_reduce: (bytes of the reduced tensor, ms), ascending; empty if not measured.
-        sends_share_link: True if a rank sends its messages one after the other, independent of other ranks (gloo, a
-            group per sender); False if a collective occupies all ranks from the last one's start (NCCL).
-        compute_slowdown: factor by which matrix products are slower while a message is in flight, at least 1.
-        memory_slowdown: the same for ops that mostly move rows; None if it was not measured apart.
-        queued: (bytes, ms by which a message arrives after the one that it is queued behind), ascending in bytes; empty
-            if that is the time of a message alone. It excludes the latency, and the burst of a link after a rest.
-        dispatches_apart: True if forward dispatches have connections of their own, so that they share the link with
-            other messages in equal parts; False if all messages are sent one after the other.
-        host_polls: True if the host sees when a message has arrived, so that it decides meanwhile what runs; False if
-            it enqueues work for a device and runs ahead of it (CUDA).
-    """
-
-    all_to_all: tuple[tuple[_Size, _Ms], ...]
-    counts_ms: _Ms
-    all_reduce: tuple[tuple[_Size, _Ms], ...] = ()
-    sends_share_link: bool = True
-    compute_slowdown: Annotated[float, Range(0, _LARGEST)] = 1.0
-    queued: tuple[tuple[_Size, _Ms], ...] = ()
-    dispatches_apart: bool = False
-    host_polls: bool = True
-    memory_slowdown: Annotated[float, Range(0, _LARGEST)] | None = None
-
-    def slowdown(self, kind: str) -> float:
-        """Factor by which an op is slower while a message is in flight.
-
-        Args:
-            kind: kind of the op; the name of a weight for a weight gradient.
-        """
-        if self.memory_slowdown is None or kind not in MEMORY_BOUND:
-            return self.compute_slowdown
-        return self.memory_slowdown
 
 
 @dataclass(frozen=True)
@@ -276,12 +260,32 @@ class MemoryUse:
     Attributes:
         layer_kind: kind of the layer; none for activations beside the layers.
         saved_bytes: activations of one micro-batch, all chunks together.
+        dispatch: what all-to-alls carried; plain for layers without experts.
     """
 
     layer_kind: LayerKind
     chunk_dim: ChunkDim
-    num_chunks: _CountFrom1
-    saved_bytes: _Size
+    num_chunks: CountFrom1
+    saved_bytes: Size
+    dispatch: Dispatch = field(default=Dispatch.PLAIN, metadata=OMITTED_AT_DEFAULT)
+
+
+@dataclass(frozen=True)
+class HopRows:
+    """Rows of one chunk that each rank of an expert-parallel group would send to others in two hops, whichever ran.
+
+    Attributes:
+        node_sent: to other nodes, one for each of its tokens and node.
+        node_received: from other nodes.
+        local_sent: to other ranks of its node, one for each row that has come to it (its own included) and rank; with
+            expert tensor parallelism for each holder of the experts.
+        local_received: from other ranks of its node.
+    """
+
+    node_sent: tuple[Size, ...]
+    node_received: tuple[Size, ...]
+    local_sent: tuple[Size, ...]
+    local_received: tuple[Size, ...]
 
 
 @dataclass(frozen=True)
@@ -300,16 +304,18 @@ class ChunkRouting:
         sent_tokens: distinct rows that each rank would send to others by deduplicated dispatch, whichever ran: pairs of
             one of its tokens and another rank that holds any of the token's experts. None if unknown.
         received_tokens: distinct rows that would arrive at each rank from others. None if unknown.
+        hops: rows of two hops; None if unknown.
     """
 
     layer: int
     chunk_dim: ChunkDim
     num_chunks: int
     chunk: int
-    sent: tuple[_Size, ...]
-    received: tuple[_Size, ...]
-    sent_tokens: tuple[_Size, ...] | None = field(default=None, metadata=OMITTED_AT_DEFAULT)
-    received_tokens: tuple[_Size, ...] | None = field(default=None, metadata=OMITTED_AT_DEFAULT)
+    sent: tuple[Size, ...]
+    received: tuple[Size, ...]
+    sent_tokens: tuple[Size, ...] | None = field(default=None, metadata=OMITTED_AT_DEFAULT)
+    received_tokens: tuple[Size, ...] | None = field(default=None, metadata=OMITTED_AT_DEFAULT)
+    hops: HopRows | None = field(default=None, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         if (self.sent_tokens is None) != (self.received_tokens is None):
@@ -345,6 +351,7 @@ class Profile:
         routing: routing of one micro-batch, by layer and chunk of each plan that was run; empty if unknown.
         paces: paces of some traced steps that are representative of all; empty if unknown.
         gradients: gradient reduction beside the backward pass; None if it is part of ``rest_ms``.
+        expert_load: load of the experts in the traced steps; None if unknown.
     """
 
     model: ModelFacts
@@ -354,19 +361,26 @@ class Profile:
     weight_grads: tuple[WeightGradTime, ...]
     link: LinkTimes
     memory: tuple[MemoryUse, ...]
-    rest_ms: _Ms
+    rest_ms: Ms
     received_share: tuple[float, ...]
     measured_steps_ms: dict[str, float]
     routing: tuple[ChunkRouting, ...] = ()
     paces: tuple[StepPace, ...] = ()
     gradients: GradientReduction | None = None
+    expert_load: ExpertLoad | None = field(default=None, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         ep_size = self.model.ep_size
         for index, chunk in enumerate(self.routing):
-            figures = (chunk.sent, chunk.received, chunk.sent_tokens, chunk.received_tokens)
+            figures = [chunk.sent, chunk.received, chunk.sent_tokens, chunk.received_tokens]
+            if chunk.hops is not None:
+                hops = chunk.hops
+                figures += [hops.node_sent, hops.node_received, hops.local_sent, hops.local_received]
             if any(of_ranks is not None and len(of_ranks) != ep_size for of_ranks in figures):
                 raise ValueError(f"routing[{index}] must have rows for each of {ep_size} ranks")
+        load = self.expert_load
+        if load is not None and load.layers and (load.ep_size, load.num_experts) != (ep_size, self.model.num_experts):
+            raise ValueError(f"expert_load must have rows of {ep_size} ranks for {self.model.num_experts} experts")
 
     def to_json(self) -> str:
         """The profile as indented JSON."""

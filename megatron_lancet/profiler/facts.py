@@ -104,6 +104,8 @@ def model_facts(model: ProfiledModel) -> ModelFacts:
         num_output_uses=1 if config.mtp_detach_heads else 1 + num_mtp,
         pads_to_capacity=config.moe_pad_expert_input_to_capacity,
         prob_bytes=router_dtype.itemsize,
+        nodes=model.comm.nodes,
+        expert_tp_size=parallel_state.get_expert_tensor_parallel_world_size(),
     )
 
 

@@ -9,14 +9,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.planning.profile import LinkTimes
+from megatron_lancet.planning.link_times import LinkTimes, Points
 from megatron_lancet.profiler.slowdown import ChunkSizes, measure_slowdowns, timed_ms
 from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.trace import Point
 from megatron_lancet.runtime.transport.base import ReadyEvent, Transfer, Transport
-
-Points = tuple[tuple[int, float], ...]
-"""(bytes, ms), ascending in bytes."""
 
 SMALLEST_BYTES = 1024
 _GROWTH = 4
@@ -24,6 +21,7 @@ _ROW_BYTES = 16
 _SKEW = 2
 """The first rank of an uneven exchange receives this many times the rows of another rank."""
 _BUDGET_S = 2.0
+_HOP_BUDGET_S = 1.0
 _REDUCE_BUDGET_S = 0.6
 _REDUCED_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _MAX_REPEATS = 7
@@ -35,14 +33,34 @@ _MAX_POINTS = 8
 
 
 @dataclass(frozen=True)
+class Link:
+    """Connections to measure.
+
+    Attributes:
+        transport: the run's transport, between the ranks of a group.
+        group: identifier of that group.
+        rank: this rank's place in it.
+        size: ranks in it.
+        largest_bytes: largest message of the run on any rank; the sweep goes at least as far.
+        share_what_leaves: whether several ranks share what leaves their node.
+    """
+
+    transport: Transport
+    group: int
+    rank: int
+    size: int
+    largest_bytes: int
+    share_what_leaves: bool = False
+
+
+@dataclass(frozen=True)
 class Wires:
     """Links to measure.
 
     Attributes:
-        transport: the run's transport, between the ranks of an expert-parallel group.
-        ep_size: ranks in that group.
-        ep_rank: this rank's place in it.
-        ep_group: identifier of the group.
+        whole: between the ranks of an expert-parallel group.
+        between_nodes: first of two hops; None in a run without two hops, as for the following.
+        inside_node: second of two hops.
         reduce_group: ranks that sum gradients with each other.
         counts: token counts as the run sends them, [E] or more.
         device: device of the rows.
@@ -50,10 +68,9 @@ class Wires:
         loops_back: every rank receives what it sent (a mocked world), so both directions must be equal.
     """
 
-    transport: Transport
-    ep_size: int
-    ep_rank: int
-    ep_group: int
+    whole: Link
+    between_nodes: Link | None
+    inside_node: Link | None
     reduce_group: dist.ProcessGroup
     counts: torch.Tensor
     device: torch.device
@@ -61,40 +78,63 @@ class Wires:
     loops_back: bool
 
 
-def measure_links(wires: Wires, largest_bytes: int) -> LinkTimes:
-    """Sweeps the links, which takes about five seconds. Collective over all ranks of the world.
-
-    Args:
-        largest_bytes: largest message of the run on any rank; the sweep goes at least as far.
-    """
+def measure_links(wires: Wires) -> LinkTimes:
+    """Sweeps the links, which takes about five seconds, with two hops eight. Collective over all ranks of the world."""
     all_reduce = _sweep_all_reduce(wires)
-    if wires.transport.is_local:
+    if wires.whole.transport.is_local:
         return LinkTimes((), 0.0, all_reduce)
-    places = from_all_ranks((wires.ep_group, wires.ep_rank))
-    sizes = _sizes(largest_bytes)
-    share_s = _BUDGET_S / (2 * len(sizes))
-    alone, queued = [], []
-    for size in sizes:
-        for rows in (_even(size, wires.ep_size), _uneven(size, wires.ep_size, wires.loops_back)):
-            about_ms = _median_ms(partial(_all_to_all_ms, wires, rows), 0.0)
-            two_ms = partial(_two_all_to_alls_ms, wires, rows, about_ms)
-            first_ms, next_ms = _of_busiest(rows, places, _on_all_ranks(two_ms, share_s, _MIN_MESSAGES))
-            alone.append((_busiest_bytes(rows), first_ms))
-            queued.append((_busiest_bytes(rows), next_ms))
-    largest = _even(sizes[-1], wires.ep_size)
-    message_ms = _median_ms(partial(_all_to_all_ms, wires, largest), 0.1)
-    slowdowns = measure_slowdowns(wires.sizes, partial(_start, wires, largest), message_ms, wires.device)
+    alone, queued = _sweep(wires.whole, wires, _BUDGET_S)
+    largest = _even(_sizes(wires.whole.largest_bytes)[-1], wires.whole.size)
+    start = partial(_start, wires.whole, wires.device, largest)
+    message_ms = _median_ms(partial(_all_to_all_ms, start), 0.1)
+    slowdowns = measure_slowdowns(wires.sizes, start, message_ms, wires.device)
+    between_nodes, between_nodes_queued = _sweep(wires.between_nodes, wires, _HOP_BUDGET_S)
+    inside_node, inside_node_queued = _sweep(wires.inside_node, wires, _HOP_BUDGET_S)
     return LinkTimes(
-        all_to_all=fit(alone),
+        all_to_all=alone,
         counts_ms=_median_ms(partial(_counts_ms, wires), 0.2),
         all_reduce=all_reduce,
         # With one stream for all collectives no rank's message starts before the last rank has launched its own.
         sends_share_link=wires.device.type != "cuda",
         compute_slowdown=slowdowns[0],
         memory_slowdown=slowdowns[1],
-        queued=fit(queued),
+        queued=queued,
         host_polls=wires.device.type != "cuda",
+        between_nodes=between_nodes,
+        between_nodes_queued=between_nodes_queued,
+        inside_node=inside_node,
+        inside_node_queued=inside_node_queued,
     )
+
+
+def _sweep(link: Link | None, wires: Wires, budget_s: float) -> tuple[Points, Points]:
+    """Returns the curves of messages alone, and of messages that are queued behind another. Collective over the world.
+
+    All ranks of the world send at once, each in its own group. So a node's ranks share what leaves it in the first of
+    two hops, as they do in a step. A group of one rank sends nothing, and its curves are empty.
+
+    Args:
+        link: None for connections that the run does not have.
+    """
+    if link is None or link.transport.is_local:
+        return (), ()
+    places = from_all_ranks((link.group, link.rank))
+    sizes = _sizes(link.largest_bytes)
+    share_s = budget_s / (2 * len(sizes))
+    alone, queued = [], []
+    for size in sizes:
+        exchanges = [_even(size, link.size)]
+        if not link.share_what_leaves:  # else the neighbour of the rank with most rows leaves the shared link to it
+            exchanges.append(_uneven(size, link.size, wires.loops_back))
+        for rows in exchanges:
+            start = partial(_start, link, wires.device, rows)
+            about_ms = _median_ms(partial(_all_to_all_ms, start), 0.0)
+            two_ms = partial(_two_all_to_alls_ms, start, wires.device, about_ms)
+            found = _on_all_ranks(two_ms, share_s, _MIN_MESSAGES)
+            first_ms, next_ms = _of_busiest(rows, places, found, link.share_what_leaves)
+            alone.append((_busiest_bytes(rows), first_ms))
+            queued.append((_busiest_bytes(rows), next_ms))
+    return fit(alone), fit(queued)
 
 
 def fit(points: Iterable[tuple[int, float]]) -> Points:
@@ -175,33 +215,34 @@ def _busiest_bytes(rows: Rows) -> int:
     return max(sent, received) * _ROW_BYTES
 
 
-def _start(wires: Wires, rows: Rows) -> Transfer:
-    send, receive = rows[wires.ep_rank], [row[wires.ep_rank] for row in rows]
-    sent = torch.zeros(sum(send), _ROW_BYTES, dtype=torch.uint8, device=wires.device)
-    return wires.transport.launch(sent.new_empty(sum(receive), _ROW_BYTES), sent, receive, send)
+def _start(link: Link, device: torch.device, rows: Rows) -> Transfer:
+    send, receive = rows[link.rank], [row[link.rank] for row in rows]
+    sent = torch.zeros(sum(send), _ROW_BYTES, dtype=torch.uint8, device=device)
+    return link.transport.launch(sent.new_empty(sum(receive), _ROW_BYTES), sent, receive, send)
 
 
-def _all_to_all_ms(wires: Wires, rows: Rows) -> float:
-    transfer = _start(wires, rows)
+def _all_to_all_ms(start: Callable[[], Transfer]) -> float:
+    transfer = start()
     transfer.wait()
     return _between_ms(*transfer.interval())
 
 
-def _two_all_to_alls_ms(wires: Wires, rows: Rows, about_ms: float) -> list[float]:
+def _two_all_to_alls_ms(start: Callable[[], Transfer], device: torch.device, about_ms: float) -> list[float]:
     """Returns the time of a message on an idle link, and the delay after it of another that is launched meanwhile.
 
     Args:
+        start: launches a message.
         about_ms: estimated time of one message.
     """
     time.sleep(min(about_ms, _LONGEST_REST_MS) / 1e3)
-    first = _start(wires, rows)
-    if wires.device.type != "cuda":  # on CUDA the stream keeps them apart
+    first = start()
+    if device.type != "cuda":  # on CUDA the stream keeps them apart
         time.sleep(about_ms / 2 / 1e3)
-    second = _start(wires, rows)
+    second = start()
     first.wait()
     second.wait()
-    start, end = first.interval()
-    return [_between_ms(start, end), max(0.0, _between_ms(end, second.interval()[1]))]
+    begin, end = first.interval()
+    return [_between_ms(begin, end), max(0.0, _between_ms(end, second.interval()[1]))]
 
 
 def _between_ms(start: Point, end: Point) -> float:
@@ -215,7 +256,7 @@ def _between_ms(start: Point, end: Point) -> float:
 
 def _counts_ms(wires: Wires) -> float:
     start_s = time.perf_counter()
-    wires.transport.exchange_counts(lambda: wires.counts, ReadyEvent(wires.counts)).wait()
+    wires.whole.transport.exchange_counts(lambda: wires.counts, ReadyEvent(wires.counts)).wait()
     return (time.perf_counter() - start_s) * 1e3
 
 
@@ -243,24 +284,34 @@ def _median_ms(measure: Callable[[], float], budget_s: float) -> float:
 
 
 def _of_busiest(
-    rows: Rows, places: Sequence[tuple[int, int]], ranks: Sequence[Sequence[Sequence[float]]]
+    rows: Rows,
+    places: Sequence[tuple[int, int]],
+    ranks: Sequence[Sequence[Sequence[float]]],
+    share_what_leaves: bool = False,
 ) -> tuple[float, float]:
     """Returns the time of a message, and of another queued behind it: medians over repeats, of the slowest group.
 
     The rank that receives most waits longest for bytes; of several such ranks the one that launched last waited for no
-    other. The next message follows on all of them at once, so there their mean counts.
+    other. The next message follows on all of them at once, so there their mean counts. Where ranks share a link, the
+    rows of one may all be sent before those of its neighbour, so the rank of all groups that gets its rows last counts.
 
     Args:
         places: group of each rank of the world, and the rank's place in it.
         ranks: both times, by rank of the world and repeat.
+        share_what_leaves: see :class:`Link`.
     """
+    of_ranks = max if share_what_leaves else min
     received = [sum(column) for column in zip(*rows, strict=True)]
     slowest = (0.0, 0.0)
-    for group in sorted({group for group, _ in places}):
-        own = [(received[place], one) for (of, place), one in zip(places, ranks, strict=True) if of == group]
+    for group in {0} if share_what_leaves else sorted({group for group, _ in places}):
+        own = [
+            (received[place], one)
+            for (of, place), one in zip(places, ranks, strict=True)
+            if of == group or share_what_leaves
+        ]
         most = max(number for number, _ in own)  # a mocked world has only one rank of the group
         by_repeat = list(zip(*(one for number, one in own if number == most), strict=True))
-        first_ms = statistics.median(min(first for first, _ in repeat) for repeat in by_repeat)
+        first_ms = statistics.median(of_ranks(first for first, _ in repeat) for repeat in by_repeat)
         next_ms = statistics.median(statistics.fmean(following for _, following in repeat) for repeat in by_repeat)
         slowest = max(slowest, (first_ms, next_ms))
     return slowest

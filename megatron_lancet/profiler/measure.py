@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_lancet.planning.profile import LinkTimes, MemoryUse, Profile
+from megatron_lancet.planning.link_times import LinkTimes
+from megatron_lancet.planning.profile import MemoryUse, Profile
 from megatron_lancet.planning.simulation.curve import Curve
+from megatron_lancet.profiler.expert_load import ExpertRows, gathered_load
 from megatron_lancet.profiler.facts import ProfiledModel, key_of
-from megatron_lancet.profiler.links import Wires, measure_links
+from megatron_lancet.profiler.links import Link, Wires, measure_links
 from megatron_lancet.profiler.memory import SavedActivations
 from megatron_lancet.profiler.op_times import OpMedians, Samples, op_key, op_times, over_ranks, weight_grad_times
 from megatron_lancet.profiler.pace import RankPaces, paces_of_rank, step_paces
@@ -40,8 +42,9 @@ from megatron_lancet.runtime.collectives import from_all_ranks, from_rank_0
 from megatron_lancet.runtime.trace import RoutedRows, StepTrace, Trace
 from megatron_lancet.schedule.chunk_sizes import most_chunks, multiple_along
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import Op
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
+from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, Op, OpKind, Phase
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan
+from megatron_lancet.schedule.timeline import Lane, Span
 
 NUM_TRACED_STEPS = 3
 """Traced steps of each plan. Medians go over them, over all layers and all micro-batches."""
@@ -60,26 +63,33 @@ def plans_to_profile(
     overlap_range: OverlapRange = OverlapRange.STACK,
     chunk_counts: Sequence[int] = _CHUNK_COUNTS,
     token_multiple: int = 1,
+    dispatches: Sequence[Dispatch] = (),
 ) -> list[Plan]:
     """Returns plans whose ops together give the costs of any plan: whole micro-batches, and each possible cut.
 
-    All plans with chunks defer dW, so that dWs are timed apart from the ops that make them ready.
+    All plans with chunks defer dW, so that dWs are timed apart from the ops that make them ready. What all-to-alls
+    carry makes a difference to the ops that make and sum rows only, about the same in all chunks: one plan of whole
+    micro-batches measures it.
 
     Args:
         seq_length: positions on a rank.
         dims: dimensions along which the run may be cut.
         overlap_range: widest range that the run allows.
         token_multiple: number that the tokens of a chunk are a multiple of.
+        dispatches: what the run's all-to-alls may carry; the plain dispatch is profiled in any case.
     """
     sizes = {ChunkDim.BATCH: micro_batch_size, ChunkDim.SEQUENCE: seq_length}
     tokens = micro_batch_size * seq_length
     multiples = {dim: multiple_along(token_multiple, tokens // size) for dim, size in sizes.items()}
-    return [fixed_plan(1, overlap_range=overlap_range)] + [
+    whole = [fixed_plan(1, overlap_range=overlap_range)]
+    cut = [
         fixed_plan(count, DwPolicy.FILL, dim, overlap_range, chunk_multiple=multiples[dim])
         for dim in dims
         for count in chunk_counts
         if count <= most_chunks(sizes[dim], multiples[dim]) and tokens // count >= _MIN_TOKENS_OF_CHUNK
     ]
+    others = [dispatch for dispatch in Dispatch if dispatch in dispatches and dispatch is not Dispatch.PLAIN]
+    return whole + [fixed_plan(1, overlap_range=overlap_range, dispatch=dispatch) for dispatch in others] + cut
 
 
 def num_profile_steps(plans: Sequence[Plan], num_traced_steps: int = NUM_TRACED_STEPS) -> int:
@@ -104,7 +114,7 @@ class ProfileRun:
             num_traced_steps: traced steps of each plan, after one in which memory is counted.
         """
         self._model = model
-        self._ep_group = min(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
+        self._ep_group = _first_rank_of(parallel_state.get_expert_model_parallel_group())
         self._key = key_of(model)
         facts = self._key.model
         plans = plans or plans_to_profile(facts.micro_batch_size, facts.seq_length, token_multiple=facts.token_multiple)
@@ -116,7 +126,8 @@ class ProfileRun:
         self._memory: list[MemoryUse] = []
         self._received: defaultdict[int, int] = defaultdict(int)
         self._rows: dict[ChunkKey, RoutedRows] = {}
-        self._largest_bytes = 0
+        self._expert_rows = ExpertRows(facts.expert_tp_size)
+        self._largest_bytes: defaultdict[str, int] = defaultdict(int)
         self._num_done = 0
 
     @contextmanager
@@ -130,6 +141,7 @@ class ProfileRun:
         plan, counts_memory = self.plans[index], index % self._num_steps_of_plan == 0
         saved = SavedActivations(trace, (weight for stage in self._model.stages for weight in stage.parameters()))
         comm.record_to(trace)
+        comm.expert_rows = None if counts_memory else self._expert_rows.add
         trace.begin_step()
         try:
             with ExitStack() as stack:
@@ -139,6 +151,7 @@ class ProfileRun:
             found = trace.end_step()
         finally:
             comm.record_to(None)
+            comm.expert_rows = None
         if counts_memory:
             self._memory += self._memory_uses(saved.bytes_by_op(), plan)
         else:
@@ -151,25 +164,31 @@ class ProfileRun:
         link = self._measure_links()
         samples = self._samples(link)
         ep_rank = parallel_state.get_expert_model_parallel_rank()
+        holders = _first_rank_of(parallel_state.get_expert_tensor_and_model_parallel_group())
         own = (
             samples.medians(link.slowdown),
             {name: statistics.median(times) for name, times in self._step_ms.items()},
             self._memory,
-            RankRouting(self._ep_group, ep_rank, dict(self._received), self._rows),
+            RankRouting(self._ep_group, ep_rank, dict(self._received), self._rows, holders),
         )
         ranks = from_all_ranks(own)
         medians = over_ranks([rank[0] for rank in ranks])
+        load = gathered_load(self._model.stages, self._expert_rows, len(self._traced))
         own_paces = paces_of_rank(samples.steps, medians.op_ms, link.slowdown)
         paces = from_all_ranks(RankPaces(self._ep_group, ep_rank, own_paces))
         # Every rank has the same figures now, but their sums may be rounded differently.
-        return from_rank_0(lambda: self._profile(link, ranks, medians, paces))
+        return from_rank_0(lambda: replace(self._profile(link, ranks, medians, paces), expert_load=load))
 
     def _samples(self, link: LinkTimes) -> Samples:
         """The times of all traced steps. What is beside messages is told apart as the simulator's engine does it."""
-        message_ms = Curve(link.all_to_all, flat_below=True).at if link.host_polls and link.all_to_all else None
+        curves = {kind.value: Curve(points, flat_below=True) for kind in OpKind if (points := link.all_to_all_of(kind))}
+
+        def message_ms(span: Span) -> float:
+            return curves[Op.parse(span.name).kind].at(span.num_bytes)
+
         samples = Samples()
         for step, plan in self._traced:
-            samples.add(step, plan, self._key.model, message_ms)
+            samples.add(step, plan, self._key.model, message_ms if link.host_polls and link.all_to_all else None)
         return samples
 
     def _profile(
@@ -189,7 +208,7 @@ class ProfileRun:
             received_share=received_shares([rank[3] for rank in ranks], facts.ep_size),
             # All ranks wait for the slowest one.
             measured_steps_ms={name: round(max(rank[1][name] for rank in ranks), 4) for name in names},
-            routing=chunk_routing([rank[3] for rank in ranks], facts.ep_size),
+            routing=chunk_routing([rank[3] for rank in ranks], facts.ep_size, facts.nodes),
             paces=step_paces(paces, facts.ep_size, len(facts.layer_kinds)),
         )
 
@@ -197,7 +216,10 @@ class ProfileRun:
         facts = self._key.model
         self._traced.append((step, plan))
         self._step_ms[str(plan)].append(step.timeline.step_ms)
-        self._largest_bytes = max([self._largest_bytes, *(span.num_bytes for span in step.timeline.spans)])
+        for span in step.timeline.spans:
+            if span.lane is Lane.COMM:
+                kind = Op.parse(span.name).kind
+                self._largest_bytes[kind] = max(self._largest_bytes[kind], span.num_bytes)
         for name, rows in step.received_rows.items():
             self._received[layer_of(name)] += sum(rows)
         self._rows.update(rows_of_step(step, plan, facts))
@@ -213,29 +235,55 @@ class ProfileRun:
             layers[key.layer_kind].add("" if key.layer_kind is LayerKind.NONE else name.partition(".")[0])
         segment = plan.segments[0]
         dim = segment.chunk_dim if segment.num_chunks > 1 else ChunkDim.BATCH
+        means = {kind: round(total / facts.num_micro_batches / len(layers[kind])) for kind, total in totals.items()}
         return [
-            MemoryUse(kind, dim, segment.num_chunks, round(total / facts.num_micro_batches / len(layers[kind])))
-            for kind, total in sorted(totals.items())
+            MemoryUse(kind, dim, segment.num_chunks, means[kind], plan.dispatch if kind.has_experts else Dispatch.PLAIN)
+            for kind in sorted(totals)
         ]
 
     def _measure_links(self) -> LinkTimes:
         facts, comm = self._key.model, self._model.comm
         counts_group = parallel_state.get_expert_tensor_and_model_parallel_group()
         num_counts = facts.num_experts * counts_group.size() // facts.ep_size
+        ep_rank = parallel_state.get_expert_model_parallel_rank()
+        largest_bytes = max(from_all_ranks(max(self._largest_bytes.values(), default=0)))
+        between_nodes, inside_node = self._hops(largest_bytes)
         wires = Wires(
-            transport=comm.transport,
-            ep_size=facts.ep_size,
-            ep_rank=parallel_state.get_expert_model_parallel_rank(),
-            ep_group=self._ep_group,
+            whole=Link(comm.transport, self._ep_group, ep_rank, facts.ep_size, largest_bytes, comm.nodes is not None),
+            between_nodes=between_nodes,
+            inside_node=inside_node,
             reduce_group=parallel_state.get_data_parallel_group(),
             counts=torch.zeros(num_counts, dtype=torch.int64, device=self._model.device),
             device=self._model.device,
             sizes=self._chunk_sizes(),
             loops_back=dist.get_backend() == "mock",
         )
-        link = measure_links(wires, max(from_all_ranks(self._largest_bytes)))
+        link = measure_links(wires)
         comm.stats.take()  # the messages of the sweep do not count for the training
         return link
+
+    def _hops(self, largest_bytes: int) -> tuple[Link, Link] | tuple[None, None]:
+        """The connections of two hops, if the run has them. Collective over all ranks of the world.
+
+        Args:
+            largest_bytes: largest message of any kind, for hops that no profiled plan had.
+        """
+        comm = self._model.comm
+        if comm.nodes is None:
+            return None, None
+        counts_group = parallel_state.get_expert_tensor_and_model_parallel_group()
+        ranks = dist.get_process_group_ranks(counts_group)
+        num_holders = counts_group.size() // self._key.model.ep_size
+        wires = []
+        for kinds, places in zip(
+            (BETWEEN_NODES, INSIDE_NODE), comm.nodes.hops_of(counts_group.rank(), num_holders), strict=True
+        ):
+            largest = max(from_all_ranks(max(self._largest_bytes[kind] for kind in kinds)))
+            transport = comm.transport_of(Op(None, None, Phase.FORWARD, min(kinds)))
+            place = places.index(counts_group.rank())
+            leaves = kinds is BETWEEN_NODES
+            wires.append(Link(transport, ranks[places[0]], place, len(places), largest or largest_bytes, leaves))
+        return wires[0], wires[1]
 
     def _chunk_sizes(self) -> ChunkSizes:
         """Returns the sizes of half a micro-batch."""
@@ -249,6 +297,11 @@ class ProfileRun:
             ffn=ffn * (2 if config.gated_linear_unit else 1) // config.expert_tensor_parallel_size,
             dtype=config.params_dtype,
         )
+
+
+def _first_rank_of(group: dist.ProcessGroup) -> int:
+    """A number that identifies a group among its kind."""
+    return min(dist.get_process_group_ranks(group))
 
 
 def median_memory(ranks: Sequence[Sequence[MemoryUse]]) -> tuple[MemoryUse, ...]:

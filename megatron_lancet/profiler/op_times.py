@@ -12,7 +12,7 @@ from megatron_lancet.runtime.trace import StepTrace
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Plan
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, Plan
 from megatron_lancet.schedule.timeline import Lane, Span
 from megatron_lancet.schedule.turns import is_cut
 
@@ -26,6 +26,9 @@ _READY_AFTER = (
 )
 """The op in whose backward a weight's gradient becomes ready, by prefix of the name; the first match counts."""
 
+_BY_DISPATCH = frozenset({OpKind.PREPROCESS, OpKind.NODE_ROWS, OpKind.EXPERTS, OpKind.NODE_SUMS, OpKind.POSTPROCESS})
+"""Ops that make, expand or sum rows, so that their time depends on what all-to-alls carry."""
+
 
 class OpKey(NamedTuple):
     """An op of a chunk; see :class:`OpTime`."""
@@ -36,6 +39,7 @@ class OpKey(NamedTuple):
     chunk_dim: ChunkDim
     num_chunks: int
     chunk: int
+    dispatch: Dispatch = Dispatch.PLAIN
 
 
 class DwKey(NamedTuple):
@@ -82,13 +86,13 @@ class Samples:
     steps: list[StepOps] = field(default_factory=list)
 
     def add(
-        self, step: StepTrace, plan: Plan, model: ModelFacts, message_ms: Callable[[float], float] | None = None
+        self, step: StepTrace, plan: Plan, model: ModelFacts, message_ms: Callable[[Span], float] | None = None
     ) -> None:
         """Adds a step that ran under ``plan``.
 
         Args:
-            message_ms: time that bytes take once they move; None if a message is in flight from its issue on. The rest
-                of the time between its issue and its arrival it waits for other ranks or other messages.
+            message_ms: time that a message's bytes take once they move; None if it is in flight from its issue on. The
+                rest of the time between its issue and its arrival it waits for other ranks or other messages.
         """
         by_name: defaultdict[str, list[OpSample]] = defaultdict(list)
         messages = _InFlight(step.timeline.spans, message_ms)
@@ -204,7 +208,8 @@ def op_key(op: Op, plan: Plan, model: ModelFacts) -> OpKey:
     if op.layer is not None:
         assert op.chunk is not None, op
         dim, num_chunks = _cut_of(plan, model, op.layer, op.kind)
-        return OpKey(_layer_kind(op.layer, op.kind, model), op.kind, op.phase, dim, num_chunks, op.chunk)
+        dispatch = plan.dispatch if op.kind in _BY_DISPATCH else Dispatch.PLAIN
+        return OpKey(_layer_kind(op.layer, op.kind, model), op.kind, op.phase, dim, num_chunks, op.chunk, dispatch)
     dim, num_chunks = ChunkDim.BATCH, 1
     if op.kind == OpKind.CUT:
         most = max(plan.segments, key=lambda segment: segment.num_chunks)
@@ -245,7 +250,7 @@ def _rows(key: OpKey, medians: OpMedians, model: ModelFacts) -> int:
 class _InFlight:
     """Intervals in which messages were in flight."""
 
-    def __init__(self, spans: Iterable[Span], message_ms: Callable[[float], float] | None) -> None:
+    def __init__(self, spans: Iterable[Span], message_ms: Callable[[Span], float] | None) -> None:
         """
         Args:
             message_ms: see :meth:`Samples.add`.
@@ -255,7 +260,7 @@ class _InFlight:
         flights = []
         for span in spans:
             if span.lane is Lane.COMM:
-                moves_ms = span.ms if message_ms is None else min(span.ms, message_ms(span.num_bytes))
+                moves_ms = span.ms if message_ms is None else min(span.ms, message_ms(span))
                 flights.append((span.end_ms - moves_ms, span.end_ms))
         for start_ms, end_ms in sorted(flights):
             if self._ends and start_ms <= self._ends[-1]:

@@ -5,10 +5,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatron_lancet.planning.profile import ChunkRouting, ModelFacts
+from megatron_lancet.planning.profile import ChunkRouting, HopRows, ModelFacts
 from megatron_lancet.profiler.op_times import op_key
 from megatron_lancet.profiler.pace import MAX_RANKS
 from megatron_lancet.runtime.trace import RoutedRows, StepTrace
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import ChunkDim, Plan
 
@@ -34,12 +35,15 @@ class RankRouting(NamedTuple):
         place: its rank in the group.
         received: rows that its experts received in all traced steps, by layer.
         rows: rows of one micro-batch.
+        holders: identifier of the groups whose ranks hold the parts of the same experts; without expert tensor
+            parallelism of this group alone.
     """
 
     group: int
     place: int
     received: Mapping[int, int]
     rows: Rows
+    holders: int
 
 
 def rows_of_step(step: StepTrace, plan: Plan, model: ModelFacts) -> Rows:
@@ -63,28 +67,74 @@ def layer_of(name: str) -> int:
     return layer
 
 
-def chunk_routing(ranks: Sequence[RankRouting], ep_size: int) -> tuple[ChunkRouting, ...]:
+def chunk_routing(ranks: Sequence[RankRouting], ep_size: int, nodes: Nodes | None = None) -> tuple[ChunkRouting, ...]:
     """Returns the routing of each layer and chunk in the first group that has the layer.
 
     The result is empty in a mocked world, where only one of the ranks exists, and for a single rank.
+
+    Args:
+        nodes: how a group lies on nodes; None where that is unknown.
     """
-    by_key: defaultdict[tuple[int, ChunkKey], dict[int, RoutedRows]] = defaultdict(dict)
+    by_key: defaultdict[tuple[int, int, ChunkKey], dict[int, RoutedRows]] = defaultdict(dict)
+    groups: defaultdict[int, set[int]] = defaultdict(set)
     for rank in ranks:
+        groups[rank.holders].add(rank.group)
         for key, rows in rank.rows.items():
-            by_key[rank.group, key][rank.place] = rows
+            by_key[rank.holders, rank.group, key][rank.place] = rows
     found: dict[ChunkKey, ChunkRouting] = {}
-    for (_, key), rows_of in sorted(by_key.items()):
+    for (holders, _, key), rows_of in sorted(by_key.items()):
         if ep_size > 1 and set(rows_of) == set(range(ep_size)) and key not in found:
             of_ranks = [rows_of[place] for place in range(ep_size)]
             rows_to, tokens_to = [its.rows for its in of_ranks], [its.tokens for its in of_ranks]
+            of_holders = [by_key[holders, group, key] for group in sorted(groups[holders])]
             found[key] = ChunkRouting(
                 *key,
                 sent=_to_others(rows_to),
                 received=tuple(map(sum, zip(*rows_to, strict=True))),
                 sent_tokens=_to_others(tokens_to),
                 received_tokens=_to_others(list(zip(*tokens_to, strict=True))),
+                hops=None if nodes is None else hop_rows(of_holders, nodes),
             )
     return tuple(found[key] for key in sorted(found))
+
+
+def hop_rows(of_holders: Sequence[Mapping[int, RoutedRows]], nodes: Nodes) -> HopRows:
+    """Returns the rows of one chunk in two hops.
+
+    A token goes once to each node, to the rank with its own rank's place there. That rank passes it on once to each
+    rank of the node that has any of its experts, and to every holder of these.
+
+    Args:
+        of_holders: rows by place, of each group whose ranks hold parts of the same experts; the first one's are meant.
+    """
+    per_node = nodes.ranks_per_node
+    own = of_holders[0]
+    ranks = [divmod(rank, per_node) for rank in range(len(own))]
+    to_node = [own[rank].node_tokens for rank in range(len(own))]
+
+    def passed_on(group: Mapping[int, RoutedRows], node: int, via: int, to: int) -> int:
+        """Rows from the rank at place ``via`` of a node to the one at place ``to``."""
+        return sum(group[other * per_node + via].tokens[node * per_node + to] for other in range(nodes.num_nodes))
+
+    def kept(node: int, place: int) -> int:
+        return passed_on(own, node, place, place)
+
+    places = range(per_node)
+    return HopRows(
+        node_sent=tuple(sum(to_node[rank]) - to_node[rank][node] for rank, (node, _) in enumerate(ranks)),
+        node_received=tuple(
+            sum(to_node[other * per_node + place][node] for other in range(nodes.num_nodes) if other != node)
+            for node, place in ranks
+        ),
+        local_sent=tuple(
+            len(of_holders) * sum(passed_on(own, node, place, to) for to in places) - kept(node, place)
+            for node, place in ranks
+        ),
+        local_received=tuple(
+            sum(passed_on(group, node, via, place) for group in of_holders for via in places) - kept(node, place)
+            for node, place in ranks
+        ),
+    )
 
 
 def _to_others(numbers: Sequence[Sequence[int]]) -> tuple[int, ...]:

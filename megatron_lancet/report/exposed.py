@@ -83,6 +83,8 @@ class ExposedTable:
         lines = [f"  {line}" for line in right_aligned(table, (7, 5, 9, 9, 9), " ")]
         forward_ms, backward_ms = self.measured_in(Phase.FORWARD), self.measured_in(Phase.INPUT_GRAD)
         lines.append(f"  of it {forward_ms:.2f} for messages of forwards, {backward_ms:.2f} for those of backwards")
+        by_kind = ", ".join(f"{kind} {ms:.2f}" for kind, ms in self.measured_by_kind().items())
+        lines += [f"  of it by message: {by_kind}"] if by_kind else []
         hidden = [] if self.weight_grads is None else [f"  {self.weight_grads.as_text()}"]
         return "\n".join(["exposed ms per step, mean over ranks", *lines, *hidden, *self._reasons()])
 
@@ -90,6 +92,15 @@ class ExposedTable:
         """Time that compute waited for the messages of a phase."""
         messages = [message for chunk in self.chunks for message in chunk.messages]
         return sum(message.measured_ms for message in messages if _phase(message.op) is phase)
+
+    def measured_by_kind(self) -> dict[str, float]:
+        """Time that compute waited for messages of each kind, forward and backward, the longest first."""
+        totals: dict[str, float] = {}
+        for message in (message for chunk in self.chunks for message in chunk.messages):
+            op = Op.find(message.op)
+            kind = message.op if op is None else str(op.kind)
+            totals[kind] = totals.get(kind, 0.0) + message.measured_ms
+        return dict(sorted(((kind, ms) for kind, ms in totals.items() if ms > 0), key=lambda item: -item[1]))
 
     def _reasons(self) -> Iterable[str]:
         messages = [message for chunk in self.chunks for message in chunk.messages if message.reason is not None]

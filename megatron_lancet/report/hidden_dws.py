@@ -4,10 +4,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_lancet.schedule.ops import Op, OpKind, Phase
+from megatron_lancet.schedule.ops import PAYLOADS, Op, Phase
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
-
-_PAYLOADS = (OpKind.DISPATCH, OpKind.COMBINE)
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def _dws_and_messages(timeline: RankTimeline) -> tuple[list[Span], list[Span]]:
             continue
         if span.lane is Lane.COMPUTE and op.phase is Phase.WEIGHT_GRAD:
             dws.append(span)
-        elif span.lane is Lane.COMM and op.kind in _PAYLOADS:
+        elif span.lane is Lane.COMM and op.kind in PAYLOADS:
             messages.append(span)
     return dws, messages
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lancet.files import atomic_write, from_plain, to_plain
+from megatron_lancet.report.causes import CausesOfStep
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.tuning import tuning_text
+from megatron_lancet.report.wire_error import WireError
 from megatron_lancet.runtime.comm_stats import CommTimes
 
 NUM_REPORT_WARM_UP_STEPS = 3
@@ -17,6 +19,10 @@ NUM_REPORT_WARM_UP_STEPS = 3
 REPORT_FILE = "report.json"
 _PEAK = "peak_dw_bytes"
 _EXPOSED = "exposed"
+_WIRE_ERROR = "wire_error"
+_CAUSES = "exposed_by_cause"
+_MOST = ("peak_expert_rows", "num_chunks", "num_split_chunks", "num_split_steps", "most_rounds")
+"""What is said of received rows: of the rank where it is most. All ranks that exchange rows split the same chunks."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +40,23 @@ class StepRecord:
 
 
 def rank_medians(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Returns medians over the steps after warm-up, or over all steps if there are no others; the peak is over all."""
+    """Returns medians over the steps after warm-up, or over all steps if there are no others.
+
+    Peaks, and what is said of chunks that went in several rounds, are over all steps.
+    """
     steady = records[NUM_REPORT_WARM_UP_STEPS:] or records
     rows = [{"step_ms": r.step_ms, "num_tokens": r.num_tokens, **asdict(r.comm)} for r in steady]
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    return {**medians, _PEAK: max(record.comm.peak_dw_bytes for record in records)}
+    comms = [record.comm for record in records]
+    return {
+        **medians,
+        _PEAK: max(comm.peak_dw_bytes for comm in comms),
+        "peak_expert_rows": max(comm.peak_expert_rows for comm in comms),
+        "num_chunks": sum(comm.num_chunks for comm in comms),
+        "num_split_chunks": sum(comm.num_split_chunks for comm in comms),
+        "num_split_steps": sum(comm.num_split_chunks > 0 for comm in comms),
+        "most_rounds": max(comm.most_rounds for comm in comms),
+    }
 
 
 def summarise(
@@ -48,6 +66,9 @@ def summarise(
     dw_memory_bytes: int | None = None,
     exposed: ExposedTable | None = None,
     first_step: int = 1,
+    wire_error: WireError | None = None,
+    causes: Sequence[CausesOfStep] = (),
+    max_expert_rows: int | None = None,
 ) -> dict[str, Any]:
     """Returns the report: the slowest rank's step, the highest peak, and means over ranks for the rest.
 
@@ -58,6 +79,9 @@ def summarise(
         dw_memory_bytes: bound of the plan for deferred weight gradients, None without one.
         exposed: exposed communication of a traced step; without one the report has no such key.
         first_step: first step under the plan, counted from the first step of the process.
+        wire_error: how far a narrow wire moved the gradients of a step; without one the report has no such key.
+        causes: causes of the waits of traced steps, the newest last; without any the report has no such key.
+        max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for any number.
     """
     step_ms = max(rank["step_ms"] for rank in per_rank)
     means = {
@@ -73,9 +97,12 @@ def summarise(
         "tokens_per_s": per_rank[0]["num_tokens"] / step_ms * 1e3,
         "step_ms": step_ms,
         **means,
-        _PEAK: max(rank[_PEAK] for rank in per_rank),
+        **{name: max(rank[name] for rank in per_rank) for name in (_PEAK, *_MOST)},
+        "max_received_rows": max_expert_rows,
         "dw_memory_bytes": dw_memory_bytes,
         "ranks": list(per_rank),
+        **({} if wire_error is None else {_WIRE_ERROR: to_plain(wire_error)}),
+        **({_CAUSES: to_plain(list(causes))} if causes else {}),
         **({} if exposed is None else {_EXPOSED: to_plain(exposed)}),
     }
 
@@ -96,6 +123,8 @@ def as_text(report: dict[str, Any]) -> str:
         f"    exposed          {report['exposed_ms']:.1f} ms waited for payload, "
         f"{report['counts_exposed_ms']:.1f} ms for counts: {100 * exposed_ms / step_ms:.1f} % of the step",
     ]
+    lines += _between_nodes(report)
+    lines += _received_rows(report)
     num_dw = report["num_dw_in_gaps"] + report["num_dw_early"] + report["num_dw_late"]
     if num_dw:
         bound, early = report["dw_memory_bytes"], ""
@@ -113,10 +142,44 @@ def as_text(report: dict[str, Any]) -> str:
         )
         if not report["num_grad_micro_ops_between"]:
             lines.append("    this plan has no gaps between all-to-alls for them: --lancet-comm-priority off is faster")
+    if _WIRE_ERROR in report:
+        lines.append(f"  {from_plain(WireError, report[_WIRE_ERROR], f'{REPORT_FILE}.{_WIRE_ERROR}').as_text()}")
     if _EXPOSED in report:
         table = from_plain(ExposedTable, report[_EXPOSED], f"{REPORT_FILE}.{_EXPOSED}")
         lines += [f"  {line}" for line in table.as_text().splitlines()]
+    if _CAUSES in report:
+        last = from_plain(CausesOfStep, report[_CAUSES][-1], f"{REPORT_FILE}.{_CAUSES}")
+        lines += [f"  {line}" for line in last.as_text().splitlines()]
     return "\n".join(lines)
+
+
+def _between_nodes(report: dict[str, Any]) -> list[str]:
+    """The line on what left the nodes, where it is known how ranks lie on them; reports of older versions have none."""
+    num_bytes, num_tokens = report.get("between_nodes_bytes"), report.get("num_routed_tokens")
+    if not num_bytes or not num_tokens:
+        return []
+    rows = report["between_nodes_rows"] / num_tokens
+    return [
+        f"  between nodes      {num_bytes / 1e6:.1f} of the {report['payload_bytes'] / 1e6:.1f} MB that a rank sends "
+        f"in a step; {rows:.2f} rows of each token and layer"
+    ]
+
+
+def _received_rows(report: dict[str, Any]) -> list[str]:
+    """The line on chunks with too many rows for a rank, if there was a bound; reports of older versions have none."""
+    bound = report.get("max_received_rows")
+    if bound is None and not report.get("num_split_chunks"):
+        return []
+    line = f"  received rows      at most {report['peak_expert_rows']:.0f} of a chunk on a rank at a time"
+    if bound is not None:
+        line += f", {bound} are allowed"
+    if not report["num_split_chunks"]:
+        return [f"{line}; no chunk had more"]
+    return [
+        f"{line}; {report['num_split_chunks']:.0f} of {report['num_chunks']:.0f} chunks, in "
+        f"{report['num_split_steps']:.0f} of {report['num_steps']} steps, went in up to {report['most_rounds']:.0f} "
+        "rounds"
+    ]
 
 
 def write_json(report: dict[str, Any], folder: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_lancet.runtime.comm import Comm, Handle, PendingSplits, RowSplits
+from megatron_lancet.runtime.comm import Comm, Handle, LocalExchange, PendingSplits, RowSplits
 from megatron_lancet.schedule.ops import Op, OpKind
 from megatron_lancet.schedule.turns import ROWS_NEEDED_BY
 
@@ -21,10 +21,11 @@ class AllToAll:
     is the edge between the two nodes of the graph while the number of received rows is unknown.
     """
 
-    def __init__(self, comm: Comm, op: Op, splits: RowSplits | PendingSplits) -> None:
+    def __init__(self, comm: Comm, op: Op, splits: RowSplits | PendingSplits | None) -> None:
         """
         Args:
-            splits: rows by rank; if they are pending, the message is launched when they are known.
+            splits: rows by rank; if they are pending, the message is launched when they are known. None if the rows
+                stay in place in both directions: the message keeps its places in the order of turns, and sends nothing.
         """
         self.op = op
         self._comm = comm
@@ -44,11 +45,35 @@ class AllToAll:
 
     def wait(self, ticket: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the received rows, [M, ...] of each tensor. A backward beside this forward runs first."""
+        is_sent = self.wait_for_launch()
+        assert is_sent, f"the rows of {self.op} were not sent in one message"
+        return self.received(ticket)
+
+    def wait_for_launch(self) -> bool:
+        """Waits until the splits are known, which comes before :meth:`received`. A backward beside this forward first.
+
+        Returns:
+            Whether the rows are sent in this message. Else the caller moves them, and calls :meth:`return_gradients`.
+        """
         self._comm.pairing.forward_waits()
+        assert self._forward is not None, f"{self.op} is waited for but was not launched"
+        return not self._forward.is_left_out()
+
+    def received(self, ticket: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Waits for the rows, [M, ...] of each tensor."""
         return _Wait.apply(self, ticket)
 
+    def return_gradients(self, *grads: torch.Tensor) -> None:
+        """Hands over the gradients of the rows that were launched, where they have not come by this message."""
+        if self._comm.scheduler is not None:
+            self._comm.scheduler.issued()
+        self._backward = LocalExchange(grads)
+        self._trace_launch_backward()
+
     def _launch_forward(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        if isinstance(self._splits, RowSplits):
+        if self._splits is None:
+            self._forward = LocalExchange(tensors)
+        elif isinstance(self._splits, RowSplits):
             self._forward = self._comm.launch(self.op, tensors, self._splits)
         else:
             self._forward = self._comm.launch_when_known(self.op, tensors, self._splits)
@@ -56,19 +81,20 @@ class AllToAll:
     def _wait_forward(self) -> tuple[torch.Tensor, ...]:
         assert self._forward is not None, f"{self.op} is waited for but was not launched"
         handle, self._forward = self._forward, None
-        store = self._comm.store
-        if store is not None:  # dWs of a backward beside this forward
-            if handle.on_cuda:
-                store.run_planned(self.op)
-            else:
-                store.fill(handle.in_flight, self.op)
-        return handle.wait()
+        return wait_in_forward(self._comm, self.op, handle)
 
     def _launch_backward(self, grads: tuple[torch.Tensor, ...]) -> None:
+        if self._splits is None:
+            self.return_gradients(*grads)
+            return
         splits = self._splits if isinstance(self._splits, RowSplits) else self._splits.splits()
+        assert splits is not None, f"{self.op} was left out"
         if self._comm.scheduler is not None:
             self._comm.scheduler.issued()
         self._backward = self._comm.launch(self.op.mirrored(), grads, splits.reversed())
+        self._trace_launch_backward()
+
+    def _trace_launch_backward(self) -> None:
         if self._comm.trace is not None:
             made_by = self.op.mirrored().with_kind(ROWS_NEEDED_BY[OpKind(self.op.kind)])
             self._comm.trace.end(str(made_by))
@@ -77,23 +103,33 @@ class AllToAll:
         assert self._backward is not None, f"{self.op.mirrored()} is waited for but was not launched"
         handle, self._backward = self._backward, None
         self._comm.pairing.backward_waits()
-        grads = self._wait_behind_weight_grads(handle)
+        grads = wait_in_backward(self._comm, self.op.mirrored(), handle)
+        if self._comm.store is not None:
+            self._comm.store.advance_window()
         if self._comm.scheduler is not None:
             self._comm.scheduler.passed(self.op)
         return grads
 
-    def _wait_behind_weight_grads(self, handle: Handle) -> tuple[torch.Tensor, ...]:
-        store = self._comm.store
-        if store is None:
-            return handle.wait()
+
+def wait_in_forward(comm: Comm, op: Op, handle: Handle) -> tuple[torch.Tensor, ...]:
+    """Returns the rows of a forward's message, behind dWs of a backward beside this forward."""
+    if comm.store is not None:
+        if handle.on_cuda:
+            comm.store.run_planned(op)
+        else:
+            comm.store.fill(handle.in_flight, op)
+    return handle.wait()
+
+
+def wait_in_backward(comm: Comm, op: Op, handle: Handle) -> tuple[torch.Tensor, ...]:
+    """Returns the rows of a backward's message, behind dWs."""
+    if comm.store is not None:
         if handle.on_cuda:
             # The host runs ahead of the device and can't tell when the message arrives.
-            store.run_ahead(self.op.mirrored())
+            comm.store.run_ahead(op)
         else:
-            store.fill(handle.in_flight, self.op.mirrored())
-        grads = handle.wait()
-        store.advance_window()
-        return grads
+            comm.store.fill(handle.in_flight, op)
+    return handle.wait()
 
 
 class _Launch(torch.autograd.Function):

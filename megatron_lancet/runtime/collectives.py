@@ -1,8 +1,10 @@
-"""Small collectives of Python objects."""
+"""Small collectives of Python objects, and new groups."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -19,3 +21,39 @@ def from_all_ranks[Value](value: Value) -> list[Value]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def new_groups(
+    own_ranks: Sequence[int],
+    copies: int,
+    timeout: timedelta,
+    backend: str | None = None,
+    like: dist.ProcessGroup | None = None,
+) -> list[dist.ProcessGroup]:
+    """Returns new groups of these ranks. Collective over the world: all ranks create the groups of all.
+
+    Args:
+        own_ranks: ranks of this one's groups, the same on all of them.
+        copies: number of groups with the same ranks.
+        timeout: limit of their collectives.
+        backend: None for that of the world.
+        like: a group whose settings for NCCL the new ones get, too; None for NCCL's own.
+    """
+    mine: list[dist.ProcessGroup] = []
+    for ranks in sorted({tuple(ranks) for ranks in from_all_ranks(own_ranks)}):
+        for _ in range(copies):
+            options = None if like is None else _nccl_options(like)
+            created = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
+            if ranks == tuple(own_ranks):
+                mine.append(created)
+    return mine
+
+
+def _nccl_options(group: dist.ProcessGroup) -> Any:
+    """A group's settings for NCCL, such as a bound on its SMs, for a new group; None with another backend."""
+    if dist.get_backend(group) != dist.Backend.NCCL:
+        return None
+    given: Any = group._get_backend(torch.device("cuda")).options
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.is_high_priority_stream)
+    options.config = given.config
+    return options

@@ -23,15 +23,17 @@ from typing import Protocol
 import torch
 
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
-from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.comm_stats import CommStats, SplitChunk
 from megatron_lancet.runtime.packing import RowLayout
 from megatron_lancet.runtime.pairing import Pairing
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.trace import Trace, waiting
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, TokenCounts, Transfer, Transport
+from megatron_lancet.runtime.transport.hops import Hop, Hops
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
-from megatron_lancet.schedule.ops import Op
+from megatron_lancet.schedule.nodes import Nodes
+from megatron_lancet.schedule.ops import FIRST_DISPATCHES, Op, Phase
 from megatron_lancet.schedule.plan import Dispatch
 from megatron_lancet.schedule.ranges import name_ranks
 from megatron_lancet.schedule.wire import Wire
@@ -58,8 +60,8 @@ class PendingSplits(Protocol):
     def counts(self) -> "CountsExchange":
         """The token counts that determine the splits."""
 
-    def splits(self) -> RowSplits:
-        """Waits for the counts and returns the splits."""
+    def splits(self) -> RowSplits | None:
+        """Waits for the counts and returns the splits; None if the rows are not sent in one message."""
 
 
 class Handle(Protocol):
@@ -71,6 +73,9 @@ class Handle(Protocol):
 
     def in_flight(self) -> bool:
         """Whether the message has not arrived yet; never blocks."""
+
+    def is_left_out(self) -> bool:
+        """Waits until the message was launched, or its token counts say that its rows are not sent in one message."""
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Waits, and returns the received tensors, each [M, ...]; a second call returns them again.
@@ -90,7 +95,13 @@ class Comm:
             backward beside it share the link, arrive at about the same time, and leave the link idle afterwards; one
             after the other, the second is on the link while compute goes on with the first.
         dispatch: what all-to-alls carry in this step.
+        nodes: how the expert-parallel group lies on nodes; None if no plan of this model has two hops.
+        own_rank: this rank's place in the expert-parallel group.
+        max_expert_rows: rows of a chunk that a rank's experts may work on at a time, see ``model/in_rounds.py``; None
+            for no bound. The same on all ranks; changes between steps.
+        first_split: the first chunk that was sent in several rounds; None if none was.
         trace: trace of the current step, None while nothing is recorded.
+        expert_rows: receives layer and counts [P * V][e] of each exchange of token counts; None while nobody asks.
     """
 
     def __init__(
@@ -102,13 +113,17 @@ class Comm:
         peers: Peers | None = None,
         scheduler: CommScheduler | None = None,
         wire: Wire = Wire.EXACT,
+        hops: Hops | None = None,
+        layout: Nodes | None = None,
     ) -> None:
         """
         Args:
-            own_rank: this rank's place in the expert-parallel group.
             peers: identifies the rank that caused a failure; None leaves it unnamed.
             scheduler: queue of the gradient reductions that give way to all-to-alls; None if they don't.
             wire: number format of hidden states in messages.
+            hops: connections of the messages of two hops; None if no plan of this model has any.
+            layout: how the expert-parallel group lies on nodes, to count what leaves one; None for that of the hops, or
+                if it is unknown.
         """
         self.transport = transport
         self.store = store
@@ -118,9 +133,15 @@ class Comm:
         self.pairing = Pairing(store, stats.on_cuda)
         self.keeps_one_order = False
         self.dispatch = Dispatch.PLAIN
+        self.max_expert_rows: int | None = None
+        self.first_split: SplitChunk | None = None
         self.trace: Trace | None = None
-        self._own_rank = own_rank
-        self._peers = peers
+        self.expert_rows: Callable[[int, list[list[int]]], None] | None = None
+        self.own_rank = own_rank
+        self._whole = Hop(transport, own_rank, peers)
+        self._hops = hops.by_kind if hops is not None else {}
+        self.nodes = hops.nodes if hops is not None else None
+        self._layout = layout if layout is not None else self.nodes
         self._pending: deque[Exchange] = deque()
         self._launching = threading.Lock()
 
@@ -139,8 +160,17 @@ class Comm:
         return self.pairing.position(self._in_words)
 
     def _in_words(self, doing: str, op: Op) -> str:
-        sources = f" from {name_ranks(self._peers.others)}" if doing == _WAITING and self._peers is not None else ""
+        peers = self._hop_of(op).peers
+        sources = f" from {name_ranks(peers.others)}" if doing == _WAITING and peers is not None else ""
         return f"{doing} {op} ({op.in_words()}){sources}"
+
+    def _hop_of(self, op: Op) -> Hop:
+        """The connections of a message."""
+        return self._hops.get(op.kind, self._whole)
+
+    def transport_of(self, op: Op) -> Transport:
+        """The transport of a message."""
+        return self._hop_of(op).transport
 
     def launch_counts(self, op: Op, count: Callable[[], torch.Tensor], ready: ReadyEvent) -> "CountsExchange":
         """Launches the exchange of the token counts that ``count`` returns; see :meth:`Transport.exchange_counts`."""
@@ -155,12 +185,13 @@ class Comm:
     def launch(self, op: Op, tensors: tuple[torch.Tensor, ...], splits: RowSplits) -> Handle:
         """Launches an all-to-all of ``tensors``, each [N, ...]."""
         self._launch_pending()
-        self._let_pending_launch()
+        transport = self.transport_of(op)
+        self._let_pending_launch(transport)
         self.mark(_LAUNCHED, op)
-        if self.transport.is_local:
+        if transport.is_local:
             return LocalExchange(tensors)
         exchange = Exchange(self, op, tensors)
-        exchange.launch(self.transport, splits)
+        exchange.launch(splits)
         return exchange
 
     def launch_when_known(self, op: Op, tensors: tuple[torch.Tensor, ...], pending: PendingSplits) -> Handle:
@@ -169,7 +200,7 @@ class Comm:
         N may be larger than the number of rows in the splits: those behind them are not sent.
         """
         self.mark(_LAUNCHED, op)
-        if self.transport.is_local:
+        if self.transport_of(op).is_local:
             return LocalExchange(tensors)
         exchange = Exchange(self, op, tensors, pending)
         self._pending.append(exchange)
@@ -189,13 +220,7 @@ class Comm:
 
     def wait_for(self, exchange: "Exchange") -> None:
         """Blocks until the rows of ``exchange`` have arrived; see :meth:`Exchange.wait`."""
-        if exchange.pending is not None and (exchange.error is not None or not exchange.launched.is_set()):
-            counts = exchange.pending.counts.op
-            self.mark(_WAITING, counts)
-            with waiting(self.trace, counts):
-                self._launch_up_to(exchange)
-            if exchange.error is not None:
-                raise exchange.error
+        self.wait_for_launch(exchange)
         assert exchange.transfer is not None
         self.mark(_WAITING, exchange.op)
         failing_as = self._failing_as(exchange.op, exchange.created_s, exchange.micro_batch)
@@ -203,6 +228,16 @@ class Comm:
             exchange.transfer.wait()
         self.mark(_PAST, exchange.op)
         self._count(exchange, exchange.transfer)
+
+    def wait_for_launch(self, exchange: "Exchange") -> None:
+        """Blocks until ``exchange`` has been launched, or left out; raises what has kept it from being launched."""
+        if exchange.pending is not None and (exchange.error is not None or not exchange.launched.is_set()):
+            counts = exchange.pending.counts.op
+            self.mark(_WAITING, counts)
+            with waiting(self.trace, counts):
+                self._launch_up_to(exchange)
+            if exchange.error is not None:
+                raise exchange.error
 
     def mark(self, doing: str, op: Op) -> None:
         """Sets this rank's position: it has ``launched`` the op, is ``waiting for`` it, or is ``past`` it."""
@@ -214,7 +249,7 @@ class Comm:
             with self._waiting_for_counts():
                 exchange.launched.wait()
         while not exchange.launched.is_set():
-            self._pending.popleft().launch_when_known(self.transport)
+            self._pending.popleft().launch_when_known()
 
     def _launch_pending(self) -> None:
         """Launches the queued messages if the transport needs one order among all collectives."""
@@ -224,15 +259,19 @@ class Comm:
         assert first is not None
         with waiting(self.trace, first.counts.op):
             while self._pending:
-                self._pending.popleft().launch_when_known(self.transport)
+                self._pending.popleft().launch_when_known()
 
-    def _let_pending_launch(self) -> None:
-        """Waits until the queued messages have been launched on other threads, if all messages keep one order."""
+    def _let_pending_launch(self, transport: Transport) -> None:
+        """Waits until the queued messages have been launched on other threads, if all messages keep one order.
+
+        Args:
+            transport: connections of the next message; those that are queued for others are not waited for.
+        """
         if not self.shares_connections:
             return
         with self._launching:
             last = self._pending[-1] if self._pending else None
-        if last is None:
+        if last is None or self.transport_of(last.op) is not transport:
             return
         assert last.pending is not None
         self.mark(_WAITING, last.pending.counts.op)
@@ -248,7 +287,7 @@ class Comm:
         """Launches messages in queue order as far as their counts are known. Called on any thread."""
         with self._launching:
             while self._pending and self._pending[0].is_known():
-                self._pending.popleft().launch_when_known(self.transport)
+                self._pending.popleft().launch_when_known()
 
     def _waiting_for_counts(self) -> AbstractContextManager[None]:
         """Counts the time that compute stands still because the host waits inside for token counts.
@@ -259,8 +298,8 @@ class Comm:
         """
         return self.stats.waiting("counts_exposed_ms")
 
-    def splits_of(self, exchange: "Exchange") -> RowSplits:
-        """Waits for the splits of a queued message, if they are not known yet."""
+    def splits_of(self, exchange: "Exchange") -> RowSplits | None:
+        """Waits for the splits of a queued message, if they are not known yet; see :meth:`PendingSplits.splits`."""
         assert exchange.pending is not None
         if exchange.is_known():
             return exchange.pending.splits()
@@ -273,17 +312,26 @@ class Comm:
         try:
             yield
         except RuntimeError as error:
-            if self._peers is None:
+            peers = self._hop_of(op).peers
+            if peers is None:
                 raise RuntimeError(f"all-to-all {op} did not complete: {error}") from error
-            raise self._peers.failure(op, time.monotonic() - launched_s, error, micro_batch) from error
+            raise peers.failure(op, time.monotonic() - launched_s, error, micro_batch) from error
 
     def _count(self, exchange: "Exchange", transfer: Transfer) -> None:
-        num_rows = sum(exchange.splits.sent) - exchange.splits.sent[self._own_rank]
+        own_rank = self._hop_of(exchange.op).own_rank
+        num_rows = sum(exchange.splits.sent) - exchange.splits.sent[own_rank]
         num_bytes = num_rows * exchange.row_bytes
         self.stats.add("payload_bytes", num_bytes)
         self.stats.add("num_all_to_alls", 1)
+        if self._layout is not None:
+            num_leaving = self._layout.num_leaving(exchange.op, exchange.splits.sent, self.own_rank, num_rows)
+            self.stats.add("between_nodes_bytes", num_leaving * exchange.row_bytes)
+            if exchange.op.kind in FIRST_DISPATCHES and exchange.op.phase is Phase.FORWARD:
+                self.stats.add("between_nodes_rows", num_leaving)
         if self.trace is not None:
-            self.trace.sent(str(exchange.op), num_bytes, transfer)
+            rows_to = (0 if rank == own_rank else rows for rank, rows in enumerate(exchange.splits.sent))
+            bytes_to = [rows * exchange.row_bytes for rows in rows_to]
+            self.trace.sent(str(exchange.op), num_bytes, transfer, bytes_to)
 
 
 class CountsExchange:
@@ -334,6 +382,9 @@ class LocalExchange:
     def in_flight(self) -> bool:
         return False
 
+    def is_left_out(self) -> bool:
+        return False
+
     def wait(self) -> tuple[torch.Tensor, ...]:
         return self._tensors
 
@@ -345,10 +396,10 @@ class Exchange:
         pending: splits that the launch needs; None if they were known at once.
         created_s: time at which the rows were complete, by ``time.monotonic``.
         micro_batch: number of the micro-batch; None where it is not known.
-        launched: set when the message has been launched, or could not be.
+        launched: set when the message has been launched, could not be, or is left out.
         error: reason why it could not be launched; raised by the wait.
         splits: rows by rank; valid after the launch.
-        transfer: transfer of the transport; None before the launch.
+        transfer: transfer of the transport; None before the launch, and if the message is left out.
     """
 
     def __init__(
@@ -383,9 +434,10 @@ class Exchange:
         assert self.pending is not None
         return self.pending.counts.done()
 
-    def launch(self, transport: Transport, splits: RowSplits) -> None:
+    def launch(self, splits: RowSplits) -> None:
         """Launches the message with these splits."""
         self.splits = splits
+        transport = self._comm.transport_of(self.op)
         shape = (sum(splits.received), *self._sent.shape[1:])
         if self._ready is None:
             self._received = self._sent.new_empty(shape)
@@ -396,16 +448,22 @@ class Exchange:
         self.transfer = transport.launch(self._received, sent, splits.received, splits.sent, ready)
         self.launched.set()
 
-    def launch_when_known(self, transport: Transport) -> None:
+    def launch_when_known(self) -> None:
         """Waits for the splits and launches. Runs on any thread, so an error is kept for the wait to raise."""
         try:
-            self.launch(transport, self._comm.splits_of(self))
+            splits = self._comm.splits_of(self)
+            if splits is not None:
+                self.launch(splits)
         except Exception as error:  # noqa: BLE001 - raised again by the wait, on the computing thread
             self.error = error
-            self.launched.set()
+        self.launched.set()
 
     def in_flight(self) -> bool:
         return self._result is None and (self.transfer is None or not self.transfer.done())
+
+    def is_left_out(self) -> bool:
+        self._comm.wait_for_launch(self)
+        return self.transfer is None
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         if self._result is None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_lancet.schedule.ops import Op
+
 
 @dataclass
 class CommTimes:
@@ -22,6 +24,15 @@ class CommTimes:
             nothing to run while the host waited for them.
         num_all_to_alls: payload all-to-alls launched.
         payload_bytes: bytes that they sent to other ranks.
+        between_nodes_bytes: those of them that left the node; 0 where it is not known how ranks lie on nodes.
+        between_nodes_rows: rows that left the node in forward dispatches; 0 as above.
+        num_routed_tokens: tokens of which these were the rows, counted in each layer with experts.
+        num_chunks: chunks that this rank's experts worked on, counted in each layer with experts.
+        num_expert_rows: rows of these chunks.
+        peak_expert_rows: the most rows that they worked on at a time.
+        num_split_chunks: those of the chunks that were sent in several rounds, because a rank would have received more
+            rows than ``--lancet-max-received-rows``.
+        most_rounds: the most rounds of a chunk; 0 if none was split.
         num_dw_in_gaps: deferred dWs that ran in front of the wait for an all-to-all of the backward, or of the forward
             beside it: on the CPU while it was in flight.
             On CUDA the host only knows that it enqueued them there; the message may have arrived before they ran.
@@ -39,6 +50,14 @@ class CommTimes:
     counts_exposed_ms: float = 0.0
     num_all_to_alls: int = 0
     payload_bytes: int = 0
+    between_nodes_bytes: int = 0
+    between_nodes_rows: int = 0
+    num_routed_tokens: int = 0
+    num_chunks: int = 0
+    num_expert_rows: int = 0
+    peak_expert_rows: int = 0
+    num_split_chunks: int = 0
+    most_rounds: int = 0
     num_dw_in_gaps: int = 0
     num_dw_early: int = 0
     num_dw_late: int = 0
@@ -47,6 +66,22 @@ class CommTimes:
     num_grad_micro_ops_between: int = 0
     grad_bytes: int = 0
     grad_exposed_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class SplitChunk:
+    """A chunk that was sent in several rounds.
+
+    Attributes:
+        op: its dispatch.
+        num_rows: the most rows that a rank's experts would have worked on at a time.
+        rank: that rank's place in the expert-parallel group.
+    """
+
+    op: Op
+    num_rounds: int
+    num_rows: int
+    rank: int
 
 
 class EventPair:

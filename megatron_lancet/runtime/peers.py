@@ -17,26 +17,36 @@ _POLL_S = 0.05
 
 
 class Peers:
-    """The ranks of an expert-parallel group.
+    """The ranks that a transport connects.
 
     A failed collective does not say which rank caused it: with one rank gone, the messages between the others fail as
     well. So every rank that gives up registers in the store; a rank that has not registered after a while is gone or
-    stuck. This costs nothing before something fails.
+    stuck. This costs nothing before something fails. Where all connected ranks have given up, it was one that is
+    connected to them and not to this rank.
 
     Attributes:
-        others: global ranks of the group, without this rank.
+        others: global ranks that are connected, without this rank.
     """
 
-    def __init__(self, ranks: Sequence[int], own_rank: int, store: dist.Store, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        own_rank: int,
+        store: dist.Store,
+        timeout: timedelta,
+        connected_by_others: Sequence[int] = (),
+    ) -> None:
         """
         Args:
-            ranks: global ranks of the group.
+            ranks: global ranks that are connected.
             own_rank: this rank, also global.
-            store: store that the group shares.
+            store: store that all of them share.
             timeout: time after which the transport gives up on a message.
+            connected_by_others: ranks for which the connected ones may wait, for example on their own node.
         """
         self._own_rank = own_rank
         self.others = [rank for rank in ranks if rank != own_rank]
+        self._further = [rank for rank in connected_by_others if rank != own_rank and rank not in self.others]
         self._store = store
         self._timeout = timeout
 
@@ -64,23 +74,25 @@ class Peers:
         )
 
     def _lost(self) -> list[int]:
-        """Returns the global ranks that have not registered."""
-        if len(self.others) == 1:
+        """Returns the global ranks that have not registered: of those that are connected, else of the others."""
+        if len(self.others) == 1 and not self._further:
             return self.others
         present: set[int] = set()
         # Calls to a store whose host is stuck don't return, so a thread makes them.
         caller = threading.Thread(target=self._register_and_poll, args=(present,), daemon=True)
         caller.start()
         caller.join(_REGISTRATION_S + 1.0)
-        return [rank for rank in self.others if rank not in present]
+        lost = [rank for rank in self.others if rank not in present]
+        return lost or [rank for rank in self._further if rank not in present]
 
     def _register_and_poll(self, present: set[int]) -> None:
         """Adds every other rank that registers to ``present``."""
         deadline_s = time.monotonic() + _REGISTRATION_S
+        everyone = [*self.others, *self._further]
         try:
             self._store.set(_key(self._own_rank), "")
-            while len(present) < len(self.others) and time.monotonic() < deadline_s:
-                present.update(rank for rank in self.others if self._store.check([_key(rank)]))
+            while len(present) < len(everyone) and time.monotonic() < deadline_s:
+                present.update(rank for rank in everyone if self._store.check([_key(rank)]))
                 time.sleep(_POLL_S)
         except RuntimeError:
             # The store is gone with its host, so the failed rank is unknown.

@@ -15,6 +15,8 @@ A forward that runs beside a backward has a log of its own. Each hand-over from 
 the time of the other is cut out of an op like a wait.
 """
 
+import os
+import threading
 import time
 from bisect import bisect_right
 from collections import defaultdict
@@ -22,10 +24,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
@@ -35,6 +40,11 @@ Point = float | torch.cuda.Event
 _OVERHEAD_MS = 0.05
 """A shorter time between an op's end and a wait is autograd's own work and counts for the op. A shorter time before a
 weight gradient is the store's own work and counts for the weight gradient."""
+
+
+_BLOCKED_MS = 0.2
+"""A thread that neither runs nor waits for a core for a shorter time is not noted."""
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class Message(Protocol):
@@ -61,13 +71,73 @@ class What(Enum):
     """This one runs again."""
 
 
+class Busy(NamedTuple):
+    """How long a thread has run or waited for a core, in seconds since some time of its own."""
+
+    thread: int
+    seconds: float
+
+
 class Entry(NamedTuple):
-    """An entry of the log; ``lane`` is that of a wait or weight gradient."""
+    """An entry of the log; ``lane`` is that of a wait or weight gradient.
+
+    ``busy`` is that of the thread which made it; None where it is not known.
+    """
 
     what: What
     name: str
     point: Any
     lane: Lane = Lane.COMPUTE
+    busy: Busy | None = None
+
+
+class Blocked(NamedTuple):
+    """A part of the step in which the thread that computes was blocked: neither running nor waiting for a core.
+
+    Attributes:
+        start_ms: begin of the part, in which no op begins or ends.
+        end_ms: the same for its end.
+        ms: how much of it.
+    """
+
+    start_ms: float
+    end_ms: float
+    ms: float
+
+
+class BusyClock:
+    """Tells how long the calling thread has run or waited for a core, by Linux's figures of its scheduler.
+
+    What a thread was away for beyond that it slept: in a lock, a read from a disk, a ``sleep``. A rank whose core does
+    other work, too, is not blocked by that, but waits for the core.
+    """
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def now(self) -> Busy | None:
+        """The calling thread's; None on systems without such figures."""
+        try:
+            figures: _Schedstat = self._of_thread.figures
+        except AttributeError:
+            if not _SCHEDSTAT.exists():
+                return None
+            figures = self._of_thread.figures = _Schedstat()
+        return Busy(threading.get_ident(), time.thread_time() + figures.waited_s())
+
+
+class _Schedstat:
+    """The scheduler's figures of the thread that makes this; open as long as this lives."""
+
+    def __init__(self) -> None:
+        self._file = os.open(_SCHEDSTAT, os.O_RDONLY)
+
+    def waited_s(self) -> float:
+        """How long the thread was ready to run and had no core."""
+        return int(os.pread(self._file, 128, 0).split()[1]) / 1e9
+
+    def __del__(self) -> None:
+        os.close(self._file)
 
 
 @dataclass(frozen=True)
@@ -89,16 +159,22 @@ class RoutedRows(NamedTuple):
     Attributes:
         rows: pairs of a token and one of its experts, by rank of the expert.
         tokens: tokens that have any expert on a rank, by rank.
+        node_tokens: tokens that have any expert on a node, by node; empty where nodes are unknown.
     """
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
+    node_tokens: tuple[int, ...] = ()
 
     @staticmethod
-    def of(routing_map_tE: torch.Tensor, num_local_experts: int) -> "RoutedRows":
+    def of(routing_map_tE: torch.Tensor, num_local_experts: int, nodes: Nodes | None = None) -> "RoutedRows":
         """Counts a routing map [t, E]; waits for the device."""
         chosen_tPe = routing_map_tE.view(len(routing_map_tE), -1, num_local_experts)
-        return RoutedRows(tuple(chosen_tPe.sum((0, 2)).tolist()), tuple(chosen_tPe.any(2).sum(0).tolist()))
+        goes_tP = chosen_tPe.any(2)
+        node_tokens: list[int] = []
+        if nodes is not None:
+            node_tokens = goes_tP.view(-1, nodes.num_nodes, nodes.ranks_per_node).any(2).sum(0).tolist()
+        return RoutedRows(tuple(chosen_tPe.sum((0, 2)).tolist()), tuple(goes_tP.sum(0).tolist()), tuple(node_tokens))
 
 
 @dataclass(frozen=True)
@@ -109,12 +185,18 @@ class StepTrace:
         received_rows: rows that the experts received in each micro-batch, by op name.
         weight_grads: sizes of the deferred dWs, by name.
         routed: where the tokens of the first micro-batch went, by name of the experts' op.
+        bytes_to: bytes that each payload message of a name sent to each rank that it connects, in rank order; 0 for
+            this rank. By name, in the order of waits.
+        blocked: where the thread that computes was blocked, waits for messages apart; empty on CUDA, where times are
+            those of the device.
     """
 
     timeline: RankTimeline
     received_rows: dict[str, tuple[int, ...]]
     weight_grads: dict[str, WeightGradFacts]
     routed: dict[str, RoutedRows] = field(default_factory=dict)
+    bytes_to: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    blocked: tuple[Blocked, ...] = ()
 
 
 class Trace:
@@ -123,6 +205,7 @@ class Trace:
     def __init__(self, device: torch.device, rank: int) -> None:
         self._on_cuda = device.type == "cuda"
         self._rank = rank
+        self._busy_clock = BusyClock()
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -133,11 +216,13 @@ class Trace:
         self._rows: defaultdict[str, list[int]] = defaultdict(list)
         self._pinned: defaultdict[str, list[int]] = defaultdict(list)
         self._weight_bytes: dict[str, int] = {}
-        self._routing_maps: dict[str, tuple[torch.Tensor, int]] = {}
+        self._routing_maps: dict[str, tuple[torch.Tensor, int, Nodes | None]] = {}
         if self._on_cuda:
             torch.cuda.synchronize()  # makes the clocks of host and stream agree about the beginning
+        self._bytes_to: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
         self._start_s = time.perf_counter()
         self._start = self._now()
+        self._first = self._entry(What.SKIP)
 
     def end_step(self) -> StepTrace:
         """Ends the step now and returns its trace."""
@@ -145,9 +230,12 @@ class Trace:
         if self._on_cuda:
             torch.cuda.synchronize()
         spans: list[Span] = []
+        blocked = () if self._on_cuda else (*blocked_in([self._first, *self.log]), *blocked_in(self._forward_log))
         for log in (self.log, self._forward_log):
             spans += spans_of([entry._replace(point=self._ms(entry.point)) for entry in log])
-        for name, num_bytes, message in self._messages:
+        # What a message holds leads through the step's graph back to this trace: kept, none of it would ever be freed.
+        messages, self._messages = self._messages, []
+        for name, num_bytes, message in messages:
             start, end_of_message = message.interval()
             spans.append(Span(name, Lane.COMM, self._ms(start), self._ms(end_of_message), num_bytes))
         spans.sort(key=lambda span: (span.start_ms, span.end_ms))
@@ -157,24 +245,26 @@ class Trace:
             {name: tuple(rows) for name, rows in self._rows.items()},
             {name: WeightGradFacts(tuple(pinned), self._weight_bytes[name]) for name, pinned in self._pinned.items()},
             {name: RoutedRows.of(*routing) for name, routing in routing_maps.items()},
+            {name: tuple(sent) for name, sent in self._bytes_to.items()},
+            tuple(Blocked(self._ms(one.start_ms / 1e3), self._ms(one.end_ms / 1e3), one.ms) for one in sorted(blocked)),
         )
 
     def skip(self) -> None:
         """Assigns the time since the last entry to no op."""
-        self.log.append(Entry(What.SKIP, "", self._now()))
+        self.log.append(self._entry(What.SKIP))
 
     def end(self, name: str) -> None:
         """Ends the op ``name``, which began where the previous op ended."""
-        self.log.append(Entry(What.END, name, self._now()))
+        self.log.append(self._entry(What.END, name))
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
         """Records a wait of the thread, or of the stream, for the message ``name`` inside the context."""
-        self.log.append(Entry(What.CUT, name, self._now(), Lane.WAIT))
+        self.log.append(self._entry(What.CUT, name, Lane.WAIT))
         try:
             yield
         finally:
-            self.log.append(Entry(What.RESUME, name, self._now(), Lane.WAIT))
+            self.log.append(self._entry(What.RESUME, name, Lane.WAIT))
 
     @contextmanager
     def forward_turn(self) -> Iterator[None]:
@@ -187,9 +277,9 @@ class Trace:
             self._hand_over(self._forward_log, backward_log)
 
     def _hand_over(self, own: list[Entry], other: list[Entry]) -> None:
-        now = self._now()
-        own.append(Entry(What.LEAVE, "", now))
-        other.append(Entry(What.RETURN, "", now))
+        now = self._entry(What.LEAVE)
+        own.append(now)
+        other.append(now._replace(what=What.RETURN))
         self.log = other
 
     @contextmanager
@@ -202,21 +292,30 @@ class Trace:
         """
         self._pinned[name].append(pinned_bytes)
         self._weight_bytes[name] = weight_bytes
-        self.log.append(Entry(What.CUT, name, self._now(), Lane.COMPUTE))
+        self.log.append(self._entry(What.CUT, name))
         try:
             yield
         finally:
-            self.log.append(Entry(What.RESUME, name, self._now()))
+            self.log.append(self._entry(What.RESUME, name))
 
-    def sent(self, name: str, num_bytes: int, message: Message) -> None:
-        """Records a message that arrives before the end of the step; ``num_bytes`` are sent to other ranks."""
+    def sent(self, name: str, num_bytes: int, message: Message, bytes_to: Sequence[int] = ()) -> None:
+        """Records a message that arrives before the end of the step.
+
+        Args:
+            num_bytes: bytes that are sent to other ranks.
+            bytes_to: the same by rank that the message connects; empty for token counts.
+        """
         self._messages.append((name, num_bytes, message))
+        if bytes_to:
+            self._bytes_to[name].append(tuple(bytes_to))
 
     def received(self, name: str, num_rows: int) -> None:
         """Records the number of rows that the op ``name`` works on."""
         self._rows[name].append(num_rows)
 
-    def routed(self, name: str, routing_map_tE: torch.Tensor, num_local_experts: int) -> None:
+    def routed(
+        self, name: str, routing_map_tE: torch.Tensor, num_local_experts: int, nodes: Nodes | None = None
+    ) -> None:
         """Records the experts of a chunk's tokens, of the first micro-batch of a step.
 
         They are counted when the step has ended, so that the step neither waits for counts nor makes them.
@@ -225,8 +324,9 @@ class Trace:
             name: op of the experts.
             routing_map_tE: bool, [t, E]; must not be changed afterwards.
             num_local_experts: experts of each rank; those of one rank are neighbours.
+            nodes: how the expert-parallel group lies on nodes; None where that is unknown.
         """
-        self._routing_maps.setdefault(name, (routing_map_tE, num_local_experts))
+        self._routing_maps.setdefault(name, (routing_map_tE, num_local_experts, nodes))
 
     def boundary(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Returns the same values; the backward op ``name`` ends when their gradient is complete."""
@@ -247,6 +347,10 @@ class Trace:
     @staticmethod
     def _with_backward(tensor: torch.Tensor, then: Callable[[], None]) -> torch.Tensor:
         return _Boundary.apply(tensor, then) if tensor.requires_grad else tensor
+
+    def _entry(self, what: What, name: str = "", lane: Lane = Lane.COMPUTE) -> Entry:
+        """An entry for now."""
+        return Entry(what, name, self._now(), lane, None if self._on_cuda else self._busy_clock.now())
 
     def _now(self) -> Point:
         if not self._on_cuda:
@@ -294,7 +398,7 @@ def spans_of(log: Sequence[Entry]) -> list[Span]:
     spans: list[Span] = []
     parts: list[tuple[float, float]] = []
     open_ms = cut_ms = 0.0
-    for what, name, point_ms, lane in log:
+    for what, name, point_ms, lane, _ in log:
         if what in (What.LEAVE, What.RETURN):
             continue
         if what is What.END:
@@ -320,6 +424,18 @@ def spans_of(log: Sequence[Entry]) -> list[Span]:
     return sorted(pieces, key=lambda span: (span.start_ms, span.end_ms))
 
 
+def blocked_in(log: Sequence[Entry]) -> Iterator[Blocked]:
+    """Yields where the thread of a log was blocked, outside of waits for messages; points of the log are seconds."""
+    for before, after in pairwise(log):
+        is_wait = after.what is What.RESUME and after.lane is Lane.WAIT
+        is_away = after.what is What.RETURN
+        if is_wait or is_away or before.busy is None or after.busy is None or before.busy.thread != after.busy.thread:
+            continue
+        blocked_ms = (after.point - before.point - (after.busy.seconds - before.busy.seconds)) * 1e3
+        if blocked_ms > _BLOCKED_MS:
+            yield Blocked(before.point * 1e3, after.point * 1e3, blocked_ms)
+
+
 class _Away:
     """The times of a log in which the other of a forward and a backward ran."""
 
@@ -327,7 +443,7 @@ class _Away:
         self._left_ms: list[float] = []
         self._back_ms: list[float] = []
         left_ms = 0.0
-        for what, _, point_ms, _ in log:
+        for what, _, point_ms, _, _ in log:
             if what is What.LEAVE:
                 left_ms = point_ms
             elif what is What.RETURN:

@@ -307,6 +307,11 @@ class WeightGradStore:
             f"weights not reported {unreported[:3]}"
         )
 
+    def expect_inner_backward(self) -> None:
+        """Called from a backward function before it runs a backward of its own, whose end is not that of the pass."""
+        if self._rules.defers:
+            self._flush_at_end_of_backward()
+
     def _flush_at_end_of_backward(self) -> None:
         if not self._flush_is_queued:
             self._flush_is_queued = True

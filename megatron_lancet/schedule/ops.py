@@ -47,15 +47,27 @@ class OpKind(StrEnum):
     COUNTS = "counts"
     """Message: how many tokens each expert gets from each rank."""
     PREPROCESS = "preprocess"
-    """Permuting a chunk's tokens into rows by destination rank."""
+    """Permuting a chunk's tokens into rows by destination rank, or with two hops by destination node."""
     DISPATCH = "dispatch"
     """Message: rows to the ranks of their experts."""
+    NODE_DISPATCH = "node_dispatch"
+    """Message, first of two hops: rows to the nodes of their experts."""
+    NODE_ROWS = "node_rows"
+    """Between two hops: making rows for the ranks of this node from those that have come to this node."""
+    LOCAL_DISPATCH = "local_dispatch"
+    """Message, second of two hops: rows to the ranks of their experts, inside the node."""
     SHARED_EXPERTS = "shared_experts"
     """The experts that see all tokens."""
     EXPERTS = "experts"
     """The routed experts of this rank, on the rows received."""
     COMBINE = "combine"
     """Message: the experts' outputs back to the ranks of their tokens."""
+    LOCAL_COMBINE = "local_combine"
+    """Message, first of two hops back: the experts' outputs, inside the node."""
+    NODE_SUMS = "node_sums"
+    """Between two hops back: summing what the ranks of this node have made of a token."""
+    NODE_COMBINE = "node_combine"
+    """Message, second of two hops back: a node's sums to the ranks of their tokens."""
     POSTPROCESS = "postprocess"
     """Summing the outputs of each token's experts, and the residual."""
     MTP_PROJECTION = "mtp_projection"
@@ -70,9 +82,30 @@ class OpKind(StrEnum):
         return self in _MESSAGES
 
 
-_MESSAGES = frozenset({OpKind.COUNTS, OpKind.DISPATCH, OpKind.COMBINE})
+BETWEEN_NODES = frozenset({OpKind.NODE_DISPATCH, OpKind.NODE_COMBINE})
+"""Messages of two hops that leave the node."""
+INSIDE_NODE = frozenset({OpKind.LOCAL_DISPATCH, OpKind.LOCAL_COMBINE})
+"""Messages of two hops that stay inside the node."""
+DISPATCHES = frozenset({OpKind.DISPATCH, OpKind.NODE_DISPATCH, OpKind.LOCAL_DISPATCH})
+"""Messages with the experts' inputs, or in the backward with their gradients."""
+FIRST_DISPATCHES = DISPATCHES - INSIDE_NODE
+"""The dispatches whose rows are known when token counts have arrived: the others follow them."""
+COMBINES = frozenset({OpKind.COMBINE, OpKind.LOCAL_COMBINE, OpKind.NODE_COMBINE})
+"""Messages with the experts' outputs, or in the backward with their gradients."""
+PAYLOADS = DISPATCHES | COMBINES
+"""Messages that carry rows."""
+_MESSAGES = PAYLOADS | {OpKind.COUNTS}
 MEMORY_BOUND = frozenset(
-    {OpKind.EMBEDDING, OpKind.CUT, OpKind.NORM, OpKind.ROUTE, OpKind.PREPROCESS, OpKind.POSTPROCESS}
+    {
+        OpKind.EMBEDDING,
+        OpKind.CUT,
+        OpKind.NORM,
+        OpKind.ROUTE,
+        OpKind.PREPROCESS,
+        OpKind.NODE_ROWS,
+        OpKind.NODE_SUMS,
+        OpKind.POSTPROCESS,
+    }
 )
 """Ops that mostly move rows; the others are mostly matrix products, and so are weight gradients."""
 _FORM = re.compile(r"(?:L(?P<layer>\d+)\.)?(?:c(?P<chunk>\d+)\.)?(?P<phase>[FIW])\.(?P<kind>.+)", re.DOTALL)

@@ -9,8 +9,6 @@ from megatron_lancet.files import OMITTED_AT_DEFAULT, parse_record, to_plain
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes
 
 PLAN_VERSION = 3
-ALL_TO_ALLS_PER_LAYER = 2
-"""Dispatch and combine."""
 
 
 class ChunkDim(StrEnum):
@@ -56,6 +54,13 @@ class Dispatch(StrEnum):
     """One row per token and chosen expert, as in stock."""
     DEDUP = "dedup"
     """One row per token and *rank* that holds any of its experts: the rank expands it and sums what goes back."""
+    TWO_HOP = "two-hop"
+    """One row per token and *node* that has any of its experts, and from there one per token and rank."""
+
+    @property
+    def all_to_alls_per_layer(self) -> int:
+        """Messages with rows of one chunk in the forward of a layer: dispatch and combine, each in its hops."""
+        return 4 if self is Dispatch.TWO_HOP else 2
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,9 @@ class Segment:
         chunk_dim: dimension along which they are cut.
         range: part of the layers that runs chunk by chunk.
         chunk_multiple: sizes of the chunks along ``chunk_dim`` are multiples of this number of samples or positions.
+        hop_turns: with two hops, whether a chunk's turn ends at messages inside its node too, so that another chunk
+            runs meanwhile. Without, it waits for them and goes on: then its experts do not have to wait until the next
+            chunk's rows have come from other nodes, which is faster where messages inside a node are short.
     """
 
     first_layer: int
@@ -77,6 +85,7 @@ class Segment:
     chunk_dim: ChunkDim = ChunkDim.BATCH
     range: OverlapRange = OverlapRange.STACK
     chunk_multiple: int = field(default=1, metadata=OMITTED_AT_DEFAULT)
+    hop_turns: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         for name in ("num_chunks", "chunk_multiple"):
@@ -87,7 +96,8 @@ class Segment:
 
     def __str__(self) -> str:
         multiple = f" multiple={self.chunk_multiple}" if self.chunk_multiple > 1 else ""
-        return f"chunks={self.num_chunks} dim={self.chunk_dim} range={self.range}{multiple}"
+        turns = " turns=hop" if self.hop_turns else ""
+        return f"chunks={self.num_chunks} dim={self.chunk_dim} range={self.range}{multiple}{turns}"
 
     def has_layer(self, number: int) -> bool:
         """Whether the layer with this global number belongs to the segment."""
@@ -161,6 +171,8 @@ class Plan:
         if self.dw_memory_bytes is not None and self.dw_memory_bytes <= 0:
             raise ValueError(f"dw_memory_bytes must be above 0, not {self.dw_memory_bytes}")
         _check_segments(self.segments)
+        if self.dispatch is not Dispatch.TWO_HOP and any(segment.hop_turns for segment in self.segments):
+            raise ValueError(f"hop_turns needs dispatch {Dispatch.TWO_HOP}, and the plan's dispatch is {self.dispatch}")
         if self.pairing is not None:
             _ = self.at_ends  # is a plan, too
 
@@ -267,6 +279,7 @@ def fixed_plan(
     overlap_range: OverlapRange = OverlapRange.STACK,
     dw_memory_bytes: int | None = None,
     chunk_multiple: int = 1,
+    dispatch: Dispatch = Dispatch.PLAIN,
 ) -> Plan:
     """A plan without a cost model: all layers run alike, and the dW window is one layer's all-to-alls.
 
@@ -275,7 +288,8 @@ def fixed_plan(
     Args:
         dw_memory_bytes: bound on the memory that deferred dWs keep alive; None for none.
         chunk_multiple: sizes of chunks are multiples of this number of samples or positions.
+        dispatch: what all-to-alls carry.
     """
-    window = ALL_TO_ALLS_PER_LAYER * num_chunks if dw_policy is DwPolicy.FILL else 0
+    window = dispatch.all_to_alls_per_layer * num_chunks if dw_policy is DwPolicy.FILL else 0
     segment = Segment(1, None, num_chunks, chunk_dim, overlap_range, chunk_multiple)
-    return Plan((segment,), dw_policy, window, dw_memory_bytes)
+    return Plan((segment,), dw_policy, window, dw_memory_bytes, dispatch=dispatch)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Annotated, Protocol
 
 from megatron_lancet.files import MAX_COUNT, Range
-from megatron_lancet.schedule.ops import OpKind
+from megatron_lancet.schedule.ops import FIRST_DISPATCHES
 from megatron_lancet.schedule.units import mb_to_bytes
 
 DEFAULT_CHUNK_MB = 30.0
@@ -20,8 +20,8 @@ _ALIGNMENT = 64
 _ELEMENTS_OF_A_BUCKET = 40_000_000
 """Megatron's default, and at least a million for each rank."""
 _ELEMENT_BYTES = 4
-_BEFORE_PLACE = OpKind.DISPATCH
-"""Kind of the backward all-to-all after which reductions may be launched."""
+_BEFORE_PLACE = FIRST_DISPATCHES
+"""Kinds of the backward all-to-all after which reductions may be launched."""
 
 
 class CommPriority(StrEnum):
@@ -166,7 +166,7 @@ class ReductionQueue[PartT: _Sized]:
         assert self._num_in_flight >= 0
         if self.is_at_end:
             return self.take_all()
-        if self._num_in_flight or kind != _BEFORE_PLACE:
+        if self._num_in_flight or kind not in _BEFORE_PLACE:
             return []
         room_bytes, taken = self._chunk_bytes, []
         while self._parts and self._parts[0].num_bytes <= room_bytes:

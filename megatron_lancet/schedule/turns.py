@@ -24,8 +24,8 @@ from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import Op, OpKind, Phase
-from megatron_lancet.schedule.plan import OverlapRange
+from megatron_lancet.schedule.ops import INSIDE_NODE, Op, OpKind, Phase
+from megatron_lancet.schedule.plan import Dispatch, OverlapRange
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,25 @@ _EXPERTS: Layer = (
     AddResidual(OpKind.POSTPROCESS),
 )
 
+_HOPS: dict[Verb, Layer] = {
+    Launch(OpKind.DISPATCH): (Launch(OpKind.NODE_DISPATCH),),
+    Wait(OpKind.DISPATCH): (
+        Wait(OpKind.NODE_DISPATCH),
+        Compute(OpKind.NODE_ROWS),
+        Launch(OpKind.LOCAL_DISPATCH),
+        Wait(OpKind.LOCAL_DISPATCH),
+    ),
+    Launch(OpKind.COMBINE): (Launch(OpKind.LOCAL_COMBINE),),
+    Wait(OpKind.COMBINE): (
+        Wait(OpKind.LOCAL_COMBINE),
+        Compute(OpKind.NODE_SUMS),
+        Launch(OpKind.NODE_COMBINE),
+        Wait(OpKind.NODE_COMBINE),
+    ),
+}
+"""What a chunk does with two hops where it has one without. If a turn ends at each of these waits, one chunk's rows are
+on the way between nodes while another's are on the way inside a node and a third computes."""
+
 _MTP_PROJECTION = Compute(OpKind.MTP_PROJECTION)
 """Needs the next tokens' embeddings, so the micro-batch is whole here."""
 _VERBS: dict[LayerKind, Layer] = {
@@ -95,10 +114,16 @@ MIRRORED: dict[type[Verb], type[Verb]] = {Compute: Compute, Launch: Wait, Wait: 
 """The verb in the backward pass: the gradient's message is launched where the rows were waited for, and waited for
 where they were launched. Counts are not exchanged again."""
 
-ROWS_MADE_BY = {after.kind: before.kind for before, after in pairwise(_EXPERTS) if isinstance(after, Launch)}
+
+def _in_two_hops(layer: Layer) -> Layer:
+    return tuple(own for verb in layer for own in _HOPS.get(verb, (verb,)))
+
+
+_NEIGHBOURS = (*pairwise(_EXPERTS), *pairwise(_in_two_hops(_EXPERTS)))
+ROWS_MADE_BY = {after.kind: before.kind for before, after in _NEIGHBOURS if isinstance(after, Launch)}
 """The op that makes the rows of a message. Launching the message is a part of it."""
 
-ROWS_NEEDED_BY = {before.kind: after.kind for before, after in pairwise(_EXPERTS) if isinstance(before, Wait)}
+ROWS_NEEDED_BY = {before.kind: after.kind for before, after in _NEIGHBOURS if isinstance(before, Wait)}
 """The op that needs the rows of a message. In the backward it makes their gradients."""
 
 _FIRST_IN_CHUNKS = {
@@ -149,7 +174,13 @@ class Concatenate:
 Program = list[Instruction | Cut | Concatenate]
 
 
-def verbs_of(kind: LayerKind, has_shared_experts: bool, pads_to_capacity: bool = False, num_chunks: int = 1) -> Layer:
+def verbs_of(
+    kind: LayerKind,
+    has_shared_experts: bool,
+    pads_to_capacity: bool = False,
+    num_chunks: int = 1,
+    dispatch: Dispatch = Dispatch.PLAIN,
+) -> Layer:
     """What a chunk does in a layer of a kind, in order.
 
     Args:
@@ -157,11 +188,13 @@ def verbs_of(kind: LayerKind, has_shared_experts: bool, pads_to_capacity: bool =
         pads_to_capacity: whether routers give every expert equally many rows of a micro-batch. Then the numbers of rows
             are known without token counts, but not those of a chunk, which has any part of an expert's rows.
         num_chunks: number of chunks of a micro-batch.
+        dispatch: what all-to-alls carry.
     """
     left_out = set() if has_shared_experts else {OpKind.SHARED_EXPERTS}
     if pads_to_capacity and num_chunks == 1:
         left_out.add(OpKind.COUNTS)
-    return tuple(verb for verb in _VERBS[kind] if verb.kind not in left_out)
+    verbs = tuple(verb for verb in _VERBS[kind] if verb.kind not in left_out)
+    return _in_two_hops(verbs) if dispatch is Dispatch.TWO_HOP else verbs
 
 
 def is_cut(kind: LayerKind, op: str, overlap_range: OverlapRange) -> bool:
@@ -170,8 +203,10 @@ def is_cut(kind: LayerKind, op: str, overlap_range: OverlapRange) -> bool:
     Args:
         op: kind of the op.
     """
-    _, inside, _ = _split(_VERBS[kind], overlap_range)
-    return any(verb.kind == op for verb in inside)
+    one_hop = _VERBS[kind]
+    return any(
+        verb.kind == op for verbs in (one_hop, _in_two_hops(one_hop)) for verb in _split(verbs, overlap_range)[1]
+    )
 
 
 def mtp_layer(layer: Layer) -> Layer:
@@ -179,13 +214,16 @@ def mtp_layer(layer: Layer) -> Layer:
     return (_MTP_PROJECTION, *layer)
 
 
-def program(layers: Sequence[tuple[int, Layer]], num_chunks: int, overlap_range: OverlapRange) -> Program:
+def program(
+    layers: Sequence[tuple[int, Layer]], num_chunks: int, overlap_range: OverlapRange, hop_turns: bool = False
+) -> Program:
     """Returns what runs in a segment's layers, forward, in order.
 
     Args:
         layers: global number and verbs of each.
         num_chunks: number of chunks of a micro-batch.
         overlap_range: the part of the layers that runs in chunks.
+        hop_turns: see :class:`~megatron_lancet.schedule.plan.Segment`.
     """
     if num_chunks == 1:
         return [instruction for number, layer in layers for instruction in _placed(layer, number, 0)]
@@ -196,7 +234,7 @@ def program(layers: Sequence[tuple[int, Layer]], num_chunks: int, overlap_range:
         in_chunks = [(number, inside) for number, _, inside, _ in parts if inside]
         instructions += _placed(before, first, 0)
         if in_chunks:
-            instructions += _in_chunks(in_chunks, num_chunks)
+            instructions += _in_chunks(in_chunks, num_chunks, hop_turns)
         instructions += _placed(behind, last, 0)
     return instructions
 
@@ -222,19 +260,20 @@ def _split(layer: Layer, overlap_range: OverlapRange) -> tuple[Layer, Layer, Lay
     return layer[:first], layer[first:end], layer[end:]
 
 
-def _in_chunks(layers: Sequence[tuple[int, Layer]], num_chunks: int) -> Program:
+def _in_chunks(layers: Sequence[tuple[int, Layer]], num_chunks: int, hop_turns: bool) -> Program:
     """The program of layers in chunks that take turns."""
     turns_of_chunks = [
-        _turns([instruction for number, layer in layers for instruction in _placed(layer, number, chunk)])
+        _turns([instruction for number, layer in layers for instruction in _placed(layer, number, chunk)], hop_turns)
         for chunk in range(num_chunks)
     ]
     taken = [instruction for turn in zip(*turns_of_chunks, strict=True) for part in turn for instruction in part]
     return [Cut(), *taken, Concatenate()]
 
 
-def _turns(instructions: Sequence[Instruction]) -> list[Sequence[Instruction]]:
-    """One chunk's instructions, split before each wait."""
-    waits = (index for index, instruction in enumerate(instructions) if isinstance(instruction.verb, Wait))
+def _turns(instructions: Sequence[Instruction], hop_turns: bool) -> list[Sequence[Instruction]]:
+    """One chunk's instructions, split before each wait at which a turn ends."""
+    verbs = enumerate(instruction.verb for instruction in instructions)
+    waits = (index for index, verb in verbs if isinstance(verb, Wait) and (hop_turns or verb.kind not in INSIDE_NODE))
     return [instructions[start:end] for start, end in pairwise([0, *waits, len(instructions)])]
 
 

@@ -15,8 +15,9 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.global_vars import set_global_variables
 
 from megatron_lancet import __version__
-from megatron_lancet.config import DryRunConfig, LancetConfig, flags_of
+from megatron_lancet.config import DryRunConfig, LancetConfig
 from megatron_lancet.errors import UsageError, reason_of
+from megatron_lancet.flags import flags_of
 from megatron_lancet.training.checkpoint.ep_resize import check_experts_apart
 from megatron_lancet.training.checkpoint.load_save import check_before_start
 from megatron_lancet.training.input_files import check_datasets, missing_files

@@ -1,7 +1,9 @@
 """Puts a plan into the models that Megatron builds, the same plan on every rank."""
 
 import json
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -14,18 +16,25 @@ from torch.distributed import distributed_c10d
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.gpt import LanguageModel, overlap, set_plan
+from megatron_lancet.model.routing.locality import LocalityLoss
+from megatron_lancet.planning.plan_difference import plan_differences
+from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
-from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.comm_stats import CommStats, SplitChunk
 from megatron_lancet.runtime.peers import Peers
+from megatron_lancet.runtime.transport.hops import make_hops
 from megatron_lancet.runtime.transport.select import make_transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import DwPolicy, Plan
-from megatron_lancet.schedule.plan_difference import plan_differences
+from megatron_lancet.schedule.ranges import name_ranks
 from megatron_lancet.schedule.reductions import CommPriority, MicroOps
 from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training.checkpoint.ep_resize import keep_experts_apart
+from megatron_lancet.training.load.locality import add_locality_loss
 from megatron_lancet.training.megatron.paired_schedules import ask_for_pairs
+from megatron_lancet.training.platform.launcher import FLAG as NODES_FLAG
 
 
 class OverlapSetup:
@@ -47,6 +56,11 @@ class OverlapSetup:
         switchable: bool = False,
         micro_ops: MicroOps | None = None,
         wire: Wire = Wire.EXACT,
+        nodes: Nodes | None = None,
+        layout: Nodes | None = None,
+        locality: LocalityLoss | None = None,
+        prepared: Callable[[Sequence[LanguageModel]], None] | None = None,
+        max_expert_rows: int | None = None,
     ) -> None:
         """
         Args:
@@ -55,9 +69,18 @@ class OverlapSetup:
             switchable: prepare the model for any other plan, see :meth:`switch`.
             micro_ops: cut of the gradient reductions, if all-to-alls go first; else None.
             wire: number format of hidden states in messages.
+            nodes: how expert-parallel groups lie on nodes; None if no plan of the run has two hops.
+            layout: the same whatever the run's plans are, to count what leaves a node; None if it is unknown.
+            locality: loss of the routers that draws tokens to their node; None without one.
+            prepared: called with the prepared stages, before DDP wraps them; on all ranks.
+            max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for no bound.
         """
         self.plan = plan
         self.wire = wire
+        self.nodes = nodes
+        self._layout = layout
+        self._locality = locality
+        self._max_expert_rows = max_expert_rows
         self.scheduler = CommScheduler(micro_ops, stats) if micro_ops is not None else None
         self._micro_ops = micro_ops
         self._sdpa = sdpa
@@ -65,6 +88,7 @@ class OverlapSetup:
         self._stats = stats
         self._timeout = timeout
         self._switchable = switchable
+        self._prepared = prepared
         self._stages: list[LanguageModel] = []
         self._comm: Comm | None = None
 
@@ -78,12 +102,16 @@ class OverlapSetup:
 
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Called on all ranks with the unwrapped pipeline stages of this one."""
-        check_same_plan(self.plan, self._micro_ops, self.wire)
+        check_same_plan(self.plan, self._micro_ops, self.wire, self.nodes, self._max_expert_rows)
         ep_group = parallel_state.get_expert_model_parallel_group()
         store = WeightGradStore.of(self.plan, self._stats) if self.delays_weight_grads else None
         counts_group = parallel_state.get_expert_tensor_and_model_parallel_group()
         transport = make_transport(ep_group, counts_group, self._device, self._stats, self._timeout)
         key_store = distributed_c10d._get_default_store()
+        hops = None
+        if self.nodes is not None:
+            to_all = counts_group, self._device, self._stats, self._timeout, key_store
+            hops = make_hops(self.nodes, counts_group.size() // ep_group.size(), *to_all, ep_group)
         peers = Peers(dist.get_process_group_ranks(ep_group), dist.get_rank(), key_store, self._timeout)
         self._comm = Comm(
             transport,
@@ -93,11 +121,18 @@ class OverlapSetup:
             peers=peers,
             scheduler=self.scheduler,
             wire=self.wire,
+            hops=hops,
+            layout=self._layout,
         )
+        self._comm.max_expert_rows = self._max_expert_rows
         for stage in stages:
             assert isinstance(stage, GPTModel | HybridModel)
             overlap(stage, self.plan, self._comm, self._sdpa)
+            if self._locality is not None:
+                add_locality_loss(stage, self._locality, ep_group.rank())
             self._stages.append(stage)
+        if self._prepared is not None:
+            self._prepared(self._stages)
         ask_for_pairs(self._stages, self.plan.is_paired)
         return stages
 
@@ -113,7 +148,7 @@ class OverlapSetup:
         assert self._comm is not None, "the model is not built yet"
         assert self._comm.store is not None
         self._comm.store.assert_idle()
-        check_same_plan(plan, self._micro_ops, self.wire)
+        check_same_plan(plan, self._micro_ops, self.wire, self.nodes, self._max_expert_rows)
         for stage in self._stages:
             set_plan(stage, plan)
         ask_for_pairs(self._stages, plan.is_paired)
@@ -127,6 +162,35 @@ class OverlapSetup:
         if self._comm is not None and self._comm.store is not None:
             self._comm.store.assert_idle()
         return result
+
+    @contextmanager
+    def exact_wire(self) -> Iterator[None]:
+        """Inside the context messages carry hidden states as they are. On all ranks, and between passes."""
+        assert self._comm is not None, "the model is not built yet"
+        self._comm.wire = Wire.EXACT
+        try:
+            yield
+        finally:
+            self._comm.wire = self.wire
+
+    def limit_expert_rows(self, max_rows: int | None) -> None:
+        """Let a rank's experts work on at most so many rows of a chunk at a time. On all ranks, between two steps.
+
+        Args:
+            max_rows: None for any number.
+        """
+        assert self._comm is not None, "the model is not built yet"
+        self._comm.max_expert_rows = self._max_expert_rows = max_rows
+
+    @property
+    def max_expert_rows(self) -> int | None:
+        """Rows of a chunk that a rank's experts may work on at a time in the next step; None for any number."""
+        return self._max_expert_rows
+
+    @property
+    def first_split(self) -> SplitChunk | None:
+        """The first chunk that this rank's group has sent in several rounds; None if there was none."""
+        return None if self._comm is None else self._comm.first_split
 
     @property
     def stages(self) -> tuple[LanguageModel, ...]:
@@ -157,30 +221,80 @@ class NoOverlap:
         return stages
 
 
-def check_same_plan(plan: Plan | None, micro_ops: MicroOps | None = None, wire: Wire = Wire.EXACT) -> None:
+def check_same_plan(
+    plan: Plan | None,
+    micro_ops: MicroOps | None = None,
+    wire: Wire = Wire.EXACT,
+    nodes: Nodes | None = None,
+    max_expert_rows: int | None = None,
+) -> None:
     """Compare the plans of all ranks before the first collective that depends on them. Collective over all ranks.
 
     Args:
         plan: this rank's plan; None for stock modules.
         micro_ops: cut of the gradient reductions; None where Megatron runs them.
         wire: number format of hidden states in messages.
+        nodes: how expert-parallel groups lie on nodes; None without two hops.
+        max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for no bound.
 
     Raises:
-        UsageError: some rank has another plan; names the fields that differ, their values and the ranks.
+        UsageError: some rank has another plan; names the fields that differ, their values and the ranks. Or ranks
+            disagree about nodes, or their hosts contradict them.
     """
-    fingerprints: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(fingerprints, f"{plan.fingerprint() if plan is not None else 'none'} {micro_ops} {wire}")
-    if len(set(fingerprints)) == 1:
+    own = plan.fingerprint() if plan is not None else "none"
+    all_ranks = from_all_ranks((f"{own} {micro_ops} {wire} {max_expert_rows}", nodes, socket.gethostname()))
+    _check_nodes([nodes_there for _, nodes_there, _ in all_ranks], [host for *_, host in all_ranks])
+    if len({fingerprint for fingerprint, *_ in all_ranks}) == 1:
         return
     # JSON of everything that must be the same on all ranks, ``null`` for stock modules.
     record: dict[str, Any] | None = None
     if plan is not None:
         priority = CommPriority.OFF if micro_ops is None else CommPriority.ALL_TO_ALL_FIRST
         chunk = {} if micro_ops is None else {"grad_chunk_mb": micro_ops.chunk_bytes / 1e6}
-        record = {**json.loads(plan.to_json()), "comm_priority": priority, **chunk, "wire": wire}
-    plans: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(plans, json.dumps(record))
+        limit = {} if max_expert_rows is None else {"max_received_rows": max_expert_rows}
+        record = {**json.loads(plan.to_json()), "comm_priority": priority, **chunk, "wire": wire, **limit}
+    plans = from_all_ranks(json.dumps(record))
     raise UsageError(
         f"ranks disagree about the plan, and would wait for each other forever: {'; '.join(plan_differences(plans))}. "
         "Start all ranks with the same arguments and the same files."
     )
+
+
+def _check_nodes(nodes: Sequence[Nodes | None], hosts: Sequence[str]) -> None:
+    """Check that all ranks think of the same nodes, and that those of a node are on one host.
+
+    Several nodes may be on one host, as in a test on one machine.
+
+    Args:
+        nodes: of each rank; None where it does without two hops.
+        hosts: name of each rank's host.
+
+    Raises:
+        UsageError: a rank has other nodes than the others, or the ranks of a node are on several hosts.
+    """
+    advice = (
+        f"Pass {NODES_FLAG} N to all ranks, the number of them that are started on each node, or choose a plan without "
+        "two hops (--lancet-dispatch plain or dedup)."
+    )
+    if len(set(nodes)) > 1:
+        ranks_by_nodes = _ranks_by([str(one) if one is not None else "no two hops" for one in nodes])
+        raise UsageError(f"ranks disagree about which of them share a node: {ranks_by_nodes}. {advice}")
+    if nodes[0] is None:
+        return
+    num_holders = parallel_state.get_expert_tensor_parallel_world_size()
+    per_node = nodes[0].ranks_per_node * num_holders
+    for first in range(0, len(hosts), per_node):
+        found = hosts[first : first + per_node]
+        if len(set(found)) > 1:
+            raise UsageError(
+                f"{name_ranks(range(first, first + per_node))} are taken for a node, but are on several hosts: "
+                f"{_ranks_by(found, first)}. {advice}"
+            )
+
+
+def _ranks_by(values: Sequence[str], first: int = 0) -> str:
+    """Names the ranks with each value; the first of ``values`` is that of rank ``first``."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values, start=first):
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {name_ranks(same)}" for value, same in ranks.items())

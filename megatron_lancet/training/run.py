@@ -1,28 +1,40 @@
 """A run with or without the overlap: its setup, the hooks around Megatron's training steps, and its report."""
 
 import argparse
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 
 from megatron_lancet.config import LancetConfig
+from megatron_lancet.model.routing.locality import LOSS_NAME, LocalityLoss
+from megatron_lancet.planning.load.placement import Placement
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.schedule.wire import Wire
+from megatron_lancet.training.load.locality import choose_locality, locality_note
+from megatron_lancet.training.load.placement import apply_placement, check_reshardable, choose_placement, placement_note
+from megatron_lancet.training.load.rebalance import Rebalancer, check_can_rebalance
+from megatron_lancet.training.load.received_rows import ReceivedRows, check_row_limit
 from megatron_lancet.training.megatron import checkpoint_patches, patches
 from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
 from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 from megatron_lancet.training.megatron.patches import StepHook
 from megatron_lancet.training.megatron.te_seams import check_te_seams
+from megatron_lancet.training.observe.cause_watch import CauseWatch, check_causes_interval
 from megatron_lancet.training.observe.run_report import report_overlap
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
+from megatron_lancet.training.observe.wire_check import WireCheck
 from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
 from megatron_lancet.training.plan.attention import needs_own_attention, uses_sdpa
 from megatron_lancet.training.plan.comm_priority import choose_micro_ops
+from megatron_lancet.training.plan.dispatch import nodes_of, nodes_to_connect
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
 from megatron_lancet.training.plan.wire import choose_wire, wire_note
@@ -43,6 +55,9 @@ class RunChoice:
         line: the plan and its source, for the user.
         micro_ops: cut of the gradient reductions, if all-to-alls go first; None where Megatron runs the reductions.
         wire: number format of hidden states in messages.
+        nodes: those between which two hops are possible; None if no plan of the run can have them.
+        locality: loss of the routers that draws tokens to their node; None without one.
+        placements: where experts are, by layer; None where Megatron places them.
     """
 
     args: argparse.Namespace
@@ -51,6 +66,9 @@ class RunChoice:
     line: str
     micro_ops: MicroOps | None
     wire: Wire
+    nodes: Nodes | None
+    locality: LocalityLoss | None = None
+    placements: Mapping[int, Placement] | None = None
 
     @property
     def is_tuned(self) -> bool:
@@ -67,7 +85,18 @@ def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
     plan, line = choose_plan(args, config)
     line = announced_plan(args, config, plan, line)
     wire = choose_wire(args, config, plan)
-    return RunChoice(args, config, plan, f"{line}{wire_note(wire)}", choose_micro_ops(args, config, plan), wire)
+    check_causes_interval(config, plan)
+    nodes = None
+    if plan is not None:
+        may_change = config.profile is not None or is_tuned(args, config)
+        nodes = nodes_to_connect(args, config, plan, may_change)
+    micro_ops = choose_micro_ops(args, config, plan)
+    check_can_rebalance(args, config, plan)
+    locality = choose_locality(args, config, plan)
+    placements = choose_placement(args, config, plan)
+    check_row_limit(args, config, plan)
+    line = f"{line}{wire_note(wire)}{locality_note(locality)}{placement_note(placements)}"
+    return RunChoice(args, config, plan, line, micro_ops, wire, nodes, locality, placements)
 
 
 def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "StockRun | OverlappedRun":
@@ -120,11 +149,17 @@ class OverlappedRun:
         args, config = choice.args, choice.config
         stats = CommStats(device)
         self._config = config
+        self._has_locality_loss = choice.locality is not None
+        self._choice = choice
         self._maker: ProfilingPlanMaker | None = None
         self._tuner: AutoTune | None = None
         self._traced: TracedSteps | None = None
+        self._wire_check: WireCheck | None = None
+        self._watch: CauseWatch | None = None
+        self._received_rows: ReceivedRows | None = None
         profiles = config.profile is not None
         self.recorder = StepRecorder(args, device, stats, config.tune_steps)
+        layout = nodes_of(args, config)
         self.setup = OverlapSetup(
             plan_without_overlap() if choice.is_tuned else plan,
             device,
@@ -134,24 +169,50 @@ class OverlappedRun:
             switchable=profiles or choice.is_tuned,
             micro_ops=choice.micro_ops,
             wire=choice.wire,
+            nodes=choice.nodes,
+            layout=layout if isinstance(layout, Nodes) else None,
+            locality=choice.locality,
+            prepared=None if choice.placements is None else partial(apply_placement, placements=choice.placements),
+            max_expert_rows=config.max_received_rows if isinstance(config.max_received_rows, int) else None,
         )
         self._profile = ProfileToFile(args, config, self.setup, device) if profiles else None
         if choice.is_tuned:
             controller = TuningController(config.tune_steps)
             self._maker = ProfilingPlanMaker(args, config, self.setup, device, controller.note)
             self._tuner = AutoTune(args, controller, self.setup, self.recorder, self._maker, plan, device)
+        is_settled = self._tuner.is_settled if self._tuner is not None else lambda: True
+        if choice.wire is not Wire.EXACT and not profiles:
+            self._wire_check = WireCheck(args, self.setup, self.recorder, is_settled)
+        if config.max_received_rows is not None:
+            self._received_rows = ReceivedRows(
+                args, config.max_received_rows, self.setup, self.recorder, device, is_settled
+            )
         if config.report_dir is not None and not profiles:
-            is_settled = self._tuner.is_settled if self._tuner is not None else lambda: True
             self._traced = TracedSteps(self.setup, self.recorder, device, is_settled)
+        self._rebalancer: Rebalancer | None = None
+        if config.rebalance_interval is not None:
+            nodes = layout if isinstance(layout, Nodes) else None
+            self._rebalancer = Rebalancer(args, config.rebalance_interval, self.setup, self.recorder, is_settled, nodes)
+        if config.causes_interval and not profiles:
+            self._watch = CauseWatch(self.setup, self.recorder, device, is_settled, config.causes_interval)
 
     def enter(self, stack: ExitStack) -> None:
         """Change Megatron for the length of ``stack``."""
         stack.enter_context(patches.dropped_outputs())
+        if self._has_locality_loss:
+            stack.enter_context(patches.logged_losses([LOSS_NAME]))
         stack.enter_context(paired_schedules(lambda: self.setup.stages))
         if self.setup.scheduler is not None:
             stack.enter_context(reductions_in_micro_ops(self.setup.scheduler))
         if self._tuner is not None:
             stack.enter_context(checkpoint_patches.checkpoint_arguments(self._tuner.take_from_checkpoint))
+        if self._choice.placements is not None:
+            check = partial(check_reshardable, self._choice.args)
+            stack.enter_context(checkpoint_patches.arguments_before_loading(check))
+        if self._wire_check is not None:
+            stack.enter_context(patches.forward_backward_hook(self._wire_check.forward_backward))
+        if self._rebalancer is not None:
+            stack.enter_context(patches.optimizer_of_steps(self._rebalancer.take_optimizer))
         stack.enter_context(patches.train_step_hooks(self._step_hooks()))
 
     def _step_hooks(self) -> list[StepHook]:
@@ -160,10 +221,13 @@ class OverlappedRun:
         The tuner and the profile are outermost: they choose the step's plan before it begins, and read the others'
         records after it. The recorder is innermost: it times Megatron's step and none of the work around it.
         """
-        choosing = [part.observe for part in (self._tuner, self._profile, self._traced) if part is not None]
+        parts = self._tuner, self._profile, self._received_rows, self._traced, self._watch, self._rebalancer
+        choosing = [part.observe for part in parts if part is not None]
         return [*choosing, self.setup.check_step, self.recorder.observe]
 
     def report(self) -> None:
         """Print and write the closing report, unless the run made a profile. Collective over all ranks."""
         if self._profile is None:
-            report_overlap(self.recorder, self.setup, self._config.report_dir, self._traced, self._tuner, self._maker)
+            wire_error = self._wire_check.found if self._wire_check is not None else None
+            found = self._traced, self._tuner, self._maker, wire_error, self._watch
+            report_overlap(self.recorder, self.setup, self._config.report_dir, *found)

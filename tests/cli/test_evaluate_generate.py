@@ -95,6 +95,62 @@ def test_evaluate_loss_equals_megatrons_validation_on_any_number_of_ranks(tool, 
     assert f"{one['loss']:.6f} nats per token" in capsys.readouterr().out
 
 
+def test_replicas_change_no_loss(tool, trained, tmp_path):
+    """A copied expert computes what the expert computes; a GEMM over another number of rows may round differently."""
+    checkpoints, valid, _ = trained
+    flags = ["--load", str(checkpoints), "--data", str(valid), "--output"]
+    tool("evaluate").main([*flags, str(tmp_path / "one.json")])
+    more = [tmp_path / "replicas.json", "--replicas", 2, "--batch-size", 4]
+    results = launch.run(TOOLS / "evaluate.py", [*flags, *more], 2, tmp_path / "ranks")
+    launch.check(results)
+    one, replicas = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "replicas.json"))
+    assert replicas["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)
+    assert replicas["replicas"] == 2
+    assert replicas["before"]["sent_share"] > replicas["after"]["sent_share"] > 0
+    assert replicas["before"]["most_over_mean"] > replicas["after"]["most_over_mean"] >= 1
+    assert "2 in each layer, " in results[0].output
+    with pytest.raises(UsageError, match=r"--replicas 2 can't be followed: one rank holds all experts"):
+        tool("evaluate").main([*flags[:-1], "--replicas", "2"])
+    with pytest.raises(UsageError, match=r"--popularity has no effect without --replicas"):
+        tool("evaluate").main([*flags[:-1], "--popularity", "load.json"])
+
+
+def test_routing_report_says_what_the_routers_chose(tool, trained, tmp_path, capsys):
+    checkpoints, valid, _ = trained
+    report, load = tmp_path / "report.json", tmp_path / "load.json"
+    flags = ["--load", str(checkpoints), "--data", str(valid), "--batch-size", "4", "--json", str(report)]
+    tool("routing_report").main([*flags, "--expert-load", str(load)])
+    shown, found = capsys.readouterr().out, json.loads(report.read_text())
+    assert f"{CONTEXT * VALID_WINDOWS} tokens in {VALID_WINDOWS // 4} windows, 4 experts, 2 of a token" in shown
+    first, second = found["layers"]
+    assert found["num_top"] == 2
+    assert first["path_table"] is None
+    assert second["path_table"]["num_windows"] == second["last_window"]["num_windows"] == VALID_WINDOWS // 8
+    assert 0 < second["path_table"]["mean_error"] < 0.25
+    rows = [layer["rows"] for layer in json.loads(load.read_text())["layers"]]
+    for layer, by_rank in zip((first, second), rows, strict=True):
+        assert by_rank == [layer["popularity"]["counts"]]
+        assert sum(by_rank[0]) == 2 * CONTEXT * VALID_WINDOWS
+    tool("routing_report").main(["--loads", str(load), str(load), "--top", "1"])
+    assert "2 measured loads" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], r"--load is missing: pass a checkpoint and a text, or --loads FILE"),
+        (["--load", "checkpoints"], r"--data is missing"),
+        (["--loads", "a.json", "--top", "2", "--max-tokens", "5"], r"--max-tokens has no effect with --loads"),
+        (["--loads", "a.json"], r"pass --top N"),
+        (["--loads", "/nowhere.json", "--top", "2"], r"/nowhere.json"),
+    ],
+)
+def test_routing_report_refuses_what_says_nothing(tool, flags, message):
+    with pytest.raises(UsageError, match=message) as refused:
+        tool("routing_report").main(flags)
+    assert "\n" not in str(refused.value)
+
+
 def test_evaluate_text_has_a_loss_per_byte_and_equals_its_tokens(tool, trained, tmp_path):
     """The last window is a part of one; the end of text in front makes every token of the text a predicted one."""
     checkpoints, valid, _ = trained

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lancet.planning.profile import read_profile
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.plan import ChunkDim
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, command_line
 
@@ -32,6 +32,7 @@ def test_profile_model_describes_the_model(run):
         (ChunkDim.BATCH, 1),
         *((dim, count) for dim in ChunkDim for count in (2, 4)),
     }
+    assert {op.kind for op in profile.ops if op.dispatch is Dispatch.DEDUP} == {"preprocess", "experts", "postprocess"}
 
 
 def test_profile_model_merges_times_of_all_ranks(run):
@@ -65,6 +66,16 @@ def test_profile_model_has_the_rows_of_both_dispatches(run):
 
 def test_profile_model_shows_progress_on_rank_0(run):
     _, outputs = run
-    assert re.search(r"profile: 100%.*21/21", outputs[0])
+    assert re.search(r"profile: 100%.*25/25", outputs[0])
     assert "profile written to" in outputs[0]
     assert "100%" not in outputs[1]
+
+
+def test_profile_model_has_the_load_of_each_expert(run):
+    load = run[0].expert_load
+    assert [layer.layer for layer in load.layers] == [1, 2]
+    assert load.num_steps == 18  # three traced steps of each of six plans
+    for layer in load.layers:
+        # Each rank's tokens of all micro-batches, to two experts each.
+        assert [sum(of_source) for of_source in layer.rows] == [load.num_steps * 2 * 4 * 32 * 2] * 2
+        assert len(set(layer.rows_per_expert)) > 1

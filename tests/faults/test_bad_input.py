@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
+from megatron_lancet.schedule.plan import Dispatch, fixed_plan
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, command_line
 
@@ -51,6 +53,41 @@ def test_bad_input_ends_with_one_message(token_data, tmp_path, extra, message):
         assert result.output.count(f"error: {message}") == 1
         assert "Traceback" not in result.output
         assert "initialized tensor model parallel" not in result.output
+
+
+HOPS = ["--lancet-dispatch", "two-hop"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--lancet-ranks-per-node", 4], "--lancet-ranks-per-node 4 does not divide the 6 ranks of the run: "),
+        (
+            [*HOPS, "--lancet-ranks-per-node", 3],
+            "--lancet-dispatch two-hop can't be followed: an expert-parallel group has 2 ranks, which do not fill ",
+        ),
+        (
+            [*HOPS, "--moe-expert-capacity-factor", 1, "--moe-pad-expert-input-to-capacity"],
+            "--lancet-dispatch two-hop can't be followed: experts' inputs are padded to capacity, ",
+        ),
+        (
+            ["--lancet-plan"],
+            "--lancet-plan {plan} dispatches in two hops, which can't be followed: an expert-parallel ",
+        ),
+    ],
+    ids=["ranks per node", "groups do not fill nodes", "padded capacity", "plan file on one node"],
+)
+def test_impossible_two_hops_end_before_ranks_meet(token_data, tmp_path, extra, message):
+    """One of six ranks, all of which the launcher says to be on one node: the others never start."""
+    plan = tmp_path / "plan.json"
+    write_plan_file(plan, PlanFile(fixed_plan(2, dispatch=Dispatch.TWO_HOP), None))
+    extra = [*extra, *([plan] if extra == ["--lancet-plan"] else [])]
+    arguments = command_line(token_data, [*EP2, "--global-batch-size", 24, "--train-iters", "2", *extra])
+    world = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "6"}
+    (result,) = launch.run(launch.REPO / "pretrain_gpt_moe.py", arguments, 1, tmp_path / "log", env=world)
+    assert result.returncode == 2
+    assert result.output.count(f"error: {message.format(plan=plan)}") == 1
+    assert "Traceback" not in result.output
 
 
 def test_wrong_megatron_version_is_refused(token_data, tmp_path):

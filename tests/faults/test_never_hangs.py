@@ -82,6 +82,21 @@ def test_ranks_with_different_plans_are_refused(token_data, tmp_path):
         assert "] iteration " not in result.output
 
 
+def test_ranks_that_disagree_about_nodes_are_refused(token_data, tmp_path):
+    """Without the flag the launcher's number counts: one node of four ranks, in which there is nothing to hop over."""
+    arguments = command_line(token_data, ["--expert-model-parallel-size", 4, "--train-iters", 2])
+    nodes = ["--lancet-ranks-per-node", "2"]
+    results = launch.run(SCRIPT, arguments, 4, tmp_path, ENDS_WITHIN_S, per_rank=[[], [], nodes, nodes])
+    assert [result.returncode for result in results] == [2] * 4
+    for result in results:
+        assert last_line(result) == (
+            "error: ranks disagree about which of them share a node: no two hops on ranks 0-1, 2 nodes x 2 ranks on "
+            "ranks 2-3. Pass --lancet-ranks-per-node N to all ranks, the number of them that are started on each node, "
+            "or choose a plan without two hops (--lancet-dispatch plain or dedup)."
+        )
+        assert "] iteration " not in result.output
+
+
 def test_rank_killed_during_an_all_to_all_ends_the_others(token_data, tmp_path):
     """Chunk 0's rows are on the wire, chunk 1's never will be. Its counts may be lost on the way, too."""
     with Ranks(token_data, tmp_path, "kill@L2.c1.F.dispatch") as ranks:
@@ -209,3 +224,31 @@ def test_error_names_the_silent_rank_among_several_peers(tmp_path, fault, what):
         assert f"rank {rank} gave up on L2.c0.F.combine (layer 2, chunk 0, forward, combine): rank 2 {what}." in (
             result.output
         )
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("kill", "node_dispatch"),
+        ("stop", "local_dispatch"),
+        ("kill", "local_combine"),
+        ("stop", "node_combine"),
+    ],
+)
+def test_error_in_a_hop_names_the_silent_rank_also_where_another_one_waited_for_it(tmp_path, fault, kind):
+    """Rank 0 is not connected to rank 3, but to ranks 1 and 2, which are."""
+    processes = launch.start(launch.REPO / "tests/faults/hops_worker.py", [fault, kind], 4, tmp_path)
+    try:
+        results = launch.finish(processes[:3], tmp_path, ENDS_WITHIN_S)
+    finally:
+        processes[3].kill()
+        processes[3].wait()
+    hops = "node_dispatch|local_dispatch|local_combine|node_combine"
+    what = "closed the connection" if fault == "kill" else "sent nothing for 3 s"
+    for rank, result in enumerate(results):
+        assert result.returncode == 1
+        assert re.search(
+            rf"rank {rank} gave up on L([23])\.c0\.F\.({hops}) \(layer \1, chunk 0, forward, \2\): rank 3 {what}\.",
+            result.output,
+        ), result.output

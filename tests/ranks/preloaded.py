@@ -8,6 +8,7 @@ this kind, for the ranks that ask for it.
 """
 
 import argparse
+import functools
 import gc
 import importlib
 import json
@@ -23,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 MODULES = (
     "megatron_lancet.training.pretrain",
@@ -257,6 +259,31 @@ def start_queue_of_saves() -> None:
         filesystem_async.get_write_results_queue("fork")
 
 
+def share_gloo_devices() -> None:
+    """Makes all gloo groups of a rank use one device, and so one thread.
+
+    By default each group has its own, which wakes up a hundred times a second. Four ranks in a layout with two hops
+    have hundreds of groups, and spend more time on that than on the model.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    stock = ProcessGroupGloo.__init__
+
+    @functools.cache
+    def device() -> Any:
+        return ProcessGroupGloo.create_default_device()
+
+    def init(group: Any, store: Any, rank: int, size: int, options: Any = None, timeout: Any = None) -> None:
+        if options is None:
+            options = ProcessGroupGloo._Options()
+            options._devices = [device()]
+            if timeout is not None:
+                options._timeout = timeout
+        stock(group, store, rank, size, options)
+
+    setattr(ProcessGroupGloo, "__init__", init)  # noqa: B010 - mypy forbids to assign to a method
+
+
 def main() -> None:
     """Import, then fork on request."""
     address = Path(sys.argv[1])
@@ -267,6 +294,7 @@ def main() -> None:
     for module in MODULES:
         importlib.import_module(module)
     keep_docstrings()
+    share_gloo_devices()
     gc.freeze()  # a collection in a fork would copy all pages
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         unready = address.with_suffix(".unready")

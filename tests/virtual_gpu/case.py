@@ -1,8 +1,8 @@
 """One small model on the virtual GPU, beside stock on the same weights: gradients, and what the GPU found."""
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -11,9 +11,14 @@ import torch
 
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.mock.mock_world import mock_world
-from megatron_lancet.patching import replaced
+from megatron_lancet.model.dispatcher import rounds
+from megatron_lancet.model.dispatcher.row_limit import Counts, RowLimit
+from megatron_lancet.patching import around, replaced
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.runtime.transport.base import TokenCounts
+from megatron_lancet.schedule.nodes import Nodes
+from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.training.megatron.paired_schedules import paired_schedules
@@ -29,6 +34,8 @@ from tests.virtual_gpu.pipeline import first_stage, pipeline_step
 NUM_RANKS, EP = 8, 4
 STREAMS = ("compute", "comm", "counts", "DDP", "NCCL")
 """Names of streams, or parts of them."""
+HOPS = {OpKind.NODE_DISPATCH: "between nodes", OpKind.LOCAL_DISPATCH: "inside a node"}
+"""Ends of the names of the streams of two hops, by a kind of message that is on them."""
 IN_ORDER: tuple[str, ...] = ()
 """No stream is late."""
 
@@ -47,6 +54,8 @@ class Case:
         equals_stock: the mock's collectives give chunks the numbers of the whole; else only steps are compared.
         num_scheduled: micro-batches of a step of Megatron's schedule without pipeline parallelism, which runs pairs;
             None if the test's own loop runs the step.
+        nodes: how expert-parallel groups lie on nodes, for plans with two hops.
+        max_rows: that a rank's experts work on at a time; None for any number.
     """
 
     plans: Sequence[Plan]
@@ -60,6 +69,8 @@ class Case:
     is_traced: bool = False
     equals_stock: bool = True
     num_scheduled: int | None = None
+    nodes: Nodes | None = None
+    max_rows: int | None = None
 
     @property
     def num_micro_batches(self) -> int:
@@ -198,7 +209,9 @@ def _our_steps(case: Case, overrides: dict[str, Any], gpu: VirtualGpu, stack: Ex
     device = torch.device("cuda")
     stats = CommStats(device)
     micro_ops = MicroOps(round(case.micro_op_mb * 1e6)) if case.micro_op_mb is not None else None
-    setup = OverlapSetup(case.plans[0], device, stats, timedelta(minutes=2), False, case.switchable, micro_ops)
+    setup = OverlapSetup(
+        case.plans[0], device, stats, timedelta(minutes=2), False, case.switchable, micro_ops, nodes=case.nodes
+    )
     if setup.scheduler is not None:
         from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
 
@@ -206,7 +219,12 @@ def _our_steps(case: Case, overrides: dict[str, Any], gpu: VirtualGpu, stack: Ex
     if case.num_scheduled is not None:
         stack.enter_context(paired_schedules(lambda: setup.stages))
     setup([model])
+    if case.max_rows is not None:
+        stack.enter_context(rounds_in_loopback())
+        setup.limit_expert_rows(case.max_rows)
     name_streams(setup._comm.transport)
+    for kind, place in (HOPS if case.nodes is not None else {}).items():
+        setup._comm.transport_of(Op(1, 0, Phase.FORWARD, kind))._stream.name = f"comm {place}"
     ddp = _wrapped(case, model, config, precision, setup.delays_weight_grads)
     _step(case, ddp)  # DDP only counts; from the second step on reductions start as gradients become ready
     logged_losses()
@@ -229,6 +247,31 @@ def _our_steps(case: Case, overrides: dict[str, Any], gpu: VirtualGpu, stack: Ex
             logged_losses()
             stats.take()
     return found
+
+
+@contextmanager
+def rounds_in_loopback() -> Iterator[None]:
+    """Makes rounds in which a rank sends as many rows to another one as it receives, as the mocked group needs it.
+
+    The counts of other ranks are the mock's, and the rows for each expert are cut, not the line of them. Rows at a cut
+    may then go to a neighbouring expert, so results are compared between steps, and not with stock's.
+    """
+
+    def of_peers(stock: Any, limit: RowLimit, counts: TokenCounts) -> tuple[TokenCounts, list[list[int]]]:
+        found, of_all = stock(limit, counts)
+        num_local = len(of_all[0]) // len(of_all)
+        by_peer = [of_all[0][first : first + num_local] for first in range(0, len(of_all[0]), num_local)]
+        # As ``counts_of_all_ranks`` for rank 0, on the host.
+        ranks = range(len(by_peer))
+        return found, [[rows for to in ranks for rows in by_peer[(rank + to) % len(by_peer)]] for rank in ranks]
+
+    def cut_rows(_: Any, counts: Counts, num_ranks: int, number: int) -> torch.Tensor:
+        by_source = torch.tensor(counts).view(num_ranks, 1, num_ranks, -1).permute(2, 3, 1, 0)
+        upto = torch.stack([by_source * index // number for index in range(number + 1)])
+        return upto.diff(dim=0)
+
+    with around(RowLimit, "of_peers", of_peers), around(rounds, "cut_rows", cut_rows):
+        yield
 
 
 def _watched_step(

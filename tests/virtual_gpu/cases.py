@@ -1,10 +1,23 @@
 """The cases that run on the virtual GPU."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan, paired
+from megatron_lancet.patching import around
+from megatron_lancet.schedule.nodes import Nodes
+from megatron_lancet.schedule.plan import (
+    ChunkDim,
+    Dispatch,
+    DwPolicy,
+    Gap,
+    OverlapRange,
+    Plan,
+    Segment,
+    fixed_plan,
+    paired,
+)
 from tests.parity.gradients.variants import CAPACITY, FULL, GAPS, MLA, dedup
 from tests.virtual_gpu.case import IN_ORDER, Case
 from tests.virtual_gpu.pipeline import PIPELINE
@@ -15,6 +28,9 @@ NO_DW = fixed_plan(2, DwPolicy.NONE)
 PAIRED, PAIRED_NO_DW = paired(ONE), paired(fixed_plan(1, DwPolicy.NONE))
 MIX = paired(ONE, TWO)
 DEDUP = dedup(ONE)
+TWO_HOPS = [fixed_plan(count, dispatch=Dispatch.TWO_HOP) for count in (1, 2)]
+NODES = Nodes(2, 2)
+HOPS_LATE = (IN_ORDER, ("between nodes",), ("inside a node",), ("compute",))
 WHOLE_EXPERTS = fixed_plan(1, overlap_range=OverlapRange.EXPERTS)
 FORWARD_GAPS = (
     Gap("L1.c0.F.dispatch", ("W.output_layer",)),
@@ -87,6 +103,14 @@ CASES: dict[str, Case] = {
     "dedup/k=2": Case([dedup(TWO)], late=EACH_LATE[1:4]),
     "dedup/capacity": Case([dedup(WHOLE_EXPERTS)], {**CAPACITY, **selective("moe")}, late=COMM_LATE),
     "dedup/switches": paired_case([ONE, DEDUP, paired(DEDUP)], switchable=True),
+    "two-hop/k=1": Case(TWO_HOPS[:1], late=HOPS_LATE, nodes=NODES),
+    "two-hop/k=2": Case(TWO_HOPS[1:], late=HOPS_LATE, nodes=NODES),
+    "two-hop/priority": Case(TWO_HOPS[1:], micro_op_mb=0.005, late=DDP_LATE, nodes=NODES),
+    "two-hop/switches": paired_case(
+        [ONE, TWO_HOPS[0], paired(TWO_HOPS[0])], switchable=True, late=HOPS_LATE[1:3], nodes=NODES
+    ),
+    "guarded/priority": Case([TWO], late=EACH_LATE[:4], micro_op_mb=0.005, max_rows=40, equals_stock=False),
+    "guarded/dedup/paired": paired_case([paired(DEDUP)], late=COMM_LATE, max_rows=40, equals_stock=False),
     "llama-like": Case([TWO], {**LLAMA, "gated_linear_unit": True, "add_bias_linear": True}),
     "paired/k=1": paired_case([PAIRED], late=EACH_LATE),
     "paired/k=1/dw-none": paired_case([PAIRED_NO_DW], switchable=True, late=COMM_LATE),
@@ -117,6 +141,29 @@ TE_CASES: dict[str, Case] = {
 """Cases where Megatron finds Transformer Engine. Megatron's recompute of norms needs that, with local layers, too."""
 
 SMALL: dict[str, Any] = {"num_layers": 2}
+
+
+class _Early:
+    """A point in time before all kernels."""
+
+    def block(self, stream: Any) -> None:
+        """Lets ``stream`` go on."""
+
+
+def local_rows_too_early(stack: ExitStack) -> None:
+    """Negative control: the second hop does not wait for the kernel that makes its rows of those of the first."""
+    from megatron_lancet.runtime.transport.nccl import StreamTransport
+
+    def launch(stock: Any, transport: Any, *message: Any) -> Any:
+        is_inside = transport._stream.name == "comm inside a node"
+        return stock(transport, *message[:4], _Early()) if is_inside else stock(transport, *message)
+
+    stack.enter_context(around(StreamTransport, "launch", launch))
+
+
+DAMAGED = {"local-rows-too-early": (Case(TWO_HOPS[:1], SMALL, nodes=NODES), local_rows_too_early)}
+"""Cases in which something is wrong, and what."""
+
 REPEATED = {"num_layers": 1, "mtp_num_layers": 2, "mtp_use_repeated_layer": True}
 MUTANT_CASES: dict[str, Case | Program] = {
     "two-chunks": Case([TWO], SMALL),
@@ -128,6 +175,7 @@ MUTANT_CASES: dict[str, Case | Program] = {
     "capacity": Case([fixed_plan(2, overlap_range=OverlapRange.EXPERTS)], {**SMALL, **CAPACITY}),
     "repeated": Case([fixed_plan(1, DwPolicy.NONE)], REPEATED, switchable=True),
     "traced": Case([TWO], SMALL, is_traced=True),
+    "rounds": Case([ONE], SMALL, max_rows=40, equals_stock=False),
     **PROGRAMS,
 }
 """Small cases for mutants, in the order in which they are tried."""

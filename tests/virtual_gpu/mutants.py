@@ -54,6 +54,11 @@ NEEDLESS: dict[tuple[str, str, str], str] = {
     ("profiler/links.py", "_between_ms", "end.synchronize()"): _TIMES,
     ("profiler/slowdown.py", "timed_ms", "pair.end.record()"): _TIMES,
     ("profiler/slowdown.py", "timed_ms", "pair.end.synchronize()"): _TIMES,
+    (
+        "training/load/rebalance.py",
+        "Rebalancer._rebalance",
+        "torch.cuda.synchronize()",
+    ): "It times the moves of experts between two steps. Whoever uses a moved weight is behind its message already.",
     ("training/observe/step_recorder.py", "StepRecorder._timed", "pair.end.record()"): _STEP_TIMES,
     ("training/observe/step_recorder.py", "StepRecorder._read", "duration.end.synchronize()"): _STEP_TIMES,
     ("runtime/transport/works.py", "WorksTransfer.__init__", "self._buffers = ..."): _GLOO,

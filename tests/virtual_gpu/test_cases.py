@@ -9,7 +9,8 @@ import pytest
 from megatron_lancet.schedule.plan import Dispatch, DwPolicy
 from tests.ranks import launch
 from tests.small_gpt import SETTINGS
-from tests.virtual_gpu.cases import CASES, TE_CASES
+from tests.virtual_gpu.case import HOPS
+from tests.virtual_gpu.cases import CASES, DAMAGED, TE_CASES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -45,6 +46,11 @@ def test_steps_are_ordered_and_free_no_memory_in_use(results, name):
     assert results[name]["problems"] == []
 
 
+@pytest.mark.parametrize("name", DAMAGED)
+def test_message_that_leaves_before_its_rows_are_made_is_found(results, name):
+    assert "race" in results[name]
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_losses_and_gradients_equal_stocks_with_late_streams(results, name):
     case, found = ALL[name], results[name]
@@ -60,7 +66,11 @@ def test_all_to_alls_run_beside_the_compute_stream(results, name):
     # Without CUDA, Megatron's gathers of unequal parts between the holders of an expert are all-to-alls, too.
     others = {"compute"} if ALL[name].layout.get("expert_tensor_parallel_size", 1) > 1 else set()
     has_counts = not all(needs_no_counts(ALL[name], plan) for plan in ALL[name].plans)
-    assert set(results[name]["exchanges"]) - others == ({"comm", "counts"} if has_counts else {"comm"})
+    streams = {"counts"} if has_counts else set()
+    for plan in ALL[name].plans:
+        hops = {f"comm {place}" for place in HOPS.values()}
+        streams |= hops if plan.dispatch is Dispatch.TWO_HOP else {"comm"}
+    assert set(results[name]["exchanges"]) - others == streams
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -14,7 +14,8 @@ import torch
 
 from megatron_lancet.mock.link import Link
 from megatron_lancet.patching import around
-from megatron_lancet.planning.profile import LinkTimes, ModelFacts, Profile
+from megatron_lancet.planning.link_times import LinkTimes
+from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.profiler.facts import ProfiledModel, model_facts

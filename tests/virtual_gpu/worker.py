@@ -17,7 +17,7 @@ import torch
 from tests.ranks.worker import run_on_cpu, run_on_cpu_with_te
 from tests.virtual_gpu import mutants
 from tests.virtual_gpu.case import Case, run
-from tests.virtual_gpu.cases import CASES, MUTANT_CASES, TE_CASES
+from tests.virtual_gpu.cases import CASES, DAMAGED, MUTANT_CASES, TE_CASES
 
 TE_FLAG, MUTANTS_FLAG = "--te", "--mutants"
 
@@ -56,6 +56,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     results = judged() if MUTANTS_FLAG in sys.argv else shown(TE_CASES if TE_FLAG in sys.argv else CASES)
+    if len(sys.argv) == 2:
+        results |= {name: [problem.kind for problem in run(*damaged).problems] for name, damaged in DAMAGED.items()}
     Path(f"{sys.argv[1]}.0").write_text(json.dumps(results))
 
 

@@ -9,7 +9,7 @@ rows received, E experts, P ranks of the expert-parallel group, e = E / P local 
 m rows of the local experts (m = r where V = 1), H hidden size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +21,10 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 
-from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes
+from megatron_lancet.model.dispatcher.distinct_rows import PlainRows
+from megatron_lancet.model.dispatcher.rounds import Round, rounds_of
+from megatron_lancet.model.dispatcher.routes import OverLimit, PendingRoutes, Routes
+from megatron_lancet.model.dispatcher.row_limit import launch_counts
 from megatron_lancet.model.dispatcher.row_order import by_expert
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.transport.base import ReadyEvent
@@ -76,8 +79,11 @@ class AllToAllDispatcher:
             routing_map_tE: bool; to be kept until the counts have been waited for, as a :class:`Permutation` does.
             routed: the point in time at which ``routing_map_tE`` was complete.
         """
-        exchange = self._comm.launch_counts(op, partial(self._count, routing_map_tE), routed)
-        return PendingRoutes(exchange, Routes, self._tp_size, self._tp_group.rank())
+        peers = self._num_ranks * self._tp_size
+        count = partial(self._count, routing_map_tE)
+        exchange, limit = launch_counts(self._comm, op, count, routing_map_tE, routed, peers)
+        make = partial(Routes.of, tp_size=self._tp_size, tp_rank=self._tp_group.rank())
+        return PendingRoutes(exchange, make, Routes.rows_to, self._tp_size, self._num_ranks, limit)
 
     def even_routes(self, rows_per_expert: int, device: torch.device) -> Routes:
         """Returns the routes of a chunk in which every rank sends equally many rows to every expert; sends no counts.
@@ -90,6 +96,24 @@ class AllToAllDispatcher:
             shape = self._num_ranks, self._num_local_experts, self._tp_size
             self._even_routes[rows_per_expert] = Routes.even(rows_per_expert, *shape, device)
         return self._even_routes[rows_per_expert]
+
+    def rounds(self, over: OverLimit) -> tuple[Sequence[int], list[Round]]:
+        """What a chunk over the limit of rows sends in each of its rounds.
+
+        Returns:
+            Rows that this rank sends to each expert, [E], and the rounds.
+        """
+        own, place = self._comm.own_rank, self._tp_group.rank()
+        made = rounds_of(over.counts, self._num_ranks, over.num_rounds, own, place, over.like)
+        return over.counts[own * self._tp_size + place], made
+
+    def most_rows(self, num_tokens: int, topk: int) -> int:
+        """The largest number of rows of a chunk.
+
+        Args:
+            topk: experts of a token at most.
+        """
+        return num_tokens * topk
 
     def permute(
         self, hidden_sbH: torch.Tensor, probs_tE: torch.Tensor, routing_map_tE: torch.Tensor, num_rows: int
@@ -109,6 +133,13 @@ class AllToAllDispatcher:
         )
         assert probs_n is not None
         return (tokens_nH, probs_n), Permutation(row_ids, routing_map_tE, hidden_sbH.shape)
+
+    def of_each_expert(
+        self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]
+    ) -> PlainRows:
+        """The rows as they are; see :class:`Dispatcher`."""
+        tokens_nH, probs_n = rows
+        return PlainRows(tokens_nH, probs_n, None)
 
     def _count(self, routing_map_tE: torch.Tensor) -> torch.Tensor:
         """Returns the counts that are sent, [P * V * e]."""

@@ -4,14 +4,17 @@ Legend of shapes: t tokens of the chunk, E experts, N rows sent, M rows that the
 the local experts, H hidden size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from megatron_lancet.model.dispatcher.routes import PendingRoutes
+from megatron_lancet.model.dispatcher.distinct_rows import PlainRows
+from megatron_lancet.model.dispatcher.routes import DistinctRoutes, PendingRoutes, Routes, TwoHopRoutes
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op
+
+type AnyRoutes = Routes | DistinctRoutes | TwoHopRoutes
 
 
 class Dispatcher(Protocol):
@@ -28,6 +31,13 @@ class Dispatcher(Protocol):
             routed: the point in time at which ``routing_map_tE`` was complete.
         """
 
+    def most_rows(self, num_tokens: int, topk: int) -> int:
+        """The largest number of rows that a chunk sends.
+
+        Args:
+            topk: experts of a token at most.
+        """
+
     def permute(
         self, hidden_sbH: torch.Tensor, probs_tE: torch.Tensor, routing_map_tE: torch.Tensor, num_rows: int
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], Any]:
@@ -38,6 +48,17 @@ class Dispatcher(Protocol):
 
         Returns:
             The rows, and how to put them back.
+        """
+
+    def of_each_expert(
+        self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]
+    ) -> PlainRows:
+        """Makes of the rows that a chunk sends those of the plain dispatch, with a row for each token and expert.
+
+        Args:
+            rows: tokens [N, H] and their probabilities [N, ...]; those behind the rows that are sent don't count.
+            sent: rows of the first message to each rank that it connects.
+            rows_per_expert: E in all.
         """
 
     def collect(

@@ -13,10 +13,9 @@ group, e = E / P local experts, V expert tensor parallel size, d distinct rows s
 of its experts), q distinct rows that this rank's experts see, m rows of the local experts, H hidden size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,13 +24,18 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
+from megatron_lancet.model.dispatcher.distinct_rows import (
+    PlainRows,
+    distinct_rows,
+    of_each_expert,
+    summed,
+    through_experts,
+)
 from megatron_lancet.model.dispatcher.routes import DistinctRoutes, PendingRoutes
+from megatron_lancet.model.dispatcher.row_limit import launch_counts
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op
-
-_BITS = 8
-"""Choices in one number: every type of probabilities holds integers of so many bits exactly."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,11 @@ class DeduplicatedDispatcher:
             routing_map_tE: bool; to be kept until the counts have been waited for.
             routed: the point in time at which ``routing_map_tE`` was complete.
         """
-        exchange = self._comm.launch_counts(op, partial(self._count, routing_map_tE), routed)
-        return PendingRoutes(exchange, DistinctRoutes, self._tp_size, self._tp_group.rank())
+        peers = self._num_ranks * self._tp_size
+        count = partial(self._count, routing_map_tE)
+        exchange, limit = launch_counts(self._comm, op, count, routing_map_tE, routed, peers)
+        make = partial(DistinctRoutes.of, tp_size=self._tp_size, tp_rank=self._tp_group.rank())
+        return PendingRoutes(exchange, make, DistinctRoutes.rows_to, self._tp_size, self._num_ranks, limit)
 
     def _count(self, routing_map_tE: torch.Tensor) -> torch.Tensor:
         """Returns the counts that are sent, [P * V * (1 + e)]."""
@@ -103,17 +110,15 @@ class DeduplicatedDispatcher:
             Tokens [d, H] and, for each, the probabilities of the rank's experts and its choice of them, [d, e + c];
             and how to put them back.
         """
-        goes_Pt = routing_map_tE.view(-1, self._num_ranks, self._num_local_experts).any(dim=2).t()
-        rank_d, token_d = torch.nonzero_static(goes_Pt, size=num_rows, fill_value=0).unbind(dim=1)
-        place_d = token_d * self._num_ranks + rank_d
-        probs_de, chosen_de = (
-            values_tE.reshape(-1, self._num_local_experts).index_select(0, place_d)
-            for values_tE in (probs_tE, routing_map_tE)
-        )
-        tokens_dH = hidden_sbH.reshape(-1, hidden_sbH.shape[-1]).index_select(0, token_d)
-        choice_dc = _as_numbers(chosen_de, probs_tE.dtype)
-        rows = DistinctRows(token_d, routing_map_tE, hidden_sbH.shape)
-        return (tokens_dH, torch.cat((probs_de, choice_dc), dim=1)), rows
+        hidden_tH = hidden_sbH.reshape(-1, hidden_sbH.shape[-1])
+        made = distinct_rows(hidden_tH, probs_tE, routing_map_tE, self._num_ranks, num_rows)
+        return (made.tokens, made.choice), DistinctRows(made.token_d, routing_map_tE, hidden_sbH.shape)
+
+    def of_each_expert(
+        self, rows: tuple[torch.Tensor, ...], sent: Sequence[int], rows_per_expert: Sequence[int]
+    ) -> PlainRows:
+        """Makes a row for each token and expert of the distinct rows that are sent; see :class:`Dispatcher`."""
+        return of_each_expert(rows, sent, rows_per_expert)
 
     def collect(
         self, received: tuple[torch.Tensor, ...], routes: DistinctRoutes, last_expert_first: bool = False
@@ -146,17 +151,7 @@ class DeduplicatedDispatcher:
                 outputs [m, H].
             probs_q: probabilities and choice, [q, e + c].
         """
-        num_experts = self._num_local_experts
-        chosen_eq = _as_bools(probs_q[:, num_experts:], num_experts).t()
-        if last_expert_first:
-            chosen_eq = chosen_eq.flip(0)
-        num_rows = int(routes.rows_per_expert.sum())
-        expert_m, place_m = torch.nonzero_static(chosen_eq, size=num_rows).unbind(dim=1)
-        if last_expert_first:
-            expert_m = num_experts - 1 - expert_m
-        probs_m = probs_q[:, :num_experts].reshape(-1).index_select(0, place_m * num_experts + expert_m)
-        output_mH = run(tokens_qH.index_select(0, place_m), probs_m)
-        return _summed(output_mH, place_m, len(tokens_qH))
+        return through_experts(run, tokens_qH, probs_q, routes.rows_per_expert, last_expert_first)
 
     def sort_by_peer(
         self,
@@ -181,41 +176,4 @@ class DeduplicatedDispatcher:
     def unpermute(self, rows_dH: torch.Tensor, permutation: DistinctRows) -> torch.Tensor:
         """Sum the rows of each token: the chunk's output, [s, b, H]."""
         shape_sbH = permutation.hidden_shape
-        return _summed(rows_dH, permutation.token_d[: len(rows_dH)], shape_sbH[:-1].numel()).view(shape_sbH)
-
-
-class _SummedRows(torch.autograd.Function):
-    """Sums rows by their place. With torch's ``index_add`` autograd would keep them until the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, place: torch.Tensor, num_places: int) -> torch.Tensor:
-        ctx.save_for_backward(place)
-        return rows.new_zeros((num_places, *rows.shape[1:])).index_add_(0, place, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (place,) = ctx.saved_tensors
-        return grad.index_select(0, place), None, None
-
-
-def _summed(rows: torch.Tensor, place: torch.Tensor, num_places: int) -> torch.Tensor:
-    """Sums rows [n, H] with the same place, in their order: [num_places, H]."""
-    return cast(torch.Tensor, _SummedRows.apply(rows, place, num_places))
-
-
-def _as_numbers(chosen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Packs bools [d, e] into numbers [d, ceil(e / 8)]: these travel with the probabilities."""
-    padded = torch.nn.functional.pad(chosen, (0, -chosen.size(1) % _BITS))
-    values = torch.bitwise_left_shift(torch.ones_like(_places(chosen)), _places(chosen))
-    # Where no row is sent, a -1 in the shape would be ambiguous.
-    return (padded.view(len(chosen), padded.size(1) // _BITS, _BITS) * values).sum(dim=2).to(dtype)
-
-
-def _as_bools(numbers: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Undoes :func:`_as_numbers`; [q, e]."""
-    bits = torch.bitwise_right_shift(numbers.detach().to(torch.int32).unsqueeze(2), _places(numbers)).bitwise_and(1)
-    return bits.flatten(1)[:, :num_experts].bool()
-
-
-def _places(like: torch.Tensor) -> torch.Tensor:
-    return torch.arange(_BITS, dtype=torch.int32, device=like.device)
+        return summed(rows_dH, permutation.token_d[: len(rows_dH)], shape_sbH[:-1].numel()).view(shape_sbH)

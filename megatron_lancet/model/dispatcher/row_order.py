@@ -7,6 +7,8 @@ from the counts that arrived there. Values are moved and not computed, so the bi
 Legend of shapes: S sources, e local experts, m rows of the local experts.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,11 @@ def by_expert(values_Se: torch.Tensor, last_expert_first: bool) -> torch.Tensor:
 
 
 class RowOrder:
-    """A permutation of m rows, and the one that undoes it."""
+    """A permutation of m rows, and the one that undoes it.
+
+    Attributes:
+        index_m: the present place of each row of the new order.
+    """
 
     def __init__(self, index_m: torch.Tensor, inverse_m: torch.Tensor) -> None:
         """
@@ -27,7 +33,7 @@ class RowOrder:
             index_m: the present place of each row of the new order; every place occurs once.
             inverse_m: the new place of each row of the present order.
         """
-        self._index_m, self._inverse_m = index_m, inverse_m
+        self.index_m, self._inverse_m = index_m, inverse_m
 
     @staticmethod
     def by_expert(rows_by_source_Se: torch.Tensor, num_rows: int, last_expert_first: bool = False) -> "RowOrder":
@@ -38,22 +44,42 @@ class RowOrder:
             num_rows: their sum, m.
             last_expert_first: order the experts from the last to the first.
         """
-        sizes_eS = by_expert(rows_by_source_Se, last_expert_first).contiguous()
-        ends_Se = rows_by_source_Se.reshape(-1).cumsum(0).view(rows_by_source_Se.shape)
+        return RowOrder._of_parts(rows_by_source_Se, partial(by_expert, last_expert_first=last_expert_first), num_rows)
+
+    @staticmethod
+    def by_dims(sizes: torch.Tensor, dims: Sequence[int], num_rows: int) -> "RowOrder":
+        """Order rows that are grouped by one thing, there by another and so on, by the same things in another order.
+
+        Args:
+            sizes: number of rows of each group, a dimension for each of the things, on the device of the rows.
+            dims: the dimensions in the new order.
+            num_rows: their sum, m.
+        """
+        return RowOrder._of_parts(sizes, lambda values: values.permute(*dims), num_rows)
+
+    @staticmethod
+    def _of_parts(sizes: torch.Tensor, reordered: Callable[[torch.Tensor], torch.Tensor], num_rows: int) -> "RowOrder":
+        """
+        Args:
+            sizes: number of rows of each part, in their present order.
+            reordered: maps values of the parts to the new order.
+        """
+        new_sizes = reordered(sizes).contiguous()
+        ends = sizes.reshape(-1).cumsum(0).view(sizes.shape)
         # Distance of each part between the two orders: in both, a part begins where the parts before it end.
-        shifts_eS = sizes_eS.view(-1).cumsum(0).view(sizes_eS.shape).sub_(by_expert(ends_Se, last_expert_first))
-        shifts_m = torch.repeat_interleave(shifts_eS.view(-1), sizes_eS.view(-1), output_size=num_rows)
+        shifts = new_sizes.view(-1).cumsum(0).view(new_sizes.shape).sub_(reordered(ends))
+        shifts_m = torch.repeat_interleave(shifts.view(-1), new_sizes.view(-1), output_size=num_rows)
         places_m = torch.arange(num_rows, device=shifts_m.device)
         index_m = places_m - shifts_m
         return RowOrder(index_m, torch.empty_like(index_m).scatter_(0, index_m, places_m))
 
     def apply(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns rows [m, ...] in the new order."""
-        return _Reordered.apply(rows, self._index_m, self._inverse_m)
+        return _Reordered.apply(rows, self.index_m, self._inverse_m)
 
     def undo(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns rows [m, ...] of the new order in the old one."""
-        return _Reordered.apply(rows, self._inverse_m, self._index_m)
+        return _Reordered.apply(rows, self._inverse_m, self.index_m)
 
 
 class _Reordered(torch.autograd.Function):

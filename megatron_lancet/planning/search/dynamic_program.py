@@ -24,7 +24,7 @@ from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.schedule.dw_queue import AT_ONCE, DwRules
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Phase
-from megatron_lancet.schedule.plan import ALL_TO_ALLS_PER_LAYER, DwPolicy, Segment
+from megatron_lancet.schedule.plan import DwPolicy, Segment
 
 EXACT_LAYERS = 6
 _CLOSE_MS = 1e-9
@@ -73,7 +73,7 @@ class DynamicProgram:
         self._exact_layers = exact_layers
         saved = simulator.costs.saved_bytes
         self._saved_bytes = {
-            kind: [saved(kind, choice.chunk_dim, choice.num_chunks) for choice in space.choices]
+            kind: [saved(kind, choice.chunk_dim, choice.num_chunks, space.dispatch) for choice in space.choices]
             for kind in sorted(set(simulator.model.layer_kinds))
         }
         self._times: dict[tuple[DwGuess, Kinds], tuple[float, ...]] = {}
@@ -91,7 +91,7 @@ class DynamicProgram:
             if limits.max_memory_bytes is None:
                 continue
             room_bytes = limits.max_memory_bytes - self._dw_bytes(fastest, policy)
-            if self._simulator.saved_bytes(fastest) > room_bytes:
+            if self._simulator.saved_bytes(fastest, self._space.dispatch) > room_bytes:
                 smaller = self.best_segments(guess, room_bytes)
                 if smaller is not None:
                     yield smaller
@@ -199,7 +199,8 @@ class DynamicProgram:
         forward = simulator.play(steps, Phase.FORWARD, AT_ONCE, simulator.start_ms())
         rules = AT_ONCE
         if guess is DwGuess.ALONE:
-            window = ALL_TO_ALLS_PER_LAYER * choice.num_chunks * max(limits.dw_window_layers, default=1)
+            per_chunk = self._space.dispatch.all_to_alls_per_layer * max(limits.dw_window_layers, default=1)
+            window = per_chunk * choice.num_chunks
             rules = DwRules(window, limits.dw_memory_bytes)
         result = simulator.play(backward(steps), Phase.INPUT_GRAD, rules, forward.end_ms)
         if guess is not DwGuess.ANYWHERE:

@@ -10,7 +10,9 @@ simulate: the best plans and the one of a single chunk everywhere in all micro-b
 other settings at the ends of the step. A lone forward and a lone backward add up to an unpaired micro-batch, so what is
 best there is best at the ends. The result is never predicted slower than the best unpaired plan.
 
-All plans of a search have one dispatch, which their messages' bytes decide (``chosen_dispatch``).
+All plans of a search have one dispatch. Between the plain and the deduplicated one the messages' bytes decide
+(``chosen_dispatch``). Two hops are then compared with the better of these: the uniform plans are simulated with both,
+and two hops are taken if the best of them is faster by more than ``_WORTHWHILE_PART`` leaves to noise.
 
 Three simulators are used, from simple to complete:
 
@@ -29,6 +31,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from megatron_lancet.files import RecordError
+from megatron_lancet.planning.dispatch import with_dispatch
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.dw_placement import planned_gaps
 from megatron_lancet.planning.search.dynamic_program import DynamicProgram
@@ -54,6 +57,12 @@ _NUM_ENDS = 2
 _NUM_PAIRED_WITH_GAPS = 2
 _NUM_LISTED = 16
 _NUM_WITH_GAPS = 6
+_NUM_RIVALS = 6
+"""Number of segmentations, the fastest ones with plain or deduplicated dispatch, that are simulated with two hops."""
+_NUM_COMPARED = 2
+"""Number of segmentations with each dispatch whose dW options are all simulated before one dispatch is taken."""
+_WORTHWHILE_PART = 0.99
+"""Two hops are taken if a step takes at most this part of the time that it takes without."""
 _DIGITS = 6
 """Predictions that agree to the nanosecond count as equal; then the simpler plan wins."""
 
@@ -169,9 +178,13 @@ class Planner:
         self._pairs_all = self._is_exact and num_segmentations <= _MAX_PAIRED
         self._seen: dict[Plan, Alternative] = {}
         self._best: Alternative | None = None
+        self._searched: set[tuple[Segment, ...]] = set()
+        self._num_rejected = 0
 
     def choose(self) -> PlannedStep:
         """Searches the space and returns the best plan."""
+        if self._space.rival is not None:
+            self._space = self._with_faster_dispatch(self._space, self._space.rival)
         uniform = list(self._space.uniform())
         if self._is_exact:
             self._search(self._space.segmentations(), may_skip=False)
@@ -197,12 +210,53 @@ class Planner:
             prediction=self._complete_simulator.predict(best.plan),
             no_overlap=None if no_overlap is None else self._complete_simulator.predict(_as_in_stock(no_overlap)),
             alternatives=tuple(listed),
-            excluded=self._space.excluded,
-            num_simulated=len(self._seen),
+            excluded=(*self._space.excluded, *self._lost_dispatches(best.plan)),
+            num_simulated=len(self._seen) + self._num_rejected,
             is_exact=self._pairs_all if True in self._space.pairing else self._is_exact,
             warning=None if best.fits else self._does_not_fit(best),
             limits=self._limits,
         )
+
+    def _with_faster_dispatch(self, space: SearchSpace, rival: Dispatch) -> SearchSpace:
+        """The space with the dispatch whose uniform plans are faster; the simulated ones of that are kept."""
+        seen = {}
+        fast: list[tuple[Segment, ...]] = []
+        for dispatch in (space.dispatch, rival):
+            self._seen, self._best = {}, None
+            own = space.with_dispatch(dispatch)
+            segmentations = list(own.uniform())
+            if fast:  # what is slow with one dispatch is not the best with another
+                segmentations = [one for one in segmentations if _without_hop_turns(one) in fast]
+            self._search_few(own, segmentations)
+            seen[dispatch] = self._sorted()
+            ordered = dict.fromkeys(_without_hop_turns(one.plan.segments) for one in seen[dispatch])
+            fast = list(dict.fromkeys([_without_hop_turns(segmentations[0]), *list(ordered)[:_NUM_RIVALS]]))
+        best = {dispatch: alternatives[0] for dispatch, alternatives in seen.items()}
+        two, one = best[Dispatch.TWO_HOP], best[space.dispatch if rival is Dispatch.TWO_HOP else rival]
+        is_faster = two.prediction.step_ms <= _WORTHWHILE_PART * one.prediction.step_ms
+        winner, loser = (two, one) if two.fits and (is_faster or not one.fits) else (one, two)
+        chosen, other = winner.plan.dispatch, loser.plan.dispatch
+        self._seen = {alternative.plan: alternative for alternative in seen[chosen]}
+        self._best, self._num_rejected = best[chosen], len(seen[other])
+        why = (
+            f"of the plans with all layers alike, the best takes {loser.prediction.step_ms:.1f} ms with it and "
+            f"{winner.prediction.step_ms:.1f} ms with {chosen}"
+        )
+        return replace(space.with_dispatch(chosen), rival=None, lost=(*space.lost, (other, why)))
+
+    def _search_few(self, space: SearchSpace, segmentations: Iterable[tuple[Segment, ...]]) -> None:
+        """Simulates these segmentations with one dW option each, and the fastest of them with all options."""
+        for segments in segmentations:
+            self._consider(next(space.dw_options(segments)))
+        for one in self._sorted()[:_NUM_COMPARED]:
+            for plan in space.dw_options(one.plan.segments):
+                self._consider(plan)
+
+    def _lost_dispatches(self, plan: Plan) -> Iterator[Exclusion]:
+        """The dispatches that are possible but not as good, with the time that the chosen plan would take with them."""
+        for dispatch, why in self._space.lost:
+            step_ms = self._complete_simulator.predict(with_dispatch(plan, dispatch)).step_ms
+            yield Exclusion(f"dispatch={dispatch}", f"{why}; this plan would take {step_ms:.1f} ms with it")
 
     def _with_reductions(self, ordered: list[Alternative], simulator: Simulator) -> list[Alternative]:
         """The best segmentations and the plan without overlap, predicted with gradient reductions."""
@@ -226,11 +280,10 @@ class Planner:
         Args:
             may_skip: whether to skip plans with deferred dWs that would lose even without exposed backward time.
         """
-        done = {plan.segments for plan in self._seen}
         for segments in segmentations:
-            if segments in done:
+            if segments in self._searched:
                 continue
-            done.add(segments)
+            self._searched.add(segments)
             floor_ms = self._floor_ms(segments) if may_skip else 0.0
             for plan in self._space.dw_options(segments):
                 best = self._best
@@ -325,3 +378,7 @@ def _as_in_stock(no_overlap: Plan) -> Plan:
 
 def _segmentation(plan: Plan) -> tuple[object, ...]:
     return plan.segments, plan.is_paired, plan.at_ends.segments
+
+
+def _without_hop_turns(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    return tuple(replace(segment, hop_turns=False) for segment in segments)

@@ -1,16 +1,16 @@
 """The plans that the planner may choose from, and why others are excluded."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from megatron_lancet.files import RecordError
+from megatron_lancet.files import OMITTED_AT_DEFAULT, RecordError
+from megatron_lancet.planning.dispatch import is_evident
 from megatron_lancet.planning.distinct_rows import DistinctParts
 from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.lowering import Loads
 from megatron_lancet.schedule.plan import (
-    ALL_TO_ALLS_PER_LAYER,
     ChunkDim,
     Dispatch,
     DwPolicy,
@@ -25,10 +25,15 @@ _WORTHWHILE_PART = 0.99
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A part of the search space that is not considered, and why, both in words."""
+    """A part of the search space that is not considered, and why, both in words.
+
+    Attributes:
+        is_evident: whether the reason is plain from the layout, so that it is said only to those who ask.
+    """
 
     what: str
     reason: str
+    is_evident: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,12 @@ class SegmentChoice:
     chunk_dim: ChunkDim = ChunkDim.BATCH
     range: OverlapRange = OverlapRange.STACK
     chunk_multiple: int = 1
+    hop_turns: bool = False
 
     def segment(self, first_layer: int, last_layer: int | None) -> Segment:
         """The segment of these layers (global numbers, None for the model's last) that runs in this way."""
-        return Segment(first_layer, last_layer, self.num_chunks, self.chunk_dim, self.range, self.chunk_multiple)
+        parts = self.num_chunks, self.chunk_dim, self.range, self.chunk_multiple, self.hop_turns
+        return Segment(first_layer, last_layer, *parts)
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,8 @@ class SearchSpace:
         joints: numbers of the layers that begin a run on the stage of the layer before.
         pairing: allowed values of whether backwards run beside forwards.
         dispatch: what all-to-alls carry in all plans of the space; see :func:`chosen_dispatch`.
+        rival: another dispatch that may be better, which simulations have to tell; None if there is none.
+        lost: dispatches that are allowed and possible but not as good, and why.
     """
 
     choices: tuple[SegmentChoice, ...]
@@ -95,6 +104,8 @@ class SearchSpace:
     joints: frozenset[int] = frozenset()
     pairing: tuple[bool, ...] = (False,)
     dispatch: Dispatch = Dispatch.PLAIN
+    rival: Dispatch | None = None
+    lost: tuple[tuple[Dispatch, str], ...] = ()
 
     @staticmethod
     def of(costs: CostModel, limits: Limits) -> "SearchSpace":
@@ -121,15 +132,25 @@ class SearchSpace:
         if True in pairing and (why := _unpairable(costs.model)) is not None:
             excluded.append(Exclusion("pairing", why))
             pairing = tuple(allowed for allowed in pairing if not allowed)
-        dispatch, other = chosen_dispatch(costs.profile, limits.dispatches)
-        excluded += [other] if other is not None else []
+        dispatches = chosen_dispatch(costs, limits.dispatches)
+        excluded += dispatches.excluded
+        dispatch = dispatches.chosen
         has_dw_option = DwPolicy.NONE in limits.dw_policies or (limits.dw_policies and limits.dw_window_layers)
         if not choices or not has_dw_option or not pairing or dispatch is None:
             raise RecordError(f"the limits leave no plan: {'; '.join(f'{e.what}: {e.reason}' for e in excluded)}")
         order = tuple(OverlapRange)
         unique = sorted(set(choices), key=lambda one: (one.num_chunks, -order.index(one.range), one.chunk_dim))
         runs, kept = stage_runs(costs.model), tuple(dict.fromkeys(excluded))
-        return SearchSpace(tuple(unique), runs, limits, kept, _joints(costs.model), pairing, dispatch)
+        rival, lost = dispatches.rival, dispatches.lost
+        space = SearchSpace(tuple(unique), runs, limits, kept, _joints(costs.model), pairing, dispatch, rival, lost)
+        return space.with_dispatch(dispatch)
+
+    def with_dispatch(self, dispatch: Dispatch) -> "SearchSpace":
+        """The space of plans with another dispatch; its choices differ where chunks have more to choose."""
+        choices = [choice for choice in self.choices if not choice.hop_turns]
+        if dispatch is Dispatch.TWO_HOP:
+            choices += [replace(choice, hop_turns=True) for choice in choices if choice.num_chunks > 1]
+        return replace(self, dispatch=dispatch, choices=tuple(choices))
 
     def joined(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
         """The segments of all runs as those of a plan, in which layers that run alike read the same for every model.
@@ -168,7 +189,7 @@ class SearchSpace:
         if DwPolicy.NONE in limits.dw_policies:
             yield Plan(segments, DwPolicy.NONE, dispatch=dispatch)
         if DwPolicy.FILL in limits.dw_policies:
-            per_layer = ALL_TO_ALLS_PER_LAYER * max(segment.num_chunks for segment in segments)
+            per_layer = dispatch.all_to_alls_per_layer * max(segment.num_chunks for segment in segments)
             for layers in sorted(set(limits.dw_window_layers)):
                 yield Plan(segments, DwPolicy.FILL, per_layer * layers, limits.dw_memory_bytes, dispatch=dispatch)
 
@@ -190,29 +211,51 @@ class SearchSpace:
                     yield (choice.segment(first, end), *tail)
 
 
-def chosen_dispatch(profile: Profile, allowed: Sequence[Dispatch]) -> tuple[Dispatch | None, Exclusion | None]:
-    """What all-to-alls carry in every plan for a profile, and why not the other; None if nothing is possible.
+@dataclass(frozen=True)
+class DispatchChoice:
+    """What all-to-alls carry; see :class:`SearchSpace`. ``chosen`` is None if no dispatch is allowed and possible."""
 
-    Plans are not simulated with both, which would take twice as long, because the messages' bytes decide. Whatever the
-    segments and chunks, deduplicated dispatch sends about the same part of the plain one's bytes in the same messages,
-    and the compute ops take as long (:class:`~megatron_lancet.planning.simulation.lowering.Lowering`). If that part is
-    below 1, each message arrives earlier or at the same time and nothing else changes, so a plan is at most as slow
-    with it as without. (Which weight gradients fit into the shorter gaps may differ, as in any greedy schedule; no
-    random machine was found where that makes a step longer.) If it is not below 1, or hardly, the plain dispatch is as
-    fast and has stock's order of sums.
+    chosen: Dispatch | None
+    rival: Dispatch | None
+    lost: tuple[tuple[Dispatch, str], ...]
+    excluded: tuple[Exclusion, ...]
+
+
+def chosen_dispatch(costs: CostModel, allowed: Sequence[Dispatch]) -> DispatchChoice:
+    """What all-to-alls carry in every plan for a profile, and why not something else.
+
+    Plans are not simulated with both plain and deduplicated dispatch, which would take twice as long, because the
+    messages' bytes decide. Whatever the segments and chunks, deduplicated dispatch sends about the same part of the
+    plain one's bytes in the same messages, and the compute ops take about as long
+    (:class:`~megatron_lancet.planning.simulation.lowering.Lowering`). If that part is below 1, each message arrives
+    earlier or at the same time and nothing else changes, so a plan is at most as slow with it as without. (Which weight
+    gradients fit into the shorter gaps may differ, as in any greedy schedule; no random machine was found where that
+    makes a step longer.) If it is not below 1, or hardly, the plain dispatch is as fast and has stock's order of sums.
+
+    Two hops have other messages on other wires, so bytes do not decide: they are the rival of the better one of these.
     """
-    if Dispatch.DEDUP not in allowed:
-        return (Dispatch.PLAIN, None) if allowed else (None, Exclusion("dispatches", "none is allowed"))
-    model, what = profile.model, f"dispatch={Dispatch.DEDUP}"
-    may_be_plain = Dispatch.PLAIN in allowed
-    if (why_not := model.why_not_dedup) is not None:
-        return (Dispatch.PLAIN if may_be_plain else None), Exclusion(what, why_not)
-    if not may_be_plain:
-        return Dispatch.DEDUP, None
-    part = part_of_bytes(profile)
-    if part <= _WORTHWHILE_PART:
-        return Dispatch.DEDUP, None
-    return Dispatch.PLAIN, Exclusion(what, f"its messages would have {100 * part:.0f} % of the plain ones' bytes")
+    if not allowed:
+        return DispatchChoice(None, None, (), (Exclusion("dispatches", "none is allowed"),))
+    model = costs.model
+    why_not = {Dispatch.DEDUP: model.why_not_dedup, Dispatch.TWO_HOP: costs.why_not_two_hop}
+    excluded = tuple(
+        Exclusion(f"dispatch={one}", why, is_evident(one, model.nodes, model.ep_size, model.num_experts, model.topk))
+        for one in allowed
+        if (why := why_not.get(one)) is not None
+    )
+    possible = [one for one in allowed if why_not.get(one) is None]
+    lost: tuple[tuple[Dispatch, str], ...] = ()
+    if {Dispatch.PLAIN, Dispatch.DEDUP} <= set(possible):
+        part = part_of_bytes(costs.profile)
+        of_plain = f"{100 * part:.0f} % of the plain ones' bytes"
+        if part <= _WORTHWHILE_PART:
+            loser, why_lost = Dispatch.PLAIN, f"with {Dispatch.DEDUP} messages have {of_plain}"
+        else:
+            loser, why_lost = Dispatch.DEDUP, f"its messages would have {of_plain}"
+        possible.remove(loser)
+        lost = ((loser, why_lost),)
+    chosen, rival = (*possible, None, None)[:2]
+    return DispatchChoice(chosen, rival, lost, excluded)
 
 
 def part_of_bytes(profile: Profile) -> float:

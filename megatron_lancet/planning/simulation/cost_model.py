@@ -2,10 +2,15 @@
 
 Values of measured chunk counts are used as they are. Values of other chunk counts are interpolated between the
 measured ones of the same dimension, by the size of a chunk. A count of 1 belongs to both dimensions.
+
+Another dispatch than the plain one is profiled with few chunk counts, often only with one. Its costs are those of the
+plain dispatch, scaled by the ratio of both in the nearest chunk count that was measured with both.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
+from statistics import fmean
 from typing import NamedTuple
 
 from megatron_lancet.files import RecordError
@@ -13,10 +18,22 @@ from megatron_lancet.planning.profile import MemoryUse, ModelFacts, OpTime, Prof
 from megatron_lancet.planning.simulation.curve import Curve
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes, most_chunks
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim
+from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, OpKind, Phase
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch
 
 _BESIDE_LAYERS = (OpKind.EMBEDDING, OpKind.HEAD, OpKind.CUT)
+_LIKE = {OpKind.NODE_ROWS.value: OpKind.PREPROCESS.value, OpKind.NODE_SUMS.value: OpKind.POSTPROCESS.value}
+"""Ops between two hops, and those of the plain dispatch that move rows in the same way: made of tokens, or summed."""
+_MEASURED_AS = {
+    Dispatch.PLAIN: (),
+    Dispatch.DEDUP: (Dispatch.DEDUP,),
+    Dispatch.TWO_HOP: (Dispatch.TWO_HOP, Dispatch.DEDUP),
+}
+"""Dispatches whose ops do as much as those of a plan's, the nearest first; the plain one comes after them."""
+_NO_HOPS = (
+    "the profile has no times of messages between nodes and inside a node; profile again, on several nodes or with "
+    "--lancet-ranks-per-node"
+)
 
 
 class UnknownCost(RecordError):  # noqa: N818 - the name states the problem
@@ -36,6 +53,21 @@ class DwCost(NamedTuple):
     ms: float
     pinned_bytes: int
     layers_back: int = 0
+
+
+class _WireTimes(NamedTuple):
+    """Times of messages over one wire, by bytes that a rank sends: of a message alone, and behind another one."""
+
+    alone: Curve
+    queued: Curve
+
+    @staticmethod
+    def of(alone: Sequence[tuple[int, float]], queued: Sequence[tuple[int, float]]) -> "_WireTimes | None":
+        """The curves through measured points; None without any."""
+        if not alone:
+            return None
+        curve = Curve(alone, flat_below=True)
+        return _WireTimes(curve, Curve(queued, flat_below=True) if queued else curve)
 
 
 class CostModel:
@@ -59,10 +91,12 @@ class CostModel:
             self._memory[use.layer_kind].append(use)
         if profile.model.ep_size > 1 and not profile.link.all_to_all:
             raise UnknownCost("the profile has no all-to-all times; profile the link too")
-        self._message = Curve(profile.link.all_to_all, flat_below=True) if profile.link.all_to_all else None
+        link = profile.link
+        self._wires = dict.fromkeys(OpKind, _WireTimes.of(link.all_to_all, link.queued))
+        self._wires |= dict.fromkeys(BETWEEN_NODES, _WireTimes.of(link.between_nodes, link.between_nodes_queued))
+        self._wires |= dict.fromkeys(INSIDE_NODE, _WireTimes.of(link.inside_node, link.inside_node_queued))
         self._all_reduce = Curve(profile.link.all_reduce, flat_below=True) if profile.link.all_reduce else None
         self._gradients = {(dw.layer_kind, dw.name): (dw.after, dw.weight_bytes) for dw in profile.weight_grads}
-        self._queued = Curve(profile.link.queued, flat_below=True) if profile.link.queued else self._message
         self.op_ms = cache(self._op_ms)
         self.weight_grads = cache(self._weight_grads)
         self.saved_bytes = cache(self._saved_bytes)
@@ -90,19 +124,46 @@ class CostModel:
         counts = {
             op.num_chunks
             for op in self.profile.ops
-            if op.layer_kind is not LayerKind.NONE and (op.chunk_dim is dim or op.num_chunks == 1)
+            if op.layer_kind is not LayerKind.NONE and (op.chunk_dim is dim or op.num_chunks == 1) and _is_plain(op)
         }
         return tuple(sorted(counts))
 
-    def message_ms(self, num_bytes: float) -> float:
-        """Time from launch to arrival of ``num_bytes`` that a rank sends to others; 0 without expert parallelism."""
-        return 0.0 if self._message is None or self.model.ep_size == 1 else self._message.at(num_bytes)
+    @property
+    def why_not_two_hop(self) -> str | None:
+        """Why plans with two hops can't be simulated, as the end of a sentence; None if they can."""
+        if (why_not := self.model.why_not_two_hop) is not None:
+            return why_not
+        link = self.profile.link
+        return None if link.between_nodes and link.inside_node else _NO_HOPS
 
-    def queued_ms(self, num_bytes: float) -> float:
-        """Time by which a message of ``num_bytes`` arrives after the previous one if it is queued behind that."""
-        if self._queued is None or self.model.ep_size == 1:
-            return 0.0
-        return self._queued.at(num_bytes)
+    def message_ms(self, num_bytes: float, kind: OpKind = OpKind.DISPATCH) -> float:
+        """Time from launch to arrival of ``num_bytes`` that a rank sends to others; 0 without expert parallelism.
+
+        Args:
+            kind: kind of the message, which says whether it goes to all ranks of the group, between nodes or inside a
+                node.
+
+        Raises:
+            UnknownCost: the profile has no times of messages that go so far.
+        """
+        return 0.0 if self.model.ep_size == 1 else self._wire_of(kind).alone.at(num_bytes)
+
+    def queued_ms(self, num_bytes: float, kind: OpKind = OpKind.DISPATCH) -> float:
+        """Time by which a message arrives after the previous one of its wire if it is queued behind that.
+
+        Args and errors are those of :meth:`message_ms`.
+        """
+        return 0.0 if self.model.ep_size == 1 else self._wire_of(kind).queued.at(num_bytes)
+
+    def _wire_of(self, kind: OpKind) -> "_WireTimes":
+        found = self._wires[kind]
+        if found is None:
+            raise UnknownCost(_NO_HOPS)
+        return found
+
+    def is_profiled(self, layer_kind: LayerKind, kind: OpKind) -> bool:
+        """Whether the profile has times of an op in layers of a kind."""
+        return (layer_kind, kind, Phase.FORWARD) in self._ops
 
     def gradient(self, layer: int, name: str) -> tuple[str, int]:
         """The op in whose backward a weight's gradient becomes ready, and the gradient's bytes on a rank.
@@ -141,20 +202,21 @@ class CostModel:
         num_chunks: int,
         chunk: int,
         rows: float,
+        dispatch: Dispatch = Dispatch.PLAIN,
     ) -> float:
         """Time of one op of one chunk, without weight gradients.
 
         Args:
             rows: received rows for ``experts``, tokens of the chunk for other ops.
+            dispatch: what all-to-alls carry; makes a difference to ops that make, or sum, their rows.
 
         Raises:
             UnknownCost: nothing of this kind, phase and dimension was profiled.
         """
-        found = [
-            op
-            for op in self._ops.get((layer_kind, kind, phase), ())
-            if op.chunk_dim is dim or op.num_chunks == 1 or num_chunks == 1
-        ]
+        own = _with_dispatch(self._ops.get((layer_kind, kind, phase), ()), dispatch, dim, num_chunks)
+        similar = self._ops.get((layer_kind, _LIKE.get(kind, kind), phase), ())
+        plain = [op for op in similar if _is_plain(op) and _fits(op, dim, num_chunks)]
+        found = plain or own
         if not found and layer_kind is LayerKind.NONE and kind in _BESIDE_LAYERS:
             return 0.0  # a middle pipeline stage has neither embedding nor head
         if not found:
@@ -162,21 +224,7 @@ class CostModel:
                 f"the profile has no time of {kind!r} ({layer_kind} layer, phase {phase}, chunks along {dim}); "
                 "profile the model with such chunks, or plan without them"
             )
-        exact = [op for op in found if op.num_chunks == num_chunks]
-        place = (chunk + 0.5) / num_chunks
-        if exact and kind != OpKind.EXPERTS:
-            return _at_place(exact, place)
-        by_count: dict[tuple[int, ChunkDim], list[OpTime]] = defaultdict(list)
-        for op in found:
-            by_count[op.num_chunks, op.chunk_dim].append(op)
-        if kind == OpKind.EXPERTS:
-            # Chunks of one count get about the same number of rows, so the cost of more rows shows between counts only.
-            curve = Curve(_mean_point(ops) for ops in by_count.values())
-            mean_rows, mean_ms = _mean_point(exact or found)
-            at_mean_ms = curve.at(mean_rows)
-            return curve.at(rows) * mean_ms / at_mean_ms if exact and at_mean_ms > 0 else curve.at(rows)
-        points = [(sum(op.rows for op in ops) / len(ops), _at_place(ops, place)) for ops in by_count.values()]
-        return Curve(points).at(rows)
+        return _time_ms(found, kind, num_chunks, chunk, rows) * _ratio(own, plain, num_chunks)
 
     def _weight_grads(self, layer_kind: LayerKind, after: str, num_chunks: int, rows: float) -> tuple[DwCost, ...]:
         """Weight gradients that become ready in the backward of one chunk's op, in that order.
@@ -203,11 +251,16 @@ class CostModel:
             costs.append(DwCost(name, ms, round(pinned)))
         return tuple(costs)
 
-    def _saved_bytes(self, layer_kind: LayerKind, dim: ChunkDim, num_chunks: int) -> int:
+    def _saved_bytes(
+        self, layer_kind: LayerKind, dim: ChunkDim, num_chunks: int, dispatch: Dispatch = Dispatch.PLAIN
+    ) -> int:
         """Bytes that one layer keeps of a micro-batch from forward to backward.
 
         They are linear in the count between profiled chunk counts of the same dimension. Beyond the largest, and if
         only other dimensions were measured, the nearest count is used. They are 0 if the profile has no memory use.
+
+        Args:
+            dispatch: what all-to-alls carry; makes a difference to layers with experts.
 
         Raises:
             UnknownCost: the profile has the memory use of other layers, but not of this kind.
@@ -217,19 +270,87 @@ class CostModel:
             raise UnknownCost(f"the profile does not say what a {layer_kind} layer keeps; profile its memory too")
         if not uses:
             return 0
-        of_dim = [use for use in uses if use.chunk_dim is dim or use.num_chunks == 1] or uses
+        own = _with_dispatch(uses, dispatch, dim, num_chunks)
+        found = [use for use in uses if _is_plain(use)] or uses
+        of_dim = [use for use in found if use.chunk_dim is dim or use.num_chunks == 1] or found
         counts = [use.num_chunks for use in of_dim]
         inside = min(max(num_chunks, min(counts)), max(counts))
         curve = Curve((use.num_chunks, float(use.saved_bytes)) for use in of_dim)
-        return round(curve.at(inside))
+        return round(curve.at(inside) * _memory_ratio(own, of_dim, num_chunks))
 
 
-def _mean_point(ops: list[OpTime]) -> tuple[float, float]:
+def _is_plain(measured: OpTime | MemoryUse) -> bool:
+    return measured.dispatch is Dispatch.PLAIN
+
+
+def _fits(measured: OpTime | MemoryUse, dim: ChunkDim, num_chunks: int) -> bool:
+    """Whether a measurement is of chunks along ``dim``; a whole micro-batch belongs to both dimensions."""
+    return measured.chunk_dim is dim or measured.num_chunks == 1 or num_chunks == 1
+
+
+def _with_dispatch[Measured: (OpTime, MemoryUse)](
+    measured: Sequence[Measured], dispatch: Dispatch, dim: ChunkDim, num_chunks: int
+) -> list[Measured]:
+    """The measurements that count for a dispatch and not for the plain one, maybe none."""
+    fitting = [one for one in measured if _fits(one, dim, num_chunks)]
+    by_dispatch = ([one for one in fitting if one.dispatch is nearest] for nearest in _MEASURED_AS[dispatch])
+    return next(filter(None, by_dispatch), [])
+
+
+def _time_ms(found: Sequence[OpTime], kind: str, num_chunks: int, chunk: int, rows: float) -> float:
+    """Time of an op of a chunk, from measurements of one dimension; see :meth:`CostModel.op_ms`."""
+    exact = [op for op in found if op.num_chunks == num_chunks]
+    place = (chunk + 0.5) / num_chunks
+    if exact and kind != OpKind.EXPERTS:
+        return _at_place(exact, place)
+    by_count: dict[tuple[int, ChunkDim], list[OpTime]] = defaultdict(list)
+    for op in found:
+        by_count[op.num_chunks, op.chunk_dim].append(op)
+    if kind == OpKind.EXPERTS:
+        # Chunks of one count get about the same number of rows, so the cost of more rows shows between counts only.
+        curve = Curve(_mean_point(ops) for ops in by_count.values())
+        mean_rows, mean_ms = _mean_point(exact or found)
+        at_mean_ms = curve.at(mean_rows)
+        return curve.at(rows) * mean_ms / at_mean_ms if exact and at_mean_ms > 0 else curve.at(rows)
+    points = [(sum(op.rows for op in ops) / len(ops), _at_place(ops, place)) for ops in by_count.values()]
+    return Curve(points).at(rows)
+
+
+def _ratio(own: Sequence[OpTime], plain: Sequence[OpTime], num_chunks: int) -> float:
+    """Time of a row with a dispatch divided by that with the plain one, in the nearest chunk count measured with both.
+
+    It is 1 if there is no such count.
+    """
+    count = _nearest_count(own, plain, num_chunks)
+    if count is None:
+        return 1.0
+    rows, ms = _mean_point([op for op in own if op.num_chunks == count])
+    plain_rows, plain_ms = _mean_point([op for op in plain if op.num_chunks == count])
+    return ms * plain_rows / (rows * plain_ms) if rows > 0 and plain_ms > 0 else 1.0
+
+
+def _memory_ratio(own: Sequence[MemoryUse], plain: Sequence[MemoryUse], num_chunks: int) -> float:
+    """Like :func:`_ratio`, of the bytes that are kept."""
+    count = _nearest_count(own, plain, num_chunks)
+    if count is None:
+        return 1.0
+    kept, plain_kept = (fmean(use.saved_bytes for use in uses if use.num_chunks == count) for uses in (own, plain))
+    return kept / plain_kept if plain_kept > 0 else 1.0
+
+
+def _nearest_count(
+    own: Sequence[OpTime] | Sequence[MemoryUse], plain: Sequence[OpTime] | Sequence[MemoryUse], num_chunks: int
+) -> int | None:
+    both = {one.num_chunks for one in own} & {one.num_chunks for one in plain}
+    return min(both, key=lambda count: (abs(count - num_chunks), count), default=None)
+
+
+def _mean_point(ops: Sequence[OpTime]) -> tuple[float, float]:
     """Mean rows and mean time."""
     return sum(op.rows for op in ops) / len(ops), sum(op.ms for op in ops) / len(ops)
 
 
-def _at_place(ops: list[OpTime], place: float) -> float:
+def _at_place(ops: Sequence[OpTime], place: float) -> float:
     """Time at a relative place in the micro-batch, from 0 to 1, between the middles of its profiled chunks."""
     curve = Curve(((op.chunk + 0.5) / op.num_chunks, op.ms) for op in ops)
     first = min((op.chunk + 0.5) / op.num_chunks for op in ops)

@@ -1,4 +1,7 @@
-"""Simulates an order of ops on several ranks with two lanes each, compute and link (Lancet section 5.3, all ranks).
+"""Simulates an order of ops on several ranks with lanes for compute and link each (Lancet section 5.3, all ranks).
+
+Messages inside a node have links of their own, so of two hops one message of each may be on the way at a time. A
+message is sent when all ranks of the group can, also one that does not go to all of them.
 
 Events are handled in the order of simulated time, so the links (``links.py``) get messages in the order in which they
 are sent. Compute beside a rank's messages is slower by ``compute_slowdown``, and ops that mostly move rows by
@@ -33,10 +36,10 @@ from megatron_lancet.planning.simulation.lowering import (
     Step,
     layer_at,
 )
-from megatron_lancet.planning.simulation.phase_result import Mark, PhaseResult, Wait
-from megatron_lancet.planning.simulation.rank_state import CountsState, LayerDw, RankState
+from megatron_lancet.planning.simulation.phase_result import Mark, PhaseResult
+from megatron_lancet.planning.simulation.rank_state import CountsState, LayerDw, RankState, phase_result
 from megatron_lancet.schedule.dw_queue import DwQueue, DwRules
-from megatron_lancet.schedule.ops import MEMORY_BOUND, Op, OpKind, Phase
+from megatron_lancet.schedule.ops import INSIDE_NODE, MEMORY_BOUND, Op, OpKind, Phase
 from megatron_lancet.schedule.timeline import Lane, Span
 
 _SLOTS = 4096
@@ -73,6 +76,7 @@ class Engine:
     def __init__(
         self,
         links: Links,
+        inside_node: Links,
         steps: Sequence[Step],
         phase: Phase,
         rules: DwRules,
@@ -85,6 +89,7 @@ class Engine:
         """
         Args:
             links: new links, of the shared kind if there are ``buckets``.
+            inside_node: new links of messages inside a node, not of the shared kind.
             rules: rules of the dWs of the backward, of the first one if there are several.
             record: whether to record spans and waits.
             paces: factors of compute time; empty for none.
@@ -94,7 +99,8 @@ class Engine:
                 been sent (``runtime/comm.py``).
         """
         self._links = links
-        self._free_ms = links.free_ms
+        self._inside_node = inside_node
+        self._free_ms, self._inside_free_ms = links.free_ms, inside_node.free_ms
         self._counts_ms = links.network.counts_ms
         self._slowdown = links.network.compute_slowdown
         self._polls = links.network.host_polls
@@ -136,17 +142,7 @@ class Engine:
         assert all(rank.index == len(self._steps) for rank in self._ranks), (
             "a rank waits for a message that is not sent"
         )
-        return PhaseResult(
-            tuple(rank.time_ms for rank in self._ranks),
-            tuple(rank.exposed_ms for rank in self._ranks),
-            tuple(max(rank.peak_dw_bytes, rank.queue.peak_bytes) for rank in self._ranks),
-            tuple(max(rank.num_early, rank.queue.num_early) for rank in self._ranks),
-            tuple(tuple(rank.spans) for rank in self._ranks),
-            tuple(tuple(rank.waits) for rank in self._ranks),
-            self._reduced_ms,
-            tuple(rank.exposed_forward_ms for rank in self._ranks),
-            tuple(tuple(rank.marks) for rank in self._ranks),
-        )
+        return phase_result(self._ranks, self._reduced_ms)
 
     def call_at(self, time_ms: float, event: _Event) -> None:
         """Schedules ``event``, after others of the same time."""
@@ -183,7 +179,7 @@ class Engine:
                 self.call_at(rank.time_ms, _Resume(rank))
                 return
             key = place * _SLOTS + action.slot
-            if rank.pending is not None and not self._launch_pending(rank, code, key):
+            if rank.pending is not None and not self._launch_pending(rank, code, key, action):
                 return
             if code == ISSUE:
                 self._issue(rank, key, place, action)
@@ -206,13 +202,17 @@ class Engine:
         start_ms = rank.time_ms
         if slowdown > 1 and rank.num_unknown and not self._polls:
             ms *= slowdown
-        elif slowdown > 1 and (free_ms := self._free_ms[rank.column]) > start_ms:
+        elif slowdown > 1 and (free_ms := self._busy_until_ms(rank.column)) > start_ms:
             beside_ms = min(ms * slowdown, free_ms - start_ms)
             ms = beside_ms + (ms - beside_ms / slowdown)
             rank.slowed_until_ms = max(rank.slowed_until_ms, start_ms + beside_ms)
         rank.time_ms += ms
         if self._record:
             rank.spans.append(Span(name, Lane.COMPUTE, start_ms, rank.time_ms))
+
+    def _busy_until_ms(self, column: int) -> float:
+        """When a rank's links will all be idle if no more is sent."""
+        return max(self._free_ms[column], self._inside_free_ms[column])
 
     def _put_all(self, rank: RankState, layer: int, costs: Iterable[DwCost]) -> None:
         """Puts the dWs that became ready with a compute op."""
@@ -272,15 +272,21 @@ class Engine:
             for stopped in counts.stopped:
                 self.call_at(max(stopped.time_ms, counts.done_ms), _Resume(stopped))
 
-    def _launch_pending(self, rank: RankState, code: int, key: int) -> bool:
+    def _launch_pending(self, rank: RankState, code: int, key: int, action: Action) -> bool:
         """Stops the host at a step in front of which the pending dispatch is launched, until its counts are known.
+
+        A host that polls keeps the order of the messages of one wire.
 
         Returns:
             False if the rank must be resumed later.
         """
         assert rank.pending is not None
         message, counts = self._messages[rank.pending], self._counts[rank.pending]
-        if (code != ISSUE or key in self._counts) if self._polls else (code == WAIT and key != rank.pending):
+        if self._polls:
+            goes_on = code != ISSUE or key in self._counts or self._links_of(action) is not message.links
+        else:
+            goes_on = code == WAIT and key != rank.pending
+        if goes_on:
             return True
         if counts.done_ms == NEVER:
             counts.stopped.append(rank)
@@ -294,10 +300,7 @@ class Engine:
         rank.exposed_forward_ms += rank.time_ms - idle_from_ms  # there are no counts in the backward
         if self._record:
             name = self._name(message.place, message.chunk, OpKind.COUNTS)
-            rank.spans.append(Span(name, Lane.WAIT, idle_from_ms, rank.time_ms))
-            issued_ms = counts.issued_ms[rank.column]
-            peers_ms = max(counts.issued_ms.values())
-            rank.waits.append(Wait(name, idle_from_ms, idle_from_ms, rank.time_ms, issued_ms, issued_ms, peers_ms, ()))
+            rank.record_wait_for_counts(name, counts, idle_from_ms)
         self.call_at(rank.time_ms, _Resume(rank))
         return False
 
@@ -327,8 +330,11 @@ class Engine:
             if is_forward
             else (action.backward_ms, action.backward_queued_ms, action.backward_bytes)
         )
+        links = self._links_of(action)
+        links.num_messages += 1
         return Message(
-            len(self._messages),
+            links,
+            links.num_messages - 1,
             place,
             is_forward,
             action.kind,
@@ -341,14 +347,18 @@ class Engine:
             [0.0] * num_ranks,
         )
 
+    def _links_of(self, action: Action) -> Links:
+        """The links of a message."""
+        return self._inside_node if action.kind in INSIDE_NODE else self._links
+
     def _send(self, rank: RankState, message: Message, time_ms: float) -> None:
         """Notes that a rank's part can be sent; the message is sent when all parts can."""
         message.num_ready += 1
         if time_ms > message.ready_ms:
             message.ready_ms = time_ms
-        message.sent_ms[rank.column] = max(time_ms, self._free_ms[rank.column])
+        message.sent_ms[rank.column] = max(time_ms, message.links.free_ms[rank.column])
         if message.num_ready == len(self._ranks):
-            self._links.send(message, self)
+            message.links.send(message, self)
 
     def arrive(self, message: Message, columns: Iterable[int]) -> None:
         """Resumes ranks when the arrival of ``message`` is known; called by the links."""
@@ -425,14 +435,7 @@ class Engine:
         if message.is_forward:
             rank.exposed_forward_ms += rank.time_ms - exposed_from_ms
         if self._record:
-            name = self._name_of(message)
-            if rank.time_ms > exposed_from_ms:
-                rank.spans.append(Span(name, Lane.WAIT, exposed_from_ms, rank.time_ms))
-            sent_ms = message.sent_ms[rank.column]
-            issued_ms = message.issued_ms[rank.column]
-            times = (rank.wait_start_ms, exposed_from_ms, rank.time_ms, issued_ms, sent_ms, max(message.sent_ms))
-            rank.waits.append(Wait(name, *times, tuple(rank.filled)))
-            rank.filled.clear()
+            rank.record_wait(self._name_of(message), message, exposed_from_ms)
         rank.wait_start_ms = -1.0
         if not message.is_forward:
             for dw in rank.queue.advance_window():

@@ -8,6 +8,8 @@
   as its largest part.
 - :class:`~megatron_lancet.planning.simulation.shared_links.SharedLinks`: several messages share a rank's link.
 
+Messages of two hops have two wires, so two of these: each with its own order and free times, and both at once.
+
 A column is the index of a simulated rank.
 """
 
@@ -43,7 +45,8 @@ class Message:
     """One all-to-all. Lists and tuples are by column.
 
     Attributes:
-        number: index in the order of first issue, from 0.
+        links: the links that it is sent over.
+        number: index in the order of first issue among the messages of these links, from 0.
         place: its layer, see ``lowering.py``.
         is_forward: whether it belongs to a forward.
         alone_ms: time of each rank's part on an idle link.
@@ -57,6 +60,7 @@ class Message:
         waiting: columns that wait for it without other work while its arrival is unknown.
     """
 
+    links: "Links"
     number: int
     place: int
     is_forward: bool
@@ -104,15 +108,17 @@ class Clock(Protocol):
 
 
 class Links(ABC):
-    """The links of all ranks in one phase of a micro-batch.
+    """The links of all ranks in one phase of a micro-batch, over which some or all kinds of messages are sent.
 
     Attributes:
+        num_messages: number of messages that were issued for these links.
         free_ms: by column, when the rank's link will be idle if no more is sent; one list, changed in place.
         next_ms: when the next part of unknown arrival will have been sent; ``NEVER`` if arrivals are known at once.
     """
 
     def __init__(self, network: Network) -> None:
         self.network = network
+        self.num_messages = 0
         self.next_ms = NEVER
         self.free_ms = [-NEVER] * len(network.same_ranks)  # idle for long
 

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.distinct_rows import DistinctParts
+from megatron_lancet.planning.distinct_rows import DistinctParts, HopParts
 from megatron_lancet.planning.profile import ChunkRouting, ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel, DwCost
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import OpKind, Phase
+from megatron_lancet.schedule.ops import BETWEEN_NODES, COMBINES, INSIDE_NODE, OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, Segment
 from megatron_lancet.schedule.turns import (
     MIRRORED,
@@ -31,6 +31,8 @@ COMPUTE, COUNTS, ISSUE, WAIT, END = range(5)
 """What a step does. ``END`` ends the backward of a pair: what it has deferred runs."""
 _CODES: dict[type[Verb], int] = {Compute: COMPUTE, LaunchCounts: COUNTS, Launch: ISSUE, Wait: WAIT}
 """Other verbs take no step of their own: the residual's time is in the op's that it belongs to."""
+_SCALED = {OpKind.NODE_ROWS: OpKind.PREPROCESS, OpKind.NODE_SUMS: OpKind.POSTPROCESS}
+"""Of the ops between two hops, those that move rows in a similar way."""
 _EVEN = 1e-9
 _MAX_RANKS_WITH_ROUTING = 8
 """Larger groups are simulated by their shares only, which keeps simulations quick."""
@@ -126,32 +128,36 @@ class Loads:
     @cached_property
     def simulated(self) -> tuple[int, ...]:
         """The simulated ranks: the first of each distinct share."""
-        if self.routing:
-            return tuple(range(len(self.shares)))
-        ranks: list[int] = []
-        for rank, share in enumerate(self.shares):
-            if all(abs(share - self.shares[other]) > _EVEN for other in ranks):
-                ranks.append(rank)
-        return tuple(ranks)
+        return tuple(ranks[0] for ranks in self.alike)
 
     @cached_property
     def same_ranks(self) -> tuple[int, ...]:
         """Number of ranks that each simulated one represents, itself included."""
+        return tuple(len(ranks) for ranks in self.alike)
+
+    @cached_property
+    def alike(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that each simulated one represents."""
         if self.routing:
-            return (1,) * len(self.shares)
-        return tuple(sum(abs(share - self.shares[rank]) <= _EVEN for share in self.shares) for rank in self.simulated)
+            return tuple((rank,) for rank in range(len(self.shares)))
+        groups: list[list[int]] = []
+        for rank, share in enumerate(self.shares):
+            same = next((ranks for ranks in groups if abs(share - self.shares[ranks[0]]) <= _EVEN), None)
+            if same is None:
+                groups.append([rank])
+            else:
+                same.append(rank)
+        return tuple(map(tuple, groups))
 
 
 class _Rows(NamedTuple):
-    """Rows of a chunk in a layer, by simulated rank.
+    """Rows of a message of a chunk in a layer, by simulated rank.
 
     Attributes:
-        received: rows that its experts get.
-        sent: rows that it sends to others.
+        sent: rows that it sends to others in a dispatch.
         returned: rows that it sends back to others.
     """
 
-    received: Sequence[float]
     sent: Sequence[int]
     returned: Sequence[int]
 
@@ -170,9 +176,12 @@ _WHOLE = _Pieces()
 class Lowering:
     """Makes the steps of segments; what a verb costs on a chunk is computed once.
 
-    Deduplicated dispatch changes the bytes of messages only. Its ops have the plain one's times: what the sender no
-    longer copies the receiver does, when it makes the rows of its experts and sums their outputs, so that each moves
+    Ops have the times that were measured with the dispatch. Where none were, they have the plain one's: what the sender
+    no longer copies the receiver does, when it makes the rows of its experts and sums their outputs, so that each moves
     about as many rows as before. No op is longer or shorter by more than the copy of the rows that are saved.
+
+    Two hops have two ops more. If the profile has no times of them, making the rows of the second hop takes as long for
+    each row as ``preprocess`` takes for a plain one, and summing what comes back as long as ``postprocess``.
     """
 
     def __init__(self, costs: CostModel, loads: Loads) -> None:
@@ -181,7 +190,7 @@ class Lowering:
         self._shares = [loads.shares[rank] for rank in loads.simulated]
         self._actions: dict[tuple[object, ...], Action] = {}
         self._model = costs.model
-        self._layers: dict[tuple[LayerKind, int], Layer] = {}
+        self._layers: dict[tuple[LayerKind, int, Dispatch], Layer] = {}
 
     @cached_property
     def _distinct(self) -> DistinctParts:
@@ -190,6 +199,11 @@ class Lowering:
         ranks = self.loads.simulated
         sent, returned = (tuple(of_ranks[rank] for rank in ranks) for of_ranks in (parts.sent, parts.returned))
         return DistinctParts(sent, returned, parts.of_all)
+
+    @cached_property
+    def _hops(self) -> HopParts:
+        """Rows of two hops for each token, of the simulated ranks: means over those that each of them represents."""
+        return HopParts.of(self._model, self.loads.shares, self.costs.profile.routing).of_ranks(self.loads.alike)
 
     def forward(
         self, layers: Sequence[tuple[int, LayerKind]], segment: Segment, dispatch: Dispatch = Dispatch.PLAIN
@@ -203,8 +217,8 @@ class Lowering:
         kinds = dict(layers)
         pieces = _WHOLE
         steps: list[Step] = []
-        verbs = [(number, self._verbs(number, kind, segment.num_chunks)) for number, kind in layers]
-        for instruction in program(verbs, segment.num_chunks, segment.range):
+        verbs = [(number, self._verbs(number, kind, segment.num_chunks, dispatch)) for number, kind in layers]
+        for instruction in program(verbs, segment.num_chunks, segment.range, segment.hop_turns):
             if isinstance(instruction, Instruction):
                 number, code = instruction.layer, _CODES.get(type(instruction.verb))
                 if code is not None:
@@ -216,14 +230,14 @@ class Lowering:
                 pieces = _WHOLE
         return steps
 
-    def _verbs(self, number: int, kind: LayerKind, num_chunks: int) -> Layer:
-        key = kind, num_chunks
+    def _verbs(self, number: int, kind: LayerKind, num_chunks: int, dispatch: Dispatch) -> Layer:
+        key = kind, num_chunks, dispatch
         if key not in self._layers:
             model = self._model
-            self._layers[key] = verbs_of(kind, model.has_shared_experts, model.pads_to_capacity, num_chunks)
+            self._layers[key] = verbs_of(kind, model.has_shared_experts, model.pads_to_capacity, num_chunks, dispatch)
         return mtp_layer(self._layers[key]) if number in self._model.mtp_layers else self._layers[key]
 
-    def beside(self, kind: str) -> list[Step]:
+    def beside(self, kind: OpKind) -> list[Step]:
         """Embedding or head, on the whole micro-batch."""
         action = self._compute(kind, LayerKind.NONE, _WHOLE, 0)
         if kind == OpKind.HEAD:
@@ -266,24 +280,39 @@ class Lowering:
         if isinstance(verb, LaunchCounts):
             return Action(COUNTS, verb.kind, chunk, (), (), slot=_slot(OpKind.DISPATCH, chunk))
         if isinstance(verb, Compute):
-            received = self._rows(pieces, chunk, routing).received if verb.kind is OpKind.EXPERTS else None
+            received = self._received(pieces, chunk, routing) if verb.kind is OpKind.EXPERTS else None
+            if verb.kind in _SCALED and not self.costs.is_profiled(layer, verb.kind):
+                return self._between_hops(verb.kind, layer, pieces, chunk)
             kind = LayerKind.MTP if verb.kind is OpKind.MTP_PROJECTION else layer
-            return self._compute(verb.kind, kind, pieces, chunk, received)
-        rows = self._rows(pieces, chunk, routing)
-        if dispatch is Dispatch.DEDUP:
-            rows = self._without_duplicates(rows, routing)
+            return self._compute(verb.kind, kind, pieces, chunk, received, dispatch)
+        if dispatch is Dispatch.TWO_HOP:
+            rows = self._rows_of_hop(verb.kind, pieces, chunk, routing)
+        else:
+            rows = self._rows(pieces, chunk, routing)
+            if dispatch is Dispatch.DEDUP:
+                rows = self._without_duplicates(rows, routing)
         return self._message(verb, chunk, rows, dispatch)
+
+    def _received(self, pieces: _Pieces, chunk: int, routing: ChunkRouting | None) -> list[float]:
+        """Rows that the experts of each simulated rank get."""
+        if routing is not None:
+            return list(routing.received)
+        own, num_ranks = self._own_rows(pieces, chunk), len(self.loads.shares)
+        return [own * share * num_ranks for share in self._shares]
+
+    def _own_rows(self, pieces: _Pieces, chunk: int) -> int:
+        """Rows of a rank's own tokens."""
+        return self.costs.chunk_tokens(*pieces)[chunk] * self.costs.model.topk
 
     def _rows(self, pieces: _Pieces, chunk: int, routing: ChunkRouting | None) -> _Rows:
         """A rank keeps the rows that go from itself to itself."""
-        own = self.costs.chunk_tokens(*pieces)[chunk] * self.costs.model.topk
+        own = self._own_rows(pieces, chunk)
         if routing is not None:
             kept = [own - sent for sent in routing.sent]
             returned = [received - stays for received, stays in zip(routing.received, kept, strict=True)]
-            return _Rows(list(routing.received), list(routing.sent), returned)
+            return _Rows(list(routing.sent), returned)
         num_ranks = len(self.loads.shares)
         return _Rows(
-            [own * share * num_ranks for share in self._shares],
             [round(own * (1 - share)) for share in self._shares],
             [round(own * share * (num_ranks - 1)) for share in self._shares],
         )
@@ -291,15 +320,40 @@ class Lowering:
     def _without_duplicates(self, rows: _Rows, routing: ChunkRouting | None) -> _Rows:
         """The rows of deduplicated messages: those that were recorded, or the expected part of the plain ones."""
         if routing is not None and routing.sent_tokens is not None and routing.received_tokens is not None:
-            return rows._replace(sent=routing.sent_tokens, returned=routing.received_tokens)
+            return _Rows(routing.sent_tokens, routing.received_tokens)
         sent, returned = (
             [round(number * part) for number, part in zip(of_ranks, parts, strict=True)]
             for of_ranks, parts in ((rows.sent, self._distinct.sent), (rows.returned, self._distinct.returned))
         )
-        return rows._replace(sent=sent, returned=returned)
+        return _Rows(sent, returned)
+
+    def _rows_of_hop(self, kind: OpKind, pieces: _Pieces, chunk: int, routing: ChunkRouting | None) -> _Rows:
+        """The rows of a message of two hops: those that were recorded, or the expected ones."""
+        hops = None if routing is None else routing.hops
+        if hops is None:
+            hops = self._hops.rows(self.costs.chunk_tokens(*pieces)[chunk])
+        if kind in BETWEEN_NODES:
+            return _Rows(hops.node_sent, hops.node_received)
+        return _Rows(hops.local_sent, hops.local_received)
+
+    def _between_hops(self, op: OpKind, layer: LayerKind, pieces: _Pieces, chunk: int) -> Action:
+        """An op between two hops that was not profiled: the time of a similar one, in proportion to the rows."""
+        similar = self._compute(_SCALED[op], layer, pieces, chunk)
+        factors = [rows / self._model.topk for rows in self._hops.passed_on]
+        forward_ms, backward_ms = (
+            tuple(ms * factor for ms, factor in zip(times_ms, factors, strict=True))
+            for times_ms in (similar.forward_ms, similar.backward_ms)
+        )
+        return Action(COMPUTE, op, chunk, forward_ms, backward_ms, weight_grads=((),) * len(factors))
 
     def _compute(
-        self, op: str, layer: LayerKind, pieces: _Pieces, chunk: int, rows: Sequence[float] | None = None
+        self,
+        op: OpKind,
+        layer: LayerKind,
+        pieces: _Pieces,
+        chunk: int,
+        rows: Sequence[float] | None = None,
+        dispatch: Dispatch = Dispatch.PLAIN,
     ) -> Action:
         """
         Args:
@@ -308,28 +362,30 @@ class Lowering:
         costs, dim, num_chunks = self.costs, pieces.dim, pieces.num_chunks
         if rows is None:
             rows = [float(costs.chunk_tokens(*pieces)[chunk])] * len(self._shares)
+        forward_ms, backward_ms = (
+            tuple(costs.op_ms(layer, op, phase, dim, num_chunks, chunk, number, dispatch) for number in rows)
+            for phase in (Phase.FORWARD, Phase.INPUT_GRAD)
+        )
         return Action(
             COMPUTE,
             op,
             chunk,
-            tuple(costs.op_ms(layer, op, Phase.FORWARD, dim, num_chunks, chunk, number) for number in rows),
-            tuple(costs.op_ms(layer, op, Phase.INPUT_GRAD, dim, num_chunks, chunk, number) for number in rows),
+            forward_ms,
+            backward_ms,
             weight_grads=tuple(costs.weight_grads(layer, op, num_chunks, number) for number in rows),
         )
 
     def _message(self, verb: Verb, chunk: int, rows: _Rows, dispatch: Dispatch) -> Action:
         """Launching a message, or waiting for it. The gradient goes the other way."""
         model = self.costs.model
-        row_bytes, grad_row_bytes = model.row_bytes, model.grad_row_bytes
-        if dispatch is Dispatch.DEDUP:
-            row_bytes, grad_row_bytes = model.dedup_row_bytes, model.dedup_grad_row_bytes
-        if verb.kind is OpKind.DISPATCH:
-            sent = tuple(number * row_bytes for number in rows.sent)
-            sent_back = tuple(number * grad_row_bytes for number in rows.returned)
-        else:
+        if verb.kind in COMBINES:
             sent = tuple(number * model.combine_row_bytes for number in rows.returned)
             sent_back = tuple(number * model.combine_grad_row_bytes for number in rows.sent)
-        alone, queued = self.costs.message_ms, self.costs.queued_ms
+        else:
+            row_bytes, grad_row_bytes = _dispatch_row_bytes(model, verb.kind, dispatch)
+            sent = tuple(number * row_bytes for number in rows.sent)
+            sent_back = tuple(number * grad_row_bytes for number in rows.returned)
+        alone, queued = (partial(one, kind=verb.kind) for one in (self.costs.message_ms, self.costs.queued_ms))
         return Action(
             _CODES[type(verb)],
             verb.kind,
@@ -349,8 +405,17 @@ class Lowering:
         return (one_ms(max(num_bytes)),) * len(num_bytes)
 
 
+def _dispatch_row_bytes(model: ModelFacts, kind: OpKind, dispatch: Dispatch) -> tuple[int, int]:
+    """Bytes of one row of a dispatch, forward and backward."""
+    if kind in BETWEEN_NODES:
+        return model.node_row_bytes, model.node_grad_row_bytes
+    if kind in INSIDE_NODE or dispatch is Dispatch.DEDUP:
+        return model.dedup_row_bytes, model.dedup_grad_row_bytes
+    return model.row_bytes, model.grad_row_bytes
+
+
 def _slot(message: OpKind, chunk: int) -> int:
-    return 2 * chunk + (message is OpKind.COMBINE)
+    return 4 * chunk + 2 * (message in INSIDE_NODE) + (message in COMBINES)
 
 
 def _takes_time(action: Action) -> bool:

@@ -1,12 +1,13 @@
 """The state of a simulated rank and of an exchange of token counts, for the engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron_lancet.planning.simulation.buckets import Ledger, Weight
 from megatron_lancet.planning.simulation.cost_model import DwCost
 from megatron_lancet.planning.simulation.links import NEVER, Message
-from megatron_lancet.planning.simulation.phase_result import Mark, Wait
+from megatron_lancet.planning.simulation.phase_result import Mark, PhaseResult, Wait
 from megatron_lancet.schedule.dw_queue import DwQueue
 from megatron_lancet.schedule.timeline import Lane, Span
 
@@ -68,3 +69,37 @@ class RankState:
         """Makes the last span of compute end now."""
         last = max(index for index, span in enumerate(self.spans) if span.lane is Lane.COMPUTE)
         self.spans[last] = replace(self.spans[last], end_ms=self.time_ms)
+
+    def record_wait(self, name: str, message: Message, exposed_from_ms: float) -> None:
+        """Records a wait for a message that ends now."""
+        if self.time_ms > exposed_from_ms:
+            self.spans.append(Span(name, Lane.WAIT, exposed_from_ms, self.time_ms))
+        issued_ms, sent_ms = message.issued_ms[self.column], message.sent_ms[self.column]
+        times = (self.wait_start_ms, exposed_from_ms, self.time_ms, issued_ms, sent_ms, max(message.sent_ms))
+        self.waits.append(Wait(name, *times, tuple(self.filled)))
+        self.filled.clear()
+
+    def record_wait_for_counts(self, name: str, counts: CountsState, idle_from_ms: float) -> None:
+        """Records a wait of the host for token counts that ends now."""
+        self.spans.append(Span(name, Lane.WAIT, idle_from_ms, self.time_ms))
+        issued_ms, peers_ms = counts.issued_ms[self.column], max(counts.issued_ms.values())
+        self.waits.append(Wait(name, idle_from_ms, idle_from_ms, self.time_ms, issued_ms, issued_ms, peers_ms, ()))
+
+
+def phase_result(ranks: Sequence[RankState], reduced_ms: float) -> PhaseResult:
+    """The result of a phase that has ended on all ranks.
+
+    Args:
+        reduced_ms: when the last gradient reduction ended; 0 if there was none.
+    """
+    return PhaseResult(
+        tuple(rank.time_ms for rank in ranks),
+        tuple(rank.exposed_ms for rank in ranks),
+        tuple(max(rank.peak_dw_bytes, rank.queue.peak_bytes) for rank in ranks),
+        tuple(max(rank.num_early, rank.queue.num_early) for rank in ranks),
+        tuple(tuple(rank.spans) for rank in ranks),
+        tuple(tuple(rank.waits) for rank in ranks),
+        reduced_ms,
+        tuple(rank.exposed_forward_ms for rank in ranks),
+        tuple(tuple(rank.marks) for rank in ranks),
+    )

@@ -1,9 +1,10 @@
 """Links that several transfers share in equal parts (processor sharing).
 
 Transfers over the same connections or the same stream are a *flow* and are sent one after the other: all-to-alls,
-reductions of dense gradients, reductions of expert gradients, and with ``dispatches_apart`` forward dispatches. While
-n flows are active, each transfer takes n times as long as alone. With one flow the times are those of
-:class:`~megatron_lancet.planning.simulation.links.SerialLinks`.
+reductions of dense gradients, reductions of expert gradients, and with ``dispatches_apart`` the forward dispatches that
+wait for counts. While n flows are active, each transfer takes n times as long as alone. With one flow the times are
+those of :class:`~megatron_lancet.planning.simulation.links.SerialLinks`. Of two hops only the messages between nodes
+share these links: gradients are summed by ranks of several nodes.
 """
 
 from collections import deque
@@ -22,7 +23,7 @@ from megatron_lancet.planning.simulation.links import (
     Network,
     PartSent,
 )
-from megatron_lancet.schedule.ops import OpKind
+from megatron_lancet.schedule.ops import FIRST_DISPATCHES
 
 _DONE_MS = 1e-9
 """Largest remaining time of a part that counts as sent (rounding)."""
@@ -133,7 +134,7 @@ class SharedLinks(Links):
 
     def send(self, message: Message, clock: Clock) -> None:
         for released in [message] if self._order is None else self._order.release(message):
-            is_apart = self.network.dispatches_apart and released.is_forward and released.kind == OpKind.DISPATCH
+            is_apart = self.network.dispatches_apart and released.is_forward and released.kind in FIRST_DISPATCHES
             flow = _DISPATCHES if is_apart else _MESSAGES
             self._put(_Transfer(released), flow, released.ready_ms, released.alone_ms, released.queued_ms, clock)
 

@@ -224,12 +224,11 @@ class Simulator:
         if keeps_one_order:
             network = replace(network, dispatches_apart=False)
         is_shared = buckets is not None or (phase is Phase.FORWARD and network.dispatches_apart)
-        links: Links
-        if is_shared:
-            links = SharedLinks(network)
-        else:
-            links = SerialLinks(network) if network.sends_share_link else Collectives(network)
-        return Engine(links, steps, phase, rules, record, paces, buckets, later_rules, keeps_one_order).run(start_ms)
+        unshared = SerialLinks if network.sends_share_link else Collectives
+        links: Links = SharedLinks(network) if is_shared else unshared(network)
+        inside_node = unshared(network)
+        engine = Engine(links, inside_node, steps, phase, rules, record, paces, buckets, later_rules, keeps_one_order)
+        return engine.run(start_ms)
 
     def start_ms(self) -> tuple[float, ...]:
         """Clocks of the simulated ranks at the start of a micro-batch."""
@@ -325,7 +324,7 @@ class Simulator:
         if (plan.segments[-1].last_layer or num_layers) != num_layers:
             raise PlanMismatch(f"the plan ends at layer {plan.segments[-1].last_layer}, the model has {num_layers}")
         forward[last] += self.lowering.beside(OpKind.HEAD)
-        kept = self._kept_bytes(plan.segments)
+        kept = self._kept_bytes(plan.segments, plan.dispatch)
         stages = []
         for number, steps in forward.items():
             mirrored = tuple(backward(steps))
@@ -333,7 +332,8 @@ class Simulator:
         return stages
 
     def _check_dispatch(self, dispatch: Dispatch) -> None:
-        if dispatch is Dispatch.DEDUP and (why_not := self.model.why_not_dedup) is not None:
+        why_not = {Dispatch.DEDUP: self.model.why_not_dedup, Dispatch.TWO_HOP: self.costs.why_not_two_hop}.get(dispatch)
+        if why_not is not None:
             raise PlanMismatch(f"the plan's dispatch is {dispatch}, but {why_not}; use {Dispatch.PLAIN}")
 
     def _check(self, segment: Segment, end: int) -> None:
@@ -353,31 +353,31 @@ class Simulator:
                 + f"; the profile's micro-batch has {model.micro_batch_size} samples of {model.seq_length} positions"
             )
 
-    def saved_bytes(self, segments: Sequence[Segment]) -> int:
+    def saved_bytes(self, segments: Sequence[Segment], dispatch: Dispatch) -> int:
         """Bytes that the fullest pipeline stage keeps from forward to backward, without deferred dWs."""
-        return max(self._kept_bytes(segments).values())
+        return max(self._kept_bytes(segments, dispatch).values())
 
-    def _kept_bytes(self, segments: Sequence[Segment]) -> dict[int, int]:
+    def _kept_bytes(self, segments: Sequence[Segment], dispatch: Dispatch) -> dict[int, int]:
         """Bytes that each stage keeps of all its micro-batches in flight."""
         model, saved = self.model, self.costs.saved_bytes
         kept = {stage: self._kept_beside(stage) for stage in sorted(set(model.stage_of_layer))}
         for segment in segments:
             for number in range(segment.first_layer, (segment.last_layer or len(model.layer_kinds)) + 1):
                 kind, stage = model.layer_kinds[number - 1], model.stage_of_layer[number - 1]
-                kept[stage] += saved(kind, segment.chunk_dim, segment.num_chunks)
+                kept[stage] += saved(kind, segment.chunk_dim, segment.num_chunks, dispatch)
         return {stage: size * self._num_in_flight(stage) for stage, size in kept.items()}
 
     def _kept_in_pairs(self, plan: Plan) -> dict[int, int]:
         """Bytes that each stage keeps of all its micro-batches in flight, if backwards run beside forwards."""
         model, saved = self.model, self.costs.saved_bytes
-        middle, ends = (self._kept_bytes(segments) for segments in (plan.segments, plan.at_ends.segments))
+        middle, ends = (self._kept_bytes(one.segments, plan.dispatch) for one in (plan, plan.at_ends))
         kept = {stage: max(middle[stage], ends[stage]) for stage in middle}
         segments = (*plan.segments, *plan.at_ends.segments)
         for stage in kept:
             numbers = [number for number, its in enumerate(model.stage_of_layer, start=1) if its == stage]
             sizes = [
                 max(
-                    saved(model.layer_kinds[number - 1], segment.chunk_dim, segment.num_chunks)
+                    saved(model.layer_kinds[number - 1], segment.chunk_dim, segment.num_chunks, plan.dispatch)
                     for segment in segments
                     if segment.has_layer(number)
                 )

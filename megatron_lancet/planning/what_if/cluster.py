@@ -10,7 +10,7 @@ Clusters of Workstations" (2009), for the ring, 2 (n - 1) (alpha + b / (n beta))
 
 from dataclasses import dataclass
 
-from megatron_lancet.planning.profile import LinkTimes
+from megatron_lancet.planning.link_times import LinkTimes
 
 _US_PER_MS = 1e3
 _BYTES_PER_MS_OF_1_GBPS = 1e9 / 8 / 1e3
@@ -58,14 +58,28 @@ class Cluster:
         Args:
             num_bytes: bytes that a rank sends to the others of the group, in equal parts.
         """
-        if size <= 1:
-            return 0.0
         inside = min(size, self.ranks_per_node) - 1
+        part = num_bytes / max(1, size - 1)
         return max(
-            peers * level.latency_ms + num_bytes * peers / (size - 1) / level.bytes_per_ms
-            for level, peers in ((self.intra, inside), (self.inter, size - 1 - inside))
-            if peers
+            _exchange_ms(self.intra, inside, part * inside),
+            _exchange_ms(self.inter, size - 1 - inside, part * (size - 1 - inside)),
         )
+
+    def between_nodes_ms(self, num_bytes: float, num_nodes: int) -> float:
+        """Time of an all-to-all of the ranks that have the same place on ``num_nodes`` nodes: the first of two hops.
+
+        Args:
+            num_bytes: bytes that a rank sends to other nodes, in equal parts.
+        """
+        return _exchange_ms(self.inter, num_nodes - 1, num_bytes)
+
+    def inside_node_ms(self, num_bytes: float, size: int) -> float:
+        """Time of an all-to-all of ``size`` ranks of a node: the second of two hops.
+
+        Args:
+            num_bytes: bytes that a rank sends to the others, in equal parts.
+        """
+        return _exchange_ms(self.intra, size - 1, num_bytes)
 
     def all_reduce_ms(self, num_bytes: float, size: int, stride: int = 1) -> float:
         """Time of a ring all-reduce of every ``stride``-th rank, ``size`` ranks in all.
@@ -84,6 +98,11 @@ class Cluster:
         """Time of one message from the first rank of a node to the rank ``distance`` ranks after it."""
         level = self.intra if distance < self.ranks_per_node else self.inter
         return level.latency_ms + num_bytes / level.bytes_per_ms
+
+
+def _exchange_ms(level: Level, num_peers: int, num_bytes: float) -> float:
+    """Time of a pairwise exchange with so many peers, to which ``num_bytes`` are sent in all."""
+    return num_peers * level.latency_ms + num_bytes / level.bytes_per_ms if num_peers > 0 else 0.0
 
 
 def fitted_level(link: LinkTimes, size: int) -> Level | None:

@@ -5,11 +5,11 @@ with more replicas. Lina doubles the experts of a device until their compute cov
 a micro-op is one chunk's message in the plan for that size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.planning.distinct_rows import DistinctParts
+from megatron_lancet.planning.distinct_rows import DistinctParts, HopParts
 from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.what_if.forecast import Forecast, Forecaster, Planner, Routing, no_overlap
@@ -49,7 +49,8 @@ class Packing:
         expert_replicas: number of ranks that hold the same experts (expert-DP).
         num_chunks: most chunks of a MoE layer in the plan.
         experts_ms: forward time of one chunk's experts on the rank that receives most rows.
-        all_to_all_ms: time of the longer of the chunk's dispatch and combine; 0 with a single rank.
+        all_to_all_ms: time of the longer of the chunk's dispatch and combine, each in all its hops; 0 with a single
+            rank.
         state_bytes: weights, gradients and optimizer states of a rank of the fullest stage.
         peak_bytes: ``state_bytes`` with activations and deferred weight gradients.
         fits: whether ``peak_bytes`` is within the memory limit.
@@ -191,9 +192,11 @@ def _micro_op_ms(moved: Profile, num_chunks: int, dim: ChunkDim, dispatch: Dispa
     shares = moved.received_share
     received = sent * max(shares) * facts.ep_size
     moe_kind = next(kind for kind in facts.layer_kinds if kind.has_experts)
-    experts_ms = costs.op_ms(moe_kind, OpKind.EXPERTS, Phase.FORWARD, dim, num_chunks, 0, received)
+    experts_ms = costs.op_ms(moe_kind, OpKind.EXPERTS, Phase.FORWARD, dim, num_chunks, 0, received, dispatch)
     if facts.ep_size == 1:
         return experts_ms, 0.0
+    if dispatch is Dispatch.TWO_HOP:
+        return experts_ms, _two_hops_ms(costs, shares, sent / facts.topk)
     dispatched, returned = sent * (1 - min(shares)), sent * max(shares) * (facts.ep_size - 1)
     row_bytes = facts.row_bytes
     if dispatch is Dispatch.DEDUP:
@@ -203,3 +206,14 @@ def _micro_op_ms(moved: Profile, num_chunks: int, dim: ChunkDim, dispatch: Dispa
         row_bytes = facts.dedup_row_bytes
     dispatch_bytes, combine_bytes = dispatched * row_bytes, returned * facts.combine_row_bytes
     return experts_ms, max(costs.message_ms(dispatch_bytes), costs.message_ms(combine_bytes))
+
+
+def _two_hops_ms(costs: CostModel, shares: Sequence[float], num_tokens: float) -> float:
+    """Time of both messages of a chunk's dispatch, or of its combine if that is longer."""
+    facts = costs.model
+    rows = HopParts.of(facts, shares, costs.profile.routing).rows(num_tokens)
+    dispatch_ms = costs.message_ms(max(rows.node_sent) * facts.node_row_bytes, OpKind.NODE_DISPATCH)
+    dispatch_ms += costs.message_ms(max(rows.local_sent) * facts.dedup_row_bytes, OpKind.LOCAL_DISPATCH)
+    combine_ms = costs.message_ms(max(rows.local_received) * facts.combine_row_bytes, OpKind.LOCAL_COMBINE)
+    combine_ms += costs.message_ms(max(rows.node_received) * facts.combine_row_bytes, OpKind.NODE_COMBINE)
+    return max(dispatch_ms, combine_ms)

@@ -20,7 +20,7 @@ from megatron_lancet.planning.what_if.layout import (
     with_moved_reduction,
 )
 from megatron_lancet.planning.what_if.routing import even_share, rebinned_share, zipf_share
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Plan, fixed_plan
 
 type Planner = Callable[[Profile], Plan]
 """Makes a plan for a profile."""
@@ -196,6 +196,12 @@ class Forecaster:
             cluster = self.network.cluster(self.profile, layout.world_size)
         return with_moved_reduction(self.profile, in_layout(self.profile, layout), layout, cluster)
 
+    def dispatches(self, layout: Layout) -> tuple[Dispatch, ...]:
+        """What all-to-alls may carry in a layout."""
+        costs = CostModel(self.moved(layout))
+        why_not = {Dispatch.DEDUP: costs.model.why_not_dedup, Dispatch.TWO_HOP: costs.why_not_two_hop}
+        return tuple(dispatch for dispatch in Dispatch if why_not.get(dispatch) is None)
+
     def _predicted(self, moved: Profile, planner: Planner) -> tuple[Plan, Prediction]:
         """The plan of a moved profile and its prediction; both are independent of the number of replicas."""
         alike = dataclasses.replace(moved, model=dataclasses.replace(moved.model, world_size=1))
@@ -243,11 +249,17 @@ def two_chunks(profile: Profile) -> Plan:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """The forecasts of all planners in one layout."""
+    """The forecasts of all planners in one layout.
+
+    Attributes:
+        by_dispatch: forecasts of the same planner under each dispatch that is possible in the layout; empty if it was
+            not asked for.
+    """
 
     layout: Layout
     num_nodes: int
     forecasts: dict[str, Forecast]
+    by_dispatch: dict[Dispatch, Forecast] = field(default_factory=dict)
 
 
 def largest_ep_size(facts: ModelFacts, ranks_per_stage: int) -> int:
@@ -259,12 +271,27 @@ def largest_ep_size(facts: ModelFacts, ranks_per_stage: int) -> int:
     )
 
 
-def sweep(forecaster: Forecaster, layouts: Sequence[Layout], planners: dict[str, Planner]) -> Iterator[SweepRow]:
-    """Yields one row per layout."""
+def sweep(
+    forecaster: Forecaster,
+    layouts: Sequence[Layout],
+    planners: dict[str, Planner],
+    planner_of: Callable[[Dispatch], Planner] | None = None,
+) -> Iterator[SweepRow]:
+    """Yields one row per layout.
+
+    Args:
+        planner_of: the planner of each dispatch for :attr:`SweepRow.by_dispatch`; None leaves that empty.
+    """
+    by_dispatch = {} if planner_of is None else {dispatch: planner_of(dispatch) for dispatch in Dispatch}
     for layout in layouts:
         per_node = forecaster.network.ranks_per_node or layout.world_size
         yield SweepRow(
             layout,
             -(-layout.world_size // per_node),
             {name: forecaster.forecast(layout, planner) for name, planner in planners.items()},
+            {
+                dispatch: forecaster.forecast(layout, planner)
+                for dispatch, planner in by_dispatch.items()
+                if dispatch in forecaster.dispatches(layout)
+            },
         )

@@ -6,6 +6,9 @@ Conversion of the parts:
   expected number of distinct ones (``planning/distinct_rows.py``); rows recorded in the profile hold for its own layout
   only. The table of all-to-all times is computed from the cluster's two levels. If neither bandwidths nor latencies are
   given, groups of the measured size keep the measured curve, and for others a latency and a bandwidth are fitted to it.
+- **two hops**: a cluster's nodes say how the groups lie on them, and its two levels give the times of both hops. Times
+  of the ops between hops hold for the profiled nodes only; for others they are estimated, see
+  :class:`~megatron_lancet.planning.simulation.lowering.Lowering`.
 - **experts**: with even routing a rank receives as many rows as it has itself, for any group size. The effect of fewer
   experts with more rows each is left out.
 - **gradients**: an expert's weights are on one rank of each group, so a rank holds 1 / ep of them. Ring all-reduce of
@@ -27,16 +30,19 @@ from dataclasses import dataclass
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import RecordError
+from megatron_lancet.planning.link_times import LinkTimes
 from megatron_lancet.planning.plan_file import layers_beyond
-from megatron_lancet.planning.profile import LinkTimes, ModelFacts, Profile
+from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.what_if.cluster import Cluster
 from megatron_lancet.schedule.layers import LayerKind
+from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
 from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import Plan, Segment
 
 _TABLE_STEPS = 4
 """Factor between neighbouring message sizes of a computed table."""
 _SMALLEST_MESSAGE_BYTES = 1024
+_BETWEEN_HOPS = (OpKind.NODE_ROWS, OpKind.NODE_SUMS)
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,7 @@ def in_layout(profile: Profile, layout: Layout) -> Profile:
         world_size=layout.world_size,
         num_micro_batches=layout.num_micro_batches,
         stage_of_layer=stages_of_layers(before, layout.pp_size),
+        nodes=_nodes(before, layout),
     )
     weight_grads = tuple(
         dataclasses.replace(grad, weight_bytes=round(grad.weight_bytes * before.ep_size / layout.ep_size))
@@ -103,25 +110,70 @@ def in_layout(profile: Profile, layout: Layout) -> Profile:
         else grad
         for grad in profile.weight_grads
     )
+    ops, routing = profile.ops, profile.routing if as_measured else ()
+    if facts.nodes != before.nodes:
+        ops = tuple(op for op in ops if op.kind not in _BETWEEN_HOPS)
+        routing = tuple(dataclasses.replace(chunk, hops=None) for chunk in routing)
     return dataclasses.replace(
         profile,
         model=facts,
+        ops=ops,
         weight_grads=weight_grads,
-        link=_link(profile, layout),
+        link=_link(profile, layout, facts.nodes),
         received_share=layout.received_share,
-        routing=profile.routing if as_measured else (),
+        routing=routing,
     )
 
 
-def _link(profile: Profile, layout: Layout) -> LinkTimes:
+def why_not_several_nodes(facts: ModelFacts, layout: Layout) -> str | None:
+    """Why the expert-parallel groups of a layout don't lie on several nodes of its cluster; None if they do.
+
+    Args:
+        facts: the profiled model.
+    """
+    nodes = _nodes_of_cluster(facts, layout)
+    return nodes if isinstance(nodes, str) else None
+
+
+def _nodes(facts: ModelFacts, layout: Layout) -> Nodes | None:
+    """How the layout's expert-parallel groups lie on nodes: those of its cluster, without one those of the profile."""
+    nodes = _nodes_of_cluster(facts, layout)
+    return nodes if isinstance(nodes, Nodes) else None
+
+
+def _nodes_of_cluster(facts: ModelFacts, layout: Layout) -> Nodes | str:
+    if layout.cluster is None:
+        if layout.ep_size == facts.ep_size and facts.nodes is not None:
+            return facts.nodes
+        return "the profile does not say that the ranks are on several nodes"
+    return nodes_of_group(layout.ep_size, facts.expert_tp_size, layout.cluster.ranks_per_node)
+
+
+def _link(profile: Profile, layout: Layout, nodes: Nodes | None) -> LinkTimes:
     """Times of messages between the ranks of the layout's expert-parallel groups."""
     link, cluster, size = profile.link, layout.cluster, layout.ep_size
     if cluster is None or size == 1:
         return link
     sizes = _table_sizes(_largest_message(profile, layout))
+    # Holders of the parts of an expert are neighbours, so fewer ranks of the group share a node.
+    holders = profile.model.expert_tp_size
+    cluster = dataclasses.replace(cluster, ranks_per_node=max(1, cluster.ranks_per_node // holders))
     table = tuple((num_bytes, cluster.all_to_all_ms(num_bytes, size)) for num_bytes in sizes)
+    between_nodes: tuple[tuple[int, float], ...] = ()
+    inside_node: tuple[tuple[int, float], ...] = ()
+    if nodes is not None:
+        on_node = nodes.ranks_per_node * holders
+        between_nodes = tuple((num_bytes, cluster.between_nodes_ms(num_bytes, nodes.num_nodes)) for num_bytes in sizes)
+        inside_node = tuple((num_bytes, cluster.inside_node_ms(num_bytes, on_node)) for num_bytes in sizes)
     return dataclasses.replace(
-        link, all_to_all=table, queued=(), counts_ms=cluster.all_to_all_ms(profile.model.counts_bytes, size)
+        link,
+        all_to_all=table,
+        queued=(),
+        counts_ms=cluster.all_to_all_ms(profile.model.counts_bytes, size),
+        between_nodes=between_nodes,
+        between_nodes_queued=(),
+        inside_node=inside_node,
+        inside_node_queued=(),
     )
 
 

@@ -52,12 +52,12 @@ def pairing_line(explanation: Explanation) -> str:
 
 def dispatch_line(explanation: Explanation) -> str:
     """Says what all-to-alls carry, and what the same plan would take if they carried something else."""
-    dispatch = explanation.plan.dispatch
+    dispatch, others_ms = explanation.plan.dispatch, explanation.other_dispatches_ms
     text = f"dispatch: {dispatch}, {DISPATCHES[dispatch]}"
-    if explanation.other_dispatch_ms is None:
+    if not others_ms:
         return text
-    (other,) = (words for one, words in DISPATCHES.items() if one is not dispatch)
-    return f"{text}; if {other}, the same plan takes {explanation.other_dispatch_ms:.1f} ms"
+    others = [f"{step_ms:.1f} ms with {other} ({DISPATCHES[other]})" for other, step_ms in others_ms.items()]
+    return f"{text}; the same plan takes {', '.join(others)}"
 
 
 def _parts(explanation: Explanation) -> Iterator[tuple[tuple[str, ...], Sequence[LayerExplanation]]]:

@@ -21,6 +21,7 @@ _RANGES = {
 DISPATCHES = {
     Dispatch.PLAIN: "a token goes once to each of its experts",
     Dispatch.DEDUP: "a token goes once to each rank that holds any of its experts",
+    Dispatch.TWO_HOP: "a token goes once to each node that holds any of its experts, and there once to each such rank",
 }
 LEGEND = "[+n] is a weight n layers further on; without it, of the layer itself"
 

@@ -9,6 +9,7 @@ from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import Dispatch
 
 _LAYOUT_COLUMNS = ["ranks", "nodes", "EP", "PP", "gradients ms", "bubble"]
+_IMPOSSIBLE = "-"
 _FORECAST_FIELDS = ("step_ms", "exposed_ms", "exposed_share", "bubble_ms", "gradient_ms", "peak_bytes")
 
 
@@ -20,6 +21,9 @@ def _cells(row: SweepRow, with_dispatch: Set[str]) -> list[str]:
     for name, forecast in row.forecasts.items():
         texts += [_ms(forecast.step_ms), f"{100 * forecast.exposed_share:.1f} %"]
         texts += [str(forecast.plan.dispatch)] if name in with_dispatch else []
+    if row.by_dispatch:
+        possible = {dispatch: _ms(forecast.step_ms) for dispatch, forecast in row.by_dispatch.items()}
+        texts += [possible.get(dispatch, _IMPOSSIBLE) for dispatch in Dispatch]
     return texts
 
 
@@ -48,9 +52,21 @@ def as_plain(rows: Sequence[SweepRow]) -> list[dict[str, Any]]:
                 name: {**{field: getattr(forecast, field) for field in _FORECAST_FIELDS}, "plan": str(forecast.plan)}
                 for name, forecast in row.forecasts.items()
             },
+            **_by_dispatch(row),
         }
         for row in rows
     ]
+
+
+def _by_dispatch(row: SweepRow) -> dict[str, Any]:
+    if not row.by_dispatch:
+        return {}
+    return {
+        "by_dispatch": {
+            str(dispatch): {"step_ms": forecast.step_ms, "plan": str(forecast.plan)}
+            for dispatch, forecast in row.by_dispatch.items()
+        }
+    }
 
 
 def _table(rows: Sequence[SweepRow]) -> list[list[str]]:
@@ -64,6 +80,8 @@ def _table(rows: Sequence[SweepRow]) -> list[list[str]]:
         for name in rows[0].forecasts
         for what in ("step ms", "exposed", *([OpKind.DISPATCH] if name in with_dispatch else []))
     ]
+    if rows[0].by_dispatch:
+        titles += [f"{dispatch}: step ms" for dispatch in Dispatch]
     return [_LAYOUT_COLUMNS + titles, *(_cells(row, with_dispatch) for row in rows)]
 
 

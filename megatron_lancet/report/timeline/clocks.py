@@ -5,6 +5,9 @@ if rank a launches a collective at ``start_a`` and rank b has it at ``end_b``, t
 
     start_a + c_a <= end_b + c_b        for all pairs of its ranks.
 
+A message of two hops is a collective of the ranks that it connects: those with one place on each node, or those of one
+node.
+
 Over all collectives of a step the smallest ``end_b - start_a`` bounds ``c_a - c_b`` from above, and the smallest
 ``end_a - start_b`` from below. As in NTP the correction is the middle of the two: its error is half the difference of
 the two smallest latencies. With more than two ranks the bounds are first tightened along paths, and each rank in turn
@@ -16,11 +19,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_lancet.schedule.ops import Op, OpKind
+from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, Op, OpKind
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 
-def aligned(timelines: Sequence[RankTimeline], groups: Sequence[Sequence[int]] = ()) -> tuple[RankTimeline, ...]:
+def aligned(
+    timelines: Sequence[RankTimeline], groups: Sequence[Sequence[int]] = (), ranks_per_node: int | None = None
+) -> tuple[RankTimeline, ...]:
     """Returns the timelines on one clock.
 
     Ranks that share no message, directly or through others, can't be related: each such set of ranks is aligned
@@ -29,16 +34,19 @@ def aligned(timelines: Sequence[RankTimeline], groups: Sequence[Sequence[int]] =
     Args:
         timelines: one timeline of the step per rank, each on the rank's own clock.
         groups: ranks that exchange messages with each other; empty if all do.
+        ranks_per_node: neighbours in a group that are on a node; None if unknown: then hops relate no clocks.
     """
-    corrections_ms = clock_corrections_ms(timelines, groups)
+    corrections_ms = clock_corrections_ms(timelines, groups, ranks_per_node)
     return tuple(_shifted(timeline, corrections_ms[timeline.rank]) for timeline in timelines)
 
 
-def clock_corrections_ms(timelines: Sequence[RankTimeline], groups: Sequence[Sequence[int]] = ()) -> dict[int, float]:
+def clock_corrections_ms(
+    timelines: Sequence[RankTimeline], groups: Sequence[Sequence[int]] = (), ranks_per_node: int | None = None
+) -> dict[int, float]:
     """Returns the time that :func:`aligned` adds to each rank's clock, by rank."""
     ranks = [timeline.rank for timeline in timelines]
     assert len(set(ranks)) == len(ranks), ranks
-    bounds_ms = _bounds_ms(timelines, groups)
+    bounds_ms = _bounds_ms(timelines, groups, ranks_per_node)
     corrections_ms = np.zeros(len(timelines))
     for members in _connected(bounds_ms):
         if len(members) == 1:
@@ -49,23 +57,38 @@ def clock_corrections_ms(timelines: Sequence[RankTimeline], groups: Sequence[Seq
     return dict(zip(ranks, corrections_ms.tolist(), strict=True))
 
 
-def _bounds_ms(timelines: Sequence[RankTimeline], groups: Sequence[Sequence[int]]) -> np.ndarray:
+def _bounds_ms(
+    timelines: Sequence[RankTimeline], groups: Sequence[Sequence[int]], ranks_per_node: int | None
+) -> np.ndarray:
     """Returns upper bounds of ``c_a - c_b``, infinite if unknown: [num_ranks, num_ranks]."""
     index_of = {timeline.rank: index for index, timeline in enumerate(timelines)}
     messages = [_messages(timeline) for timeline in timelines]
     bounds_ms = np.full((len(timelines), len(timelines)), np.inf)
     np.fill_diagonal(bounds_ms, 0.0)
     for group in groups or [list(index_of)]:
-        members = [index_of[rank] for rank in group if rank in index_of]
-        for key in sorted({key for member in members for key in messages[member]}):
-            present = [member for member in members if key in messages[member]]
-            ends_ms = np.array([messages[member][key].end_ms for member in present])
-            for sender in present:
-                sent = messages[sender][key]
-                if sent.num_bytes:  # no rank waits for an empty message
-                    bounds_ms[sender, present] = np.minimum(bounds_ms[sender, present], ends_ms - sent.start_ms)
+        for key in sorted({key for rank in group if rank in index_of for key in messages[index_of[rank]]}):
+            for connected in _connected_by(key[0], group, ranks_per_node):
+                members = [index_of[rank] for rank in connected if rank in index_of]
+                present = [member for member in members if key in messages[member]]
+                ends_ms = np.array([messages[member][key].end_ms for member in present])
+                for sender in present:
+                    sent = messages[sender][key]
+                    if sent.num_bytes:  # no rank waits for an empty message
+                        bounds_ms[sender, present] = np.minimum(bounds_ms[sender, present], ends_ms - sent.start_ms)
     np.fill_diagonal(bounds_ms, 0.0)
     return bounds_ms
+
+
+def _connected_by(name: str, group: Sequence[int], ranks_per_node: int | None) -> list[Sequence[int]]:
+    """The ranks of a group that a message connects, in sets of those that exchange rows; none if that is unknown."""
+    op = Op.find(name)
+    if op is None or op.kind not in BETWEEN_NODES | INSIDE_NODE:
+        return [group]
+    if ranks_per_node is None:
+        return []
+    if op.kind in BETWEEN_NODES:
+        return [group[place::ranks_per_node] for place in range(ranks_per_node)]
+    return [group[first : first + ranks_per_node] for first in range(0, len(group), ranks_per_node)]
 
 
 def _messages(timeline: RankTimeline) -> dict[tuple[str, int], Span]:

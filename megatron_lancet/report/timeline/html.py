@@ -13,9 +13,9 @@ from typing import Any
 
 from megatron_lancet.files import atomic_write
 from megatron_lancet.report.exposed import exposed_table
-from megatron_lancet.report.timeline.lanes import message_levels
+from megatron_lancet.report.timeline.lanes import message_rows
 from megatron_lancet.report.timeline.record import TimelineRecord
-from megatron_lancet.schedule.ops import Op, OpKind
+from megatron_lancet.schedule.ops import COMBINES, DISPATCHES, Op, OpKind
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 TIMELINE_PAGE = "timeline.html"
@@ -83,18 +83,27 @@ def _name(name: str, reason: str | None) -> dict[str, Any]:
         "layer": None if op is None else op.layer,
         "chunk": None if op is None else op.chunk,
         "phase": None if op is None else op.phase,
-        "kind": op.kind if op is not None and isinstance(op.kind, OpKind) and op.kind.is_message else None,
+        "kind": None if op is None else _colour_of(op.kind),
         "reason": reason,
     }
+
+
+def _colour_of(kind: str) -> OpKind | None:
+    """The kind of message that has the page's colour for this one; None for what is no message."""
+    if kind in DISPATCHES:
+        return OpKind.DISPATCH
+    if kind in COMBINES:
+        return OpKind.COMBINE
+    return OpKind.COUNTS if kind == OpKind.COUNTS else None
 
 
 def _group(timeline: RankTimeline, source: str, index_of: dict[str, int]) -> dict[str, Any]:
     """Returns a rank's lanes. The spans of a track don't overlap, so the page finds those in view by bisection."""
     messages = [span for span in timeline.spans if span.lane is Lane.COMM]
-    level_of = message_levels(messages)
+    row_of, titles = message_rows(messages)
     comm = [
-        _track([span for span, own in zip(messages, level_of, strict=True) if own == level], index_of)
-        for level in range(max(level_of, default=-1) + 1)
+        {"title": title, **_track([span for span, own in zip(messages, row_of, strict=True) if own == row], index_of)}
+        for row, title in enumerate(titles)
     ]
     return {
         "rank": timeline.rank,

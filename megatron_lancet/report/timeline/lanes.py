@@ -1,10 +1,34 @@
-"""Distributes overlapping spans over levels."""
+"""Distributes overlapping spans over levels, the messages of each wire over levels of its own."""
 
 import heapq
 from collections.abc import Sequence
 
-from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, Op, Phase
 from megatron_lancet.schedule.timeline import Span
+
+_ALL_RANKS, _BETWEEN_NODES, _INSIDE_NODE = "communication", "between nodes", "inside a node"
+"""What messages share, from the top: those of an expert-parallel group as a whole, and those of each of two hops."""
+
+
+def message_rows(messages: Sequence[Span]) -> tuple[list[int], list[str]]:
+    """Returns the row of each message, [num_messages], and a title for each row, from the top.
+
+    On no row messages overlap. Those between nodes and those inside a node, which two hops have, are on rows of their
+    own; so are within each of these the messages of forwards and of backwards, if both are in flight at a time.
+
+    Args:
+        messages: spans ordered by start.
+    """
+    wires = [_wire(message) for message in messages]
+    row_of = [0] * len(messages)
+    titles: list[str] = []
+    for wire in (_ALL_RANKS, _BETWEEN_NODES, _INSIDE_NODE):
+        own = [index for index, other in enumerate(wires) if other == wire]
+        levels_of_own = message_levels([messages[index] for index in own])
+        for index, level in zip(own, levels_of_own, strict=True):
+            row_of[index] = len(titles) + level
+        titles += [f"{wire} {level + 1}" if level else wire for level in range(max(levels_of_own, default=-1) + 1)]
+    return row_of, titles
 
 
 def message_levels(messages: Sequence[Span]) -> list[int]:
@@ -46,6 +70,13 @@ def levels(spans: Sequence[Span]) -> list[int]:
         heapq.heappush(busy, (span.end_ms, level))
         chosen.append(level)
     return chosen
+
+
+def _wire(message: Span) -> str:
+    op = Op.find(message.name)
+    if op is None:
+        return _ALL_RANKS
+    return _BETWEEN_NODES if op.kind in BETWEEN_NODES else _INSIDE_NODE if op.kind in INSIDE_NODE else _ALL_RANKS
 
 
 def _is_backward(message: Span) -> bool:

@@ -16,6 +16,7 @@ class TimelineRecord:
         before: timelines measured under the previous plan; empty without one.
         ep_groups: ranks that exchange messages with each other; empty if all ranks do.
         reasons: reasons why messages stayed exposed, by op name.
+        ranks_per_node: neighbours in such a group that are on a node; None if no plan of the run has two hops.
     """
 
     title: str
@@ -24,3 +25,4 @@ class TimelineRecord:
     before: tuple[RankTimeline, ...] = ()
     ep_groups: tuple[tuple[int, ...], ...] = ()
     reasons: dict[str, str] | None = None
+    ranks_per_node: int | None = None

@@ -1,7 +1,8 @@
 """Reads and writes trace.json for Perfetto (ui.perfetto.dev) and chrome://tracing, with the op names of plans.
 
 Each rank has one process for the measured step and one for the predicted step. Threads: compute, where waits are red,
-and communication: as many as messages were in flight at once, since the slices of a thread must not cross. An arrow
+and communication: as many as messages were in flight at once, since the slices of a thread must not cross. Messages
+between nodes and inside a node, which two hops have, are on threads of their own. An arrow
 connects the launch of a message with each wait for it. The field ``otherData``, which viewers ignore, holds the rest of
 the record, so that :func:`read_trace` returns what was written.
 """
@@ -23,7 +24,7 @@ from megatron_lancet.files import (
     take_version,
     to_plain,
 )
-from megatron_lancet.report.timeline.lanes import message_levels
+from megatron_lancet.report.timeline.lanes import message_rows
 from megatron_lancet.report.timeline.record import TimelineRecord
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
@@ -68,6 +69,7 @@ class _OtherData:
     before: tuple[_Waits, ...]
     ep_groups: tuple[tuple[int, ...], ...]
     reasons: dict[str, str] | None
+    ranks_per_node: int | None = None
 
 
 _Microseconds = Annotated[float, Range(0, 10**15)]
@@ -104,6 +106,7 @@ def trace(record: TimelineRecord) -> dict[str, Any]:
         before=tuple(_Waits(one.rank, one.step_ms, _waits(one)) for one in record.before),
         ep_groups=record.ep_groups,
         reasons=record.reasons,
+        ranks_per_node=record.ranks_per_node,
     )
     other_data = {"version": TRACE_VERSION, **to_plain(other)}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other_data}
@@ -144,7 +147,8 @@ def read_trace(path: Path) -> TimelineRecord:
         RankTimeline(one.rank, tuple(Span(name, Lane.WAIT, start, end) for name, start, end in one.waits), one.step_ms)
         for one in content.before
     )
-    return TimelineRecord(content.title, measured, predicted, before, content.ep_groups, content.reasons)
+    groups, per_node = content.ep_groups, content.ranks_per_node
+    return TimelineRecord(content.title, measured, predicted, before, groups, content.reasons, per_node)
 
 
 def _spans(events: Sequence[Any], where: str) -> dict[int, list[Span]]:
@@ -168,21 +172,21 @@ def _spans(events: Sequence[Any], where: str) -> dict[int, list[Span]]:
 
 def _process(pid: int, name: str, timeline: RankTimeline) -> Iterator[dict[str, Any]]:
     messages = [span for span in timeline.spans if span.lane is Lane.COMM]
-    level_of = message_levels(messages)
+    row_of, titles = message_rows(messages)
     yield _named("process_name", pid, 0, {"name": name})
     yield _named("process_sort_index", pid, 0, {"sort_index": pid})
     yield _named("thread_name", pid, _COMPUTE_THREAD, {"name": "compute"})
     yield _named("thread_sort_index", pid, _COMPUTE_THREAD, {"sort_index": _COMPUTE_THREAD})
-    for level in range(max(level_of, default=-1) + 1):
-        thread = _FIRST_COMM_THREAD + level
-        yield _named("thread_name", pid, thread, {"name": f"communication {level + 1}" if level else "communication"})
+    for row, title in enumerate(titles):
+        thread = _FIRST_COMM_THREAD + row
+        yield _named("thread_name", pid, thread, {"name": title})
         yield _named("thread_sort_index", pid, thread, {"sort_index": thread})
     for span in timeline.spans:
         if span.lane is not Lane.COMM:
             yield _slice(pid, _COMPUTE_THREAD, span)
-    for span, level in zip(messages, level_of, strict=True):
-        yield _slice(pid, _FIRST_COMM_THREAD + level, span)
-    yield from _arrows(pid, timeline.spans, messages, level_of)
+    for span, row in zip(messages, row_of, strict=True):
+        yield _slice(pid, _FIRST_COMM_THREAD + row, span)
+    yield from _arrows(pid, timeline.spans, messages, row_of)
 
 
 def _named(kind: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
@@ -206,22 +210,22 @@ def _slice(pid: int, tid: int, span: Span) -> dict[str, Any]:
 
 
 def _arrows(
-    pid: int, spans: Sequence[Span], messages: Sequence[Span], level_of: Sequence[int]
+    pid: int, spans: Sequence[Span], messages: Sequence[Span], row_of: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
     """Yields an arrow to each wait from the last message of its name that was launched before."""
     launched: dict[str, list[tuple[float, int]]] = {}
-    for message, level in zip(messages, level_of, strict=True):
-        launched.setdefault(message.name, []).append((message.start_ms, level))
+    for message, row in zip(messages, row_of, strict=True):
+        launched.setdefault(message.name, []).append((message.start_ms, row))
     number = 0
     for wait in (span for span in spans if span.lane is Lane.WAIT):
         candidates = launched.get(wait.name, [])
-        position = bisect_right(candidates, wait.start_ms, key=lambda start_and_level: start_and_level[0])
+        position = bisect_right(candidates, wait.start_ms, key=lambda start_and_row: start_and_row[0])
         if position == 0:
             continue
-        start_ms, level = candidates[position - 1]
+        start_ms, row = candidates[position - 1]
         number += 1
         common = {"name": wait.name, "cat": "waits_for", "id": f"{pid}.{number}", "pid": pid}
-        yield {"ph": "s", **common, "tid": _FIRST_COMM_THREAD + level, "ts": _us(start_ms)}
+        yield {"ph": "s", **common, "tid": _FIRST_COMM_THREAD + row, "ts": _us(start_ms)}
         yield {"ph": "f", "bp": "e", **common, "tid": _COMPUTE_THREAD, "ts": _us(wait.start_ms)}
 
 

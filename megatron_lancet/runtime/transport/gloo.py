@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.runtime.collectives import from_all_ranks
+from megatron_lancet.runtime.collectives import new_groups
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer, Transport
 from megatron_lancet.runtime.transport.works import WorkCounts, WorksTransfer
@@ -35,9 +35,10 @@ class PerSenderTransport(Transport):
         self._rank = ep_group.rank()
         self._num_ranks = ep_group.size()
         self._stats = stats
-        self._sender_groups = _gloo_groups_like(ep_group, self._num_ranks, timeout)
-        self._ready_sender_groups = _gloo_groups_like(ep_group, self._num_ranks, timeout)
-        (self._counts_group,) = _gloo_groups_like(counts_group, 1, timeout)
+        ep_ranks, counts_ranks = map(dist.get_process_group_ranks, (ep_group, counts_group))
+        self._sender_groups = new_groups(ep_ranks, self._num_ranks, timeout, "gloo")
+        self._ready_sender_groups = new_groups(ep_ranks, self._num_ranks, timeout, "gloo")
+        (self._counts_group,) = new_groups(counts_ranks, 1, timeout, "gloo")
 
     def launch(
         self,
@@ -84,15 +85,3 @@ def _without(rows: torch.Tensor, start: int, end: int) -> torch.Tensor:
     if not len(before) or not len(after):
         return before if len(before) else after
     return torch.cat((before, after))
-
-
-def _gloo_groups_like(group: dist.ProcessGroup, copies: int, timeout: timedelta) -> list[dist.ProcessGroup]:
-    """Returns ``copies`` new gloo groups with the ranks of ``group``; all ranks of the world create all groups."""
-    own_ranks = dist.get_process_group_ranks(group)
-    mine: list[dist.ProcessGroup] = []
-    for ranks in sorted({tuple(ranks) for ranks in from_all_ranks(own_ranks)}):
-        for _ in range(copies):
-            created = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
-            if list(ranks) == own_ranks:
-                mine.append(created)
-    return mine

@@ -64,6 +64,21 @@ def activation_bytes(
     return peaks
 
 
+def expert_row_bytes(args: argparse.Namespace) -> float:
+    """Bytes that a row of the experts keeps from forward to backward: its token, and the tensors inside the expert.
+
+    A recomputed expert keeps the token only.
+
+    Args:
+        args: Megatron's arguments, validated.
+    """
+    token = (args.moe_latent_size or args.hidden_size) * _value_bytes(args)
+    if args.recompute_granularity == "full" or "moe" in (args.recompute_modules or ()):
+        return float(token)
+    inside = _mlp(args, 1, args.moe_ffn_hidden_size, args.expert_tensor_parallel_size)
+    return token + sum(saved.num_bytes for saved in inside)
+
+
 def _in_flight(
     args: argparse.Namespace, num_stages: int, rank: int, num_chunks: int, num_micro_batches: int, pairs: bool
 ) -> Counter[int]:

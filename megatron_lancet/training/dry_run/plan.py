@@ -2,15 +2,22 @@
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.schedule.plan import DwPolicy
+from megatron_lancet.training.load.locality import choose_locality, locality_note
+from megatron_lancet.training.load.placement import FLAG as PLACEMENT_FLAG
+from megatron_lancet.training.load.placement import choose_placement, placement_note
+from megatron_lancet.training.load.rebalance import check_can_rebalance
+from megatron_lancet.training.load.received_rows import check_row_limit
+from megatron_lancet.training.observe.cause_watch import check_causes_interval
 from megatron_lancet.training.plan.attention import uses_sdpa
 from megatron_lancet.training.plan.comm_priority import choose_micro_ops
 from megatron_lancet.training.plan.comm_sms import check_comm_sms
+from megatron_lancet.training.plan.dispatch import unknown_nodes_note
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.plan.wire import choose_wire, wire_note
@@ -47,6 +54,12 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
     plan, line = choose_plan(args, config)
     choose_micro_ops(args, config, plan)
     wire = choose_wire(args, config, plan)
+    check_can_rebalance(args, config, plan)
+    locality = choose_locality(args, config, plan)
+    here = config.expert_placement is None or config.expert_placement.is_file()
+    placements = choose_placement(args, config if here else replace(config, expert_placement=None), plan)
+    check_row_limit(args, config, plan)
+    check_causes_interval(config, plan)
     check_can_profile(args, config, plan)
     check_comm_sms(args, config, plan, device=None)
     if plan is None:
@@ -59,7 +72,11 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
         else:
             limits = planning_limits(args, config)
             pairing, lines = limits.pairing, [announced_plan(args, config, plan, line), *_tuning_lines(limits)]
-    lines[0] += wire_note(wire)
+            note = unknown_nodes_note(args, config)
+            lines += [note] if note is not None else []
+    lines[0] += f"{wire_note(wire)}{locality_note(locality)}{placement_note(placements)}"
+    if not here:
+        lines.append(f"{PLACEMENT_FLAG} {config.expert_placement} is not here: it is checked when the run starts")
     if plan.dw_policy is not DwPolicy.NONE and plan.dw_memory_bytes is None:
         lines.append(
             "deferred weight gradients need memory beyond the estimate above: --lancet-dw-memory-mb bounds it, "
@@ -77,7 +94,8 @@ def _tuning_lines(limits: Limits) -> Iterator[str]:
         f"dispatch {' or '.join(limits.dispatches)}; micro-batches {pairing}"
     )
     for exclusion in limits.excluded:
-        yield f"not {exclusion.what}: {exclusion.reason}"
+        if not exclusion.is_evident:
+            yield f"not {exclusion.what}: {exclusion.reason}"
 
 
 def saves_scores(args: argparse.Namespace, config: LancetConfig) -> bool:

@@ -17,14 +17,16 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.optimizer import distrib_optimizer
+from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.transformer import torch_norm
 from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from megatron.training import training
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.attention.sdpa import SdpaAttention
 from megatron_lancet.model.recompute import make_checkpoint
-from megatron_lancet.patching import around
+from megatron_lancet.patching import around, replaced
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.training.megatron.norm import sequence_parallel_norm
 
@@ -90,7 +92,8 @@ def resumable_distributed_optimizer() -> Iterator[None]:
 
     Stock copies into fp32 parameters, which require gradients, with autograd on. With torch's Adam it also reads the
     step count from optimizer state that does not exist yet, and overwrites torch's per-parameter step counters, one
-    tensor that all share, by those of before loading. The saved count survives in the parameter groups.
+    tensor that all share, by those of before loading. The saved count survives in the parameter groups. Fully
+    reshardable state has no such counters, and stock looks for them.
     """
     has_torch_adam = not distrib_optimizer.HAVE_APEX_OR_TE
 
@@ -107,8 +110,15 @@ def resumable_distributed_optimizer() -> Iterator[None]:
                 self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
         return result
 
+    def set_parameter(stock: Any, self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+        return stock(self, model_param, {"step": None, **tensors} if has_torch_adam else tensors)
+
     optimizer = distrib_optimizer.DistributedOptimizer
-    with around(optimizer, "state_dict", state_dict), around(optimizer, "load_state_dict", load_state_dict):
+    with (
+        around(optimizer, "state_dict", state_dict),
+        around(optimizer, "load_state_dict", load_state_dict),
+        around(optimizer, "_set_main_param_and_optimizer_states", set_parameter),
+    ):
         yield
 
 
@@ -162,6 +172,51 @@ def train_step_hooks(hooks: Sequence[StepHook]) -> AbstractContextManager[None]:
         return step()
 
     return around(training, "train_step", train_step)
+
+
+def forward_backward_hook(hook: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Lets ``hook`` run the forward and backward passes of each training step, between zeroing and using gradients.
+
+    Args:
+        hook: receives Megatron's function, and its arguments as keywords; returns its result.
+    """
+
+    def train_step(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(stock).bind(*args, **kwargs)
+        run = call.arguments["forward_backward_func"]
+        call.arguments["forward_backward_func"] = functools.partial(hook, run)
+        return stock(*call.args, **call.kwargs)
+
+    return around(training, "train_step", train_step)
+
+
+def optimizer_of_steps(take: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """Calls ``take`` with the optimizer of each training step, before the step."""
+
+    def train_step(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        take(inspect.signature(stock).bind(*args, **kwargs).arguments["optimizer"])
+        return stock(*args, **kwargs)
+
+    return around(training, "train_step", train_step)
+
+
+def logged_losses(names: Sequence[str]) -> AbstractContextManager[None]:
+    """Lets Megatron log further losses of routers beside its own, which it names one by one.
+
+    Args:
+        names: by which routers record them.
+    """
+
+    def report(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs["track_names"] = [*kwargs["track_names"], *names]
+        return stock(*args, **kwargs)
+
+    return around(MoEMetricsTracker, "report", report)
+
+
+def unvalidated_results() -> AbstractContextManager[None]:
+    """Inside the context Megatron's rerun machine sees no results: those of a pass that the step does not use."""
+    return replaced(RerunStateMachine, "validate_result", lambda self, *args, **kwargs: None)
 
 
 def training_loop_hooks(

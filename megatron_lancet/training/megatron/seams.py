@@ -23,6 +23,7 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import torch_norm
@@ -31,6 +32,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, MultiTokenPredictionLayer
@@ -82,6 +84,12 @@ _MODEL: tuple[Seam, ...] = (
     (TopKRouter, "_apply_seq_aux_loss", ("probs", "scores_for_aux_loss", "routing_map", "seq_length", "bsz")),
     (TopKRouter, "_apply_global_aux_loss", ("probs", "scores_for_aux_loss", "routing_map")),
     (TopKRouter, "_apply_expert_bias", ("routing_map",)),
+    (TopKRouter, "routing", ("logits", "padding_mask")),
+    (
+        TopKRouter,
+        "attach_and_log_load_balancing_loss",
+        ("activation", "aux_loss_coeff", "aux_loss", "aux_loss_name", "reduce_group", "valid_token_count"),
+    ),
     (TopKRouter, "_maintain_float32_expert_bias", ()),
     (moe_utils, "permute", ("tokens", "routing_map", "probs", "num_out_tokens", "fused")),
     (moe_utils, "unpermute", ("permuted_tokens", "sorted_indices", "restore_shape", "routing_map", "fused")),
@@ -102,9 +110,13 @@ _TRAINING: tuple[Seam, ...] = (
     (ddp_buffers._ParamAndGradBucketGroup, "start_grad_sync", ()),
     (distrib_optimizer.DistributedOptimizer, "state_dict", ()),
     (distrib_optimizer.DistributedOptimizer, "load_state_dict", ("state_dict",)),
+    (distrib_optimizer.DistributedOptimizer, "_set_main_param_and_optimizer_states", ("model_param", "tensors")),
     (training, "pretrain", ("cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func")),
     (training, "train", ()),
-    (training, "train_step", ("forward_step_func", "data_iterator", "model")),
+    (training, "train_step", ("forward_step_func", "data_iterator", "model", "forward_backward_func")),
+    (RerunStateMachine, "validate_result", ()),
+    (MoEMetricsTracker, "report", ("track_names",)),
+    (DistributedDataParallel, "zero_grad_buffer", ()),
     (training, "get_signal_handler", ()),
     (training, "is_last_rank", ()),
     (common_utils, "is_last_rank", ()),

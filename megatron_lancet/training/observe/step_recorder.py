@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +11,10 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.global_vars import get_tensorboard_writer
 
+from megatron_lancet.report.causes import CausesOfStep
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.summary import StepRecord, as_text, rank_medians, summarise, write_json
+from megatron_lancet.report.wire_error import WireError
 from megatron_lancet.runtime.comm_stats import CommStats, EventPair, OpenTimes
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.wire import Wire
@@ -29,12 +31,14 @@ class _OpenStep(NamedTuple):
     Attributes:
         duration: on CUDA the events at its begin and end, elsewhere milliseconds.
         iteration: number of the step, from 1.
+        left_out: duration of what ran inside the step and is no part of it; None if nothing did.
     """
 
     duration: EventPair | float
     num_tokens: int
     times: OpenTimes
     iteration: int
+    left_out: EventPair | float | None
 
 
 class StepRecorder:
@@ -54,6 +58,7 @@ class StepRecorder:
         self._stats = stats
         self._records: list[StepRecord] = []
         self._open: _OpenStep | None = None
+        self._left_out: EventPair | float | None = None
         self.num_done = 0
         self._first = 0
         self._num_kept = max(_MIN_KEPT, num_kept)
@@ -73,6 +78,11 @@ class StepRecorder:
         """Number of kept steps since the plan changed."""
         return self._num_recorded - self._first
 
+    @property
+    def iteration(self) -> int:
+        """Number of the step that runs, or has just run, from 1, as in Megatron's log and scalars."""
+        return int(self._args.curr_iteration) + 1  # Megatron counts done steps, and goes on when the hooks are through
+
     def restart(self) -> None:
         """Report only the steps from here on, because the plan changes."""
         self._first = self._num_recorded
@@ -84,11 +94,18 @@ class StepRecorder:
         self._read()
         args = self._args
         samples = args.micro_batch_size * args.data_parallel_size * get_num_microbatches()
-        iteration = args.curr_iteration + 1  # Megatron counts done steps, and names its own scalars after this one
-        self._open = _OpenStep(duration, samples * args.seq_length, self._stats.close(), iteration)
+        num_tokens = samples * args.seq_length
+        self._open = _OpenStep(duration, num_tokens, self._stats.close(), self.iteration, self._left_out)
+        self._left_out = None
         self.num_done += 1
         if not isinstance(duration, EventPair):
             self._read()
+        return result
+
+    def leave_out(self, run: Callable[[], Any]) -> Any:
+        """Run something at the begin of a step that is no part of it: its time and messages are not the step's."""
+        result, self._left_out = self._timed(run)
+        self._stats.close()
         return result
 
     def _timed(self, step: Callable[[], Any]) -> tuple[Any, EventPair | float]:
@@ -104,11 +121,13 @@ class StepRecorder:
         """Records the last step if that has not been done, and writes its scalars."""
         if self._open is None:
             return
-        duration, num_tokens, times, iteration = self._open
+        duration, num_tokens, times, iteration, left_out = self._open
         self._open = None
         if isinstance(duration, EventPair):
             duration.end.synchronize()
             duration = duration.elapsed_ms()
+        if left_out is not None:
+            duration -= left_out.elapsed_ms() if isinstance(left_out, EventPair) else left_out
         self._records.append(StepRecord(duration, num_tokens, times.read()))
         surplus = len(self._records) - self._num_kept
         if surplus > self._num_kept:
@@ -124,6 +143,9 @@ class StepRecorder:
         tuning: dict[str, Any] | None = None,
         exposed: ExposedTable | None = None,
         wire: Wire = Wire.EXACT,
+        wire_error: WireError | None = None,
+        causes: Sequence[CausesOfStep] = (),
+        max_expert_rows: int | None = None,
     ) -> None:
         """Gather all ranks' figures and print the report on rank 0. Collective; all ranks ran the same steps.
 
@@ -133,6 +155,9 @@ class StepRecorder:
             tuning: how the plan was found, see :func:`~megatron_lancet.report.tuning.tuning_text`; None if given.
             exposed: exposed communication by layer and chunk, on rank 0; None if no step was traced.
             wire: number format of hidden states in messages.
+            wire_error: how far it moved the gradients of a step; None for the exact format.
+            causes: causes of the waits of traced steps, the newest last.
+            max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for any number.
         """
         records = self.records
         if not records:
@@ -152,6 +177,9 @@ class StepRecorder:
             plan.dw_memory_bytes if plan is not None else None,
             exposed=exposed,
             first_step=self.num_done - len(records) + self._first + 1,
+            wire_error=wire_error,
+            causes=causes,
+            max_expert_rows=max_expert_rows,
         )
         if tuning is not None:
             report["tuning"] = tuning

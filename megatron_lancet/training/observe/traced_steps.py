@@ -7,10 +7,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_lancet.report.causes import CausesOfStep
 from megatron_lancet.report.timeline.record import TimelineRecord
-from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.runtime.trace import StepTrace
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.timeline import RankTimeline
+from megatron_lancet.training.observe.cause_watch import gathered_causes
+from megatron_lancet.training.observe.step_causes import traced_rank, traced_step
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.tuning.controller import NUM_TUNING_WARM_UP_STEPS, plan_without_overlap
@@ -36,9 +39,10 @@ class TracedSteps:
         self._recorder = recorder
         self._device = device
         self._is_settled = is_settled
-        self._before: RankTimeline | None = None
-        self._now: RankTimeline | None = None
+        self._before: StepTrace | None = None
+        self._now: StepTrace | None = None
         self._plan: Plan | None = None
+        self._step = 0
 
     def observe(self, step: Callable[[], Any]) -> Any:
         """Run a training step, and trace it if it is one for the report."""
@@ -46,20 +50,26 @@ class TracedSteps:
         if self._is_settled():
             if num_steps < NUM_TUNING_WARM_UP_STEPS or self._plan == plan:
                 return step()
-            result, self._now = self._traced(step)
-            self._plan = plan
+            result, self._now = traced_step(self._setup, self._device, step)
+            self._plan, self._step = plan, self._recorder.iteration
             return result
         if self._before is None and num_steps == NUM_TUNING_WARM_UP_STEPS - 1 and plan == plan_without_overlap():
-            result, self._before = self._traced(step)
+            result, self._before = traced_step(self._setup, self._device, step)
             return result
         return step()
+
+    def causes(self) -> CausesOfStep | None:
+        """Causes of the waits of the traced step; None where no step was traced. Collective over all ranks."""
+        if self._now is None:
+            return None
+        return gathered_causes(self._setup, self._device, self._step, traced_rank(self._now, self._device))
 
     def gather(self, title: str) -> TimelineRecord | None:
         """The traced steps on rank 0; None on others, and where no step was traced. Collective over all ranks."""
         groups: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(groups, dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
         shown = range(dist.get_world_size()) if dist.get_world_size() <= MAX_RANKS else groups[0][:MAX_RANKS]
-        own = (self._before, self._now) if dist.get_rank() in shown else (None, None)
+        own = (_timeline(self._before), _timeline(self._now)) if dist.get_rank() in shown else (None, None)
         everywhere: list[Any] = [(None, None)] * dist.get_world_size()
         dist.gather_object(own, everywhere if dist.get_rank() == 0 else None)
         # By rank: in a mocked world every entry is that of rank 0.
@@ -72,16 +82,9 @@ class TracedSteps:
             measured=tuple(now.values()),
             before=tuple(before.values()),
             ep_groups=tuple(dict.fromkeys(tuple(group) for group in groups)),
+            ranks_per_node=self._setup.nodes.ranks_per_node if self._setup.nodes is not None else None,
         )
 
-    def _traced(self, step: Callable[[], Any]) -> tuple[Any, RankTimeline]:
-        comm = self._setup.stages[0].decoder.comm
-        trace = Trace(self._device, dist.get_rank())
-        comm.record_to(trace)
-        trace.begin_step()
-        try:
-            result = step()
-            found = trace.end_step()
-        finally:
-            comm.record_to(None)
-        return result, found.timeline
+
+def _timeline(found: StepTrace | None) -> RankTimeline | None:
+    return None if found is None else found.timeline

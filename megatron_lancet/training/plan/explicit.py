@@ -13,10 +13,15 @@ from megatron_lancet.schedule.layers import pattern_of
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, Plan, Segment
 from megatron_lancet.schedule.ranges import ranges
 from megatron_lancet.training.layer_pattern import layer_kinds
-from megatron_lancet.training.plan.dispatch import dedup_blocker
+from megatron_lancet.training.plan.dispatch import refusal_of
 from megatron_lancet.training.plan.limits import chunked_dim, routing_over_whole_micro_batch, sequence_blockers
 from megatron_lancet.training.plan.pairing import pairing_blockers
 from megatron_lancet.training.plan.support import has_all_to_alls
+
+_DISPATCHES = {
+    Dispatch.DEDUP: "deduplicates what is dispatched",
+    Dispatch.TWO_HOP: "dispatches in two hops",
+}
 
 
 def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -> Plan:
@@ -48,11 +53,10 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
                 f"--lancet-plan {path} runs backwards beside forwards, which can't be followed: {obstacle.reason}. "
                 f"{obstacle.advice}, or make a plan for this run."
             )
-    if content.plan.dispatch is Dispatch.DEDUP and (blocker := dedup_blocker(args)) is not None:
-        raise UsageError(
-            f"--lancet-plan {path} deduplicates what is dispatched, which can't be followed: {blocker}. Make a plan "
-            "for this run."
-        )
+    refusal = refusal_of(args, config, content.plan.dispatch, "make a plan for this run")
+    if refusal is not None:
+        how = _DISPATCHES[content.plan.dispatch]
+        raise UsageError(f"--lancet-plan {path} {how}, which can't be followed: {refusal}")
     return content.plan
 
 

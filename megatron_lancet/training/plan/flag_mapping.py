@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.plan.dispatch import DEDUPLICATING_DISPATCHER, ask_for_dedup, dedup_blocker
+from megatron_lancet.training.plan.dispatch import DEDUPLICATING_DISPATCHER, ask_for_dedup, rows_in_words
 from megatron_lancet.training.plan.pairing import MEGATRONS_FLAG, ask_for_pairing
 from megatron_lancet.training.plan.support import OVERLAP_FLAGS, OWN_DISPATCHER, may_overlap
 
@@ -48,8 +48,7 @@ def map_overlap_flags(args: argparse.Namespace, config: LancetConfig) -> str | N
         notes.append(f"--moe-token-dispatcher-type {dispatcher} runs as the plan's all-to-alls")
         if dispatcher == DEDUPLICATING_DISPATCHER and config.plan is PlanChoice.AUTO and config.dispatch is None:
             ask_for_dedup(args)
-            once = "one row per token and rank, not yet one per token and node"
-            notes[-1] += f", {'one row per token and expert' if dedup_blocker(args) else once}"
+            notes[-1] += f", {rows_in_words(args, config)}"
         args.moe_token_dispatcher_type = OWN_DISPATCHER
         for field in dataclasses.fields(TransformerConfig):
             if field.name.startswith(_DISPATCHER_SETTINGS) and hasattr(args, field.name):

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
@@ -10,7 +9,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 from megatron_lancet.training.plan.attention import check_attention
 from megatron_lancet.training.plan.dispatch import FLAG as DISPATCH_FLAG
-from megatron_lancet.training.plan.dispatch import dispatch_of_fixed_plan
+from megatron_lancet.training.plan.dispatch import dispatch_of_fixed_plan, nodes_of
 from megatron_lancet.training.plan.explicit import plan_from_file
 from megatron_lancet.training.plan.limits import (
     ChunkedDim,
@@ -23,6 +22,7 @@ from megatron_lancet.training.plan.limits import (
 from megatron_lancet.training.plan.pairing import FLAG as PAIRING_FLAG
 from megatron_lancet.training.plan.pairing import pairs_fixed_plan
 from megatron_lancet.training.plan.support import has_all_to_alls, overlap_blockers, refuse_unsupported
+from megatron_lancet.training.platform.launcher import ranks_per_node
 
 _DEFAULT_NUM_CHUNKS = 2
 
@@ -37,10 +37,12 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
         UsageError: the user asks for the overlap, and for something that it does not support.
     """
     check_attention(args, config)
+    ranks_per_node(args, config)  # refuses a wrong number, also where no message depends on it
     if isinstance(config.plan, Path):
         plan = plan_from_file(config.plan, args, config)
         refuse_unsupported(args)
-        return plan, "; ".join([f"{plan} from {config.plan}", *_dropout_note(args, plan)])
+        notes = [*_nodes_note(args, config, plan), *_dropout_note(args, plan)]
+        return plan, "; ".join([f"{plan} from {config.plan}", *notes])
     if config.plan is PlanChoice.OFF:
         for flag in _wishes_of_overlap(config):
             raise UsageError(
@@ -62,15 +64,15 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
         return None, f"off: {'; '.join(blockers)}. Stock Megatron modules, nothing is overlapped"
     plan, notes = _plan_by_flags(args, config)
     refuse_unsupported(args)
-    return plan, "; ".join([str(plan), *notes, *_dropout_note(args, plan)])
+    return plan, "; ".join([str(plan), *_nodes_note(args, config, plan), *notes, *_dropout_note(args, plan)])
 
 
 def _wishes_of_overlap(config: LancetConfig) -> Iterator[str]:
     """Flags of :func:`choose_plan` that stock modules can't follow."""
     if config.pairing is PairingChoice.ON:
         yield f"{PAIRING_FLAG} on"
-    if config.dispatch is Dispatch.DEDUP:
-        yield f"{DISPATCH_FLAG} dedup"
+    if config.dispatch not in (None, Dispatch.PLAIN):
+        yield f"{DISPATCH_FLAG} {config.dispatch}"
 
 
 def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan, list[str]]:
@@ -95,9 +97,8 @@ def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan
             "none defers none. Drop one of the two."
         )
     multiple = along.multiple if num_chunks > 1 else 1
-    plan = fixed_plan(num_chunks, dw_policy, dim, overlap_range, config.dw_memory_bytes, multiple)
     dispatch, why_plain = dispatch_of_fixed_plan(args, config)
-    plan = replace(plan, dispatch=dispatch)
+    plan = fixed_plan(num_chunks, dw_policy, dim, overlap_range, config.dw_memory_bytes, multiple, dispatch)
     is_paired, why_not = pairs_fixed_plan(args, config)
     return paired(plan) if is_paired else plan, [*notes, *why_plain, *why_not]
 
@@ -135,6 +136,10 @@ def _chunks(args: argparse.Namespace, config: LancetConfig, blockers: list[str])
             + (", a larger micro-batch, or --lancet-chunk-dim auto." if dim is ChunkDim.BATCH else ".")
         )
     return num_chunks, dim
+
+
+def _nodes_note(args: argparse.Namespace, config: LancetConfig, plan: Plan) -> list[str]:
+    return [f"two hops over {nodes_of(args, config)}"] if plan.dispatch is Dispatch.TWO_HOP else []
 
 
 def _dropout_note(args: argparse.Namespace, plan: Plan) -> list[str]:

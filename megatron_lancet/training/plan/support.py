@@ -333,7 +333,12 @@ def overlap_blockers(args: argparse.Namespace, config: LancetConfig, validated: 
         validated: see :func:`unsupported`.
     """
     needs_plan = (
-        config.comm_priority is not CommPriority.OFF or config.comm_sms is not None or config.wire is not Wire.EXACT
+        config.comm_priority is not CommPriority.OFF
+        or config.comm_sms is not None
+        or config.wire is not Wire.EXACT
+        or config.max_received_rows is not None
+        or config.locality_loss_coeff > 0
+        or config.places_experts
     )
     wants_overlap = config.explicit_plan_flags() or config.profile or needs_plan
     if config.plan is not PlanChoice.AUTO or wants_overlap:

@@ -9,15 +9,17 @@ from datetime import timedelta
 from megatron_lancet.errors import UsageError
 from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.mock_group import BACKEND
-from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.mock.mock_world import MockedNodes, mock_world
 from megatron_lancet.training.megatron.mock_patches import megatron_in_mocked_world
+from megatron_lancet.training.platform.launcher import FLAG as NODES_FLAG
 
 _BACKEND_FLAG = "--distributed-backend"
 _LINK_FLAG = "--lancet-mock-link"
+_NODE_LINK_FLAG = "--lancet-mock-node-link"
 
 
 def add_mock_arguments(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
-    """Add the backend to Megatron's parser, and the flag of its link."""
+    """Add the backend to Megatron's parser, and the flags of its links."""
     _add_backend(parser)
     group.add_argument(
         _LINK_FLAG,
@@ -25,6 +27,12 @@ def add_mock_arguments(parser: argparse.ArgumentParser, group: argparse._Argumen
         metavar="LATENCY_US:GBYTES_PER_S",
         help=f"with {_BACKEND_FLAG} {BACKEND}: what each message costs on the wire, for example 20:25 "
         "(20 microseconds, 25e9 bytes per second). By default messages are free.",
+    )
+    group.add_argument(
+        _NODE_LINK_FLAG,
+        type=_link,
+        metavar="LATENCY_US:GBYTES_PER_S",
+        help=f"the same for messages between ranks of a node, with {NODES_FLAG}. By default as {_LINK_FLAG}.",
     )
 
 
@@ -43,14 +51,17 @@ def is_mocked(args: argparse.Namespace) -> bool:
 def check_mock_arguments(args: argparse.Namespace) -> None:
     """Raise a UsageError if the world can't be mocked, or a setting would make its collectives meaningless."""
     if not is_mocked(args):
-        if args.lancet_mock_link is not None:
-            raise UsageError(f"{_LINK_FLAG} is the link of a mocked world: pass {_BACKEND_FLAG} {BACKEND}, or drop it.")
+        for flag, link in ((_LINK_FLAG, args.lancet_mock_link), (_NODE_LINK_FLAG, args.lancet_mock_node_link)):
+            if link is not None:
+                raise UsageError(f"{flag} is the link of a mocked world: pass {_BACKEND_FLAG} {BACKEND}, or drop it.")
         return
     if args.rank != 0 or int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise UsageError(
             f"{_BACKEND_FLAG} {BACKEND} plays all ranks in one process: start it without torchrun, with WORLD_SIZE set "
             "to the number of ranks to play and RANK=0 or unset."
         )
+    if args.lancet_mock_node_link is not None and args.lancet_ranks_per_node is None:
+        raise UsageError(f"{_NODE_LINK_FLAG} is the link inside a node: pass {NODES_FLAG} N, too, or drop it.")
     for flag, reason in _unsupported(args):
         raise UsageError(
             f"{flag} does not work with {_BACKEND_FLAG} {BACKEND}: {reason}. Change it, or run on real ranks."
@@ -103,16 +114,19 @@ def mocked_world_of(args: argparse.Namespace) -> Iterator[None]:
         return
 
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    with megatron_in_mocked_world(_add_backend), mock_world(args.world_size, args.lancet_mock_link or Link(), timeout):
+    inside, link = args.lancet_mock_node_link, args.lancet_mock_link or Link()
+    nodes = MockedNodes(args.lancet_ranks_per_node, inside) if inside is not None else None
+    with megatron_in_mocked_world(_add_backend), mock_world(args.world_size, link, timeout, nodes):
         yield
 
 
 def describe_mocked_world(args: argparse.Namespace) -> str:
     """One line for the user."""
+    inside = "" if args.lancet_mock_node_link is None else f" ({args.lancet_mock_node_link} inside a node)"
     return (
-        f"mocked: this process plays rank 0 of {args.world_size}, link {args.lancet_mock_link or Link()}. All-to-alls "
-        "return what was sent and all ranks count as having this one's data: losses and throughput are those of the "
-        "mocked world."
+        f"mocked: this process plays rank 0 of {args.world_size}, link {args.lancet_mock_link or Link()}{inside}. "
+        "All-to-alls return what was sent and all ranks count as having this one's data: losses and throughput are "
+        "those of the mocked world."
     )
 
 

@@ -42,6 +42,7 @@ def plans_within(args: argparse.Namespace, limits: Limits) -> list[Plan]:
         limits.chunk_dims,
         overlap_range=max(limits.ranges, key=list(OverlapRange).index),
         token_multiple=token_multiple(args),
+        dispatches=limits.dispatches,
     )
     return [replace(plan, dw_memory_bytes=limits.dw_memory_bytes) for plan in plans]
 

@@ -1,6 +1,6 @@
 """Ops among what is enqueued: a trace that writes marks into the log of a virtual GPU instead of taking times."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_lancet.runtime.trace import Message, Trace
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.virtual_gpu.device import VirtualGpu
 from megatron_lancet.virtual_gpu.log import Mark
 
@@ -69,7 +70,7 @@ class MarkedTrace(Trace):
         with self.waiting(name):
             yield
 
-    def sent(self, name: str, num_bytes: int, message: Message) -> None:
+    def sent(self, name: str, num_bytes: int, message: Message, bytes_to: Sequence[int] = ()) -> None:
         points: tuple[Any, Any] = message.interval()
         start, end = points
         self.messages.append(MarkedMessage(name, num_bytes, start.number, end.number))
@@ -77,5 +78,7 @@ class MarkedTrace(Trace):
     def received(self, name: str, num_rows: int) -> None:
         """Does nothing: the log has the sizes of all kernels."""
 
-    def routed(self, name: str, routing_map_tE: torch.Tensor, num_local_experts: int) -> None:
+    def routed(
+        self, name: str, routing_map_tE: torch.Tensor, num_local_experts: int, nodes: Nodes | None = None
+    ) -> None:
         """Does nothing, like :meth:`received`."""

@@ -1,19 +1,22 @@
 """What the network benchmark asks of the machine and of its command line, without a network."""
 
+import json
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import ranks
+from benchmarks.harness import ranks, runner
 from benchmarks.harness.job import read_job
 from benchmarks.harness.namespaces import CommandError, Namespaces, check_host, run_command, shaping_command
 from benchmarks.harness.origin import origin
 from benchmarks.network.__main__ import make_job, parse_arguments
 from benchmarks.network.cases import ACCUMULATED, CASES, PRESETS, VARIANTS, choose, with_references
 from megatron_lancet.errors import UsageError
+from megatron_lancet.schedule.nodes import Nodes
 
 REPO = Path(__file__).parents[3]
 BOTH_TOOLS = ("ip", "tc")
@@ -74,6 +77,22 @@ def test_everything_is_made_inside_two_namespaces_of_this_process_and_removed():
     assert all("dev veshaped" in command for command in shaped)
 
 
+def test_ranks_of_a_node_share_its_namespace_and_its_addresses():
+    run = FakeCommands()
+    with Namespaces(run, process_id=77, ranks_per_node=2) as network:
+        assert run.existing == ["lancet-77-0", "lancet-77-1"]
+        assert [network.command(rank, ["true"])[3] for rank in range(network.num_ranks)] == [
+            *["lancet-77-0"] * 2,
+            *["lancet-77-1"] * 2,
+        ]
+    given = [command.split()[5:8:2] for command in run.commands if " addr add " in command]
+    assert given == [
+        [f"10.{net}.0.{node + 1}/24", interface]
+        for net, interface in ((77, "veshaped"), (78, "vefree"))
+        for node in (0, 1)
+    ]
+
+
 @pytest.mark.parametrize("failing", ["netns add lancet-77-1", "type veth", "tbf"])
 def test_what_the_kernel_lacks_is_said_and_nothing_is_left(failing):
     run = FakeCommands(failing)
@@ -117,14 +136,60 @@ def test_a_failing_command_says_what_it_printed():
         run_command(["no-such-tool"])
 
 
+class Runs:
+    """Runs no ranks; remembers what each group of them was to measure, and writes its result. One of them may fail."""
+
+    def __init__(self, failing: int = 0) -> None:
+        self.seen: list[tuple[int, list[str]]] = []
+        self._failing = failing
+
+    def __call__(self, network, _module, arguments, *_others) -> None:
+        job = read_job(Path(arguments[1]))
+        self.seen.append((network.num_ranks, [case.name for case in job.cases]))
+        job.result.write_text(json.dumps({"cases": [{"name": job.cases[0].name}]}))
+        if network.num_ranks == self._failing:
+            raise ranks.RankError("failed")
+
+
+@pytest.mark.parametrize(("failing", "measured"), [(0, ["45", "nodes-top4"]), (2, ["45"]), (4, ["45", "nodes-top4"])])
+def test_each_number_of_ranks_gets_processes_of_its_own_and_all_results_are_kept(failing, measured, monkeypatch):
+    run = Runs(failing)
+    monkeypatch.setattr(runner, "check_host", lambda *_: None)
+    monkeypatch.setattr(runner, "Namespaces", partial(Namespaces, FakeCommands(), 77))
+    monkeypatch.setattr(runner, "run_ranks", run)
+    arguments = parse_arguments(["--cases", "nodes-top8", "nodes-top4", "45", "20"])
+    found, ended_by = runner.measure_in_network("network", partial(make_job, arguments), 50, False)
+    assert [case["name"] for case in found["cases"]] == measured
+    assert run.seen == [(2, ["45", "20"]), (4, ["nodes-top4", "nodes-top8"])][: len(measured)]
+    assert (ended_by is None) is (failing == 0)
+
+
 class NoNamespaces:
     """Runs rank's commands where they are; ``python -m worker`` becomes the rank's own script."""
 
+    ranks_per_node = 1
+
     def __init__(self, *scripts: str) -> None:
         self._scripts = scripts
+        self.num_ranks = len(scripts)
 
     def command(self, rank, _command):
         return [sys.executable, "-c", self._scripts[rank]]
+
+
+def test_each_rank_has_its_place_on_its_node_and_ranks_share_cores(tmp_path):
+    placed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    found = [[ranks.rank_environment(rank, ranks_per_node=2)[name] for name in placed] for rank in range(4)]
+    assert found == [["0", "4", "0", "2"], ["1", "4", "1", "2"], ["2", "4", "0", "2"], ["3", "4", "1", "2"]]
+    commands = []
+
+    class Remembered(NoNamespaces):
+        def command(self, rank, command):
+            commands.append(command[-2:])
+            return super().command(rank, command)
+
+    ranks.run_ranks(Remembered(*["pass"] * 4), "worker", [], [5, 7], tmp_path, 50)
+    assert commands == [["--core", core] for core in ("5", "7", "5", "7")]
 
 
 def test_the_first_rank_that_fails_ends_the_other_and_is_shown(tmp_path):
@@ -201,7 +266,8 @@ def test_a_pairing_run_has_steps_of_four_and_eight_micro_batches(tmp_path):
     job = make_job(parse_arguments(["--pairing"]), [0, 1], tmp_path / "result.json")
     assert [case.shape.micro_batches for case in job.cases] == [4, 4, 4, 8]
     assert all({"stock", "all-k2", "paired-k1", "paired-mix"} <= set(case.variants) for case in job.cases)
-    assert exact_variants(1) == {"paired-k1", "paired-k1-none", "paired-dedup-k1", "dw-only", "dedup-k1"}
+    paired = {"paired-k1", "paired-k1-none", "paired-dedup-k1"}
+    assert exact_variants(1) == {*paired, "dw-only", "dedup-k1", "two-hop-k1", "placed-k1"}
 
 
 def exact_variants(topk: int) -> set[str]:
@@ -215,7 +281,28 @@ def test_a_dispatch_run_has_top_4_and_plans_with_and_without_duplicates(tmp_path
     assert all((case.shape.experts, case.shape.topk) == (8, 4) for case in job.cases)
     assert all({"stock", "stock-free", "all-k2", "dedup-k2"} <= set(case.variants) for case in job.cases)
     assert {"paired-k1", "paired-dedup-k1"} <= set(job.cases[2].variants)
-    assert exact_variants(2) - exact_variants(4) == {"dedup-k1", "paired-dedup-k1"}, "a rank sums up to four outputs"
+    changed = exact_variants(2) - exact_variants(4)
+    assert changed == {"dedup-k1", "paired-dedup-k1", "two-hop-k1", "placed-k1"}, "ranks sum up to four outputs"
+
+
+def test_a_nodes_run_has_both_cases_with_every_dispatch(tmp_path):
+    job = make_job(parse_arguments(["--nodes"]), [0, 1], tmp_path / "result.json")
+    assert [(case.shape.experts, case.shape.topk) for case in job.cases] == [(8, 4), (16, 8)]
+    own = {"stock", "stock-free", "all-k2", "dedup-k2", "two-hop-k1", "two-hop-k2", "two-hop-k2-hop-turns"}
+    for case in job.cases:
+        assert set(case.variants) == own
+        assert (case.num_ranks, case.nodes) == (4, Nodes(2, 2))
+    assert (job.ranks_per_node, len(job.by_ranks_per_node())) == (2, 1)
+
+
+def test_cases_with_as_many_ranks_share_processes_and_a_result(tmp_path):
+    names = ["--cases", "nodes-top4", "20", "45", "nodes-top8"]
+    parts = make_job(parse_arguments(names), [0, 1], tmp_path / "result.json").by_ranks_per_node()
+    assert [(job.ranks_per_node, [case.name for case in job.cases]) for job in parts] == [
+        (1, ["45", "20"]),
+        (2, ["nodes-top4", "nodes-top8"]),
+    ]
+    assert len({job.result for job in parts}) == 2
 
 
 @pytest.mark.parametrize(
@@ -234,6 +321,10 @@ def test_a_dispatch_run_has_top_4_and_plans_with_and_without_duplicates(tmp_path
         (
             ["--cases", "45", "--variants", "dedup-k2"],
             r"dedup-k2 sends .* in case 45 a token has one expert .*\. Pass --cases 45-top4\.",
+        ),
+        (
+            ["--cases", "45-top4", "--variants", "two-hop-k2"],
+            r"two-hop-k2 sends a token once to a node, .* 45-top4 a node has one rank.*Pass --cases nodes-top4\.",
         ),
     ],
 )

@@ -12,7 +12,8 @@ from megatron_lancet.files import from_plain
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.report.timeline.trace_file import read_trace
-from megatron_lancet.schedule.plan import Plan
+from megatron_lancet.schedule.nodes import Nodes
+from megatron_lancet.schedule.plan import Dispatch, Plan
 
 REPO = Path(__file__).parents[3]
 TINY = ["--layers", "1", "--hidden", "64", "--seq-length", "32", "--repeats", "2", "--rate", "100"]
@@ -66,6 +67,28 @@ def test_plans_with_pairing_run_in_pairs_and_are_predicted_from_a_profile_withou
     assert num_passes(tmp_path / "timelines" / "45-m4-k1.json") == 8
 
 
+@pytest.mark.distributed
+@pytest.mark.alone
+@pytest.mark.usefixtures("shaped_network")
+def test_on_two_nodes_every_dispatch_is_profiled_predicted_and_measured(tmp_path):
+    """Gradients are compared with stock's inside. The link is the one that is not shaped."""
+    chosen = ["--cases", "unshaped-nodes-top4", "--configurations", "k1", "dedup-k1", "two-hop-k2", "planned"]
+    _, output = run_bench(tmp_path, *chosen)
+    (case,) = json.loads((tmp_path / "run.json").read_text())["cases"]
+    assert case["rate_bps"] is None
+    profile = from_plain(Profile, case["profile"], "profile")
+    assert (profile.model.nodes, profile.model.ep_size) == (Nodes(2, 2), 4)
+    measured = " ".join(profile.measured_steps_ms)
+    assert all(f"dispatch={dispatch}" in measured for dispatch in (Dispatch.DEDUP, Dispatch.TWO_HOP))
+    for name, dispatch in (("k1", Dispatch.PLAIN), ("dedup-k1", Dispatch.DEDUP), ("two-hop-k2", Dispatch.TWO_HOP)):
+        plan = from_plain(Plan, case["plans"][name], name)
+        assert plan.dispatch is dispatch
+        assert simulate(profile, plan).prediction.step_ms == pytest.approx(case["predictions"][name]["step_ms"])
+        assert [len(ranks) for ranks in case["samples"][name]] == [4, 4]
+    planned = from_plain(Plan, case["plans"]["planned"], "planned").dispatch
+    assert f"The planner's choice ({planned}) takes" in output
+
+
 def num_passes(trace: Path) -> int:
     """Pieces of a pass that the first rank computed without any of the other pass between."""
     spans = sorted(read_trace(trace).measured[0].spans, key=lambda span: span.start_ms)
@@ -78,7 +101,7 @@ def run_bench(folder: Path, *words: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "benchmarks.prediction", *TINY, *words, "--output", str(folder / "run")]
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        output, errors = process.communicate(timeout=150)
+        output, errors = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == 0, errors

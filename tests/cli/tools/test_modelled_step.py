@@ -95,6 +95,7 @@ def test_recorded_messages_and_matrix_products_have_the_sizes_of_the_model(monke
     [
         (["--layers", "3"], "--layers expects an even number"),
         (["--moe-expert-capacity-factor", "1"], "--moe-expert-capacity-factor can't be modelled"),
+        (["--lancet-dispatch", "dedup"], "dispatch=dedup can't be modelled: how many rows it sends depends on values"),
         (["--lancet-plan", "off"], "there is no plan to model: off"),
         (["--timeline", "/no/such/folder/page.html"], "there is no folder /no/such/folder"),
         (["--connections", "0"], "--connections expects numbers of at least 1"),

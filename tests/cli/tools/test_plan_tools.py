@@ -180,7 +180,9 @@ def test_dispatch_is_chosen_or_asked_for(run, tmp_path):
     assert "dispatch=dedup" in made
     explained = run("explain_plan", path, "--profile", profile)
     assert "dispatch: dedup, a token goes once to each rank that holds any of its experts\n" in explained
-    other = re.search(r"if a token goes once to each of its experts, the same plan takes ([\d.]+) ms", explained)
+    other = re.search(
+        r"the same plan takes ([\d.]+) ms with plain \(a token goes once to each of its experts\)", explained
+    )
     run("make_plan", profile, "--output", path, "--dispatch", "plain")
     assert read_plan_file(path).plan.dispatch is Dispatch.PLAIN
     as_dedup = run("simulate_plan", profile, path, "--dispatch", "dedup")
@@ -196,6 +198,25 @@ def test_dispatch_is_chosen_or_asked_for(run, tmp_path):
     assert [line.split()[-1] for line in table.splitlines()[1:]] == ["dedup", "plain"]
 
 
+def test_table_compares_the_dispatches(run, tmp_path):
+    profile = tmp_path / "p.json"
+    write_profile(profile, topk=4)
+    network = ["--ranks-per-node", 2, "--intra-gbps", 100, "--inter-gbps", 0.1]
+    table = run("simulate_plan", profile, "--world-sizes", 2, 4, "--ep-size", "grow", *network, "--each-dispatch")
+    head, one_node, two_nodes = (re.split(r"  +", line.strip()) for line in table.splitlines())
+    assert head[-4:] == ["planned: dispatch", "plain: step ms", "dedup: step ms", "two-hop: step ms"]
+    assert (one_node[-4], one_node[-1]) == ("dedup", "-")
+    assert two_nodes[-4] == "two-hop"
+    plain, dedup, two_hop = map(float, two_nodes[-3:])
+    assert two_hop < dedup < plain
+    shown = run("simulate_plan", profile, "--plan", "two-chunks", "--dispatch", "two-hop", *network)
+    assert "dispatch=two-hop" in shown
+    path = tmp_path / "plan.json"
+    made = run("make_plan", profile, "--output", path, "--dispatch", "two-hop", *network)
+    assert "dispatch=two-hop" in made
+    assert read_plan_file(path).plan.dispatch is Dispatch.TWO_HOP
+
+
 DAMAGED = [
     ("make_plan", ["{profile}", "--output", "{folder}/nowhere/p.json"], "output folder .* does not exist"),
     ("make_plan", ["{missing}", "--output", "{folder}/p.json"], "no usable profile: .*missing.json"),
@@ -206,6 +227,11 @@ DAMAGED = [
         "simulate_plan",
         ["{profile}", "--plan", "two-chunks", "--dispatch", "dedup"],
         "the plan's dispatch is dedup, but",
+    ),
+    (
+        "simulate_plan",
+        ["{profile}", "--world-sizes", "4", "--dispatch", "two-hop", "--ranks-per-node", "4", "--intra-gbps", "9"],
+        "two-hop can't be followed with 4 ranks: an expert-parallel group has 4 ranks, and a node has 4, so nothing",
     ),
     ("explain_plan", ["{missing}"], "no usable plan: .*missing.json: can't be read"),
     ("explain_plan", ["{half}"], "no usable plan: .*half.json: no JSON, or damaged"),

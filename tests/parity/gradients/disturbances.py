@@ -26,7 +26,7 @@ def naive_aux_loss(stack: ExitStack) -> None:
     """Negative control: each chunk balances itself."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron_lancet.model.router import ChunkedTopKRouter
+    from megatron_lancet.model.routing.router import ChunkedTopKRouter
 
     def forward(self, input, padding_mask=None, chunk=None):
         return TopKRouter.forward(self, input, padding_mask)
@@ -80,18 +80,19 @@ def detached_experts(stack: ExitStack) -> None:
 
 
 def row_counted_twice(stack: ExitStack) -> None:
-    """Negative control: the last row of each sum of the deduplicated dispatch is added twice."""
-    from megatron_lancet.model.dispatcher import deduplicated
+    """Negative control: the last row of each sum of distinct rows is added twice."""
+    from megatron_lancet.model.dispatcher import deduplicated, distinct_rows, two_hop
 
     def summed(stock, rows, place, num_places):
         return stock(torch.cat((rows, rows[-1:])), torch.cat((place, place[-1:])), num_places)
 
-    stack.enter_context(around(deduplicated, "_summed", summed))
+    for module in (deduplicated, distinct_rows, two_hop):
+        stack.enter_context(around(module, "summed", summed))
 
 
 def choice_of_the_other_expert(stack: ExitStack) -> None:
     """Negative control: of a message's rows with one of the rank's two experts, the first arrives with the other."""
-    from megatron_lancet.model.dispatcher import deduplicated
+    from megatron_lancet.model.dispatcher import distinct_rows
 
     def as_numbers(stock, chosen, dtype):
         numbers = stock(chosen, dtype)
@@ -99,7 +100,7 @@ def choice_of_the_other_expert(stack: ExitStack) -> None:
         numbers[row] = 3 - numbers[row]
         return numbers
 
-    stack.enter_context(around(deduplicated, "_as_numbers", as_numbers))
+    stack.enter_context(around(distinct_rows, "_as_numbers", as_numbers))
 
 
 def lost_flush(stack: ExitStack) -> None:

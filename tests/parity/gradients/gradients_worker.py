@@ -13,13 +13,17 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import distributed_c10d
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.gradient_error import relative_difference, relative_error, relative_errors
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.schedule.wire import Wire
+from tests.parity.gradients.connections import shared_connections
 from tests.parity.gradients.disturbances import (
     DAMAGED_DEDUP,
     DAMAGED_GRADIENTS,
@@ -32,6 +36,8 @@ from tests.parity.gradients.disturbances import (
     uses_added_one_by_one,
 )
 from tests.parity.gradients.observer import Observer
+from tests.parity.gradients.placed import CASES as PLACED_CASES
+from tests.parity.gradients.placed import UNMOVED, PlacedCase, bring_gradients_home, place
 from tests.parity.gradients.variants import (
     CUTS,
     DEDUP_CASES,
@@ -47,10 +53,13 @@ from tests.parity.gradients.variants import (
     chunk_counts,
     cut_name,
 )
+from tests.parity.load import guarded
 from tests.ranks.worker import finish, run_on_cpu
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, small_hybrid, transformer_config
 
 MICRO_BATCH, NUM_MICRO_BATCHES = 4, 2
+COUNTERS = ("peak_dw_bytes", "payload_bytes", "peak_expert_rows", "num_chunks", "num_split_chunks", "most_rounds")
+"""What is told of a step's communication, see :class:`CommTimes`."""
 
 
 def build(overrides: dict[str, Any]):
@@ -149,12 +158,14 @@ def plan_of(num_chunks: int, dw="fill", dw_memory_bytes=None, dim="batch", over=
     return fixed_plan(num_chunks, DwPolicy(dw), ChunkDim(dim), OverlapRange(over), dw_memory_bytes)
 
 
-def overlapping_model(model, plan: Plan, switchable: bool = False, wire: Wire = Wire.EXACT):
+def overlapping_model(model, plan: Plan, switchable: bool = False, wire: Wire = Wire.EXACT, nodes: Nodes | None = None):
     """Makes the model run by the plan; its setup, and counters that know the groups to close."""
-    return overlapping_stages([model], plan, switchable, wire)
+    return overlapping_stages([model], plan, switchable, wire, nodes)
 
 
-def overlapping_stages(models, plan: Plan, switchable: bool = False, wire: Wire = Wire.EXACT):
+def overlapping_stages(
+    models, plan: Plan, switchable: bool = False, wire: Wire = Wire.EXACT, nodes: Nodes | None = None
+):
     """As :func:`overlapping_model`, for the virtual pipeline stages of a rank."""
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.training.overlap_setup import OverlapSetup
@@ -162,7 +173,9 @@ def overlapping_stages(models, plan: Plan, switchable: bool = False, wire: Wire 
     stats = CommStats(torch.device("cpu"))
     sdpa = models[0].config.context_parallel_size > 1
     before = set(distributed_c10d._world.pg_map)
-    setup = OverlapSetup(plan, torch.device("cpu"), stats, timedelta(minutes=2), sdpa, switchable, wire=wire)
+    setup = OverlapSetup(
+        plan, torch.device("cpu"), stats, timedelta(minutes=2), sdpa, switchable, wire=wire, nodes=nodes
+    )
     setup(models)
     stats.groups = [group for group in distributed_c10d._world.pg_map if group not in before]
     return setup, stats
@@ -180,6 +193,8 @@ def trained(model) -> dict[str, torch.nn.Parameter]:
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
+    """Main gradients by name; those of experts are where stock has them."""
+    bring_gradients_home(model)
     return {name: parameter.main_grad.clone() for name, parameter in trained(model).items()}
 
 
@@ -238,7 +253,16 @@ def compare(overrides, num_chunks: int, disturb=None, **plan: Any) -> dict[str, 
     return compare_plan(overrides, plan_of(num_chunks, **plan), disturb)
 
 
-def compare_plan(overrides, plan: Plan, disturb=None, against=None, wire: Wire = Wire.EXACT) -> dict[str, Any]:
+def compare_plan(
+    overrides,
+    plan: Plan,
+    disturb=None,
+    against=None,
+    wire: Wire = Wire.EXACT,
+    nodes: Nodes | None = None,
+    placed: PlacedCase | None = None,
+    max_rows: int | None = None,
+) -> dict[str, Any]:
     """Two steps of stock and of ours on the same weights and data; how far they are apart.
 
     In DDP's first step reductions start at its end, from the second on as soon as gradients become ready.
@@ -246,6 +270,9 @@ def compare_plan(overrides, plan: Plan, disturb=None, against=None, wire: Wire =
     Args:
         against: stock's settings where they are not ours.
         wire: number format of our messages.
+        nodes: how expert-parallel groups lie on nodes, for two hops.
+        placed: puts our experts on other ranks; their gradients are compared on stock's.
+        max_rows: that a rank's experts work on at a time.
     """
     from megatron_lancet.model.local_experts import grouped_linear
 
@@ -253,7 +280,9 @@ def compare_plan(overrides, plan: Plan, disturb=None, against=None, wire: Wire =
     our_model, config, precision = build(overrides)
     our_model.load_state_dict(copy.deepcopy(stock.weights))
 
-    setup, stats = overlapping_model(our_model, plan, wire=wire)
+    setup, stats = overlapping_model(our_model, plan, wire=wire, nodes=nodes)
+    place(our_model, placed)
+    setup.limit_expert_rows(max_rows)
     shards = overrides.get("distributed_optimizer", False)
     ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, distributed_optimizer=shards)
     with ExitStack() as stack:
@@ -270,7 +299,6 @@ def compare_plan(overrides, plan: Plan, disturb=None, against=None, wire: Wire =
     setup.check_step(lambda: None)
     logged = logged_losses()
     pairs = list(zip(results, stock.steps, strict=True))
-    stored = deferred_weights(our_model)
     return {
         "loss": max(relative_difference(a[0], b[0]) for a, b in pairs),
         "gradients": largest([relative_errors(a[1], b[1]) for a, b in pairs]),
@@ -281,12 +309,11 @@ def compare_plan(overrides, plan: Plan, disturb=None, against=None, wire: Wire =
         "state_keys_equal": list(our_model.state_dict()) == list(stock.weights),
         "collectives": observer.collectives,
         "reports": dict(observer.reports),
-        "reports_of_deferred": [weight.num_reported for weight in stored],
+        "reports_of_deferred": [weight.num_reported for weight in deferred_weights(our_model)],
         "parameters": list(trained(our_model)),
         "grouped_layers": grouped.call_count,
         "dw_ran_early": times.num_dw_early,
-        "peak_dw_bytes": times.peak_dw_bytes,
-        "payload_bytes": times.payload_bytes,
+        **{name: getattr(times, name) for name in COUNTERS},
         "row_bytes": [] if wire is Wire.EXACT else profiled_row_bytes(our_model),
     }
 
@@ -298,6 +325,30 @@ def profiled_row_bytes(model) -> list[int]:
     facts = model_facts(ProfiledModel((model,), torch.device("cpu"), MICRO_BATCH, SEQ_LENGTH, NUM_MICRO_BATCHES))
     assert " wire=" in facts.name
     return [facts.row_bytes, facts.grad_row_bytes, facts.combine_row_bytes, facts.combine_grad_row_bytes]
+
+
+def kept_bytes(case: guarded.Guarded) -> dict[str, int]:
+    """Bytes that autograd keeps between forward and backward on this rank, with and without the limit of rows."""
+    found = {}
+    for name, max_rows in (("limited", case.max_rows), ("unlimited", None)):
+        model, config, precision = build(case.overrides)
+        setup, stats = overlapping_model(model, case.plan)
+        setup.limit_expert_rows(max_rows)
+        ddp = wrap_with_ddp(model, config, precision, setup.delays_weight_grads)
+        saved: dict[int, tuple[StorageWeakRef, int]] = {}
+
+        def note(tensor: torch.Tensor, saved: dict[int, tuple[StorageWeakRef, int]] = saved) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(note, lambda tensor: tensor), ddp.no_sync():
+            loss = ddp(**{"attention_mask": None, **next(micro_batches())}).float().mean()
+            found[name] = sum(num_bytes for kept, num_bytes in saved.values() if not kept.expired())
+            loss.backward()
+        close(stats)
+    logged_losses()
+    return found
 
 
 def what_a_lost_flush_raises() -> str:
@@ -330,15 +381,10 @@ def bf16_errors(num_chunks: int) -> dict[str, list[float]]:
     }
 
 
-def main() -> None:
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
-
+def all_results() -> dict[str, Any]:
+    """What is found for each case, by its name."""
     from tests.parity.gradients.switching import switching_cases
 
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
     results: dict[str, Any] = {}
     for name, overrides in VARIANTS.items():
         for num_chunks in chunk_counts(name):
@@ -365,6 +411,15 @@ def main() -> None:
         results[name] = compare_plan({}, DEDUP_ONE, disturb)
     for name, (plan, wire) in NARROW.items():
         results[name] = compare_plan({}, plan, wire=wire)
+    for name, guard in guarded.CASES.items():
+        disturb = erratic_wire if guard.disturbed else None
+        results[name] = compare_plan(guard.overrides, guard.plan, disturb, max_rows=guard.max_rows)
+    for name, disturb in guarded.DAMAGED.items():
+        results[name] = compare_plan({}, fixed_plan(1), disturb, max_rows=40)
+    results["guarded/wire-fp8/k=1"] = compare_plan({}, fixed_plan(1), wire=Wire.FP8, max_rows=40)
+    results["kept"] = kept_bytes(guarded.CASES[guarded.HOT])
+    for name, placed in {**PLACED_CASES, "placed/unmoved": UNMOVED}.items():
+        results[name] = compare_plan(placed.overrides, placed.plan, placed=placed)
     results |= switching_cases()
     for name, (memory_bytes, num_chunks) in DW_MEMORY_CASES.items():
         results[name] = compare({}, num_chunks, erratic_wire, dw_memory_bytes=memory_bytes)
@@ -376,6 +431,18 @@ def main() -> None:
     for name, disturb in DAMAGED_GRADIENTS.items():
         results[f"{name}/k=2"] = compare({}, 2, disturb)
     results["lost-flush"] = what_a_lost_flush_raises()
+    return results
+
+
+def main() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
+    with shared_connections():
+        results = all_results()
     finish(results)
 
 

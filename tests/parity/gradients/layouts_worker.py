@@ -3,15 +3,25 @@
 Usage: layouts_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Dispatch
+from tests.parity.gradients import hops
+from tests.parity.gradients.connections import shared_connections
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare_plan, plan_of
+from tests.parity.gradients.hop_rows import profiled_and_sent
+from tests.parity.gradients.placed import IN_HOPS, IN_LAYOUTS
+from tests.parity.gradients.switching import switch_through_plans
+from tests.parity.load import guarded
 from tests.ranks.worker import finish, run_on_cpu
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -70,25 +80,72 @@ CHANGES_SUMS = ("EP4/dedup/top-4/k=1", "EP2xETP2/dedup/k=1")
 """Four experts per token, or the parts of an expert on two ranks: outputs are summed in another order than stock's."""
 
 
+@contextmanager
+def parallel(sizes: dict[str, int], nodes: Nodes | None = None) -> Iterator[dict[str, Any]]:
+    """Inside, ranks are parallel in this way; yields the fields of the config that say so."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+    before = set(distributed_c10d._world.pg_map)
+    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+    # As Megatron's schedule does.
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) * sizes.get("context_parallel_size", 1) / NUM_MICRO_BATCHES)
+    with shared_connections(nodes):
+        yield {**sizes, "sequence_parallel": "tensor_model_parallel_size" in sizes}
+    # Megatron forgets its groups. They would live on, and a thread of each wakes up a hundred times a second.
+    dist.barrier()
+    for group in [group for group in distributed_c10d._world.pg_map if group not in before]:
+        dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+
+
 def compare_in(
     layout: str, cases: dict[str, tuple[str, dict[str, Any], int, Any]], dispatch: Dispatch = Dispatch.PLAIN
 ) -> dict[str, Any]:
     """What :func:`compare_plan` finds in those of ``cases`` that have this layout."""
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+    with parallel(LAYOUTS[layout]) as config:
+        return {
+            name: compare_plan({**config, **overrides}, replace(plan_of(num_chunks), dispatch=dispatch), disturb)
+            for name, (its_layout, overrides, num_chunks, disturb) in cases.items()
+            if its_layout == layout
+        }
 
-    sizes = LAYOUTS[layout]
-    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
-    # As Megatron's schedule does.
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) * sizes.get("context_parallel_size", 1) / NUM_MICRO_BATCHES)
-    config = {**sizes, "sequence_parallel": "tensor_model_parallel_size" in sizes}
-    results = {
-        name: compare_plan({**config, **overrides}, replace(plan_of(num_chunks), dispatch=dispatch), disturb)
-        for name, (its_layout, overrides, num_chunks, disturb) in cases.items()
-        if its_layout == layout
-    }
-    parallel_state.destroy_model_parallel()
-    return results
+
+def compare_placed_in(layout: str) -> dict[str, Any]:
+    """The same with experts on other ranks than stock's."""
+    with parallel(LAYOUTS[layout]) as config:
+        return {
+            name: compare_plan({**config, **case.overrides}, case.plan, placed=case)
+            for name, case in IN_LAYOUTS.items()
+            if case.layout == layout
+        }
+
+
+def compare_hops_in(layout: str) -> dict[str, Any]:
+    """The same for the cases with two hops, with limits of rows, and for one model that switches to them and back."""
+    nodes = hops.nodes_of(layout)
+    with parallel(hops.LAYOUTS[layout], nodes) as config:
+        results: dict[str, Any] = {
+            name: compare_plan({**config, **case.overrides}, case.plan, case.disturb, wire=case.wire, nodes=nodes)
+            for name, case in {**hops.CASES, **hops.NARROW, **hops.DAMAGED}.items()
+            if case.layout == layout
+        }
+        for name, (its_layout, guard) in guarded.IN_LAYOUTS.items():
+            if its_layout == layout:
+                overrides, disturb = {**config, **guard.overrides}, erratic_wire if guard.disturbed else None
+                results[name] = compare_plan(overrides, guard.plan, disturb, nodes=nodes, max_rows=guard.max_rows)
+        if layout == "EP4":
+            for name, case in IN_HOPS.items():
+                results[name] = compare_plan({**config, **case.overrides}, case.plan, nodes=nodes, placed=case)
+            overrides = {**config, "num_moe_experts": 8}
+            results["switching"] = switch_through_plans(overrides, True, hops.SWITCHED, nodes=nodes)
+        return results
+
+
+def hop_rows_in(layout: str, num_chunks: int) -> dict[str, Any]:
+    """What :func:`profiled_and_sent` finds in a layout, by a name for it."""
+    with parallel(LAYOUTS[layout], hops.nodes_of(layout)) as config:
+        return {f"{layout}/rows-of-hops": profiled_and_sent({**config, **TOP_4}, num_chunks)}
 
 
 def main() -> None:
@@ -100,6 +157,11 @@ def main() -> None:
         for layout in LAYOUTS:
             results |= compare_in(layout, CASES)
             results |= compare_in(layout, DEDUP_CASES, Dispatch.DEDUP)
+        for layout in ("EP4", "EP2xDP2", "EP2xETP2"):
+            results |= compare_placed_in(layout)
+        for layout in hops.LAYOUTS:
+            results |= compare_hops_in(layout)
+        results |= hop_rows_in("EP4", 1) | hop_rows_in("EP2xETP2", 2)
     finish(results)
 
 

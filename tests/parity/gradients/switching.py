@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 
 from benchmarks.gradient_error import relative_difference, relative_errors
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import (
@@ -59,6 +60,7 @@ def switch_through_plans(
     overlaps: bool,
     plans: Mapping[str, Plan],
     run_step: Callable[[Any], list[float]] = step,
+    nodes: Nodes | None = None,
 ) -> list[dict[str, Any]]:
     """A step under each plan in turn, and the same step of stock; then the weights move on.
 
@@ -66,11 +68,12 @@ def switch_through_plans(
 
     Args:
         run_step: runs a step of a model that DDP has wrapped; returns its losses.
+        nodes: how expert-parallel groups lie on nodes, for plans with two hops.
     """
     first, *others = plans
     stock_model, config, precision = build(overrides)
     our_model, our_config, _ = build(overrides)
-    setup, stats = overlapping_model(our_model, plans[first], switchable=True)
+    setup, stats = overlapping_model(our_model, plans[first], switchable=True, nodes=nodes)
     stock = wrap_with_ddp(stock_model, config, precision, False, overlaps)
     ours = wrap_with_ddp(our_model, our_config, precision, setup.delays_weight_grads, overlaps)
     results = []

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gradient_error import worst
+from megatron_lancet.schedule.plan import DwPolicy
 from tests.gradient_deviations import TOLERANCE
 from tests.parity.gradients.disturbances import DAMAGED, DAMAGED_DEDUP, DAMAGED_GRADIENTS
+from tests.parity.gradients.placed import CASES as PLACED_CASES
 from tests.parity.gradients.variants import (
     CUTS,
     DEDUP_CASES,
@@ -22,10 +24,11 @@ from tests.parity.gradients.variants import (
     cut_name,
     precision_of,
 )
+from tests.parity.load import guarded
 from tests.ranks import launch
 
 # All cases run in one start of the ranks: about two minutes on two idle cores, four where others run beside it.
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(620)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1220)]
 
 WORKER = Path(__file__).with_name("gradients_worker.py")
 BF16_AGAINST_FP32 = "bf16 against fp32"
@@ -34,7 +37,7 @@ BF16_AGAINST_FP32 = "bf16 against fp32"
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Per rank: what the worker found for each variant."""
-    return launch.results_of(WORKER, 2, tmp_path_factory.mktemp("gradients"), timeout_s=600)
+    return launch.results_of(WORKER, 2, tmp_path_factory.mktemp("gradients"), timeout_s=1200)
 
 
 def exact_cases() -> list[str]:
@@ -42,7 +45,8 @@ def exact_cases() -> list[str]:
     chunked = [f"{name}/k={k}" for name in VARIANTS for k in chunk_counts(name)]
     chunked += [f"{name}/k={k}" for name in FORCED for k in (1, 3)]
     others = ["bf16/k=1", "dw-none/k=2", "erratic-wire/k=2"]
-    return [*chunked, *cuts, *MICRO_BATCH_OF_ONE, *SEGMENTED, *DW_MEMORY_CASES, *WITH_GAPS, *DEDUP_CASES, *others]
+    others += [*SEGMENTED, *DW_MEMORY_CASES, *WITH_GAPS, *DEDUP_CASES, *PLACED_CASES]
+    return [*chunked, *cuts, *MICRO_BATCH_OF_ONE, *others]
 
 
 def idle_parameters(case: str, rank: int, names: list[str]) -> list[str]:
@@ -192,6 +196,12 @@ def test_gradient_comparison_detects_a_damaged_dispatch_without_duplicates(resul
         assert max(result[damage]["gradients"].values()) > 1e4 * TOLERANCE
 
 
+def test_gradient_comparison_detects_experts_whose_weights_stayed_behind(results):
+    for result in results:
+        assert max(result["placed/unmoved"]["gradients"].values()) > 1e4 * TOLERANCE
+        assert result["placed/unmoved"]["loss"] > 100 * TOLERANCE
+
+
 def test_gradient_comparison_detects_an_mtp_layer_with_the_tokens_of_another(results):
     found = results[0]["same-prediction-twice/k=2"]
     assert found["gradients"]["mtp.layers.1.eh_proj.weight"] > 1e4 * TOLERANCE
@@ -219,6 +229,59 @@ def test_gradient_comparison_detects_one_damaged_gradient_of_the_second_step(res
 def test_lost_flush_stops_the_run_before_the_next_forward(results):
     for result in results:
         assert "ended without its flush" in result["lost-flush"]
+
+
+@pytest.mark.parametrize("case", guarded.CASES)
+def test_chunks_in_rounds_have_stocks_gradients_and_no_more_rows_than_they_may(results, case, check_gradients):
+    guard = guarded.CASES[case]
+    assert results[0][case]["collectives"] == results[1][case]["collectives"]
+    for rank, result in enumerate(results):
+        found = result[case]
+        assert found["zero_gradients"] == idle_parameters(case.removeprefix("guarded/"), rank, found["parameters"])
+        # A weight's gradient is a sum over rounds, of which each is rounded to bf16.
+        of_experts = {name: error for name, error in found["gradients"].items() if ".experts." in name}
+        check_gradients(of_experts, 2**-8 if "bf16" in case else TOLERANCE, f"rank {rank}", precision_of(case))
+        others = {name: error for name, error in found["gradients"].items() if name not in of_experts}
+        # GEMMs of parts of the rows give the same bits, but for parts of one row.
+        bound = 0.0 if case in (guarded.HOT, "guarded/bf16/k=1") else TOLERANCE
+        check_gradients(others, bound, f"rank {rank}", precision_of(case))
+        assert found["loss"] <= bound
+        assert found["logged"] <= bound
+        assert found["expert_bias_counts_equal"]
+        assert found["reports"] == dict.fromkeys(found["parameters"], 1)
+        defers = guard.plan.dw_policy is DwPolicy.FILL
+        assert set(found["reports_of_deferred"]) == ({4} if defers else set())
+        assert found["peak_expert_rows"] <= guard.max_rows
+        assert found["num_split_chunks"] <= found["num_chunks"]
+        assert (found["num_split_chunks"] == found["num_chunks"]) == (case != guarded.HALF)
+        assert found["num_split_chunks"] > 0
+
+
+def test_rows_of_rounds_are_rounded_as_those_of_one_message(results):
+    """So that all gradients but the experts', which are sums over rounds, are those without rounds to the bit."""
+    for result in results:
+        found, expected = (result[case]["gradients"] for case in ("guarded/wire-fp8/k=1", "wire-fp8/k=1"))
+        assert {name for name in found if found[name] != expected[name]} <= {n for n in found if ".experts." in n}
+        assert result["guarded/wire-fp8/k=1"]["most_rounds"] > 1
+
+
+def test_all_rows_to_one_rank_are_as_many_at_a_time_as_may_be(results):
+    hot = results[1][guarded.HOT]
+    assert hot["peak_expert_rows"] == guarded.CASES[guarded.HOT].max_rows == 16
+    assert hot["most_rounds"] == 128 // 16
+
+
+def test_a_rank_that_gets_all_rows_keeps_none_of_them(results):
+    """Of three layers with 128 rows each, hidden and feed-forward size 32 and 64, in fp32; its own rows are 64."""
+    rows_bytes = 3 * 128 * (32 + 2 * 64) * 4
+    kept = results[1]["kept"]
+    assert kept["unlimited"] - kept["limited"] > 0.8 * rows_bytes
+    assert results[0]["kept"]["limited"] <= 1.05 * kept["limited"]
+
+
+@pytest.mark.parametrize("damage", guarded.DAMAGED)
+def test_gradient_comparison_detects_damaged_rounds(results, damage):
+    assert any(worst(result[damage]["gradients"])[1] > 1e4 * TOLERANCE for result in results)
 
 
 @pytest.mark.parametrize("case", NARROW)

@@ -12,6 +12,7 @@ from megatron_lancet.planning.simulation.lowering import COMPUTE, COUNTS, ISSUE,
 from megatron_lancet.planning.simulation.simulator import Simulation, Simulator
 from megatron_lancet.schedule.dw_queue import AT_ONCE, DwQueue, DwRules
 from megatron_lancet.schedule.layers import LayerKind
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import CommPriority, GradientReduction
@@ -45,6 +46,7 @@ MODELS = {
         (0, 1), overrides={"mtp_num_layers": 2, "mtp_use_repeated_layer": True, "mtp_detach_heads": True}
     ),
     "padded": Model((0, 1, 1), overrides={**SHARED, **PADDED}),
+    "two-nodes": Model((1, 0, 1), overrides=SHARED, nodes=Nodes(2, EP_SIZE // 2)),
     "hybrid": Model([kind == "E" for kind in HYBRID], overrides=SHARED, pattern=HYBRID),
     **{f"stage-{stage}": Model(PIPELINE, stage, SHARED) for stage in range(NUM_STAGES)},
 }
@@ -101,6 +103,10 @@ def costs_of(case: Case, priority: CommPriority | None) -> CostModel:
             link=dataclasses.replace(
                 profile.link,
                 all_to_all=((0, case.message_ms), (1, case.message_ms)),
+                between_nodes=((0, case.message_ms), (1, case.message_ms)),
+                between_nodes_queued=(),
+                inside_node=((0, case.message_ms), (1, case.message_ms)),
+                inside_node_queued=(),
                 all_reduce=((0, FAST_MS), (1, FAST_MS)),
                 queued=(),
                 compute_slowdown=1.0,

@@ -1,4 +1,4 @@
-"""Stock and overlapping model side by side as rank 0 of mocked worlds of 8 and 64 ranks, one process in all.
+"""Stock and overlapping model side by side as rank 0 of mocked worlds of 8, 16 and 64 ranks, one process in all.
 
 Usage: mock_gradients_worker.py RESULT.json.
 """
@@ -16,7 +16,8 @@ import torch
 from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.patching import replaced
-from megatron_lancet.schedule.plan import fixed_plan
+from megatron_lancet.schedule.nodes import Nodes
+from megatron_lancet.schedule.plan import Dispatch, fixed_plan
 from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.parity.gradients.disturbances import naive_aux_loss
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare, compare_plan, logged_losses, run_stock
@@ -26,6 +27,8 @@ NUM_CHUNKS = (1, 2, 3)
 ROUTERS = ("plain", "seq-aux-loss", "global-aux-loss", "sigmoid-expert-bias", "top-1", "shared-expert")
 WORLDS = {8: 16, 64: 64}
 """Experts by number of ranks."""
+NODES = {16: Nodes(2, 8), 64: Nodes(8, 8)}
+"""By number of ranks, for two hops."""
 SLOW_ENOUGH = Link(latency_us=100, gbytes_per_s=1)
 """Messages are still on their way when somebody first asks."""
 
@@ -45,6 +48,36 @@ def dedup_cases(num_ranks: int) -> dict[str, tuple[dict[str, Any], int]]:
     """With the deduplicated dispatch: overrides of the config and chunks, by name."""
     top_4 = {"num_moe_experts": 2 * WORLDS[num_ranks], "moe_router_topk": 4}
     return {f"ep={num_ranks}/top-4-dedup/k=2": (top_4, 2)}
+
+
+def hop_cases(num_ranks: int) -> dict[str, tuple[dict[str, Any], int]]:
+    """With two hops: overrides of the config and chunks, by name."""
+    few, many = {"num_moe_experts": num_ranks}, {"num_moe_experts": 2 * num_ranks, "moe_router_topk": 4}
+    return {
+        f"ep={num_ranks}/two-hop/k=1": (few, 1),
+        f"ep={num_ranks}/two-hop/shared-expert/k=1": ({**many, **VARIANTS["shared-expert"], "moe_router_topk": 2}, 1),
+        f"ep={num_ranks}/two-hop/top-4/k=2": (many, 2),
+    }
+
+
+def run_hops(num_ranks: int) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from megatron_lancet.training.megatron.mock_patches import loopback_counts
+
+    with mock_world(num_ranks, SLOW_ENOUGH), loopback_counts():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
+        try:
+            return {
+                name: compare_plan(
+                    {"expert_model_parallel_size": num_ranks, **overrides},
+                    fixed_plan(num_chunks, dispatch=Dispatch.TWO_HOP),
+                    nodes=NODES[num_ranks],
+                )
+                for name, (overrides, num_chunks) in hop_cases(num_ranks).items()
+            }
+        finally:
+            parallel_state.destroy_model_parallel()
 
 
 def run(num_ranks: int) -> dict[str, Any]:
@@ -90,6 +123,7 @@ def main() -> None:
 
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
     results = {name: found for num_ranks in WORLDS for name, found in run(num_ranks).items()}
+    results |= {name: found for num_ranks in NODES for name, found in run_hops(num_ranks).items()}
     Path(sys.argv[1]).write_text(json.dumps(results))
 
 

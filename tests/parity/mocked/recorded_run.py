@@ -22,7 +22,8 @@ from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReducti
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
-from megatron_lancet.schedule.plan import Plan, fixed_plan
+from megatron_lancet.schedule.nodes import Nodes
+from megatron_lancet.schedule.plan import Dispatch, Plan, fixed_plan
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, small_hybrid, transformer_config
@@ -208,12 +209,14 @@ class Model:
         stage: of :data:`NUM_STAGES`; None for the whole model.
         overrides: of Megatron's config.
         pattern: symbol of each layer of a hybrid model; None for a GPT.
+        nodes: how the expert-parallel ranks lie on nodes; None for a model without two hops.
     """
 
     moe_layers: Sequence[int]
     stage: int | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     pattern: str | None = None
+    nodes: Nodes | None = None
 
     def record(self, plan: Plan, num_filled: Mapping[str, int] | None, has_priority: bool) -> list[Recorded]:
         """A step under ``plan``: what each micro-batch did.
@@ -257,7 +260,8 @@ class Model:
         assert self.stage is None
         setup = self._setup
         model = ProfiledModel((self._module,), torch.device("cpu"), MICRO_BATCH, SEQ_LENGTH, NUM_MICRO_BATCHES)
-        plans = plans_to_profile(MICRO_BATCH, SEQ_LENGTH, chunk_counts=(2,))
+        dispatches = [Dispatch.TWO_HOP] if self.nodes is not None else []
+        plans = plans_to_profile(MICRO_BATCH, SEQ_LENGTH, chunk_counts=(2,), dispatches=dispatches)
         run = ProfileRun(model, plans, num_traced_steps=1)
         for index, plan in enumerate(run.plans):
             setup.switch(plan)
@@ -304,7 +308,9 @@ class Model:
 
         device, room_for_one_token = torch.device("cpu"), MicroOps(chunk_bytes=1)
         stats, timeout = CommStats(device), timedelta(minutes=2)
-        setup = OverlapSetup(fixed_plan(1), device, stats, timeout, switchable=True, micro_ops=room_for_one_token)
+        setup = OverlapSetup(
+            fixed_plan(1), device, stats, timeout, switchable=True, micro_ops=room_for_one_token, nodes=self.nodes
+        )
         setup([self._module])
         self._module.decoder.comm.scheduler = None
         return setup

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron_lancet.planning.load.placement import placement_to_json
 from tests.parity.runs.test_losses_equal_stock import COMPARED, TOLERANCE
 from tests.ranks.pretraining import Run, pretrain
 
@@ -29,7 +30,8 @@ def test_mocked_run_is_announced(stock):
 
 
 def test_losses_of_one_chunk_equal_stock_bitwise(stock, token_data, tmp_path):
-    ours = run_mocked(token_data, tmp_path, "--lancet-num-chunks", 1)
+    ours = run_mocked(token_data, tmp_path, "--lancet-num-chunks", 1, "--lancet-report", tmp_path)
+    assert "exposed time by cause: none, since expected the traces of at least two ranks" in ours.outputs[0]
     assert "megatron_lancet.model.transformer_block" in ours.model_modules
     for name in COMPARED:
         assert ours.series(name) == stock.series(name), name
@@ -41,3 +43,39 @@ def test_losses_of_two_chunks_on_a_slow_link_equal_stock(stock, token_data, tmp_
     assert "link 300 us, 1 GB/s" in ours.outputs[0]
     for name in COMPARED:
         assert ours.series(name) == pytest.approx(stock.series(name), rel=TOLERANCE["fp32"][name]), name
+
+
+def test_losses_of_two_hops_equal_stock_bitwise(stock, token_data, tmp_path):
+    """Two nodes of four ranks, with another link inside them."""
+    links = ("--lancet-mock-link", "300:1", "--lancet-mock-node-link", "20:10")
+    hops = ("--lancet-ranks-per-node", 4, "--lancet-dispatch", "two-hop", "--lancet-num-chunks", 1)
+    ours = run_mocked(token_data, tmp_path, *hops, *links)
+    assert "link 300 us, 1 GB/s (20 us, 10 GB/s inside a node)" in ours.outputs[0]
+    assert "dispatch=two-hop; two hops over 2 nodes x 4 ranks" in ours.outputs[0]
+    for name in COMPARED:
+        assert ours.series(name) == stock.series(name), name
+
+
+def test_losses_of_experts_at_other_ranks_equal_stock(stock, token_data, tmp_path):
+    """In a loopback all ranks have the first one's experts: an expert may take another's rank, but not its place."""
+    path = tmp_path / "placement.json"
+    experts = tuple((rank + 3) % 8 * 2 + place for rank in range(8) for place in (0, 1))
+    path.write_text(placement_to_json({2: experts}))
+    ours = run_mocked(token_data, tmp_path, "--lancet-num-chunks", 1, "--lancet-expert-placement", path)
+    assert "; experts of 1 layer are not in Megatron's order" in ours.outputs[0]
+    for name in COMPARED:
+        assert ours.series(name) == pytest.approx(stock.series(name), rel=TOLERANCE["fp32"][name]), name
+
+
+def test_locality_loss_is_logged_beside_the_balancing_losses(stock, token_data, tmp_path):
+    """Two nodes of four ranks; the first step's losses are still those of stock."""
+    flags = ("--lancet-ranks-per-node", 4, "--lancet-num-chunks", 2, "--lancet-locality-loss-coeff", 0.5)
+    ours = run_mocked(token_data, tmp_path, *flags)
+    assert "; locality loss 0.5 on 2 nodes x 4 ranks: the model trains with another loss" in ours.outputs[0]
+    divergences = [row["locality_loss"] for row in ours.logged]
+    # Fresh routers give half of the probability to the other node: about 1 / 2 * ln(1 / SMOOTHING) - 1 / 2 * ln(2).
+    assert all(1.0 < divergence < 4.0 for divergence in divergences)
+    assert divergences[-1] < divergences[0]
+    for name in ("lm loss", "load_balancing_loss"):
+        assert ours.series(name)[0] == pytest.approx(stock.series(name)[0], rel=1e-6)
+        assert ours.series(name)[-1] != pytest.approx(stock.series(name)[-1], rel=1e-7)

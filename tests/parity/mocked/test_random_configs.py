@@ -6,8 +6,12 @@ More of them: ``python -m tests.te_cpu tests/parity/mocked/random_configs_worker
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.parity.mocked.random_configs_worker import TOLERANCE
 from tests.ranks import launch
+
+pytestmark = pytest.mark.timeout(420)
 
 WORKER = Path(__file__).with_name("random_configs_worker.py")
 NUM_EXAMPLES = 30
@@ -15,7 +19,7 @@ NUM_EXAMPLES = 30
 
 def test_losses_and_gradients_of_random_configurations_equal_stock(tmp_path, check_gradients):
     arguments = [tmp_path / "result.json", NUM_EXAMPLES]
-    launch.check(launch.run(WORKER, arguments, 1, tmp_path, timeout_s=200, te=True))
+    launch.check(launch.run(WORKER, arguments, 1, tmp_path, timeout_s=400, te=True))
     result = json.loads((tmp_path / "result.json").read_text())
     tried, (parameter, error) = result["tried"], result["worst"]
     check_gradients({parameter: error}, TOLERANCE)

@@ -11,9 +11,9 @@ from megatron_lancet.planning.profile import read_profile
 from megatron_lancet.profiler.op_times import op_key
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.schedule.plan import ChunkDim
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch
 from tests.parity.gradients.gradients_worker import MICRO_BATCH, SEQ_LENGTH
-from tests.parity.mocked.trace_worker import PLANS
+from tests.parity.mocked.trace_worker import NODES, PLANS
 from tests.ranks import launch
 from tests.unit.profiler.synthetic import FACTS
 
@@ -198,7 +198,8 @@ def profile(results, tmp_path_factory):
 
 
 def test_profile_has_every_op_of_every_profiled_cut(profile):
-    found = {(op.layer_kind, op.kind, op.phase, op.chunk_dim, op.num_chunks, op.chunk) for op in profile.ops}
+    plain = [op for op in profile.ops if op.dispatch is Dispatch.PLAIN]
+    found = {(op.layer_kind, op.kind, op.phase, op.chunk_dim, op.num_chunks, op.chunk) for op in plain}
     cuts = [(ChunkDim.BATCH, 1, 0)] + [(dim, 2, chunk) for dim in ChunkDim for chunk in (0, 1)]
     kinds = [(LayerKind.MOE, kind) for kind in MOE] + [(LayerKind.DENSE, kind) for kind in DENSE]
     phases = (Phase.FORWARD, Phase.INPUT_GRAD)
@@ -206,6 +207,9 @@ def test_profile_has_every_op_of_every_profiled_cut(profile):
     assert expected == {op for op in found if op[0] is not LayerKind.NONE}
     assert {(op[1], op[4]) for op in found if op[0] is LayerKind.NONE} == {("embedding", 1), ("head", 1), ("cut", 2)}
     assert all(op.ms > 0 and op.rows > 0 for op in profile.ops)
+    in_two_hops = {(op.layer_kind, op.kind, op.phase, op.num_chunks) for op in profile.ops if op not in plain}
+    made_or_summed = ("preprocess", "node_rows", "experts", "node_sums", "postprocess")
+    assert in_two_hops == {(LayerKind.MOE, kind, phase, 1) for kind in made_or_summed for phase in phases}
 
 
 def test_profile_has_messages_memory_and_time_outside_ops(profile):
@@ -215,14 +219,28 @@ def test_profile_has_messages_memory_and_time_outside_ops(profile):
     assert profile.link.all_to_all == tuple(sorted(profile.link.all_to_all))
     assert profile.link.counts_ms >= 0.3
     assert profile.link.compute_slowdown >= 1
-    assert {(use.layer_kind, use.chunk_dim, use.num_chunks) for use in profile.memory} == {
-        (kind, dim, count)
+    in_two_hops = (LayerKind.MOE, ChunkDim.BATCH, 1, Dispatch.TWO_HOP)
+    assert {(use.layer_kind, use.chunk_dim, use.num_chunks, use.dispatch) for use in profile.memory} == {
+        (kind, dim, count, Dispatch.PLAIN)
         for kind in (LayerKind.MOE, LayerKind.DENSE, LayerKind.NONE)
         for dim, count in ((ChunkDim.BATCH, 1), *((d, 2) for d in ChunkDim))
-    }
+    } | {in_two_hops}
     tokens_bytes = MICRO_BATCH * SEQ_LENGTH * HIDDEN * FLOAT_BYTES
     moe = next(use for use in profile.memory if use.layer_kind is LayerKind.MOE)
     assert 10 * tokens_bytes < moe.saved_bytes < 100 * tokens_bytes
     assert profile.rest_ms > 0
     assert sum(profile.received_share) == pytest.approx(1)
-    assert len(profile.measured_steps_ms) == 3
+    assert len(profile.measured_steps_ms) == 4
+
+
+def test_profile_has_curves_of_both_hops(profile, results):
+    """Each goes as far as its own largest message, and no shorter than a small one."""
+    assert profile.model.nodes == NODES
+    link = profile.link
+    assert max(size for size, _ in link.between_nodes) < max(size for size, _ in link.all_to_all)
+    for curve in (link.between_nodes, link.inside_node):
+        assert curve == tuple(sorted(curve))
+        assert curve[0][0] <= 1024
+        assert curve[0][1] >= 0.3
+    assert link.between_nodes_queued
+    assert link.inside_node_queued

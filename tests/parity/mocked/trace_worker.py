@@ -18,7 +18,8 @@ from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
 from megatron_lancet.runtime.trace import Trace
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
+from megatron_lancet.schedule.nodes import Nodes
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.parity.gradients.gradients_worker import (
     MICRO_BATCH,
@@ -52,6 +53,8 @@ PLANS: dict[str, Plan] = {
 }
 NUM_PAIRED_MICRO_BATCHES = 4
 """Two of them in the middle of the step."""
+NODES = Nodes(2, 2)
+"""How the four ranks lie, for the one of the profile's plans that has two hops."""
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LINK = Link(latency_us=300, gbytes_per_s=1)
 
@@ -61,7 +64,7 @@ class Model:
 
     def __init__(self, overrides: dict[str, Any]) -> None:
         self.module, config, precision = build({**MODEL, **overrides})
-        self.setup, self.stats = overlapping_model(self.module, fixed_plan(1), switchable=True)
+        self.setup, self.stats = overlapping_model(self.module, fixed_plan(1), switchable=True, nodes=NODES)
         self.ddp = wrap_with_ddp(self.module, config, precision, deferred=True)
 
     def run(self, plan: Plan) -> dict[str, Any]:
@@ -102,7 +105,7 @@ class Model:
         """A profile's JSON."""
         run = ProfileRun(
             ProfiledModel((self.module,), torch.device("cpu"), MICRO_BATCH, SEQ_LENGTH, NUM_MICRO_BATCHES),
-            plans_to_profile(MICRO_BATCH, SEQ_LENGTH, chunk_counts=(2,)),
+            plans_to_profile(MICRO_BATCH, SEQ_LENGTH, chunk_counts=(2,), dispatches=[Dispatch.TWO_HOP]),
             num_traced_steps=2,
         )
         for index, plan in enumerate(run.plans):

@@ -7,7 +7,18 @@ from its forward to its backward, random numbers, what is logged, and when gradi
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan, paired
+from megatron_lancet.schedule.nodes import Nodes
+from megatron_lancet.schedule.plan import (
+    ChunkDim,
+    Dispatch,
+    DwPolicy,
+    Gap,
+    OverlapRange,
+    Plan,
+    Segment,
+    fixed_plan,
+    paired,
+)
 from tests.parity.gradients.variants import (
     CAPACITY,
     DEDUP_ONE,
@@ -37,17 +48,21 @@ class Case(NamedTuple):
         plan: a plan with pairing.
         num_micro_batches: of each of the two steps.
         disturbed: whether transfers seem done, or not, at random and differently on each rank.
+        nodes: how expert-parallel groups lie on nodes, for two hops.
+        max_rows: that a rank's experts work on at a time; None for any number.
     """
 
     overrides: dict[str, Any]
     plan: Plan = K1
     num_micro_batches: int = 3
     disturbed: bool = False
+    nodes: Nodes | None = None
+    max_rows: int | None = None
 
     @property
     def is_exact(self) -> bool:
         """Whether the results must be stock's to the bit."""
-        return self.plan.num_chunks == 1
+        return self.plan.num_chunks == 1 and self.max_rows is None
 
 
 _MTP_RECOMPUTED = {**VARIANTS["mtp-2"], **FULL, **DROPOUT}
@@ -91,6 +106,8 @@ CASES: dict[str, Case] = {
         CAPACITY, paired(fixed_plan(1), fixed_plan(2, overlap_range=OverlapRange.EXPERTS))
     ),
     "dedup": Case({}, paired(DEDUP_ONE)),
+    "guarded": Case({}, K1, 3, True, max_rows=40),
+    "guarded/some-chunks/chunks-at-ends": Case({}, paired(fixed_plan(1), fixed_plan(2)), 4, True, max_rows=73),
     "dedup/chunks-at-ends": Case({}, paired(DEDUP_ONE, DEDUP_TWO), 4, True),
     "segments": Case(
         {"num_moe_experts": 8},
@@ -124,11 +141,18 @@ RANDOM_IN_BACKWARD, OTHER_SAMPLES, LATE_FORWARDS, OTHER_SETTINGS = (
 
 _TENSOR = {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "EP4": {"expert_model_parallel_size": 4},
     "EP2xTP2": {**_TENSOR, "expert_tensor_parallel_size": 1},
     "EP2xETP2": {**_TENSOR, "expert_tensor_parallel_size": 2},
     "EP2xCP2": {"expert_model_parallel_size": 2, "context_parallel_size": 2},
 }
+_ONE_HOPPING, _TWO_HOPPING = (fixed_plan(count, dispatch=Dispatch.TWO_HOP) for count in (1, 2))
 IN_LAYOUTS: dict[str, tuple[str, Case]] = {
+    "EP4/two-hop": ("EP4", Case({"num_moe_experts": 8}, paired(_ONE_HOPPING), nodes=Nodes(2, 2))),
+    "EP4/two-hop/chunks-at-ends": (
+        "EP4",
+        Case({}, paired(_ONE_HOPPING, _TWO_HOPPING), 4, disturbed=True, nodes=Nodes(2, 2)),
+    ),
     "EP2xTP2": ("EP2xTP2", Case({}, disturbed=True)),
     "EP2xTP2/recompute/dropout": ("EP2xTP2", Case({**RECOMPUTE["full-recompute"], **DROPOUT})),
     "EP2xTP2/distributed-optimizer/chunks-at-ends": (

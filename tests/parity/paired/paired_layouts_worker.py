@@ -109,6 +109,7 @@ def run_interleaved(case: Case, weights: list[Any] | None) -> dict[str, Any]:
             for model, its_weights in zip(models, weights, strict=True):
                 model.load_state_dict(copy.deepcopy(its_weights))
             setup, stats = overlapping_stages(models, case.plan)
+            setup.limit_expert_rows(case.max_rows)
             stack.enter_context(paired_schedules(lambda: setup.stages))
             if case.disturbed:
                 erratic_wire(stack)
@@ -117,14 +118,17 @@ def run_interleaved(case: Case, weights: list[Any] | None) -> dict[str, Any]:
         steps = [(pipelined_step(stages, case.num_micro_batches), gradients_of(models))]
         observer = Observer(stack, *stages)
         steps.append((pipelined_step(stages, case.num_micro_batches), gradients_of(models)))
+    num_split_chunks = 0
     if setup is not None:
         setup.check_step(lambda: None)
+        num_split_chunks = stats.take().num_split_chunks
         close(stats)
     return {
         "weights": first_weights,
         "steps": steps,
         "logged": logged_losses(),
         "buffers": {f"{i} {name}": b for i, model in enumerate(models) for name, b in buffers(model).items()},
+        "num_split_chunks": num_split_chunks,
         "collectives": observer.collectives,
         "reports": dict(observer.reports),
         "parameters": [f"{i} {name}" for i, model in enumerate(models) for name in trained(model)],
@@ -150,6 +154,7 @@ def compare_interleaved(case: Case) -> dict[str, Any]:
         ),
         "logged_names_equal": ours["logged"].keys() == stock["logged"].keys(),
         "buffers_equal": all(buffer.equal(stock["buffers"][name]) for name, buffer in ours["buffers"].items()),
+        "num_split_chunks": ours["num_split_chunks"],
         "collectives": ours["collectives"],
         "reports": ours["reports"],
         "parameters": ours["parameters"],

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import around, replaced
 from tests.parity.gradients import gradients_worker
+from tests.parity.gradients.connections import shared_connections
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import (
     build,
@@ -112,11 +113,12 @@ def compare(case: Case, disturb: Callable[[ExitStack, Any], None] | None = None)
     """
     from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 
-    overrides, plan, num_micro_batches, disturbed = case
+    overrides, plan, num_micro_batches, disturbed, nodes, max_rows = case
     stock = stock_run(overrides, num_micro_batches)
     our_model, config, precision = build(overrides)
     our_model.load_state_dict(copy.deepcopy(stock.weights))
-    setup, stats = overlapping_model(our_model, plan)
+    setup, stats = overlapping_model(our_model, plan, nodes=nodes)
+    setup.limit_expert_rows(max_rows)
     shards = overrides.get("distributed_optimizer", False)
     ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, distributed_optimizer=shards)
     with ExitStack() as stack:
@@ -129,6 +131,7 @@ def compare(case: Case, disturb: Callable[[ExitStack, Any], None] | None = None)
         observer = Observer(stack, ours)
         results.append((step(ours, num_micro_batches), gradients(our_model)))
     setup.check_step(lambda: None)
+    num_split_chunks = stats.take().num_split_chunks
     close(stats)
     logged, our_buffers = logged_losses(), buffers(our_model)
     pairs = list(zip(results, stock.steps, strict=True))
@@ -140,6 +143,7 @@ def compare(case: Case, disturb: Callable[[ExitStack, Any], None] | None = None)
         "logged": max((relative_difference(logged[name], stock.logged[name]) for name in stock.logged), default=0.0),
         "logged_names_equal": logged.keys() == stock.logged.keys(),
         "buffers_equal": all(buffer.equal(stock.buffers[name]) for name, buffer in our_buffers.items()),
+        "num_split_chunks": num_split_chunks,
         "collectives": observer.collectives,
         "reports": dict(observer.reports),
         "parameters": list(trained(our_model)),
@@ -226,10 +230,11 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
-    results: dict[str, Any] = {name: compare(case) for name, case in CASES.items()}
-    results[SWITCHED] = switching()
-    results[RANDOM_IN_BACKWARD] = compare(Case(DROPOUT), random_numbers_in_backward)
-    results[OTHER_SAMPLES] = compare(Case({}), samples_of_another)
+    with shared_connections():
+        results: dict[str, Any] = {name: compare(case) for name, case in CASES.items()}
+        results[SWITCHED] = switching()
+        results[RANDOM_IN_BACKWARD] = compare(Case(DROPOUT), random_numbers_in_backward)
+        results[OTHER_SAMPLES] = compare(Case({}), samples_of_another)
     results[OTHER_SETTINGS] = what_other_settings_raise()
     results[LATE_FORWARDS] = without_expert_parallelism()
     finish(results)

@@ -22,7 +22,7 @@ from tests.parity.paired.paired_cases import (
 from tests.ranks import launch
 
 # Each worker runs all its cases in one start of its ranks.
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(320)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(620)]
 
 FOLDER = Path(__file__).parent
 CASES_ON_FOUR = {name: case for name, (_, case) in (IN_LAYOUTS | IN_PIPELINES).items()}
@@ -31,14 +31,14 @@ CASES_ON_FOUR = {name: case for name, (_, case) in (IN_LAYOUTS | IN_PIPELINES).i
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory):
     """Per rank: what the worker found for each case."""
-    return launch.results_of(FOLDER / "paired_worker.py", 2, tmp_path_factory.mktemp("paired"), timeout_s=300)
+    return launch.results_of(FOLDER / "paired_worker.py", 2, tmp_path_factory.mktemp("paired"), timeout_s=600)
 
 
 @pytest.fixture(scope="module")
 def on_four(tmp_path_factory):
     """Per rank: what the worker found for each case."""
     worker = FOLDER / "paired_layouts_worker.py"
-    return launch.results_of(worker, 4, tmp_path_factory.mktemp("paired-layouts"), timeout_s=300)
+    return launch.results_of(worker, 4, tmp_path_factory.mktemp("paired-layouts"), timeout_s=600)
 
 
 def check(results, name: str, case: Case, check_gradients) -> None:
@@ -52,6 +52,7 @@ def check(results, name: str, case: Case, check_gradients) -> None:
         assert found["logged"] <= bound
         assert found["logged_names_equal"]
         assert found["buffers_equal"]
+        assert (found["num_split_chunks"] > 0) == (case.max_rows is not None)
         # DDP counts in a step's last backward; those before it only accumulate.
         assert found["reports"] == dict.fromkeys(found["parameters"], 1)
     assert [case.num_micro_batches] * 2 in [result[name]["num_losses"] for result in results]
@@ -81,7 +82,8 @@ def test_order_of_collectives_is_the_same_on_all_ranks_of_a_stage(on_four, name)
     stages = {"EP2xPP2": [orders[:2], orders[2:]], "PP4": [[order] for order in orders]}.get(layout, [orders])
     for stage in stages:
         assert all(order == stage[0] for order in stage)
-        assert any(".I.dispatch" in op for op in stage[0])
+        kind = "node_dispatch" if "two-hop" in name else "dispatch"
+        assert any(f".I.{kind}" in op for op in stage[0])
 
 
 def test_messages_of_a_backward_and_of_the_forward_beside_it_take_turns(on_two):
@@ -95,9 +97,22 @@ def test_messages_of_a_backward_and_of_the_forward_beside_it_take_turns(on_two):
     assert sent == [part for op in expected for part in _parts(op)]
 
 
+def test_four_messages_of_a_backward_take_turns_with_four_of_the_forward_beside_it(on_four):
+    """Three micro-batches of three layers with two hops: the whole order, as above."""
+    sent = [op for op in on_four[0]["EP4/two-hop"]["collectives"] if not op.startswith("reduce")]
+    hops = ["counts+node_dispatch", "local_dispatch", "local_combine", "node_combine"]
+    forward = [f"L{layer}.c0.F.{hop}" for layer in (1, 2, 3) for hop in hops]
+    mirrored = ["node_combine", "local_combine", "local_dispatch", "node_dispatch"]
+    backward = [f"L{layer}.c0.I.{kind}" for layer in (3, 2, 1) for kind in mirrored]
+    beside = [op for both in zip(backward, [*forward[1:], "next"], strict=True) for op in both]
+    expected = [*forward, forward[0], *beside[:-1], forward[0], *beside[:-1], *backward]
+    assert sent == [part for op in expected for part in _parts(op)]
+
+
 def _parts(op: str) -> list[str]:
     """The exchange of counts goes ahead of the dispatch."""
-    return [op.replace("counts+dispatch", kind) for kind in ("counts", "dispatch")] if "+" in op else [op]
+    place, plus, dispatch = op.partition("counts+")
+    return [f"{place}counts", f"{place}{dispatch}"] if plus else [op]
 
 
 @pytest.mark.parametrize(

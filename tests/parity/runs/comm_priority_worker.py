@@ -74,7 +74,7 @@ def reduced(ddp) -> list[torch.Tensor]:
 
 def log_collectives(stack: ExitStack) -> list[str]:
     """Everything that is started from here on, and which backward all-to-all was waited for."""
-    from megatron_lancet.runtime.all_to_all import AllToAll
+    from megatron_lancet.runtime import all_to_all
     from megatron_lancet.runtime.comm import Comm
     from megatron_lancet.training.megatron import grad_reduction
 
@@ -84,9 +84,9 @@ def log_collectives(stack: ExitStack) -> list[str]:
         log.append(str(op))
         return stock(comm, op, *args)
 
-    def waits(stock, all_to_all, handle):
-        received = stock(all_to_all, handle)
-        log.append(f"back {all_to_all.op.mirrored()}")
+    def waits(stock, comm, op, handle):
+        received = stock(comm, op, handle)
+        log.append(f"back {op}")
         return received
 
     def launches(stock, micro_op):
@@ -95,7 +95,7 @@ def log_collectives(stack: ExitStack) -> list[str]:
 
     for name in ("launch", "launch_when_known", "launch_counts"):
         stack.enter_context(around(Comm, name, starts))
-    stack.enter_context(around(AllToAll, "_wait_behind_weight_grads", waits))
+    stack.enter_context(around(all_to_all, "wait_in_backward", waits))
     for kind in (grad_reduction._AllReduce, grad_reduction._ReduceScatter):
         stack.enter_context(around(kind, "launch", launches))
     return log

@@ -1,6 +1,7 @@
 """The overlapping model trains like stock Megatron: the real loop, two ranks, EP=2, every iteration compared."""
 
 import json
+import re
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -75,19 +76,43 @@ def test_losses_equal_stock(stock, token_data, tmp_path, setting, num_chunks):
 
 
 def test_flex_sends_a_row_per_token_and_rank_and_losses_equal_stock(stock, token_data, tmp_path):
-    """One chunk, and two experts per token: sums of two, so not a bit may differ."""
-    flags = [*EP2, "--moe-token-dispatcher-type", "flex", "--lancet-num-chunks", 1]
-    ours = pretrain(token_data, flags, tmp_path, train_iters=5)
+    """One chunk, and two experts per token: sums of two, so not a bit may differ, whichever steps are traced."""
+    flags = [*EP2, "--moe-token-dispatcher-type", "flex", "--lancet-num-chunks", 1, "--lancet-report", tmp_path]
+    flags += ["--lancet-causes-interval", 2, "--tensorboard-dir", tmp_path / "events"]
+    ours = pretrain(token_data, flags, tmp_path, train_iters=8)
     assert "flex runs as the plan's all-to-alls, one row per token and rank" in ours.outputs[0]
     assert "chunks=1 dim=batch range=stack dw=fill dw-window=2 dispatch=dedup" in ours.outputs[0]
     for name in COMPARED:
-        assert ours.series(name) == stock("fp32").series(name)[:5], name
+        assert ours.series(name) == stock("fp32").series(name)[:8], name
+    check_causes(ours.outputs[0], tmp_path, [6, 8])  # step 4 is the one of the timeline
+
+
+def check_causes(output, folder, steps):
+    """Causes of waits of these traced steps are in the log, the report and TensorBoard, and sum to what was waited."""
+    found = json.loads((folder / "report.json").read_text())["exposed_by_cause"]
+    assert [one["step"] for one in found] == steps
+    assert f"causes of step {steps[0]}: " in output
+    assert f"exposed time by cause, step {steps[-1]}, mean over ranks" in output
+    events = EventAccumulator(str(folder / "events")).Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("lancet/exposed_by_cause/")]
+    by_tag = {tag.rpartition("/")[2]: [event.value for event in events.Scalars(tag)] for tag in tags}
+    assert set(by_tag) == {
+        *("wire_ms", "rows_ms", "pace_ms", "token_counts_ms", "host_ms"),
+        *("nothing_left_to_run_ms", "unexplained_ms"),
+    }
+    for index, one in enumerate(found):
+        causes = one["causes"]
+        assert 0 < causes["exposed_ms"] < causes["step_ms"]
+        parts = [part["ms"] for part in causes["parts"].values()]
+        total_ms = sum(parts) + causes["nothing_left_ms"] + causes["unexplained_ms"]
+        assert total_ms == pytest.approx(causes["exposed_ms"])
+        assert sum(values[index] for values in by_tag.values()) == pytest.approx(causes["exposed_ms"], rel=1e-3)
 
 
 def test_fused_attention_range_gate_batch_chunks_and_no_late_weight_gradients_equal_stock(stock, token_data, tmp_path):
     """Each flag that limits the plan, with a value that is not its default."""
     limits = "--lancet-num-chunks 2 --lancet-attention sdpa --lancet-range gate --lancet-chunk-dim batch"
-    limits += " --lancet-dispatch dedup --lancet-dw-policy none"
+    limits += " --lancet-dispatch dedup --lancet-dw-policy none --lancet-max-received-rows auto"
     flags = [*EP2, *limits.split(), "--lancet-report", tmp_path]
     ours = pretrain(token_data, flags, tmp_path, train_iters=4)
     assert "chunks=2 dim=batch range=gate dw=none dw-window=0 dispatch=dedup" in ours.outputs[0]
@@ -96,13 +121,17 @@ def test_fused_attention_range_gate_batch_chunks_and_no_late_weight_gradients_eq
         assert ours.series(name) == pytest.approx(stock("fp32").series(name)[:4], rel=TOLERANCE["fp32"][name]), name
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["num_dw_in_gaps"] == report["num_dw_early"] == report["num_dw_late"] == 0
+    # Measured behind the third step: this machine has room for any imbalance of so small a model.
+    assert "received rows: no bound is needed, because all " in ours.outputs[0]
+    assert (report["max_received_rows"], report["num_split_chunks"]) == (None, 0)
 
 
 def test_clipped_training_with_grouped_experts_and_bounded_weight_gradients(token_data, tmp_path):
     """Every step's norm is clipped, and the store is smaller than the plan's window would fill it."""
     both = [*EP2, "--clip-grad", "0.1", "--num-experts", "8", "--moe-grouped-gemm", "--disable-bias-linear"]
     expected = pretrain(token_data, [*both, "--lancet-plan", "off"], tmp_path / "stock", train_iters=6)
-    bound = ["--lancet-dw-memory-mb", "0.1", "--lancet-report", tmp_path, "--tensorboard-dir", tmp_path / "events"]
+    bound = ["--lancet-dw-memory-mb", "0.1", "--lancet-max-received-rows", "100", "--lancet-report", tmp_path]
+    bound += ["--tensorboard-dir", tmp_path / "events"]
     ours = pretrain(token_data, [*both, *bound], tmp_path / "ours", train_iters=6)
     assert "megatron_lancet.model.local_experts.module" in ours.model_modules
     assert min(expected.series("grad norm")) > 0.1
@@ -113,6 +142,10 @@ def test_clipped_training_with_grouped_experts_and_bounded_weight_gradients(toke
     assert 0 < report["peak_dw_bytes"] <= 100_000
     assert report["num_dw_early"] > 0
     assert "deferred of 0.1 MB" in ours.outputs[0]
+    assert 50 < report["peak_expert_rows"] <= report["max_received_rows"] == 100
+    assert 0 < report["num_split_chunks"] == report["num_chunks"]
+    assert ours.outputs[0].count("Megatron-Lancet received rows: in step 1 ") == 1
+    assert f"6 of 6 steps, went in up to {report['most_rounds']:.0f} rounds" in ours.outputs[0]
     events = EventAccumulator(str(tmp_path / "events")).Reload()  # Megatron's writer, in the real loop
     assert [event.value for event in events.Scalars("lm loss")] == pytest.approx(ours.series("lm loss"))
     ran_early = events.Scalars("lancet/num_dw_early")
@@ -140,3 +173,51 @@ def test_plan_off_has_no_module_of_ours(stock):
     """What it trains is compared in test_spec: with a run of Megatron's own entry."""
     roots = {module.split(".")[0] for module in stock("fp32").model_modules}
     assert roots == {"megatron", "torch"}
+
+
+WIRE_RUNS = {
+    # Random states, router statistics, logged losses and two micro-batches a step; gradients in full on every rank.
+    "all-reduce": (
+        "--hidden-dropout 0.1 --attention-dropout 0.1 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --mtp-num-layers 1 --position-embedding-type rope"
+    ).split(),
+    # What belongs to buckets that are reduced beside the backward, each rank with its own part of them.
+    "reduce-scatter": (
+        "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce --ddp-bucket-size 20000 --bf16 "
+        "--lancet-comm-priority all-to-all-first"
+    ).split(),
+}
+
+
+def wire_error(run) -> dict[str, float]:
+    """Percentages that the line of the checked step names, by kind of parameter; ``step`` and ``all`` among them."""
+    lines = re.findall(r"Megatron-Lancet wire=fp8: gradients of step (\d+) .* by (\S+) % .*\((.*)\)", run.outputs[0])
+    ((step, error, kinds),) = lines
+    by_kind = re.findall(r"([a-z ]+?) (\S+) %", kinds)
+    return {"step": int(step), "all": float(error), **{kind.strip(): float(value) for kind, value in by_kind}}
+
+
+@pytest.mark.parametrize("case", WIRE_RUNS)
+def test_checked_step_of_a_narrow_wire_changes_nothing(token_data, tmp_path, case):
+    flags = [*EP2, *WIRE_RUNS[case], "--lancet-num-chunks", "2", "--lancet-wire", "fp8"]
+
+    def run(check, *extra):
+        return pretrain(token_data, [*flags, *extra], tmp_path / check, train_iters=5, LANCET_TEST_WIRE_CHECK=check)
+
+    found, unchecked = run("against-exact", "--lancet-report", tmp_path), run("none")
+    assert found.losses == unchecked.losses
+    assert len(found.losses) == 5
+    for name in {name for row in unchecked.logged for name in row if "loss" in name or "norm" in name}:
+        assert found.series(name) == unchecked.series(name), name
+    assert "  wire=fp8: the error of gradients was not measured, since the run ended before" in unchecked.outputs[0]
+    if "--hidden-dropout" in flags:
+        # A control: all that the first pass changed is back, so that the second one finds the same gradients.
+        assert set(wire_error(run("same")).values()) == {3, 0}
+    error = wire_error(found)
+    assert error["step"] == 3
+    kinds = ["expert weights", "routers", "attention layers", "norms", "embeddings"]
+    assert all(0.1 < error[kind] < 60 for kind in ("all", *kinds)), error
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["wire_error"]["wire"] == "fp8"
+    assert 100 * report["wire_error"]["error"] == pytest.approx(error["all"], rel=0.05)
+    assert "  wire=fp8: gradients of step 3 differ" in found.outputs[0]

@@ -51,3 +51,14 @@ def test_timeline_has_both_of_a_pair_one_after_the_other(report):
             assert names.count(f"L2.c0.{phase}.dispatch") == NUM_MICRO_BATCHES
     waits_ms = sum(timeline.exposed_ms() for timeline in record.measured) / len(record.measured)
     assert figures["exposed"]["measured_ms"] == pytest.approx(waits_ms, abs=0.1)
+
+
+def test_causes_of_a_paired_step_sum_to_its_waits(report):
+    """Each message and wait of four micro-batches is replayed on both ranks."""
+    _, figures, _ = report
+    (found,) = figures["exposed_by_cause"]
+    causes = found["causes"]
+    parts_ms = [part["ms"] for part in causes["parts"].values()]
+    total_ms = sum(parts_ms) + causes["nothing_left_ms"] + causes["unexplained_ms"]
+    assert total_ms == pytest.approx(causes["exposed_ms"])
+    assert causes["exposed_ms"] == pytest.approx(figures["exposed"]["measured_ms"], abs=0.1)

@@ -80,6 +80,20 @@ def test_losses_with_overlap_equal_stock_on_one_rank(one_rank, first_step, token
         assert ours.series(name) == pytest.approx(one_rank(batch).series(name), rel=TOLERANCE), name
 
 
+def test_losses_of_two_hops_equal_those_of_stock_that_goes_on_from_their_checkpoint(token_data, tmp_path):
+    """Two nodes of two ranks on this machine, one expert on each rank; sums of two, so not a bit may differ."""
+    both = ["--expert-model-parallel-size", "4"]
+    hops = ["--moe-token-dispatcher-type", "flex", "--lancet-ranks-per-node", 2, "--lancet-num-chunks", 1]
+    saving = ["--save", tmp_path / "checkpoints", "--save-interval", 2]
+    ours = pretrain(token_data, [*both, *hops, *saving], tmp_path / "ours", 4, NUM_ITERS)
+    assert "flex runs as the plan's all-to-alls, one row per token and node" in ours.outputs[0]
+    assert "dw-window=4 dispatch=two-hop; two hops over 2 nodes x 2 ranks" in ours.outputs[0]
+    loading = ["--load", tmp_path / "checkpoints", "--ckpt-step", 2]
+    expected = pretrain(token_data, [*both, *STOCK, *loading], tmp_path / "stock", 4, NUM_ITERS)
+    assert len(expected.losses) == NUM_ITERS - 2
+    assert ours.losses[2:] == expected.losses
+
+
 def test_losses_of_one_chunk_equal_stock_bitwise_with_interleaved_pipeline_stages_and_mtp(token_data, tmp_path):
     # The last virtual stage has no layer beside the multi-token prediction.
     stages = ["--pipeline-model-parallel-layout", "Et|t|tt|mL", "--mtp-num-layers", "1"]

@@ -16,7 +16,7 @@ from tests.ranks.pretraining import EP2, Run, command_line, pretrain
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).with_name("tuning_worker.py")
-NUM_ITERS, SAVED_AT = 39, 37
+NUM_ITERS, SAVED_AT = 47, 45
 TUNED = ["--lancet-tune-steps", "3"]
 NONE = "chunks=1 dim=batch range=stack"
 TWO, FOUR, SEQUENCE = NONE.replace("1", "2"), NONE.replace("1", "4"), "chunks=2 dim=sequence range=stack"
@@ -115,9 +115,9 @@ def test_tuning_writes_profile_and_plan_files_and_saves_the_plan_in_the_checkpoi
 
 def test_tuning_plans_multi_token_predictions_too(token_data, tmp_path):
     both = [*EP2, "--mtp-num-layers", "2", "--mtp-use-repeated-layer", "--position-embedding-type", "rope"]
-    expected = pretrain(token_data, [*both, "--lancet-plan", "off"], tmp_path / "stock", train_iters=28)
+    expected = pretrain(token_data, [*both, "--lancet-plan", "off"], tmp_path / "stock", train_iters=32)
     report = ["--lancet-tune-steps", "1", "--lancet-report", tmp_path]
-    run = pretrain(token_data, [*both, *report], tmp_path / "tuned", train_iters=28)
+    run = pretrain(token_data, [*both, *report], tmp_path / "tuned", train_iters=32)
     assert_equal(run, expected)
     profile, made_for = read_profile(tmp_path / "profile.json"), read_plan_file(tmp_path / "plan.json").made_for
     assert list(profile.model.mtp_layers) == [3, 4]

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.parity.gradients import layouts_worker
+from megatron_lancet.schedule.plan import Plan
+from tests.parity.gradients import hops, layouts_worker
 from tests.parity.gradients.disturbances import erratic_wire
-from tests.parity.gradients.layouts_worker import LAYOUTS, compare_in
+from tests.parity.gradients.gradients_worker import compare_plan
+from tests.parity.gradients.layouts_worker import LAYOUTS, compare_in, parallel
 from tests.parity.te.variants import FUSED, TE
 from tests.ranks.worker import finish, run_on_cpu_with_te
 
@@ -35,6 +37,20 @@ CASES: dict[str, tuple[str, dict[str, Any], int, Any]] = {
     )
 }
 """Layout, overrides of the config, number of chunks, what disturbs the run."""
+HOPS: dict[str, tuple[dict[str, Any], Plan]] = {
+    "EP4/fused/two-hop/k=1": ({**TE, **FUSED, "num_moe_experts": 8}, hops.ONE),
+    "EP4/two-hop/k=2": (TE, hops.TWO),
+}
+"""Overrides and plan, with two nodes of two ranks."""
+
+
+def compare_hops() -> dict[str, Any]:
+    nodes = hops.nodes_of("EP4")
+    with parallel(LAYOUTS["EP4"], nodes) as config:
+        return {
+            name: compare_plan({**config, **overrides}, plan, erratic_wire, nodes=nodes)
+            for name, (overrides, plan) in HOPS.items()
+        }
 
 
 def main() -> None:
@@ -42,7 +58,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     for layout in LAYOUTS:
         results |= compare_in(layout, CASES)
-    finish(results)
+    finish(results | compare_hops())
 
 
 if __name__ == "__main__":

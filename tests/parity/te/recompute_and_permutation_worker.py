@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lancet.patching import replaced
 from tests.parity.gradients import gradients_worker as gradients
+from tests.parity.gradients.connections import shared_connections
 from tests.parity.gradients.variants import MLA
 from tests.ranks.worker import finish, run_on_cpu_with_te
 from tests.te_cpu.permutation import permutation_in_torch
@@ -153,7 +154,7 @@ def main() -> None:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / gradients.NUM_MICRO_BATCHES)
     results: dict[str, Any] = {}
-    with dropped_outputs(), replaced(random, "_get_share_storage", lambda: share_storage):
+    with dropped_outputs(), shared_connections(), replaced(random, "_get_share_storage", lambda: share_storage):
         for name, (overrides, num_chunks, plan) in RECOMPUTED.items():
             results[name] = gradients.compare(overrides, num_chunks, **plan)
         with permutation_in_torch():

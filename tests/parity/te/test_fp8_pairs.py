@@ -8,7 +8,7 @@ from tests.gradient_deviations import TOLERANCE
 from tests.parity.te.fp8_worker import NUM_STEPS
 from tests.ranks import launch
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(500)]
 
 WORKER = Path(__file__).with_name("fp8_pairs_worker.py")
 IN_FP32 = ("delayed-in-fp32", "delayed-in-fp32-recompute")
@@ -20,7 +20,7 @@ NUM_WAITS = NUM_STEPS * 4 * 3 * 2
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fp8-pairs")
-    return launch.results_of(WORKER, 2, folder, timeout_s=200, args=(*IN_FP32, "delayed-recompute"), te=True)
+    return launch.results_of(WORKER, 2, folder, timeout_s=400, args=(*IN_FP32, "delayed-recompute"), te=True)
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,19 @@ import pytest
 
 from tests.gradient_deviations import TOLERANCE
 from tests.parity.gradients.variants import precision_of
-from tests.parity.te.variants import PAIRED, cases
+from tests.parity.te.variants import GUARDED, MOST_ROWS, PAIRED, PLACED, cases
 from tests.ranks import launch
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(620)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1220)]
 
 WORKER = Path(__file__).with_name("worker.py")
-CASES = [*cases(), "mtp-repeated-fused/k=2"]
+CASES = [*cases(), "mtp-repeated-fused/k=2", *PLACED]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Per rank: what the worker found for each case."""
-    return launch.results_of(WORKER, 2, tmp_path_factory.mktemp("te"), timeout_s=600, te=True)
+    return launch.results_of(WORKER, 2, tmp_path_factory.mktemp("te"), timeout_s=1200, te=True)
 
 
 def idle_parameters(case: str, rank: int, names: list[str]) -> list[str]:
@@ -63,6 +63,24 @@ def test_te_gradients_of_paired_plans_equal_stock(results, case, check_gradients
         assert found["reports"] == dict.fromkeys(found["parameters"], 1)
 
 
+@pytest.mark.parametrize("case", GUARDED)
+def test_te_gradients_of_chunks_in_rounds_equal_stock(results, case, check_gradients):
+    """With fp8, scales see the rows of all rounds; a weight's gradient is a sum over rounds, each rounded to bf16."""
+    first, second = results
+    assert first[case]["collectives"] == second[case]["collectives"]
+    for rank, result in enumerate(results):
+        found = result[case]
+        of_experts = {name: error for name, error in found["gradients"].items() if ".experts." in name}
+        check_gradients(of_experts, 2**-8 if "bf16" in case else TOLERANCE, f"rank {rank}", precision_of(case))
+        others = {name: error for name, error in found["gradients"].items() if name not in of_experts}
+        bound = 0.0 if case.endswith("/k=1") else TOLERANCE
+        check_gradients(others, bound, f"rank {rank}", precision_of(case))
+        assert found["loss"] <= bound
+        assert found["reports"] == dict.fromkeys(found["parameters"], 1)
+        assert found["peak_expert_rows"] <= MOST_ROWS
+        assert found["num_split_chunks"] == found["num_chunks"] > 0
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_te_parameters_are_reported_ready_once(results, case):
     for result in results:
@@ -77,6 +95,14 @@ def test_te_order_of_collectives_is_the_same_on_all_ranks(results):
     for case in CASES:
         assert first[case]["collectives"] == second[case]["collectives"], case
         assert any(".I.dispatch" in op for op in first[case]["collectives"]), case
+
+
+def test_te_grouped_experts_at_other_places_keep_their_numbers_in_checkpoints(results):
+    for result in results:
+        assert all(stored == expert for stored, expert in result["placed/numbers"])
+        # Of each of two experts in each of three layers: both halves of the gated layer, the other one, two states.
+        assert len(result["placed/numbers"]) == 3 * 2 * 5
+    assert {stored for stored, _ in results[0]["placed/numbers"]} != {0, 1}
 
 
 def test_te_deferred_weight_grads_wait_for_gaps_within_their_bound(results):

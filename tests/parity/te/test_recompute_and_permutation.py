@@ -10,14 +10,14 @@ from tests.parity.te.recompute_and_permutation_worker import CASES, MEMORY_CASES
 from tests.ranks import launch
 
 # All cases run in one start of the ranks: 30 seconds on two idle cores.
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(320)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(620)]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Per rank: what the worker found for each case."""
     worker = Path(__file__).with_name("recompute_and_permutation_worker.py")
-    return launch.results_of(worker, 2, tmp_path_factory.mktemp("te_recompute"), timeout_s=300, te=True)
+    return launch.results_of(worker, 2, tmp_path_factory.mktemp("te_recompute"), timeout_s=600, te=True)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,6 +4,7 @@ from typing import Any
 
 from megatron_lancet.schedule.plan import Gap, Plan, fixed_plan, paired
 from tests.parity.gradients.gradients_worker import plan_of
+from tests.parity.gradients.placed import PlacedCase
 from tests.parity.gradients.variants import (
     DW_MEMORY_CASES,
     FORCED,
@@ -23,6 +24,10 @@ TE: dict[str, Any] = {"te": True, "moe_grouped_gemm": True, "gradient_accumulati
 """Overrides that select Transformer Engine's layers and its grouped experts."""
 FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
 """dW is added to the gradient by the GEMM, as ``--gradient-accumulation-fusion`` asks."""
+PLACED = {
+    "placed/grouped/k=1": PlacedCase({**TE, "gated_linear_unit": True}, fixed_plan(1)),
+    "placed/sequential/k=1": PlacedCase({**TE, "moe_grouped_gemm": False}, fixed_plan(1)),
+}
 FP8: dict[str, Any] = {"bf16": True, "hidden_size": 64, "fp8": "hybrid", "fp8_recipe": "delayed"}
 RMS_NORM = {"normalization": "RMSNorm"}
 
@@ -81,6 +86,14 @@ HAZARDS: dict[str, tuple[dict[str, Any], Plan]] = {
     ),
 }
 """Plans in which a module's own habits would give wrong gradients, see ``model/te/linear.py``; and planned gaps."""
+
+GUARDED: dict[str, tuple[dict[str, Any], Plan]] = {
+    "guarded/fused/k=2": (FUSED, fixed_plan(2)),
+    "guarded/plain/k=1": ({}, fixed_plan(1)),
+    "guarded/fp8/bf16/k=1": ({**FP8, "moe_layer_freq": [0, 1, 1]}, fixed_plan(1)),
+}
+MOST_ROWS = 40
+"""That a rank's experts work on at a time in :data:`GUARDED`."""
 
 PAIRED: dict[str, Case] = {
     name: case._replace(overrides={**TE, **FUSED, **case.overrides})

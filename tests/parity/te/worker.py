@@ -11,11 +11,13 @@ import torch.distributed as dist
 
 from megatron_lancet.patching import replaced
 from megatron_lancet.schedule.plan import fixed_plan
+from tests.parity.gradients.connections import shared_connections
 from tests.parity.gradients.disturbances import erratic_wire
-from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare_plan
+from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, build, compare_plan, overlapping_model
+from tests.parity.gradients.placed import numbers_in_checkpoints, place
 from tests.parity.gradients.variants import VARIANTS
 from tests.parity.paired.paired_worker import compare
-from tests.parity.te.variants import FUSED, HAZARDS, PAIRED, TE, cases
+from tests.parity.te.variants import FUSED, GUARDED, HAZARDS, MOST_ROWS, PAIRED, PLACED, TE, cases
 from tests.ranks.worker import finish, run_on_cpu_with_te
 
 
@@ -37,13 +39,8 @@ def grad_from_autograd_counts(stack: ExitStack) -> None:
     stack.enter_context(replaced(linear._WeightWithPlaceholder, "report", DeferredWeight.report))
 
 
-def main() -> None:
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
-
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
+def all_results() -> dict[str, Any]:
+    """What is found for each case, by its name."""
     results: dict[str, Any] = {}
     for name, (overrides, plan) in cases().items():
         results[name] = compare_plan({**TE, **overrides}, plan, erratic_wire if "dw-memory" in name else None)
@@ -53,8 +50,26 @@ def main() -> None:
     for name, disturb in {"first-call": first_call_of_a_step, "dw-at-once": grad_from_autograd_counts}.items():
         overrides, plan = HAZARDS[name]
         results[f"{name}/damaged"] = compare_plan({**TE, **overrides}, plan, disturb)
-    results |= {name: compare(case) for name, case in PAIRED.items()}
-    finish(results)
+    for name, placed in PLACED.items():
+        results[name] = compare_plan(placed.overrides, placed.plan, placed=placed)
+    model, *_ = build(PLACED["placed/grouped/k=1"].overrides)
+    overlapping_model(model, fixed_plan(1))
+    place(model, PLACED["placed/grouped/k=1"])
+    results["placed/numbers"] = numbers_in_checkpoints(model)
+    for name, (overrides, plan) in GUARDED.items():
+        results[name] = compare_plan({**TE, **overrides}, plan, max_rows=MOST_ROWS)
+    return results | {name: compare(case) for name, case in PAIRED.items()}
+
+
+def main() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, create_gloo_process_groups=False)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / NUM_MICRO_BATCHES)
+    with shared_connections():
+        finish(all_results())
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.harness.cases import Shape
 from benchmarks.harness.disturbance import CpuTimes, Disturbance, disturbance, parse_stat
 from benchmarks.harness.rate import RateSearch
 from benchmarks.harness.samples import Spread, spread
@@ -13,6 +14,7 @@ from benchmarks.network.picture import draw
 from benchmarks.network.summary import summarise
 from benchmarks.network.table import as_markdown, as_text
 from benchmarks.training_step.routing import bias_for_shares, sent_rows
+from megatron_lancet.schedule.plan import Dispatch
 
 FIELDS = {
     "step_ms": 100.0,
@@ -145,7 +147,7 @@ def test_the_steady_state_is_a_pair_over_the_bound_of_a_micro_batch():
     stock, ours, free = summarise(case).rows
     assert ours.steady_over_bound == pytest.approx((99 / 3) / (55 / 4))
     assert free.steady_over_bound is None
-    assert stock.over_unpaired is None
+    assert stock.over_chunked is None
     assert "steady/bound" in as_text([summarise(case)])
 
 
@@ -156,11 +158,32 @@ def test_variants_with_pairing_are_compared_with_all_k2_in_the_same_repeat():
     case["variants"] = ("stock", "all-k2", "paired-k1", "stock-free")
     case["peak_activation_bytes"]["paired-k1"] = [114, 114]
     _, unpaired, paired, free = summarise(case).rows
-    assert unpaired.over_unpaired.median == 1
-    assert paired.over_unpaired.median == pytest.approx(60 / 50)
-    assert free.over_unpaired is None
+    assert unpaired.over_chunked.median == 1
+    assert paired.over_chunked.median == pytest.approx(60 / 50)
+    assert free.over_chunked is None
     assert "against all-k2" in as_text([summarise(case)])
     assert "against all-k2" not in as_text([summarise(case_result())])
+
+
+def test_placed_experts_are_compared_with_all_k2_and_even_the_ranks():
+    case = case_result()
+    for sweep in case["sweeps"]:
+        sweep["samples"]["placed-k2"] = [both_ranks(**{**OURS, "step_ms": step_ms}) for step_ms in (50, 50, 100)]
+    case["variants"] = ("stock", "all-k2", "stock-free", "placed-k2")
+    case["peak_activation_bytes"]["placed-k2"] = [80, 80]
+    case["expert_shares"], case["placements"] = [[0.5, 0.3, 0.1, 0.1]] * 2, [[0, 2, 1, 3]] * 2
+    summary = summarise(case)
+    placed = summary.rows[-1]
+    assert summary.most_loaded == (pytest.approx(1.6), pytest.approx(1.2))
+    assert placed.over_chunked.median == pytest.approx(60 / 50)
+    assert (placed.bound_ms, placed.over_bound, placed.over_passes) == (None, None, None)
+    assert "works on 1.60 times the mean of the ranks, with experts placed 1.20" in as_text([summary])
+    assert summarise(case_result()).most_loaded is None
+
+
+def test_shares_follow_zipfs_law():
+    shares = Shape(experts=4, zipf=1.0).expert_shares()
+    assert shares == pytest.approx([12 / 25, 6 / 25, 4 / 25, 3 / 25])
 
 
 def test_bytes_without_duplicates_are_compared_with_the_routing():
@@ -184,7 +207,8 @@ def test_bytes_without_duplicates_are_compared_with_the_routing():
     case["peak_activation_bytes"]["dedup-k2"] = [107, 107]
     summary = summarise(case)
     stock, plain, dedup, free = summary.rows
-    assert summary.sent_rows.fewer == pytest.approx(2.0202, rel=1e-4)
+    assert summary.sent_rows.two_hop is None
+    assert dedup.fewer_rows == summary.sent_rows.fewer(Dispatch.DEDUP) == pytest.approx(2.0202, rel=1e-4)
     assert (stock.sent_bytes, stock.fewer_bytes, plain.fewer_bytes, free.sent_bytes) == (3e6, None, None, None)
     assert dedup.fewer_bytes == pytest.approx(3 / 1.52)
     assert (summary.gain.name, summary.gain.other) == ("dedup-k2", "all-k2")
@@ -200,9 +224,71 @@ def test_bytes_without_duplicates_are_compared_with_the_routing():
 
 def test_a_token_with_several_experts_on_a_rank_is_counted_once():
     chosen = torch.tensor([[1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0], [1, 0, 1, 0, 0, 1]], dtype=torch.bool)
-    assert sent_rows(chosen, rank=0, num_ranks=3).tolist() == [3, 6, 4]
-    assert sent_rows(chosen, rank=2, num_ranks=3).tolist() == [3, 6, 4]
-    assert sent_rows(chosen, rank=0, num_ranks=2).tolist() == [3, 4, 3]
+    assert sent_rows(chosen, rank=0, num_ranks=3).tolist() == [3, 6, 4, 4]
+    assert sent_rows(chosen, rank=2, num_ranks=3).tolist() == [3, 6, 4, 4]
+    assert sent_rows(chosen, rank=0, num_ranks=2).tolist() == [3, 4, 3, 3]
+
+
+def test_between_nodes_a_token_with_experts_on_both_ranks_of_a_node_is_counted_once_for_the_node():
+    chosen = torch.tensor([[1, 1, 1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 0, 1, 0]], dtype=torch.bool)
+    for rank in (0, 1):
+        assert sent_rows(chosen, rank, num_ranks=4, ranks_per_node=2).tolist() == [2, 4, 3, 2]
+    for rank in (2, 3):
+        assert sent_rows(chosen, rank, num_ranks=4, ranks_per_node=2).tolist() == [2, 3, 2, 1]
+
+
+def nodes_result():
+    """Two nodes of two ranks; ranks 0 and 2 share a core, and the first node sends a tenth more."""
+    variants = ("stock", "all-k2", "stock-free", "dedup-k2", "two-hop-k2")
+    case = case_result(**dataclasses.asdict(dataclasses.replace(CASES["nodes-top4"], variants=variants)))
+    case["sample_fields"] = [*FIELDS, "wire_bytes"]
+    case["sent_rows"] = {"tokens": 1000, "plain": 2000, "dedup": 1570, "two_hop": 990}
+    case["peak_activation_bytes"] = {name: [100] * 4 for name in variants}
+    steps = {
+        "stock": {"payload_bytes": 1e6},
+        "all-k2": {**OURS, "payload_bytes": 1e6},
+        "stock-free": {**FREE, "payload_bytes": 1e6},
+        "dedup-k2": {**OURS, "payload_bytes": 8e5, "step_ms": 55.0},
+        "two-hop-k2": {**OURS, "payload_bytes": 5e5, "step_ms": 40.0},
+    }
+    by_variant = {}
+    for name, values in steps.items():
+        sent = 2 * values["payload_bytes"] * (0 if name == "stock-free" else 1)
+        ranks = [{**FIELDS, **values, "cpu_ms": cpu_ms} for cpu_ms in (20.0, 30.0, 35.0, 24.0)]
+        for rank in ranks[:2]:
+            rank["payload_bytes"] *= 1.1
+        nodes = [1.1 * sent, sent]
+        by_variant[name] = [[[*rank.values(), nodes[place // 2]] for place, rank in enumerate(ranks)]] * 3
+    case["sweeps"] = [{"samples": by_variant, "disturbance": {"is_disturbed": False}}]
+    return case
+
+
+def test_bytes_of_a_node_are_counted_once_and_the_compute_of_a_core_is_that_of_its_ranks():
+    summary = summarise(nodes_result())
+    stock, plain, free, dedup, two_hop = summary.rows
+    assert summary.compute_ms == 20 + 35
+    assert summary.link_ms == pytest.approx(2 * 1.1e6 * 8 / 2e8 * 1e3)
+    assert stock.sent_bytes == pytest.approx((2.2e6 + 2e6) / 2)
+    assert free.sent_bytes is None
+    assert (plain.fewer_bytes, plain.fewer_rows) == (None, None)
+    assert (dedup.fewer_bytes, dedup.fewer_rows) == (pytest.approx(1.25), pytest.approx(2000 / 1570))
+    assert (two_hop.fewer_bytes, two_hop.fewer_rows) == (pytest.approx(2.0), pytest.approx(2000 / 990))
+    assert two_hop.bound_ms == 55, "its bytes take 44 ms"
+    assert stock.bound_ms == pytest.approx(88)
+
+
+def test_two_hops_are_compared_with_the_same_chunks_and_with_the_fastest_without():
+    summary = summarise(nodes_result())
+    gain, two_hop = summary.gain, summary.rows[-1]
+    assert (gain.name, gain.other, gain.dispatch) == ("two-hop-k2", "dedup-k2", Dispatch.TWO_HOP)
+    assert gain.speedup.median == pytest.approx(55 / 40)
+    assert two_hop.over_chunked.median == pytest.approx(60 / 40)
+    text = as_text([summary])
+    assert "a token sends 2.00 rows to other nodes, 1.57 if it goes once to a rank (1.274 times fewer)" in text
+    assert "0.99 if it goes once to a node (2.020 times fewer)" in text
+    assert "two-hop-k2, the fastest with two hops, is 1.375 (1.38-1.38) times as fast as dedup-k2, the fastest" in text
+    assert "2.000 (-1.0%)" in text
+    assert "against all-k2" in text
 
 
 def test_few_values_have_their_extremes_for_quartiles():

@@ -154,6 +154,29 @@ def test_deduplicated_plans_are_predicted_on_the_shape_of_the_network_benchmark(
         choose(["20"], ["dedup-k1"])
 
 
+def test_plans_with_two_hops_are_predicted_on_a_slow_link_between_nodes_and_on_a_free_one():
+    slow, free = choose([], None, PRESETS["nodes"])
+    assert (slow.name, free.name) == ("65-nodes-top4", "unshaped-nodes-top4")
+    network = NETWORK_CASES["nodes-top4"]
+    assert (slow.shape, slow.exposed_share, slow.nodes) == (network.shape, network.exposed_share, network.nodes)
+    assert (free.shape, free.exposed_share, free.nodes) == (network.shape, None, network.nodes)
+    for case in (slow, free):
+        assert case.variants == ("k1", "stack-k2-dw", "dedup-k2", "two-hop-k1", "two-hop-k2", PLANNED)
+    with pytest.raises(UsageError, match=r"two-hop-k1 .* in case 45-top4 a node has one rank.* Pass --cases 65-nodes"):
+        choose(["45-top4"], ["two-hop-k1"])
+
+
+@pytest.mark.parametrize(("planned", "dispatch"), [("stack-k2", "plain"), ("two-hop-k2", "two-hop")])
+def test_the_table_says_which_dispatch_was_planned_also_where_the_link_has_no_cap(planned, dispatch):
+    measured = {"k1": [repeat(150, 50)], PLANNED: [repeat(100, 50)]}
+    result = case_result(measured, dict.fromkeys(measured, (100.0, 50.0)))
+    result["plans"][PLANNED] = to_plain(FIXED_PLANS[planned])
+    result["rate_bps"] = None
+    text = as_text([compare(result)])
+    assert f"The planner's choice ({dispatch}) takes 0.0% longer than the fastest, planned" in text
+    assert ": no cap, k1 exposes" in text
+
+
 def test_a_pair_needs_a_second_micro_batch():
     with pytest.raises(UsageError, match=r"a step of case 20 has one micro-batch\. Pass --cases 45-m4"):
         choose(["20"], ["paired-k1"])
@@ -184,6 +207,7 @@ def test_a_job_survives_its_file(tmp_path):
         (["--pairing"], 3, "45-m4"),
         (["--pairing", "--repeats", "5"], 5, "45-m4"),
         (["--dispatch"], 12, "45-top4"),
+        (["--nodes"], 6, "65-nodes-top4"),
     ],
 )
 def test_a_part_of_the_benchmark_has_repeats_and_cases_of_its_own(argv, repeats, first, tmp_path):

@@ -1,5 +1,6 @@
 """Tables in documents and beside result files are what the committed samples make of them."""
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import quoted, quoted_results
+from benchmarks.causes import summary as causes_summary
+from benchmarks.evaluation import summary as evaluation_summary
 from benchmarks.network import summary as network_summary
 from benchmarks.network import table as network_table
 from benchmarks.prediction import errors as prediction_errors
@@ -22,6 +25,8 @@ MAKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "network": (network_summary.summarise, network_table.as_markdown),
     "prediction": (prediction_errors.compare, prediction_table.as_markdown),
     "priority": (priority_summary.summarise, priority_summary.as_markdown),
+    "causes": (causes_summary.summarise, causes_summary.as_markdown),
+    "evaluation": (evaluation_summary.summarise, evaluation_summary.as_markdown),
 }
 
 
@@ -52,28 +57,33 @@ def test_a_changed_figure_is_written_anew():
 
 @pytest.fixture
 def further_results(tmp_path, monkeypatch):
-    """The committed results and more, in which other cases' samples stand for those of pairs and of top-4."""
+    """The committed results and more, in which other cases' samples stand for those of pairs, of top-4 and of nodes."""
 
     def cached():
         for function in (quoted_results.result, quoted_results.newest, quoted_results._summaries):
             function.cache_clear()
 
     for path in RESULTS.glob("*.json"):
-        if not {"pairing", "dispatch"} & set(path.stem.split("-")):  # these tables have the rows of the test only
+        # These tables have the rows of the test only.
+        if not {"pairing", "dispatch", "nodes"} & set(path.stem.split("-")):
             (tmp_path / path.name).symlink_to(path)
     monkeypatch.setattr(quoted_results, "_RESULTS", tmp_path)
     cached()
     pairs = with_variant(quoted.network()["45-accumulated"][0].case, "45-m4", "paired-k1")
     top_4 = with_variant(quoted.network()["20"][0].case, "65-top4", "dedup-k2")
     count_bytes(top_4)
+    nodes = with_variant(quoted.network()["20"][0].case, "nodes-top4", "two-hop-k2")
+    nodes["ranks_per_node"] = 2
+    count_bytes(nodes)
     (prediction,) = (found.case for found, _ in quoted.predictions() if found.case["name"] == "45")
     predicted_pairs = {**prediction, "name": "45-m4", "plans": {**prediction["plans"]}}
     predicted_pairs["plans"]["stack-k2"] = to_plain(paired(fixed_plan(2)))
     memory = quoted.result("activation-memory")
     top_4_mb = {"plain": {"off": 100.0, "k=1": 150.0}, "dedup": {"k=1": 104.0}}
+    own = ("65-top4", "unshaped-nodes-top4")
     for name, found in (
-        ("network-2026-12-01", {"cases": [pairs, top_4]}),
-        ("prediction-2026-12-01", {"cases": [predicted_pairs, {**prediction, "name": "65-top4"}]}),
+        ("network-2026-12-01", {"cases": [pairs, top_4, nodes]}),
+        ("prediction-2026-12-01", {"cases": [predicted_pairs, *({**prediction, "name": name} for name in own)]}),
         ("activation-memory-2026-12-01", {**memory, "top_4_peak_mb": top_4_mb}),
     ):
         (tmp_path / f"{name}.json").write_text(json.dumps({"date": "2026-12-01", **found}))
@@ -82,8 +92,9 @@ def further_results(tmp_path, monkeypatch):
     cached()
 
 
-def with_variant(case: dict[str, Any], name: str, variant: str) -> dict[str, Any]:
-    """The case under another name, with ``variant`` instead of four chunks."""
+def with_variant(found: dict[str, Any], name: str, variant: str) -> dict[str, Any]:
+    """A copy of the case under another name, with ``variant`` instead of four chunks."""
+    case = copy.deepcopy(found)
     case["name"], case["variants"] = name, [variant if one == "all-k4" else one for one in case["variants"]]
     for by_variant in (case["peak_activation_bytes"], *(sweep["samples"] for sweep in case["sweeps"])):
         by_variant[variant] = by_variant.pop("all-k4")
@@ -92,13 +103,13 @@ def with_variant(case: dict[str, Any], name: str, variant: str) -> dict[str, Any
 
 def count_bytes(case: dict[str, Any]) -> None:
     """As a run of today does: half of stock's bytes without duplicates."""
-    case["sent_rows"] = {"tokens": 1000, "plain": 2000, "dedup": 990}
+    case["sent_rows"] = {"tokens": 1000, "plain": 2000, "dedup": 990, "two_hop": 990}
     case["sample_fields"] = [*case["sample_fields"], "wire_bytes"]
     for sweep in case["sweeps"]:
         for name, repeats in sweep["samples"].items():
             for ranks in repeats:
                 for rank in ranks:
-                    rank.append(10e6 if name == "dedup-k2" else 20e6)
+                    rank.append(10e6 if name in ("dedup-k2", "two-hop-k2") else 20e6)
 
 
 @pytest.mark.usefixtures("further_results")
@@ -122,6 +133,22 @@ def test_results_without_duplicates_get_tables_of_their_own():
 
 
 @pytest.mark.usefixtures("further_results")
+def test_results_of_two_nodes_get_tables_of_their_own():
+    (line,) = quoted.nodes().splitlines()[2:]
+    start, _, *cells = line.split(" | ")
+    assert start == "| `nodes-top4`"
+    assert cells[:2] == ["2.00, to a rank once 0.99, to a node once 0.99", "2.000 (-1.0%)"]
+    assert cells[4].startswith("`two-hop-k2` 1.")
+    variants = [line.split(" | ") for line in quoted.nodes_variants().splitlines()[2:]]
+    (two_hop,) = (cells for cells in variants if cells[1] == "`two-hop-k2`")
+    assert two_hop[5:7] == ["10.00 MB", "2.000 (-1.0%)"]
+    assert two_hop[8] == cells[2], "against the same chunks"
+    assert quoted.nodes_prediction().endswith(
+        "\n\nDispatch of the planner's choice: `unshaped-nodes-top4` plain DISTURBED."
+    )
+
+
+@pytest.mark.usefixtures("further_results")
 def test_results_with_pairs_get_tables_of_their_own():
     (row,) = (line for line in quoted.pairing().splitlines() if "[2026-12-01](" in line)
     assert row.startswith("| `45-m4` | 42.5% | (1.91) | 1.67 (1.15) | 1.68 (1.12) | ")
@@ -141,7 +168,7 @@ def test_results_with_pairs_get_tables_of_their_own():
 
 @pytest.mark.usefixtures("further_results")
 def test_results_with_tables_of_their_own_enter_no_other():
-    own = [name for name in quoted.TABLES if name.startswith(("pairing", "dispatch"))]
+    own = [name for name in quoted.TABLES if name.startswith(("pairing", "dispatch", "nodes"))]
     for document in quoted.DOCUMENTS:
         text = document.read_text()
         for name in own:

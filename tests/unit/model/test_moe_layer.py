@@ -15,6 +15,7 @@ from megatron_lancet.model import moe_layer
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.dispatcher.deduplicated import DeduplicatedDispatcher
+from megatron_lancet.model.dispatcher.two_hop import TwoHopDispatcher
 from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.model.recompute import Recompute
@@ -23,6 +24,7 @@ from megatron_lancet.runtime.trace import RoutedRows, Trace
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.select import make_transport
 from megatron_lancet.schedule.layers import LayerKind
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import Dispatch
 from megatron_lancet.schedule.turns import Compute, Layer, verbs_of
@@ -73,6 +75,7 @@ def moe_of(comm: Comm, experts: Experts, recompute: Recompute, **config) -> Over
     dispatchers = {
         Dispatch.PLAIN: AllToAllDispatcher(comm, NUM_EXPERTS, NUM_RANKS, alone),
         Dispatch.DEDUP: DeduplicatedDispatcher(comm, NUM_EXPERTS, NUM_RANKS, alone),
+        Dispatch.TWO_HOP: TwoHopDispatcher(comm, NUM_EXPERTS, NUM_RANKS, alone, Nodes(2, 1), rank=0),
     }
     return OverlappingMoE(1, stock, dispatchers, comm, recompute)
 
@@ -105,13 +108,13 @@ def test_rows_are_freed_when_the_message_is_packed_and_when_they_are_sorted(comm
     assert not any(rows.expired() for rows in permuted)
     moe_layer.launch_dispatch(moe, x)
     assert all(rows.expired() for rows in permuted)
-    moe_layer.wait_dispatch(moe, x)
+    moe_layer.wait_for_rows(moe, x)
     experts.arrived = StorageWeakRef(x.rows[0].untyped_storage())
     assert not experts.arrived.expired()
     moe_layer.experts(moe, x)
     assert experts.arrived_was_free == [True]
     moe_layer.launch_combine(moe, x)
-    moe_layer.wait_combine(moe, x)
+    moe_layer.wait_for_rows(moe, x)
     moe_layer.postprocess(moe, x)
     assert torch.allclose(x.output_sbH, hidden_sbH)  # each of two experts takes a half
     x.output_sbH.sum().backward()
@@ -120,7 +123,7 @@ def test_rows_are_freed_when_the_message_is_packed_and_when_they_are_sorted(comm
 
 
 @pytest.mark.parametrize("dispatch", list(Dispatch))
-def test_trace_has_the_rows_of_both_dispatches_whichever_runs(comm, dispatch):
+def test_trace_has_rows_with_and_without_duplicates_whatever_is_dispatched(comm, dispatch):
     """The first token has both of its experts on rank 0, the others one on each rank."""
     moe, x, trace = moe_of(comm, Experts(), Recompute()), routed_chunk(), Trace(torch.device("cpu"), 0)
     comm.dispatch = dispatch

@@ -4,12 +4,13 @@ import dataclasses
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
-from megatron_lancet.planning.distinct_rows import DistinctParts, expected_part_of_tokens
-from megatron_lancet.planning.profile import ChunkRouting
+from megatron_lancet.planning.distinct_rows import DistinctParts, HopParts, expected_part_of_tokens
+from megatron_lancet.planning.profile import ChunkRouting, HopRows
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim
 
 
@@ -63,3 +64,62 @@ def test_recorded_rows_scale_the_expected_ones():
     assert found.sent == pytest.approx((half / 100,) * 2)
     every_row_distinct = DistinctParts.of(facts(8, 2, 4), even, [chunk((60, 40), (60, 40))])
     assert every_row_distinct.of_all == pytest.approx(1.0)
+
+
+def on_nodes(num_experts: int, num_nodes: int, per_node: int, topk: int, holders: int = 1):
+    model = facts(num_experts, num_nodes * per_node, topk)
+    return dataclasses.replace(model, nodes=Nodes(num_nodes, per_node), expert_tp_size=holders)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_nodes", "per_node", "topk", "holders"),
+    [(8, 2, 2, 4, 1), (8, 2, 2, 2, 2), (12, 3, 2, 3, 1), (8, 2, 1, 3, 2), (8, 4, 2, 8, 1)],
+)
+def test_expected_rows_of_hops_are_those_of_all_choices_of_experts(num_experts, num_nodes, per_node, topk, holders):
+    """Counted for the tokens that pass through the first rank of each node: one token for every choice of experts."""
+    num_ranks = num_nodes * per_node
+    on_rank = num_experts // num_ranks
+    choices = [{expert // on_rank for expert in chosen} for chosen in combinations(range(num_experts), topk)]
+    nodes_of = [{rank // per_node for rank in ranks} for ranks in choices]
+    to_others = sum(len(nodes - {0}) for nodes in nodes_of) / len(choices)
+    # Those of each node's first rank, to all holders of each rank of node 0 but this one itself.
+    passed = num_nodes * sum(holders * sum(rank < per_node for rank in ranks) for ranks in choices) / len(choices)
+    kept = num_nodes * sum(0 in ranks for ranks in choices) / len(choices)
+    parts = HopParts.of(on_nodes(num_experts, num_nodes, per_node, topk, holders), (1 / num_ranks,) * num_ranks)
+    for of_ranks in (parts.node_sent, parts.node_received):
+        assert of_ranks == pytest.approx((to_others,) * num_ranks)
+    assert parts.passed_on == pytest.approx((passed,) * num_ranks)
+    for of_ranks in (parts.local_sent, parts.local_received):
+        assert of_ranks == pytest.approx((passed - kept,) * num_ranks)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4), st.integers(1, 6))
+def test_what_is_sent_in_a_hop_arrives(weights, topk):
+    shares = tuple(weight / sum(weights) for weight in weights)
+    parts = HopParts.of(on_nodes(8, 2, 2, topk, 2), shares)
+    assert sum(parts.node_sent) == pytest.approx(sum(parts.node_received))
+    assert sum(parts.local_sent) == pytest.approx(sum(parts.local_received))
+    assert max(parts.node_sent) <= min(1.0, topk) + 1e-9
+
+
+def test_expected_rows_of_hops_are_scaled_to_those_that_were_recorded():
+    model, shares = on_nodes(8, 2, 2, 4), (0.25,) * 4
+    expected = HopParts.of(model, shares)
+    tokens = model.num_rows // model.topk
+    hops = HopRows(
+        *(
+            tuple(round(tokens / 2 * part * factor) for part in its)
+            for its, factor in (
+                (expected.node_sent, 0.5),
+                (expected.node_received, 0.5),
+                (expected.local_sent, 0.8),
+                (expected.local_received, 0.8),
+            )
+        )
+    )
+    routing = ChunkRouting(1, ChunkDim.BATCH, 2, 0, (0,) * 4, (0,) * 4, hops=hops)
+    recorded = HopParts.of(model, shares, (routing,))
+    assert recorded.node_received == pytest.approx([part * 0.5 for part in expected.node_received], rel=0.01)
+    assert recorded.passed_on == pytest.approx([part * 0.8 for part in expected.passed_on], rel=0.01)
+    assert recorded.rows(tokens / 2) == hops

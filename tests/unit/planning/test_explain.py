@@ -6,7 +6,10 @@ from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.planning.explain import Filled, Reason, explain
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
-from megatron_lancet.schedule.plan import DwPolicy, Gap, Plan, Segment, fixed_plan
+from megatron_lancet.planning.simulation.simulator import simulate
+from megatron_lancet.schedule.plan import Dispatch, DwPolicy, Gap, Plan, Segment, fixed_plan
+
+NODES = {"shares": (0.25,) * 4, "num_nodes": 2, "topk": 4, "link_ms": 20.0}
 
 
 def reasons(machine, plan, planned=None):
@@ -20,6 +23,7 @@ def reasons(machine, plan, planned=None):
         ({"link_ms": 9.0}, fixed_plan(1), {Reason.DEPENDENCY, Reason.NOTHING_LEFT}),
         ({"link_ms": 80.0}, fixed_plan(2), {Reason.LINK}),
         ({"counts_ms": 9.0, "host_polls": False}, fixed_plan(2), {Reason.COUNTS}),
+        (NODES | {"between_nodes": 4.0}, fixed_plan(2, dispatch=Dispatch.TWO_HOP), {Reason.LINK}),
         ({"shares": (0.95, 0.05), "link_ms": 0.2}, fixed_plan(1, DwPolicy.NONE), {Reason.PEER}),
     ],
 )
@@ -75,3 +79,14 @@ def test_explanation_covers_every_stage():
         (3, 1, 2),
     ]
     assert all(layer.exposed for layer in explanation.layers)
+
+
+def test_explanation_compares_every_dispatch_that_is_possible():
+    profile = synthetic_profile(Machine(layers="mm", **NODES))
+    plan = fixed_plan(2, dispatch=Dispatch.DEDUP)
+    explanation = explain(profile, plan)
+    assert explanation.other_dispatches_ms == {
+        dispatch: pytest.approx(simulate(profile, fixed_plan(2, dispatch=dispatch)).prediction.step_ms)
+        for dispatch in (Dispatch.PLAIN, Dispatch.TWO_HOP)
+    }
+    assert explain(synthetic_profile(Machine(layers="mm")), fixed_plan(2)).other_dispatches_ms == {}

@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.profile import LinkTimes, Profile, read_profile
+from megatron_lancet.planning.link_times import LinkTimes
+from megatron_lancet.planning.profile import Profile, read_profile
 from megatron_lancet.profiler import cache
 from megatron_lancet.profiler.cache import ProfileKey
+from megatron_lancet.schedule.nodes import Nodes
 from tests.unit.profiler.synthetic import FACTS
 
 KEY = ProfileKey(FACTS, "a CPU", {"torch": "2.11"})
@@ -34,6 +36,8 @@ def test_kept_profile_is_found_again(tmp_path):
         with_model(seq_length=11),
         with_model(world_size=4),
         with_model(token_multiple=16),
+        with_model(nodes=Nodes(2, 1)),
+        with_model(expert_tp_size=2),
         dataclasses.replace(KEY, device="a GPU"),
         dataclasses.replace(KEY, versions={"torch": "2.12"}),
     ],
@@ -45,7 +49,7 @@ def test_kept_profile_is_not_found_by_another_run(tmp_path, key):
 
 def test_profile_key_of_a_plain_run_is_as_before_there_were_multiples_and_predictions():
     """So profiles and plans that were kept then are found."""
-    added = {"token_multiple", "num_mtp_layers", "repeats_mtp_layer", "num_output_uses"}
+    added = {"token_multiple", "num_mtp_layers", "repeats_mtp_layer", "num_output_uses", "nodes", "expert_tp_size"}
     assert added.isdisjoint(KEY.fields())
     assert not any(name in PROFILE.to_json() for name in added)
 

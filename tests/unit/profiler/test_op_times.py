@@ -5,7 +5,7 @@ import pytest
 from megatron_lancet.profiler.op_times import Samples, op_key, op_times, over_ranks, weight_grad_times
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, fixed_plan
 from tests.unit.profiler.synthetic import FACTS, step
 
 WHOLE, HALVES = fixed_plan(1), fixed_plan(2)
@@ -77,7 +77,24 @@ def test_messages_that_wait_for_other_ranks_slow_nothing_down():
         return [sum(sample.overlapped_ms for sample in samples.ops[key]) for key in keys]
 
     assert beside(None) == pytest.approx([0.5, 1.25])
-    assert beside(lambda num_bytes: 0.2) == pytest.approx([0.0, 0.2])
+    assert beside(lambda message: {"L2.c0.F.dispatch": 0.2}[message.name]) == pytest.approx([0.0, 0.2])
+
+
+@pytest.mark.parametrize("dispatch", Dispatch)
+def test_ops_that_make_or_sum_rows_are_timed_by_dispatch(dispatch):
+    plan = fixed_plan(1, dispatch=dispatch)
+    kinds = ("attention", "route", "shared_experts", "preprocess", "experts", "node_rows", "node_sums", "postprocess")
+    found = {kind: op_key(Op.parse(f"L2.c0.F.{kind}"), plan, FACTS).dispatch for kind in kinds}
+    assert {kind for kind in kinds if found[kind] is not Dispatch.PLAIN} == (
+        set() if dispatch is Dispatch.PLAIN else set(kinds[3:])
+    )
+    assert set(found.values()) == {Dispatch.PLAIN, dispatch}
+    both = Samples()
+    both.add(step(WHOLE), WHOLE, FACTS)
+    both.add(step(WHOLE, 3.0), plan, FACTS)
+    experts = [op for op in op_times(both.medians(), FACTS) if (op.kind, op.phase) == ("experts", "F")]
+    expected = {Dispatch.PLAIN: 2.5, dispatch: 7.5} if dispatch is not Dispatch.PLAIN else {Dispatch.PLAIN: 4.5}
+    assert {op.dispatch: op.ms for op in experts} == pytest.approx(expected)
 
 
 def test_rest_time_is_what_no_span_covers():

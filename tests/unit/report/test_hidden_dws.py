@@ -39,6 +39,13 @@ def test_hidden_dws_may_lie_beside_several_messages():
     assert hidden_dws([rank(0, DISPATCH, later, ("W.output_layer", Lane.COMPUTE, 5.0, 45.0))]) == HiddenDws(40.0, 15.0)
 
 
+def test_hidden_dws_may_lie_beside_any_message_with_rows():
+    dw = ("L2.W.mlp.linear_fc1", Lane.COMPUTE, 0.0, 100.0)
+    hops = [f"L2.c0.I.{kind}" for kind in ("dispatch", "node_dispatch", "local_dispatch", "local_combine")]
+    messages = [(name, Lane.COMM, 10.0 * index, 10.0 * index + 1) for index, name in enumerate(hops)]
+    assert hidden_dws([rank(0, dw, *messages)]) == HiddenDws(100.0, 4.0)
+
+
 def test_hidden_dws_are_not_hidden_by_counts_reductions_or_waits():
     others = [
         ("L2.c0.F.counts", Lane.COMM, 0.0, 50.0),

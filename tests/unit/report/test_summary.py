@@ -3,7 +3,9 @@ import json
 import pytest
 
 from megatron_lancet.report.summary import StepRecord, as_text, rank_medians, summarise, write_json
+from megatron_lancet.report.wire_error import WireError, kind_of_parameter
 from megatron_lancet.runtime.comm_stats import CommTimes
+from megatron_lancet.schedule.wire import Wire
 
 REQUIRED_KEYS = {"tokens_per_s", "step_ms", "all_to_all_ms", "exposed_ms", "counts_exposed_ms", "plan"}
 
@@ -63,6 +65,47 @@ def test_summary_reports_micro_ops_of_reductions_where_there_are_any():
     assert "reduced" not in as_text(summarise([rank_medians([record(100)])], "chunks=1", 1))
 
 
+def test_summary_says_what_left_the_node_where_that_is_known():
+    comm = CommTimes(payload_bytes=8e6, between_nodes_bytes=3e6, between_nodes_rows=99, num_routed_tokens=100)
+    report = summarise([rank_medians([StepRecord(100, 2048, comm)])], "chunks=1", 1)
+    line = "  between nodes      3.0 of the 8.0 MB that a rank sends in a step; 0.99 rows of each token and layer"
+    assert line in as_text(report).splitlines()
+    older = {name: value for name, value in report.items() if "nodes" not in name and name != "num_routed_tokens"}
+    for other in (older, {**report, "between_nodes_bytes": 0.0}):
+        assert "between nodes" not in as_text(other)
+
+
+def test_summary_says_how_far_a_narrow_wire_moved_gradients():
+    ranks = [rank_medians([record(100)])]
+    error = WireError(Wire.FP8, 3, 0.031, {"expert weights": 0.058, "routers": 0.0012})
+    report = summarise(ranks, "chunks=1 wire=fp8", 1, wire_error=error)
+    line = (
+        "  wire=fp8: gradients of step 3 differ from exact ones by 3.1 % of their norm "
+        "(expert weights 5.8 %, routers 0.12 %)"
+    )
+    assert line in as_text(json.loads(json.dumps(report))).splitlines()
+    assert report["wire_error"]["error_by_kind"]["routers"] == 0.0012
+    report = summarise(ranks, "chunks=1 wire=bf16", 1, wire_error=WireError(Wire.BF16, why_not="all are 0"))
+    assert "  wire=bf16: the error of gradients was not measured, since all are 0" in as_text(report).splitlines()
+    assert "wire_error" not in summarise(ranks, "chunks=1", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("module.decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", "expert weights"),
+        ("module.decoder.layers.0.mlp.router.weight", "routers"),
+        ("module.decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", "attention layers"),
+        ("module.decoder.final_layernorm.weight", "norms"),
+        ("embedding.word_embeddings.weight", "embeddings"),
+        ("module.output_layer.weight", "output layer"),
+        ("module.mtp.layers.0.eh_proj.weight", "others"),
+    ],
+)
+def test_parameters_are_told_apart_by_their_names(name, kind):
+    assert kind_of_parameter(name) == kind
+
+
 def test_summary_json_is_written_atomically(tmp_path):
     report = summarise([rank_medians([record(100)] * 5)], "off", 5)
     path = write_json(report, tmp_path / "new" / "folder")
@@ -81,3 +124,23 @@ def test_summary_text_says_how_the_plan_was_found():
         "    without overlap  150.0 ms a step, 40.0 ms of it exposed\n"
         "    when chosen      150.0 ms a step, 40.0 ms of it exposed\n"
     ) in text
+
+
+def report_of_received_rows(*comms: CommTimes, bound: int | None) -> str:
+    ranks = [
+        rank_medians([StepRecord(100.0, 64, comm) for comm in comms]),
+        rank_medians([StepRecord(1.0, 64, comms[0])]),
+    ]
+    return as_text(summarise(ranks, "plan", len(comms), max_expert_rows=bound))
+
+
+def test_chunks_in_rounds_are_told_with_steps_and_the_most_rows():
+    quiet = CommTimes(num_chunks=8, peak_expert_rows=120)
+    busy = CommTimes(num_chunks=8, peak_expert_rows=300, num_split_chunks=3, most_rounds=4)
+    assert (
+        "  received rows      at most 300 of a chunk on a rank at a time, 300 are allowed; 6 of 24 chunks, in 2 of 3 "
+        "steps, went in up to 4 rounds" in report_of_received_rows(quiet, busy, busy, bound=300)
+    )
+    text = report_of_received_rows(quiet, quiet, bound=300)
+    assert "at most 120 of a chunk on a rank at a time, 300 are allowed; no chunk had more" in text
+    assert "received rows" not in report_of_received_rows(quiet, bound=None)

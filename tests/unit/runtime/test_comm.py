@@ -9,8 +9,10 @@ from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, CountsExchange, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.base import ReadyEvent
+from megatron_lancet.runtime.transport.hops import Hop, Hops
 from megatron_lancet.runtime.transport.local import LocalTransport
-from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.nodes import Nodes
+from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, Op, OpKind, Phase
 from tests.fakes import Loopback, LoopbackCounts, cpu_stats
 
 SPLITS = RowSplits(sent=(2,), received=(2,))
@@ -24,12 +26,13 @@ class NamedLoopback(Loopback):
 
 
 class Splits:
-    def __init__(self, counts: CountsExchange) -> None:
+    def __init__(self, counts: CountsExchange, found: RowSplits | None = SPLITS) -> None:
         self.counts = counts
+        self._found = found
 
-    def splits(self) -> RowSplits:
+    def splits(self) -> RowSplits | None:
         self.counts.wait()
-        return SPLITS
+        return self._found
 
 
 def op(chunk: int, kind: str) -> Op:
@@ -99,6 +102,20 @@ def test_combine_does_not_wait_where_queued_dispatches_have_connections_of_their
     assert run.transport.log == ["counts 0", "counts 1", "plain 7"]
 
 
+@pytest.mark.parametrize("launches_in_callback", [True, False])
+def test_a_message_whose_counts_say_that_its_rows_go_in_rounds_is_left_out(launches_in_callback):
+    run = Run(launches_in_callback, num_chunks=0)
+    queued = []
+    for chunk, found in ((0, SPLITS), (1, None), (2, SPLITS)):
+        counts = launch_counts(run.comm, chunk)
+        queued.append(run.comm.launch_when_known(op(chunk, "dispatch"), rows(chunk), Splits(counts, found)))
+        counts.transfer.arrive()
+    assert [exchange.is_left_out() for exchange in queued] == [False, True, False]
+    assert [entry for entry in run.transport.log if "queued" in entry] == ["queued 0", "queued 2"]
+    (received,) = queued[2].wait()
+    assert received.equal(rows(2)[0])
+
+
 def test_wait_for_a_queued_dispatch_is_exposed_time_of_counts():
     run = Run(launches_in_callback=True, num_chunks=1)
     timer = threading.Timer(0.05, run.counts[0].arrive)
@@ -108,6 +125,33 @@ def test_wait_for_a_queued_dispatch_is_exposed_time_of_counts():
     assert times.counts_exposed_ms >= 40
     assert times.num_all_to_alls == 1
     assert times.payload_bytes == 0  # the only rank keeps its rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent", "num_leaving"),
+    [
+        ("dispatch", (1, 2, 4, 8), 3),  # from the third of four ranks, two on each node
+        ("combine", (1, 2, 4, 8), 3),
+        ("node_dispatch", (5, 7), 5),  # to both nodes, the second of which is its own
+        ("node_combine", (5, 7), 5),
+        ("local_dispatch", (6, 9), 0),
+        ("local_combine", (6, 9), 0),
+    ],
+)
+def test_rows_that_leave_the_node_are_counted_apart(kind, sent, num_leaving):
+    """Their bytes in every direction, and their number in forward dispatches that begin a token's way."""
+    stats, transport = cpu_stats(), Loopback()
+    places = {"node_dispatch": 1, "node_combine": 1, "local_dispatch": 0, "local_combine": 0}
+    hops = Hops(Nodes(2, 2), {name: Hop(transport, place) for name, place in places.items()})
+    for phase in (Phase.FORWARD, Phase.INPUT_GRAD):
+        given = {"layout": Nodes(2, 2)} if kind in ("dispatch", "combine") else {"hops": hops}
+        comm = Comm(transport, None, stats, own_rank=2, **given)
+        comm.launch(Op(1, 0, phase, OpKind(kind)), (torch.zeros(sum(sent), 2),), RowSplits(sent, sent)).wait()
+        times = stats.take()
+        assert times.between_nodes_bytes == num_leaving * 8
+        begins = phase is Phase.FORWARD and kind in ("dispatch", "node_dispatch")
+        assert times.between_nodes_rows == (num_leaving if begins else 0)
+        assert times.payload_bytes == 8 * (sum(sent) - sent[places.get(kind, 2)])
 
 
 def test_one_stream_keeps_the_order_of_launch():
@@ -203,3 +247,63 @@ def test_local_transport_sends_no_rows():
     assert tokens.grad.eq(4).all()
     assert probs.grad.eq(10).all()
     assert comm.stats.take().num_all_to_alls == 0
+
+
+class HopsRun:
+    """Chunks of which each has sent its counts and queued its rows for nodes; all connections write one log."""
+
+    def __init__(self, launches_in_callback: bool, keeps_one_order: bool, num_chunks: int = 2) -> None:
+        whole, between, inside = (NamedLoopback(launches_in_callback=launches_in_callback) for _ in range(3))
+        self.log = between.log = inside.log = whole.log
+        by_kind = dict.fromkeys(BETWEEN_NODES, Hop(between, 0)) | dict.fromkeys(INSIDE_NODE, Hop(inside, 0))
+        self.comm = Comm(whole, None, cpu_stats(), own_rank=0, hops=Hops(Nodes(2, 2), by_kind))
+        self.comm.keeps_one_order = keeps_one_order
+        self.counts: list[LoopbackCounts] = []
+        for chunk in range(num_chunks):
+            launched = launch_counts(self.comm, chunk)
+            self.counts.append(launched.transfer)
+            self.comm.launch_when_known(op(chunk, "node_dispatch"), rows(chunk), Splits(launched))
+
+
+@pytest.mark.parametrize("keeps_one_order", [False, True])
+def test_message_inside_a_node_does_not_wait_for_one_between_nodes(keeps_one_order):
+    """Other chunks' rows for nodes wait for their counts, on connections of their own."""
+    run = HopsRun(launches_in_callback=True, keeps_one_order=keeps_one_order)
+    for kind in sorted(INSIDE_NODE):
+        run.comm.launch(op(0, kind), rows(7), SPLITS)
+    assert run.log == ["counts 0", "counts 1", "plain 7", "plain 7"]
+
+
+def test_messages_between_nodes_keep_one_order_where_all_messages_do():
+    """A combine between nodes waits until the dispatches before it have been launched, though no rank needs these."""
+    run = HopsRun(launches_in_callback=True, keeps_one_order=True)
+    launched = threading.Event()
+
+    def launch() -> None:
+        run.comm.launch(op(0, "node_combine"), rows(7), SPLITS)
+        launched.set()
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    run.counts[1].arrive()
+    assert not launched.wait(0.05)
+    run.counts[0].arrive()
+    thread.join(5)
+    assert run.log == ["counts 0", "counts 1", "plain 0", "plain 1", "plain 7"]
+
+
+def test_streams_of_both_hops_are_launched_in_one_order():
+    """Of kernels that wait for other ranks, several may be on a device: all ranks enqueue those of both hops alike."""
+    run = HopsRun(launches_in_callback=False, keeps_one_order=False, num_chunks=1)
+    run.counts[0].arrived.set()
+    run.comm.launch(op(0, "local_dispatch"), rows(7), SPLITS)
+    assert run.log == ["counts 0", "host waits", "queued 0", "plain 7"]
+
+
+def test_rows_that_stay_on_this_place_of_a_hop_are_not_counted_as_sent():
+    """Of three ranks of the group this is the second; of its two on the node the first."""
+    between = NamedLoopback()
+    comm = Comm(Loopback(), None, cpu_stats(), own_rank=1, hops=Hops(Nodes(2, 2), {"node_combine": Hop(between, 0)}))
+    splits = RowSplits(sent=(1, 4), received=(1, 4))
+    comm.launch(op(0, "node_combine"), (torch.zeros(5, 3),), splits).wait()
+    assert comm.stats.take().payload_bytes == 4 * 3 * 4

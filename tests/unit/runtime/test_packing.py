@@ -100,6 +100,22 @@ def test_fp8_rows_are_within_half_a_step_of_their_group(num_elements, dtype):
         assert error.max() > 0
 
 
+@pytest.mark.parametrize(("dtype", "moved_by"), [(torch.float32, 2**-22), (torch.bfloat16, 3 * 2**-9)])
+def test_second_hop_rounds_to_the_fp8_numbers_of_the_first(dtype, moved_by):
+    """Between two hops rows have their type again: only its own rounding moves a value, and with it the scale."""
+    spread = torch.logspace(-6, 3, 2 * FP8_GROUP + 1)
+    hidden = (torch.randn(200, 2 * FP8_GROUP + 1) * spread).to(dtype)
+    values, scales = to_fp8(hidden)
+    once = from_fp8(values, scales, dtype)
+    again, new_scales = to_fp8(once)
+    assert again.float().equal(values.float())
+    twice = from_fp8(again, new_scales, dtype)
+    assert not once.equal(hidden)
+    assert ((twice.double() - once.double()).abs() <= moved_by * once.double().abs()).all()
+    (in_bf16,) = round_trip((hidden,), Wire.BF16)
+    assert round_trip((in_bf16,), Wire.BF16)[0].equal(in_bf16)
+
+
 def test_fp8_keeps_the_largest_value_of_each_group():
     hidden = torch.randn(4, 2 * FP8_GROUP)
     hidden[:, FP8_GROUP:] *= 1e-20

@@ -12,8 +12,8 @@ OP = Op(3, 1, Phase.INPUT_GRAD, "combine")
 CAUSE = RuntimeError("Read error: Connection reset by peer. A lot of advice follows.")
 
 
-def failure(ranks, waited_s, store=None, micro_batch=None) -> str:
-    peers = Peers(ranks, ranks[0], store or dist.HashStore(), timedelta(seconds=30))
+def failure(ranks, waited_s, store=None, micro_batch=None, connected_by_others=()) -> str:
+    peers = Peers(ranks, ranks[0], store or dist.HashStore(), timedelta(seconds=30), connected_by_others)
     return str(peers.failure(OP, waited_s, CAUSE, micro_batch))
 
 
@@ -48,6 +48,23 @@ def test_peers_that_timed_out_too_are_not_named(gave_up, blamed):
     for rank in gave_up:
         store.set(_key(rank), "")
     assert f": {blamed} " in failure([0, 1, 2, 3], waited_s=1, store=store)
+
+
+@pytest.mark.parametrize(
+    ("gave_up", "blamed"),
+    [
+        ([], "rank 2 closed"),
+        ([1], "rank 2 closed"),
+        ([1, 2], "rank 3 closed"),
+        ([1, 2, 3], "rank 2 failed as well"),
+    ],
+)
+def test_rank_that_a_peer_waited_for_is_named(gave_up, blamed):
+    """Rank 0 is connected to rank 2 on the other node, and that one to rank 3 on its own."""
+    store = dist.HashStore()
+    for rank in gave_up:
+        store.set(_key(rank), "")
+    assert f": {blamed}" in failure([0, 2], waited_s=1, store=store, connected_by_others=range(4))
 
 
 class LostStore:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_lancet.planning.simulation.buckets import Buckets, Reduction, WeightKind
 from megatron_lancet.planning.simulation.cost_model import DwCost
 from megatron_lancet.planning.simulation.engine import Engine
-from megatron_lancet.planning.simulation.links import Launch, Links, Network
+from megatron_lancet.planning.simulation.links import Launch, Links, Network, SerialLinks
 from megatron_lancet.planning.simulation.lowering import COMPUTE, ISSUE, WAIT, Action, Step
 from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReduction
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
@@ -200,8 +200,16 @@ def simulate(backward: BackwardPass, rules: DwRules, part_bytes: int, chunk_byte
         num_all_to_alls=len(backward.kinds),
         chunk_bytes=chunk_bytes,
     )
-    links = ScriptedLinks(Network(0.0, True, 1.0, (2,), host_polls=host_polls))
-    engine = Engine(links, steps(backward), Phase.INPUT_GRAD, rules, record=True, buckets=buckets)
+    network = Network(0.0, True, 1.0, (2,), host_polls=host_polls)
+    engine = Engine(
+        ScriptedLinks(network),
+        SerialLinks(network),
+        steps(backward),
+        Phase.INPUT_GRAD,
+        rules,
+        record=True,
+        buckets=buckets,
+    )
     result = engine.run([0.0])
     (spans,), (waits,) = result.spans, result.waits
     names = {reduction.name for reduction in reductions}

@@ -1,15 +1,18 @@
 """How a log becomes spans; pure arithmetic on made-up milliseconds."""
 
+import time
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lancet.runtime.trace import Entry, Trace, What, spans_of
+from megatron_lancet.runtime.trace import Busy, Entry, Trace, What, blocked_in, spans_of
 from megatron_lancet.schedule.timeline import Lane
 
 END, SKIP, CUT, RESUME, LEAVE, RETURN = What
@@ -189,3 +192,65 @@ def test_trace_goes_back_to_the_backward_when_a_forward_fails():
         fail_in_turn()
     trace.end("I.head")
     assert [entry.what for entry in trace.log] == [LEAVE, RETURN, END]
+
+
+def entry(what: What, point_s: float, busy_s: float | None, lane: Lane = Lane.COMPUTE, thread: int = 1) -> Entry:
+    return Entry(what, "", point_s, lane, None if busy_s is None else Busy(thread, busy_s))
+
+
+def test_time_in_which_a_thread_neither_ran_nor_waited_for_a_core_is_blocked():
+    log = [entry(SKIP, 0.0, 5.0), entry(END, 0.010, 5.004), entry(END, 0.020, 5.014)]
+    assert list(blocked_in(log)) == [pytest.approx((0.0, 10.0, 6.0))]
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        [entry(CUT, 0.0, 5.0, Lane.WAIT), entry(RESUME, 0.010, 5.0, Lane.WAIT)],
+        [entry(LEAVE, 0.0, 5.0), entry(RETURN, 0.010, 5.0)],
+        [entry(END, 0.0, 5.0), entry(END, 0.010, 5.0, thread=2)],
+        [entry(END, 0.0, None), entry(END, 0.010, None)],
+    ],
+    ids=["a wait for a message", "another's turn", "two threads", "unknown"],
+)
+def test_not_blocked(log):
+    assert list(blocked_in(log)) == []
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="needs figures of Linux's scheduler")
+def test_a_sleep_in_an_op_is_blocked_and_work_is_not():
+    trace = Trace(torch.device("cpu"), 0)
+    trace.begin_step()
+    until_s = time.thread_time() + 0.03
+    while time.thread_time() < until_s:  # on a busy machine it takes longer, but waits for a core
+        pass
+    trace.end("works")
+    time.sleep(0.05)
+    trace.end("sleeps")
+    found = trace.end_step()
+    (sleeps,) = (span for span in found.timeline.spans if span.name == "sleeps")
+    in_sleep = [part for part in found.blocked if part.start_ms >= sleeps.start_ms - 0.01]
+    assert sum(part.ms for part in in_sleep) >= 45
+    assert sum(part.ms for part in found.blocked) - sum(part.ms for part in in_sleep) < 15
+
+
+class Sent:
+    """A message of 2 ms."""
+
+    def interval(self):
+        now_s = time.perf_counter()
+        return now_s, now_s + 0.002
+
+
+def test_messages_are_let_go_at_the_end_of_a_step():
+    """A message keeps its tensors, they their graph, and that the trace: a cycle that Python does not see."""
+    trace = Trace(torch.device("cpu"), 0)
+    message = Sent()
+    gone = weakref.ref(message)
+    trace.sent("L1.c0.F.dispatch", 30, message, [0, 30])
+    del message
+    assert gone() is not None
+    found = trace.end_step()
+    assert gone() is None
+    assert [span.num_bytes for span in found.timeline.spans] == [30]
+    assert found.bytes_to == {"L1.c0.F.dispatch": ((0, 30),)}

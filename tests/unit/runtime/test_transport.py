@@ -4,6 +4,7 @@ import os
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
 from megatron_lancet.runtime.transport import gloo
 from megatron_lancet.runtime.transport.gloo import PerSenderTransport
@@ -17,7 +18,8 @@ def test_gloo_receives_are_posted_before_the_own_rows_are_sent(monkeypatch):
         log.append(f"from {group[-1]}" if len(received) else "send")
         return SimpleNamespace(get_future=lambda: SimpleNamespace(add_done_callback=lambda callback: None))
 
-    monkeypatch.setattr(gloo, "_gloo_groups_like", lambda group, copies, timeout: [f"{i}" for i in range(copies)])
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2])
+    monkeypatch.setattr(gloo, "new_groups", lambda ranks, copies, timeout, backend: [f"{i}" for i in range(copies)])
     monkeypatch.setattr(gloo, "_exchange", exchange)
     monkeypatch.setattr(os, "sched_yield", lambda: log.append("yield"))
     group = SimpleNamespace(rank=lambda: 1, size=lambda: 3)

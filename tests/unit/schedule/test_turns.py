@@ -4,7 +4,7 @@ import pytest
 
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
-from megatron_lancet.schedule.plan import OverlapRange
+from megatron_lancet.schedule.plan import Dispatch, OverlapRange
 from megatron_lancet.schedule.turns import (
     ROWS_MADE_BY,
     ROWS_NEEDED_BY,
@@ -21,9 +21,12 @@ from megatron_lancet.schedule.turns import (
 
 ALL_KINDS = {"m": LayerKind.MOE, "d": LayerKind.DENSE, "*": LayerKind.ATTENTION_ONLY, "E": LayerKind.MOE_ONLY}
 ALL_KINDS |= {"-": LayerKind.MLP_ONLY}
+KINDS = {**ALL_KINDS, "h": LayerKind.MOE, "H": LayerKind.MOE_ONLY}
 LAYERS = {letter: verbs_of(kind, has_shared_experts=True) for letter, kind in ALL_KINDS.items()}
 LAYERS["n"] = verbs_of(LayerKind.MOE, has_shared_experts=False)
 LAYERS |= {"p": mtp_layer(LAYERS["d"]), "q": mtp_layer(LAYERS["n"])}
+LAYERS["h"] = verbs_of(LayerKind.MOE, has_shared_experts=True, dispatch=Dispatch.TWO_HOP)
+LAYERS["H"] = verbs_of(LayerKind.MOE_ONLY, has_shared_experts=False, dispatch=Dispatch.TWO_HOP)
 TWO_CHUNKS_STACK = """
 cut
 L1.c0.F.attention, L1.c0.F.mlp, L2.c0.F.attention, L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess,\
@@ -159,6 +162,54 @@ L2.c0.F.attention
 L2.c1.F.attention
 concatenate
 """
+TWO_HOPS_STACK = """
+cut
+L1.c0.F.attention, L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.node_dispatch,\
+ L1.c0.F.shared_experts
+L1.c1.F.attention, L1.c1.F.route, launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.node_dispatch,\
+ L1.c1.F.shared_experts
+wait L1.c0.F.node_dispatch, L1.c0.F.node_rows, launch L1.c0.F.local_dispatch
+wait L1.c1.F.node_dispatch, L1.c1.F.node_rows, launch L1.c1.F.local_dispatch
+wait L1.c0.F.local_dispatch, L1.c0.F.experts, launch L1.c0.F.local_combine
+wait L1.c1.F.local_dispatch, L1.c1.F.experts, launch L1.c1.F.local_combine
+wait L1.c0.F.local_combine, L1.c0.F.node_sums, launch L1.c0.F.node_combine
+wait L1.c1.F.local_combine, L1.c1.F.node_sums, launch L1.c1.F.node_combine
+wait L1.c0.F.node_combine, L1.c0.F.postprocess, add residual in L1.c0.F.postprocess, L2.c0.F.attention, L2.c0.F.mlp
+wait L1.c1.F.node_combine, L1.c1.F.postprocess, add residual in L1.c1.F.postprocess, L2.c1.F.attention, L2.c1.F.mlp
+concatenate
+"""
+TWO_HOPS_EXPERTS = """
+L1.c0.F.norm, L1.c0.F.route
+cut
+launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.node_dispatch
+launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.node_dispatch
+wait L1.c0.F.node_dispatch, L1.c0.F.node_rows, launch L1.c0.F.local_dispatch
+wait L1.c1.F.node_dispatch, L1.c1.F.node_rows, launch L1.c1.F.local_dispatch
+wait L1.c0.F.local_dispatch, L1.c0.F.experts, launch L1.c0.F.local_combine
+wait L1.c1.F.local_dispatch, L1.c1.F.experts, launch L1.c1.F.local_combine
+wait L1.c0.F.local_combine, L1.c0.F.node_sums, launch L1.c0.F.node_combine
+wait L1.c1.F.local_combine, L1.c1.F.node_sums, launch L1.c1.F.node_combine
+wait L1.c0.F.node_combine, L1.c0.F.postprocess
+wait L1.c1.F.node_combine, L1.c1.F.postprocess
+concatenate
+add residual in L1.c0.F.postprocess
+"""
+TWO_HOPS_GATE = """
+L1.c0.F.norm
+cut
+L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.node_dispatch
+L1.c1.F.route, launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.node_dispatch
+wait L1.c0.F.node_dispatch, L1.c0.F.node_rows, launch L1.c0.F.local_dispatch
+wait L1.c0.F.local_dispatch, L1.c0.F.experts, launch L1.c0.F.local_combine
+wait L1.c0.F.local_combine, L1.c0.F.node_sums, launch L1.c0.F.node_combine
+wait L1.c1.F.node_dispatch, L1.c1.F.node_rows, launch L1.c1.F.local_dispatch
+wait L1.c1.F.local_dispatch, L1.c1.F.experts, launch L1.c1.F.local_combine
+wait L1.c1.F.local_combine, L1.c1.F.node_sums, launch L1.c1.F.node_combine
+wait L1.c0.F.node_combine, L1.c0.F.postprocess
+wait L1.c1.F.node_combine, L1.c1.F.postprocess
+concatenate
+add residual in L1.c0.F.postprocess
+"""
 ONE_CHUNK = """
 L1.c0.F.attention, L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.dispatch
 L1.c0.F.shared_experts
@@ -168,9 +219,9 @@ L2.c0.F.attention, L2.c0.F.mlp
 """
 
 
-def text_of(layers: str, num_chunks: int, overlap_range: OverlapRange) -> list[str]:
+def text_of(layers: str, num_chunks: int, overlap_range: OverlapRange, hop_turns: bool = False) -> list[str]:
     numbered = [(number, LAYERS[letter]) for number, letter in enumerate(layers, start=1)]
-    return [str(instruction) for instruction in program(numbered, num_chunks, overlap_range)]
+    return [str(instruction) for instruction in program(numbered, num_chunks, overlap_range, hop_turns)]
 
 
 def instructions_in(text: str) -> list[str]:
@@ -190,11 +241,20 @@ def instructions_in(text: str) -> list[str]:
         ("-*E", 2, OverlapRange.GATE, HYBRID_GATE),
         ("E*", 2, OverlapRange.EXPERTS, HYBRID_EXPERTS),
         ("E*", 2, OverlapRange.LAYER, HYBRID_LAYER),
+        ("H", 2, OverlapRange.GATE, TWO_HOPS_GATE),
         *(("md", 1, overlap_range, ONE_CHUNK) for overlap_range in OverlapRange),
     ],
 )
 def test_program_of_a_segment_equals_the_golden_text(layers, num_chunks, overlap_range, text):
     assert text_of(layers, num_chunks, overlap_range) == instructions_in(text)
+
+
+@pytest.mark.parametrize(
+    ("layers", "overlap_range", "text"),
+    [("hd", OverlapRange.STACK, TWO_HOPS_STACK), ("H", OverlapRange.EXPERTS, TWO_HOPS_EXPERTS)],
+)
+def test_turns_may_end_at_messages_inside_a_node_too(layers, overlap_range, text):
+    assert text_of(layers, 2, overlap_range, hop_turns=True) == instructions_in(text)
 
 
 def test_moe_layer_without_shared_experts_has_all_other_verbs():
@@ -207,18 +267,41 @@ def test_padded_experts_need_counts_of_chunks_only(num_chunks, missing):
     assert [verb for verb in LAYERS["m"] if verb not in padded] == missing
 
 
-@pytest.mark.parametrize("letter", ALL_KINDS)
+@pytest.mark.parametrize("letter", KINDS)
 @pytest.mark.parametrize("overlap_range", OverlapRange)
 def test_op_is_cut_where_the_program_of_its_layer_runs_it_in_two_chunks(letter, overlap_range):
     computed = [one for one in program([(1, LAYERS[letter])], 2, overlap_range) if isinstance(one, Instruction)]
     in_chunks = {one.verb.kind for one in computed if one.chunk == 1}
     for kind in {verb.kind for verb in LAYERS[letter]}:
-        assert is_cut(ALL_KINDS[letter], kind, overlap_range) == (kind in in_chunks)
+        assert is_cut(KINDS[letter], kind, overlap_range) == (kind in in_chunks)
 
 
 def test_messages_have_an_op_that_makes_their_rows_and_one_that_needs_them():
-    assert ROWS_MADE_BY == {"dispatch": "preprocess", "combine": "experts"}
-    assert ROWS_NEEDED_BY == {"dispatch": "experts", "combine": "postprocess"}
+    """Each hop has its own, so the maps need not know how many hops a plan has."""
+    assert ROWS_MADE_BY == {
+        "dispatch": "preprocess",
+        "combine": "experts",
+        "node_dispatch": "preprocess",
+        "local_dispatch": "node_rows",
+        "local_combine": "experts",
+        "node_combine": "node_sums",
+    }
+    assert ROWS_NEEDED_BY == {
+        "dispatch": "experts",
+        "combine": "postprocess",
+        "node_dispatch": "node_rows",
+        "local_dispatch": "experts",
+        "local_combine": "node_sums",
+        "node_combine": "postprocess",
+    }
+
+
+@pytest.mark.parametrize("dispatch", Dispatch)
+def test_a_layer_waits_for_as_many_messages_as_its_dispatch_says(dispatch):
+    layer = verbs_of(LayerKind.MOE, has_shared_experts=True, dispatch=dispatch)
+    waited, launched = ([verb.kind for verb in layer if isinstance(verb, of)] for of in (Wait, Launch))
+    assert waited == launched
+    assert len(waited) == dispatch.all_to_alls_per_layer
 
 
 def test_verbs_of_the_same_op_are_different_keys():

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet import __version__
-from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, PlanChoice, flags_of
+from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.flags import flags_of
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.training import arguments

@@ -55,7 +55,7 @@ function fillTip(tip, chosen) {
   const name = DATA.names[track.name[index]];
   const list = element("dl");
   const row = (label, value) => list.append(element("dt", label), element("dd", value));
-  row("where", `rank ${group.rank} ${group.source}, ${track.lane === "comm" ? "communication" : "compute"}`);
+  row("where", `rank ${group.rank} ${group.source}, ${track.lane === "comm" ? track.title : "compute"}`);
   if (name.layer !== null) row("layer", name.layer);
   if (name.chunk !== null) row("chunk", name.chunk);
   if (name.phase !== null) row("phase", PHASE_WORDS[name.phase]);

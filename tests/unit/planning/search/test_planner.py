@@ -194,7 +194,8 @@ def test_planner_keeps_and_explains_limits():
         Exclusion("chunks=4 dim=batch", "a micro-batch has 2 samples of 64 positions"),
         Exclusion("chunks=8 dim=batch", "a micro-batch has 2 samples of 64 positions"),
         Exclusion("chunks=8 dim=sequence", "chunks along sequence were profiled up to 4"),
-        Exclusion("dispatch=dedup", "a token has one expert (top-1), so no rank gets it twice"),
+        Exclusion("dispatch=dedup", "a token has one expert (top-1), so no rank gets it twice", is_evident=True),
+        Exclusion("dispatch=two-hop", "a token has one expert (top-1), so no node gets it twice", is_evident=True),
     )
     with pytest.raises(RecordError, match="the limits leave no plan: chunks=16"):
         make_plan(profile, Limits(num_chunks=(16,)))

@@ -7,8 +7,8 @@ from megatron_lancet.files import RecordError
 from megatron_lancet.planning.simulation.cost_model import CostModel, UnknownCost
 from megatron_lancet.planning.simulation.curve import Curve
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import Phase
-from megatron_lancet.schedule.plan import ChunkDim
+from megatron_lancet.schedule.ops import OpKind, Phase
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch
 
 BATCH, SEQUENCE = ChunkDim.BATCH, ChunkDim.SEQUENCE
 MOE = LayerKind.MOE
@@ -128,3 +128,73 @@ def test_weight_gradients_have_the_order_of_the_nearest_profiled_chunk_count():
         2: ["fc1", "fc2", "only in chunks"],
         4: ["fc1", "fc2", "only in chunks"],
     }
+
+
+def with_dispatch(costs, dispatch, factor, kinds, counts=(1,), becomes=None):
+    """The same model measured under another dispatch too, in which ops take ``factor`` times as long."""
+    profile = costs.profile
+    more = tuple(
+        dataclasses.replace(op, kind=becomes or op.kind, ms=factor * op.ms, dispatch=dispatch)
+        for op in profile.ops
+        if op.layer_kind is MOE and op.kind in kinds and op.num_chunks in counts and op.dispatch is PLAIN
+    )
+    assert more
+    return CostModel(dataclasses.replace(profile, ops=profile.ops + more))
+
+
+def times(costs, kind, dispatch, num_chunks, rows=TOKENS):
+    return [
+        costs.op_ms(MOE, kind, Phase.FORWARD, BATCH, num_chunks, chunk, rows / num_chunks, dispatch)
+        for chunk in range(num_chunks)
+    ]
+
+
+PLAIN, DEDUP, TWO_HOP = Dispatch
+ROWS_MADE = (OpKind.PREPROCESS, OpKind.EXPERTS, OpKind.POSTPROCESS)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ROWS_MADE)
+def test_ops_of_another_dispatch_cost_what_they_did_relative_to_the_plain_one(kind, num_chunks):
+    costs = with_dispatch(model_of(chunk_counts=(1, 2, 4), overhead_ms=0.3), DEDUP, 0.5, ROWS_MADE)
+    plain = times(costs, kind, PLAIN, num_chunks)
+    assert plain == times(model_of(chunk_counts=(1, 2, 4), overhead_ms=0.3), kind, PLAIN, num_chunks)
+    assert times(costs, kind, DEDUP, num_chunks) == pytest.approx([0.5 * ms for ms in plain])
+    # Two hops make and sum rows as deduplicated dispatch does, where they were not measured.
+    assert times(costs, kind, TWO_HOP, num_chunks) == times(costs, kind, DEDUP, num_chunks)
+    both = with_dispatch(costs, TWO_HOP, 0.25, ROWS_MADE)
+    assert times(both, kind, TWO_HOP, num_chunks) == pytest.approx([0.25 * ms for ms in plain])
+
+
+def test_nearest_chunk_count_says_what_a_dispatch_costs():
+    costs = with_dispatch(model_of(chunk_counts=(1, 2, 4)), DEDUP, 0.5, ROWS_MADE)
+    costs = with_dispatch(costs, DEDUP, 2.0, ROWS_MADE, counts=(4,))
+    plain = [sum(times(costs, OpKind.EXPERTS, PLAIN, count)) for count in (1, 2, 3, 4)]
+    dedup = [sum(times(costs, OpKind.EXPERTS, DEDUP, count)) for count in (1, 2, 3, 4)]
+    assert [d / p for d, p in zip(dedup, plain, strict=True)] == pytest.approx([0.5, 0.5, 2.0, 2.0])
+
+
+def test_ops_that_no_dispatch_changes_cost_the_same_with_all():
+    costs = with_dispatch(model_of(chunk_counts=(1, 2)), DEDUP, 0.5, ROWS_MADE)
+    for kind in (OpKind.ATTENTION, OpKind.ROUTE):
+        assert times(costs, kind, DEDUP, 2) == times(costs, kind, PLAIN, 2)
+    assert costs.profiled_chunk_counts(BATCH) == (1, 2)
+
+
+def test_ops_between_two_hops_are_cut_like_those_that_move_rows():
+    costs = model_of(chunk_counts=(1, 2), overhead_ms=0.2)
+    costs = with_dispatch(costs, TWO_HOP, 3.0, (OpKind.PREPROCESS,), becomes=OpKind.NODE_ROWS)
+    for count in (1, 2):
+        similar = times(costs, OpKind.PREPROCESS, PLAIN, count)
+        assert times(costs, OpKind.NODE_ROWS, TWO_HOP, count) == pytest.approx([3 * ms for ms in similar])
+
+
+def test_memory_of_another_dispatch_is_relative_to_the_plain_one():
+    costs = model_of(chunk_counts=(1, 2, 4), saved_bytes=1000)
+    (whole,) = (use for use in costs.profile.memory if use.layer_kind is MOE and use.num_chunks == 1)
+    less = dataclasses.replace(whole, saved_bytes=whole.saved_bytes // 2, dispatch=DEDUP)
+    costs = CostModel(dataclasses.replace(costs.profile, memory=(*costs.profile.memory, less)))
+    assert [costs.saved_bytes(MOE, BATCH, k) for k in (1, 2, 4)] == [1000, 1100, 1300]
+    assert [costs.saved_bytes(MOE, BATCH, k, DEDUP) for k in (1, 2, 4)] == [500, 550, 650]
+    assert costs.saved_bytes(MOE, BATCH, 2, TWO_HOP) == 550
+    assert costs.saved_bytes(LayerKind.DENSE, BATCH, 2, DEDUP) == costs.saved_bytes(LayerKind.DENSE, BATCH, 2)

@@ -189,7 +189,7 @@ def test_one_flow_has_the_times_of_an_unshared_link(machine_and_plan):
     (stage,) = simulator.stages(plan)
     for phase, steps in ((Phase.FORWARD, stage.forward), (Phase.INPUT_GRAD, stage.backward)):
         results = [
-            Engine(links, steps, phase, AT_ONCE, record=False).run(simulator.start_ms())
+            Engine(links, SerialLinks(network), steps, phase, AT_ONCE, record=False).run(simulator.start_ms())
             for links in (plain(network), SharedLinks(network))
         ]
         assert results[0].end_ms == pytest.approx(results[1].end_ms)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lancet.planning.profile import LinkTimes
+from megatron_lancet.planning.link_times import LinkTimes
 from megatron_lancet.planning.shares import merge_similar_shares
 from megatron_lancet.planning.what_if.cluster import Cluster, Level, fitted_level
 from megatron_lancet.planning.what_if.routing import even_share, rebinned_share, zipf_share
@@ -23,6 +23,14 @@ NODES_OF_4 = Cluster(4, FAST, SLOW)
 )
 def test_all_to_all_time_is_that_of_its_slower_level(size, ms):
     assert NODES_OF_4.all_to_all_ms(7_000_000, size) == pytest.approx(ms)
+
+
+def test_hops_have_a_level_each():
+    # One peer on the other node, which gets all bytes; three peers inside.
+    assert NODES_OF_4.between_nodes_ms(1_000_000, 2) == pytest.approx(0.05 + 1.0)
+    assert NODES_OF_4.between_nodes_ms(1_000_000, 4) == pytest.approx(3 * 0.05 + 1.0)
+    assert NODES_OF_4.inside_node_ms(1_000_000, 4) == pytest.approx(3 * 0.01 + 0.1)
+    assert NODES_OF_4.inside_node_ms(1_000_000, 1) == 0.0
 
 
 def test_ring_time_is_that_of_its_slowest_link():

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.errors import UsageError
+from megatron_lancet.planning.profile import ChunkRouting, HopRows
+from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.planning.what_if.forecast import (
     Forecaster,
@@ -19,15 +21,18 @@ from megatron_lancet.planning.what_if.forecast import (
     sweep,
     two_chunks,
 )
-from megatron_lancet.planning.what_if.layout import in_layout, split_at_stages
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, Segment, fixed_plan
+from megatron_lancet.planning.what_if.layout import in_layout, split_at_stages, why_not_several_nodes
+from megatron_lancet.schedule.layers import LayerKind
+from megatron_lancet.schedule.nodes import Nodes
+from megatron_lancet.schedule.ops import OpKind
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Plan, Segment, fixed_plan
 
 SHARES = (0.3, 0.2, 0.25, 0.25)
 
 
 def profile_of(machine=None, **changes):
     profile = synthetic_profile(machine or Machine("dmmm", shares=SHARES, num_micro_batches=2))
-    return dataclasses.replace(profile, model=dataclasses.replace(profile.model, num_experts=256, **changes))
+    return dataclasses.replace(profile, model=dataclasses.replace(profile.model, **{"num_experts": 256, **changes}))
 
 
 def one_chunk(profile) -> Plan:
@@ -109,6 +114,43 @@ def test_forecast_of_thousands_of_ranks_takes_seconds():
     assert rows[-1].layout.ep_size == 256
     shares = [row.forecasts["none"].exposed_share for row in rows]
     assert shares[-1] > shares[0]
+
+
+def test_forecast_of_several_nodes_knows_two_hops():
+    profile = profile_of(Machine("mm", shares=SHARES), num_experts=64, topk=4, expert_tp_size=2)
+    forecaster = Forecaster(profile, NetworkChoice(8, 80.0, 10.0, 0.8, 50.0))  # 10^7 and 10^5 bytes a ms
+    layout = forecaster.layout(32, 16)
+    moved = forecaster.moved(layout)
+    # 16 ranks with two holders of each expert: 4 nodes of 4 places and 8 ranks.
+    assert moved.model.nodes == Nodes(4, 4)
+    costs = CostModel(moved)
+    assert costs.message_ms(1_000_000, OpKind.NODE_DISPATCH) == pytest.approx(3 * 0.05 + 10.0)
+    assert costs.message_ms(1_000_000, OpKind.LOCAL_COMBINE) == pytest.approx(7 * 0.01 + 0.1)
+    assert forecaster.dispatches(layout) == tuple(Dispatch)
+    (row,) = sweep(
+        forecaster, [layout], {}, lambda dispatch: lambda profile: fixed_plan(1, DwPolicy.NONE, dispatch=dispatch)
+    )
+    steps_ms = {dispatch: forecast.step_ms for dispatch, forecast in row.by_dispatch.items()}
+    assert steps_ms[Dispatch.TWO_HOP] < steps_ms[Dispatch.DEDUP] < steps_ms[Dispatch.PLAIN]
+    on_one = forecaster.layout(4, 4)
+    assert forecaster.moved(on_one).model.nodes is None
+    assert forecaster.dispatches(on_one) == (Dispatch.PLAIN, Dispatch.DEDUP)
+    assert why_not_several_nodes(profile.model, on_one).endswith("so nothing leaves a node")
+
+
+def test_forecast_for_other_nodes_forgets_what_was_measured_between_hops():
+    machine = Machine("mm", shares=(0.25,) * 4, num_nodes=2, topk=4)
+    profile = synthetic_profile(machine)
+    op = dataclasses.replace(profile.ops[0], layer_kind=LayerKind.MOE, kind=OpKind.NODE_ROWS)
+    hops = HopRows(*((100,) * 4,) * 4)
+    routing = ChunkRouting(1, ChunkDim.BATCH, 1, 0, (1536,) * 4, (2048,) * 4, hops=hops)
+    profile = dataclasses.replace(profile, ops=(*profile.ops, op), routing=(routing,))
+    same = Forecaster(profile, NetworkChoice())
+    assert same.moved(same.layout(4)) == profile
+    other = Forecaster(profile, NetworkChoice(1, 8.0))
+    moved = other.moved(other.layout(4))
+    assert moved.ops == profile.ops[:-1]
+    assert moved.routing[0].hops is None
 
 
 def test_forecast_reduces_gradients_by_a_ring():

@@ -143,3 +143,22 @@ def test_clock_alignment_matches_messages_by_micro_batch():
 
     corrections_ms = clock_corrections_ms([rank(0, 0.0), rank(1, 23.0)])
     assert corrections_ms[0] - corrections_ms[1] == pytest.approx(23)
+
+
+def test_clocks_compare_a_hop_only_between_ranks_that_it_connects():
+    """A rank has its rows of a hop before others have begun to send, with whom it exchanges none."""
+    slow = {0: 0.0, 1: 100.0, 2: 0.0, 3: 100.0}  # true begin of the first hop; the second ranks of both nodes are late
+    recorded = []
+    for rank, start_ms in slow.items():
+        between = Span("L1.c0.F.node_dispatch", Lane.COMM, start_ms, start_ms + 2.0, 64)
+        inside = Span("L1.c0.F.local_dispatch", Lane.COMM, 100.0 + start_ms / 100, 103.0, 64)
+        recorded.append(RankTimeline(rank, (between, inside), 110.0))
+    corrections_ms = clock_corrections_ms(recorded, [[0, 1, 2, 3]], ranks_per_node=2)
+    assert max(corrections_ms.values()) - min(corrections_ms.values()) <= 1.0
+    assert clock_corrections_ms(recorded, [[0, 1, 2, 3]]) == dict.fromkeys(range(4), 0.0)  # nothing is known
+    as_one_group = [
+        replace(one, spans=tuple(replace(span, name=span.name.replace("node_", "")) for span in one.spans))
+        for one in recorded
+    ]
+    wrong_ms = clock_corrections_ms(as_one_group, [[0, 1, 2, 3]], ranks_per_node=2)
+    assert wrong_ms[0] - wrong_ms[1] > 40

@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lancet.report.timeline.lanes import levels, message_levels
+from megatron_lancet.report.timeline.lanes import levels, message_levels, message_rows
 from megatron_lancet.report.timeline.record import TimelineRecord
 from megatron_lancet.report.timeline.trace_file import trace, write_trace
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
@@ -120,3 +120,27 @@ def test_messages_of_a_backward_beside_a_forward_have_levels_of_their_own():
     assert message_levels(beside) == [0, 2, 1, 2, 0, 2]
     one_after_the_other = messages(("F", 0, 4), ("F", 2, 5), ("I", 5, 6), ("I", 5, 7), ("F", 7, 8))
     assert message_levels(one_after_the_other) == levels(one_after_the_other) == [0, 1, 0, 1, 0]
+
+
+def test_messages_of_two_hops_are_on_rows_of_their_own():
+    messages = [
+        Span(name, Lane.COMM, start_ms, start_ms + 10.0)
+        for name, start_ms in (
+            ("L1.c0.F.counts", 0.0),
+            ("L1.c0.F.node_dispatch", 1.0),
+            ("L1.c1.F.node_dispatch", 2.0),
+            ("L1.c0.F.local_dispatch", 3.0),
+            ("reduce L1", 11.0),
+            ("L1.c0.F.local_combine", 13.0),
+            ("L1.c0.F.node_combine", 14.0),
+        )
+    ]
+    rows, titles = message_rows(messages)
+    assert titles == ["communication", "between nodes", "between nodes 2", "inside a node"]
+    assert rows == [0, 1, 2, 3, 0, 3, 1]
+    plain = [message for message in messages if message.name in ("L1.c0.F.counts", "reduce L1")]
+    assert message_rows(plain) == ([0, 0], ["communication"])
+    assert message_rows([]) == ([], [])
+    record = TimelineRecord("hops", measured=(RankTimeline(0, tuple(messages), 30.0),), ranks_per_node=2)
+    named = [event["args"]["name"] for event in trace(record)["traceEvents"] if event["name"] == "thread_name"]
+    assert named == ["compute", *titles]

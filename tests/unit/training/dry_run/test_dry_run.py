@@ -362,6 +362,10 @@ REFUSED = {
         ["--transformer-impl", "local", "--lancet-profile", "/no/p.json"],
         "--lancet-profile: no such folder: /no",
     ),
+    "rows of stock": (
+        ["--lancet-max-received-rows", 64, "--lancet-plan", "off"],
+        r"--lancet-max-received-rows 64 needs the overlapping block, but this run has stock Megatron modules",
+    ),
     "no tokenizer size": (["--tokenizer-type", "NullTokenizer"], "NullTokenizer needs --vocab-size"),
     "no such tokenizer": (["--tokenizer-type", "Tokenizer"], "invalid choice: 'Tokenizer'"),
 }
@@ -380,3 +384,18 @@ def test_lancet_world_size_is_refused_without_dry_run(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", "--lancet-world-size", "8"])
     with pytest.raises(UsageError, match="--lancet-world-size 8 is for --lancet-dry-run"):
         arguments.parse()
+
+
+def test_plan_with_two_hops_needs_the_ranks_of_a_node(dry_run):
+    hops = ("--lancet-dispatch", "two-hop")
+    (plan, *_) = dry_run(MIXTRAL, *hops, "--lancet-num-chunks", 1, "--lancet-ranks-per-node", 4).plan
+    assert plan.startswith(
+        "chunks=1 dim=batch range=stack dw=fill dw-window=4 dispatch=two-hop; two hops over 2 nodes x 4"
+    )
+    unknown = "not dispatch=two-hop: it is not known which ranks share a node (--lancet-ranks-per-node says it)"
+    assert unknown in dry_run(MIXTRAL).plan
+    tuned = dry_run(MIXTRAL, "--lancet-ranks-per-node", 4).plan
+    assert unknown not in tuned
+    assert any("; dispatch plain or two-hop; " in line for line in tuned)
+    with pytest.raises(UsageError, match=r"which ranks share a node\. Pass --lancet-ranks-per-node N, "):
+        dry_run(MIXTRAL, *hops)

@@ -1,4 +1,4 @@
-"""``--lancet-dispatch`` and Megatron's ``flex``: which runs may deduplicate, and the lines that say why not."""
+"""``--lancet-dispatch`` and Megatron's ``flex``: which runs may have which dispatch, and the lines that say why not."""
 
 import json
 import sys
@@ -10,28 +10,39 @@ from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import to_plain
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, fixed_plan, paired
 from megatron_lancet.training.arguments import config_from_words
+from megatron_lancet.training.plan.dispatch import unknown_nodes_note
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
+from megatron_lancet.training.run import choose_run
 from tests.unit.training.validated import set_as_validation_does
 
 PLAIN, DEDUP = LancetConfig(dispatch=Dispatch.PLAIN), LancetConfig(dispatch=Dispatch.DEDUP)
 FLEX = ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"]
 MAPPED = "--moe-token-dispatcher-type flex runs as the plan's all-to-alls"
-NAME = "dispatch=dedup"
+NAME, HOPS = "dispatch=dedup", "dispatch=two-hop"
+ON_NODES = LancetConfig(ranks_per_node=2)
+TWO_HOP = replace(ON_NODES, dispatch=Dispatch.TWO_HOP)
+EP4 = ["--expert-model-parallel-size", 4]
 TE = ["--transformer-impl", "transformer_engine"]
 
 
 def deduplicated(*settings, **more):
     """A fixed plan that deduplicates."""
-    return replace(fixed_plan(*settings, **more), dispatch=Dispatch.DEDUP)
+    return fixed_plan(*settings, **more, dispatch=Dispatch.DEDUP)
 
 
 @pytest.fixture
 def megatron_args(monkeypatch):
-    """Megatron's arguments for a run that can deduplicate: 2 of 8 experts for each token, on 2 ranks."""
+    """Megatron's arguments for a run on 8 ranks that can deduplicate: 2 of 8 experts for each token, on 2 ranks.
+
+    Nothing tells which ranks share a node.
+    """
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
     from megatron.training.arguments import parse_args
 
     def make(*changes: object, config: LancetConfig | None = None):
@@ -42,6 +53,7 @@ def megatron_args(monkeypatch):
         )
         monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
         args = parse_args(ignore_unknown_args=True)
+        args.world_size = 8
         args.lancet_test_line = map_overlap_flags(args, config or LancetConfig())
         set_as_validation_does(args)
         return args
@@ -49,12 +61,15 @@ def megatron_args(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize(("text", "value"), [("auto", None), ("plain", Dispatch.PLAIN), ("dedup", Dispatch.DEDUP)])
-def test_flag_takes_three_words(text, value):
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("auto", None), ("plain", Dispatch.PLAIN), ("dedup", Dispatch.DEDUP), ("two-hop", Dispatch.TWO_HOP)],
+)
+def test_flag_takes_four_words(text, value):
     assert config_from_words(["--lancet-dispatch", text]).dispatch is value
     assert config_from_words([]).dispatch is None
-    with pytest.raises(UsageError, match="--lancet-dispatch: invalid choice: 'two-hop'"):
-        config_from_words(["--lancet-dispatch", "two-hop"])
+    with pytest.raises(UsageError, match="--lancet-dispatch: invalid choice: 'once'"):
+        config_from_words(["--lancet-dispatch", "once"])
 
 
 POSSIBLE = {
@@ -82,10 +97,134 @@ def test_planner_chooses_and_fixed_plans_are_plain_unless_asked(megatron_args, c
     assert plain.dispatch is Dispatch.PLAIN
     assert "dispatch" not in line
     plan, line = choose_plan(args, DEDUP)
-    assert plan == replace(plain, dispatch=Dispatch.DEDUP)
+    assert plan == replace(plain, dispatch=Dispatch.DEDUP)  # as many messages
     assert line.startswith(f"{plain} dispatch=dedup")
     both = LancetConfig(dispatch=Dispatch.DEDUP, pairing=PairingChoice.ON, num_chunks=1)
     assert choose_plan(args, both)[0].at_ends.dispatch is Dispatch.DEDUP
+
+
+@pytest.mark.parametrize("changes", POSSIBLE.values(), ids=POSSIBLE.keys())
+def test_two_hops_are_allowed_where_groups_are_on_several_nodes(megatron_args, changes):
+    args = megatron_args(*EP4, *changes)
+    on_nodes = replace(ON_NODES, ranks_per_node=2 * args.expert_tensor_parallel_size)
+    limits = planning_limits(args, on_nodes)
+    assert limits.dispatches == tuple(Dispatch)
+    assert all(one.what not in (NAME, HOPS) for one in limits.excluded)
+    asked = replace(on_nodes, dispatch=Dispatch.TWO_HOP)
+    assert planning_limits(args, asked).dispatches == (Dispatch.TWO_HOP,)
+    assert choose_plan(args, on_nodes)[0].dispatch is Dispatch.PLAIN
+    plan, line = choose_plan(args, asked)
+    (segment,) = plan.segments
+    multiple = segment.chunk_multiple
+    assert plan == fixed_plan(
+        segment.num_chunks, DwPolicy.FILL, segment.chunk_dim, segment.range, None, multiple, Dispatch.TWO_HOP
+    )
+    assert line.startswith(f"{plan}; two hops over 2 nodes x 2 ranks")
+    assert "dispatch=two-hop" in line
+    paired_plan, _ = choose_plan(args, replace(asked, pairing=PairingChoice.ON, num_chunks=1))
+    assert paired_plan.at_ends.dw_window == 4
+
+
+def test_two_hops_with_one_expert_on_each_rank(megatron_args):
+    """A node has several experts, so a token may be sent there twice, but never to one rank."""
+    for flags in ([], FLEX):
+        args = megatron_args(*EP4, "--num-experts", 4, *flags, config=ON_NODES)
+        limits = planning_limits(args, ON_NODES)
+        assert limits.dispatches == (Dispatch.PLAIN, Dispatch.TWO_HOP)
+        assert [one.what for one in limits.excluded if one.what in (NAME, HOPS)] == [NAME]
+        expected = Dispatch.TWO_HOP if flags else Dispatch.PLAIN
+        assert choose_plan(args, ON_NODES)[0] == fixed_plan(2, dispatch=expected)
+    assert args.lancet_test_line == f"{MAPPED}, one row per token and node"
+
+
+DROP = "Drop the flag, or pass --lancet-dispatch plain."
+PASS = "Pass --lancet-ranks-per-node N, the number of ranks that are started on each node, or "
+NO_HOPS = {
+    "unknown nodes": ([], None, "it is not known which ranks share a node", True, False),
+    "inside a node": (
+        [],
+        8,
+        "an expert-parallel group has 4 ranks, and a node has 8, so nothing leaves a node",
+        True,
+        False,
+    ),
+    "nodes not filled": (
+        ["--expert-model-parallel-size", 2, "--num-experts", 6],
+        3,
+        "an expert-parallel group has 2 ranks, which do not fill nodes of 3",
+        True,
+        True,
+    ),
+    "one rank a node": ([], 1, "a node has one rank, so no node gets a token for several of its ranks", True, False),
+    "top-1": (["--moe-router-topk", 1], 2, "a token has one expert (top-1), so no node gets it twice", False, False),
+    "padded capacity": (
+        ["--moe-expert-capacity-factor", 1.5, "--moe-pad-expert-input-to-capacity"],
+        2,
+        "experts' inputs are padded to capacity, and padded rows belong to no rank's tokens",
+        False,
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "per_node", "reason", "depends_on_nodes", "is_told"), NO_HOPS.values(), ids=NO_HOPS.keys()
+)
+def test_two_hops_are_excluded_and_refused_if_asked_for(
+    megatron_args, tmp_path, changes, per_node, reason, depends_on_nodes, is_told
+):
+    args = megatron_args(*EP4, *changes)
+    args.world_size = 24
+    config = LancetConfig(ranks_per_node=per_node)
+    limits = planning_limits(args, config)
+    assert Dispatch.TWO_HOP not in limits.dispatches
+    excluded = [one.reason for one in limits.excluded if one.what == HOPS]
+    assert len(excluded) == is_told
+    assert all(told.startswith(reason) for told in excluded)
+    note = unknown_nodes_note(args, config)
+    expected = f"not {HOPS}: {reason} (--lancet-ranks-per-node says it)" if per_node is None else None
+    assert note == expected
+
+    with pytest.raises(UsageError) as refusal:
+        choose_plan(args, replace(config, dispatch=Dispatch.TWO_HOP))
+    advice = PASS + DROP[0].lower() + DROP[1:] if depends_on_nodes else DROP
+    assert str(refusal.value) == f"--lancet-dispatch two-hop can't be followed: {reason}. {advice}"
+    path = tmp_path / "plan.json"
+    write_plan_file(path, PlanFile(fixed_plan(1, dispatch=Dispatch.TWO_HOP), None))
+    with pytest.raises(UsageError) as refusal:
+        choose_plan(args, replace(config, plan=path))
+    advice = f"{PASS}make a plan for this run." if depends_on_nodes else "Make a plan for this run."
+    told = f"--lancet-plan {path} dispatches in two hops, which can't be followed: {reason}. {advice}"
+    assert str(refusal.value) == told
+
+
+def test_ranks_per_node_that_do_not_divide_the_ranks_are_refused_in_every_run(megatron_args):
+    told = r"^--lancet-ranks-per-node 3 does not divide the 8 ranks of the run: .*, or drop the flag\.$"
+    for changes, plan in (([], PlanChoice.AUTO), ([], PlanChoice.OFF), (["--expert-model-parallel-size", 1], "auto")):
+        with pytest.raises(UsageError, match=told):
+            choose_plan(megatron_args(*changes), LancetConfig(plan=PlanChoice(plan), ranks_per_node=3))
+    with pytest.raises(UsageError, match=r"--lancet-ranks-per-node expects at least 1, got 0\. Without the flag"):
+        config_from_words(["--lancet-ranks-per-node", "0"])
+
+
+def test_run_connects_nodes_if_a_plan_of_it_may_have_two_hops(megatron_args, tmp_path):
+    args, nodes = megatron_args(*EP4), Nodes(2, 2)
+    args.train_iters = 1000
+    path = tmp_path / "plan.json"
+    write_plan_file(path, PlanFile(fixed_plan(2, dispatch=Dispatch.TWO_HOP), None))
+    cases = {
+        "a plan with them": (nodes, {"dispatch": Dispatch.TWO_HOP, "num_chunks": 2}),
+        "a plan file with them": (nodes, {"plan": path}),
+        "found while it runs": (nodes, {}),
+        "for a profile": (nodes, {"profile": tmp_path / "profile.json"}),
+        "a plan without": (None, {"num_chunks": 2}),
+        "found among others": (None, {"dispatch": Dispatch.DEDUP}),
+        "a profile for others": (None, {"profile": tmp_path / "profile.json", "dispatch": Dispatch.PLAIN}),
+        "no plan": (None, {"plan": PlanChoice.OFF}),
+    }
+    for name, (expected, changes) in cases.items():
+        assert choose_run(args, replace(ON_NODES, **changes)).nodes == expected, name
+    assert choose_run(args, LancetConfig()).nodes is None
 
 
 IMPOSSIBLE = {
@@ -130,6 +269,12 @@ def test_dedup_needs_a_plan_and_expert_parallelism(megatron_args):
         choose_plan(megatron_args(), replace(DEDUP, plan=PlanChoice.OFF))
     with pytest.raises(UsageError, match=r"--lancet-dispatch dedup is about .* --expert-model-parallel-size is 1\. Dr"):
         choose_plan(megatron_args("--expert-model-parallel-size", 1), DEDUP)
+    with pytest.raises(UsageError, match=r"--lancet-dispatch two-hop needs the overlapping block, but --lancet-plan"):
+        choose_plan(megatron_args(), replace(TWO_HOP, plan=PlanChoice.OFF))
+    with pytest.raises(
+        UsageError, match=r"--lancet-dispatch two-hop is about .* --expert-model-parallel-size is 1\. D"
+    ):
+        choose_plan(megatron_args("--expert-model-parallel-size", 1), TWO_HOP)
     for config in (PLAIN, replace(PLAIN, plan=PlanChoice.OFF)):
         assert choose_plan(megatron_args("--expert-model-parallel-size", 1), config)[0] is None
 
@@ -151,10 +296,14 @@ def test_plan_file_says_what_is_dispatched_and_contradicts_the_flag(megatron_arg
 
 def test_flex_deduplicates_fixed_and_tuned_plans(megatron_args):
     args = megatron_args(*FLEX)
-    assert args.lancet_test_line == f"{MAPPED}, one row per token and rank, not yet one per token and node"
+    assert args.lancet_test_line == f"{MAPPED}, one row per token and rank"
     assert choose_plan(args, LancetConfig())[0] == deduplicated(2)
     assert choose_plan(args, LancetConfig(num_chunks=4))[0] == deduplicated(4)
     assert planning_limits(args, LancetConfig()).dispatches == (Dispatch.DEDUP,)
+    on_nodes = megatron_args(*FLEX, *EP4, config=ON_NODES)
+    assert on_nodes.lancet_test_line == f"{MAPPED}, one row per token and rank or node"
+    assert choose_plan(on_nodes, ON_NODES)[0] == fixed_plan(2, dispatch=Dispatch.TWO_HOP)
+    assert planning_limits(on_nodes, ON_NODES).dispatches == (Dispatch.DEDUP, Dispatch.TWO_HOP)
     asked_otherwise = megatron_args(*FLEX, config=PLAIN)
     assert asked_otherwise.lancet_test_line == MAPPED
     assert choose_plan(asked_otherwise, PLAIN)[0] == fixed_plan(2)

@@ -54,7 +54,7 @@ def test_other_dispatchers_become_all_to_alls(parsed):
     )
     line = map_overlap_flags(args, LancetConfig())
     assert line is not None
-    what = "one row per token and rank, not yet one per token and node"
+    what = "one row per token and rank"
     assert line.startswith(
         f"--moe-token-dispatcher-type flex runs as the plan's all-to-alls, {what}; --moe-permute-fusion "
     )

@@ -57,6 +57,23 @@ def test_mock_link_needs_the_mock_backend(parsed):
         check_mock_arguments(parsed("--lancet-mock-link", "20:25"))
 
 
+def test_groups_inside_a_node_have_a_link_of_their_own(parsed):
+    nodes = ("--lancet-ranks-per-node", 4, "--lancet-mock-node-link", "0:200")
+    args = parsed(*MOCK, *nodes, "--lancet-mock-link", "1e12:25", WORLD_SIZE="8")
+    check_mock_arguments(args)
+    assert "link 1e+12 us, 25 GB/s (0 us, 200 GB/s inside a node)" in describe_mocked_world(args)
+    with mocked_world_of(args):
+        inside, between = dist.new_group([0, 1, 2, 3]), dist.new_group([0, 4])
+        dist.barrier(inside)  # returns
+        assert not dist.barrier(between, async_op=True).is_completed()
+    with pytest.raises(
+        UsageError, match=r"--lancet-mock-node-link is the link inside a node: pass --lancet-ranks-per-"
+    ):
+        check_mock_arguments(parsed(*MOCK, *nodes[2:]))
+    with pytest.raises(UsageError, match=r"--lancet-mock-node-link .*pass --distributed-backend mock, or drop it"):
+        check_mock_arguments(parsed(*nodes))
+
+
 def test_faulty_mock_link_is_refused(parsed):
     with pytest.raises(UsageError, match=r"--lancet-mock-link: expected LATENCY_US:GBYTES_PER_S.*got '20'") as refusal:
         parsed(*MOCK, "--lancet-mock-link", "20")

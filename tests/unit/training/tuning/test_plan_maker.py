@@ -15,6 +15,7 @@ from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.profiler.cache import ProfileKey
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, fixed_plan, paired
 from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.training.tuning import plan_maker
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.slow
 MACHINE = Machine()
 PROFILE = replace(synthetic_profile(MACHINE), measured_steps_ms={str(fixed_plan(2)): 44.0, "another": 1.0})
 PRESENT = fixed_plan(4)
-BATCH = Limits(chunk_dims=(ChunkDim.BATCH,))
+BATCH = Limits(chunk_dims=(ChunkDim.BATCH,), dispatches=(Dispatch.PLAIN,))
 
 
 class Run:
@@ -158,11 +159,24 @@ def test_plan_maker_leaves_unpaired_plans_out_where_pairing_is_asked_for(make, m
 
 @pytest.mark.parametrize("dispatch", Dispatch)
 def test_plan_maker_tries_profiled_plans_with_an_allowed_dispatch_only(make, monkeypatch, dispatch):
-    """The profile runs by plain dispatch."""
-    monkeypatch.setattr(Run, "result", replace(PROFILE, model=replace(PROFILE.model, num_experts=8, topk=4)))
-    planned, _ = profiled(make(replace(BATCH, dispatches=(dispatch,))))
+    """All but one of the profiled plans have the plain dispatch, and that one has what is allowed."""
+    model = replace(PROFILE.model, num_experts=16, topk=4, nodes=Nodes(2, 2), ep_size=4, world_size=4)
+    link = replace(PROFILE.link, between_nodes=PROFILE.link.all_to_all, inside_node=PROFILE.link.all_to_all)
+    own = fixed_plan(1, dispatch=dispatch)
+    known = replace(
+        PROFILE,
+        model=model,
+        received_share=(0.25,) * 4,
+        link=link,
+        measured_steps_ms={**PROFILE.measured_steps_ms, str(own): 55.0},
+    )
+    monkeypatch.setattr(Run, "result", known)
+    maker = make(replace(BATCH, dispatches=(dispatch,)))
+    assert maker.num_steps() == (12 if dispatch is Dispatch.PLAIN else 16)
+    planned, _ = profiled(maker)
     assert planned.plan.dispatch is dispatch
-    assert (planned.profiled == {}) == (dispatch is Dispatch.DEDUP)
+    plain = {str(fixed_plan(2)): (fixed_plan(2), 44.0)} if dispatch is Dispatch.PLAIN else {}
+    assert planned.profiled == {str(own): (own, 55.0), **plain}
 
 
 def test_plan_maker_measures_a_paired_run_unpaired_and_counts_its_memory(make, monkeypatch):

@@ -3,7 +3,7 @@
 Top-k routing looks at one token at a time, so chunks route like the whole. The balancing losses do not: they are
 products of sums over all tokens of the micro-batch. So each chunk's logits are kept until the last chunk arrives, and
 Megatron's own loss functions then see exactly the tensors that they see without chunks: once per micro-batch, tokens
-in the same order, logged once.
+in the same order, logged once. So does the locality loss (``locality.py``), where a run asks for one.
 
 Legend of shapes: S sequence length, B micro-batch size, s / b those of a chunk, T = S * B, t = s * b, E experts, H
 hidden.
@@ -19,6 +19,8 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_lancet.model.chunking import Chunk
+from megatron_lancet.model.routing.locality import LOSS_NAME, RankLocality
+from megatron_lancet.model.routing.placement import Places
 
 
 class _ContiguousGrad(torch.autograd.Function):
@@ -34,9 +36,16 @@ class _ContiguousGrad(torch.autograd.Function):
 
 
 class ChunkedTopKRouter(TopKRouter):
-    """Megatron's top-k router, also for one chunk of a micro-batch at a time."""
+    """Megatron's top-k router, also for one chunk of a micro-batch at a time.
 
+    Attributes:
+        places: where the experts are; None where Megatron has placed them.
+    """
+
+    places: Places | None = None
     _earlier_logits: list[torch.Tensor]
+    locality: RankLocality | None = None
+    """None for no such loss."""
 
     def begin_micro_batch(self) -> None:
         """Drops logits of the last micro-batch, which are left only if its forward failed."""
@@ -51,9 +60,15 @@ class ChunkedTopKRouter(TopKRouter):
             input: [s, b, H].
 
         Returns:
-            Probabilities [t, E] and routing map [t, E] (bool). The balancing losses of the micro-batch are
+            Probabilities [t, E] and routing map [t, E] (bool), by place. The balancing losses of the micro-batch are
             attached to the last chunk's probabilities.
         """
+        probs, routing_map = self._forward(input, padding_mask, chunk)
+        return (probs, routing_map) if self.places is None else self.places.routed(probs, routing_map)
+
+    def _forward(
+        self, input: torch.Tensor, padding_mask: torch.Tensor | None, chunk: Chunk | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if chunk is None or chunk.num_chunks == 1:
             return super().forward(input, padding_mask)
         assert padding_mask is None
@@ -66,6 +81,40 @@ class ChunkedTopKRouter(TopKRouter):
             probs, routing_map = self._route_last_chunk(logits_sbE, chunk.dim)
         self._apply_expert_bias(routing_map)
         return probs, routing_map
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Routes a whole micro-batch as Megatron does, and attaches the locality loss.
+
+        Args:
+            logits: [S, B, E].
+        """
+        probs, routing_map = super().routing(logits, padding_mask)
+        if self.locality is not None:
+            assert padding_mask is None, "the locality loss is a mean over all tokens"
+            probs = self._with_locality_loss(probs, logits.view(-1, self.config.num_moe_experts))
+        return probs, routing_map
+
+    def _with_locality_loss(self, probs: torch.Tensor, all_TE: torch.Tensor) -> torch.Tensor:
+        """Attaches the locality loss of a micro-batch to probabilities of some of its tokens.
+
+        As Megatron does with its losses of one rank's tokens, it is divided by the ranks that have tokens of the same
+        micro-batch: gradients are summed over these.
+
+        Args:
+            all_TE: logits of all tokens.
+        """
+        if self.locality is None or not (self.training and torch.is_grad_enabled()):
+            return probs
+        _, scores_TE = compute_routing_scores_for_aux_loss(
+            all_TE, self.topk, self.score_function, fused=self.config.moe_router_fusion
+        )
+        locality = self.locality if self.places is None else self.locality.at_places_of(self.places.experts)
+        loss = locality(scores_TE) / self.tp_cp_group.size()
+        return self.attach_and_log_load_balancing_loss(
+            probs, locality.coeff, loss, LOSS_NAME, self.tp_cp_group, valid_token_count=len(all_TE)
+        )
 
     def _route_tokens(self, logits_sbE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return topk_routing_with_score_function(
@@ -98,4 +147,4 @@ class ChunkedTopKRouter(TopKRouter):
             probs = self._apply_aux_loss(probs, scores_TE, map_TE)
             probs = self._apply_seq_aux_loss(probs, scores_TE, map_TE, seq_length, micro_batch_size)
             probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
-        return probs, routing_map
+        return self._with_locality_loss(probs, all_TE), routing_map

@@ -4,10 +4,8 @@ Legend: P ranks, e local experts, E = P * e, t tokens of a rank, m rows of a ran
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,64 +14,9 @@ from hypothesis import strategies as st
 
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.dispatcher.deduplicated import DeduplicatedDispatcher
-from megatron_lancet.runtime.transport.base import TokenCounts
+from tests.unit.model.dispatcher.simulated_ranks import HIDDEN, Comm, Inputs, Seen, group_of, inputs_of
 
-HIDDEN = 3
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-@dataclass
-class Exchange:
-    """The counts of one rank, [P][...], known when all ranks have sent theirs to ``of_all``; [P * V * (1 + e)] each."""
-
-    rank: int
-    num_ranks: int
-    of_all: list[torch.Tensor]
-
-    def wait_for_own(self) -> list[list[int]]:
-        return self.of_all[self.rank].view(self.num_ranks, -1).tolist()
-
-    def wait(self) -> TokenCounts:
-        received = torch.stack([sent.view(self.num_ranks, -1)[self.rank] for sent in self.of_all])
-        return TokenCounts(self.wait_for_own(), received.tolist(), received)
-
-
-@dataclass
-class Comm:
-    """Stands in for the runtime's: makes the counts of the ranks in turn, rank 0 first."""
-
-    num_ranks: int
-    counts: list[torch.Tensor] = field(default_factory=list)
-
-    def launch_counts(self, op: object, count: Callable[[], torch.Tensor], ready: object) -> Exchange:
-        self.counts.append(count())
-        return Exchange(len(self.counts) - 1, self.num_ranks, self.counts)
-
-
-def group_of(size: int) -> Any:
-    return SimpleNamespace(size=lambda: size, rank=lambda: 0)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What the router of each rank gives: tokens [t, 1, H], probabilities [t, E] and choice [t, E] bool."""
-
-    hidden: list[torch.Tensor]
-    probs: list[torch.Tensor]
-    maps: list[torch.Tensor]
-
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        return [*self.hidden, *self.probs]
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What the experts of one rank see, in order."""
-
-    tokens_mH: torch.Tensor
-    probs_m: torch.Tensor
-    rows_per_expert: list[int]
 
 
 type Run = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -123,18 +66,6 @@ def exchange(
         for rank, (_, permutation) in enumerate(made)
     ]
     return outputs, seen
-
-
-def inputs_of(maps: list[torch.Tensor], dtype: torch.dtype = torch.float64, seed: int = 0) -> Inputs:
-    """Random tokens and probabilities for these choices; the latter are zero for what was not chosen."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.rand(shape, generator=generator, dtype=torch.float64)
-
-    hidden = [(random(len(map_tE), 1, HIDDEN) - 0.5).requires_grad_() for map_tE in maps]
-    probs = [(random(*map_tE.shape) * map_tE).to(dtype).requires_grad_() for map_tE in maps]
-    return Inputs(hidden, probs, maps)
 
 
 @st.composite

@@ -1,7 +1,7 @@
 import json
 
+from megatron_lancet.planning.plan_difference import plan_differences
 from megatron_lancet.schedule.plan import DwPolicy, Gap, Plan, Segment, fixed_plan
-from megatron_lancet.schedule.plan_difference import plan_differences
 
 
 def test_plan_difference_lists_fields_and_ranks():

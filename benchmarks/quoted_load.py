@@ -1,0 +1,122 @@
+"""Tables of uneven load: placed experts, causes of waits, replicas in an evaluation, a bound on received rows."""
+
+from benchmarks.causes.summary import CaseSummary as CausesSummary
+from benchmarks.causes.summary import Run
+from benchmarks.causes.summary import summarise as causes_summary
+from benchmarks.evaluation.summary import summarise as evaluation_summary
+from benchmarks.harness.tables import markdown
+from benchmarks.network.cases import CHUNKED, VARIANTS
+from benchmarks.quoted_cells import NO_RESULT, quartiles
+from benchmarks.quoted_results import Quoted, has_result, network_of_load, newest, result
+
+_ABOUT_CAUSES = {
+    "rows": "uneven rows",
+    "pace": "a slow rank",
+    "wire": "a slower link",
+    "host": "a sleep in the host's path",
+}
+"""What was injected, by cause."""
+
+
+def placement() -> str:
+    """Experts on the ranks that their load asks for, against the same schedule with Megatron's order."""
+    lines = [["case", "variant", "most loaded rank over the mean", "step", "exposed"]]
+    lines[0] += ["speed-up (quartiles)", f"against `{CHUNKED}`", "memory", "measured"]
+    for case, (quoted, summary) in network_of_load().items():
+        assert summary.most_loaded is not None
+        for row in summary.rows:
+            variant = VARIANTS[row.name]
+            if variant.free_link:
+                continue
+            times = [f"{ms:.0f} ms" for ms in (row.step_ms, row.exposed_ms + row.counts_ms)]
+            compared = "" if row.over_chunked is None else quartiles(row.over_chunked)
+            lines.append(
+                [
+                    f"`{case}`",
+                    f"`{row.name}`",
+                    f"{summary.most_loaded[variant.is_placed]:.2f}",
+                    *times,
+                    quartiles(row.speedup),
+                    compared,
+                    f"{row.memory_ratio:.2f}",
+                    f"[{quoted.date}](../benchmarks/results/{quoted.file}){quoted.mark}",
+                ]
+            )
+    return markdown(lines) if len(lines) > 1 else NO_RESULT
+
+
+def causes() -> str:
+    """How many injected causes are named first, and how far their sizes are off."""
+    lines = [["injected", "runs", "named first", "size recovered", "added to the exposed time", "farthest off"]]
+    everything: list[Run] = []
+    for quoted, summary in _causes_cases():
+        runs = summary.runs
+        everything += runs
+        low, high = (pick(run.injected_ms for run in runs) for pick in (min, max))
+        worst = max(runs, key=lambda run: abs(run.off_ms))
+        lines.append(
+            [
+                f"[{_ABOUT_CAUSES[summary.name]}](results/{quoted.file})" + _mark(summary),
+                str(len(runs)),
+                str(_num_named(runs)),
+                str(sum(run.is_recovered for run in runs)),
+                f"{low:.1f} to {high:.1f} ms",
+                f"{worst.off_ms:+.1f} of {worst.with_ms:.0f} ms",
+            ]
+        )
+    if not everything:
+        return NO_RESULT
+    recovered = sum(run.is_recovered for run in everything)
+    return (
+        f"{markdown(lines)}\n\nNamed first in {_num_named(everything)} of {len(everything)} runs (wanted: 19 of 20), "
+        f"recovered in {recovered}."
+    )
+
+
+def _causes_cases() -> list[tuple[Quoted, CausesSummary]]:
+    return [(quoted, causes_summary(quoted.case)) for quoted in newest("causes").values()]
+
+
+def _num_named(runs: list[Run]) -> int:
+    return sum(run.named_first == run.cause for run in runs)
+
+
+def _mark(summary: CausesSummary) -> str:
+    disturbed = sum(run.is_disturbed for run in summary.runs)
+    return f" ({disturbed} DISTURBED)" if disturbed else ""
+
+
+def evaluation() -> str:
+    """Speed of an evaluation of skewed text with and without replicas."""
+    lines = [["case", "variant", "tokens/s", "batch, median", "95 %", "waits", "fullest rank over the mean"]]
+    lines[0] += ["rows that leave their rank", "faster: a batch (quartiles)", "the text"]
+    for case, quoted in newest("evaluation").items():
+        summary = evaluation_summary(quoted.case)
+        mark = " DISTURBED" if summary.disturbed else ""
+        for row in summary.rows:
+            times = [f"{ms:.0f} ms" for ms in (row.median_ms, row.high_ms, row.waits_ms)]
+            found = [f"{row.most_over_mean:.2f}", f"{row.sent_share:.0%}", quartiles(row.over_baseline)]
+            name = f"[`{case}`](../benchmarks/results/{quoted.file}){mark}"
+            lines.append(
+                [name, f"`{row.name}`", f"{row.tokens_per_s:.0f}", *times, *found, f"{row.text_over_baseline:.2f}"]
+            )
+    return markdown(lines) if len(lines) > 1 else NO_RESULT
+
+
+def received_rows() -> str:
+    """Rows and time of eight workloads, with a bound and without."""
+    if not has_result("received-rows"):
+        return NO_RESULT
+    measured = result("received-rows")
+    lines = [["workload", "most rows of a chunk", "with the bound", "chunks in rounds", "most rounds"]]
+    lines[0] += ["time with the bound (quartiles)", "deviation"]
+    for name, found in measured["workloads"].items():
+        peaks = found["peak_rows"]
+        time = f"{found['ratio']:.2f} ({found['ratio_low']:.2f}-{found['ratio_high']:.2f})"
+        rounds = [f"{found['split_chunks']} of {found['chunks']}", str(found["most_rounds"])]
+        rows = [str(peaks[which]) for which in ("without", "with")]
+        lines.append([name, *rows, *rounds, time, f"{found['deviation']:.1e}"])
+    return f"{markdown(lines)}\n\nThe bound is {measured['bound']} rows."
+
+
+TABLES = {"placement": placement, "causes": causes, "evaluation": evaluation, "received-rows": received_rows}

@@ -1,0 +1,192 @@
+"""Rows that stand for a token and a group of experts: made of tokens, expanded to a row per expert, and summed again.
+
+Legend of shapes: t tokens, G groups of experts (those of a rank, or of a node), e experts of a group, c = ceil(e / 8)
+numbers that hold their choice, d rows (one per token and group that has any of its experts), m rows per expert,
+H hidden size.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+_BITS = 8
+"""Choices in one number: every type of probabilities holds integers of so many bits exactly."""
+
+
+class Rows(NamedTuple):
+    """Distinct rows, ordered by the group that they go to and there by token.
+
+    Attributes:
+        tokens: [d, H].
+        choice: for each, the probabilities of the group's experts and their choice, [d, e + c].
+        token_d: the token of each row.
+        group_d: the group of each row.
+    """
+
+    tokens: torch.Tensor
+    choice: torch.Tensor
+    token_d: torch.Tensor
+    group_d: torch.Tensor
+
+
+def distinct_rows(
+    tokens_tH: torch.Tensor,
+    probs_tE: torch.Tensor,
+    chosen_tE: torch.Tensor,
+    num_groups: int,
+    num_rows: int,
+    copies: int = 1,
+) -> Rows:
+    """Makes a row for each token and group of experts that has any of the token's.
+
+    Args:
+        chosen_tE: bool.
+        num_groups: G; the experts of a group are neighbours.
+        num_rows: d, or more; further rows are copies of the first token's.
+        copies: number of times that the rows of a group are made, one copy of all after the other.
+    """
+    num_experts = probs_tE.size(1) // num_groups
+    goes_Gt = chosen_tE.view(-1, num_groups, num_experts).any(dim=2).t()
+    if copies > 1:
+        goes_Gt = goes_Gt.repeat_interleave(copies, dim=0)
+    group_d, token_d = torch.nonzero_static(goes_Gt, size=num_rows, fill_value=0).unbind(dim=1)
+    if copies > 1:
+        group_d = group_d // copies
+    place_d = token_d * num_groups + group_d
+    probs_de, chosen_de = (
+        values_tE.reshape(-1, num_experts).index_select(0, place_d) for values_tE in (probs_tE, chosen_tE)
+    )
+    choice = torch.cat((probs_de, _as_numbers(chosen_de, probs_tE.dtype)), dim=1)
+    return Rows(tokens_tH.index_select(0, token_d), choice, token_d, group_d)
+
+
+def probs_and_choice(choice_d: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities of a group's experts, and the choice of them as bools; [d, e] each.
+
+    Args:
+        choice_d: of :class:`Rows`.
+        num_experts: e.
+    """
+    return choice_d[:, :num_experts], _as_bools(choice_d[:, num_experts:], num_experts)
+
+
+def through_experts(
+    run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    tokens_dH: torch.Tensor,
+    choice_d: torch.Tensor,
+    rows_per_expert: torch.Tensor,
+    last_expert_first: bool = False,
+    order_d: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Makes the rows of each expert, runs the experts and sums the outputs of each row: [d, H].
+
+    Args:
+        run: maps rows [m, H] and their probabilities [m], ordered by expert, to outputs [m, H].
+        choice_d: of :class:`Rows`, for one group of experts.
+        rows_per_expert: [e], on the host.
+        order_d: the rows, in the order that those of one expert shall have; None for that of the rows.
+    """
+    num_rows = int(rows_per_expert.sum())
+    made = _of_each_expert(tokens_dH, choice_d, len(rows_per_expert), num_rows, last_expert_first, order_d)
+    assert made.place is not None
+    return summed(run(made.tokens, made.probs), made.place, len(tokens_dH))
+
+
+class PlainRows(NamedTuple):
+    """A row for each token and expert, ordered by expert.
+
+    Attributes:
+        tokens: [m, H].
+        probs: [m].
+        place: of each, the distinct row of which it was made; None if they are these rows.
+    """
+
+    tokens: torch.Tensor
+    probs: torch.Tensor
+    place: torch.Tensor | None
+
+
+def of_each_expert(rows: Sequence[torch.Tensor], groups: Sequence[int], rows_per_expert: Sequence[int]) -> PlainRows:
+    """Makes a row for each token and expert of distinct rows of several groups of experts.
+
+    Args:
+        rows: tokens and choice of :class:`Rows`.
+        groups: rows of each group.
+        rows_per_expert: of all groups.
+    """
+    tokens_dH, choice_d = rows
+    num_experts, start, made = len(rows_per_expert) // len(groups), 0, []
+    for group, size in enumerate(groups):
+        own = slice(start, start + size)
+        num_rows = sum(rows_per_expert[group * num_experts : (group + 1) * num_experts])
+        part = _of_each_expert(tokens_dH[own], choice_d[own], num_experts, num_rows)
+        assert part.place is not None
+        made.append((part.tokens, part.probs, part.place + start))
+        start += size
+    tokens, probs, place = (torch.cat(parts) for parts in zip(*made, strict=True))
+    return PlainRows(tokens, probs, place)
+
+
+def _of_each_expert(
+    tokens_dH: torch.Tensor,
+    choice_d: torch.Tensor,
+    num_experts: int,
+    num_rows: int,
+    last_expert_first: bool = False,
+    order_d: torch.Tensor | None = None,
+) -> PlainRows:
+    """The rows of one group of experts; see :func:`through_experts`.
+
+    Args:
+        num_experts: e.
+        num_rows: m.
+    """
+    probs_de, chosen_de = probs_and_choice(choice_d, num_experts)
+    chosen_ed = (chosen_de if order_d is None else chosen_de.index_select(0, order_d)).t()
+    if last_expert_first:
+        chosen_ed = chosen_ed.flip(0)
+    expert_m, place_m = torch.nonzero_static(chosen_ed, size=num_rows).unbind(dim=1)
+    if order_d is not None:
+        place_m = order_d.index_select(0, place_m)
+    if last_expert_first:
+        expert_m = num_experts - 1 - expert_m
+    probs_m = probs_de.reshape(-1).index_select(0, place_m * num_experts + expert_m)
+    return PlainRows(tokens_dH.index_select(0, place_m), probs_m, place_m)
+
+
+class _SummedRows(torch.autograd.Function):
+    """Sums rows by their place. With torch's ``index_add`` autograd would keep them until the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, place: torch.Tensor, num_places: int) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        return rows.new_zeros((num_places, *rows.shape[1:])).index_add_(0, place, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        return grad.index_select(0, place), None, None
+
+
+def summed(rows: torch.Tensor, place: torch.Tensor, num_places: int) -> torch.Tensor:
+    """Sums rows [n, H] with the same place, in their order: [num_places, H]."""
+    return cast(torch.Tensor, _SummedRows.apply(rows, place, num_places))
+
+
+def _as_numbers(chosen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Packs bools [d, e] into numbers [d, c]: these travel with the probabilities."""
+    padded = torch.nn.functional.pad(chosen, (0, -chosen.size(1) % _BITS))
+    values = torch.bitwise_left_shift(torch.ones_like(_places(chosen)), _places(chosen))
+    # Where no row is sent, a -1 in the shape would be ambiguous.
+    return (padded.view(len(chosen), padded.size(1) // _BITS, _BITS) * values).sum(dim=2).to(dtype)
+
+
+def _as_bools(numbers: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Undoes :func:`_as_numbers`; [d, e]."""
+    bits = torch.bitwise_right_shift(numbers.detach().to(torch.int32).unsqueeze(2), _places(numbers)).bitwise_and(1)
+    return bits.flatten(1)[:, :num_experts].bool()
+
+
+def _places(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(_BITS, dtype=torch.int32, device=like.device)

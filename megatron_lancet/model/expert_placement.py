@@ -1,0 +1,72 @@
+"""Lets the experts of a prepared layer change their ranks: weights move, then tokens follow."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+from megatron_lancet.model.adopt import adopt
+from megatron_lancet.model.gpt import LanguageModel, overlapping_layers
+from megatron_lancet.model.local_experts.placed import (
+    PlacedExperts,
+    PlacedTEGroupedMLP,
+    exchange,
+    parameters_of_places,
+)
+from megatron_lancet.model.moe_layer import OverlappingMoE
+from megatron_lancet.model.routing.placement import Places
+from megatron_lancet.model.routing.router import ChunkedTopKRouter
+
+type Beside = Callable[[torch.nn.Parameter], Sequence[torch.Tensor]]
+"""Tensors that belong to a parameter and move with it, such as its optimizer's."""
+
+
+def layers_with_experts(stages: Iterable[LanguageModel]) -> Iterator[OverlappingMoE]:
+    """The layers of pipeline stages that have experts; a repeated layer once, with its first number."""
+    seen: set[torch.nn.Module] = set()
+    for stage in stages:
+        for layer in overlapping_layers(stage):
+            if layer.moe is not None and layer.moe.stock not in seen:
+                seen.add(layer.moe.stock)
+                yield layer.moe
+
+
+def places_of(moe: OverlappingMoE) -> Places:
+    """The places of a layer's experts; at first Megatron's own. With them experts may be placed anew."""
+    router, experts = moe.stock.router, moe.stock.experts
+    assert isinstance(router, ChunkedTopKRouter), "the layer is not prepared"
+    if router.places is None:
+        group = moe.stock.token_dispatcher.ep_group
+        if type(experts) is TEGroupedMLP:
+            experts = adopt(experts, PlacedTEGroupedMLP)
+        assert isinstance(experts, PlacedExperts), type(experts)
+        router.places = experts.places = Places(range(moe.stock.config.num_moe_experts), group.rank(), group.size())
+    return router.places
+
+
+def place_experts(
+    moe: OverlappingMoE, experts: Sequence[int], beside: Beside = lambda _: (), moves_weights: bool = True
+) -> int:
+    """Makes the places of a layer hold other experts from the next step on. Collective over its expert-parallel group.
+
+    Args:
+        experts: the logical expert of each place.
+        beside: further tensors of a parameter, in an order that is the same for all.
+        moves_weights: False in a mocked world, where no other rank has weights.
+
+    Returns:
+        Bytes that this rank has sent to others.
+
+    Raises:
+        UsageError: a parameter is not that of one expert.
+    """
+    places = places_of(moe)
+    num_bytes = 0
+    if moves_weights:
+        tensors_of = [
+            [tensor for parameter in its for tensor in (parameter, *beside(parameter))]
+            for its in parameters_of_places(moe.stock.experts)
+        ]
+        num_bytes = exchange(tensors_of, places.experts, experts, moe.stock.token_dispatcher.ep_group)
+    places.hold(experts)
+    return num_bytes

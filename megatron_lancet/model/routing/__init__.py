@@ -1,0 +1,1 @@
+"""How are tokens routed, and which rank holds an expert?"""

@@ -1,0 +1,1 @@
+"""Why did ranks wait for messages in a traced step?"""

@@ -1,0 +1,1 @@
+"""How unevenly are experts loaded, and where should each be?"""

@@ -1,0 +1,111 @@
+"""Measured load of experts: rows by layer, source rank and expert, over a window of steps.
+
+Experts are counted by the model's own numbers (logical ones), wherever they were while the load was measured.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_lancet.files import parse_record, read_text, to_plain
+from megatron_lancet.planning.figures import Count, CountFrom1, Size
+
+EXPERT_LOAD_VERSION = 1
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """Rows of one layer's experts.
+
+    Attributes:
+        layer: global layer number, from 1; of a layer that repeats itself the first one.
+        rows: rows from each rank of an expert-parallel group for each expert, summed over the groups.
+    """
+
+    layer: CountFrom1
+    rows: tuple[tuple[Size, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.rows or not self.rows[0] or len({len(of_source) for of_source in self.rows}) != 1:
+            raise ValueError(f"layer {self.layer} must have rows from at least one rank, for equally many experts")
+
+    @property
+    def rows_per_expert(self) -> tuple[int, ...]:
+        """Rows of each expert from all ranks."""
+        return tuple(map(sum, zip(*self.rows, strict=True)))
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Load of all layers with experts.
+
+    Attributes:
+        num_steps: training steps of the window.
+        num_layers: layers of the model, without those that predict further tokens.
+        layers: in order.
+    """
+
+    num_steps: CountFrom1
+    num_layers: Count
+    layers: tuple[LayerLoad, ...]
+
+    def __post_init__(self) -> None:
+        numbers = [layer.layer for layer in self.layers]
+        if numbers != sorted(set(numbers)):
+            raise ValueError(f"layers must be in order, each once, found {numbers[:8]}")
+        if len({(len(layer.rows), len(layer.rows[0])) for layer in self.layers}) > 1:
+            raise ValueError("all layers must have the same numbers of ranks and experts")
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer; 0 where no layer has any."""
+        return len(self.layers[0].rows[0]) if self.layers else 0
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks of an expert-parallel group; 0 where no layer has experts."""
+        return len(self.layers[0].rows) if self.layers else 0
+
+    def to_json(self) -> str:
+        """The load as JSON, a line for each layer."""
+        head = {"version": EXPERT_LOAD_VERSION, "num_steps": self.num_steps, "num_layers": self.num_layers}
+        layers = ",\n  ".join(json.dumps(to_plain(layer)) for layer in self.layers)
+        return f'{json.dumps(head)[:-1]}, "layers": [\n  {layers}\n]}}\n'
+
+
+def sum_of_loads(loads: Iterable[ExpertLoad]) -> ExpertLoad:
+    """The load of several windows of the same model and layout together.
+
+    Raises:
+        ValueError: there is none, or they are of different models or layouts.
+    """
+    loads = list(loads)
+    shapes = {
+        (load.num_layers, tuple((one.layer, len(one.rows), len(one.rows[0])) for one in load.layers)) for load in loads
+    }
+    if len(shapes) != 1:
+        raise ValueError(f"{len(loads)} windows are of {len(shapes)} models or layouts, expected one")
+    return ExpertLoad(
+        sum(load.num_steps for load in loads),
+        loads[0].num_layers,
+        tuple(
+            LayerLoad(
+                windows[0].layer,
+                tuple(
+                    tuple(map(sum, zip(*of_source, strict=True)))
+                    for of_source in zip(*(window.rows for window in windows), strict=True)
+                ),
+            )
+            for windows in zip(*(load.layers for load in loads), strict=True)
+        ),
+    )
+
+
+def read_expert_load(path: Path) -> ExpertLoad:
+    """Reads the output of :meth:`ExpertLoad.to_json`.
+
+    Raises:
+        RecordError: the file can't be read, or is something else.
+    """
+    return parse_record(ExpertLoad, read_text(path), EXPERT_LOAD_VERSION, "the expert load", str(path))

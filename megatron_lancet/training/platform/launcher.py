@@ -1,0 +1,56 @@
+"""How many ranks each node has: from ``--lancet-ranks-per-node``, or from what the launcher tells its processes."""
+
+import argparse
+import os
+import re
+
+from megatron_lancet.config import LancetConfig
+from megatron_lancet.errors import UsageError
+from megatron_lancet.mock.mock_group import BACKEND as MOCK
+
+FLAG = "--lancet-ranks-per-node"
+_TASKS_PER_NODE = re.compile(r"(\d+)(\(x\d+\))?")
+"""How SLURM writes equally many tasks on each node: ``8``, or ``8(x2)`` for two nodes."""
+
+
+def ranks_per_node(args: argparse.Namespace, config: LancetConfig) -> int | None:
+    """Ranks of each node; None where nothing tells it, or nodes have unequal numbers of ranks.
+
+    Args:
+        args: Megatron's arguments, validated or not.
+
+    Raises:
+        UsageError: the flag does not divide the number of ranks.
+    """
+    if config.ranks_per_node is not None:
+        if args.world_size % config.ranks_per_node:
+            raise UsageError(
+                f"{FLAG} {config.ranks_per_node} does not divide the {args.world_size} ranks of the run: every node "
+                "has equally many. Pass the number of ranks that are started on each node, or drop the flag."
+            )
+        return config.ranks_per_node
+    # A mocked world and a dry run are one process, for ranks that nobody has launched.
+    if args.distributed_backend == MOCK or args.world_size != _number("WORLD_SIZE"):
+        return None
+    of_torchrun = _number("LOCAL_WORLD_SIZE")
+    number = of_torchrun if of_torchrun is not None else _tasks_per_node(args.world_size)
+    if number is None or args.world_size % number:
+        return None
+    num_nodes = _number("GROUP_WORLD_SIZE") if of_torchrun is not None else None
+    return number if num_nodes in (None, args.world_size // number) else None
+
+
+def _number(variable: str) -> int | None:
+    """A number above 0 from the environment; None if there is none."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def _tasks_per_node(world_size: int) -> int | None:
+    """SLURM's tasks on each node, if each task is a rank and nodes have equally many; None otherwise."""
+    step, job = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"), ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
+    for tasks, per_node in (step, job):
+        found = _TASKS_PER_NODE.fullmatch(os.environ.get(per_node, ""))
+        if found is not None and _number(tasks) == world_size and int(found[1]) > 0:
+            return int(found[1])
+    return None

@@ -1,0 +1,375 @@
+"""Two hops between all ranks of a world, in one process: against a dense computation, the plain dispatch, its adjoint.
+
+Legend: N nodes, L ranks of the group on each, P = N * L ranks, V holders of an expert's parts, e local experts,
+E = P * e, t tokens of a rank, m rows of a rank's experts, H hidden size. A world has P * V ranks, each with tokens of
+its own; the V holders are neighbours.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_lancet.model.dispatcher import two_hop
+from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
+from megatron_lancet.model.dispatcher.routes import TwoHopRoutes
+from megatron_lancet.model.dispatcher.row_order import RowOrder
+from megatron_lancet.model.dispatcher.two_hop import TwoHopDispatcher
+from megatron_lancet.runtime.comm import RowSplits
+from megatron_lancet.schedule.nodes import Nodes
+from tests.unit.model.dispatcher.simulated_ranks import HIDDEN, Comm, Inputs, Seen, group_of, inputs_of
+from tests.unit.model.dispatcher.test_deduplicated import exchange, weighted
+
+type Run = Callable[[int, torch.Tensor, torch.Tensor, list[int]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class World:
+    """How many there are of each, and the choice [t, E] bool of each rank's tokens."""
+
+    nodes: Nodes
+    num_holders: int
+    num_local: int
+    maps: list[torch.Tensor]
+
+    @property
+    def num_ranks(self) -> int:
+        """P."""
+        return self.nodes.num_nodes * self.nodes.ranks_per_node
+
+    def experts_of(self, place: int) -> slice:
+        """Those of a rank of the expert-parallel group."""
+        return slice(place * self.num_local, (place + 1) * self.num_local)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What came of a layer.
+
+    Attributes:
+        outputs: of each rank, [t, 1, H].
+        seen: by its experts.
+        routes: of each rank.
+    """
+
+    outputs: list[torch.Tensor]
+    seen: list[Seen]
+    routes: list[TwoHopRoutes]
+
+
+def moved(
+    rows: Sequence[tuple[torch.Tensor, ...]], splits: Sequence[RowSplits], peers: Sequence[list[int]]
+) -> list[tuple[torch.Tensor, ...]]:
+    """An all-to-all of all ranks, which must expect what is sent to them.
+
+    Args:
+        rows: those that each rank sends, and perhaps more.
+        splits: by peer, of each rank.
+        peers: the ranks that each one exchanges rows with.
+    """
+    parts = [
+        [tensor[: sum(splits[rank].sent)].split(splits[rank].sent) for tensor in of_rank]
+        for rank, of_rank in enumerate(rows)
+    ]
+    received = []
+    for rank, sources in enumerate(peers):
+        arrived = [[tensor[peers[source].index(rank)] for tensor in parts[source]] for source in sources]
+        assert tuple(len(of_source[0]) for of_source in arrived) == splits[rank].received
+        received.append(tuple(torch.cat(tensors) for tensors in zip(*arrived, strict=True)))
+    return received
+
+
+def two_hops(world: World, inputs: Inputs, run: Run, last_expert_first: bool = False, num_spare: int = 0) -> Exchanged:
+    """Runs the layer on all ranks.
+
+    Args:
+        run: what a rank's experts make of rows, their probabilities and the number of rows of each.
+        num_spare: rows that are made for the first hop and not sent.
+    """
+    num_all = len(world.maps)
+    comm, holders = Comm(num_all), world.num_holders
+    dispatchers = [
+        TwoHopDispatcher(
+            comm,
+            world.num_ranks * world.num_local,
+            world.num_ranks,
+            group_of(holders, rank % holders),
+            world.nodes,
+            rank // holders,
+        )
+        for rank in range(num_all)
+    ]
+    hops = [world.nodes.hops_of(rank, holders) for rank in range(num_all)]
+    between, inside = ([hop[kind] for hop in hops] for kind in range(2))
+    pending = [one.launch_counts(None, map_tE, None) for one, map_tE in zip(dispatchers, world.maps, strict=True)]
+    num_sent = [one.num_sent() for one in pending]
+    made = [
+        one.permute(inputs.hidden[rank], inputs.probs[rank], inputs.maps[rank], num_sent[rank] + num_spare)
+        for rank, one in enumerate(dispatchers)
+    ]
+    routes = [one.wait() for one in pending]
+    assert num_sent == [sum(one.splits.sent) for one in routes]
+    arrived = moved([rows for rows, _ in made], [one.splits for one in routes], between)
+    passed = [one.pass_on(*of_rank) for one, *of_rank in zip(dispatchers, arrived, routes, strict=True)]
+    local = moved([rows for rows, _ in passed], [one.local_splits for one in routes], inside)
+    seen, outputs = [], []
+    for rank, (one, its_routes) in enumerate(zip(dispatchers, routes, strict=True)):
+        per_expert = its_routes.rows_per_expert.tolist()
+
+        def keep(tokens_mH, probs_m, rank=rank, per_expert=per_expert):
+            seen.append(Seen(tokens_mH, probs_m, per_expert))
+            return run(rank, tokens_mH, probs_m, per_expert)
+
+        tokens, probs = one.collect(local[rank], its_routes, last_expert_first)
+        output = one.through_experts(keep, tokens, probs, its_routes, last_expert_first)
+        outputs.append((one.sort_by_peer(output, its_routes, probs.dtype, last_expert_first),))
+    returned = moved(outputs, [one.local_splits.reversed() for one in routes], inside)
+    sums = [
+        (one.sum_of_node(rows, rows_of),)
+        for one, (rows,), (_, rows_of) in zip(dispatchers, returned, passed, strict=True)
+    ]
+    home = moved(sums, [one.splits.reversed() for one in routes], between)
+    combined = [
+        one.unpermute(rows, permutation) for one, (rows,), (_, permutation) in zip(dispatchers, home, made, strict=True)
+    ]
+    return Exchanged(combined, seen, routes)
+
+
+@st.composite
+def worlds(draw, max_holders: int = 2, max_chosen: int | None = None) -> World:
+    """Of few ranks, with idle experts, ranks and nodes, dropped tokens, and all tokens on one rank or node.
+
+    Args:
+        max_holders: V at most.
+        max_chosen: experts of a token at most.
+    """
+    nodes = Nodes(draw(st.integers(1, 3)), draw(st.integers(1, 3)))
+    num_holders, num_local = draw(st.integers(1, max_holders)), draw(st.sampled_from([1, 2, 3, 9]))
+    num_experts = nodes.num_nodes * nodes.ranks_per_node * num_local
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    topk = draw(st.integers(1, min(max_chosen or 8, num_experts)))
+    idle = torch.zeros(nodes.num_nodes, nodes.ranks_per_node, num_local, dtype=torch.bool)
+    node, rank = draw(st.integers(0, nodes.num_nodes - 1)), draw(st.integers(0, nodes.ranks_per_node - 1))
+    match draw(st.sampled_from(["busy", "idle rank", "idle node", "one rank", "one node", "idle expert"])):
+        case "idle rank":
+            idle[node, rank] = True
+        case "idle node":
+            idle[node] = True
+        case "one rank":
+            idle[:] = True
+            idle[node, rank] = False
+        case "one node":
+            idle[:] = True
+            idle[node] = False
+        case "idle expert":
+            idle[node, rank, 0] = True
+    maps = []
+    for _ in range(nodes.num_nodes * nodes.ranks_per_node * num_holders):
+        scores = torch.rand((draw(st.integers(1, 5)), num_experts), generator=generator)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(topk).indices, True)
+        chosen[:, idle.flatten()] = False
+        if draw(st.booleans()):  # a capacity drops some choices, and all of some tokens
+            chosen &= torch.rand(chosen.shape, generator=generator) < 0.5
+        maps.append(chosen)
+    return World(nodes, num_holders, num_local, maps)
+
+
+ALL_DROPPED = World(Nodes(2, 2), 2, 2, [torch.zeros((3, 8), dtype=torch.bool)] * 8)
+ONE_RANK_SENDS = World(
+    Nodes(2, 2), 1, 1, [torch.ones((2, 4), dtype=torch.bool), *[torch.zeros((2, 4), dtype=torch.bool)] * 3]
+)
+
+
+def expert_of_rows(per_expert: Sequence[int], last_expert_first: bool) -> torch.Tensor:
+    """The local expert of each row, [m]."""
+    experts = torch.arange(len(per_expert)).repeat_interleave(torch.tensor(per_expert))
+    return experts.flip(0) if last_expert_first else experts
+
+
+def expected_rows(world: World, inputs: Inputs, rank: int, last_expert_first: bool) -> tuple[torch.Tensor, ...]:
+    """Rows of a rank's experts in stock's order: by expert, there by holder, source rank and token."""
+    experts = list(range(world.num_local))
+    rows, probs = [torch.empty(0, HIDDEN)], [torch.empty(0)]
+    for expert in experts[::-1] if last_expert_first else experts:
+        for holder in range(world.num_holders):
+            for source in range(holder, len(world.maps), world.num_holders):
+                own = world.experts_of(rank // world.num_holders).start + expert
+                chosen = world.maps[source][:, own]
+                rows.append(inputs.hidden[source].squeeze(1)[chosen])
+                probs.append(inputs.probs[source][chosen, own])
+    return torch.cat(rows), torch.cat(probs)
+
+
+@given(worlds(), st.booleans(), st.integers(0, 2))
+@example(ALL_DROPPED, False, 0)
+@example(ONE_RANK_SENDS, True, 2)
+@settings(max_examples=60, deadline=None)
+def test_two_hops_compute_what_every_expert_on_every_token_does(world, last_expert_first, num_spare):
+    """Experts see their rows to the bit and in stock's order; sums differ in their order only, gradients too."""
+    inputs = inputs_of(world.maps)
+    num_experts = world.num_ranks * world.num_local
+    # Each expert and each of its holders has a factor of its own: what another has computed would be seen.
+    factors_EV = torch.rand(num_experts, world.num_holders, dtype=torch.float64) + 0.5
+
+    def run(rank: int, tokens_mH: torch.Tensor, probs_m: torch.Tensor, per_expert: list[int]) -> torch.Tensor:
+        place, holder = divmod(rank, world.num_holders)
+        factor_e = factors_EV[world.experts_of(place), holder]
+        return tokens_mH.sin() * (probs_m * factor_e[expert_of_rows(per_expert, last_expert_first)])[:, None]
+
+    found = two_hops(world, inputs, run, last_expert_first, num_spare)
+    for rank, seen in enumerate(found.seen):
+        tokens, probs = expected_rows(world, inputs, rank, last_expert_first)
+        assert seen.tokens_mH.equal(tokens)
+        assert seen.probs_m.equal(probs)
+    dense = [
+        hidden.sin() * (probs * map_tE * factors_EV.sum(dim=1)).sum(dim=1)[:, None, None]
+        for hidden, probs, map_tE in zip(inputs.hidden, inputs.probs, inputs.maps, strict=True)
+    ]
+    for mine, theirs in zip(results(found.outputs, inputs), results(dense, inputs), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def results(outputs: list[torch.Tensor], inputs: Inputs) -> list[torch.Tensor]:
+    """Outputs, and the gradients of a function of them. Those of probabilities that nobody chose are not compared."""
+    loss = torch.stack([output.cos().sum() for output in outputs]).sum()
+    grads = torch.autograd.grad(loss, inputs.leaves)
+    of_probs = [grad * map_tE for grad, map_tE in zip(grads[len(inputs.hidden) :], inputs.maps, strict=True)]
+    return [*outputs, *grads[: len(inputs.hidden)], *of_probs]
+
+
+@given(worlds())
+@example(ALL_DROPPED)
+@example(ONE_RANK_SENDS)
+@settings(max_examples=50, deadline=None)
+def test_sums_of_two_hops_are_the_adjoint_of_their_copies(world):
+    """<y, A x> = <S y, x> for the rows A x that experts see, and the tokens S y that come back of their outputs y.
+
+    What autograd makes of A is S; without holders to the bit, because the backward sums in the order of the forward.
+    """
+    inputs, outputs_mH = inputs_of(world.maps), []
+
+    def any_rows(rank: int, tokens_mH: torch.Tensor, probs_m: torch.Tensor, per_expert: list[int]) -> torch.Tensor:
+        outputs_mH.append(torch.rand_like(tokens_mH) - 0.5)
+        return outputs_mH[-1]
+
+    found = two_hops(world, inputs, any_rows)
+    rows = [one.tokens_mH for one in found.seen]
+    products = [(y * ax).sum() for y, ax in zip(outputs_mH, rows, strict=True)]
+    others = [(sy * x).sum() for sy, x in zip(found.outputs, inputs.hidden, strict=True)]
+    assert torch.stack(products).sum().item() == pytest.approx(torch.stack(others).sum().item(), abs=1e-12)
+    grads = torch.autograd.grad(rows, inputs.hidden, outputs_mH)
+    for grad, summed in zip(grads, found.outputs, strict=True):
+        if world.num_holders == 1:
+            assert grad.equal(summed)
+        else:
+            torch.testing.assert_close(grad, summed, rtol=1e-12, atol=1e-12)
+
+
+@given(worlds(max_holders=1, max_chosen=2))
+@settings(max_examples=40, deadline=None)
+def test_two_hops_of_two_experts_per_token_equal_the_plain_dispatch_to_the_bit(world):
+    inputs = inputs_of(world.maps)
+
+    def run(rank: int, tokens_mH: torch.Tensor, probs_m: torch.Tensor, per_expert: list[int]) -> torch.Tensor:
+        return weighted(rank, tokens_mH, probs_m)
+
+    ours, (plain, _) = two_hops(world, inputs, run).outputs, exchange(AllToAllDispatcher, inputs)
+    assert all(map(torch.equal, results(ours, inputs), results(plain, inputs)))
+
+
+@given(worlds())
+@example(ALL_DROPPED)
+@settings(max_examples=50, deadline=None)
+def test_routes_of_all_ranks_are_the_rows_of_the_choice(world):
+    """Computed from all choices at once; that one rank receives what another sends is checked where rows move."""
+    inputs = inputs_of(world.maps)
+    found = two_hops(world, inputs, lambda rank, tokens_mH, probs_m, per_expert: tokens_mH)
+    nodes, holders = world.nodes, world.num_holders
+    per_node = nodes.ranks_per_node * holders
+    goes = [map_tE.view(-1, nodes.num_nodes, nodes.ranks_per_node, world.num_local) for map_tE in world.maps]
+    for rank, routes in enumerate(found.routes):
+        place, holder = divmod(rank, holders)
+        node, local = divmod(place, nodes.ranks_per_node)
+        assert routes.splits.sent == tuple(goes[rank].flatten(2).any(dim=2).sum(dim=0).tolist())
+        to_here = [goes_tNLe[:, node, local].any(dim=1).sum() for goes_tNLe in goes]
+        rows_LVN = torch.stack(to_here).view(nodes.num_nodes, nodes.ranks_per_node, holders).permute(1, 2, 0)
+        assert routes.rows_by_way.equal(rows_LVN)
+        assert routes.local_splits.received == tuple(rows_LVN.sum(dim=2).flatten().tolist())
+        passed_on = torch.zeros(nodes.ranks_per_node, dtype=torch.long)
+        for way in range(rank % per_node, len(goes), per_node):
+            passed_on = passed_on + goes[way][:, node].any(dim=2).sum(dim=0)
+        assert routes.local_splits.sent == tuple(passed_on.repeat_interleave(holders).tolist())
+        chosen_e = torch.stack([goes_tNLe[:, node, local].sum(dim=0) for goes_tNLe in goes])
+        assert routes.rows_per_expert.equal(chosen_e.sum(dim=0))
+        assert routes.num_rows == int(chosen_e[holder::holders].sum())
+
+
+@given(st.lists(st.integers(0, 3), min_size=24, max_size=24), st.permutations(range(3)))
+@settings(max_examples=40, deadline=None)
+def test_order_by_other_dimensions_is_that_of_a_stable_sort(sizes, dims):
+    sizes_abc = torch.tensor(sizes).view(2, 3, 4)
+    parts = sizes_abc.nonzero().repeat_interleave(sizes_abc[sizes_abc > 0], dim=0)  # [m, 3], the part of each row
+    order = RowOrder.by_dims(sizes_abc, dims, len(parts))
+    keys = [tuple(parts[row, list(dims)].tolist()) for row in range(len(parts))]
+    assert order.index_m.tolist() == sorted(range(len(parts)), key=keys.__getitem__)
+    assert order.undo(order.apply(parts)).equal(parts)
+
+
+def world_of(num_holders: int) -> World:
+    generator = torch.Generator().manual_seed(3)
+    maps = [torch.rand((6, 8), generator=generator) < 0.4 for _ in range(4 * num_holders)]
+    return World(Nodes(2, 2), num_holders, 2, maps)
+
+
+@pytest.mark.parametrize("num_holders", [1, 2])
+def test_rows_in_the_order_of_arrival_are_not_stocks(monkeypatch, num_holders):
+    """Negative control: without the order of ways, experts see the same rows in another order."""
+    world = world_of(num_holders)
+    inputs = inputs_of(world.maps)
+    unordered = SimpleNamespace(by_dims=lambda sizes, dims, num_rows: SimpleNamespace(index_m=torch.arange(num_rows)))
+    monkeypatch.setattr(two_hop, "RowOrder", unordered)
+    found = two_hops(world, inputs, lambda rank, tokens_mH, probs_m, per_expert: tokens_mH)
+    expected = [expected_rows(world, inputs, rank, False)[0] for rank in range(len(world.maps))]
+    assert not all(seen.tokens_mH.equal(rows) for seen, rows in zip(found.seen, expected, strict=True))
+    for seen, rows in zip(found.seen, expected, strict=True):
+        torch.testing.assert_close(seen.tokens_mH.sum(dim=0), rows.sum(dim=0))
+
+
+def test_a_token_travels_once_to_a_node_and_there_once_to_each_holder():
+    """Its four experts are on both ranks of both nodes; each rank holds a half of its experts' parts."""
+    maps = [torch.zeros((1, 4), dtype=torch.bool) for _ in range(8)]
+    maps[0][:] = True
+    world = World(Nodes(2, 2), 2, 1, maps)
+    found = two_hops(world, inputs_of(maps), lambda rank, tokens_mH, probs_m, per_expert: tokens_mH)
+    assert [one.splits.sent for one in found.routes] == [(1, 1)] + [(0, 0)] * 7
+    assert [one.local_splits.sent for one in found.routes] == [(1,) * 4, *[(0,) * 4] * 3, (1,) * 4, *[(0,) * 4] * 3]
+    assert [len(seen.tokens_mH) for seen in found.seen] == [1] * 8
+
+
+@pytest.mark.parametrize("num_holders", [1, 2])
+def test_no_value_is_needed_on_the_host(num_holders):
+    """A read of a value would raise here, and on a GPU it would wait for the device."""
+    dispatcher = TwoHopDispatcher(Comm(4), 40, 4, group_of(num_holders), Nodes(2, 2), 0)
+    hidden = torch.empty(5, 1, HIDDEN, device="meta", requires_grad=True)
+    probs = torch.empty(5, 40, device="meta", requires_grad=True)
+    map_tE = torch.empty(5, 40, dtype=torch.bool, device="meta")
+    assert dispatcher._count(map_tE).shape == (4 * num_holders * (2 + 2 + 10),)
+    rows, permutation = dispatcher.permute(hidden, probs, map_tE, 7)
+    num_local = 9 * num_holders
+    routes = SimpleNamespace(
+        local_splits=RowSplits((num_local,), (num_local,)),
+        rows_by_way=torch.empty(2, num_holders, 2, dtype=torch.long, device="meta"),
+        rows_per_expert=torch.full((10,), 2),
+    )
+    (tokens, choice), passed = dispatcher.pass_on(rows, routes)
+    assert (tokens.shape, choice.shape) == ((num_local, HIDDEN), (num_local, 12))
+    output = dispatcher.through_experts(partial(weighted, 0), tokens, choice, routes)
+    summed = dispatcher.sum_of_node(output, passed)
+    assert summed.shape == (7, HIDDEN)
+    dispatcher.unpermute(summed, permutation).sum().backward()
+    assert (hidden.grad.shape, probs.grad.shape) == (hidden.shape, probs.shape)

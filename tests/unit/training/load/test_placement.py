@@ -1,0 +1,180 @@
+"""Which runs may place experts, and move them while they train; what the others are told before they start."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.errors import UsageError
+from megatron_lancet.planning.load.placement import placement_to_json
+from megatron_lancet.schedule.plan import fixed_plan
+from megatron_lancet.training.load.placement import check_reshardable, choose_placement, placement_note
+from megatron_lancet.training.load.rebalance import check_can_rebalance
+from megatron_lancet.training.plan.support import overlap_blockers
+
+PLAN = fixed_plan(2)
+
+
+def arguments(**changes: object) -> SimpleNamespace:
+    standard = {
+        "num_layers": 3,
+        "num_experts": 4,
+        "moe_layer_freq": [0, 1, 1],
+        "hybrid_layer_pattern": None,
+        "hybrid_override_pattern": None,
+        "mtp_num_layers": None,
+        "mtp_use_repeated_layer": False,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "world_size": 2,
+        "distributed_backend": "gloo",
+        "save": None,
+        "load": None,
+        "ckpt_step": None,
+        "ckpt_format": "torch_dist",
+        "no_save_optim": False,
+        "no_load_optim": False,
+        "finetune": False,
+        "use_distributed_optimizer": False,
+        "dist_ckpt_optim_fully_reshardable": False,
+        "optimizer": "adam",
+        "use_precision_aware_optimizer": False,
+        "optimizer_cpu_offload": False,
+        "fp8": None,
+        "fp8_param_gather": False,
+        "moe_pad_expert_input_to_capacity": False,
+    }
+    return SimpleNamespace(**{**standard, **changes})
+
+
+@pytest.fixture
+def placed(tmp_path):
+    """Writes a placement file; returns the configuration that names it."""
+
+    def placed(layers):
+        path = tmp_path / "placement.json"
+        path.write_text(placement_to_json(layers))
+        return LancetConfig(expert_placement=path)
+
+    return placed
+
+
+def test_a_run_has_megatrons_placement_unless_it_is_asked():
+    assert choose_placement(arguments(expert_model_parallel_size=1), LancetConfig(), None) is None
+    assert placement_note(None) == ""
+
+
+def test_a_placement_of_some_layers_is_taken_and_said(placed):
+    found = choose_placement(arguments(), placed({2: (3, 1, 2, 0), 3: (0, 1, 2, 3)}), PLAN)
+    assert found == {2: (3, 1, 2, 0), 3: (0, 1, 2, 3)}
+    assert placement_note(found) == "; experts of 1 layer are not in Megatron's order"
+
+
+def test_predictions_have_numbers_behind_the_layers(placed):
+    config = placed({4: (3, 1, 2, 0)})
+    assert choose_placement(arguments(mtp_num_layers=1), config, PLAN)
+    with pytest.raises(UsageError, match="layer 4 has no experts in this model"):
+        choose_placement(arguments(), config, PLAN)
+    repeated = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
+    with pytest.raises(UsageError, match="layer 5 has no experts in this model, which has them in layers 2, 3, 4"):
+        choose_placement(arguments(**repeated), placed({5: (3, 1, 2, 0)}), PLAN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "plan", "message"),
+    [
+        ({"expert_model_parallel_size": 1}, None, "--expert-model-parallel-size is 1. Drop the flag"),
+        ({}, None, "needs the overlapping block, .* Drop it, or --lancet-plan off"),
+        ({"num_experts": 8}, PLAN, "layer 2 has 4 experts, this model has --num-experts 8"),
+        ({"moe_layer_freq": [1, 0, 0]}, PLAN, "layer 2 has no experts in this model, which has them in layers 1"),
+        ({"save": "there", "ckpt_format": "torch"}, PLAN, "does not work with --ckpt-format torch: .* pass torch_dist"),
+        (
+            {"save": "there", "use_distributed_optimizer": True},
+            PLAN,
+            "--use-distributed-optimizer as it is saved by default: .*pass --dist-ckpt-optim-fully-reshardable",
+        ),
+        ({"fp8_param_gather": True}, PLAN, "weights that are stored in fp8 or fp4"),
+    ],
+)
+def test_a_run_that_can_not_place_experts_is_refused_in_one_line(placed, changes, plan, message):
+    with pytest.raises(UsageError, match=message) as raised:
+        choose_placement(arguments(**changes), placed({2: (3, 1, 2, 0)}), plan)
+    assert "--lancet-expert-placement" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"save": "there"},
+        {"save": "there", "use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True},
+        {"save": "there", "use_distributed_optimizer": True, "no_save_optim": True},
+        {"use_distributed_optimizer": True},
+    ],
+)
+def test_checkpoints_without_state_by_rank_are_allowed(placed, changes):
+    assert choose_placement(arguments(**changes), placed({2: (3, 1, 2, 0)}), PLAN)
+
+
+def test_a_checkpoint_with_files_by_rank_is_refused(placed, tmp_path):
+    (tmp_path / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    with pytest.raises(UsageError, match=r"its files are by rank; save it again with --ckpt-format torch_dist"):
+        choose_placement(arguments(load=str(tmp_path)), placed({2: (3, 1, 2, 0)}), PLAN)
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    path = tmp_path / "placement.json"
+    path.write_text('{"version": 1, "layers": {"2": [0, 0, 1, 2]}}')
+    with pytest.raises(UsageError, match=r"--lancet-expert-placement .*found several times: \[0\], missing: \[3\]"):
+        choose_placement(arguments(), LancetConfig(expert_placement=path), PLAN)
+
+
+def test_optimizer_state_that_is_sharded_by_rank_is_not_loaded():
+    saved = arguments(use_distributed_optimizer=True)
+    with pytest.raises(UsageError, match="Save it with --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim"):
+        check_reshardable(arguments(), saved)
+    check_reshardable(arguments(no_load_optim=True), saved)
+    check_reshardable(arguments(), arguments())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"use_distributed_optimizer": True, "world_size": 4},
+            "spreads it over 2 ranks. Drop one of the two, or change places at a restart",
+        ),
+        ({"distributed_backend": "mock"}, "does not work with a mocked world"),
+        ({"optimizer": "muon"}, "does not work with --optimizer muon"),
+        ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
+        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
+        ({"fp8": "e4m3"}, "--fp8-format, whose scaling factors stay on their rank"),
+        ({"moe_pad_expert_input_to_capacity": True}, "--moe-pad-expert-input-to-capacity"),
+        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size is 1"),
+    ],
+)
+def test_a_run_that_can_not_move_experts_is_refused_in_one_line(changes, message):
+    with pytest.raises(UsageError, match=message) as raised:
+        check_can_rebalance(arguments(**changes), LancetConfig(rebalance_interval=100), PLAN)
+    assert str(raised.value).startswith("--lancet-rebalance-interval 100")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_distributed_optimizer": True}, {"world_size": 4}])
+def test_a_run_with_whole_optimizer_state_on_each_rank_may_move_experts(changes):
+    check_can_rebalance(arguments(**changes), LancetConfig(rebalance_interval=100), PLAN)
+    assert choose_placement(arguments(**changes), LancetConfig(rebalance_interval=100), PLAN) == {}
+
+
+def test_a_window_has_two_halves():
+    with pytest.raises(UsageError, match="--lancet-rebalance-interval expects at least 2, got 1"):
+        LancetConfig(rebalance_interval=1)
+
+
+def test_a_run_that_is_to_place_experts_does_not_fall_back_to_stock_modules(placed):
+    unsupported = SimpleNamespace(tp_comm_overlap=True)
+    for config in (placed({2: (0, 1)}), LancetConfig(rebalance_interval=10)):
+        assert config.plan is PlanChoice.AUTO
+        assert overlap_blockers(unsupported, config) == []
