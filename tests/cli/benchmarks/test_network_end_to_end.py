@@ -110,7 +110,32 @@ def check_bytes(case: dict, variant: str, num_rows: int, choice_bytes: int) -> N
     payload, wire = (case["sample_fields"].index(field) for field in ("payload_bytes", "wire_bytes"))
     for ranks in case["sweeps"][0]["samples"][variant]:
         assert sum(rank[payload] for rank in ranks) == due
-        assert due < sum(rank[wire] for rank in ranks) < 2 * due
+        assert due < sum(rank[wire] for rank in ranks[:: case["ranks_per_node"]]) < 2 * due
+
+
+@pytest.mark.distributed
+@pytest.mark.alone
+def test_on_two_nodes_a_token_travels_as_often_between_them_as_its_dispatch_says(tmp_path, check_gradients):
+    """Two ranks of a node share its interface, on which only rows for the other node count."""
+    variants = ["--variants", "dedup-k2", "two-hop-k1"]
+    with started("--cases", "nodes-top4", *variants, "--output", str(tmp_path / "run")) as process:
+        _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    (case,) = json.loads((tmp_path / "run.json").read_text())["cases"]
+    assert case["variants"] == ["stock", "stock-free", "dedup-k2", "two-hop-k1"]
+    check_gradients({name: case["largest_errors"][name] for name in ("dedup-k2", "two-hop-k1")}, TOLERANCE)
+    sent = case["sent_rows"]
+    assert 1.9 < sent["plain"] / sent["tokens"] < 2.1
+    assert 0.9 < sent["two_hop"] / sent["tokens"] < 1.0 < sent["dedup"] / sent["tokens"] < 1.7
+    check_bytes(case, "stock", sent["plain"], 4)
+    check_bytes(case, "dedup-k2", sent["dedup"], 16)
+    check_bytes(case, "two-hop-k1", sent["two_hop"], 32)
+    for ranks in case["sweeps"][0]["samples"]["two-hop-k1"]:
+        wire = [rank[case["sample_fields"].index("wire_bytes")] for rank in ranks]
+        # Both ranks of a node read its counter, one after the other: acknowledgements may leave in between.
+        assert (wire[0], wire[2]) == pytest.approx((wire[1], wire[3]), rel=0.01)
+    assert "if it goes once to a node" in (tmp_path / "run.md").read_text()
+    assert set(own_namespaces(process)).isdisjoint(namespaces())
 
 
 def check_origin(result: dict) -> None:
