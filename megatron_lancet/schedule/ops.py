@@ -5,7 +5,7 @@ of a layer's linear layer, all chunks) or ``F.head`` (beside the layers), and is
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -58,8 +58,10 @@ class OpKind(StrEnum):
     """Message, second of two hops: rows to the ranks of their experts, inside the node."""
     SHARED_EXPERTS = "shared_experts"
     """The experts that see all tokens."""
+    OWN_EXPERTS = "own_experts"
+    """The routed experts of this rank, on the rows that stay on it, where the rows of other ranks come in tiles."""
     EXPERTS = "experts"
-    """The routed experts of this rank, on the rows received."""
+    """The routed experts of this rank, on the rows received; with tiles, on those of other ranks."""
     COMBINE = "combine"
     """Message: the experts' outputs back to the ranks of their tokens."""
     LOCAL_COMBINE = "local_combine"
@@ -108,7 +110,9 @@ MEMORY_BOUND = frozenset(
     }
 )
 """Ops that mostly move rows; the others are mostly matrix products, and so are weight gradients."""
-_FORM = re.compile(r"(?:L(?P<layer>\d+)\.)?(?:c(?P<chunk>\d+)\.)?(?P<phase>[FIW])\.(?P<kind>.+)", re.DOTALL)
+_FORM = re.compile(
+    r"(?:L(?P<layer>\d+)\.)?(?:c(?P<chunk>\d+)\.)?(?:t(?P<tile>\d+)\.)?(?P<phase>[FIW])\.(?P<kind>.+)", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -120,12 +124,14 @@ class Op:
         chunk: index of the chunk in its micro-batch, from 0; None for an op of all chunks.
         phase: forward, input gradient (dX) or weight gradient (dW).
         kind: an :class:`OpKind`; of a weight gradient the weight's name inside its layer, or in the model.
+        tile: index of the part of the chunk's rows, from 0; None for an op of all its rows.
     """
 
     layer: int | None
     chunk: int | None
     phase: Phase
     kind: str
+    tile: int | None = None
 
     def __str__(self) -> str:
         layer = "" if self.layer is None else f"L{self.layer}."
@@ -157,28 +163,32 @@ class Op:
     def find(name: str) -> "Op | None":
         """Like :meth:`parse`; None for other names of spans, such as those of gradient reductions."""
         match = _FORM.fullmatch(name)
-        if match is None or (match["chunk"] is not None and match["layer"] is None):
+        if match is None:
             return None
-        layer, chunk = (None if match[part] is None else int(match[part]) for part in ("layer", "chunk"))
+        layer, chunk, tile = (None if match[part] is None else int(match[part]) for part in ("layer", "chunk", "tile"))
+        if (layer is None and chunk is not None) or (chunk is None and tile is not None):
+            return None
         kind = match["kind"]
         is_known = match["phase"] != Phase.WEIGHT_GRAD and kind in OpKind
-        return Op(layer, chunk, Phase(match["phase"]), OpKind(kind) if is_known else kind)
+        return Op(layer, chunk, Phase(match["phase"]), OpKind(kind) if is_known else kind, tile)
 
     def within_layer(self) -> str:
         """The name without its layer, for texts about several layers: ``c0.F.dispatch``."""
         chunk = "" if self.chunk is None else f"c{self.chunk}."
-        return f"{chunk}{self.phase}.{self.kind}"
+        tile = "" if self.tile is None else f"t{self.tile}."
+        return f"{chunk}{tile}{self.phase}.{self.kind}"
 
     def in_words(self) -> str:
         """The op for a reader who does not know the names."""
         layer = [] if self.layer is None else [f"layer {self.layer}"]
         chunk = [] if self.chunk is None else [f"chunk {self.chunk}"]
-        return ", ".join([*layer, *chunk, self.phase.in_words, self.kind])
+        tile = [] if self.tile is None else [f"tile {self.tile}"]
+        return ", ".join([*layer, *chunk, *tile, self.phase.in_words, self.kind])
 
     def with_kind(self, kind: OpKind) -> "Op":
         """The op of another kind at the same place and in the same phase."""
-        return Op(self.layer, self.chunk, self.phase, kind)
+        return replace(self, kind=kind)
 
     def mirrored(self) -> "Op":
         """The op that undoes this one's data movement in the backward pass."""
-        return Op(self.layer, self.chunk, Phase.INPUT_GRAD, self.kind)
+        return replace(self, phase=Phase.INPUT_GRAD)

@@ -63,6 +63,17 @@ class Dispatch(StrEnum):
         return 4 if self is Dispatch.TWO_HOP else 2
 
 
+class OwnRows(StrEnum):
+    """When a rank's experts work on the rows that stay on it, where those of other ranks come in tiles."""
+
+    BEFORE = "before"
+    """While the dispatch is in flight."""
+    HALF = "half"
+    """One half while the dispatch is in flight, the other while the combine is."""
+    AFTER = "after"
+    """While the combine is in flight."""
+
+
 @dataclass(frozen=True)
 class Segment:
     """Neighbouring layers that run in the same way, without overlap across the ends of the segment.
@@ -77,6 +88,10 @@ class Segment:
         hop_turns: with two hops, whether a chunk's turn ends at messages inside its node too, so that another chunk
             runs meanwhile. Without, it waits for them and goes on: then its experts do not have to wait until the next
             chunk's rows have come from other nodes, which is faster where messages inside a node are short.
+        tiles: parts, with a message each, in which the rows of a chunk go to other ranks and back (Comet section 3: the
+            experts start with the rows that are here, and outputs leave part by part); 0 for one message of all rows,
+            those that stay included.
+        own_rows: with tiles, when the experts work on the rows that stay on the rank.
     """
 
     first_layer: int
@@ -86,8 +101,12 @@ class Segment:
     range: OverlapRange = OverlapRange.STACK
     chunk_multiple: int = field(default=1, metadata=OMITTED_AT_DEFAULT)
     hop_turns: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
+    tiles: int = field(default=0, metadata=OMITTED_AT_DEFAULT)
+    own_rows: OwnRows = field(default=OwnRows.HALF, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
+        if self.tiles < 0:
+            raise ValueError(f"tiles must be at least 0, not {self.tiles}")
         for name in ("num_chunks", "chunk_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -97,7 +116,12 @@ class Segment:
     def __str__(self) -> str:
         multiple = f" multiple={self.chunk_multiple}" if self.chunk_multiple > 1 else ""
         turns = " turns=hop" if self.hop_turns else ""
-        return f"chunks={self.num_chunks} dim={self.chunk_dim} range={self.range}{multiple}{turns}"
+        tiles = f" tiles={self.tiles} own-rows={self.own_rows}" if self.tiles else ""
+        return f"chunks={self.num_chunks} dim={self.chunk_dim} range={self.range}{multiple}{turns}{tiles}"
+
+    def all_to_alls_per_layer(self, dispatch: Dispatch) -> int:
+        """Messages with rows of a micro-batch in the forward of a layer."""
+        return dispatch.all_to_alls_per_layer * self.num_chunks * max(1, self.tiles)
 
     def has_layer(self, number: int) -> bool:
         """Whether the layer with this global number belongs to the segment."""
@@ -173,6 +197,8 @@ class Plan:
         _check_segments(self.segments)
         if self.dispatch is not Dispatch.TWO_HOP and any(segment.hop_turns for segment in self.segments):
             raise ValueError(f"hop_turns needs dispatch {Dispatch.TWO_HOP}, and the plan's dispatch is {self.dispatch}")
+        if self.dispatch is Dispatch.TWO_HOP and any(segment.tiles for segment in self.segments):
+            raise ValueError(f"tiles need dispatch {Dispatch.PLAIN} or {Dispatch.DEDUP}, not {self.dispatch}")
         if self.pairing is not None:
             _ = self.at_ends  # is a plan, too
 
@@ -201,7 +227,13 @@ class Plan:
     @property
     def overlaps_nothing(self) -> bool:
         """Whether every all-to-all is waited for where it is launched, as in stock."""
-        return not self.is_paired and self.num_chunks == 1 and self.dw_policy is DwPolicy.NONE
+        one_after_the_other = not self.is_paired and self.num_chunks == 1 and not self.has_tiles
+        return one_after_the_other and self.dw_policy is DwPolicy.NONE
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether the rows of a chunk travel in parts in any segment of any micro-batch."""
+        return any(segment.tiles for segment in (*self.segments, *self.at_ends.segments))
 
     @property
     def in_middle(self) -> "Plan":
@@ -280,6 +312,8 @@ def fixed_plan(
     dw_memory_bytes: int | None = None,
     chunk_multiple: int = 1,
     dispatch: Dispatch = Dispatch.PLAIN,
+    tiles: int = 0,
+    own_rows: OwnRows = OwnRows.HALF,
 ) -> Plan:
     """A plan without a cost model: all layers run alike, and the dW window is one layer's all-to-alls.
 
@@ -289,7 +323,9 @@ def fixed_plan(
         dw_memory_bytes: bound on the memory that deferred dWs keep alive; None for none.
         chunk_multiple: sizes of chunks are multiples of this number of samples or positions.
         dispatch: what all-to-alls carry.
+        tiles: see :class:`Segment`.
+        own_rows: see :class:`Segment`.
     """
-    window = dispatch.all_to_alls_per_layer * num_chunks if dw_policy is DwPolicy.FILL else 0
-    segment = Segment(1, None, num_chunks, chunk_dim, overlap_range, chunk_multiple)
+    segment = Segment(1, None, num_chunks, chunk_dim, overlap_range, chunk_multiple, tiles=tiles, own_rows=own_rows)
+    window = segment.all_to_alls_per_layer(dispatch) if dw_policy is DwPolicy.FILL else 0
     return Plan((segment,), dw_policy, window, dw_memory_bytes, dispatch=dispatch)

@@ -19,21 +19,32 @@ Another order of ops is a change of this file. A new op also needs what it compu
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import INSIDE_NODE, Op, OpKind, Phase
-from megatron_lancet.schedule.plan import Dispatch, OverlapRange
+from megatron_lancet.schedule.plan import Dispatch, OverlapRange, OwnRows
 
 
 @dataclass(frozen=True)
 class Verb:
-    """What is done with an op; one subclass for each."""
+    """What is done with an op; one subclass for each.
+
+    Attributes:
+        kind: kind of the op.
+        tile: index of the part of the chunk's rows that it is for; None for all of them.
+    """
 
     kind: OpKind
+    tile: int | None = None
     prefix: ClassVar[str] = ""
+
+    @property
+    def of_all_rows(self) -> "Verb":
+        """The same verb without a tile."""
+        return self if self.tile is None else replace(self, tile=None)
 
 
 class Compute(Verb):
@@ -119,6 +130,30 @@ def _in_two_hops(layer: Layer) -> Layer:
     return tuple(own for verb in layer for own in _HOPS.get(verb, (verb,)))
 
 
+_TILED = (Wait(OpKind.DISPATCH), Compute(OpKind.EXPERTS), Launch(OpKind.COMBINE))
+
+
+def _in_tiles(layer: Layer, tiles: int, own_rows: OwnRows) -> Layer:
+    """What a chunk does whose rows go to other ranks in tiles: all leave at once and come back as they are done.
+
+    The rows that stay on the rank run where it would otherwise wait: for the first tile, or for the first one back.
+    """
+    whole = None if own_rows is not OwnRows.HALF else 0
+    own_before = () if own_rows is OwnRows.AFTER else (Compute(OpKind.OWN_EXPERTS, whole),)
+    own_after = () if own_rows is OwnRows.BEFORE else (Compute(OpKind.OWN_EXPERTS, None if whole is None else 1),)
+    done: list[Verb] = []
+    for verb in layer:
+        if verb == _TILED[0]:
+            done += own_before
+            done += [replace(step, tile=tile) for tile in range(tiles) for step in _TILED]
+            done += own_after
+        elif verb in (Launch(OpKind.DISPATCH), Wait(OpKind.COMBINE)):
+            done += [replace(verb, tile=tile) for tile in range(tiles)]
+        elif verb not in _TILED:
+            done.append(verb)
+    return tuple(done)
+
+
 _NEIGHBOURS = (*pairwise(_EXPERTS), *pairwise(_in_two_hops(_EXPERTS)))
 ROWS_MADE_BY = {after.kind: before.kind for before, after in _NEIGHBOURS if isinstance(after, Launch)}
 """The op that makes the rows of a message. Launching the message is a part of it."""
@@ -149,7 +184,7 @@ class Instruction(NamedTuple):
     @property
     def op(self) -> Op:
         """The op of the forward pass that it belongs to."""
-        return Op(self.layer, self.chunk, Phase.FORWARD, self.verb.kind)
+        return Op(self.layer, self.chunk, Phase.FORWARD, self.verb.kind, self.verb.tile)
 
     def __str__(self) -> str:
         return f"{self.verb.prefix}{self.op}"
@@ -180,6 +215,8 @@ def verbs_of(
     pads_to_capacity: bool = False,
     num_chunks: int = 1,
     dispatch: Dispatch = Dispatch.PLAIN,
+    tiles: int = 0,
+    own_rows: OwnRows = OwnRows.HALF,
 ) -> Layer:
     """What a chunk does in a layer of a kind, in order.
 
@@ -189,11 +226,16 @@ def verbs_of(
             are known without token counts, but not those of a chunk, which has any part of an expert's rows.
         num_chunks: number of chunks of a micro-batch.
         dispatch: what all-to-alls carry.
+        tiles: see :class:`~megatron_lancet.schedule.plan.Segment`.
+        own_rows: see :class:`~megatron_lancet.schedule.plan.Segment`.
     """
     left_out = set() if has_shared_experts else {OpKind.SHARED_EXPERTS}
     if pads_to_capacity and num_chunks == 1:
         left_out.add(OpKind.COUNTS)
     verbs = tuple(verb for verb in _VERBS[kind] if verb.kind not in left_out)
+    if tiles:
+        assert dispatch is not Dispatch.TWO_HOP
+        return _in_tiles(verbs, tiles, own_rows)
     return _in_two_hops(verbs) if dispatch is Dispatch.TWO_HOP else verbs
 
 
@@ -204,9 +246,8 @@ def is_cut(kind: LayerKind, op: str, overlap_range: OverlapRange) -> bool:
         op: kind of the op.
     """
     one_hop = _VERBS[kind]
-    return any(
-        verb.kind == op for verbs in (one_hop, _in_two_hops(one_hop)) for verb in _split(verbs, overlap_range)[1]
-    )
+    all_ways = one_hop, _in_two_hops(one_hop), _in_tiles(one_hop, 1, OwnRows.BEFORE)
+    return any(verb.kind == op for verbs in all_ways for verb in _split(verbs, overlap_range)[1])
 
 
 def mtp_layer(layer: Layer) -> Layer:
@@ -273,8 +314,13 @@ def _in_chunks(layers: Sequence[tuple[int, Layer]], num_chunks: int, hop_turns: 
 def _turns(instructions: Sequence[Instruction], hop_turns: bool) -> list[Sequence[Instruction]]:
     """One chunk's instructions, split before each wait at which a turn ends."""
     verbs = enumerate(instruction.verb for instruction in instructions)
-    waits = (index for index, verb in verbs if isinstance(verb, Wait) and (hop_turns or verb.kind not in INSIDE_NODE))
+    waits = (index for index, verb in verbs if _ends_turn(verb, hop_turns))
     return [instructions[start:end] for start, end in pairwise([0, *waits, len(instructions)])]
+
+
+def _ends_turn(verb: Verb, hop_turns: bool) -> bool:
+    """Whether a turn ends in front of a verb: tiles behind the first one are waited for within the turn."""
+    return isinstance(verb, Wait) and not verb.tile and (hop_turns or verb.kind not in INSIDE_NODE)
 
 
 def _placed(verbs: Layer, layer: int, chunk: int) -> list[Instruction]:
