@@ -153,7 +153,7 @@ def enter_user_namespace(wanted: str, argv: Sequence[str]) -> None:
     if allowed:
         again = [sys.executable, "-m", "benchmarks.demo", IN_USER_NAMESPACE, *argv]
         os.environ["PYTHONPATH"] = str(REPOSITORY)
-        os.execvp(_BE_ROOT[0], [*_BE_ROOT, "sh", "-c", f'{_PREPARE} && exec "$@"', "sh", *again])
+        os.execvp(_BE_ROOT[0], [*_BE_ROOT, "sh", "-c", f'{_PREPARE} && exec "$@"', "sh", *again])  # noqa: S606 it is to become another program
 
 
 def rank_cores() -> list[int]:

@@ -6,6 +6,7 @@ set so that stock waits for a given share of its step on this machine.
 """
 
 import json
+import resource
 import textwrap
 import time
 from collections.abc import Sequence
@@ -17,8 +18,9 @@ from benchmarks.demo.data import prepare, write_sample
 from benchmarks.demo.display import Display
 from benchmarks.demo.folder import Folder, open_folder, shown, write_json
 from benchmarks.demo.job import Job
-from benchmarks.demo.link import Link, link
+from benchmarks.demo.link import Link, link, rank_cores
 from benchmarks.demo.steps import OURS, STOCK, Comparison, RankStep, Step, medians, sentence
+from benchmarks.harness.disturbance import cpu_times, disturbance
 from benchmarks.harness.namespaces import NUM_NODES
 from benchmarks.harness.rate import RateSearch
 from megatron_lancet.cli.training_process import say
@@ -45,7 +47,7 @@ MODEL_FLAGS = (
     "--expert-model-parallel-size 2"
 )
 TRAINING_FLAGS = (
-    "--attention-dropout 0 --hidden-dropout 0 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine "
+    "--attention-dropout 0 --hidden-dropout 0 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine "
     "--lr-warmup-fraction 0.08 --clip-grad 1.0 --weight-decay 0.1 --adam-beta2 0.95 "
     "--split 95,5,0 --eval-iters 4 --log-interval 1 --num-workers 0"
 )
@@ -172,6 +174,27 @@ class Training:
         self._display.say(f"      the link carries {rate_bps / 1e6:.0f} Mbit/s from here on")
 
 
+class CpuWatch:
+    """From now on watches what else runs on the ranks' cores; processes that we start count when they have ended."""
+
+    def __init__(self, cores: Sequence[int]) -> None:
+        self._cores = sorted(set(cores))
+        self._own_s = _cpu_s_of_children()
+        self._before, self._start_s = cpu_times(self._cores), time.monotonic()
+
+    def seen(self) -> str | None:
+        """What was seen since then; None if the cores were ours alone."""
+        elapsed_s, after = time.monotonic() - self._start_s, cpu_times(self._cores)
+        own_s = _cpu_s_of_children() - self._own_s
+        found = disturbance(self._before, after, own_s, elapsed_s, len(self._cores))
+        return str(found) if found.is_disturbed else None
+
+
+def _cpu_s_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def run_short(
     root: Path,
     num_steps: int,
@@ -199,6 +222,7 @@ def run_short(
     entropy = prepared["unigram_entropy"]
     say(f"      {prepared['num_tokens'] / 1e6:.2f} million tokens, unigram entropy {entropy:.3f} nats per token")
     train_start_s = time.monotonic()
+    watch = CpuWatch(rank_cores())
     with link(link_kind, is_unprivileged) as found:
         say(f"[4/8] training, stock and ours in turns, {num_steps} steps of each; {NUM_NODES} CPU ranks for each")
         say(f"      {found.description}")
@@ -208,6 +232,7 @@ def run_short(
         **results_of(folder, training.comparison, num_steps),
         "unigram_entropy": entropy,
         "link": f"{found.kind}, {training.rate_bps / 1e6:.0f} Mbit/s",
+        "other_load": watch.seen(),
         "train_seconds": round(time.monotonic() - train_start_s, 1),
     }
     say("[7/8] sample from the trained model")
@@ -281,6 +306,7 @@ def closing_text(folder: Folder, summary: dict[str, Any]) -> str:
         f"  stock              {summary['stock_step_ms']:.0f} ms a step, "
         f"{100 * summary['stock_exposed_ms'] / summary['stock_step_ms']:.1f} % of it waiting for all-to-alls",
         f"  link               {summary['link']}",
+        *([f"  DISTURBED          {summary['other_load']}"] if summary["other_load"] else []),
         *(f"  {what:<18} {shown(path)}" for what, path in files.items() if path.exists()),
         "",
         sentence(summary),
