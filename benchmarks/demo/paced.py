@@ -108,6 +108,7 @@ class PacedTransport(Transport):
     def exchange_counts(self, count: Callable[[], torch.Tensor], ready: ReadyEvent) -> CountsTransfer:
         return self._below.exchange_counts(count, ready)
 
+    @torch.no_grad()  # a setting of each thread; messages are launched without autograd
     def _send_all(self) -> None:
         free_s = 0.0
         while True:

@@ -1,12 +1,9 @@
-"""The long demo's decisions and its handling of child processes; once, small, the whole of it."""
+"""The long demo's decisions and its handling of child processes; the whole of it is in test_demo.py."""
 
 import json
 import os
-import re
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +12,7 @@ from benchmarks.demo.__main__ import parse_arguments
 from benchmarks.demo.folder import open_folder
 from megatron_lancet.cli.training_process import Progress
 from megatron_lancet.errors import UsageError
-from megatron_lancet.report.train_log import Iteration, parse_iteration
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-DEMO = [sys.executable, "-m", "benchmarks.demo", "--long"]
-WHOLE_DEMO_TIMEOUT_S = 220
+from megatron_lancet.report.train_log import Iteration
 
 SETTINGS = {"vocab_size": 600, "corpus_megabytes": None, "python": "3.12.1"}
 
@@ -172,43 +165,3 @@ def test_demo_progress_without_a_terminal_is_in_lines(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [int(line.split("/")[0].split()[-1]) for line in lines] == [1, 25, 50, 60]
     assert lines[0] == "      iteration    1/60: lm loss 4.000, 2000 tokens/s"
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_demo_from_corpus_to_text(tmp_path):
-    output = tmp_path / "demo"
-    demo_flags = ["--train-iters", "8", "--output", output, "--vocab-size", "600", "--corpus-megabytes", "0.6"]
-    small_model = "--num-layers 1 --hidden-size 32 --ffn-hidden-size 32 --seq-length 32 --eval-iters 2".split()
-    result = subprocess.run(
-        [*DEMO, *demo_flags, "--", *small_model],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=WHOLE_DEMO_TIMEOUT_S,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    summary = json.loads((output / "summary.json").read_text())
-    assert summary["iterations"] == 8
-    assert 4.0 < summary["unigram_entropy"] < 6.0
-    assert 6.0 < summary["validation_loss"] < 6.6  # about ln(600) = 6.4
-    assert summary["tokens_per_s"] > 0
-    assert f"{summary['validation_loss']:.3f} nats per token" in result.stdout
-    assert summary["sample"]["prompt"] == "def read(self"
-    assert "      | def read(self" + summary["sample"]["text"].split("\n")[0] in result.stdout
-    assert json.loads((output / "sample.json").read_text())["iteration"] == 8
-    assert (output / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert (output / "report.json").is_file()
-    check_log(output / "train.log", output)
-
-
-def check_log(log: Path, output: Path) -> None:
-    """One run in two parts: the second one starts where the first stopped, on the same schedule."""
-    text = log.read_text()
-    assert f"successfully loaded checkpoint from {output / 'checkpoints'}" in text
-    found = [(step, line) for line in text.splitlines() if (step := parse_iteration(line))]
-    assert [step.number for step, _ in found] == list(range(1, 9))
-    rates = [float(re.search(r"learning rate: (\S+)", line)[1]) for _, line in found]
-    assert rates == sorted(rates, reverse=True), "warm-up of the second part, or a schedule of its own"
-    assert len(set(rates)) == 8
