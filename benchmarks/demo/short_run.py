@@ -22,6 +22,7 @@ from benchmarks.demo.link import Link, link, rank_cores
 from benchmarks.demo.steps import OURS, STOCK, Comparison, RankStep, Step, medians, sentence
 from benchmarks.harness.disturbance import cpu_times, disturbance
 from benchmarks.harness.namespaces import NUM_NODES
+from benchmarks.harness.origin import origin
 from benchmarks.harness.rate import RateSearch
 from megatron_lancet.cli.training_process import say
 from megatron_lancet.errors import UsageError
@@ -233,6 +234,7 @@ def run_short(
         "unigram_entropy": entropy,
         "link": f"{found.kind}, {training.rate_bps / 1e6:.0f} Mbit/s",
         "other_load": watch.seen(),
+        "origin": origin("benchmarks.demo"),
         "train_seconds": round(time.monotonic() - train_start_s, 1),
     }
     say("[7/8] sample from the trained model")

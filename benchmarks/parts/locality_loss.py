@@ -1,4 +1,4 @@
-"""Trains the demo's model with several ``--lancet-locality-loss-coeff`` on 4 ranks, taken for 2 nodes of 2.
+"""Trains the long demo's model with several ``--lancet-locality-loss-coeff`` on 4 ranks, taken for 2 nodes of 2.
 
     python -m benchmarks.parts.locality_loss --output locality-loss.json              # 500 steps: an hour
     python -m benchmarks.parts.locality_loss --steps 100 --output locality-loss.json

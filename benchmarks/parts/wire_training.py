@@ -1,4 +1,4 @@
-"""Trains the demo's model with each format of ``--lancet-wire`` over several seeds, and compares validation losses.
+"""Trains the long demo's model with each format of ``--lancet-wire`` over several seeds; compares validation losses.
 
     python -m benchmarks.parts.wire_training --output wire-training.json              # 50 steps: ten minutes
     python -m benchmarks.parts.wire_training --steps 500 --output wire-training.json  # the whole demo: an hour

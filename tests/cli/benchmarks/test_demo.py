@@ -108,6 +108,7 @@ def namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.usefixtures("shaped_network")
 def test_demo_without_root_makes_its_namespaces_in_one_of_users(tmp_path):
     allowed = subprocess.run(["unshare", "--user", "--map-root-user", "--net", "--mount", "true"], check=False)
     if allowed.returncode != 0:
