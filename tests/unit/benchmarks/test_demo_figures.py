@@ -11,8 +11,8 @@ from benchmarks.demo.__main__ import parse_arguments
 from benchmarks.demo.display import Display
 from benchmarks.demo.paced import Pace, PacedTransport
 from benchmarks.demo.picture import draw
-from benchmarks.demo.short_run import turns, unmeasured_steps
 from benchmarks.demo.steps import OURS, STOCK, Comparison, RankStep, Step, sentence
+from benchmarks.demo.training import turns, unmeasured_steps
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
