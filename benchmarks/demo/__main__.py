@@ -74,9 +74,15 @@ def main() -> None:
     enter_user_namespace(arguments.link, argv)
     from benchmarks.demo.short_run import run_short
 
-    rate_bps = arguments.rate * 1e6 if arguments.rate else None
-    where = arguments.link, rate_bps, arguments.in_user_namespace
-    run_short(root, arguments.train_iters, *data, *where, arguments.megatron_flags)
+    run_short(
+        root,
+        arguments.train_iters,
+        *data,
+        link_kind=arguments.link,
+        rate_bps=arguments.rate * 1e6 if arguments.rate else None,
+        is_unprivileged=arguments.in_user_namespace,
+        extra=arguments.megatron_flags,
+    )
 
 
 if __name__ == "__main__":

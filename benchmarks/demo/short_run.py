@@ -55,6 +55,7 @@ def run_short(
     num_steps: int,
     vocab_size: int,
     corpus_megabytes: float | None,
+    *,
     link_kind: str,
     rate_bps: float | None,
     is_unprivileged: bool,
