@@ -7,14 +7,15 @@ from typing import TextIO
 
 from benchmarks.demo.steps import OURS, STOCK, Comparison, Medians, Step, medians
 
-_COMPUTE, _WAITING = "█", "░"
+_MARKS, _ASCII_MARKS = "█░", "#."
+"""Of compute and of waiting."""
 _BLUE, _GREY, _PLAIN = "\x1b[38;5;32m", "\x1b[38;5;245m", "\x1b[0m"
 _UP_AND_CLEAR = "\x1b[{}F\x1b[J"
 _SPAN = 8
 """Steps over which the figures on the screen are medians."""
-_NUM_LINES = 4
 _TEXT_COLUMNS = 46
-_MIN_BAR_COLUMNS = 10
+_MIN_COLUMNS = 70
+"""In a narrower terminal the lines would wrap."""
 
 
 class Display:
@@ -29,7 +30,10 @@ class Display:
         self._comparison = comparison
         self._num_steps = num_steps
         self._out = sys.stdout if out is None else out
-        self._is_live = self._out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        is_wide = shutil.get_terminal_size().columns >= _MIN_COLUMNS
+        self._is_live = is_wide and self._out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        is_unicode = (self._out.encoding or "").lower().startswith("utf")
+        self._marks = _MARKS if is_unicode else _ASCII_MARKS
         self._has_colours = self._is_live and not os.environ.get("NO_COLOR")
         self._num_drawn = 0
 
@@ -82,10 +86,10 @@ class Display:
         self._num_drawn = len(lines)
 
     def _row(self, variant: str, figures: Medians, loss: float, longest_ms: float, columns: int) -> str:
-        width = max(_MIN_BAR_COLUMNS, columns - _TEXT_COLUMNS)
+        width = columns - _TEXT_COLUMNS
         length = round(width * figures.step_ms / longest_ms)
         waiting = round(length * figures.waited_share)
-        bar = _COMPUTE * (length - waiting), _WAITING * waiting
+        bar = self._marks[0] * (length - waiting), self._marks[1] * waiting
         if self._has_colours:
             bar = f"{_BLUE}{bar[0]}", f"{_GREY}{bar[1]}{_PLAIN}"
         text = f"{figures.step_ms:5.0f} ms, waits {figures.waited_share:4.0%}, loss {loss:.4f}"

@@ -80,7 +80,7 @@ def run_short(
     train_start_s = time.monotonic()
     watch = CpuWatch(rank_cores())
     with link(link_kind, is_unprivileged) as found:
-        say(f"[4/8] training, stock and ours in turns, {num_steps} steps of each; {NUM_NODES} CPU ranks for each")
+        say(f"[4/8] training, stock and ours in turns, {num_steps} steps of each; {NUM_NODES} CPU ranks of each start")
         say(f"      {found.description}")
         training = Training(folder, found, num_steps, rate_bps, extra)
         training.run()
