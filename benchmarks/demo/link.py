@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from benchmarks.demo.folder import REPOSITORY
@@ -111,24 +111,23 @@ def link(wanted: str, is_unprivileged: bool) -> Iterator[Link]:
     Raises:
         UsageError: namespaces are wanted, and this machine can't make them.
     """
-    reason = "asked for by --link paced"
-    if wanted != PACED:
-        namespaces = Namespaces()
-        try:
-            check_host(*this_host())
-            namespaces.__enter__()
-        except UsageError as error:
-            if wanted == NAMESPACES:
-                raise
-            reason = str(error)
-        else:
+    namespaces = Namespaces()
+    reason: str | None = "asked for by --link paced"
+    with ExitStack() as stack:
+        if wanted != PACED:
             try:
-                namespaces.shape(FREE_BPS)
-                yield NamespaceLink(namespaces, is_unprivileged)
-                return
-            finally:
-                namespaces.__exit__(None, None, None)
-    yield PacedLink(reason)
+                check_host(*this_host(), what="a real link between the demo's ranks", as_root="sudo make demo")
+                stack.enter_context(namespaces)
+                reason = None
+            except UsageError as error:
+                if wanted == NAMESPACES:
+                    raise
+                reason = str(error)
+        if reason is not None:
+            yield PacedLink(reason)
+            return
+        namespaces.shape(FREE_BPS)
+        yield NamespaceLink(namespaces, is_unprivileged)
 
 
 _BE_ROOT = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
@@ -153,7 +152,7 @@ def enter_user_namespace(wanted: str, argv: Sequence[str]) -> None:
     if allowed:
         again = [sys.executable, "-m", "benchmarks.demo", IN_USER_NAMESPACE, *argv]
         os.environ["PYTHONPATH"] = str(REPOSITORY)
-        os.execvp(_BE_ROOT[0], [*_BE_ROOT, "sh", "-c", f'{_PREPARE} && exec "$@"', "sh", *again])  # noqa: S606 it is to become another program
+        os.execvp(_BE_ROOT[0], [*_BE_ROOT, "sh", "-c", f'{_PREPARE} && exec "$@"', "sh", *again])  # noqa: S606
 
 
 def rank_cores() -> list[int]:
