@@ -168,4 +168,8 @@ def closing_text(folder: Folder, summary: dict[str, Any]) -> str:
         "",
         sentence(summary),
     ]
+    if summary["other_load"]:
+        lines.append(
+            "(Something else used the processor meanwhile: run it again when nothing does, for its true figures.)"
+        )
     return "\n".join(lines)
