@@ -1,4 +1,4 @@
-# make demo | test | test-quick | test-gpu | check-gpu | lint | wheel: each sets up everything it needs in .venv first,
+# make demo [DEMO=long] | test | test-quick | test-gpu | check-gpu | lint | wheel: each sets up everything it needs in .venv first,
 # once; later calls start at once and work offline. PYTHON=/path/to/python picks the interpreter, VENV=folder the
 # environment.
 
@@ -19,7 +19,8 @@ QUICK := tests/unit tests/parity/mocked/test_gradients_in_mocked_worlds.py tests
 .PHONY: demo test test-quick test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-evaluation bench-causes bench-gpu flags format constraints clean help
 
 help:
-	@echo "make demo    train a small GPT-MoE on real text, with expert parallelism, and show the result"
+	@echo "make demo    train a small GPT-MoE on real text twice, stock and ours, on a link that is really waited for, and"
+	@echo "             show both: three minutes; DEMO=long trains a larger one for longer, without comparison"
 	@echo "make test    run the test suite"
 	@echo "             (PYTEST_ARGS=\"tests/unit/planning -k lowering\": a part of it, in one process)"
 	@echo "make test-quick  unit tests and a few comparisons with stock Megatron: at most four minutes on two idle cores"
@@ -38,7 +39,7 @@ help:
 	@echo "make bench-gpu       stock, pipelined experts and our schedules on one GPU; BENCH_ARGS=--help lists options"
 
 demo: $(STAMP)
-	@$(BIN)/python tools/demo.py
+	@$(BIN)/python -m benchmarks.demo $(DEMO:%=--%) $(DEMO_ARGS)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(or $(PYTEST_ARGS),$(PYTEST_ALL))

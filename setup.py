@@ -10,10 +10,8 @@ VERSION = next(
     for line in (HERE / "megatron_lancet" / "__init__.py").read_text().splitlines()
     if line.startswith("__version__")
 )
-# tools/make_plan.py is installed as lancet-make-plan, and so on. The demo belongs to a checkout.
-TOOL_SCRIPTS = sorted(
-    "lancet-" + path.stem.replace("_", "-") for path in (HERE / "tools").glob("*.py") if path.stem != "demo"
-)
+# tools/make_plan.py is installed as lancet-make-plan, and so on.
+TOOL_SCRIPTS = sorted("lancet-" + path.stem.replace("_", "-") for path in (HERE / "tools").glob("*.py"))
 
 setup(
     name="megatron-lancet",

@@ -1,4 +1,4 @@
-"""Trains the demo's model with several ``--lancet-locality-loss-coeff`` on 4 ranks, taken for 2 nodes of 2.
+"""Trains the long demo's model with several ``--lancet-locality-loss-coeff`` on 4 ranks, taken for 2 nodes of 2.
 
     python -m benchmarks.parts.locality_loss --output locality-loss.json              # 500 steps: an hour
     python -m benchmarks.parts.locality_loss --steps 100 --output locality-loss.json
@@ -9,13 +9,14 @@ machine may be busy with other work.
 """
 
 import argparse
-import importlib.util
 import json
 import re
 import statistics
 from pathlib import Path
-from typing import Any
 
+from benchmarks.demo.data import prepare
+from benchmarks.demo.folder import Folder, open_folder
+from benchmarks.demo.long_run import Layout, launch_command, train, training_flags
 from benchmarks.harness.tables import aligned
 from benchmarks.parts.frame import new_parser, write_result
 from megatron_lancet.report.summary import REPORT_FILE
@@ -42,24 +43,14 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _demo() -> Any:
-    """tools/demo.py, which is no package."""
-    spec = importlib.util.spec_from_file_location("demo", _REPOSITORY / "tools" / "demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def trained(demo: Any, folder: Any, steps: int, coeff: float, seed: int) -> dict[str, float]:
+def trained(folder: Folder, steps: int, coeff: float, seed: int) -> dict[str, float]:
     """Trains once.
 
     Returns:
         ``validation_loss`` in nats per token, ``share_leaving_node`` of the routed rows (median over the steps), and
         with a coefficient the mean ``divergence`` of the last steps, without the coefficient.
     """
-    layout = demo.Layout(_RANKS, _RANKS, f"{_RANKS} CPU ranks")
+    layout = Layout(_RANKS, _RANKS, f"{_RANKS} CPU ranks")
     loss = ["--lancet-locality-loss-coeff", str(coeff), "--lancet-ranks-per-node", str(_RANKS_PER_NODE)]
     flags = [*_BATCH.split(), "--seed", str(seed), "--lancet-num-chunks", "2", *loss]
     log = RunLog()
@@ -69,8 +60,8 @@ def trained(demo: Any, folder: Any, steps: int, coeff: float, seed: int) -> dict
         if log.feed(line) is not None:
             divergences.extend(map(float, _DIVERGENCE.findall(line)))
 
-    command = demo.launch_command(layout, demo.training_flags(folder, layout, steps, flags))
-    demo.train([*command, "--lancet-report", str(folder.root)], _RANKS, folder.train_log, on_line)
+    command = launch_command(layout, training_flags(folder, layout, steps, flags))
+    train([*command, "--lancet-report", str(folder.root)], _RANKS, folder.train_log, on_line)
     assert log.is_complete(steps), folder.train_log
     assert log.validation is not None
     report = json.loads((folder.root / REPORT_FILE).read_text())
@@ -85,13 +76,12 @@ def trained(demo: Any, folder: Any, steps: int, coeff: float, seed: int) -> dict
 def main() -> None:
     """Train and print."""
     args = parse_arguments()
-    demo = _demo()
     results: list[dict[str, float]] = []
     for seed in args.seeds:
         for coeff in args.coeffs:
-            folder = demo.open_folder(args.folder.resolve())
-            demo.prepare(folder, 2048, args.corpus_megabytes)
-            results.append({"seed": seed, "coeff": coeff, **trained(demo, folder, args.steps, coeff, seed)})
+            folder = open_folder(args.folder.resolve())
+            prepare(folder, 2048, args.corpus_megabytes)
+            results.append({"seed": seed, "coeff": coeff, **trained(folder, args.steps, coeff, seed)})
             print(json.dumps(results[-1]), flush=True)
             # After each: hours of training are not lost with the last of them.
             layout = {"ranks": _RANKS, "ranks_per_node": _RANKS_PER_NODE, "steps": args.steps}

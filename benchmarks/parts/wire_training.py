@@ -1,9 +1,9 @@
-"""Trains the demo's model with each format of ``--lancet-wire`` over several seeds, and compares validation losses.
+"""Trains the long demo's model with each format of ``--lancet-wire`` over several seeds; compares validation losses.
 
     python -m benchmarks.parts.wire_training --output wire-training.json              # 50 steps: ten minutes
     python -m benchmarks.parts.wire_training --steps 500 --output wire-training.json  # the whole demo: an hour
 
-Each run is tools/demo.py with two chunks: corpus and tokenizer are prepared once, then the model is trained from
+Each run is the long demo with two chunks: corpus and tokenizer are prepared once, then the model is trained from
 scratch. Runs of one seed begin with the same weights and see the same tokens in the same order.
 """
 
@@ -41,9 +41,13 @@ def validation_loss(args: argparse.Namespace, wire: Wire, seed: int) -> float:
     """Trains once; nats per token on the validation split."""
     corpus = [] if args.corpus_megabytes is None else ["--corpus-megabytes", str(args.corpus_megabytes)]
     flags = ["--seed", str(seed), "--lancet-num-chunks", "2", "--lancet-wire", wire]
-    command = [sys.executable, str(_REPOSITORY / "tools" / "demo.py"), "--output", str(args.folder)]
+    command = [sys.executable, "-m", "benchmarks.demo", "--long", "--output", str(args.folder.resolve())]
     done = subprocess.run(
-        [*command, "--train-iters", str(args.steps), *corpus, "--", *flags], capture_output=True, text=True, check=False
+        [*command, "--train-iters", str(args.steps), *corpus, "--", *flags],
+        cwd=_REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise SystemExit(f"error: the demo with {' '.join(flags)} ended with status {done.returncode}: {done.stderr}")

@@ -1,0 +1,162 @@
+"""A training of two ranks as the demo sees it: it asks for steps, and receives what each of them took."""
+
+import json
+import os
+import queue
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from subprocess import STDOUT
+from typing import Any
+
+from benchmarks.demo.folder import REPOSITORY
+from benchmarks.demo.link import Link, rank_cores
+from benchmarks.demo.steps import RankStep
+from benchmarks.harness.namespaces import NUM_NODES, uninterrupted
+from benchmarks.harness.ranks import end, rank_environment
+from megatron_lancet.errors import UsageError
+from megatron_lancet.report.train_log import tail
+
+_STEP_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 240.0
+_END_TIMEOUT_S = 240.0
+_POLL_S = 0.2
+_UNUSED = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "LANCET_SHAPED_IFNAME")
+
+
+class Job:
+    """Two ranks, from their start to their end; a context that ends them.
+
+    Attributes:
+        name: for messages.
+        log: gets everything that the ranks print.
+    """
+
+    def __init__(self, name: str, link: Link, flags: Sequence[str], log: Path, trace: Sequence[int] = ()) -> None:
+        """Starts the ranks.
+
+        Args:
+            flags: of Megatron and ours.
+            trace: steps whose timelines are recorded.
+        """
+        self.name = name
+        self.log = log
+        self._link = link
+        self._is_starting = True
+        self._found: queue.SimpleQueue[tuple[int, RankStep]] = queue.SimpleQueue()
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        options = ["--trace", *map(str, trace)]
+        if link.interface is not None:
+            options += ["--interface", link.interface]
+        meet = link.rendezvous()
+        with log.open("ab") as file:
+            file.write(f"$ {name}: pretrain_gpt_moe.py {shlex.join(flags)}\n".encode())
+            file.flush()
+            try:
+                for rank, core in enumerate(rank_cores()):
+                    self._start(rank, ["--core", str(core), *options, "--", *flags], meet, file)
+            except BaseException:
+                self.__exit__()
+                raise
+
+    def _start(self, rank: int, arguments: Sequence[str], meet: dict[str, str], file: Any) -> None:
+        begin, end_of_pipe = os.pipe()
+        command = [sys.executable, "-m", "benchmarks.demo.rank", "--records", str(end_of_pipe), *arguments]
+        environment = {name: value for name, value in rank_environment(rank).items() if name not in _UNUSED} | meet
+        try:
+            process = subprocess.Popen(
+                self._link.command(rank, command),
+                env=environment,
+                cwd=REPOSITORY,
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=STDOUT,
+                pass_fds=(end_of_pipe,),
+                start_new_session=True,  # Ctrl-C is for the demo, which ends them
+            )
+        finally:
+            os.close(end_of_pipe)
+        self._ranks.append(process)
+        threading.Thread(target=self._read, args=(rank, begin), daemon=True).start()
+
+    def _read(self, rank: int, records: int) -> None:
+        with os.fdopen(records) as lines:
+            for line in lines:
+                self._found.put((rank, RankStep.parse(line)))
+
+    def run(self, steps: range, on_step: Callable[[int, list[RankStep]], None]) -> None:
+        """Lets the ranks run ``steps``, which follow those that they have run.
+
+        Args:
+            on_step: called with the number of each step and what it took on each rank.
+
+        Raises:
+            UsageError: a rank ended, or took too long.
+        """
+        order = (json.dumps({"until": steps[-1], "rate_bps": self._link.paced_bps}) + "\n").encode()
+        for process in self._ranks:
+            assert process.stdin is not None
+            try:
+                process.stdin.write(order)
+                process.stdin.flush()
+            except BrokenPipeError:
+                self._raise_if_ended()
+        for number in steps:
+            limit_s = _START_TIMEOUT_S if self._is_starting else _STEP_TIMEOUT_S
+            on_step(number, self._receive(number, limit_s))
+            self._is_starting = False
+
+    def _receive(self, number: int, limit_s: float) -> list[RankStep]:
+        found: dict[int, RankStep] = {}
+        deadline_s = time.monotonic() + limit_s
+        while len(found) < NUM_NODES:
+            try:
+                rank, step = self._found.get(timeout=_POLL_S)
+            except queue.Empty:
+                self._raise_if_ended()
+                if time.monotonic() > deadline_s:
+                    raise UsageError(
+                        f"step {number} of {self.name} was not done after {limit_s:.0f} s. The end of {tail(self.log)}"
+                    ) from None
+                continue
+            assert step.step == number, (step.step, number)
+            found[rank] = step
+        return [found[rank] for rank in sorted(found)]
+
+    def _raise_if_ended(self) -> None:
+        statuses = [process.poll() for process in self._ranks]
+        if any(status is not None for status in statuses) and self._found.empty():
+            time.sleep(_POLL_S)
+            if self._found.empty():
+                raise UsageError(f"{self.name} ended early, with status {statuses}. The end of {tail(self.log)}")
+
+    def finish(self) -> None:
+        """Waits until the ranks have ended by themselves, after their last step.
+
+        Raises:
+            UsageError: one failed, or took too long.
+        """
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
+        for rank, process in enumerate(self._ranks):
+            try:
+                status = process.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise UsageError(
+                    f"{self.name} was not done {_END_TIMEOUT_S:.0f} s after its last step. The end of {tail(self.log)}"
+                ) from None
+            if status != 0:
+                raise UsageError(f"rank {rank} of {self.name} ended with status {status}. The end of {tail(self.log)}")
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with uninterrupted():
+            for process in self._ranks:
+                end(process)
+                assert process.stdin is not None
+                process.stdin.close()

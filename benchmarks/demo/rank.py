@@ -1,0 +1,145 @@
+"""A rank of the short demo: Megatron's own training, on a link that takes time, in blocks of steps as the parent asks.
+
+``python -m benchmarks.demo.rank --core 0 --records 5 [--interface NAME] [--trace 9 13] -- MEGATRON'S FLAGS``
+
+Lines that come on standard input say up to which step the rank may go, and how fast the link is. What each step took
+goes to the file descriptor ``--records``, as a line of JSON.
+"""
+
+import argparse
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(prog="benchmarks.demo.rank", description=__doc__)
+    parser.add_argument("--core", type=int, required=True, help="that this rank runs on")
+    parser.add_argument("--records", type=int, required=True, help="file descriptor that gets a line for each step")
+    parser.add_argument("--interface", help="whose rate is capped; without one the transport is paced")
+    parser.add_argument("--trace", type=int, nargs="*", default=[], help="steps whose timelines are recorded")
+    parser.add_argument("megatron_flags", nargs="*")
+    return parser.parse_args(argv)
+
+
+class Gate:
+    """Holds this rank back where the parent has not asked for the step yet."""
+
+    def __init__(self, pace: Any) -> None:
+        self._pace = pace
+        self._until = 0
+
+    def wait_for(self, step: int) -> bool:
+        """Returns when the step may begin; whether it had to be asked for.
+
+        Raises:
+            SystemExit: the parent is gone.
+        """
+        if step <= self._until:
+            return False
+        while step > self._until:
+            line = sys.stdin.readline()
+            if not line:
+                raise SystemExit("error: the demo has ended before its ranks")
+            order = json.loads(line)
+            self._until, self._pace.rate_bps = order["until"], order["rate_bps"]
+        return True
+
+
+class Observer:
+    """Tells the parent about each training step."""
+
+    def __init__(self, run: Any, device: Any, gate: Gate, stock_trace: Any, args: argparse.Namespace) -> None:
+        self._run = run
+        self._device = device
+        self._gate = gate
+        self._stock_trace = stock_trace
+        self._trace = args.trace
+        self._records = args.records
+
+    def observe(self, step: Callable[[], Any]) -> Any:
+        """Runs a training step when the parent has asked for it."""
+        import torch.distributed as dist
+
+        from megatron_lancet.files import to_plain
+
+        number = self._run.recorder.iteration
+        if self._gate.wait_for(number):
+            dist.barrier()
+        result, timeline = self._traced(step) if number in self._trace else (step(), None)
+        record = self._run.recorder.records[-1]
+        line = {
+            "step": number,
+            "loss": result[0]["lm loss"].item(),
+            "step_ms": record.step_ms,
+            "waited_ms": record.comm.exposed_ms + record.comm.counts_exposed_ms,
+            "sent_bytes": record.comm.payload_bytes,
+            "num_tokens": record.num_tokens,
+            "timeline": None if timeline is None else to_plain(timeline),
+        }
+        os.write(self._records, (json.dumps(line) + "\n").encode())
+        return result
+
+    def _traced(self, step: Callable[[], Any]) -> tuple[Any, Any]:
+        import torch.distributed as dist
+
+        from megatron_lancet.training.observe.step_causes import traced_step
+
+        if self._run.setup.plan is None:
+            return self._stock_trace.run(dist.get_rank(), step)
+        result, trace = traced_step(self._run.setup, self._device, step)
+        return result, trace.timeline
+
+
+def _train(args: argparse.Namespace, status: Any) -> None:
+    from megatron_lancet.training.megatron.versions import check_versions
+    from megatron_lancet.training.platform.detect import platform
+
+    check_versions()
+    with platform() as found, ExitStack() as stack:
+        from benchmarks.demo.rank_link import RankLink, StockTrace
+        from megatron_lancet.patching import around
+        from megatron_lancet.training import job
+        from megatron_lancet.training.megatron import patches
+
+        link, stock_trace = RankLink(args.interface), StockTrace()
+
+        def enter_run(stock: Any, run_stack: ExitStack, *rest: Any) -> Any:
+            run = stock(run_stack, *rest)
+            observer = Observer(run, found.device, Gate(link.pace), stock_trace, args)
+            run_stack.enter_context(patches.train_step_hooks([observer.observe]))  # around the run's own hooks
+            return run
+
+        stack.enter_context(link.carries_ours())
+        stack.enter_context(link.carries_stock(stock_trace))
+        stack.enter_context(around(job, "enter_run", enter_run))
+        job.run_job(found.device, status)
+
+
+def main() -> None:
+    """Entry point of a rank."""
+    args = parse_arguments(sys.argv[1:])
+    faulthandler.register(signal.SIGUSR1)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank does not outlive the demo
+    os.sched_setaffinity(0, {args.core})
+    sys.argv[1:] = args.megatron_flags
+
+    import torch
+
+    from megatron_lancet.training.process.exit import run_rank
+
+    torch.set_num_threads(1)
+    run_rank(lambda status: _train(args, status))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Both demos, small: what they write, the short one with a paced transport; that an interrupt leaves nothing."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_lancet.report.train_log import parse_iteration
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SMALL_DATA = ["--vocab-size", "500", "--corpus-megabytes", "0.2"]
+SMALL_MODEL = "--num-layers 1 --hidden-size 32 --ffn-hidden-size 32 --seq-length 32 --eval-iters 1".split()
+WHOLE_DEMO_TIMEOUT_S = 220
+START_TIMEOUT_S, END_TIMEOUT_S = 90, 30
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def command(output: Path, *options: str) -> list[str]:
+    demo = [sys.executable, "-m", "benchmarks.demo", "--output", str(output), "--train-iters", "12", *SMALL_DATA]
+    return [*demo, *options, "--", *SMALL_MODEL]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, str]:
+    """The output folder of a demo with a paced transport, and what it printed."""
+    output = tmp_path_factory.mktemp("demo") / "run"
+    done = subprocess.run(
+        command(output, "--link", "paced", "--rate", "50"),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=WHOLE_DEMO_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return output, done.stdout
+
+
+def processes_of(output: Path) -> list[int]:
+    """Running processes whose command line names the folder."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:  # ended in between
+            continue
+        if str(output) in line:
+            found.append(int(folder.name))
+    return found
+
+
+def test_short_demo_compares_stock_and_ours_and_keeps_what_the_demo_had(finished):
+    output, printed = finished
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["iterations"] == 12
+    assert summary["link"] == "paced, 50 Mbit/s"
+    assert "PACED transport, no real link" in printed
+    assert summary["max_loss_difference"] <= 2e-6
+    assert summary["validation_loss"] == pytest.approx(summary["stock_validation_loss"], rel=2e-6)
+    assert 5.5 < summary["validation_loss"] < 6.5  # about ln(500) = 6.2
+    assert summary["speedup"] == summary["stock_step_ms"] / summary["step_ms"] > 0
+    # 16 samples of 32 tokens, top-2: in a step about 512 rows of 32 values go to the other rank, 4 times.
+    assert summary["stock_exposed_ms"] > 0.8 * 512 / 2 * 32 * 4 * 4 * 8 / 50e3, "the link was not waited for"
+    assert summary["num_measured_steps"] == 4
+    assert summary["plan"].startswith("chunks=2")
+    assert summary["sample"]["prompt"] == "def read(self"
+    assert printed.splitlines()[-1].startswith("stock waited ")
+    for picture in ("steps.png", "loss_curve.png"):
+        assert (output / picture).read_bytes().startswith(b"\x89PNG")
+    assert (output / "report.json").is_file()
+
+
+def test_short_demo_resumes_ours_from_its_checkpoint(finished):
+    output, _ = finished
+    ours, stock = (output / name for name in ("train.log", "stock.log"))
+    assert f"successfully loaded checkpoint from {output / 'checkpoints'}" in ours.read_text()
+    assert "successfully loaded checkpoint" not in stock.read_text()
+    assert "Megatron-Lancet plan: off" in stock.read_text()
+
+
+@pytest.mark.usefixtures("shaped_network")
+def test_interrupted_demo_leaves_neither_namespaces_nor_ranks(finished, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(finished[0], output)
+    with subprocess.Popen(command(output), cwd=REPOSITORY, stdout=subprocess.DEVNULL) as process:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while len(processes_of(output)) < 5:  # itself, and two ranks of each variant
+            assert process.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        assert f"lancet-{process.pid}-0" in namespaces()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(END_TIMEOUT_S) == 130
+    assert processes_of(output) == []
+    assert f"lancet-{process.pid}-0" not in namespaces()
+    assert not (output / "summary.json").exists()
+    assert not (output / "steps.png").exists()
+    assert (output / "data" / "prepared.json").exists()
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.usefixtures("shaped_network")
+def test_demo_without_root_makes_its_namespaces_in_one_of_users(tmp_path):
+    allowed = subprocess.run(["unshare", "--user", "--map-root-user", "--net", "--mount", "true"], check=False)
+    if allowed.returncode != 0:
+        pytest.skip("this kernel allows no user namespaces without root")
+    before = namespaces()
+    # In place of the interpreter, this shows what the demo is started as.
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "$@"\nid -u\nip netns add inside && ip netns list\n')
+    program.chmod(0o755)
+    script = (
+        f"import os, sys; sys.executable = {str(program)!r}; os.geteuid = lambda: 1000\n"
+        "from benchmarks.demo.link import enter_user_namespace\n"
+        "enter_user_namespace('auto', ['--rate', '9'])"
+    )
+    started = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert started.stdout.splitlines() == ["-m benchmarks.demo --in-user-namespace --rate 9", "0", "inside"]
+    assert namespaces() == before
+
+
+def test_long_demo_trains_resumes_and_validates(finished, tmp_path):
+    output = tmp_path / "demo"
+    shutil.copytree(finished[0] / "data", output / "data")
+    (output / ".megatron-lancet-demo").touch()
+    demo = [sys.executable, "-m", "benchmarks.demo", "--long", "--output", output, "--train-iters", "8", *SMALL_DATA]
+    result = subprocess.run(
+        [*demo, "--", *SMALL_MODEL],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=WHOLE_DEMO_TIMEOUT_S,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["iterations"] == 8
+    assert 4.0 < summary["unigram_entropy"] < 6.0
+    assert 5.5 < summary["validation_loss"] < 6.5  # about ln(500) = 6.2
+    assert summary["tokens_per_s"] > 0
+    assert f"{summary['validation_loss']:.3f} nats per token" in result.stdout
+    assert summary["sample"]["prompt"] == "def read(self"
+    assert "      | def read(self" + summary["sample"]["text"].split("\n")[0] in result.stdout
+    assert json.loads((output / "sample.json").read_text())["iteration"] == 8
+    assert (output / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (output / "report.json").is_file()
+    check_log(output / "train.log", output)
+
+
+def check_log(log: Path, output: Path) -> None:
+    """One run in two parts: the second one starts where the first stopped, on the same schedule."""
+    text = log.read_text()
+    assert f"successfully loaded checkpoint from {output / 'checkpoints'}" in text
+    found = [(step, line) for line in text.splitlines() if (step := parse_iteration(line))]
+    assert [step.number for step, _ in found] == list(range(1, 9))
+    rates = [float(re.search(r"learning rate: (\S+)", line)[1]) for _, line in found]
+    assert rates == sorted(rates, reverse=True), "warm-up of the second part, or a schedule of its own"
+    assert len(set(rates)) == 8
