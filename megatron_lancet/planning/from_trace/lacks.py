@@ -1,0 +1,22 @@
+"""What a trace must have, and the one message about what it lacks."""
+
+from megatron_lancet.files import RecordError
+
+FLAGS = (
+    "--profile --use-pytorch-profiler --pytorch-profiler-collect-shapes --profile-step-start 5 --profile-step-end 9 "
+    "--profile-ranks 0 1 --tensorboard-dir DIR"
+)
+"""Megatron's flags that record everything that is read; the ranks are those of an expert-parallel group."""
+
+
+class TraceLacks(RecordError):  # noqa: N818 - the name states the problem
+    """A trace lacks something that a profile needs. The message names it and what to do."""
+
+    def __init__(self, where: str, missing: str, remedy: str = f"Record with Megatron's {FLAGS}") -> None:
+        """
+        Args:
+            where: name of the trace.
+            missing: what it lacks, as the end of a sentence.
+            remedy: what to do.
+        """
+        super().__init__(f"{where}: the trace has {missing}. {remedy}.")
