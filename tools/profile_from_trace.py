@@ -1,4 +1,4 @@
-"""Makes a profile for the planner from torch.profiler's traces of an ordinary Megatron run, before anything is installed.
+"""Makes a profile for the planner from torch.profiler's traces of an ordinary Megatron run.
 
   python tools/profile_from_trace.py DIR/../torch_profile/rank-*.json.gz --output profile.json
   python tools/make_plan.py profile.json --output plan.json

@@ -42,11 +42,8 @@ def model_facts(rank: RankEvents, step: TracedStep) -> ModelFacts:
     forward, batch = step.forwards[0], step.batches[0]
     calls = forward.calls[min(forward.calls)]
     embedding = next(op for op in batch.forward if op.name == EMBEDDING)
-    choices = [
-        op
-        for op in batch.forward
-        if op.name == TOPK and calls.router.start_us <= op.start_us < calls.combine.outer.end_us
-    ]
+    until_us = calls.dispatches[0].launch.start_us
+    choices = [op for op in batch.forward if op.name == TOPK and calls.router.start_us <= op.start_us < until_us]
     if not choices:
         raise TraceLacks(rank.path, f"no {TOPK} behind a router", "Record without --moe-router-fusion")
     tokens, num_experts, topk = _choice(rank.path, choices[-1])
