@@ -11,6 +11,7 @@ from megatron_lancet.planning.from_trace.facts import check_layout, model_facts
 from megatron_lancet.planning.from_trace.kernels import is_collective
 from megatron_lancet.planning.from_trace.lacks import TraceLacks
 from megatron_lancet.planning.from_trace.links import RankSteps, link_times
+from megatron_lancet.planning.from_trace.packing import with_packing
 from megatron_lancet.planning.from_trace.step import TracedStep, expert_group, read_step
 from megatron_lancet.planning.measured.op_times import OpKey, Samples, op_key, op_times, over_ranks, weight_grad_times
 from megatron_lancet.planning.measured.pace import RankPaces, paces_of_rank, step_paces
@@ -69,15 +70,17 @@ def _profile(model: ModelFacts, ranks: Mapping[int, RankEvents], steps: RankStep
         RankPaces(groups[rank][0], groups[rank].index(rank), paces_of_rank(one.steps, medians.op_ms, lambda _: 1.0))
         for rank, one in samples.items()
     ]
-    ops, weight_grads = op_times(medians, model), weight_grad_times(medians, model)
-    whole = _ranks_of_a_whole_group(groups)
+    ops, shares = op_times(medians, model), _shares(steps, model)
     first = min(ranks)
+    if _sends_probabilities_apart(steps[first][0]):
+        ops, shares = with_packing(ops, shares)
+    whole = _ranks_of_a_whole_group(groups)
     return Profile(
         model=model,
         device=ranks[first].device or "CPU",
         versions={},
-        ops=with_chunks(ops, _shares(steps, model), model, _is_fused(steps[first][0])),
-        weight_grads=weight_grads_with_chunks(weight_grads, model),
+        ops=with_chunks(ops, shares, model, _is_fused(steps[first][0])),
+        weight_grads=weight_grads_with_chunks(weight_grad_times(medians, model), model),
         link=link,
         memory=(),
         rest_ms=round(medians.rest_ms, 4),
@@ -122,6 +125,10 @@ def _shares(steps: RankSteps, model: ModelFacts) -> dict[OpKey, OpShares]:
         scaled = min(1.0, scaled_ms / ms) if ms > 0 else 0.0
         found[key] = OpShares(scaled, min(scaled, core_ms / ms if ms > 0 else 0.0))
     return found
+
+
+def _sends_probabilities_apart(step: TracedStep) -> bool:
+    return any(len(calls.dispatches) > 1 for calls in step.forwards[0].calls.values())
 
 
 def _is_fused(step: TracedStep) -> bool:
