@@ -5,7 +5,7 @@ are generated from these.
 """
 
 import re
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from megatron_lancet.planning.from_trace.events import Event, RankEvents
@@ -24,7 +24,9 @@ def is_collective(kernel: Event) -> bool:
     return _COLLECTIVE.search(kernel.name) is not None
 
 
-def device_marks(rank: RankEvents, begin_us: float, host: Sequence[Mark]) -> tuple[float, list[Mark], list[Event]]:
+def device_marks(
+    rank: RankEvents, begin_us: float, host: Sequence[Mark]
+) -> tuple[float, list[Mark], list[tuple[str, Event]]]:
     """Marks of the kernels that were launched in a pass.
 
     Args:
@@ -32,24 +34,24 @@ def device_marks(rank: RankEvents, begin_us: float, host: Sequence[Mark]) -> tup
         host: marks of the pass on the host.
 
     Returns:
-        Begin of the first kernel in us, marks of all, and the kernels of messages in order.
+        Begin of the first kernel in us, marks of all, and the kernels of messages in order with the messages' names.
     """
     launched: list[tuple[Event, Mark]] = []
     for kernel in rank.kernels:
         time_us = rank.launches.get(kernel.args.get("correlation", -1))
         if time_us is None or not begin_us <= time_us < host[-1].end_us:
             continue
-        launched.append((kernel, host[bisect_left(host, time_us, key=lambda mark: mark.end_us)]))
+        launched.append((kernel, host[bisect_right(host, time_us, key=lambda mark: mark.end_us)]))
     if not launched:
         return begin_us, [], []
     in_weight_grads = _kernels_of_weight_grads(launched)
     marks: list[Mark] = []
-    messages: list[Event] = []
+    messages: list[tuple[str, Event]] = []
     for kernel, mark in launched:
         if is_collective(kernel):
             if mark.lane is not Lane.WAIT:
                 continue  # a reduction of gradients, beside everything else
-            messages.append(kernel)
+            messages.append((mark.name, kernel))
         name = mark.weight_grad if id(kernel) in in_weight_grads else mark.name
         took_us = kernel.end_us - kernel.start_us
         scaled_us = took_us if took_us >= _LEAST_US else 0.0

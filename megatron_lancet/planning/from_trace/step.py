@@ -123,7 +123,7 @@ def _add(found: _Collected, rank: RankEvents, batch: MicroBatch, zero_us: float)
         found.counts_ms += [(call.outer.end_us - call.launch.start_us) / _US_PER_MS for call in counts]
     else:
         begin_us, marks, kernels = device_marks(rank, batch.begin_us, [*forward.marks, *backward.marks])
-        times_ms = _times_of_kernels(found, rank.path, marks, kernels, calls)
+        times_ms = _times_of_kernels(found, rank.path, kernels, calls)
     found.spans += spans_of(begin_us, marks, zero_us)
     _add_parts(found, begin_us, marks)
     for (name, launch, end_us), ms in zip(calls, times_ms, strict=True):
@@ -154,14 +154,12 @@ def _add_parts(found: _Collected, begin_us: float, marks: Sequence[Mark]) -> Non
 def _times_of_kernels(
     found: _Collected,
     path: str,
-    marks: Sequence[Mark],
-    kernels: Sequence[Event],
+    kernels: Sequence[tuple[str, Event]],
     calls: Sequence[tuple[str, Event, float]],
 ) -> list[float]:
     """Times of the messages in the order of ``calls``, and those of the token counts into ``found``."""
-    names = [mark.name for mark in marks if mark.lane is Lane.WAIT]
     times_ms = []
-    for name, kernel in zip(names, kernels, strict=True):
+    for name, kernel in kernels:
         ms = (kernel.end_us - kernel.start_us) / _US_PER_MS
         if Op.parse(name).kind == OpKind.COUNTS:
             found.counts_ms.append(ms)
