@@ -180,10 +180,20 @@ def expert_group(rank: RankEvents) -> tuple[int, ...]:
     Raises:
         TraceLacks: the trace does not say which these are.
     """
-    group = rank.groups.get("EXPERT_MODEL_PARALLEL")
-    if group is None:
+    group = rank.groups.get("EXPERT_MODEL_PARALLEL") or _group_of_kernels(rank)
+    if not group:
         raise TraceLacks(rank.path, "no process group EXPERT_MODEL_PARALLEL_GROUP in distributedInfo")
     return group
+
+
+def _group_of_kernels(rank: RankEvents) -> tuple[int, ...]:
+    """The ranks that NCCL's kernels of all-to-alls name; empty without them."""
+    for kernel in rank.kernels:
+        if str(kernel.args.get("Collective name", "")).startswith("all_to_all"):
+            ranks = _splits(str(kernel.args.get("Process Group Ranks", "")))
+            if rank.rank in ranks:
+                return ranks
+    return ()
 
 
 def _sent(path: str, name: str, launch: Event, ms: float) -> Sent:

@@ -20,6 +20,7 @@ FORWARD_US = {
 }  # fmt: skip
 """Own times of ops, by a name of this file; in the backward they take twice as long, dX and dW each once."""
 MOE, DENSE = "moe", "dense"
+NCCL_ARGS = {"Collective name": "all_to_allv", "Process Group Ranks": "[0, 1]"}
 
 
 @dataclass
@@ -110,7 +111,7 @@ class Writer:
             self.now_us += us + wait_us
 
     def wait(self, us):
-        self.work(us, "ncclDevKernel_SendRecv(...)", 20, **{"Collective name": "all_to_allv"})
+        self.work(us, "ncclDevKernel_SendRecv(...)", 20, **NCCL_ARGS)
 
     def counts(self):
         def gather():

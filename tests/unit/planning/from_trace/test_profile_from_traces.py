@@ -157,6 +157,11 @@ def test_one_rank_is_enough_and_its_rows_tell_how_uneven_all_receive(tmp_path):
     assert profile.link.all_to_all[-1][1] == pytest.approx(1.0, abs=TOLERANCE_MS)
 
 
+def test_the_group_is_also_read_from_the_kernels_of_messages(tmp_path):
+    named, unnamed = Recipe(on_gpu=True), Recipe(on_gpu=True, groups={})
+    assert profile_from_traces(write(tmp_path, unnamed)).ops == profile_from_traces(write(tmp_path, named)).ops
+
+
 def test_several_traces_of_a_rank_count_as_more_steps(tmp_path):
     (first,) = write(tmp_path, Recipe(steps=1))
     second = tmp_path / "later.json"

@@ -1,9 +1,9 @@
-"""What HTA computes from our traces, beside our own figure: python -m benchmarks.parts.hta_overlap TRACE.json.
+"""What HTA computes from our traces, beside our own figure: python -m benchmarks.from_trace.hta_overlap TRACE.json.
 
 HTA (Holistic Trace Analysis) is no dependency of the project. Install it into an environment of its own:
 
     python -m venv /tmp/hta && /tmp/hta/bin/pip install HolisticTraceAnalysis
-    python -m benchmarks.parts.hta_overlap runs/tiny_cpu/report/trace.json --hta-python /tmp/hta/bin/python
+    python -m benchmarks.from_trace.hta_overlap runs/tiny_cpu/report/trace.json --hta-python /tmp/hta/bin/python
 
 Ours is the share of the time with messages in flight in which a rank does not wait for one; HTA's that in which it runs
 a compute kernel. Fails if they differ by more than 2 percent points on any rank.
@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.harness.origin import origin
 from benchmarks.harness.tables import aligned
-from benchmarks.parts.frame import write_result
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.files import RecordError
 from megatron_lancet.report.timeline.rank_traces import hidden_share, write_rank_traces
@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         [str(rank), f"{theirs[rank]:.2f}", f"{ours[rank]:.2f}", f"{theirs[rank] - ours[rank]:+.2f}"] for rank in ours
     ]
     print(aligned(lines))
-    write_result(args.output, "hta_overlap", {"trace": record.title, "hta": theirs, "ours": ours})
+    if args.output is not None:
+        result = {**origin("benchmarks.from_trace.hta_overlap"), "trace": record.title, "hta": theirs, "ours": ours}
+        args.output.write_text(json.dumps(result) + "\n")
     if max(abs(theirs[rank] - ours[rank]) for rank in ours) > MAX_DIFFERENCE:
         raise SystemExit(f"they differ by more than {MAX_DIFFERENCE:g} percent points")
 
