@@ -92,7 +92,7 @@ class FromTraceBench(PredictionBench):
         self._rate_bps = self.set_rate_for(case, step, step)
         traces = _Traces(self.job.result.parent, case.name)
         watch = CpuWatch(self.job.cores)
-        self._traced(traces, stock)
+        self._record(traces, stock)
         planned = make_plan(profile_from_traces(traces.paths)).plan
         say(f"  planned from the first traces: {planned}")
         plans = {name: planned if name == PLANNED else FIXED_PLANS[name] for name in case.variants}
@@ -113,7 +113,7 @@ class FromTraceBench(PredictionBench):
             "samples": samples,
         }
 
-    def _traced(self, traces: _Traces, stock: Step) -> list[RankSamples]:
+    def _record(self, traces: _Traces, stock: Step) -> list[RankSamples]:
         """A turn of stock steps under torch.profiler. Collective."""
         samples = []
         with traces.recording() as profile:
@@ -149,7 +149,7 @@ class FromTraceBench(PredictionBench):
             in_round = len(profiled) * (1 + _IN_A_TURN)
             for place in range(in_round):
                 self._profile_step(run, num_round * in_round + place, place % (1 + _IN_A_TURN) == 0, step)
-            self._traced(traces, stock)
+            self._record(traces, stock)
             for name in rotated(list(samples), num_round):
                 samples[name] += self._turn(name, plans.get(name), stock if name == STOCK else step)
         return run.finish(), samples

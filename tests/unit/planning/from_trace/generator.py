@@ -7,6 +7,7 @@ what they do is a kernel of that time.
 import json
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 B, S, H, FFN, EXPERTS, TOPK, VOCAB = 2, 64, 8, 16, 4, 2, 100
 ROWS = B * S * TOPK
@@ -103,7 +104,7 @@ class Writer:
         self.forward_op(kind, LINEAR, **dims)
 
     def message(self, us, dims, received, sent, wait_us):
-        args = {"Input Dims": [[sum(received), *dims], [sum(sent), *dims], [], [], []]}
+        args: dict[str, Any] = {"Input Dims": [[sum(received), *dims], [sum(sent), *dims], [], [], []]}
         args |= {"Input type": ["float", "float", "", "ScalarList", "ScalarList"]}
         args |= {"Concrete Inputs": ["", "", "", str(list(received)), str(list(sent)), "False"]}
         self.op("c10d::alltoall_base_", after=[lambda: self.wait(us + wait_us)] if self.recipe.on_gpu else (), **args)
@@ -202,8 +203,15 @@ def trace(recipe):
     """The trace of a recipe, for ``json.dumps``."""
     writer = Writer(recipe)
     for number in range(recipe.steps):
-        marker = {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{5 + number}", "pid": 1, "tid": 1}
-        marker |= {"ts": writer.now_us, "args": {}}
+        start_us = writer.now_us
+        marker: dict[str, Any] = {
+            "ph": "X",
+            "cat": "user_annotation",
+            "name": f"ProfilerStep#{5 + number}",
+            "pid": 1,
+            "tid": 1,
+        }
+        marker |= {"ts": start_us, "args": {}}
         writer.now_us += 10.0
         for _ in range(recipe.micro_batches):
             forward(writer)
@@ -211,7 +219,7 @@ def trace(recipe):
             writer.now_us = writer.device_us = max(writer.now_us, writer.device_us)
         writer.now_us += 200.0
         writer.op("Optimizer.step#AdamW.step")
-        marker["dur"] = writer.now_us - marker["ts"]
+        marker["dur"] = writer.now_us - start_us
         writer.events.append(marker)
     groups = [{"pg_name": name, "pg_desc": name, "ranks": ranks} for name, ranks in recipe.groups.items()]
     return {

@@ -50,7 +50,7 @@ def test_kernels_have_the_names_streams_and_collectives_that_hta_and_tracelens_r
 
 
 def test_no_stream_has_two_kernels_at_a_time():
-    by_stream = {}
+    by_stream: dict[int, list[tuple[float, float]]] = {}
     for event in rank_trace(RECORD, STEP)["traceEvents"][1:]:
         by_stream.setdefault(event["args"]["stream"], []).append((event["ts"], event["ts"] + event["dur"]))
     for kernels in by_stream.values():
