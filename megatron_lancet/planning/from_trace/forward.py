@@ -93,6 +93,9 @@ class Forward:
             if event.sequence is not None:
                 # In its middle: an op begins before, and ends behind, the marks of what it contains.
                 self._places[event.sequence] = (event.start_us + event.end_us) / 2
+        for _, call in self.messages:
+            if call.outer.sequence is not None:
+                self._places[call.outer.sequence] = (call.launch.start_us + call.outer.end_us) / 2
 
 
 def read_forward(path: str, batch: MicroBatch) -> Forward:

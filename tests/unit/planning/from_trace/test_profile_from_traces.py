@@ -162,6 +162,13 @@ def test_the_group_is_also_read_from_the_kernels_of_messages(tmp_path):
     assert profile_from_traces(write(tmp_path, unnamed)).ops == profile_from_traces(write(tmp_path, named)).ops
 
 
+def test_a_host_that_is_slow_inside_of_an_all_to_all_does_not_hide_it(tmp_path):
+    """The time before the launch belongs to the op that makes the rows."""
+    slow, usual = (profile_from_traces(write(tmp_path, Recipe(before_launch_us=us))) for us in (5000.0, 0.0))
+    assert slow.link == usual.link
+    assert whole(slow)[Phase.INPUT_GRAD, OpKind.POSTPROCESS] - whole(usual)[Phase.INPUT_GRAD, OpKind.POSTPROCESS] > 4.9
+
+
 def test_several_traces_of_a_rank_count_as_more_steps(tmp_path):
     (first,) = write(tmp_path, Recipe(steps=1))
     second = tmp_path / "later.json"
