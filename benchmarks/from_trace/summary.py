@@ -1,6 +1,7 @@
 """From both profiles and the measured steps to differences. Pure arithmetic."""
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from benchmarks.harness.samples import by_rank, slower, spread
 from megatron_lancet.files import from_plain
 from megatron_lancet.planning.profile import OpTime, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
+from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
 
 WANTED = 0.03
@@ -134,26 +136,26 @@ def _medians(case: Mapping[str, Any], name: str) -> Any:
 
 def _op_pairs(own: Profile, trace: Profile) -> list[tuple[int, Pair]]:
     """Ops and weight gradients that both have, with their chunk counts. Experts' times are for rows of equal number."""
-    kinds = own.model.layer_kinds
+    times = Counter(own.model.layer_kinds) | Counter([LayerKind.NONE])
     found = []
     read = {_key(op): op for op in trace.ops}
     for op in own.ops:
         other = read.get(_key(op))
-        if other is None:
+        if other is None or not times[op.layer_kind]:
             continue
         ms = other.ms
         if op.kind == OpKind.EXPERTS and other.rows:
             ms *= op.rows / other.rows
         cut = "" if op.num_chunks == 1 else f" {op.chunk_dim} {op.chunk + 1}/{op.num_chunks}"
         name = f"{op.phase} {op.kind}{cut}"
-        found.append((op.num_chunks, Pair(name, op.ms, ms, max(1, kinds.count(op.layer_kind)))))
+        found.append((op.num_chunks, Pair(name, op.ms, ms, times[op.layer_kind])))
     weights = {(dw.layer_kind, dw.name, dw.num_chunks): dw for dw in trace.weight_grads}
     for dw in own.weight_grads:
         also = weights.get((dw.layer_kind, dw.name, dw.num_chunks))
-        if also is not None:
+        if also is not None and times[dw.layer_kind]:
             ms = also.ms * (dw.rows / also.rows if also.rows else 1)
             cut = "" if dw.num_chunks == 1 else f" 1/{dw.num_chunks}"
-            found.append((dw.num_chunks, Pair(f"W {dw.name}{cut}", dw.ms, ms, max(1, kinds.count(dw.layer_kind)))))
+            found.append((dw.num_chunks, Pair(f"W {dw.name}{cut}", dw.ms, ms, times[dw.layer_kind])))
     return found
 
 

@@ -1,5 +1,9 @@
 """What a trace must have, and the one message about what it lacks."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from megatron_lancet.files import RecordError
 
 FLAGS = (
@@ -20,3 +24,18 @@ class TraceLacks(RecordError):  # noqa: N818 - the name states the problem
             remedy: what to do.
         """
         super().__init__(f"{where}: the trace has {missing}. {remedy}.")
+
+
+@contextmanager
+def damage_refused(path: Path) -> Iterator[None]:
+    """Inside, a field that is missing or of another type is reported as damage of the file.
+
+    Raises:
+        RecordError: there is one.
+    """
+    try:
+        yield
+    except RecordError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise RecordError(f"{path}: no trace of torch.profiler, or damaged: {type(error).__name__} {error}") from error

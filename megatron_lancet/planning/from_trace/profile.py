@@ -9,7 +9,7 @@ from megatron_lancet.planning.from_trace.chunks import OpShares, weight_grads_wi
 from megatron_lancet.planning.from_trace.events import RankEvents, read_events
 from megatron_lancet.planning.from_trace.facts import check_layout, model_facts
 from megatron_lancet.planning.from_trace.kernels import is_collective
-from megatron_lancet.planning.from_trace.lacks import TraceLacks
+from megatron_lancet.planning.from_trace.lacks import TraceLacks, damage_refused
 from megatron_lancet.planning.from_trace.links import RankSteps, link_times
 from megatron_lancet.planning.from_trace.packing import with_packing
 from megatron_lancet.planning.from_trace.step import TracedStep, expert_group, read_step
@@ -40,17 +40,19 @@ def profile_from_traces(paths: Sequence[Path], slowdown: float | None = None) ->
     ranks: dict[int, RankEvents] = {}
     steps: defaultdict[int, list[TracedStep]] = defaultdict(list)
     for path in paths:
-        events = read_events(path)
-        check_layout(events)
-        ranks.setdefault(events.rank, events)
-        steps[events.rank] += [read_step(events, step) for step in events.steps]
+        with damage_refused(path):
+            events = read_events(path)
+            check_layout(events)
+            ranks.setdefault(events.rank, events)
+            steps[events.rank] += [read_step(events, step) for step in events.steps]
     for rank, own in steps.items():
         if len(own) < _MIN_STEPS:
             raise TraceLacks(
                 ranks[rank].path, f"{len(own)} step, where at least {_MIN_STEPS} are needed: the first is a warm-up"
             )
     first = min(ranks)
-    model = model_facts(ranks[first], steps[first][0])
+    with damage_refused(Path(ranks[first].path)):
+        model = model_facts(ranks[first], steps[first][0])
     if slowdown is None:
         slowdown = _slowdown(ranks[first])
     return _profile(model, ranks, steps, slowdown)

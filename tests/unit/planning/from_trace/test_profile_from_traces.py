@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_lancet.files import RecordError
 from megatron_lancet.planning.from_trace.profile import STOCK, profile_from_traces
 from megatron_lancet.planning.profile import profile_from_json
 from megatron_lancet.planning.search.planner import make_plan
@@ -218,6 +219,19 @@ def test_ranks_that_recorded_other_steps_are_refused(tmp_path):
     paths = write(tmp_path, Recipe(), Recipe(rank=1, steps=3))
     with pytest.raises(ValueError, match=r"3 steps of .* where that of rank 0 has 2"):
         profile_from_traces(paths)
+
+
+@pytest.mark.parametrize("field", ["ts", "dur", "args", "name", "tid"])
+@pytest.mark.parametrize("value", [None, "no", [], {}])
+def test_a_damaged_event_is_refused_by_the_name_of_its_file(field, value, tmp_path):
+    (path,) = write(tmp_path, Recipe())
+    content = json.loads(path.read_text())
+    for event in content["traceEvents"]:
+        if event["name"] in ("c10d::alltoall_base_", "aten::topk", "RouterGatingLinearFunction"):
+            event[field] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(RecordError, match=r"rank-0\.json"):
+        profile_from_traces([path])
 
 
 @pytest.mark.parametrize("content", [b"", b"\x1f\x8bno", b"[]", b"{}", b'{"traceEvents": 3}', b"\xff"])
