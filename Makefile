@@ -16,7 +16,7 @@ LOSSES := tests/parity/runs/test_losses_equal_stock.py::test_losses_equal_stock
 QUICK := tests/unit tests/parity/mocked/test_gradients_in_mocked_worlds.py tests/parity/gradients/test_context_parallel.py \
 	"$(LOSSES)[fp32-1]" "$(LOSSES)[fp32-2]"
 
-.PHONY: demo test test-quick test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-evaluation bench-causes bench-gpu flags format constraints clean help
+.PHONY: demo test test-quick test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-evaluation bench-causes bench-from-trace bench-gpu flags format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text twice, stock and ours, on a link that is really waited for, and"
@@ -36,6 +36,7 @@ help:
 	@echo "make bench-priority     all-to-alls and gradient reductions on one shaped link (root, Linux)"
 	@echo "make bench-evaluation   replicas of popular experts on the shaped network (root, Linux)"
 	@echo "make bench-causes       injected causes of waits, and what is found of them (root, Linux): 8 minutes"
+	@echo "make bench-from-trace   profiles from traces of a stock run against our profiler's (root, Linux): 5 minutes"
 	@echo "make bench-gpu       stock, pipelined experts and our schedules on one GPU; BENCH_ARGS=--help lists options"
 
 demo: $(STAMP)
@@ -75,6 +76,9 @@ bench-evaluation: $(STAMP)
 
 bench-causes: $(STAMP)
 	@$(BIN)/python -m benchmarks.causes $(BENCH_ARGS)
+
+bench-from-trace: $(STAMP)
+	@$(BIN)/python -m benchmarks.from_trace $(BENCH_ARGS)
 
 bench-gpu: $(STAMP)
 	@$(BIN)/python -m benchmarks.gpu $(BENCH_ARGS)

@@ -1,6 +1,7 @@
 """Makes timeline.html from a trace.json that a run saved.
 
 timeline.html opens in any browser and needs no network; trace.json itself is for ui.perfetto.dev or chrome://tracing.
+With --rank-traces also one trace per rank as torch.profiler writes them, for HTA and TraceLens.
 """
 
 import argparse
@@ -10,6 +11,7 @@ from pathlib import Path
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.files import RecordError
 from megatron_lancet.report.timeline.html import TIMELINE_PAGE, write_page
+from megatron_lancet.report.timeline.rank_traces import write_rank_traces
 from megatron_lancet.report.timeline.trace_file import read_trace
 
 
@@ -22,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, metavar="TRACE.json", help="trace that a run saved")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the page (default: that of TRACE.json)")
+    parser.add_argument(
+        "--rank-traces", type=Path, metavar="DIR", help="folder for one trace per measured rank (rank-N.json)"
+    )
     args = parser.parse_args(argv)
     try:
         record = read_trace(args.trace)
@@ -34,6 +39,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         raise UsageError(f"can't write into {folder}: {error.strerror}; name another folder with --output") from error
     print(f"written to {folder / TIMELINE_PAGE}")
+    if args.rank_traces is None:
+        return
+    try:
+        args.rank_traces.mkdir(parents=True, exist_ok=True)
+        written = write_rank_traces(record, args.rank_traces)
+    except OSError as error:
+        raise UsageError(
+            f"can't write into {args.rank_traces}: {error.strerror}; name another folder with --rank-traces"
+        ) from error
+    print(f"written to {', '.join(map(str, written))}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.planning.link_times import LinkTimes, Points
+from megatron_lancet.planning.measured.fit import fit
 from megatron_lancet.profiler.slowdown import ChunkSizes, measure_slowdowns, timed_ms
 from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.trace import Point
@@ -28,8 +29,6 @@ _MAX_REPEATS = 7
 _MIN_MESSAGES = 5
 """Minimum per size, however long they take: all predictions of exposed time depend on them."""
 _LONGEST_REST_MS = 20.0
-_TOLERANCE = 0.03
-_MAX_POINTS = 8
 
 
 @dataclass(frozen=True)
@@ -135,49 +134,6 @@ def _sweep(link: Link | None, wires: Wires, budget_s: float) -> tuple[Points, Po
             alone.append((_busiest_bytes(rows), first_ms))
             queued.append((_busiest_bytes(rows), next_ms))
     return fit(alone), fit(queued)
-
-
-def fit(points: Iterable[tuple[int, float]]) -> Points:
-    """Fits a piecewise linear curve to measurements: never falling, with few points.
-
-    Measurements whose sizes agree within 3 % count with their median, because the slope between them would be noise.
-    Where a larger message took less time, both get their mean. Then points within 3 % of the line between their
-    neighbours are dropped.
-    """
-    groups: list[list[tuple[int, float]]] = []
-    for num_bytes, ms in sorted(points):
-        if not groups or num_bytes > groups[-1][0][0] * (1 + _TOLERANCE):
-            groups.append([])
-        groups[-1].append((num_bytes, ms))
-    sizes = [max(num_bytes for num_bytes, _ in group) for group in groups]
-    medians = [statistics.median(ms for _, ms in group) for group in groups]
-    curve = list(zip(sizes, _not_falling(medians), strict=True))
-    while len(curve) > 2:
-        errors = [_error_without(curve, index) for index in range(1, len(curve) - 1)]
-        smallest = min(errors)
-        if smallest > _TOLERANCE and len(curve) <= _MAX_POINTS:
-            break
-        del curve[1 + errors.index(smallest)]
-    return tuple(curve)
-
-
-def _not_falling(values: Sequence[float]) -> list[float]:
-    """Returns the nearest sequence that never falls: falling neighbours are replaced by their mean."""
-    blocks: list[tuple[float, int]] = []
-    for value in values:
-        mean, count = value, 1
-        while blocks and blocks[-1][0] > mean:
-            before, number = blocks.pop()
-            mean, count = (before * number + mean * count) / (number + count), number + count
-        blocks.append((mean, count))
-    return [mean for mean, count in blocks for _ in range(count)]
-
-
-def _error_without(curve: Sequence[tuple[int, float]], index: int) -> float:
-    """Returns the relative error at a point if it is left out."""
-    (left, left_ms), (here, here_ms), (right, right_ms) = curve[index - 1 : index + 2]
-    line_ms = left_ms + (right_ms - left_ms) * (here - left) / (right - left)
-    return abs(line_ms - here_ms) / max(here_ms, 1e-9)
 
 
 def _sizes(largest_bytes: int) -> list[int]:

@@ -21,14 +21,21 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_lancet.planning.link_times import LinkTimes
+from megatron_lancet.planning.measured.op_times import (
+    OpMedians,
+    Samples,
+    op_key,
+    op_times,
+    over_ranks,
+    weight_grad_times,
+)
+from megatron_lancet.planning.measured.pace import RankPaces, paces_of_rank, step_paces
 from megatron_lancet.planning.profile import MemoryUse, Profile
 from megatron_lancet.planning.simulation.curve import Curve
 from megatron_lancet.profiler.expert_load import ExpertRows, gathered_load
 from megatron_lancet.profiler.facts import ProfiledModel, key_of
 from megatron_lancet.profiler.links import Link, Wires, measure_links
 from megatron_lancet.profiler.memory import SavedActivations
-from megatron_lancet.profiler.op_times import OpMedians, Samples, op_key, op_times, over_ranks, weight_grad_times
-from megatron_lancet.profiler.pace import RankPaces, paces_of_rank, step_paces
 from megatron_lancet.profiler.routing import (
     ChunkKey,
     RankRouting,

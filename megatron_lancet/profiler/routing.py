@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from megatron_lancet.planning.measured.op_times import op_key
+from megatron_lancet.planning.measured.pace import MAX_RANKS
 from megatron_lancet.planning.profile import ChunkRouting, HopRows, ModelFacts
-from megatron_lancet.profiler.op_times import op_key
-from megatron_lancet.profiler.pace import MAX_RANKS
 from megatron_lancet.runtime.trace import RoutedRows, StepTrace
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import Op

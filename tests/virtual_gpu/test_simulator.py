@@ -15,11 +15,11 @@ import torch
 from megatron_lancet.mock.link import Link
 from megatron_lancet.patching import around
 from megatron_lancet.planning.link_times import LinkTimes
+from megatron_lancet.planning.measured.op_times import Samples, op_times, weight_grad_times
 from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.profiler.facts import ProfiledModel, model_facts
-from megatron_lancet.profiler.op_times import Samples, op_times, weight_grad_times
 from megatron_lancet.report.exposed import waits_ms
 from megatron_lancet.runtime.trace import StepTrace, WeightGradFacts
 from megatron_lancet.schedule.ops import OpKind

@@ -2,14 +2,15 @@
 
 Each rank has one process for the measured step and one for the predicted step. Threads: compute, where waits are red,
 and communication: as many as messages were in flight at once, since the slices of a thread must not cross. Messages
-between nodes and inside a node, which two hops have, are on threads of their own. An arrow
-connects the launch of a message with each wait for it. The field ``otherData``, which viewers ignore, holds the rest of
-the record, so that :func:`read_trace` returns what was written.
+between nodes and inside a node, which two hops have, are on threads of their own. An arrow connects the launch of a
+message with each wait for it. Compute and messages have the fields of kernels on streams (``kernel_fields.py``), so
+that tools for GPU traces know them. The field ``otherData``, which viewers ignore, holds the rest of the record, so
+that :func:`read_trace` returns what was written.
 """
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +25,7 @@ from megatron_lancet.files import (
     take_version,
     to_plain,
 )
+from megatron_lancet.report.timeline.kernel_fields import category, kernel_args
 from megatron_lancet.report.timeline.lanes import message_rows
 from megatron_lancet.report.timeline.record import TimelineRecord
 from megatron_lancet.schedule.ops import Op
@@ -77,10 +79,10 @@ _Microseconds = Annotated[float, Range(0, 10**15)]
 
 @dataclass(frozen=True)
 class _Slice:
-    """The fields of an event of kind X that are read."""
+    """The fields of an event of kind X that are read; ``lane`` is its category in files of before."""
 
     name: str
-    cat: Lane
+    lane: Lane
     pid: int
     ts: Annotated[float, Range(-(10**15), 10**15)]
     dur: _Microseconds
@@ -97,7 +99,7 @@ def trace(record: TimelineRecord) -> dict[str, Any]:
     ):
         for timeline in timelines:
             pid = first_pid + timeline.rank
-            events += _process(pid, f"rank {timeline.rank} {word}", timeline)
+            events += _process(pid, f"rank {timeline.rank} {word}", timeline, record.ep_groups)
             processes[word].append(_Process(pid, timeline.rank, timeline.step_ms))
     other = _OtherData(
         title=record.title,
@@ -161,16 +163,18 @@ def _spans(events: Sequence[Any], where: str) -> dict[int, list[Span]]:
         if event.get("ph") != "X":
             continue
         args = event.get("args")
-        fields = {name: part for name, part in event.items() if name in ("name", "cat", "pid", "ts", "dur")}
-        if isinstance(args, dict) and "bytes" in args:
-            fields["bytes"] = args["bytes"]
+        fields = {name: part for name, part in event.items() if name in ("name", "pid", "ts", "dur")}
+        known = args if isinstance(args, dict) else {}
+        fields["lane"] = known.get("lane", event.get("cat"))
+        if "bytes" in known:
+            fields["bytes"] = known["bytes"]
         one = from_plain(_Slice, fields, place)
-        span = Span(one.name, one.cat, one.ts / 1e3, (one.ts + one.dur) / 1e3, one.bytes)
+        span = Span(one.name, one.lane, one.ts / 1e3, (one.ts + one.dur) / 1e3, one.bytes)
         spans.setdefault(one.pid, []).append(span)
     return {pid: sorted(own, key=lambda span: span.start_ms) for pid, own in spans.items()}
 
 
-def _process(pid: int, name: str, timeline: RankTimeline) -> Iterator[dict[str, Any]]:
+def _process(pid: int, name: str, timeline: RankTimeline, groups: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
     messages = [span for span in timeline.spans if span.lane is Lane.COMM]
     row_of, titles = message_rows(messages)
     yield _named("process_name", pid, 0, {"name": name})
@@ -183,9 +187,9 @@ def _process(pid: int, name: str, timeline: RankTimeline) -> Iterator[dict[str, 
         yield _named("thread_sort_index", pid, thread, {"sort_index": thread})
     for span in timeline.spans:
         if span.lane is not Lane.COMM:
-            yield _slice(pid, _COMPUTE_THREAD, span)
+            yield _slice(pid, _COMPUTE_THREAD, span, kernel_args(span, 0, timeline.rank, groups))
     for span, row in zip(messages, row_of, strict=True):
-        yield _slice(pid, _FIRST_COMM_THREAD + row, span)
+        yield _slice(pid, _FIRST_COMM_THREAD + row, span, kernel_args(span, row, timeline.rank, groups))
     yield from _arrows(pid, timeline.spans, messages, row_of)
 
 
@@ -193,13 +197,14 @@ def _named(kind: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
-def _slice(pid: int, tid: int, span: Span) -> dict[str, Any]:
+def _slice(pid: int, tid: int, span: Span, of_kernel: Mapping[str, Any]) -> dict[str, Any]:
     op = Op.find(span.name)
     known: dict[str, Any] = {"op": span.name}
     if op is not None:
         known = {"op": op.in_words(), "layer": op.layer, "chunk": op.chunk, "phase": op.phase}
     args: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
-    event: dict[str, Any] = {"ph": "X", "name": span.name, "cat": span.lane.value, "pid": pid, "tid": tid}
+    args |= {"lane": span.lane.value, **of_kernel}
+    event: dict[str, Any] = {"ph": "X", "name": span.name, "cat": category(span), "pid": pid, "tid": tid}
     event |= {"ts": _us(span.start_ms), "dur": _us(span.ms), "args": args}
     if span.lane is Lane.WAIT:
         event["cname"] = _WAIT_COLOUR

@@ -36,6 +36,15 @@ def test_timeline_page_is_written_beside_the_trace_or_to_the_output_folder(main,
     assert capsys.readouterr().out.count("written to ") == 2
 
 
+def test_rank_traces_are_written_into_a_folder_of_their_own(main, trace, tmp_path):
+    main([str(trace), "--rank-traces", str(tmp_path / "hta")])
+    ranks = [timeline.rank for timeline in read_trace(trace).measured]
+    assert {path.name for path in (tmp_path / "hta").iterdir()} == {f"rank-{rank}.json" for rank in ranks}
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="name another folder with --rank-traces"):
+        main([str(trace), "--rank-traces", str(tmp_path / "file")])
+
+
 def test_show_timeline_refuses_other_files_with_one_message(main, trace, tmp_path):
     trace.write_text("{}")
     with pytest.raises(UsageError, match=r"this is not the trace of a run: .*expected a trace with traceEvents"):

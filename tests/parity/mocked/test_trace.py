@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lancet.planning.measured.op_times import op_key
 from megatron_lancet.planning.profile import read_profile
-from megatron_lancet.profiler.op_times import op_key
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch

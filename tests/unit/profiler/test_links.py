@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron_lancet.profiler.links import _busiest_bytes, _even, _of_busiest, _sizes, _uneven, fit
+from megatron_lancet.planning.measured.fit import fit
+from megatron_lancet.profiler.links import _busiest_bytes, _even, _of_busiest, _sizes, _uneven
 
 
 def test_link_curve_of_a_straight_line_has_two_points():

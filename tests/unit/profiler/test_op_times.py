@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_lancet.profiler.op_times import Samples, op_key, op_times, over_ranks, weight_grad_times
+from megatron_lancet.planning.measured.op_times import Samples, op_key, op_times, over_ranks, weight_grad_times
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, fixed_plan

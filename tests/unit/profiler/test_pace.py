@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_lancet.profiler.op_times import Samples
-from megatron_lancet.profiler.pace import MAX_PACES, RankPaces, paces_of_rank, step_paces
+from megatron_lancet.planning.measured.op_times import Samples
+from megatron_lancet.planning.measured.pace import MAX_PACES, RankPaces, paces_of_rank, step_paces
 from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import fixed_plan
 from tests.unit.profiler.synthetic import FACTS, step

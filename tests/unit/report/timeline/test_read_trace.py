@@ -46,7 +46,7 @@ def first_slice(content):
         (lambda content: content["otherData"].pop("version"), "expected version 1 .* found None"),
         (lambda content: first_slice(content).pop("dur"), "field 'dur' is missing"),
         (lambda content: first_slice(content).update(dur=-1), r"traceEvents\[\d+\].dur: expected 0 to \d+, found -1"),
-        (lambda content: first_slice(content).update(cat="gpu"), "expected one of compute, wait, comm"),
+        (lambda content: first_slice(content)["args"].update(lane="gpu"), "expected one of compute, wait, comm"),
         (lambda content: first_slice(content).update(pid=7), "expected each process of the events once"),
         (lambda content: content["traceEvents"].append(3), r"traceEvents\[\d+\]: expected an object, found 3"),
         (lambda content: content["otherData"]["measured"][1].update(pid=0), "expected each process of the events once"),

@@ -22,11 +22,24 @@ STEP = RankTimeline(
     ),
     6.0,
 )
-RECORD = TimelineRecord("two chunks", measured=(STEP,), predicted=(RankTimeline(3, STEP.spans[:1], 1.5),))
+RECORD = TimelineRecord(
+    "two chunks", measured=(STEP,), predicted=(RankTimeline(3, STEP.spans[:1], 1.5),), ep_groups=((0, 1), (2, 3))
+)
+
+
+COMPUTES = {"lane": "compute", "device": 0, "stream": 7}
 
 
 def sliced(name, cat, tid, ts, dur, args, **more):
     return {"ph": "X", "name": name, "cat": cat, "pid": 3, "tid": tid, "ts": ts, "dur": dur, "args": args, **more}
+
+
+def sends(stream, num_bytes):
+    """Fields of the kernel of an all-to-all of group 2, 3."""
+    collective = {"Collective name": "all_to_allv", "dtype": "Byte", "In msg nelems": num_bytes}
+    group = {"Process Group Description": "EXPERT_MODEL_PARALLEL_GROUP", "Group size": 2}
+    where = {"bytes": num_bytes, "lane": "comm", "device": 0, "stream": stream}
+    return {**where, **collective, **group, "Process Group Ranks": "[2, 3]"}
 
 
 def args_of(chunk):
@@ -55,16 +68,22 @@ def test_trace_file_equals_the_golden_one():
     ]
     weight = "L2.W.self_attention.linear_qkv"
     weight_args = {"op": "layer 2, backward (weight gradient), self_attention.linear_qkv", "layer": 2, "phase": "W"}
-    dispatch = {"op": words(0, "dispatch"), **args_of(0)}
+    dispatch, second = ({"op": words(chunk, "dispatch"), **args_of(chunk)} for chunk in (0, 1))
     assert [event for event in events if event["ph"] == "X"] == [
-        sliced("L2.c0.F.attention", "compute", 1, 0, 1500, {"op": words(0, "attention"), **args_of(0)}),
-        sliced("L2.c1.F.attention", "compute", 1, 1500, 1500, {"op": words(1, "attention"), **args_of(1)}),
+        sliced("L2.c0.F.attention", "kernel", 1, 0, 1500, {"op": words(0, "attention"), **args_of(0), **COMPUTES}),
+        sliced("L2.c1.F.attention", "kernel", 1, 1500, 1500, {"op": words(1, "attention"), **args_of(1), **COMPUTES}),
         sliced(
-            "L2.c0.F.dispatch", "wait", 1, 3000, 1000, {**dispatch, "waits_for": "L2.c0.F.dispatch"}, cname="terrible"
+            "L2.c0.F.dispatch",
+            "wait",
+            1,
+            3000,
+            1000,
+            {**dispatch, "lane": "wait", "waits_for": "L2.c0.F.dispatch"},
+            cname="terrible",
         ),
-        sliced(weight, "compute", 1, 4000, 500, weight_args),
-        sliced("L2.c0.F.dispatch", "comm", 2, 1500, 2500, {**dispatch, "bytes": 2048}),
-        sliced("L2.c1.F.dispatch", "comm", 3, 3000, 2000, {"op": words(1, "dispatch"), **args_of(1), "bytes": 1024}),
+        sliced(weight, "kernel", 1, 4000, 500, {**weight_args, **COMPUTES}),
+        sliced("L2.c0.F.dispatch", "kernel", 2, 1500, 2500, {**dispatch, **sends(20, 2048)}),
+        sliced("L2.c1.F.dispatch", "kernel", 3, 3000, 2000, {**second, **sends(21, 1024)}),
     ]
     arrow = {"name": "L2.c0.F.dispatch", "cat": "waits_for", "id": "3.1", "pid": 3}
     assert [event for event in events if event["ph"] in "sf"] == [

@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from megatron_lancet.planning.measured.op_times import OpKey, StepOps
 from megatron_lancet.planning.profile import StepPace
-from megatron_lancet.profiler.op_times import OpKey, StepOps
 from megatron_lancet.schedule.ops import OpKind, Phase
 
 MAX_PACES = 24

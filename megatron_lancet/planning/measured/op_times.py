@@ -5,15 +5,14 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from megatron_lancet.planning.profile import ModelFacts, OpTime, WeightGradTime
-from megatron_lancet.runtime.trace import StepTrace
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, Plan
-from megatron_lancet.schedule.timeline import Lane, Span
+from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 from megatron_lancet.schedule.turns import is_cut
 
 _READY_AFTER = (
@@ -28,6 +27,34 @@ _READY_AFTER = (
 
 _BY_DISPATCH = frozenset({OpKind.PREPROCESS, OpKind.NODE_ROWS, OpKind.EXPERTS, OpKind.NODE_SUMS, OpKind.POSTPROCESS})
 """Ops that make, expand or sum rows, so that their time depends on what all-to-alls carry."""
+
+
+class WeightGradSizes(Protocol):
+    """Sizes of a weight gradient, like :class:`~megatron_lancet.runtime.trace.WeightGradFacts`."""
+
+    @property
+    def pinned_bytes(self) -> tuple[int, ...]:
+        """Bytes that each dW of the step kept alive."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight's gradient."""
+
+
+class MeasuredStep(Protocol):
+    """One step on one rank, like :class:`~megatron_lancet.runtime.trace.StepTrace`."""
+
+    @property
+    def timeline(self) -> RankTimeline:
+        """The spans of the step."""
+
+    @property
+    def received_rows(self) -> Mapping[str, Sequence[int]]:
+        """Rows that the experts received in each micro-batch, by op name."""
+
+    @property
+    def weight_grads(self) -> Mapping[str, WeightGradSizes]:
+        """Sizes of the weight gradients, by name."""
 
 
 class OpKey(NamedTuple):
@@ -86,7 +113,7 @@ class Samples:
     steps: list[StepOps] = field(default_factory=list)
 
     def add(
-        self, step: StepTrace, plan: Plan, model: ModelFacts, message_ms: Callable[[Span], float] | None = None
+        self, step: MeasuredStep, plan: Plan, model: ModelFacts, message_ms: Callable[[Span], float] | None = None
     ) -> None:
         """Adds a step that ran under ``plan``.
 
