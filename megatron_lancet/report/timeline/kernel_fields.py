@@ -2,6 +2,7 @@
 
 They are those that Kineto writes: category ``kernel``, the stream, and of a collective its name, sizes and ranks.
 Compute is on one stream, each row of messages on a stream of its own, so that no stream has two kernels at a time.
+What a rank receives is not recorded: as the size of what comes in stands what it sends to others, in bytes.
 """
 
 import json
@@ -38,14 +39,17 @@ def kernel_args(span: Span, row: int, rank: int, groups: Sequence[Sequence[int]]
     if span.lane is Lane.COMPUTE:
         return {"device": 0, "stream": COMPUTE_STREAM}
     found = {"device": 0, "stream": FIRST_COMM_STREAM + row, "Collective name": collective_name(span.name)}
-    found |= {"dtype": "Byte", "In msg nelems": span.num_bytes}
+    found |= {"dtype": "Byte", "In msg nelems": span.num_bytes, "Out msg nelems": span.num_bytes}
     if found["Collective name"] == _REDUCTION:
-        return {**found, "Process Group Description": _DENSE_GROUP}
-    found |= {"Process Group Description": _GROUP}
+        return {**found, "Process Group Name": _DENSE_GROUP}
     group = next((tuple(ranks) for ranks in groups if rank in ranks), None)
-    if group is not None:
-        found |= {"Group size": len(group), "Process Group Ranks": json.dumps(list(group))}
-    return found
+    if group is None:
+        return {**found, "Process Group Name": _GROUP}
+    return found | {
+        "Process Group Name": f"{_GROUP} {group[0]}",
+        "Group size": len(group),
+        "Process Group Ranks": json.dumps(list(group)),
+    }
 
 
 def collective_name(name: str) -> str:

@@ -31,6 +31,7 @@ class Recipe:
     Attributes:
         sent: rows to each rank of the group of two; the other rank sends the same.
         on_gpu: whether the ops are kernels.
+        te: whether linear layers are Transformer Engine's, whose products are no ops of the host.
         late_us: how much later than its peer this rank launches messages: they wait for it so much less.
         message_us: time of an all-to-all of rows and of one of probabilities, alone.
         before_launch_us: time of the host inside an all-to-all's function before it is launched.
@@ -43,6 +44,7 @@ class Recipe:
     sent: tuple[int, int] = (ROWS // 2, ROWS // 2)
     on_gpu: bool = False
     shapes: bool = True
+    te: bool = False
     late_us: float = 0.0
     message_us: tuple[float, float] = (1000.0, 100.0)
     before_launch_us: float = 0.0
@@ -103,7 +105,7 @@ class Writer:
 
     def linear(self, kind, inputs, outputs, rows):
         dims = {"Input Dims": [[rows, inputs], [outputs, inputs]], "Input type": ["float", "float"]}
-        self.forward_op(kind, LINEAR, **dims)
+        self.forward_op(kind, "_Linear" if self.recipe.te else LINEAR, **dims)
 
     def message(self, us, dims, received, sent, wait_us):
         args: dict[str, Any] = {"Input Dims": [[sum(received), *dims], [sum(sent), *dims], [], [], []]}
@@ -200,7 +202,8 @@ def backward(writer):
             writer.op(NODE + "SomeBackward0", calls=[lambda us=us: writer.op("aten::some", 2 * us)], **own)
         else:
             product = lambda us=us: writer.op("aten::mm", us, kernel="gemm")  # noqa: E731
-            writer.op(NODE + LINEAR + "Backward", calls=[product, product], **own)
+            fused = lambda us=us: writer.op("_LinearBackward", after=[lambda: writer.work(us, "nvjet_gemm")] * 2)  # noqa: E731
+            writer.op(NODE + "LinearBackward", calls=[fused] if writer.recipe.te else [product, product], **own)
             writer.op(NODE + "torch::autograd::AccumulateGrad")
     writer.thread = 1
 

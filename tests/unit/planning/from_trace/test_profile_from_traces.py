@@ -163,6 +163,15 @@ def test_the_group_is_also_read_from_the_kernels_of_messages(tmp_path):
     assert profile_from_traces(write(tmp_path, unnamed)).ops == profile_from_traces(write(tmp_path, named)).ops
 
 
+def test_products_of_transformer_engine_are_told_apart_by_their_kernels(tmp_path):
+    own, te = (profile_from_traces(write(tmp_path, Recipe(on_gpu=True, te=te))) for te in (False, True))
+    assert te.model == own.model
+    assert [(dw.name, dw.after) for dw in te.weight_grads] == [(dw.name, dw.after) for dw in own.weight_grads]
+    for found, expected in zip(te.weight_grads, own.weight_grads, strict=True):
+        assert found.ms == pytest.approx(expected.ms, abs=TOLERANCE_MS)
+    assert whole(te) == pytest.approx(whole(own), abs=TOLERANCE_MS)
+
+
 def test_a_host_that_is_slow_inside_of_an_all_to_all_does_not_hide_it(tmp_path):
     """The time before the launch belongs to the op that makes the rows."""
     slow, usual = (profile_from_traces(write(tmp_path, Recipe(before_launch_us=us))) for us in (5000.0, 0.0))

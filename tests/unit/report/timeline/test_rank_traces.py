@@ -42,6 +42,9 @@ def test_kernels_have_the_names_streams_and_collectives_that_hta_and_tracelens_r
     assert (dispatch["name"], dispatch["ts"], dispatch["dur"]) == ("ncclDevKernel_all_to_allv", 2000, 4000)
     known = dispatch["args"]
     assert (known["Collective name"], known["In msg nelems"], known["dtype"]) == ("all_to_allv", 4096, "Byte")
+    assert known["Process Group Name"] == "EXPERT_MODEL_PARALLEL_GROUP 0", (
+        "the same on all its ranks, and no other group's"
+    )
     assert (known["Group size"], known["Process Group Ranks"]) == (2, "[0, 1]")
     assert messages["L1.c0.F.counts"]["args"]["Collective name"] == "all_to_all"
     assert messages["reduce 1"]["args"]["Collective name"] == "allreduce"

@@ -37,7 +37,8 @@ def sliced(name, cat, tid, ts, dur, args, **more):
 def sends(stream, num_bytes):
     """Fields of the kernel of an all-to-all of group 2, 3."""
     collective = {"Collective name": "all_to_allv", "dtype": "Byte", "In msg nelems": num_bytes}
-    group = {"Process Group Description": "EXPERT_MODEL_PARALLEL_GROUP", "Group size": 2}
+    collective["Out msg nelems"] = num_bytes
+    group = {"Process Group Name": "EXPERT_MODEL_PARALLEL_GROUP 2", "Group size": 2}
     where = {"bytes": num_bytes, "lane": "comm", "device": 0, "stream": stream}
     return {**where, **collective, **group, "Process Group Ranks": "[2, 3]"}
 
