@@ -38,7 +38,7 @@ from megatron_lancet.planning.search.dynamic_program import DynamicProgram
 from megatron_lancet.planning.search.search_space import Exclusion, Limits, SearchSpace
 from megatron_lancet.planning.shares import merge_similar_shares
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.lowering import Loads
+from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulator
 from megatron_lancet.schedule.plan import Dispatch, DwPolicy, Plan, Segment, paired
 

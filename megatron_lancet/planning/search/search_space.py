@@ -9,7 +9,7 @@ from megatron_lancet.planning.dispatch import is_evident
 from megatron_lancet.planning.distinct_rows import DistinctParts
 from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.lowering import Loads
+from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.schedule.plan import (
     ChunkDim,
     Dispatch,
