@@ -28,6 +28,8 @@ _READY_AFTER = (
 
 _BY_DISPATCH = frozenset({OpKind.PREPROCESS, OpKind.NODE_ROWS, OpKind.EXPERTS, OpKind.NODE_SUMS, OpKind.POSTPROCESS})
 """Ops that make, expand or sum rows, so that their time depends on what all-to-alls carry."""
+_BY_TILES = frozenset({OpKind.PREPROCESS, OpKind.OWN_EXPERTS, OpKind.EXPERTS, OpKind.POSTPROCESS})
+"""Ops that work on the rows of a tile, or whose rows lie in another order with tiles."""
 
 
 class OpKey(NamedTuple):
@@ -40,6 +42,7 @@ class OpKey(NamedTuple):
     num_chunks: int
     chunk: int
     dispatch: Dispatch = Dispatch.PLAIN
+    tiles: int = 0
 
 
 class DwKey(NamedTuple):
@@ -75,6 +78,7 @@ class Samples:
         weight_bytes: bytes of the gradient that the dW adds to.
         rest_ms: time of each step outside all spans, for example in the optimizer.
         steps: the samples in ``ops``, by step.
+        num_parts: into how many parts a tiled op of a chunk is cut.
     """
 
     ops: dict[OpKey, list[OpSample]] = field(default_factory=lambda: defaultdict(list))
@@ -84,6 +88,7 @@ class Samples:
     weight_bytes: dict[DwKey, int] = field(default_factory=dict)
     rest_ms: list[float] = field(default_factory=list)
     steps: list[StepOps] = field(default_factory=list)
+    num_parts: dict[OpKey, int] = field(default_factory=lambda: defaultdict(lambda: 1))
 
     def add(
         self, step: StepTrace, plan: Plan, model: ModelFacts, message_ms: Callable[[Span], float] | None = None
@@ -106,11 +111,16 @@ class Samples:
                 self.weight_grads[_dw_key(op, plan, model)] += parts
                 continue
             key, place = op_key(op, plan, model), op.layer or 0
-            own[place, key] = _per_micro_batch(parts, model.num_micro_batches)
-            self.ops[key] += own[place, key]
+            samples = _per_micro_batch(parts, model.num_micro_batches)
+            own.setdefault((place, key), []).extend(samples)
+            self.ops[key] += samples
+            if op.tile is not None:
+                self.num_parts[key] = max(self.num_parts[key], op.tile + 1)
         self.steps.append(own)
         for name, rows in step.received_rows.items():
-            self.received[op_key(Op.parse(name), plan, model)] += rows
+            key = op_key(Op.parse(name), plan, model)
+            if not key.tiles:
+                self.received[key] += rows
         for name, facts in step.weight_grads.items():
             dw_key = _dw_key(Op.parse(name), plan, model)
             self.pinned_bytes[dw_key] += facts.pinned_bytes
@@ -135,6 +145,7 @@ class Samples:
             {key: statistics.median(values) for key, values in self.pinned_bytes.items()},
             dict(self.weight_bytes),
             statistics.median(self.rest_ms),
+            dict(self.num_parts),
         )
 
 
@@ -148,6 +159,7 @@ class OpMedians:
     pinned_bytes: Mapping[DwKey, float]
     weight_bytes: Mapping[DwKey, int]
     rest_ms: float
+    num_parts: Mapping[OpKey, int]
 
 
 def over_ranks(ranks: Sequence[OpMedians]) -> OpMedians:
@@ -159,6 +171,7 @@ def over_ranks(ranks: Sequence[OpMedians]) -> OpMedians:
         _medians(rank.pinned_bytes for rank in ranks),
         {key: num_bytes for rank in ranks for key, num_bytes in rank.weight_bytes.items()},
         statistics.median(rank.rest_ms for rank in ranks),
+        {key: number for rank in ranks for key, number in rank.num_parts.items()},
     )
 
 
@@ -170,10 +183,14 @@ def _medians[Key](ranks: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
     return {key: statistics.median(found) for key, found in values.items()}
 
 
-def op_times(medians: OpMedians, model: ModelFacts) -> tuple[OpTime, ...]:
-    """Returns the op times of a profile, in a fixed order."""
+def op_times(medians: OpMedians, model: ModelFacts, kept_part: float) -> tuple[OpTime, ...]:
+    """Returns the op times of a profile, in a fixed order.
+
+    Args:
+        kept_part: part of the received rows that are of the rank's own tokens.
+    """
     return tuple(
-        OpTime(**key._asdict(), rows=_rows(key, medians, model), ms=round(ms, 5))
+        OpTime(**key._asdict(), rows=_rows(key, medians, model, kept_part), ms=round(ms, 5))
         for key, ms in sorted(medians.op_ms.items())
     )
 
@@ -209,7 +226,9 @@ def op_key(op: Op, plan: Plan, model: ModelFacts) -> OpKey:
         assert op.chunk is not None, op
         dim, num_chunks = _cut_of(plan, model, op.layer, op.kind)
         dispatch = plan.dispatch if op.kind in _BY_DISPATCH else Dispatch.PLAIN
-        return OpKey(_layer_kind(op.layer, op.kind, model), op.kind, op.phase, dim, num_chunks, op.chunk, dispatch)
+        tiles = plan.segment_of(op.layer).tiles if op.kind in _BY_TILES else 0
+        layer_kind = _layer_kind(op.layer, op.kind, model)
+        return OpKey(layer_kind, op.kind, op.phase, dim, num_chunks, op.chunk, dispatch, tiles)
     dim, num_chunks = ChunkDim.BATCH, 1
     if op.kind == OpKind.CUT:
         most = max(plan.segments, key=lambda segment: segment.num_chunks)
@@ -238,9 +257,11 @@ def _cut_of(plan: Plan, model: ModelFacts, layer: int, kind: str) -> tuple[Chunk
     return segment.chunk_dim, segment.num_chunks
 
 
-def _rows(key: OpKey, medians: OpMedians, model: ModelFacts) -> int:
-    if key.kind == OpKind.EXPERTS:
-        return round(medians.received[key._replace(phase=Phase.FORWARD)])
+def _rows(key: OpKey, medians: OpMedians, model: ModelFacts, kept_part: float) -> int:
+    if key.kind in (OpKind.OWN_EXPERTS, OpKind.EXPERTS):
+        received = medians.received[key._replace(kind=OpKind.EXPERTS, phase=Phase.FORWARD, tiles=0)]
+        part = 1.0 if not key.tiles else kept_part if key.kind == OpKind.OWN_EXPERTS else 1.0 - kept_part
+        return round(received * part / medians.num_parts.get(key, 1))
     if key.layer_kind is LayerKind.NONE:
         return model.micro_batch_size * model.seq_length
     size, tokens_per_unit = model.size_along(key.chunk_dim)

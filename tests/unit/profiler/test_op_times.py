@@ -1,11 +1,14 @@
 """Profiles from timelines whose figures are known."""
 
+import dataclasses
+
 import pytest
 
 from megatron_lancet.profiler.op_times import Samples, op_key, op_times, over_ranks, weight_grad_times
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, fixed_plan
+from megatron_lancet.schedule.timeline import Lane
 from tests.unit.profiler.synthetic import FACTS, step
 
 WHOLE, HALVES = fixed_plan(1), fixed_plan(2)
@@ -21,7 +24,7 @@ def figures(*slownesses: float):
 
 @pytest.fixture(scope="module")
 def ops():
-    found = op_times(figures(1.0, 1.0, 9.0), FACTS)
+    found = op_times(figures(1.0, 1.0, 9.0), FACTS, 0.5)
     return {(op.layer_kind, op.kind, op.phase, op.num_chunks, op.chunk): op for op in found}
 
 
@@ -92,9 +95,37 @@ def test_ops_that_make_or_sum_rows_are_timed_by_dispatch(dispatch):
     both = Samples()
     both.add(step(WHOLE), WHOLE, FACTS)
     both.add(step(WHOLE, 3.0), plan, FACTS)
-    experts = [op for op in op_times(both.medians(), FACTS) if (op.kind, op.phase) == ("experts", "F")]
+    experts = [op for op in op_times(both.medians(), FACTS, 0.5) if (op.kind, op.phase) == ("experts", "F")]
     expected = {Dispatch.PLAIN: 2.5, dispatch: 7.5} if dispatch is not Dispatch.PLAIN else {Dispatch.PLAIN: 4.5}
     assert {op.dispatch: op.ms for op in experts} == pytest.approx(expected)
+
+
+def test_parts_of_the_experts_are_timed_apart_with_their_rows():
+    """Of 42 rows a third stays on the rank, in two parts; the others come in two tiles."""
+    plan = fixed_plan(1, tiles=2)
+    tiled = step(plan)
+    spans = []
+    for span in tiled.timeline.spans:
+        names = [span.name]
+        if "experts" in span.name and span.lane is Lane.COMPUTE and ".W." not in span.name:
+            start, phase, kind = span.name.rpartition("c0.")[0] + "c0", *span.name.split(".")[-2:]
+            names = [f"{start}.t{tile}.{phase}.{kind}" for tile in (0, 1)]
+            names += [f"{start}.t{tile}.{phase}.own_experts" for tile in (0, 1)]
+        spans += [dataclasses.replace(span, name=name) for name in names]
+    timeline = dataclasses.replace(tiled.timeline, spans=tuple(spans))
+    samples = Samples()
+    samples.add(step(WHOLE), WHOLE, FACTS)
+    samples.add(dataclasses.replace(tiled, timeline=timeline), plan, FACTS)
+    ops = {(op.kind, op.phase, op.tiles): op for op in op_times(samples.medians(), FACTS, 1 / 3)}
+    assert [ops[kind, "F", tiles].rows for kind, tiles in (("experts", 0), ("experts", 2), ("own_experts", 2))] == [
+        42,
+        14,
+        7,
+    ]
+    assert ops["experts", "F", 2].ms == ops["own_experts", "F", 2].ms == pytest.approx(2.5)
+    assert ("mlp", "F", 2) not in ops
+    assert {key.tiles for _, key in samples.steps[1]} == {0, 2}
+    assert all(len(times) == 2 * FACTS.num_micro_batches for (_, key), times in samples.steps[1].items() if key.tiles)
 
 
 def test_rest_time_is_what_no_span_covers():
