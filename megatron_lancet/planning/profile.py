@@ -142,6 +142,11 @@ class ModelFacts:
         return why_not_two_hop(self.nodes, self.ep_size, self.num_experts, self.topk, self.pads_to_capacity)
 
     @property
+    def why_not_tiles(self) -> str | None:
+        """Why rows can't go to other ranks in tiles, as the end of a sentence; None if they can."""
+        return "there is one expert-parallel rank, so nothing is sent" if self.ep_size <= 1 else None
+
+    @property
     def dedup_row_bytes(self) -> int:
         """Bytes of one row in a deduplicated forward dispatch; a combine's rows are those of the plain one.
 
