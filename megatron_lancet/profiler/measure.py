@@ -33,7 +33,6 @@ from megatron_lancet.profiler.routing import (
     ChunkKey,
     RankRouting,
     chunk_routing,
-    kept_part,
     layer_of,
     received_shares,
     rows_of_step,
@@ -201,12 +200,11 @@ class ProfileRun:
     ) -> Profile:
         facts = self._key.model
         names = list(dict.fromkeys(name for rank in ranks for name in rank[1]))
-        routing = chunk_routing([rank[3] for rank in ranks], facts.ep_size, facts.nodes)
         return Profile(
             model=facts,
             device=self._key.device,
             versions=self._key.versions,
-            ops=op_times(medians, facts, kept_part(routing, facts)),
+            ops=op_times(medians, facts),
             weight_grads=weight_grad_times(medians, facts),
             link=link,
             memory=median_memory([rank[2] for rank in ranks]),
@@ -214,7 +212,7 @@ class ProfileRun:
             received_share=received_shares([rank[3] for rank in ranks], facts.ep_size),
             # All ranks wait for the slowest one.
             measured_steps_ms={name: round(max(rank[1][name] for rank in ranks), 4) for name in names},
-            routing=routing,
+            routing=chunk_routing([rank[3] for rank in ranks], facts.ep_size, facts.nodes),
             paces=step_paces(paces, facts.ep_size, len(facts.layer_kinds)),
         )
 

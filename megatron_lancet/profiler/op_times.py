@@ -78,7 +78,6 @@ class Samples:
         weight_bytes: bytes of the gradient that the dW adds to.
         rest_ms: time of each step outside all spans, for example in the optimizer.
         steps: the samples in ``ops``, by step.
-        num_parts: into how many parts a tiled op of a chunk is cut.
     """
 
     ops: dict[OpKey, list[OpSample]] = field(default_factory=lambda: defaultdict(list))
@@ -88,7 +87,6 @@ class Samples:
     weight_bytes: dict[DwKey, int] = field(default_factory=dict)
     rest_ms: list[float] = field(default_factory=list)
     steps: list[StepOps] = field(default_factory=list)
-    num_parts: dict[OpKey, int] = field(default_factory=lambda: defaultdict(lambda: 1))
 
     def add(
         self, step: StepTrace, plan: Plan, model: ModelFacts, message_ms: Callable[[Span], float] | None = None
@@ -114,13 +112,9 @@ class Samples:
             samples = _per_micro_batch(parts, model.num_micro_batches)
             own.setdefault((place, key), []).extend(samples)
             self.ops[key] += samples
-            if op.tile is not None:
-                self.num_parts[key] = max(self.num_parts[key], op.tile + 1)
         self.steps.append(own)
         for name, rows in step.received_rows.items():
-            key = op_key(Op.parse(name), plan, model)
-            if not key.tiles:
-                self.received[key] += rows
+            self.received[op_key(Op.parse(name), plan, model)] += rows
         for name, facts in step.weight_grads.items():
             dw_key = _dw_key(Op.parse(name), plan, model)
             self.pinned_bytes[dw_key] += facts.pinned_bytes
@@ -145,7 +139,6 @@ class Samples:
             {key: statistics.median(values) for key, values in self.pinned_bytes.items()},
             dict(self.weight_bytes),
             statistics.median(self.rest_ms),
-            dict(self.num_parts),
         )
 
 
@@ -159,7 +152,6 @@ class OpMedians:
     pinned_bytes: Mapping[DwKey, float]
     weight_bytes: Mapping[DwKey, int]
     rest_ms: float
-    num_parts: Mapping[OpKey, int]
 
 
 def over_ranks(ranks: Sequence[OpMedians]) -> OpMedians:
@@ -171,7 +163,6 @@ def over_ranks(ranks: Sequence[OpMedians]) -> OpMedians:
         _medians(rank.pinned_bytes for rank in ranks),
         {key: num_bytes for rank in ranks for key, num_bytes in rank.weight_bytes.items()},
         statistics.median(rank.rest_ms for rank in ranks),
-        {key: number for rank in ranks for key, number in rank.num_parts.items()},
     )
 
 
@@ -183,14 +174,10 @@ def _medians[Key](ranks: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
     return {key: statistics.median(found) for key, found in values.items()}
 
 
-def op_times(medians: OpMedians, model: ModelFacts, kept_part: float) -> tuple[OpTime, ...]:
-    """Returns the op times of a profile, in a fixed order.
-
-    Args:
-        kept_part: part of the received rows that are of the rank's own tokens.
-    """
+def op_times(medians: OpMedians, model: ModelFacts) -> tuple[OpTime, ...]:
+    """Returns the op times of a profile, in a fixed order."""
     return tuple(
-        OpTime(**key._asdict(), rows=_rows(key, medians, model, kept_part), ms=round(ms, 5))
+        OpTime(**key._asdict(), rows=_rows(key, medians, model), ms=round(ms, 5))
         for key, ms in sorted(medians.op_ms.items())
     )
 
@@ -201,7 +188,8 @@ def weight_grad_times(medians: OpMedians, model: ModelFacts) -> tuple[WeightGrad
     for key, ms in sorted(medians.dw_ms.items(), key=lambda item: (item[0].layer_kind, item[0].num_chunks)):
         after = ready_after(key)
         tokens = model.micro_batch_size * model.seq_length / key.num_chunks
-        received = [rows for op, rows in medians.received.items() if op.num_chunks == key.num_chunks]
+        whole = (op for op in medians.received if op.num_chunks == key.num_chunks and not op.tiles)
+        received = [medians.received[op] for op in whole]
         rows = statistics.fmean(received) if after == OpKind.EXPERTS and received else tokens
         pinned, weight = round(medians.pinned_bytes[key]), medians.weight_bytes[key]
         times.append(
@@ -257,11 +245,9 @@ def _cut_of(plan: Plan, model: ModelFacts, layer: int, kind: str) -> tuple[Chunk
     return segment.chunk_dim, segment.num_chunks
 
 
-def _rows(key: OpKey, medians: OpMedians, model: ModelFacts, kept_part: float) -> int:
+def _rows(key: OpKey, medians: OpMedians, model: ModelFacts) -> int:
     if key.kind in (OpKind.OWN_EXPERTS, OpKind.EXPERTS):
-        received = medians.received[key._replace(kind=OpKind.EXPERTS, phase=Phase.FORWARD, tiles=0)]
-        part = 1.0 if not key.tiles else kept_part if key.kind == OpKind.OWN_EXPERTS else 1.0 - kept_part
-        return round(received * part / medians.num_parts.get(key, 1))
+        return round(medians.received[key._replace(phase=Phase.FORWARD)])
     if key.layer_kind is LayerKind.NONE:
         return model.micro_batch_size * model.seq_length
     size, tokens_per_unit = model.size_along(key.chunk_dim)

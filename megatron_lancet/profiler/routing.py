@@ -98,13 +98,6 @@ def chunk_routing(ranks: Sequence[RankRouting], ep_size: int, nodes: Nodes | Non
     return tuple(found[key] for key in sorted(found))
 
 
-def kept_part(routing: Sequence[ChunkRouting], model: ModelFacts) -> float:
-    """Returns the part of the received rows that are of a rank's own tokens, mean over the recorded chunks' ranks."""
-    whole = [chunk for chunk in routing if chunk.num_chunks == 1]
-    received = sum(sum(chunk.received) for chunk in whole)
-    return 1 - sum(sum(chunk.sent) for chunk in whole) / received if received else 1 / model.ep_size
-
-
 def hop_rows(of_holders: Sequence[Mapping[int, RoutedRows]], nodes: Nodes) -> HopRows:
     """Returns the rows of one chunk in two hops.
 

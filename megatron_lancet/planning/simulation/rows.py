@@ -92,8 +92,12 @@ class Rows(NamedTuple):
     returned: Sequence[int]
 
     def of_tile(self, tiles: int, tile: int) -> "Rows":
-        """The rows of one of the parts in which these are sent; the first parts are at most one row longer."""
-        return Rows(*([number // tiles + (tile < number % tiles) for number in of_ranks] for of_ranks in self))
+        """The rows of one of the parts in which these are sent, as equal as possible."""
+        return Rows(*([_end(number, tile + 1, tiles) - _end(number, tile, tiles) for number in its] for its in self))
+
+
+def _end(num_rows: int, tile: int, tiles: int) -> int:
+    return num_rows * tile // tiles
 
 
 class Pieces(NamedTuple):

@@ -197,7 +197,7 @@ def _slice(pid: int, tid: int, span: Span) -> dict[str, Any]:
     op = Op.find(span.name)
     known: dict[str, Any] = {"op": span.name}
     if op is not None:
-        known = {"op": op.in_words(), "layer": op.layer, "chunk": op.chunk, "phase": op.phase}
+        known = {"op": op.in_words(), "layer": op.layer, "chunk": op.chunk, "tile": op.tile, "phase": op.phase}
     args: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
     event: dict[str, Any] = {"ph": "X", "name": span.name, "cat": span.lane.value, "pid": pid, "tid": tid}
     event |= {"ts": _us(span.start_ms), "dur": _us(span.ms), "args": args}

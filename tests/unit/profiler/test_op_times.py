@@ -24,7 +24,7 @@ def figures(*slownesses: float):
 
 @pytest.fixture(scope="module")
 def ops():
-    found = op_times(figures(1.0, 1.0, 9.0), FACTS, 0.5)
+    found = op_times(figures(1.0, 1.0, 9.0), FACTS)
     return {(op.layer_kind, op.kind, op.phase, op.num_chunks, op.chunk): op for op in found}
 
 
@@ -95,37 +95,38 @@ def test_ops_that_make_or_sum_rows_are_timed_by_dispatch(dispatch):
     both = Samples()
     both.add(step(WHOLE), WHOLE, FACTS)
     both.add(step(WHOLE, 3.0), plan, FACTS)
-    experts = [op for op in op_times(both.medians(), FACTS, 0.5) if (op.kind, op.phase) == ("experts", "F")]
+    experts = [op for op in op_times(both.medians(), FACTS) if (op.kind, op.phase) == ("experts", "F")]
     expected = {Dispatch.PLAIN: 2.5, dispatch: 7.5} if dispatch is not Dispatch.PLAIN else {Dispatch.PLAIN: 4.5}
     assert {op.dispatch: op.ms for op in experts} == pytest.approx(expected)
 
 
 def test_parts_of_the_experts_are_timed_apart_with_their_rows():
-    """Of 42 rows a third stays on the rank, in two parts; the others come in two tiles."""
+    """Each part of an op is a sample of it; there are two tiles, and two halves of the rows that stay."""
     plan = fixed_plan(1, tiles=2)
-    tiled = step(plan)
-    spans = []
-    for span in tiled.timeline.spans:
-        names = [span.name]
-        if "experts" in span.name and span.lane is Lane.COMPUTE and ".W." not in span.name:
-            start, phase, kind = span.name.rpartition("c0.")[0] + "c0", *span.name.split(".")[-2:]
-            names = [f"{start}.t{tile}.{phase}.{kind}" for tile in (0, 1)]
-            names += [f"{start}.t{tile}.{phase}.own_experts" for tile in (0, 1)]
+    whole = step(plan)
+    parts = ("t0.{}.own_experts", "t0.{}.experts", "t1.{}.experts", "t1.{}.own_experts")
+    spans, rows = [], {}
+    for span in whole.timeline.spans:
+        op = Op.parse(span.name)
+        is_cut = op.kind == "experts" and span.lane is Lane.COMPUTE
+        names = [f"L{op.layer}.c0.{part.format(op.phase)}" for part in parts] if is_cut else [span.name]
         spans += [dataclasses.replace(span, name=name) for name in names]
-    timeline = dataclasses.replace(tiled.timeline, spans=tuple(spans))
+        rows |= {name: (7 if "own" in name else 14,) * 2 for name in names if is_cut}
+    timeline = dataclasses.replace(whole.timeline, spans=tuple(spans))
     samples = Samples()
     samples.add(step(WHOLE), WHOLE, FACTS)
-    samples.add(dataclasses.replace(tiled, timeline=timeline), plan, FACTS)
-    ops = {(op.kind, op.phase, op.tiles): op for op in op_times(samples.medians(), FACTS, 1 / 3)}
-    assert [ops[kind, "F", tiles].rows for kind, tiles in (("experts", 0), ("experts", 2), ("own_experts", 2))] == [
-        42,
-        14,
-        7,
-    ]
+    samples.add(dataclasses.replace(whole, timeline=timeline, received_rows=rows), plan, FACTS)
+    medians = samples.medians()
+    ops = {(op.kind, op.phase, op.tiles): op for op in op_times(medians, FACTS)}
+    assert {key: op.rows for key, op in ops.items() if "experts" in key[0] and key[1] == Phase.FORWARD} == {
+        ("experts", "F", 0): 42,
+        ("experts", "F", 2): 14,
+        ("own_experts", "F", 2): 7,
+    }
     assert ops["experts", "F", 2].ms == ops["own_experts", "F", 2].ms == pytest.approx(2.5)
     assert ("mlp", "F", 2) not in ops
-    assert {key.tiles for _, key in samples.steps[1]} == {0, 2}
     assert all(len(times) == 2 * FACTS.num_micro_batches for (_, key), times in samples.steps[1].items() if key.tiles)
+    assert {dw.rows for dw in weight_grad_times(medians, FACTS) if dw.after == "experts"} == {42}
 
 
 def test_rest_time_is_what_no_span_covers():
