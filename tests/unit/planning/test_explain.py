@@ -75,7 +75,7 @@ def test_explanation_names_tiles():
     plan = fixed_plan(1, tiles=2, own_rows=OwnRows.AFTER)
     explanation = explain(synthetic_profile(Machine(layers="m", link_ms=9.0)), plan)
     ops = {message.op for message in explanation.layers[0].exposed}
-    assert {"L1.c0.t0.F.dispatch", "L1.c0.t1.I.combine"} <= ops
+    assert {"L1.c0.t0.F.dispatch", "L1.c0.t1.F.dispatch"} <= ops
     first, *_ = layer_lines(explanation)
     assert "one chunk, rows of other ranks in 2 tiles, a rank's own behind them; exposed" in first
     assert in_words(fixed_plan(1, tiles=1).segments[0]) == (

@@ -8,7 +8,7 @@ from megatron_lancet.profiler.op_times import Samples, op_key, op_times, over_ra
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, fixed_plan
-from megatron_lancet.schedule.timeline import Lane
+from megatron_lancet.schedule.timeline import Lane, Span
 from tests.unit.profiler.synthetic import FACTS, step
 
 WHOLE, HALVES = fixed_plan(1), fixed_plan(2)
@@ -105,7 +105,8 @@ def test_parts_of_the_experts_are_timed_apart_with_their_rows():
     plan = fixed_plan(1, tiles=2)
     whole = step(plan)
     parts = ("t0.{}.own_experts", "t0.{}.experts", "t1.{}.experts", "t1.{}.own_experts")
-    spans, rows = [], {}
+    spans: list[Span] = []
+    rows: dict[str, tuple[int, ...]] = {}
     for span in whole.timeline.spans:
         op = Op.parse(span.name)
         is_cut = op.kind == "experts" and span.lane is Lane.COMPUTE
@@ -123,7 +124,7 @@ def test_parts_of_the_experts_are_timed_apart_with_their_rows():
         ("experts", "F", 2): 14,
         ("own_experts", "F", 2): 7,
     }
-    assert ops["experts", "F", 2].ms == ops["own_experts", "F", 2].ms == pytest.approx(2.5)
+    assert ops["experts", Phase.FORWARD, 2].ms == ops["own_experts", Phase.FORWARD, 2].ms == pytest.approx(2.5)
     assert ("mlp", "F", 2) not in ops
     assert all(len(times) == 2 * FACTS.num_micro_batches for (_, key), times in samples.steps[1].items() if key.tiles)
     assert {dw.rows for dw in weight_grad_times(medians, FACTS) if dw.after == "experts"} == {42}
