@@ -4,6 +4,7 @@ Legend of shapes: T tokens (S * B, or rows of an expert), I inputs, O outputs of
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,11 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron_lancet.model.adopt import adopt
+from megatron_lancet.model.tiles.weight_grads import Factors, PartOfRows
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
+
+Defer = Callable[[torch.Tensor, torch.Tensor], None]
+"""Takes output gradients and inputs, the factors of a dW, which is computed later."""
 
 
 class _LinearWithDeferredWeightGrad(torch.autograd.Function):
@@ -29,7 +34,7 @@ class _LinearWithDeferredWeightGrad(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        defer: Callable[[torch.Tensor, torch.Tensor], None],
+        defer: Defer,
         sequence_group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
@@ -116,25 +121,40 @@ class _DeferredWeightGrad:
         assert self._accumulate_grad is not None
         self._accumulate_grad.register_hook(lambda *_: self.store.mark_last_use(deferred))
 
+    def deferral(self) -> Defer:
+        """What takes the factors of the dW of a use that begins now: puts it, or gathers the parts of its rows."""
+        part = PartOfRows.present
+        return self._defer if part is None else partial(self._gather, part)
+
+    def _gather(self, part: PartOfRows, grad_TO: torch.Tensor, input_TI: torch.Tensor) -> None:
+        whole = part.add(self, grad_TO, input_TI)
+        if whole is not None:
+            self._put(whole.joined, whole.num_bytes)
+
     def _defer(self, grad_TO: torch.Tensor, input_TI: torch.Tensor) -> None:
+        factors = Factors(grad_TO, input_TI)
+        self._put(lambda: factors, factors.num_bytes)
+
+    def _put(self, factors: Callable[[], Factors], num_bytes: int) -> None:
         deferred, in_gemm = self.deferred, self.accumulate_in_gemm
         sum_first = self.has_several_uses and not in_gemm
         is_fused = self.gradient_accumulation_fusion
         assert deferred is not None
 
         def compute() -> None:
+            grad_TO, input_TI = factors()
             if is_fused:
                 _accumulate_fused(grad_TO, input_TI, deferred.main_grad)
             else:
                 deferred.add_product(grad_TO, input_TI, in_gemm, sum_first)
 
-        self.store.put([deferred], compute, num_bytes=grad_TO.nbytes + input_TI.nbytes)
+        self.store.put([deferred], compute, num_bytes)
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.deferred is None or not torch.is_grad_enabled() or weight is not self.weight:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         group = kwargs["tp_group"] if kwargs["sequence_parallel"] else None
-        return _LinearWithDeferredWeightGrad.apply(input, weight, kwargs.get("bias"), self._defer, group)
+        return _LinearWithDeferredWeightGrad.apply(input, weight, kwargs.get("bias"), self.deferral(), group)
 
 
 class DeferredColumnParallelLinear(_DeferredWeightGrad, ColumnParallelLinear):

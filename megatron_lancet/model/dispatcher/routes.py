@@ -26,12 +26,17 @@ class Routes:
             rows. All that come by way of one rank of the expert-tensor-parallel group are together.
         rows_by_holder: rows r of each rank that holds a part of the same experts, V in all, sums to m.
         rows_per_expert: [e], rows for each local expert, on the host.
+        by_peer: [P * V][e], rows from each rank for each local expert, as many as for each of that rank's; only of
+            routes that are known without token counts.
+        are_by_expert: whether the rows come in the order of the experts, since all are from one rank.
     """
 
     splits: RowSplits
     rows_by_source: torch.Tensor
     rows_by_holder: tuple[int, ...]
     rows_per_expert: torch.Tensor
+    by_peer: Sequence[Sequence[int]] = ()
+    are_by_expert: bool = False
     _orders: dict[bool, RowOrder] = field(default_factory=dict)
 
     def expert_order(self, last_expert_first: bool = False) -> RowOrder:
@@ -87,11 +92,24 @@ class Routes:
             rows_by_source=torch.full((tp_size * num_ranks, num_experts), rows_per_expert, device=device),
             rows_by_holder=(sum(rows),) * tp_size,
             rows_per_expert=torch.full((num_experts,), tp_size * num_ranks * rows_per_expert),
+            by_peer=[[rows_per_expert] * num_experts] * (tp_size * num_ranks),
         )
 
     def wait(self) -> "Routes":
         """Returns itself, as :meth:`PendingRoutes.wait` does with its routes."""
         return self
+
+    def sent(self) -> Sequence[int]:
+        """Rows to each rank, this one included; see :meth:`PendingRoutes.sent`."""
+        return self.splits.sent
+
+    def sent_to_experts(self) -> Sequence[Sequence[int]]:
+        """Of routes that are even; see :meth:`PendingRoutes.sent_to_experts`."""
+        return self.by_peer
+
+    def received(self) -> Sequence[Sequence[int]]:
+        """Of routes that are even; see :meth:`PendingRoutes.received`."""
+        return self.by_peer
 
 
 def _by_holder(received: torch.Tensor, tp_size: int) -> torch.Tensor:
@@ -243,15 +261,25 @@ class PendingRoutes[R: Routes | DistinctRoutes | TwoHopRoutes]:
         self._num_ranks = num_ranks
         self._limit = limit
         self._routes: R | None = None
+        self._own: list[list[int]] = []
         self._received: list[list[int]] = []
         self._over_limit: OverLimit | None = None
 
     def num_sent(self) -> int:
         """Waits for this rank's own counts; the rows that it sends, its own included."""
-        own = self.counts.wait_for_own()
-        if self._limit is not None:
-            own, _ = self._limit.apart(own)
-        return sum(map(self._rows_to, own[:: self._tp_size]))
+        return sum(self.sent())
+
+    def sent(self) -> Sequence[int]:
+        """Waits for this rank's own counts; its rows to each rank, its own included."""
+        return [self._rows_to(of_peer) for of_peer in self.sent_to_experts()[:: self._tp_size]]
+
+    def sent_to_experts(self) -> Sequence[Sequence[int]]:
+        """Waits for this rank's own counts; what it tells each peer: [P * V][e] of the plain dispatch."""
+        if not self._own:
+            self._own = self.counts.wait_for_own()
+            if self._limit is not None:
+                self._own, _ = self._limit.apart(self._own)
+        return self._own
 
     def wait(self) -> R:
         """Waits for the counts."""
