@@ -15,10 +15,15 @@ from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.tiles.weight_grads import Factors, PartOfRows
+from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 
 Defer = Callable[[torch.Tensor, torch.Tensor], None]
 """Takes output gradients and inputs, the factors of a dW, which is computed later."""
+
+_MIN_ROWS = 16
+"""A CPU multiplies a few rows by other kernels than many, which sum in another order. With zeros behind them, up to so
+many, the rows of a part have the bits that they have among all rows, as long as inputs and outputs are some hundreds."""
 
 
 class _LinearWithDeferredWeightGrad(torch.autograd.Function):
@@ -36,7 +41,9 @@ class _LinearWithDeferredWeightGrad(torch.autograd.Function):
         bias: torch.Tensor | None,
         defer: Defer,
         sequence_group: dist.ProcessGroup | None,
+        min_rows: int,
     ) -> torch.Tensor:
+        ctx.min_rows = min_rows
         ctx.save_for_backward(input, weight)
         ctx.defer = defer
         ctx.has_bias = bias is not None
@@ -44,7 +51,7 @@ class _LinearWithDeferredWeightGrad(torch.autograd.Function):
         if sequence_group is not None:
             input, gathering = _start_gather(input, sequence_group)
             gathering.wait()
-        output = torch.matmul(input, weight.t())
+        output = _product(input, weight.t(), min_rows)
         return output if bias is None else output + bias
 
     @staticmethod
@@ -53,7 +60,7 @@ class _LinearWithDeferredWeightGrad(torch.autograd.Function):
         group = ctx.sequence_group
         if group is not None:
             input, gathering = _start_gather(input, group)
-        grad_input = grad_output.matmul(weight)
+        grad_input = _product(grad_output, weight, ctx.min_rows)
         if group is not None:
             gathering.wait()
             grad_input, scattering = _start_scatter(grad_input, group)
@@ -62,7 +69,15 @@ class _LinearWithDeferredWeightGrad(torch.autograd.Function):
         grad_bias = grad_TO.sum(dim=0) if ctx.has_bias else None
         if group is not None:
             scattering.wait()
-        return grad_input, None, grad_bias, None, None
+        return grad_input, None, grad_bias, None, None, None
+
+
+def _product(rows: torch.Tensor, factor: torch.Tensor, min_rows: int) -> torch.Tensor:
+    """``rows @ factor``, of rows [T, X] with zeros behind them where there are any, but fewer than ``min_rows``."""
+    num_rows = rows.size(0)
+    if not 0 < num_rows < min_rows:
+        return rows.matmul(factor)
+    return torch.nn.functional.pad(rows, (0, 0, 0, min_rows - num_rows)).matmul(factor)[:num_rows].clone()
 
 
 def _start_gather(part: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
@@ -154,7 +169,9 @@ class _DeferredWeightGrad:
         if self.deferred is None or not torch.is_grad_enabled() or weight is not self.weight:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         group = kwargs["tp_group"] if kwargs["sequence_parallel"] else None
-        return _LinearWithDeferredWeightGrad.apply(input, weight, kwargs.get("bias"), self.deferral(), group)
+        is_exact_part = PartOfRows.present is not None and not self.accumulate_in_gemm and not on_cuda(weight)
+        min_rows = _MIN_ROWS if is_exact_part else 0
+        return _LinearWithDeferredWeightGrad.apply(input, weight, kwargs.get("bias"), self.deferral(), group, min_rows)
 
 
 class DeferredColumnParallelLinear(_DeferredWeightGrad, ColumnParallelLinear):
