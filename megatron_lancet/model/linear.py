@@ -22,8 +22,8 @@ Defer = Callable[[torch.Tensor, torch.Tensor], None]
 """Takes output gradients and inputs, the factors of a dW, which is computed later."""
 
 _MIN_ROWS = 16
-"""A CPU multiplies a few rows by other kernels than many, which sum in another order. With zeros behind them, up to so
-many, the rows of a part have the bits that they have among all rows, as long as inputs and outputs are some hundreds."""
+"""A CPU multiplies few rows by other kernels than many, which sum in another order. With zeros behind them, up to so
+many, the rows of a part have the bits that they have among all rows, as long as sums have some hundred summands."""
 
 
 class _LinearWithDeferredWeightGrad(torch.autograd.Function):

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 
 from megatron_lancet.model.dispatcher.distinct_rows import PlainRows
-from megatron_lancet.model.dispatcher.parts import PartedRoutes, Tiling
+from megatron_lancet.model.dispatcher.parts import PartedPlainRoutes, Tiling
 from megatron_lancet.model.dispatcher.rounds import Round, rounds_of
 from megatron_lancet.model.dispatcher.routes import OverLimit, PendingRoutes, Routes
 from megatron_lancet.model.dispatcher.row_limit import launch_counts
@@ -98,9 +98,14 @@ class AllToAllDispatcher:
             self._even_routes[rows_per_expert] = Routes.even(rows_per_expert, *shape, device)
         return self._even_routes[rows_per_expert]
 
-    def in_parts(self, routes: PendingRoutes[Routes] | Routes, tiling: Tiling, like: torch.Tensor) -> PartedRoutes:
-        """The routes of the parts of a chunk; see :class:`Dispatcher`."""
-        return PartedRoutes(routes, tiling, self._comm.own_rank, self._tp_size, self._tp_group.rank(), like)
+    def in_parts(self, routes: PendingRoutes[Routes] | Routes, tiling: Tiling, like: torch.Tensor) -> PartedPlainRoutes:
+        """The routes of the parts of a chunk.
+
+        Args:
+            routes: of all its rows.
+            like: a tensor on the device of the rows.
+        """
+        return PartedPlainRoutes(routes, tiling, self._comm.own_rank, self._tp_size, self._tp_group.rank(), like)
 
     def rounds(self, over: OverLimit) -> tuple[Sequence[int], list[Round]]:
         """What a chunk over the limit of rows sends in each of its rounds.

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 
 from megatron_lancet.model.dispatcher.distinct_rows import PlainRows
-from megatron_lancet.model.dispatcher.parts import PartedRoutes, Tiling
 from megatron_lancet.model.dispatcher.routes import DistinctRoutes, PendingRoutes, Routes, TwoHopRoutes
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op
@@ -30,14 +29,6 @@ class Dispatcher(Protocol):
         Args:
             routing_map_tE: bool; to be kept until the counts have been waited for.
             routed: the point in time at which ``routing_map_tE`` was complete.
-        """
-
-    def in_parts(self, routes: Any, tiling: Tiling, like: torch.Tensor) -> PartedRoutes:
-        """The routes of the parts of a chunk whose rows go to other ranks in tiles.
-
-        Args:
-            routes: of all its rows, made by this dispatcher for chunks in such parts.
-            like: a tensor on the device of the rows.
         """
 
     def most_rows(self, num_tokens: int, topk: int) -> int:

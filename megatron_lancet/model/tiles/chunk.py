@@ -6,6 +6,7 @@ expert-parallel group, H hidden size.
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ class ChunkInParts:
         rows: of the parts that are here, by part: to be sent, or to go through the experts, or their outputs.
     """
 
-    def __init__(self, routes: PartedRoutes, weight_grads: GatheredWeightGrads, rows: Rows) -> None:
+    def __init__(self, routes: PartedRoutes[Any], weight_grads: GatheredWeightGrads, rows: Rows) -> None:
         """Cuts the rows of a chunk. Waits for this rank's own counts.
 
         Args:

@@ -6,15 +6,18 @@ rows that stay, go through the experts like small chunks, while others are on th
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from megatron_lancet.model import moe_layer
+from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
+from megatron_lancet.model.dispatcher.deduplicated import DeduplicatedDispatcher
 from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.model.tiles.chunk import ChunkInParts
 from megatron_lancet.model.tiles.weight_grads import GatheredWeightGrads
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
-from megatron_lancet.schedule.turns import Compute, Launch, Verb, Wait
+from megatron_lancet.schedule.turns import Compute, Launch, LaunchCounts, Verb, Wait
 
 
 def forward(moe: OverlappingMoE, verb: Verb, x: ChunkState) -> None:
@@ -25,12 +28,23 @@ def forward(moe: OverlappingMoE, verb: Verb, x: ChunkState) -> None:
         moe_layer.FORWARD[verb](moe, x)
 
 
+def launch_counts(moe: OverlappingMoE, x: ChunkState, op: Op) -> None:
+    """Launch the exchange of token counts, which tells of distinct rows also how many each expert has of a tile."""
+    if isinstance(moe.dispatcher, DeduplicatedDispatcher):
+        x.routes = moe.dispatcher.launch_counts(op, x.routing_map_tE, x.routed, x.tiling)
+        del x.routed
+    else:
+        moe_layer.launch_counts(moe, x)
+
+
 def launch_dispatch(moe: OverlappingMoE, x: ChunkState, op: Op) -> None:
     """Send a tile to its experts; before the first one, cut the rows."""
     assert op.tile is not None
     if op.tile == 0:
         assert x.tiling is not None
-        routes = moe.dispatcher.in_parts(x.routes, x.tiling, x.rows[1])
+        dispatcher: Any = moe.dispatcher
+        assert isinstance(dispatcher, AllToAllDispatcher | DeduplicatedDispatcher)
+        routes = dispatcher.in_parts(x.routes, x.tiling, x.rows[1])
         gathered = GatheredWeightGrads(x.tiling.num_parts, lambda: routes.received_by_source, moe.expert_of)
         x.parts = ChunkInParts(routes, gathered, x.rows)
         del x.rows
@@ -82,6 +96,7 @@ def postprocess(moe: OverlappingMoE, x: ChunkState, op: Op) -> None:
 
 
 _FORWARD: Mapping[Verb, Callable[[OverlappingMoE, ChunkState, Op], None]] = {
+    LaunchCounts(OpKind.COUNTS): launch_counts,
     Launch(OpKind.DISPATCH): launch_dispatch,
     Wait(OpKind.DISPATCH): wait_for_rows,
     Compute(OpKind.OWN_EXPERTS): own_experts,
