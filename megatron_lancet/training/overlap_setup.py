@@ -96,9 +96,9 @@ class OverlapSetup:
     def delays_weight_grads(self) -> bool:
         """Whether linear layers are prepared for deferral; DDP's ``delay_wgrad_compute`` must have the same value.
 
-        A plan may still compute every dW at once.
+        A plan may still compute every dW at once: with tiles, when the last one's backward has run.
         """
-        return self._switchable or self.plan.dw_policy is DwPolicy.FILL
+        return self._switchable or self.plan.dw_policy is DwPolicy.FILL or self.plan.has_tiles
 
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Called on all ranks with the unwrapped pipeline stages of this one."""
