@@ -142,7 +142,7 @@ class _DeferredWeightGrad:
         return self._defer if part is None else partial(self._gather, part)
 
     def _gather(self, part: PartOfRows, grad_TO: torch.Tensor, input_TI: torch.Tensor) -> None:
-        whole = part.add(self, grad_TO, input_TI)
+        whole = part.add(self, Factors(grad_TO, input_TI))
         if whole is not None:
             self._put(whole.joined, whole.num_bytes)
 

@@ -99,12 +99,12 @@ class GatheredWeightGrads:
         Args:
             received_by_source: returns the rows of each part from each source for each local expert, [parts, S, e];
                 called in the backward pass.
-            expert_of: the local expert of each linear layer.
+            expert_of: the local expert of each linear layer that is one expert's.
         """
         self._num_parts = num_parts
         self._received_by_source = received_by_source
         self._expert_of = expert_of
-        self._gathered: dict[Hashable, dict[int, Factors]] = {}
+        self._gathered: dict[tuple[Hashable, int], dict[int, Factors]] = {}
         self._pieces: list[list[Piece]] = []
 
     @contextmanager
@@ -116,19 +116,27 @@ class GatheredWeightGrads:
         finally:
             PartOfRows.present = outer
 
-    def add(self, linear: Hashable, part: int, factors: Factors) -> PartsOfRows | None:
+    def add(self, linear: Hashable, expert: int, part: int, factors: Factors) -> PartsOfRows | None:
         """Takes the factors of a part's dW.
+
+        Args:
+            linear: layer of the expert.
+            expert: local expert.
 
         Returns:
             Those of all parts when they are complete, else None.
         """
-        parts = self._gathered.setdefault(linear, {})
+        parts = self._gathered.setdefault((linear, expert), {})
         assert part not in parts, f"part {part} has come twice"
         parts[part] = factors
         if len(parts) < self._num_parts:
             return None
-        del self._gathered[linear]
-        return PartsOfRows([parts[index] for index in range(self._num_parts)], self.pieces(self._expert_of[linear]))
+        del self._gathered[linear, expert]
+        return PartsOfRows([parts[index] for index in range(self._num_parts)], self.pieces(expert))
+
+    def expert_of(self, linear: Hashable) -> int:
+        """The local expert of a linear layer that is one expert's."""
+        return self._expert_of[linear]
 
     def pieces(self, expert: int) -> list[Piece]:
         """The order of the rows of a local expert."""
@@ -153,6 +161,11 @@ class PartOfRows:
     part: int
     present: ClassVar["PartOfRows | None"] = None
 
-    def add(self, linear: Hashable, grad_TO: torch.Tensor, input_TI: torch.Tensor) -> PartsOfRows | None:
-        """See :meth:`GatheredWeightGrads.add`."""
-        return self.weight_grads.add(linear, self.part, Factors(grad_TO, input_TI))
+    def add(self, linear: Hashable, factors: Factors, expert: int | None = None) -> PartsOfRows | None:
+        """See :meth:`GatheredWeightGrads.add`.
+
+        Args:
+            expert: None for a linear layer that is one expert's.
+        """
+        expert = self.weight_grads.expert_of(linear) if expert is None else expert
+        return self.weight_grads.add(linear, expert, self.part, factors)
