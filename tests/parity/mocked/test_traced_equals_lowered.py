@@ -20,7 +20,7 @@ import pytest
 from megatron_lancet.model import transformer_block
 from megatron_lancet.patching import replaced
 from megatron_lancet.schedule import turns
-from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import (
     ChunkDim,
     Dispatch,
@@ -276,7 +276,7 @@ def makes(op: str, message: str) -> bool:
     """Whether an op makes the rows of a message, or their gradients. Of several tiles one op makes all."""
     sent = Op.parse(message)
     made_by = ROWS_MADE_BY if sent.phase is Phase.FORWARD else ROWS_NEEDED_BY
-    return str(sent.with_kind(made_by[sent.kind])) == op
+    return str(sent.with_kind(made_by[OpKind(sent.kind)])) == op
 
 
 def without_second_parts(events: Iterable[Event]) -> Iterator[Event]:
