@@ -15,7 +15,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch.distributed import distributed_c10d
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.gpt import LanguageModel, overlap, set_plan
+from megatron_lancet.model.gpt import LanguageModel, check_tiles, overlap, set_plan
 from megatron_lancet.model.routing.locality import LocalityLoss
 from megatron_lancet.planning.plan_difference import plan_differences
 from megatron_lancet.runtime.collectives import from_all_ranks
@@ -178,8 +178,13 @@ class OverlapSetup:
 
         Args:
             max_rows: None for any number.
+
+        Raises:
+            UsageError: the plan's rows go to other ranks in tiles, which have no bound.
         """
         assert self._comm is not None, "the model is not built yet"
+        for stage in self._stages:
+            check_tiles(self.plan, stage, max_rows)
         self._comm.max_expert_rows = self._max_expert_rows = max_rows
 
     @property

@@ -22,8 +22,8 @@ from megatron_lancet.schedule.turns import Compute, Launch, LaunchCounts, Verb, 
 
 def forward(moe: OverlappingMoE, verb: Verb, x: ChunkState) -> None:
     """Run a verb of a layer with experts."""
-    if verb.of_all_rows in _FORWARD:
-        _FORWARD[verb.of_all_rows](moe, x, Op(moe.number, x.chunk.index, Phase.FORWARD, verb.kind, verb.tile))
+    if verb.of_all_rows in FORWARD:
+        FORWARD[verb.of_all_rows](moe, x, Op(moe.number, x.chunk.index, Phase.FORWARD, verb.kind, verb.tile))
     else:
         moe_layer.FORWARD[verb](moe, x)
 
@@ -95,7 +95,7 @@ def postprocess(moe: OverlappingMoE, x: ChunkState, op: Op) -> None:
     moe_layer.postprocess(moe, x)
 
 
-_FORWARD: Mapping[Verb, Callable[[OverlappingMoE, ChunkState, Op], None]] = {
+FORWARD: Mapping[Verb, Callable[[OverlappingMoE, ChunkState, Op], None]] = {
     LaunchCounts(OpKind.COUNTS): launch_counts,
     Launch(OpKind.DISPATCH): launch_dispatch,
     Wait(OpKind.DISPATCH): wait_for_rows,
