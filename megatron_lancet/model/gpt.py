@@ -176,7 +176,10 @@ def check_tiles(plan: Plan, model: LanguageModel, max_expert_rows: int | None) -
     is_quantized = model.config.fp8 is not None or model.config.fp4 is not None
     why_not = tiles_unsupported(is_quantized, max_expert_rows is not None) if plan.has_tiles else None
     if why_not is not None:
-        raise UsageError(f"the plan's rows go to other ranks in tiles, which this model can't run: {why_not}.")
+        raise UsageError(
+            f"the plan's rows go to other ranks in tiles, which this model can't run: {why_not.reason}. Use a plan "
+            f"without tiles, or {why_not.advice}."
+        )
 
 
 def _needs_sdpa(segment: Segment) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from megatron_lancet.config import LancetConfig, PairingChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.model.tiles.support import Unsupported, tiles_unsupported
 from megatron_lancet.planning.dispatch import is_evident, why_not_dedup, why_not_two_hop
 from megatron_lancet.planning.search.search_space import Exclusion
 from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
@@ -122,20 +123,24 @@ def dispatch_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> tu
     return Dispatch.PLAIN, [f"dispatch is plain, because {dispatch_blocker(args, config, Dispatch.DEDUP)}"]
 
 
-def tiles_blockers(args: argparse.Namespace, config: LancetConfig) -> Iterator[str]:
-    """Yields why the rows of a run can't go to other ranks in tiles, as clauses.
+def tiles_blockers(args: argparse.Namespace, config: LancetConfig) -> Iterator[Unsupported]:
+    """Yields why the rows of a run can't go to other ranks in tiles.
 
     Args:
         args: Megatron's arguments, validated or not.
     """
     if args.expert_model_parallel_size <= 1:
-        yield "there is one expert-parallel rank, so nothing is sent"
+        yield Unsupported("there is one expert-parallel rank, so nothing is sent", "raise --expert-model-parallel-size")
     if config.dispatch is Dispatch.TWO_HOP:
-        yield f"the messages of {FLAG} {Dispatch.TWO_HOP} have no tiles"
+        yield Unsupported(f"the messages of {FLAG} {Dispatch.TWO_HOP} have no tiles", f"drop {FLAG}")
     if config.pairing is PairingChoice.ON:
-        yield "with --lancet-pairing on micro-batches run beside each other, and tiles are for those that run alone"
-    if config.max_received_rows is not None:
-        yield f"--lancet-max-received-rows {config.max_received_rows} sends the rows of a chunk in rounds"
+        yield Unsupported(
+            "with --lancet-pairing on micro-batches run beside each other, and tiles are for those that run alone",
+            "drop --lancet-pairing",
+        )
+    found = tiles_unsupported(bool(args.fp8 or args.fp4), config.max_received_rows is not None)
+    if found is not None:
+        yield found
 
 
 def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple[int, ...] | None, list[Exclusion]]:
@@ -150,14 +155,15 @@ def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple
     blocker = next(tiles_blockers(args, config), None)
     if config.tiles and blocker is not None:
         raise UsageError(
-            f"{TILES_FLAG} {config.tiles} can't be followed: {blocker}. Drop one of the two, or pass {TILES_FLAG} 0."
+            f"{TILES_FLAG} {config.tiles} can't be followed: {blocker.reason}. Pass {TILES_FLAG} 0, or "
+            f"{blocker.advice}."
         )
     if config.own_rows is not None and (config.tiles == 0 or blocker is not None):
-        why = f"{TILES_FLAG} 0 asks for none" if blocker is None else blocker
+        why = f"{TILES_FLAG} 0 asks for none" if blocker is None else blocker.reason
         raise UsageError(f"{OWN_ROWS_FLAG} {config.own_rows} is for rows that go in tiles, but {why}. Drop the flag.")
     if config.tiles is not None:
         return (config.tiles,), []
-    return (None, []) if blocker is None else ((0,), [Exclusion("tiles", blocker, is_evident=True)])
+    return (None, []) if blocker is None else ((0,), [Exclusion("tiles", blocker.reason, is_evident=True)])
 
 
 def tiles_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[int, OwnRows]:

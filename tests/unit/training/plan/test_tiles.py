@@ -10,8 +10,9 @@ from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.planning.search.search_space import Limits
-from megatron_lancet.schedule.plan import Dispatch, OwnRows, fixed_plan
+from megatron_lancet.schedule.plan import Dispatch, OwnRows, fixed_plan, paired
 from megatron_lancet.training.plan.limits import planning_limits
+from megatron_lancet.training.plan.pairing import ask_for_pairing
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.tuning.profile_steps import plans_within
 from tests.unit.training.validated import set_as_validation_does
@@ -76,7 +77,7 @@ def test_planner_is_limited_to_the_tiles_that_are_asked_for(megatron_args):
     [
         ({"dispatch": Dispatch.TWO_HOP}, "the messages of --lancet-dispatch two-hop have no tiles"),
         ({"pairing": PairingChoice.ON}, "with --lancet-pairing on micro-batches run beside each other"),
-        ({"max_received_rows": 100}, "--lancet-max-received-rows 100 sends the rows of a chunk in rounds"),
+        ({"max_received_rows": 100}, "--lancet-max-received-rows sends a chunk in rounds, which have no tiles"),
     ],
 )
 def test_tiles_are_refused_where_rows_go_otherwise(megatron_args, tmp_path, wishes, reason):
@@ -106,6 +107,25 @@ def test_tiles_are_refused_where_rows_go_otherwise(megatron_args, tmp_path, wish
 def test_contradictions_are_refused(megatron_args, wishes, message):
     with pytest.raises(UsageError, match=message):
         choose_plan(megatron_args(), LancetConfig(**wishes))
+
+
+def test_tiles_in_fp8_are_refused(megatron_args):
+    args = megatron_args("--transformer-impl", "transformer_engine", "--fp8-format", "e4m3")
+    with pytest.raises(UsageError, match=r"fp8 and fp4 give each tile scales of its own.* or drop --fp8-format"):
+        choose_plan(args, LancetConfig(tiles=2))
+    assert planning_limits(args, LancetConfig()).tiles == (0,)
+
+
+def test_micro_batches_with_tiles_are_not_paired(megatron_args, tmp_path):
+    args = megatron_args()
+    ask_for_pairing(args)
+    plan, line = choose_plan(args, LancetConfig(num_chunks=1, tiles=2))
+    assert plan == fixed_plan(1, tiles=2)
+    assert "not paired, because rows that go in tiles are of micro-batches that run alone" in line
+    assert choose_plan(args, LancetConfig(num_chunks=1))[0].is_paired
+    write_plan_file(tmp_path / "plan.json", PlanFile(paired(plan)))
+    with pytest.raises(UsageError, match="runs backwards beside forwards and sends rows in tiles"):
+        choose_plan(args, LancetConfig(plan=tmp_path / "plan.json"))
 
 
 def test_one_expert_parallel_rank_has_no_tiles(megatron_args):
