@@ -7,7 +7,7 @@ chosen expert), r rows received, m rows of the local experts (m = r without expe
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -74,7 +74,7 @@ class OverlappingMoE:
         return getattr(self.stock.experts, "last_expert_first", False)
 
     @cached_property
-    def expert_of(self) -> Mapping[torch.nn.Module, int]:
+    def expert_of(self) -> Mapping[Hashable, int]:
         """The local expert of each module of the experts that run one after the other."""
         experts = getattr(self.stock.experts, "local_experts", ())
         return {module: place for place, expert in enumerate(experts) for module in expert.modules()}

@@ -82,8 +82,12 @@ class DeduplicatedDispatcher:
         peers = self._num_ranks * self._tp_size
         count = partial(self._count, routing_map_tE, tiling)
         exchange, limit = launch_counts(self._comm, op, count, routing_map_tE, routed, peers)
-        holders = {"tp_size": self._tp_size, "tp_rank": self._tp_group.rank()}
-        make = partial(DistinctRoutes.of, **holders, num_experts=self._num_local_experts)
+        make = partial(
+            DistinctRoutes.of,
+            tp_size=self._tp_size,
+            tp_rank=self._tp_group.rank(),
+            num_experts=self._num_local_experts,
+        )
         return PendingRoutes(exchange, make, DistinctRoutes.rows_to, self._tp_size, self._num_ranks, limit)
 
     def in_parts(

@@ -42,9 +42,10 @@ def launch_dispatch(moe: OverlappingMoE, x: ChunkState, op: Op) -> None:
     assert op.tile is not None
     if op.tile == 0:
         assert x.tiling is not None
-        dispatcher: Any = moe.dispatcher
+        dispatcher = moe.dispatcher
         assert isinstance(dispatcher, AllToAllDispatcher | DeduplicatedDispatcher)
-        routes = dispatcher.in_parts(x.routes, x.tiling, x.rows[1])
+        pending: Any = x.routes  # made by this dispatcher
+        routes = dispatcher.in_parts(pending, x.tiling, x.rows[1])
         gathered = GatheredWeightGrads(x.tiling.num_parts, lambda: routes.received_by_source, moe.expert_of)
         x.parts = ChunkInParts(routes, gathered, x.rows)
         del x.rows

@@ -46,8 +46,8 @@ def _tiled(tiles: int, own_rows: OwnRows, num_chunks: int = 1, **fields: Any) ->
 
 TWO = _tiled(2, HALF)
 _WHOLE_EXPERTS = _tiled(2, HALF, overlap_range=OverlapRange.EXPERTS)
-_EIGHT_SEQUENCE = {"chunk_dim": ChunkDim.SEQUENCE, "overlap_range": OverlapRange.EXPERTS}
-_DEDUP = {"dispatch": Dispatch.DEDUP}
+_EIGHT_SEQUENCE: dict[str, Any] = {"chunk_dim": ChunkDim.SEQUENCE, "overlap_range": OverlapRange.EXPERTS}
+_DEDUP: dict[str, Any] = {"dispatch": Dispatch.DEDUP}
 _MIXED = Plan((Segment(1, 1, 1, tiles=2), Segment(2, 2, 1), Segment(3, None, 2, tiles=1, own_rows=AFTER)), dw_window=5)
 
 CASES: dict[str, TiledCase] = {

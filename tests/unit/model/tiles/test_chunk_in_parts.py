@@ -40,7 +40,8 @@ def exchange_in_parts(
     Args:
         num_spare: rows that are made and not sent.
     """
-    num_ranks, counts = len(inputs.maps), []
+    num_ranks = len(inputs.maps)
+    counts: list[torch.Tensor] = []
     num_experts = inputs.maps[0].size(1)
     ranks = range(num_ranks)
     dispatchers = [kind(CommOf(rank, counts, num_ranks), num_experts, num_ranks, group_of(1)) for rank in ranks]
@@ -58,8 +59,8 @@ def exchange_in_parts(
     wholes: list[list[torch.Tensor]] = [[] for _ in ranks]
     for rank, chunk in enumerate(chunks):
         for part in range(tiling.num_parts):
-            routes, rows = chunk.routes.routes(part), chunk.rows[part]
-            assert sum(routes.splits.received) == len(rows[0])
+            routes, received = chunk.routes.routes(part), chunk.rows[part]
+            assert sum(routes.splits.received) == len(received[0])
 
             def run(tokens_mH, probs_m, rank=rank, part=part, routes=routes):
                 sizes = routes.rows_per_expert.tolist()
@@ -70,8 +71,8 @@ def exchange_in_parts(
                         wholes[rank].append(whole.joined().input_TI)
                 return weighted(rank, tokens_mH, probs_m)
 
-            collected = dispatchers[rank].collect(rows, routes)
-            output = dispatchers[rank].through_experts(run, *collected, routes)
+            tokens, probs = dispatchers[rank].collect(received, routes)
+            output = dispatchers[rank].through_experts(run, tokens, probs, routes)
             chunk.rows[part] = (dispatchers[rank].sort_by_peer(output, routes, torch.float32),)
     for tile in range(tiling.num_tiles):
         deliver(chunks, tile, back=True)

@@ -20,7 +20,8 @@ ROWS = st.integers(1, 4).flatmap(
 @given(ROWS)
 def test_pieces_put_rows_by_part_in_the_order_of_their_sources(rows_oS):
     """Rows are numbered as if all had come in one message: by source, and there by part."""
-    number, numbers = 0, [[] for _ in rows_oS]
+    number = 0
+    numbers: list[list[int]] = [[] for _ in rows_oS]
     for of_source in zip(*rows_oS, strict=True):
         for part, num_rows in enumerate(of_source):
             numbers[part] += range(number, number + num_rows)
