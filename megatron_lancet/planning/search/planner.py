@@ -304,14 +304,17 @@ class Planner:
 
     def _search_pairs(self, uniform: Sequence[tuple[Segment, ...]]) -> None:
         """Simulates paired plans; those without pairing have been simulated."""
-        by_speed = list(dict.fromkeys(one.plan.segments for one in self._sorted() if not one.plan.has_tiles))
+        plans = [one.plan for one in self._sorted()]
+        # A forward beside the backward fills the same waits as tiles do: both are combined only if tiles are asked for.
+        untiled = [plan for plan in plans if not plan.has_tiles]
+        by_speed = list(dict.fromkeys(plan.segments for plan in untiled or plans))
         options = {segments: list(self._space.dw_options(segments)) for segments in by_speed}
         if self._pairs_all:
             for middle, ends in product(by_speed, repeat=2):
                 self._pair(options[middle], options[ends])
             self._place_gaps([plan for plan in self._seen if plan.is_paired])
             return
-        whole = [segments for segments in uniform if all(one.num_chunks == 1 and not one.tiles for one in segments)]
+        whole = [one for one in uniform if one in by_speed and all(segment.num_chunks == 1 for segment in one)]
         fast_uniform = [segments for segments in by_speed if segments in set(uniform)][:_NUM_UNIFORM_MIDDLES]
         first = [
             next((index for index, one in enumerate(options[by_speed[0]]) if one.dw_policy is policy), None)

@@ -26,9 +26,6 @@ _WORTHWHILE_PART = 0.99
 """Deduplicated dispatch is chosen if its messages have at most this part of the plain ones' bytes."""
 
 
-_NOT_PAIRED = "micro-batches whose rows go to other ranks in tiles run one after the other"
-
-
 @dataclass(frozen=True)
 class Exclusion:
     """A part of the search space that is not considered, and why, both in words.
@@ -117,7 +114,7 @@ class SearchSpace:
         limits: the restrictions from which the space was made.
         excluded: parts that are not considered, and why.
         joints: numbers of the layers that begin a run on the stage of the layer before.
-        pairing: allowed values of whether backwards run beside forwards; those whose rows go in tiles never do.
+        pairing: allowed values of whether backwards run beside forwards.
         tiled: the choices with tiles, which a dispatch in two hops has not.
         dispatch: what all-to-alls carry in all plans of the space; see :func:`chosen_dispatch`.
         rival: another dispatch that may be better, which simulations have to tell; None if there is none.
@@ -170,7 +167,7 @@ class SearchSpace:
         if must_tile and Dispatch.TWO_HOP in allowed:
             excluded.append(Exclusion(f"dispatch={Dispatch.TWO_HOP}", "its messages have no tiles"))
             allowed = tuple(one for one in allowed if one is not Dispatch.TWO_HOP)
-        if True in pairing and (why := _NOT_PAIRED if must_tile else _unpairable(costs.model)) is not None:
+        if True in pairing and (why := _unpairable(costs.model)) is not None:
             excluded.append(Exclusion("pairing", why))
             pairing = tuple(one for one in pairing if not one)
         dispatches = chosen_dispatch(costs, allowed)

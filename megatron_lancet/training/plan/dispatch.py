@@ -6,7 +6,7 @@ Which of the three dispatches a run allows, whether it allows tiles, and why not
 import argparse
 from collections.abc import Iterator
 
-from megatron_lancet.config import LancetConfig, PairingChoice
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.tiles.support import Unsupported, tiles_unsupported
 from megatron_lancet.planning.dispatch import is_evident, why_not_dedup, why_not_two_hop
@@ -133,11 +133,6 @@ def tiles_blockers(args: argparse.Namespace, config: LancetConfig) -> Iterator[U
         yield Unsupported("there is one expert-parallel rank, so nothing is sent", "raise --expert-model-parallel-size")
     if config.dispatch is Dispatch.TWO_HOP:
         yield Unsupported(f"the messages of {FLAG} {Dispatch.TWO_HOP} have no tiles", f"drop {FLAG}")
-    if config.pairing is PairingChoice.ON:
-        yield Unsupported(
-            "with --lancet-pairing on micro-batches run beside each other, and tiles are for those that run alone",
-            "drop --lancet-pairing",
-        )
     found = tiles_unsupported(bool(args.fp8 or args.fp4), config.max_received_rows is not None)
     if found is not None:
         yield found

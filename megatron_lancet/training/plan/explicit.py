@@ -51,11 +51,6 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
                 f"--lancet-plan {path} sends rows in tiles, which can't be followed: {blocker.reason}. Make a plan for "
                 f"this run with --tiles 0, or {blocker.advice}."
             )
-        if content.plan.is_paired:
-            raise UsageError(
-                f"--lancet-plan {path} runs backwards beside forwards and sends rows in tiles, which are for "
-                "micro-batches that run alone. Make a plan for this run with tools/make_plan.py."
-            )
     _check_segments(content.plan.segments, "", path, args, config)
     if content.plan.is_paired:
         _check_segments(content.plan.at_ends.segments, " at the ends of a step", path, args, config)

@@ -113,8 +113,6 @@ def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan
         num_chunks, dw_policy, dim, overlap_range, config.dw_memory_bytes, multiple, dispatch, tiles, own_rows
     )
     is_paired, why_not = pairs_fixed_plan(args, config)
-    if is_paired and tiles:
-        is_paired, why_not = False, ["not paired, because rows that go in tiles are of micro-batches that run alone"]
     return paired(plan) if is_paired else plan, [*notes, *why_plain, *why_not]
 
 

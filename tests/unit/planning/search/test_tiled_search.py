@@ -50,9 +50,16 @@ def test_tiles_that_are_asked_for_are_in_every_plan_and_in_chunks():
     assert {segment.num_chunks for segment in segments} == {1, 2}
     windows = {one.plan.dw_window for one in planned.alternatives if len(one.plan.segments) == 1}
     assert {2 * 2 * layers for layers in (1, 2, 4)} <= windows
-    assert not planned.plan.is_paired
     with pytest.raises(RecordError, match="two-hop: its messages have no tiles"):
         make_plan(profile, dataclasses.replace(limits, dispatches=(Dispatch.TWO_HOP,)))
+
+
+def test_plans_with_tiles_are_paired_only_if_tiles_are_asked_for():
+    profile = synthetic_profile(dataclasses.replace(SHORT_MESSAGES, num_micro_batches=3, chunk_counts=(1,)))
+    for tiles, expected in ((None, {False}), ((1,), {True})):
+        planned = make_plan(profile, dataclasses.replace(WITHOUT_DWS, tiles=tiles))
+        paired = [one.plan for one in planned.alternatives if one.plan.is_paired]
+        assert {plan.has_tiles for plan in paired} == expected
 
 
 def test_one_rank_has_no_tiles():

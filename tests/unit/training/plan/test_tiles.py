@@ -12,7 +12,6 @@ from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.schedule.plan import Dispatch, OwnRows, fixed_plan, paired
 from megatron_lancet.training.plan.limits import planning_limits
-from megatron_lancet.training.plan.pairing import ask_for_pairing
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.tuning.profile_steps import plans_within
 from tests.unit.training.validated import set_as_validation_does
@@ -76,7 +75,6 @@ def test_planner_is_limited_to_the_tiles_that_are_asked_for(megatron_args):
     ("wishes", "reason"),
     [
         ({"dispatch": Dispatch.TWO_HOP}, "the messages of --lancet-dispatch two-hop have no tiles"),
-        ({"pairing": PairingChoice.ON}, "with --lancet-pairing on micro-batches run beside each other"),
         ({"max_received_rows": 100}, "--lancet-max-received-rows sends a chunk in rounds, which have no tiles"),
     ],
 )
@@ -116,16 +114,12 @@ def test_tiles_in_fp8_are_refused(megatron_args):
     assert planning_limits(args, LancetConfig()).tiles == (0,)
 
 
-def test_micro_batches_with_tiles_are_not_paired(megatron_args, tmp_path):
-    args = megatron_args()
-    ask_for_pairing(args)
-    plan, line = choose_plan(args, LancetConfig(num_chunks=1, tiles=2))
-    assert plan == fixed_plan(1, tiles=2)
-    assert "not paired, because rows that go in tiles are of micro-batches that run alone" in line
-    assert choose_plan(args, LancetConfig(num_chunks=1))[0].is_paired
-    write_plan_file(tmp_path / "plan.json", PlanFile(paired(plan)))
-    with pytest.raises(UsageError, match="runs backwards beside forwards and sends rows in tiles"):
-        choose_plan(args, LancetConfig(plan=tmp_path / "plan.json"))
+def test_micro_batches_with_tiles_may_be_paired(megatron_args, tmp_path):
+    args, tiled = megatron_args(), fixed_plan(1, tiles=2)
+    config = LancetConfig(num_chunks=1, tiles=2, pairing=PairingChoice.ON)
+    assert choose_plan(args, config)[0] == paired(tiled)
+    write_plan_file(tmp_path / "plan.json", PlanFile(paired(tiled)))
+    assert choose_plan(args, LancetConfig(plan=tmp_path / "plan.json"))[0] == paired(tiled)
 
 
 def test_one_expert_parallel_rank_has_no_tiles(megatron_args):
