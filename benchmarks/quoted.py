@@ -27,6 +27,7 @@ from benchmarks.quoted_load import TABLES as LOAD_TABLES
 from benchmarks.quoted_nodes import nodes, nodes_prediction, nodes_variants
 from benchmarks.quoted_pairing import pairing, pairing_prediction, pairing_variants
 from benchmarks.quoted_results import Quoted, network, predictions, result, rows_of
+from benchmarks.quoted_tiles import TABLES as TILES_TABLES
 
 _REPOSITORY = Path(__file__).parents[1]
 DOCUMENTS = (_REPOSITORY / "docs" / "performance.md", Path(__file__).parent / "RESULTS.md")
@@ -329,6 +330,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts": experts,
     "weight-grad": weight_grad,
     **LOAD_TABLES,
+    **TILES_TABLES,
 }
 _PLACE = re.compile(r"(<!-- quoted: ([\w-]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 

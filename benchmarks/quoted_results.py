@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.network.cases import CASES, DISPATCH_CASES, LOAD_CASES, NODES_CASES, PAIRED_CASES
+from benchmarks.network.cases import CASES, DISPATCH_CASES, LOAD_CASES, NODES_CASES, PAIRED_CASES, TILED_CASES
 from benchmarks.network.summary import CaseSummary, Row, summarise
 from benchmarks.prediction import cases as prediction_cases
 from benchmarks.prediction.errors import CaseErrors, compare
@@ -75,7 +75,7 @@ def _summaries() -> dict[str, tuple[Quoted, CaseSummary]]:
 
 def network() -> dict[str, tuple[Quoted, CaseSummary]]:
     """The newest measurement of each case of the network benchmark, in their order, but of those that follow."""
-    others = {*PAIRED_CASES, *DISPATCH_CASES, *NODES_CASES, *LOAD_CASES}
+    others = {*PAIRED_CASES, *DISPATCH_CASES, *NODES_CASES, *LOAD_CASES, *TILED_CASES}
     return _network_of([name for name in CASES if name not in others])
 
 
@@ -97,6 +97,11 @@ def network_of_nodes() -> dict[str, tuple[Quoted, CaseSummary]]:
 def network_of_load() -> dict[str, tuple[Quoted, CaseSummary]]:
     """The same of those with uneven load, which placed experts even out."""
     return _network_of(LOAD_CASES)
+
+
+def network_of_tiles() -> dict[str, tuple[Quoted, CaseSummary]]:
+    """The same of those in which rows go to the other rank in tiles."""
+    return _network_of(TILED_CASES)
 
 
 def _network_of(names: Collection[str]) -> dict[str, tuple[Quoted, CaseSummary]]:

@@ -1,6 +1,6 @@
 """Profiles that no machine was measured for: tests and benchmarks of the planner share them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_lancet.planning.link_times import LinkTimes
@@ -45,6 +45,8 @@ class Machine:
         between_nodes: time of a byte between nodes over that of a byte to all ranks, where there are several nodes.
         inside_node: the same for a byte inside a node.
         topk: experts of a token, of two for each rank.
+        tiles: of a plan that was profiled, too; 0 for none. A part of the experts takes its part of the time and
+            ``overhead_ms``.
         pinned_bytes: of one dW of a whole micro-batch.
         saved_bytes: of a layer; each chunk more adds a tenth.
     """
@@ -63,6 +65,7 @@ class Machine:
     between_nodes: float = 1.0
     inside_node: float = 1.0
     topk: int = 1
+    tiles: int = 0
     micro_batch_size: int = 8
     seq_length: int = 64
     num_micro_batches: int = 1
@@ -165,7 +168,17 @@ def _op_times(machine: Machine) -> list[OpTime]:
                 for phase, factor in ((Phase.FORWARD, 1.0), (Phase.INPUT_GRAD, machine.backward_factor)):
                     rows = _rows(machine, op) // count
                     times.append(OpTime(kind, op, phase, dim, count, chunk, rows, ms * factor))
-    return times
+    return [*times, *_parts_of_experts(machine)] if machine.tiles else times
+
+
+def _parts_of_experts(machine: Machine) -> Iterator[OpTime]:
+    """The experts with tiles and with two halves of the rows that stay on a rank, if all ranks have equal shares."""
+    rows, kept_part = _rows(machine, OpKind.EXPERTS), 1 / len(machine.shares)
+    for kind in (kind for kind in KINDS.values() if kind.has_experts):
+        for op, part in ((OpKind.OWN_EXPERTS, kept_part / 2), (OpKind.EXPERTS, (1 - kept_part) / machine.tiles)):
+            for phase, factor in ((Phase.FORWARD, 1.0), (Phase.INPUT_GRAD, machine.backward_factor)):
+                ms = (machine.op_ms[OpKind.EXPERTS] * part + machine.overhead_ms) * factor
+                yield OpTime(kind, op, phase, ChunkDim.BATCH, 1, 0, round(rows * part), ms, tiles=machine.tiles)
 
 
 def _weight_grads(machine: Machine) -> list[WeightGradTime]:

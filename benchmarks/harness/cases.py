@@ -88,6 +88,11 @@ class Variant:
         """Whether a token travels once to a rank or once to a node, not once to each of its experts there."""
         return self.dispatch is not Dispatch.PLAIN
 
+    @property
+    def is_tiled(self) -> bool:
+        """Whether the rows of a chunk go to other ranks in tiles."""
+        return self.plan is not None and self.plan.has_tiles
+
     def is_exact(self, topk: int) -> bool:
         """Whether its loss and gradients must equal those of stock Megatron to the bit.
 
@@ -102,8 +107,9 @@ def sums_as_stock(plan: Plan, topk: int) -> bool:
     """Whether a plan sums in stock's order.
 
     Nothing is cut; and where ranks sum a token's outputs before they go back, it has at most two, whose order is none.
+    Of tiles each is a GEMM of its own, and one of fewer rows may sum in another order.
     """
-    return plan.num_chunks == 1 and (plan.dispatch is Dispatch.PLAIN or topk <= 2)
+    return plan.num_chunks == 1 and not plan.has_tiles and (plan.dispatch is Dispatch.PLAIN or topk <= 2)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.harness.cases import Case, Shape, Variant, check_saves_rows, select
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, OwnRows, fixed_plan, paired
 
 
 def _plain_variants() -> list[Variant]:
@@ -57,6 +57,19 @@ def _two_hop_variants() -> list[Variant]:
     return [Variant("two-hop-k1", whole), Variant("two-hop-k2", chunks), Variant("two-hop-k2-hop-turns", by_hop)]
 
 
+def _tiled_variants() -> list[Variant]:
+    """Rows of whole micro-batches go to the other rank in tiles; experts work on the others meanwhile."""
+    return [
+        *(
+            Variant(f"tiles-{tiles}-{own_rows}", fixed_plan(1, tiles=tiles, own_rows=own_rows))
+            for tiles in (1, 2)
+            for own_rows in (OwnRows.HALF, OwnRows.AFTER)
+        ),
+        Variant("tiles-1-half-none", fixed_plan(1, DwPolicy.NONE, tiles=1)),
+        Variant("tiles-1-half-k2", fixed_plan(2, tiles=1)),
+    ]
+
+
 def _placed_variants() -> list[Variant]:
     """Experts on the ranks that their load asks for."""
     return [Variant(f"placed-k{chunks}", fixed_plan(chunks), is_placed=True) for chunks in (1, 2)]
@@ -86,6 +99,7 @@ VARIANTS = {
         *_deduplicated_variants(),
         *_two_hop_variants(),
         *_placed_variants(),
+        *_tiled_variants(),
     ]
 }
 CHUNKED = "all-k2"
@@ -96,7 +110,11 @@ _EVERYTHING = tuple(
     name
     for name, variant in VARIANTS.items()
     if not (
-        name.startswith("sequence-free") or variant.pairs_micro_batches or variant.is_deduplicated or variant.is_placed
+        name.startswith("sequence-free")
+        or variant.pairs_micro_batches
+        or variant.is_deduplicated
+        or variant.is_placed
+        or variant.is_tiled
     )
 )
 _SCHEDULES = (
@@ -122,6 +140,10 @@ _NODES_TOP_4 = Shape(layers=2, hidden=256, seq_length=128, experts=8, topk=4)
 _NODES_TOP_8 = replace(_NODES_TOP_4, seq_length=64, experts=16, topk=8)
 
 
+_TILED = (
+    *("stock", "experts-only-k2", "dw-only", CHUNKED, "all-k4", "stock-free"),
+    *(variant.name for variant in _tiled_variants()),
+)
 _PLACED = ("stock", "dw-only", CHUNKED, "stock-free", "placed-k1", "placed-k2")
 _ZIPF = Shape(layers=3, seq_length=256, experts=16, topk=2, zipf=1.0)
 
@@ -157,6 +179,12 @@ def _nodes_cases() -> list[Case]:
 def _load_cases() -> list[Case]:
     title = "top-2 of 16 experts by Zipf's law, stock exposes 45 %"
     return [Case("zipf", title, 0.45, _PLACED, _ZIPF)]
+
+
+def _tiled_cases() -> list[Case]:
+    """The cases 45 and 20 with other variants."""
+    title = "balanced top-1, rows in tiles, stock exposes {} %"
+    return [Case(f"{share}-tiles", title.format(share), share / 100, _TILED) for share in (45, 20)]
 
 
 def _cases() -> list[Case]:
@@ -196,7 +224,12 @@ PAIRED_CASES = tuple(case.name for case in _paired_cases())
 DISPATCH_CASES = tuple(case.name for case in _top_4_cases())
 NODES_CASES = tuple(case.name for case in _nodes_cases())
 LOAD_CASES = tuple(case.name for case in _load_cases())
-CASES = {case.name: case for case in _cases() + _paired_cases() + _top_4_cases() + _nodes_cases() + _load_cases()}
+TILED_CASES = tuple(case.name for case in _tiled_cases())
+CASES = {
+    case.name: case
+    for cases in (_cases, _paired_cases, _top_4_cases, _nodes_cases, _load_cases, _tiled_cases)
+    for case in cases()
+}
 _SAVES_ROWS = {Dispatch.DEDUP: DISPATCH_CASES[0], Dispatch.TWO_HOP: NODES_CASES[0]}
 
 
@@ -233,6 +266,7 @@ PRESETS = {
     "dispatch": Preset(DISPATCH_CASES, 5, 1, 10),
     "nodes": Preset(NODES_CASES, 9, 1, 4),
     "load": Preset(LOAD_CASES, 9, 1, 4),
+    "tiles": Preset(TILED_CASES, 5, 1, 8),
 }
 """Parts of the benchmark, by the options that ask for them."""
 

@@ -50,7 +50,7 @@ class Row:
         speedup: paired ratios of the reference's step to this one's.
         sweep_speedups: the median of each sweep.
         over_chunked: paired ratios of the step of :data:`CHUNKED` to this one's. None on the free link, for stock and
-            where no variant with pairing, two hops or placed experts was run.
+            where no variant with pairing, two hops, placed experts or tiles was run.
         sent_bytes: that left a node's shaped interface in a step, mean of the nodes. None on the free link, and in
             files of runs that did not count them in each step.
         fewer_bytes: the reference's bytes over this one's. None where a token travels once to each expert.
@@ -282,7 +282,9 @@ def _row(case: Mapping[str, Any], samples: CaseSamples, name: str) -> Row:
     by_sweep = samples.speedups(name, reference)
     is_compared = variant.plan is not None and not variant.free_link and CHUNKED in case["variants"]
     compares = Dispatch.TWO_HOP in _dispatches(case) or any(
-        VARIANTS[other].is_placed or ((plan := VARIANTS[other].plan) is not None and plan.is_paired)
+        VARIANTS[other].is_placed
+        or VARIANTS[other].is_tiled
+        or ((plan := VARIANTS[other].plan) is not None and plan.is_paired)
         for other in case["variants"]
     )
     return Row(

@@ -2,8 +2,8 @@
 
 Makes two network namespaces with a shaped link between them. For each case the model is profiled there, each
 configuration's step is predicted from that profile; between its steps the configurations run in turns. Removes the
-namespaces. A plain run takes about 40 minutes, --pairing about 15, --dispatch about 13, --nodes about 7, on two cores
-of 2.5 GHz.
+namespaces. A plain run takes about 40 minutes, --pairing about 15, --tiles about 14, --dispatch about 13, --nodes about
+7, on two cores of 2.5 GHz.
 """
 
 import argparse

@@ -3,14 +3,15 @@
 In the case ``gradients`` gradients are summed over the ranks beside the backward pass, on the same link, and Adam runs.
 In those of :data:`PAIRED_CASES` a step has four micro-batches, whose backwards may run beside forwards; in those of
 :data:`DISPATCH_CASES` a token has several experts on a rank, to which it may travel once; in those of
-:data:`NODES_CASES` each of two nodes has two ranks, and messages may take two hops.
+:data:`NODES_CASES` each of two nodes has two ranks, and messages may take two hops; in those of :data:`TILED_CASES`
+rows go to the other rank in tiles.
 """
 
 from dataclasses import dataclass, replace
 
 from benchmarks.harness.cases import Case, Shape, check_saves_rows, select
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, OwnRows, Plan, fixed_plan, paired
 
 BASELINE = "k1"
 """Stock's order: by what it waits for, the link's rate is set."""
@@ -52,8 +53,26 @@ def _plans_of(dispatch: Dispatch) -> dict[str, Plan]:
     return {f"{dispatch}-k{num_chunks}": fixed_plan(num_chunks, dispatch=dispatch) for num_chunks in (1, 2)}
 
 
+def _tiled_plans() -> dict[str, Plan]:
+    return {
+        **{
+            f"tiles-{tiles}-{own_rows}": fixed_plan(1, tiles=tiles, own_rows=own_rows)
+            for tiles in (1, 2, 4)
+            for own_rows in (OwnRows.HALF, OwnRows.AFTER)
+        },
+        "tiles-1-half-none": fixed_plan(1, DwPolicy.NONE, tiles=1),
+        "tiles-1-half-k2": fixed_plan(2, tiles=1),
+    }
+
+
 _UNPAIRED_PLANS = _fixed_plans()
-FIXED_PLANS = {**_UNPAIRED_PLANS, **_paired_plans(), **_plans_of(Dispatch.DEDUP), **_plans_of(Dispatch.TWO_HOP)}
+FIXED_PLANS = {
+    **_UNPAIRED_PLANS,
+    **_paired_plans(),
+    **_plans_of(Dispatch.DEDUP),
+    **_plans_of(Dispatch.TWO_HOP),
+    **_tiled_plans(),
+}
 CONFIGURATIONS = (*FIXED_PLANS, PLANNED)
 
 
@@ -62,6 +81,7 @@ _SOME = ("k1", "k1-dw", "experts-k4-dw", "layer-k2-dw", "stack-k2", "stack-k4-dw
 _PAIRED = ("k1", "stack-k2-dw", *_paired_plans(), PLANNED)
 _TOP_4 = ("k1", "stack-k2-dw", *_plans_of(Dispatch.DEDUP), PLANNED)
 _NODES = ("k1", "stack-k2-dw", "dedup-k2", *_plans_of(Dispatch.TWO_HOP), PLANNED)
+_TILED = ("k1", "k1-dw", "stack-k2-dw", *_tiled_plans(), PLANNED)
 _BATCH_ONLY = ("k1", "k1-dw", "layer-k2-dw", "stack-k2", "stack-k2-dw", "stack-k4-dw")
 
 
@@ -120,10 +140,18 @@ def _nodes_cases() -> list[Case]:
     ]
 
 
+def _tiled_cases() -> list[Case]:
+    title = "balanced routing, rows in tiles, k1 exposes {} %"
+    return [Case(f"{share}-tiles", title.format(share), share / 100, _TILED, _SHAPE, BASELINE) for share in (45, 20)]
+
+
 PAIRED_CASES = tuple(case.name for case in _paired_cases())
+TILED_CASES = tuple(case.name for case in _tiled_cases())
 DISPATCH_CASES = tuple(case.name for case in _top_4_cases())
 NODES_CASES = tuple(case.name for case in _nodes_cases())
-CASES = {case.name: case for case in _cases() + _paired_cases() + _top_4_cases() + _nodes_cases()}
+CASES = {
+    case.name: case for cases in (_cases, _paired_cases, _top_4_cases, _nodes_cases, _tiled_cases) for case in cases()
+}
 _SAVES_ROWS = {Dispatch.DEDUP: DISPATCH_CASES[0], Dispatch.TWO_HOP: NODES_CASES[0]}
 
 
@@ -150,6 +178,7 @@ PRESETS = {
     "pairing": Preset(PAIRED_CASES, 3, 15),
     "dispatch": Preset(DISPATCH_CASES, 12, 13),
     "nodes": Preset(NODES_CASES, 6, 7),
+    "tiles": Preset(TILED_CASES, 12, 14),
 }
 """Parts of the benchmark that are not in a plain run, by the options that ask for them."""
 

@@ -35,6 +35,7 @@ class Comparison:
     case: str
     name: str
     is_paired: bool
+    is_tiled: bool
     measured_ms: float
     low_ms: float
     high_ms: float
@@ -89,6 +90,11 @@ class CaseErrors:
     def paired(self) -> list[Comparison]:
         """The configurations in which backwards run beside forwards."""
         return [one for one in self.comparisons if one.is_paired]
+
+    @property
+    def tiled(self) -> list[Comparison]:
+        """The configurations in which rows go to other ranks in tiles."""
+        return [one for one in self.comparisons if one.is_tiled]
 
 
 @dataclass(frozen=True)
@@ -180,6 +186,7 @@ def _compared(
         case=case["name"],
         name=name,
         is_paired=case["plans"][name].get("pairing") is not None,
+        is_tiled=any(segment.get("tiles") for segment in case["plans"][name]["segments"]),
         measured_ms=measured.median,
         low_ms=measured.low,
         high_ms=measured.high,

@@ -207,7 +207,8 @@ def _samples_in_a_turn(case: Case) -> int:
 def _profiled_plans(case: Case) -> list[Plan]:
     """The plans of a run's profile; where steps are long only those of whole micro-batches and of two batch chunks."""
     sizes = case.shape.micro_batch, case.shape.seq_length
-    profiled = partial(plans_to_profile, *sizes, dispatches=[one for one in Dispatch if case.why_not(one) is None])
+    dispatches = [one for one in Dispatch if case.why_not(one) is None]
+    profiled = partial(plans_to_profile, *sizes, dispatches=dispatches, has_tiles=True)
     return profiled([ChunkDim.BATCH], chunk_counts=[2]) if _is_accumulated(case) else profiled()
 
 

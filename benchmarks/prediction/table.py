@@ -61,10 +61,15 @@ def _conclusion(cases: Sequence[CaseErrors]) -> str:
         f"{MAX_MEDIAN_ERROR:.0%}), worst {total.worst:.1%} in {total.worst_name} (at most {MAX_ERROR:.0%}); exposed "
         f"time within {MAX_EXPOSED_ERROR:.0%} or {MAX_EXPOSED_MS:.0f} ms in {total.num_exposed_close} of {total.number}"
     )
-    paired = [one for case in cases for one in case.paired]
-    if paired:
-        own = totals(paired)
-        text += f". The {own.number} with pairing: median {own.median:.1%}, worst {own.worst:.1%} in {own.worst_name}"
+    for what, some in {
+        "pairing": [one for case in cases for one in case.paired],
+        "tiles": [one for case in cases for one in case.tiled],
+    }.items():
+        if some:
+            own = totals(some)
+            text += (
+                f". The {own.number} with {what}: median {own.median:.1%}, worst {own.worst:.1%} in {own.worst_name}"
+            )
     halves = [one for case in cases for one in case.halves]
     if halves:
         own = totals(halves)

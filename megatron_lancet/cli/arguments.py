@@ -9,12 +9,21 @@ from megatron_lancet.errors import UsageError
 
 def positive_int(text: str) -> int:
     """Parses a whole number of at least 1, as ``type=`` of an argparse option."""
+    return _whole_number(text, 1)
+
+
+def count(text: str) -> int:
+    """Parses a whole number of at least 0, as ``type=`` of an argparse option."""
+    return _whole_number(text, 0)
+
+
+def _whole_number(text: str, least: int) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
     return value
 
 

@@ -34,6 +34,7 @@ from megatron_lancet.model.ops import trace_ends
 from megatron_lancet.model.recompute import Recompute, recompute_of_layer, recompute_of_mtp
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.model.te.linear import TELinearPerChunk, call_per_chunk, is_te_linear
+from megatron_lancet.model.tiles.support import tiles_unsupported
 from megatron_lancet.model.transformer_block import LayersByPlan, OverlappingTransformerBlock
 from megatron_lancet.model.transformer_layer import OverlappingLayer
 from megatron_lancet.runtime.comm import Comm
@@ -98,6 +99,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     block = model.decoder
     assert isinstance(block, LayersByPlan)
     check_layers(plan, model.config.num_layers + (model.config.mtp_num_layers or 0))
+    check_tiles(plan, model, block.comm.max_expert_rows)
     layers = overlapping_layers(model)
     # A repeated layer has several numbers.
     segments: dict[torch.nn.Module, list[Segment]] = {layer.stock: [] for layer in layers}
@@ -113,7 +115,8 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
         attention.check()
     assert plan.dispatch is not Dispatch.TWO_HOP or block.comm.nodes is not None, "two hops have no connections here"
     store = block.comm.store
-    assert store is not None or plan.dw_policy is DwPolicy.NONE, "dW can't be deferred in a model without a store"
+    needs_store = plan.dw_policy is not DwPolicy.NONE or plan.has_tiles
+    assert store is not None or not needs_store, "dW can't be deferred in a model without a store"
     if store is not None:
         store.configure(plan)
     block.comm.keeps_one_order = plan.is_paired
@@ -160,6 +163,23 @@ def check_layers(plan: Plan, num_layers: int) -> None:
                 f"the plan is of a model with {last.last_layer or f'at least {last.first_layer}'} layers, and this one "
                 f"has {num_layers}. Use a plan that was made for this model."
             )
+
+
+def check_tiles(plan: Plan, model: LanguageModel, max_expert_rows: int | None) -> None:
+    """
+    Args:
+        max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for any number.
+
+    Raises:
+        UsageError: the plan has tiles, and the model can't run it.
+    """
+    is_quantized = model.config.fp8 is not None or model.config.fp4 is not None
+    why_not = tiles_unsupported(is_quantized, max_expert_rows is not None) if plan.has_tiles else None
+    if why_not is not None:
+        raise UsageError(
+            f"the plan's rows go to other ranks in tiles, which this model can't run: {why_not.reason}. Use a plan "
+            f"without tiles, or {why_not.advice}."
+        )
 
 
 def _needs_sdpa(segment: Segment) -> bool:

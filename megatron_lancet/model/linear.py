@@ -4,6 +4,7 @@ Legend of shapes: T tokens (S * B, or rows of an expert), I inputs, O outputs of
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,16 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron_lancet.model.adopt import adopt
+from megatron_lancet.model.tiles.weight_grads import Factors, PartOfRows
+from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
+
+Defer = Callable[[torch.Tensor, torch.Tensor], None]
+"""Takes output gradients and inputs, the factors of a dW, which is computed later."""
+
+_MIN_ROWS = 16
+"""A CPU multiplies few rows by other kernels than many, which sum in another order. With zeros behind them, up to so
+many, the rows of a part have the bits that they have among all rows, as long as sums have some hundred summands."""
 
 
 class _LinearWithDeferredWeightGrad(torch.autograd.Function):
@@ -29,9 +39,11 @@ class _LinearWithDeferredWeightGrad(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        defer: Callable[[torch.Tensor, torch.Tensor], None],
+        defer: Defer,
         sequence_group: dist.ProcessGroup | None,
+        min_rows: int,
     ) -> torch.Tensor:
+        ctx.min_rows = min_rows
         ctx.save_for_backward(input, weight)
         ctx.defer = defer
         ctx.has_bias = bias is not None
@@ -39,7 +51,7 @@ class _LinearWithDeferredWeightGrad(torch.autograd.Function):
         if sequence_group is not None:
             input, gathering = _start_gather(input, sequence_group)
             gathering.wait()
-        output = torch.matmul(input, weight.t())
+        output = _product(input, weight.t(), min_rows)
         return output if bias is None else output + bias
 
     @staticmethod
@@ -48,7 +60,7 @@ class _LinearWithDeferredWeightGrad(torch.autograd.Function):
         group = ctx.sequence_group
         if group is not None:
             input, gathering = _start_gather(input, group)
-        grad_input = grad_output.matmul(weight)
+        grad_input = _product(grad_output, weight, ctx.min_rows)
         if group is not None:
             gathering.wait()
             grad_input, scattering = _start_scatter(grad_input, group)
@@ -57,7 +69,15 @@ class _LinearWithDeferredWeightGrad(torch.autograd.Function):
         grad_bias = grad_TO.sum(dim=0) if ctx.has_bias else None
         if group is not None:
             scattering.wait()
-        return grad_input, None, grad_bias, None, None
+        return grad_input, None, grad_bias, None, None, None
+
+
+def _product(rows: torch.Tensor, factor: torch.Tensor, min_rows: int) -> torch.Tensor:
+    """``rows @ factor``, of rows [T, X] with zeros behind them where there are any, but fewer than ``min_rows``."""
+    num_rows = rows.size(0)
+    if not 0 < num_rows < min_rows:
+        return rows.matmul(factor)
+    return torch.nn.functional.pad(rows, (0, 0, 0, min_rows - num_rows)).matmul(factor)[:num_rows].clone()
 
 
 def _start_gather(part: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
@@ -116,25 +136,42 @@ class _DeferredWeightGrad:
         assert self._accumulate_grad is not None
         self._accumulate_grad.register_hook(lambda *_: self.store.mark_last_use(deferred))
 
+    def deferral(self) -> Defer:
+        """What takes the factors of the dW of a use that begins now: puts it, or gathers the parts of its rows."""
+        part = PartOfRows.present
+        return self._defer if part is None else partial(self._gather, part)
+
+    def _gather(self, part: PartOfRows, grad_TO: torch.Tensor, input_TI: torch.Tensor) -> None:
+        whole = part.add(self, Factors(grad_TO, input_TI))
+        if whole is not None:
+            self._put(whole.joined, whole.num_bytes)
+
     def _defer(self, grad_TO: torch.Tensor, input_TI: torch.Tensor) -> None:
+        factors = Factors(grad_TO, input_TI)
+        self._put(lambda: factors, factors.num_bytes)
+
+    def _put(self, factors: Callable[[], Factors], num_bytes: int) -> None:
         deferred, in_gemm = self.deferred, self.accumulate_in_gemm
         sum_first = self.has_several_uses and not in_gemm
         is_fused = self.gradient_accumulation_fusion
         assert deferred is not None
 
         def compute() -> None:
+            grad_TO, input_TI = factors()
             if is_fused:
                 _accumulate_fused(grad_TO, input_TI, deferred.main_grad)
             else:
                 deferred.add_product(grad_TO, input_TI, in_gemm, sum_first)
 
-        self.store.put([deferred], compute, num_bytes=grad_TO.nbytes + input_TI.nbytes)
+        self.store.put([deferred], compute, num_bytes)
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.deferred is None or not torch.is_grad_enabled() or weight is not self.weight:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         group = kwargs["tp_group"] if kwargs["sequence_parallel"] else None
-        return _LinearWithDeferredWeightGrad.apply(input, weight, kwargs.get("bias"), self._defer, group)
+        is_exact_part = PartOfRows.present is not None and not self.accumulate_in_gemm and not on_cuda(weight)
+        min_rows = _MIN_ROWS if is_exact_part else 0
+        return _LinearWithDeferredWeightGrad.apply(input, weight, kwargs.get("bias"), self.deferral(), group, min_rows)
 
 
 class DeferredColumnParallelLinear(_DeferredWeightGrad, ColumnParallelLinear):

@@ -7,9 +7,10 @@ chosen expert), r rows received, m rows of the local experts (m = r without expe
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -66,6 +67,17 @@ class OverlappingMoE:
             return places.local_experts
         num_local, rank = self.stock.num_local_experts, self.stock.token_dispatcher.ep_group.rank()
         return range(num_local * rank, num_local * (rank + 1))
+
+    @property
+    def last_expert_first(self) -> bool:
+        """Whether the next forward pass of the experts expects the last one's rows first."""
+        return getattr(self.stock.experts, "last_expert_first", False)
+
+    @cached_property
+    def expert_of(self) -> Mapping[Hashable, int]:
+        """The local expert of each module of the experts that run one after the other."""
+        experts = getattr(self.stock.experts, "local_experts", ())
+        return {module: place for place, expert in enumerate(experts) for module in expert.modules()}
 
     def message_op(self, kind: OpKind, x: ChunkState) -> Op:
         """The message of a kind that a chunk sends in this layer."""
@@ -188,23 +200,42 @@ def launch_local_dispatch(moe: OverlappingMoE, x: ChunkState) -> None:
     x.launch(AllToAll(moe.comm, moe.message_op(OpKind.LOCAL_DISPATCH, x), splits))
 
 
-def experts(moe: OverlappingMoE, x: ChunkState) -> None:
-    """Run this rank's experts on the rows received."""
+def count_received(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Wait for the counts, and add them to the counters."""
     routes = x.routes.wait()
     if moe.comm.expert_rows is not None and isinstance(x.routes, PendingRoutes):
         moe.comm.expert_rows(moe.number, x.routes.received())
     _count_rows(moe.comm, routes, x.is_back)
+
+
+def experts(moe: OverlappingMoE, x: ChunkState) -> None:
+    """Run this rank's experts on the rows received."""
+    count_received(moe, x)
     if x.is_back:
         return
-    sum_dtype = x.rows[1].dtype
+    routes, sum_dtype = x.routes.wait(), x.rows[1].dtype
     # The rows in the order of arrival are freed here: autograd needs the sorted ones only.
-    last_expert_first = getattr(moe.stock.experts, "last_expert_first", False)
-    x.rows = moe.dispatcher.collect(x.rows, routes, last_expert_first)
+    x.rows = moe.dispatcher.collect(x.rows, routes, moe.last_expert_first)
+    output = run_experts(moe, x.rows, routes)
+    x.rows = (moe.dispatcher.sort_by_peer(output, routes, sum_dtype, moe.last_expert_first),)
+
+
+def run_experts(
+    moe: OverlappingMoE,
+    rows: tuple[torch.Tensor, ...],
+    routes: AnyRoutes,
+    in_part: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> torch.Tensor:
+    """Run this rank's experts; [M, H].
+
+    Args:
+        rows: those that the dispatcher has collected for them.
+        in_part: returns what linear layers run in, also when they run again.
+    """
     with outputs_dropped_in_stock(moe.recompute.drops_outputs):
-        output = maybe_recomputed(
-            moe.recompute.experts, _run_experts, moe, moe.dispatcher, *x.rows, routes, last_expert_first
+        return maybe_recomputed(
+            moe.recompute.experts, _run_experts, moe, moe.dispatcher, *rows, routes, moe.last_expert_first, in_part
         )
-    x.rows = (moe.dispatcher.sort_by_peer(output, routes, sum_dtype, last_expert_first),)
 
 
 def launch_local_combine(moe: OverlappingMoE, x: ChunkState) -> None:
@@ -342,7 +373,7 @@ def _through_experts(
     """Runs this rank's experts on the rows of a round: outputs in the order in which the rows came, [r, H]."""
     moe.comm.stats.raise_to("peak_expert_rows", sum(routes.rows_by_holder))
     sum_dtype = received[1].dtype
-    last_expert_first = getattr(moe.stock.experts, "last_expert_first", False)
+    last_expert_first = moe.last_expert_first
     tokens, probs = dispatcher.collect(received, routes, last_expert_first)
     with outputs_dropped_in_stock(moe.recompute.drops_outputs):
         output = _run_experts(moe, dispatcher, tokens, probs, routes, last_expert_first)
@@ -356,11 +387,12 @@ def _run_experts(
     probs: torch.Tensor,
     routes: AnyRoutes,
     last_expert_first: bool,
+    in_part: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> torch.Tensor:
     """Runs rows of the dispatcher through the local experts; [..., H], in their order."""
 
     def run(tokens_mH: torch.Tensor, probs_m: torch.Tensor) -> torch.Tensor:
-        with op_precision(moe.stock):
+        with in_part(), op_precision(moe.stock):
             output_mH, bias = moe.stock.experts(tokens_mH, routes.rows_per_expert, probs_m)
         assert bias is None, "experts return their bias added to the output"
         return output_mH

@@ -9,9 +9,11 @@ import torch
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.dispatcher.all_to_all import Permutation
 from megatron_lancet.model.dispatcher.deduplicated import DistinctRows
+from megatron_lancet.model.dispatcher.parts import Tiling
 from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes
 from megatron_lancet.model.dispatcher.two_hop import PassedRows
 from megatron_lancet.model.recompute import DroppedOutputs
+from megatron_lancet.model.tiles.chunk import ChunkInParts
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.trace import Trace
@@ -37,6 +39,8 @@ class ChunkState:
         permutation: maps rows to tokens.
         passed: maps the rows of a second hop to those of the first.
         rows: rows to be sent, or received; [n, ...] each.
+        tiling: into which parts the rows are cut; None where all go in one message.
+        parts: those parts, where they are.
         sent: those of the dispatch in flight, if a limit of rows may make them go in several rounds.
         is_back: whether the rows have been to their experts and back in such rounds.
         message: the all-to-all in flight.
@@ -57,6 +61,8 @@ class ChunkState:
     permutation: Permutation | DistinctRows
     passed: PassedRows
     rows: tuple[torch.Tensor, ...]
+    tiling: Tiling | None = None
+    parts: ChunkInParts
     sent: tuple[torch.Tensor, ...]
     is_back: bool = False
     message: AllToAll
@@ -91,6 +97,8 @@ _FORKS: dict[Verb, str] = {
 op, or the experts' input bypasses the router. An op that receives its rows by a message has none: its backward ends
 where the message with their gradients is launched."""
 
+_ON_PARTS = (Compute(OpKind.EXPERTS), Compute(OpKind.OWN_EXPERTS))
+
 
 @contextmanager
 def traced(trace: Trace | None, instruction: Instruction, x: ChunkState) -> Iterator[None]:
@@ -110,9 +118,14 @@ def traced(trace: Trace | None, instruction: Instruction, x: ChunkState) -> Iter
         x.output_sbH = trace.boundary(x.output_sbH, str(op.mirrored()))
     elif verb == Compute(OpKind.EXPERTS):
         trace.received(str(op), x.routes.wait().num_rows)
+    elif verb.of_all_rows in _ON_PARTS:
+        x.parts.trace(trace, op)
     yield
     if isinstance(verb, Launch):
-        trace.end(str(op.with_kind(ROWS_MADE_BY[verb.kind])))
+        made_by = op.with_kind(ROWS_MADE_BY[verb.kind])
+        # All tiles are made before the first of them leaves.
+        if made_by.tile == op.tile or op.tile == 0:
+            trace.end(str(made_by))
     elif isinstance(verb, Compute | AddResidual) and verb.kind not in ROWS_MADE_BY.values():
         trace.end(str(op))
 

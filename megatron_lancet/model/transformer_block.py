@@ -15,6 +15,7 @@ from megatron.core.utils import make_viewless_tensor
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import refuse_bypassed_hooks
 from megatron_lancet.model.chunking import Chunk, make_chunks, merge_hidden, split_hidden, split_rows
+from megatron_lancet.model.dispatcher.parts import Tiling
 from megatron_lancet.model.ops import ChunkState, begin_cut, begin_layers, end_cut, end_layers
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.model.te.precision import block_precision
@@ -52,6 +53,7 @@ class SegmentForward:
             micro_batch: holds the input of the first instruction, and afterwards the output of the last one.
             trace: None where nothing is recorded.
         """
+        tiling = micro_batch.tiling = Tiling.of(self.segment)
         chunks = [micro_batch]
         for instruction in self.program:
             match instruction:
@@ -59,6 +61,8 @@ class SegmentForward:
                     forward_layer(self.layers[layer], instruction, chunks[chunk])
                 case Cut():
                     chunks = cut(micro_batch, self.segment, trace)
+                    for x in chunks:
+                        x.tiling = tiling
                 case Concatenate():
                     concatenate(chunks, micro_batch, self.segment, trace)
                     chunks = [micro_batch]
@@ -199,7 +203,7 @@ def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[Se
     for segment in plan.segments:
         own = {layer.number: layer for layer in layers if segment.has_layer(layer.number)}
         if own:
-            verbs = [(number, layer.verbs(segment.num_chunks, plan.dispatch)) for number, layer in own.items()]
+            verbs = [(number, layer.verbs(segment, plan.dispatch)) for number, layer in own.items()]
             instructions = program(verbs, segment.num_chunks, segment.range, segment.hop_turns)
             segments.append(SegmentForward(segment, own, instructions))
     return segments

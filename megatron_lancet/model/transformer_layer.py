@@ -26,11 +26,12 @@ from megatron_lancet.model.recompute import (
     outputs_dropped_in_stock,
 )
 from megatron_lancet.model.te.precision import block_precision, op_precision
+from megatron_lancet.model.tiles.ops import forward as forward_in_tiles
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule import turns
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
-from megatron_lancet.schedule.plan import Dispatch
+from megatron_lancet.schedule.plan import Dispatch, Segment
 from megatron_lancet.schedule.turns import AddResidual, Compute, Instruction, Verb
 
 
@@ -62,16 +63,24 @@ class OverlappingLayer:
         """The same layer under another number."""
         return replace(self, number=number, moe=None if self.moe is None else replace(self.moe, number=number))
 
-    def verbs(self, num_chunks: int, dispatch: Dispatch) -> turns.Layer:
+    def verbs(self, segment: Segment, dispatch: Dispatch) -> turns.Layer:
         """The verbs of a chunk in this layer, in order.
 
         Args:
-            num_chunks: number of chunks of a micro-batch.
+            segment: the one of the plan to which the layer belongs.
             dispatch: what all-to-alls carry.
         """
         has_shared_experts = self.moe is not None and self.moe.stock.use_shared_expert
         pads_to_capacity = self.stock.config.moe_pad_expert_input_to_capacity
-        verbs = turns.verbs_of(self.kind, has_shared_experts, pads_to_capacity, num_chunks, dispatch)
+        verbs = turns.verbs_of(
+            self.kind,
+            has_shared_experts,
+            pads_to_capacity,
+            segment.num_chunks,
+            dispatch,
+            segment.tiles,
+            segment.own_rows,
+        )
         return verbs if self.prediction is None else turns.mtp_layer(verbs)
 
 
@@ -82,7 +91,10 @@ def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkSta
             FORWARD[instruction.verb](layer, x)
         else:
             assert layer.moe is not None
-            moe_layer.FORWARD[instruction.verb](layer.moe, x)
+            if x.tiling is None:
+                moe_layer.FORWARD[instruction.verb](layer.moe, x)
+            else:
+                forward_in_tiles(layer.moe, instruction.verb, x)
 
 
 def project(layer: OverlappingLayer, x: ChunkState) -> None:

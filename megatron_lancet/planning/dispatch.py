@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import Op, OpKind
-from megatron_lancet.schedule.plan import Dispatch, DwPolicy, Gap, Plan, Segment
+from megatron_lancet.schedule.plan import Dispatch, DwPolicy, Gap, OwnRows, Plan, Segment
 
 _NODE_KINDS = {OpKind.DISPATCH: OpKind.NODE_DISPATCH, OpKind.COMBINE: OpKind.NODE_COMBINE}
 _WHOLE_KINDS = {node: whole for whole, node in _NODE_KINDS.items()}
@@ -72,26 +72,34 @@ def is_evident(dispatch: Dispatch, nodes: Nodes | None, ep_size: int, num_expert
 def with_dispatch(plan: Plan, dispatch: Dispatch) -> Plan:
     """The same plan with another dispatch.
 
-    The window of deferred weight gradients stays as many layers long. Weight gradients that are planned for a message
-    are planned for the one between nodes if it becomes two hops; what is planned for one inside a node is left out.
+    Two hops have no tiles. The window of deferred weight gradients stays as many layers long. Weight gradients that are
+    planned for a message are planned for the one between nodes if it becomes two hops; what is planned for one inside a
+    node, or for one of a tile, is left out.
     """
-    before, after = plan.dispatch.all_to_alls_per_layer, dispatch.all_to_alls_per_layer
-    kinds = {} if before == after else _NODE_KINDS if after > before else _WHOLE_KINDS
+    kinds: dict[OpKind, OpKind] = {}
+    if plan.dispatch.all_to_alls_per_layer != dispatch.all_to_alls_per_layer:
+        kinds = _NODE_KINDS if dispatch is Dispatch.TWO_HOP else _WHOLE_KINDS
 
     def moved(gaps: tuple[Gap, ...]) -> tuple[Gap, ...]:
         if not kinds:
             return gaps
         ops = [(Op.parse(gap.op), gap) for gap in gaps]
         known = {kind.value: other for kind, other in kinds.items()}
-        return tuple(replace(gap, op=str(op.with_kind(known[op.kind]))) for op, gap in ops if op.kind in known)
+        return tuple(
+            replace(gap, op=str(op.with_kind(known[op.kind])))
+            for op, gap in ops
+            if op.kind in known and op.tile is None
+        )
 
-    def window(num_all_to_alls: int) -> int:
+    def window(num_all_to_alls: int, segments: tuple[Segment, ...]) -> int:
         least = 1 if plan.dw_policy is DwPolicy.FILL else 0
+        before = max(segment.all_to_alls_per_layer(plan.dispatch) for segment in segments)
+        after = max(segment.all_to_alls_per_layer(dispatch) for segment in fitting(segments))
         return max(least, num_all_to_alls * after // before)
 
     def fitting(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
         if dispatch is Dispatch.TWO_HOP:
-            return segments
+            return tuple(replace(segment, tiles=0, own_rows=OwnRows.HALF) for segment in segments)
         return tuple(replace(segment, hop_turns=False) for segment in segments)
 
     pairing = plan.pairing
@@ -99,13 +107,13 @@ def with_dispatch(plan: Plan, dispatch: Dispatch) -> Plan:
         pairing = replace(
             pairing,
             end_segments=fitting(pairing.end_segments),
-            end_dw_window=window(pairing.end_dw_window),
+            end_dw_window=window(pairing.end_dw_window, pairing.end_segments),
             end_gaps=moved(pairing.end_gaps),
         )
     return replace(
         plan,
         segments=fitting(plan.segments),
-        dw_window=window(plan.dw_window),
+        dw_window=window(plan.dw_window, plan.segments),
         gaps=moved(plan.gaps),
         pairing=pairing,
         dispatch=dispatch,

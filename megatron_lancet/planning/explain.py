@@ -14,7 +14,7 @@ from megatron_lancet.planning.simulation.phase_result import Wait
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulation, Simulator
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import FIRST_DISPATCHES, INSIDE_NODE, Op, OpKind, Phase
-from megatron_lancet.schedule.plan import Dispatch, DwPolicy, OverlapRange, Plan
+from megatron_lancet.schedule.plan import Dispatch, DwPolicy, Plan, Segment
 from megatron_lancet.schedule.timeline import Lane, Span
 
 _SHOWN_MS = 5e-4
@@ -86,6 +86,7 @@ class LayerExplanation:
 
     Attributes:
         layer: global layer number.
+        segment: how it is cut; its layers have no meaning here.
         exposed: exposed messages, ordered by time.
         filled: waits during which weight gradients run, ordered by time.
         num_times: how often in a step.
@@ -94,9 +95,7 @@ class LayerExplanation:
     layer: int
     layer_kind: LayerKind
     stage: int
-    num_chunks: int
-    chunk_dim: str
-    range: OverlapRange
+    segment: Segment
     exposed: tuple[Exposed, ...]
     filled: tuple[Filled, ...]
     num_times: int
@@ -241,11 +240,9 @@ class _StageReader:
                 number,
                 kind,
                 self._stage,
-                segment.num_chunks,
-                segment.chunk_dim,
-                segment.range,
+                segment,
                 tuple(
-                    Exposed(wait.name, _exposed_ms(wait), self._reason(wait, segment.num_chunks))
+                    Exposed(wait.name, _exposed_ms(wait), self._reason(wait, segment))
                     for wait in own
                     if _exposed_ms(wait) > _SHOWN_MS
                 ),
@@ -253,7 +250,7 @@ class _StageReader:
                 num_times,
             )
 
-    def _reason(self, wait: Wait, num_chunks: int) -> Reason:
+    def _reason(self, wait: Wait, segment: Segment) -> Reason:
         half_ms = _exposed_ms(wait) / 2
         is_backward = not _is_forward(wait.name)
         if wait.peers_ms > wait.sent_ms and min(wait.peers_ms, wait.end_ms) - wait.exposed_from_ms >= half_ms:
@@ -264,7 +261,8 @@ class _StageReader:
         # A forward dispatch also waits for its counts before it is sent; they don't occupy the link.
         waits_for_counts = not is_backward and kind in FIRST_DISPATCHES
         is_queued = not waits_for_counts and wait.sent_ms - max(wait.issued_ms, wait.exposed_from_ms) >= half_ms
-        if is_queued or (num_chunks > 1 and self._is_link_bound[kind in INSIDE_NODE][is_backward]):
+        overlaps = segment.num_chunks > 1 or segment.tiles > 0
+        if is_queued or (overlaps and self._is_link_bound[kind in INSIDE_NODE][is_backward]):
             return Reason.LINK
         defers = self._plan.dw_policy is DwPolicy.FILL
         if self._lacks_memory or (is_backward and defers and self._num_early):

@@ -142,6 +142,11 @@ class ModelFacts:
         return why_not_two_hop(self.nodes, self.ep_size, self.num_experts, self.topk, self.pads_to_capacity)
 
     @property
+    def why_not_tiles(self) -> str | None:
+        """Why rows can't go to other ranks in tiles, as the end of a sentence; None if they can."""
+        return "there is one expert-parallel rank, so nothing is sent" if self.ep_size <= 1 else None
+
+    @property
     def dedup_row_bytes(self) -> int:
         """Bytes of one row in a deduplicated forward dispatch; a combine's rows are those of the plain one.
 
@@ -213,9 +218,11 @@ class OpTime:
         chunk_dim: dimension of the chunks; batch if ``num_chunks`` is 1.
         num_chunks: k.
         chunk: index of the chunk; sequence chunks differ.
-        rows: received rows for ``experts``, tokens of the chunk for other ops.
+        rows: received rows for ``experts`` and ``own_experts``, tokens of the chunk for other ops.
         ms: median over steps, layers and micro-batches.
         dispatch: what all-to-alls carried; plain for ops on which that has no effect.
+        tiles: parts in which the rows went to other ranks, with which ``experts`` is one of these and ``own_experts``
+            the work on rows that stay; 0 for ops on which that has no effect.
     """
 
     layer_kind: LayerKind
@@ -227,6 +234,7 @@ class OpTime:
     rows: Size
     ms: Ms
     dispatch: Dispatch = field(default=Dispatch.PLAIN, metadata=OMITTED_AT_DEFAULT)
+    tiles: Size = field(default=0, metadata=OMITTED_AT_DEFAULT)
 
 
 @dataclass(frozen=True)

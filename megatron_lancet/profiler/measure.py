@@ -56,6 +56,7 @@ from megatron_lancet.schedule.timeline import Lane, Span
 NUM_TRACED_STEPS = 3
 """Traced steps of each plan. Medians go over them, over all layers and all micro-batches."""
 _CHUNK_COUNTS = (2, 4)
+_PROFILED_TILES = 2
 _MIN_TOKENS_OF_CHUNK = 16
 """With fewer tokens, launching an op costs more than its work, so such a plan is not worth profiling."""
 
@@ -71,12 +72,13 @@ def plans_to_profile(
     chunk_counts: Sequence[int] = _CHUNK_COUNTS,
     token_multiple: int = 1,
     dispatches: Sequence[Dispatch] = (),
+    has_tiles: bool = False,
 ) -> list[Plan]:
     """Returns plans whose ops together give the costs of any plan: whole micro-batches, and each possible cut.
 
     All plans with chunks defer dW, so that dWs are timed apart from the ops that make them ready. What all-to-alls
     carry makes a difference to the ops that make and sum rows only, about the same in all chunks: one plan of whole
-    micro-batches measures it.
+    micro-batches measures it. So do tiles to these and to the experts, whatever their number: one plan has some.
 
     Args:
         seq_length: positions on a rank.
@@ -84,6 +86,7 @@ def plans_to_profile(
         overlap_range: widest range that the run allows.
         token_multiple: number that the tokens of a chunk are a multiple of.
         dispatches: what the run's all-to-alls may carry; the plain dispatch is profiled in any case.
+        has_tiles: whether rows may go to other ranks in tiles.
     """
     sizes = {ChunkDim.BATCH: micro_batch_size, ChunkDim.SEQUENCE: seq_length}
     tokens = micro_batch_size * seq_length
@@ -96,7 +99,8 @@ def plans_to_profile(
         if count <= most_chunks(sizes[dim], multiples[dim]) and tokens // count >= _MIN_TOKENS_OF_CHUNK
     ]
     others = [dispatch for dispatch in Dispatch if dispatch in dispatches and dispatch is not Dispatch.PLAIN]
-    return whole + [fixed_plan(1, overlap_range=overlap_range, dispatch=dispatch) for dispatch in others] + cut
+    tiled = [fixed_plan(1, DwPolicy.FILL, overlap_range=overlap_range, tiles=_PROFILED_TILES)] if has_tiles else []
+    return whole + [fixed_plan(1, overlap_range=overlap_range, dispatch=one) for one in others] + tiled + cut
 
 
 def num_profile_steps(plans: Sequence[Plan], num_traced_steps: int = NUM_TRACED_STEPS) -> int:
@@ -159,10 +163,10 @@ class ProfileRun:
         finally:
             comm.record_to(None)
             comm.expert_rows = None
-        if counts_memory:
-            self._memory += self._memory_uses(saved.bytes_by_op(), plan)
-        else:
+        if not counts_memory:
             self._add(found, plan)
+        elif not plan.has_tiles:  # with which as much is kept as without
+            self._memory += self._memory_uses(saved.bytes_by_op(), plan)
         self._num_done += 1
 
     def finish(self) -> Profile:

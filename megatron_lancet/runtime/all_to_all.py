@@ -21,15 +21,20 @@ class AllToAll:
     is the edge between the two nodes of the graph while the number of received rows is unknown.
     """
 
-    def __init__(self, comm: Comm, op: Op, splits: RowSplits | PendingSplits | None) -> None:
+    def __init__(
+        self, comm: Comm, op: Op, splits: RowSplits | PendingSplits | None, ends_backward_op: bool = True
+    ) -> None:
         """
         Args:
             splits: rows by rank; if they are pending, the message is launched when they are known. None if the rows
                 stay in place in both directions: the message keeps its places in the order of turns, and sends nothing.
+            ends_backward_op: whether its launch in the backward is the end of the op that makes its gradients. Of the
+                messages with the parts of what one op makes, it is that of the first.
         """
         self.op = op
         self._comm = comm
         self._splits = splits
+        self._ends_backward_op = ends_backward_op
         self._forward: Handle | None = None
         self._backward: Handle | None = None
 
@@ -95,7 +100,7 @@ class AllToAll:
         self._trace_launch_backward()
 
     def _trace_launch_backward(self) -> None:
-        if self._comm.trace is not None:
+        if self._comm.trace is not None and self._ends_backward_op:
             made_by = self.op.mirrored().with_kind(ROWS_NEEDED_BY[OpKind(self.op.kind)])
             self._comm.trace.end(str(made_by))
 

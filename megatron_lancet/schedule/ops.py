@@ -110,6 +110,8 @@ MEMORY_BOUND = frozenset(
     }
 )
 """Ops that mostly move rows; the others are mostly matrix products, and so are weight gradients."""
+IN_TILES = frozenset({OpKind.DISPATCH, OpKind.OWN_EXPERTS, OpKind.EXPERTS, OpKind.COMBINE})
+"""Ops that a chunk may have for each part of its rows."""
 _FORM = re.compile(
     r"(?:L(?P<layer>\d+)\.)?(?:c(?P<chunk>\d+)\.)?(?:t(?P<tile>\d+)\.)?(?P<phase>[FIW])\.(?P<kind>.+)", re.DOTALL
 )
@@ -186,8 +188,8 @@ class Op:
         return ", ".join([*layer, *chunk, *tile, self.phase.in_words, self.kind])
 
     def with_kind(self, kind: OpKind) -> "Op":
-        """The op of another kind at the same place and in the same phase."""
-        return replace(self, kind=kind)
+        """The op of another kind at the same place and in the same phase; of all rows where it never is of a tile."""
+        return replace(self, kind=kind, tile=self.tile if kind in IN_TILES else None)
 
     def mirrored(self) -> "Op":
         """The op that undoes this one's data movement in the backward pass."""

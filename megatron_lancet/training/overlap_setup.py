@@ -15,7 +15,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch.distributed import distributed_c10d
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.gpt import LanguageModel, overlap, set_plan
+from megatron_lancet.model.gpt import LanguageModel, check_tiles, overlap, set_plan
 from megatron_lancet.model.routing.locality import LocalityLoss
 from megatron_lancet.planning.plan_difference import plan_differences
 from megatron_lancet.runtime.collectives import from_all_ranks
@@ -96,9 +96,9 @@ class OverlapSetup:
     def delays_weight_grads(self) -> bool:
         """Whether linear layers are prepared for deferral; DDP's ``delay_wgrad_compute`` must have the same value.
 
-        A plan may still compute every dW at once.
+        A plan may still compute every dW at once: with tiles, when the last one's backward has run.
         """
-        return self._switchable or self.plan.dw_policy is DwPolicy.FILL
+        return self._switchable or self.plan.dw_policy is DwPolicy.FILL or self.plan.has_tiles
 
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Called on all ranks with the unwrapped pipeline stages of this one."""
@@ -178,8 +178,13 @@ class OverlapSetup:
 
         Args:
             max_rows: None for any number.
+
+        Raises:
+            UsageError: the plan's rows go to other ranks in tiles, which have no bound.
         """
         assert self._comm is not None, "the model is not built yet"
+        for stage in self._stages:
+            check_tiles(self.plan, stage, max_rows)
         self._comm.max_expert_rows = self._max_expert_rows = max_rows
 
     @property

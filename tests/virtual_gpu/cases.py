@@ -13,6 +13,7 @@ from megatron_lancet.schedule.plan import (
     DwPolicy,
     Gap,
     OverlapRange,
+    OwnRows,
     Plan,
     Segment,
     fixed_plan,
@@ -28,6 +29,7 @@ NO_DW = fixed_plan(2, DwPolicy.NONE)
 PAIRED, PAIRED_NO_DW = paired(ONE), paired(fixed_plan(1, DwPolicy.NONE))
 MIX = paired(ONE, TWO)
 DEDUP = dedup(ONE)
+TILES = [fixed_plan(1, tiles=2), fixed_plan(2, tiles=2, own_rows=OwnRows.AFTER)]
 TWO_HOPS = [fixed_plan(count, dispatch=Dispatch.TWO_HOP) for count in (1, 2)]
 NODES = Nodes(2, 2)
 HOPS_LATE = (IN_ORDER, ("between nodes",), ("inside a node",), ("compute",))
@@ -109,6 +111,11 @@ CASES: dict[str, Case] = {
     "two-hop/switches": paired_case(
         [ONE, TWO_HOPS[0], paired(TWO_HOPS[0])], switchable=True, late=HOPS_LATE[1:3], nodes=NODES
     ),
+    "tiles/k=1": Case(TILES[:1], late=EACH_LATE[:3]),
+    "tiles/k=2": Case(TILES[1:], SHARED, late=COMM_LATE[1:]),
+    "tiles/dedup/switches": Case(
+        [ONE, dedup(TILES[0]), fixed_plan(1, DwPolicy.NONE, tiles=1)], selective("moe", "core_attn"), switchable=True
+    ),
     "guarded/priority": Case([TWO], late=EACH_LATE[:4], micro_op_mb=0.005, max_rows=40, equals_stock=False),
     "guarded/dedup/paired": paired_case([paired(DEDUP)], late=COMM_LATE, max_rows=40, equals_stock=False),
     "llama-like": Case([TWO], {**LLAMA, "gated_linear_unit": True, "add_bias_linear": True}),
@@ -161,7 +168,20 @@ def local_rows_too_early(stack: ExitStack) -> None:
     stack.enter_context(around(StreamTransport, "launch", launch))
 
 
-DAMAGED = {"local-rows-too-early": (Case(TWO_HOPS[:1], SMALL, nodes=NODES), local_rows_too_early)}
+def tiles_too_early(stack: ExitStack) -> None:
+    """Negative control: a tile whose size has come with the counts does not wait for the kernel that makes its rows."""
+    from megatron_lancet.runtime.transport.nccl import StreamTransport
+
+    def launch(stock: Any, transport: Any, *message: Any) -> Any:
+        return stock(transport, *message[:4], _Early() if message[4] is not None else None)
+
+    stack.enter_context(around(StreamTransport, "launch", launch))
+
+
+DAMAGED = {
+    "tiles-too-early": (Case(TILES[:1], SMALL), tiles_too_early),
+    "local-rows-too-early": (Case(TWO_HOPS[:1], SMALL, nodes=NODES), local_rows_too_early),
+}
 """Cases in which something is wrong, and what."""
 
 REPEATED = {"num_layers": 1, "mtp_num_layers": 2, "mtp_use_repeated_layer": True}

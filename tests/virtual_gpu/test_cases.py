@@ -54,7 +54,8 @@ def test_message_that_leaves_before_its_rows_are_made_is_found(results, name):
 @pytest.mark.parametrize("name", ALL)
 def test_losses_and_gradients_equal_stocks_with_late_streams(results, name):
     case, found = ALL[name], results[name]
-    is_exact = case.equals_stock and all(plan.num_chunks == 1 for plan in case.plans)
+    # On a GPU, GEMMs of parts of the rows do not have the bits of all rows.
+    is_exact = case.equals_stock and all(plan.num_chunks == 1 and not plan.has_tiles for plan in case.plans)
     tolerance = 0.0 if is_exact else TOLERANCE["bf16" if case.overrides.get("bf16") else "fp32"]
     wrong = {parameter: error for parameter, error in found["gradients"].items() if not error <= tolerance}
     assert not wrong
@@ -84,8 +85,9 @@ def test_host_waits_once_per_layer_and_chunk_and_not_in_backward(results, name):
         num_expected = num_at_ends * num_exchanges(case, plan.at_ends)
         num_expected += (case.num_micro_batches - num_at_ends) * num_exchanges(case, plan)
         assert sites.count(COUNTS) == num_expected
-        # Distinct rows are counted, too, but more than there are may be made.
+        # Distinct rows are counted, too, but more than there are may be made. Tiles need the rows for each rank.
         needs_own = plan.dispatch is Dispatch.PLAIN and "moe_expert_capacity_factor" in case.overrides
+        needs_own = needs_own or plan.has_tiles
         assert sites.count(OWN_COUNTS) == (num_expected if needs_own else 0)
         assert not {site for site in sites if site not in (COUNTS, OWN_COUNTS) and site[0] not in TESTS_OWN}
 

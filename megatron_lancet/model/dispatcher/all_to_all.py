@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 
 from megatron_lancet.model.dispatcher.distinct_rows import PlainRows
+from megatron_lancet.model.dispatcher.parts import PartedPlainRoutes, Tiling
 from megatron_lancet.model.dispatcher.rounds import Round, rounds_of
 from megatron_lancet.model.dispatcher.routes import OverLimit, PendingRoutes, Routes
 from megatron_lancet.model.dispatcher.row_limit import launch_counts
@@ -97,6 +98,15 @@ class AllToAllDispatcher:
             self._even_routes[rows_per_expert] = Routes.even(rows_per_expert, *shape, device)
         return self._even_routes[rows_per_expert]
 
+    def in_parts(self, routes: PendingRoutes[Routes] | Routes, tiling: Tiling, like: torch.Tensor) -> PartedPlainRoutes:
+        """The routes of the parts of a chunk.
+
+        Args:
+            routes: of all its rows.
+            like: a tensor on the device of the rows.
+        """
+        return PartedPlainRoutes(routes, tiling, self._comm.own_rank, self._tp_size, self._tp_group.rank(), like)
+
     def rounds(self, over: OverLimit) -> tuple[Sequence[int], list[Round]]:
         """What a chunk over the limit of rows sends in each of its rounds.
 
@@ -158,7 +168,7 @@ class AllToAllDispatcher:
                 gather_from_sequence_parallel_region(rows, group=self._tp_group, output_split_sizes=holders)
                 for rows in (tokens, probs)
             )
-        if not self._needs_sort(last_expert_first):
+        if not self._needs_sort(routes, last_expert_first):
             return tokens, probs
         if not self._fused:
             order = routes.expert_order(last_expert_first)
@@ -179,9 +189,10 @@ class AllToAllDispatcher:
         """Runs the experts on rows [m, H], which :meth:`collect` has ordered for them."""
         return run(tokens_mH, probs_m)
 
-    def _needs_sort(self, last_expert_first: bool) -> bool:
+    def _needs_sort(self, routes: Routes, last_expert_first: bool) -> bool:
         """Rows of one expert only, or from one rank only, come in both orders at once, with the first expert first."""
-        return self._num_local_experts > 1 and (last_expert_first or self._num_ranks * self._tp_size > 1)
+        comes_sorted = routes.are_by_expert or self._num_ranks * self._tp_size == 1
+        return self._num_local_experts > 1 and (last_expert_first or not comes_sorted)
 
     def sort_by_peer(
         self, output_mH: torch.Tensor, routes: Routes, sum_dtype: torch.dtype, last_expert_first: bool = False
@@ -191,11 +202,11 @@ class AllToAllDispatcher:
         Args:
             sum_dtype: type in which the parts of an expert are summed.
         """
-        if self._needs_sort(last_expert_first) and self._fused:
+        if self._needs_sort(routes, last_expert_first) and self._fused:
             parts = self._source_major[last_expert_first] = self._source_major[last_expert_first].to(output_mH.device)
             sizes = by_expert(routes.rows_by_source, last_expert_first).ravel()
             output_mH, _ = sort_chunks_by_idxs(output_mH, sizes, parts, fused=True)
-        elif self._needs_sort(last_expert_first):
+        elif self._needs_sort(routes, last_expert_first):
             output_mH = routes.expert_order(last_expert_first).undo(output_mH)
         if self._tp_size == 1:
             return output_mH

@@ -31,6 +31,7 @@ from megatron_lancet.model.dispatcher.distinct_rows import (
     summed,
     through_experts,
 )
+from megatron_lancet.model.dispatcher.parts import PartedDistinctRoutes, Tiling, count_parts
 from megatron_lancet.model.dispatcher.routes import DistinctRoutes, PendingRoutes
 from megatron_lancet.model.dispatcher.row_limit import launch_counts
 from megatron_lancet.runtime.comm import Comm
@@ -68,24 +69,44 @@ class DeduplicatedDispatcher:
         self._tp_group = expert_tp_group
         self._tp_size = expert_tp_group.size()
 
-    def launch_counts(self, op: Op, routing_map_tE: torch.Tensor, routed: ReadyEvent) -> PendingRoutes[DistinctRoutes]:
+    def launch_counts(
+        self, op: Op, routing_map_tE: torch.Tensor, routed: ReadyEvent, tiling: Tiling | None = None
+    ) -> PendingRoutes[DistinctRoutes]:
         """Tells every rank how many distinct rows it gets from here, and how many rows each of its experts.
 
         Args:
             routing_map_tE: bool; to be kept until the counts have been waited for.
             routed: the point in time at which ``routing_map_tE`` was complete.
+            tiling: parts in which the rows go, whose rows for each expert are told, too; None for one message.
         """
         peers = self._num_ranks * self._tp_size
-        count = partial(self._count, routing_map_tE)
+        count = partial(self._count, routing_map_tE, tiling)
         exchange, limit = launch_counts(self._comm, op, count, routing_map_tE, routed, peers)
-        make = partial(DistinctRoutes.of, tp_size=self._tp_size, tp_rank=self._tp_group.rank())
+        make = partial(
+            DistinctRoutes.of,
+            tp_size=self._tp_size,
+            tp_rank=self._tp_group.rank(),
+            num_experts=self._num_local_experts,
+        )
         return PendingRoutes(exchange, make, DistinctRoutes.rows_to, self._tp_size, self._num_ranks, limit)
 
-    def _count(self, routing_map_tE: torch.Tensor) -> torch.Tensor:
-        """Returns the counts that are sent, [P * V * (1 + e)]."""
+    def in_parts(
+        self, routes: PendingRoutes[DistinctRoutes], tiling: Tiling, like: torch.Tensor
+    ) -> PartedDistinctRoutes:
+        """The routes of the parts of a chunk.
+
+        Args:
+            routes: of all its rows, whose counts were launched for these parts.
+            like: a tensor on the device of the rows.
+        """
+        return PartedDistinctRoutes(routes, tiling, self._comm.own_rank, self._tp_size, self._tp_group.rank(), like)
+
+    def _count(self, routing_map_tE: torch.Tensor, tiling: Tiling | None = None) -> torch.Tensor:
+        """Returns the counts that are sent, [P * V * (1 + e)], or more: rows of each part in front of those of all."""
         chosen_tPe = routing_map_tE.view(-1, self._num_ranks, self._num_local_experts)
         distinct_P1 = chosen_tPe.any(dim=2).sum(dim=0).unsqueeze(1)
-        counts = torch.cat((distinct_P1, chosen_tPe.sum(dim=0)), dim=1).unsqueeze(1)
+        parts = [] if tiling is None else [count_parts(chosen_tPe, tiling, self._comm.own_rank).flatten(1)]
+        counts = torch.cat((distinct_P1, *parts, chosen_tPe.sum(dim=0)), dim=1).unsqueeze(1)
         # All holders of an expert learn of its rows, though one of them receives them from here.
         return counts.expand(-1, self._tp_size, -1).flatten()
 

@@ -26,12 +26,17 @@ class Routes:
             rows. All that come by way of one rank of the expert-tensor-parallel group are together.
         rows_by_holder: rows r of each rank that holds a part of the same experts, V in all, sums to m.
         rows_per_expert: [e], rows for each local expert, on the host.
+        by_peer: [P * V][e], rows from each rank for each local expert, as many as for each of that rank's; only of
+            routes that are known without token counts.
+        are_by_expert: whether the rows come in the order of the experts, since all are from one rank.
     """
 
     splits: RowSplits
     rows_by_source: torch.Tensor
     rows_by_holder: tuple[int, ...]
     rows_per_expert: torch.Tensor
+    by_peer: Sequence[Sequence[int]] = ()
+    are_by_expert: bool = False
     _orders: dict[bool, RowOrder] = field(default_factory=dict)
 
     def expert_order(self, last_expert_first: bool = False) -> RowOrder:
@@ -66,7 +71,7 @@ class Routes:
                 sent=tuple(sum(by_expert) for by_expert in counts.sent[::tp_size]),
                 received=tuple(received_rows[tp_rank::tp_size]),
             ),
-            rows_by_source=_by_holder(counts.received_on_device, tp_size),
+            rows_by_source=by_holder(counts.received_on_device, tp_size),
             rows_by_holder=tuple(sum(received_rows[holder::tp_size]) for holder in range(tp_size)),
             rows_per_expert=torch.tensor([sum(of_expert) for of_expert in zip(*counts.received, strict=True)]),
         )
@@ -87,14 +92,31 @@ class Routes:
             rows_by_source=torch.full((tp_size * num_ranks, num_experts), rows_per_expert, device=device),
             rows_by_holder=(sum(rows),) * tp_size,
             rows_per_expert=torch.full((num_experts,), tp_size * num_ranks * rows_per_expert),
+            by_peer=[[rows_per_expert] * num_experts] * (tp_size * num_ranks),
         )
 
     def wait(self) -> "Routes":
         """Returns itself, as :meth:`PendingRoutes.wait` does with its routes."""
         return self
 
+    def sent(self) -> Sequence[int]:
+        """Rows to each rank, this one included; see :meth:`PendingRoutes.sent`."""
+        return self.splits.sent
 
-def _by_holder(received: torch.Tensor, tp_size: int) -> torch.Tensor:
+    def tells(self) -> Sequence[Sequence[int]]:
+        """Of routes that are even; see :meth:`PendingRoutes.tells`."""
+        return self.by_peer
+
+    def told(self) -> Sequence[Sequence[int]]:
+        """Of routes that are even; see :meth:`PendingRoutes.told`."""
+        return self.by_peer
+
+    def told_rows(self) -> Sequence[int]:
+        """Of routes that are even; see :meth:`PendingRoutes.told_rows`."""
+        return list(map(sum, self.by_peer))
+
+
+def by_holder(received: torch.Tensor, tp_size: int) -> torch.Tensor:
     """Orders counts [P * V, e] by rank of the expert-tensor-parallel group first; without one they are in order."""
     if tp_size == 1:
         return received
@@ -123,21 +145,22 @@ class DistinctRoutes:
         return counts[0]
 
     @staticmethod
-    def of(counts: TokenCounts, tp_size: int, tp_rank: int) -> "DistinctRoutes":
+    def of(counts: TokenCounts, tp_size: int, tp_rank: int, num_experts: int) -> "DistinctRoutes":
         """Makes the routes from counts by peer, as :meth:`Routes.of` does.
 
         Args:
-            counts: distinct rows in front of the rows for each expert.
+            counts: distinct rows in front, and rows for each expert at the end.
+            num_experts: e.
             tp_size: V.
             tp_rank: this rank's place among the V.
         """
         sent, received = ([by_peer[0] for by_peer in peers] for peers in (counts.sent, counts.received))
-        per_expert = [sum(of_expert) for of_expert in zip(*counts.received, strict=True)][1:]
+        per_expert = [sum(of_expert) for of_expert in zip(*counts.received, strict=True)][-num_experts:]
         return DistinctRoutes(
             splits=RowSplits(tuple(sent[::tp_size]), tuple(received[tp_rank::tp_size])),
             rows_by_holder=tuple(sum(received[holder::tp_size]) for holder in range(tp_size)),
             rows_per_expert=torch.tensor(per_expert),
-            num_rows=sum(sum(by_peer[1:]) for by_peer in counts.received[tp_rank::tp_size]),
+            num_rows=sum(sum(by_peer[-num_experts:]) for by_peer in counts.received[tp_rank::tp_size]),
         )
 
 
@@ -243,15 +266,25 @@ class PendingRoutes[R: Routes | DistinctRoutes | TwoHopRoutes]:
         self._num_ranks = num_ranks
         self._limit = limit
         self._routes: R | None = None
+        self._own: list[list[int]] = []
         self._received: list[list[int]] = []
         self._over_limit: OverLimit | None = None
 
     def num_sent(self) -> int:
         """Waits for this rank's own counts; the rows that it sends, its own included."""
-        own = self.counts.wait_for_own()
-        if self._limit is not None:
-            own, _ = self._limit.apart(own)
-        return sum(map(self._rows_to, own[:: self._tp_size]))
+        return sum(self.sent())
+
+    def sent(self) -> Sequence[int]:
+        """Waits for this rank's own counts; its rows to each rank, its own included."""
+        return [self._rows_to(of_peer) for of_peer in self.tells()[:: self._tp_size]]
+
+    def tells(self) -> Sequence[Sequence[int]]:
+        """Waits for this rank's own counts; what it tells each peer, [P * V][...]: rows by expert, or more."""
+        if not self._own:
+            self._own = self.counts.wait_for_own()
+            if self._limit is not None:
+                self._own, _ = self._limit.apart(self._own)
+        return self._own
 
     def wait(self) -> R:
         """Waits for the counts."""
@@ -266,6 +299,15 @@ class PendingRoutes[R: Routes | DistinctRoutes | TwoHopRoutes]:
             self._received = counts.received
             self._routes = self._make(counts)
         return self._routes
+
+    def told(self) -> Sequence[Sequence[int]]:
+        """Waits for the counts; what each peer tells, [P * V][...]: rows by expert, or more."""
+        self.wait()
+        return self._received
+
+    def told_rows(self) -> Sequence[int]:
+        """Waits for the counts; rows of a message from each peer, [P * V]."""
+        return [self._rows_to(of_peer) for of_peer in self.told()]
 
     def received(self) -> list[list[int]]:
         """Waits for the counts; rows for each local expert from each peer, [P * V][e]."""

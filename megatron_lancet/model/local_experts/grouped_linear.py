@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.nn.functional import grouped_mm
 
-from megatron_lancet.model.linear import DeferredColumnParallelLinear, DeferredRowParallelLinear
+from megatron_lancet.model.linear import Defer, DeferredColumnParallelLinear, DeferredRowParallelLinear
 from megatron_lancet.model.local_experts.adjacent import ALIGNMENT_BYTES, AdjacentTensors, lay_side_by_side
 from megatron_lancet.model.local_experts.row_groups import RowGroups
+from megatron_lancet.model.tiles.weight_grads import PartOfRows
 from megatron_lancet.runtime.placement import has_grouped_gemm, on_cuda
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 
@@ -25,9 +26,6 @@ DeferredLinear = DeferredColumnParallelLinear | DeferredRowParallelLinear
 
 Multiply = Callable[[torch.Tensor, Sequence[torch.Tensor], bool], torch.Tensor]
 """Multiplies each expert's rows by its weight [O, I]: [m, O] to [m, I], or, transposed, [m, I] to [m, O]."""
-
-Defer = Callable[[torch.Tensor, torch.Tensor], None]
-"""Puts the dW of output gradients [m, O] and inputs [m, I] into the store."""
 
 
 class LinearOfExperts(torch.nn.Module):
@@ -57,18 +55,22 @@ class LinearOfExperts(torch.nn.Module):
         """Maps [m, I] to [m, O]; there is no bias."""
         weights, rows = [linear.weight for linear in self._linears], self.rows
         multiply: Multiply
+        deferrals = [linear.deferral() for linear in self._linears]
         if isinstance(rows, RowGroups):
             multiply = functools.partial(multiply_together, rows, self._weights)
-            defer = functools.partial(self._defer_together, rows)
+            if PartOfRows.present is None:
+                defer = functools.partial(self._defer_together, rows)
+            else:  # the rows of an expert's other parts do not lie beside these
+                defer = functools.partial(_defer_one_by_one, deferrals[::-1], rows.sizes)
         else:
             multiply = functools.partial(multiply_one_by_one, rows)
-            defer = functools.partial(_defer_one_by_one, self._linears, rows)
+            defer = functools.partial(_defer_one_by_one, deferrals, rows)
         return _LinearWithDeferredWeightGrads.apply(input, multiply, defer, *weights), None
 
     def _defer_together(self, rows: RowGroups, grad_mO: torch.Tensor, input_mI: torch.Tensor) -> None:
         linear = self._linears[0]
         if linear.gradient_accumulation_fusion:  # the fused kernel takes one weight
-            _defer_one_by_one(self._linears[::-1], rows.sizes, grad_mO, input_mI)
+            _defer_one_by_one([one._defer for one in self._linears[::-1]], rows.sizes, grad_mO, input_mI)
             return
         deferred = [linear.deferred for linear in self._linears]
         weights = [weight for weight in deferred if weight is not None]
@@ -170,7 +172,7 @@ def multiply_together(
 
 
 def _defer_one_by_one(
-    linears: Sequence[DeferredLinear], sizes: Sequence[int], grad_mO: torch.Tensor, input_mI: torch.Tensor
+    deferrals: Sequence[Defer], sizes: Sequence[int], grad_mO: torch.Tensor, input_mI: torch.Tensor
 ) -> None:
-    for linear, grad_TO, input_TI in zip(linears, grad_mO.split(sizes), input_mI.split(sizes), strict=True):
-        linear._defer(grad_TO, input_TI)
+    for defer, grad_TO, input_TI in zip(deferrals, grad_mO.split(sizes), input_mI.split(sizes), strict=True):
+        defer(grad_TO, input_TI)

@@ -16,13 +16,14 @@ gradient. ``backward_dw()`` is never called: it would report to DDP once per chu
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from megatron.core.extensions import transformer_engine as megatron_te
 
 from megatron_lancet.model.adopt import adopt
+from megatron_lancet.model.tiles.weight_grads import Factors, PartOfRows, PartsOfRows
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 
 _CLASSES: tuple[type, ...] = (
@@ -106,6 +107,9 @@ class TELinearPerChunk:
             # A fused module hands autograd a placeholder of the weight's size where it finds this attribute, and
             # nothing where it does not; autograd would add up one placeholder per chunk. See report().
             vars(parameter).pop("grad_added_to_main_grad", None)
+        if self.deferred:  # the backward calls what is the module's store now
+            part = PartOfRows.present
+            self.wgrad_store = _StoreOfModule(self._put if part is None else partial(self._gather, part))
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def begin_deferring(self: Any, name: str, store: WeightGradStore) -> None:
@@ -135,7 +139,6 @@ class TELinearPerChunk:
         self.deferred.append(kind(parameter, op_name, report_ready))
         if len(self.deferred) > 1:
             return
-        self.wgrad_store = _StoreOfModule(self._put)
         # One backward function uses all parameters of the module: the last use of one is the last use of all.
         use = parameter.expand_as(parameter).grad_fn
         assert use is not None
@@ -152,6 +155,32 @@ class TELinearPerChunk:
         _keep_layout_of_dw((inputs, grad_outputs))
         num_bytes = sum(map(_num_bytes, (inputs, grad_outputs)))
         self._grad_store.put(self.deferred, lambda: self._compute(function, inputs, grad_outputs, *outputs), num_bytes)
+
+    def _gather(self: Any, part: PartOfRows, tensors: Iterable[Any], function: Callable[..., Any]) -> None:
+        """As :meth:`_put`, for a part of the experts' rows: with the last one the factors of all are complete."""
+        inputs, grad_outputs, *outputs = tensors
+        if not self._is_grouped:
+            whole = part.add(self, Factors(grad_outputs, inputs))
+            if whole is not None:
+                self._put_joined(function, [whole], outputs)
+            return
+        pairs = enumerate(zip(grad_outputs, inputs, strict=True))
+        wholes = [part.add(self, Factors(*pair), expert) for expert, pair in pairs]
+        if wholes[0] is not None:
+            self._put_joined(function, wholes, outputs)
+
+    def _put_joined(
+        self: Any, function: Callable[..., Any], wholes: Sequence[PartsOfRows], outputs: Sequence[Any]
+    ) -> None:
+        """Puts the dW over the rows of all parts; of a grouped module a dW of each expert."""
+
+        def compute() -> None:
+            joined = [whole.joined() for whole in wholes]
+            inputs, grads = [one.input_TI for one in joined], [one.grad_TO for one in joined]
+            factors = (inputs, grads) if self._is_grouped else (inputs[0], grads[0])
+            self._compute(function, *factors, *outputs)
+
+        self._grad_store.put(self.deferred, compute, sum(whole.num_bytes for whole in wholes))
 
     def _compute(self: Any, function: Callable[..., Any], *tensors: Any) -> None:
         results = function(*tensors)

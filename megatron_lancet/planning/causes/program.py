@@ -164,8 +164,8 @@ def _rows(key: Key, ranks: Sequence[TracedRank]) -> tuple[int, ...]:
         return ()
     if _is_of_experts(op):
         found = [_rows_in_layer(rank, op.layer) for rank in ranks]
-    elif op.kind == OpKind.EXPERTS:
-        name = str(Op(op.layer, op.chunk, Phase.FORWARD, OpKind.EXPERTS))
+    elif op.kind in (OpKind.OWN_EXPERTS, OpKind.EXPERTS):
+        name = str(replace(op, phase=Phase.FORWARD))
         of_ranks = [(rank.received_rows or {}).get(name, ()) for rank in ranks]
         found = [rows[occurrence] if occurrence < len(rows) else 0 for rows in of_ranks]
     else:
@@ -254,8 +254,9 @@ class _Reader:
         for key, span in self._messages.items():
             op = Op.parse(span.name)
             if op.phase is Phase.FORWARD and op.kind in FIRST_DISPATCHES:
-                made_ms = ended_ms.get((str(op.with_kind(ROWS_MADE_BY[OpKind(op.kind)])), key[1]))
-                counts = str(op.with_kind(OpKind.COUNTS)), key[1]
+                of_all_rows = replace(op, tile=None)  # all tiles are made by one op, and wait for the same counts
+                made_ms = ended_ms.get((str(of_all_rows.with_kind(ROWS_MADE_BY[OpKind(op.kind)])), key[1]))
+                counts = str(of_all_rows.with_kind(OpKind.COUNTS)), key[1]
                 if made_ms is not None and counts in self._messages:
                     late_ms = span.start_ms - max(made_ms, self._messages[counts].end_ms)
                     if abs(late_ms) < _LATE_LAUNCH_MS:

@@ -136,7 +136,7 @@ def message_of(links: Links, payload: Payload, wire: Wire, num_bytes: Sequence[f
     op, count = Op.parse(payload.key[0]), len(num_bytes)
     alone_ms, queued_ms = wire.times_ms(payload, num_bytes)
     message = Message(
-        links, links.num_messages, op.layer or 0, op.phase is Phase.FORWARD, op.kind, op.chunk or 0,
+        links, links.num_messages, op.layer or 0, op.phase is Phase.FORWARD, op.kind, op.chunk or 0, op.tile,
         alone_ms, queued_ms, [round(size) for size in num_bytes], [NEVER] * count, [NEVER] * count, [NEVER] * count,
     )  # fmt: skip
     links.num_messages += 1

@@ -27,6 +27,8 @@ _READY_AFTER = (
 
 _BY_DISPATCH = frozenset({OpKind.PREPROCESS, OpKind.NODE_ROWS, OpKind.EXPERTS, OpKind.NODE_SUMS, OpKind.POSTPROCESS})
 """Ops that make, expand or sum rows, so that their time depends on what all-to-alls carry."""
+_BY_TILES = frozenset({OpKind.PREPROCESS, OpKind.OWN_EXPERTS, OpKind.EXPERTS, OpKind.POSTPROCESS})
+"""Ops that work on the rows of a tile, or whose rows lie in another order with tiles."""
 
 
 class WeightGradSizes(Protocol):
@@ -67,6 +69,7 @@ class OpKey(NamedTuple):
     num_chunks: int
     chunk: int
     dispatch: Dispatch = Dispatch.PLAIN
+    tiles: int = 0
 
 
 class DwKey(NamedTuple):
@@ -133,8 +136,9 @@ class Samples:
                 self.weight_grads[_dw_key(op, plan, model)] += parts
                 continue
             key, place = op_key(op, plan, model), op.layer or 0
-            own[place, key] = _per_micro_batch(parts, model.num_micro_batches)
-            self.ops[key] += own[place, key]
+            samples = _per_micro_batch(parts, model.num_micro_batches)
+            own.setdefault((place, key), []).extend(samples)
+            self.ops[key] += samples
         self.steps.append(own)
         for name, rows in step.received_rows.items():
             self.received[op_key(Op.parse(name), plan, model)] += rows
@@ -211,7 +215,8 @@ def weight_grad_times(medians: OpMedians, model: ModelFacts) -> tuple[WeightGrad
     for key, ms in sorted(medians.dw_ms.items(), key=lambda item: (item[0].layer_kind, item[0].num_chunks)):
         after = ready_after(key)
         tokens = model.micro_batch_size * model.seq_length / key.num_chunks
-        received = [rows for op, rows in medians.received.items() if op.num_chunks == key.num_chunks]
+        whole = (op for op in medians.received if op.num_chunks == key.num_chunks and not op.tiles)
+        received = [medians.received[op] for op in whole]
         rows = statistics.fmean(received) if after == OpKind.EXPERTS and received else tokens
         pinned, weight = round(medians.pinned_bytes[key]), medians.weight_bytes[key]
         times.append(
@@ -236,7 +241,9 @@ def op_key(op: Op, plan: Plan, model: ModelFacts) -> OpKey:
         assert op.chunk is not None, op
         dim, num_chunks = _cut_of(plan, model, op.layer, op.kind)
         dispatch = plan.dispatch if op.kind in _BY_DISPATCH else Dispatch.PLAIN
-        return OpKey(_layer_kind(op.layer, op.kind, model), op.kind, op.phase, dim, num_chunks, op.chunk, dispatch)
+        tiles = plan.segment_of(op.layer).tiles if op.kind in _BY_TILES else 0
+        layer_kind = _layer_kind(op.layer, op.kind, model)
+        return OpKey(layer_kind, op.kind, op.phase, dim, num_chunks, op.chunk, dispatch, tiles)
     dim, num_chunks = ChunkDim.BATCH, 1
     if op.kind == OpKind.CUT:
         most = max(plan.segments, key=lambda segment: segment.num_chunks)
@@ -266,7 +273,7 @@ def _cut_of(plan: Plan, model: ModelFacts, layer: int, kind: str) -> tuple[Chunk
 
 
 def _rows(key: OpKey, medians: OpMedians, model: ModelFacts) -> int:
-    if key.kind == OpKind.EXPERTS:
+    if key.kind in (OpKind.OWN_EXPERTS, OpKind.EXPERTS):
         return round(medians.received[key._replace(phase=Phase.FORWARD)])
     if key.layer_kind is LayerKind.NONE:
         return model.micro_batch_size * model.seq_length

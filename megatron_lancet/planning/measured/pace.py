@@ -49,7 +49,7 @@ def paces_of_rank(
         took_ms: defaultdict[Place, float] = defaultdict(float)
         usual_ms: defaultdict[Place, float] = defaultdict(float)
         for (layer, key), times in step.items():
-            if key.kind != OpKind.EXPERTS:
+            if key.kind not in (OpKind.OWN_EXPERTS, OpKind.EXPERTS):
                 took_ms[key.phase, layer] += sum(sample.alone_ms(slowdown(key.kind)) for sample in times)
                 usual_ms[key.phase, layer] += op_ms[key] * len(times)
         found.append({place: took_ms[place] / usual for place, usual in usual_ms.items() if usual > 0})

@@ -88,7 +88,7 @@ def _gaps_of_stage(simulator: Simulator, plan: Plan, stage: Stage, is_paired: bo
             dws += [_Ready(LayerDw(layer_at(place) - cost.layers_back, cost), len(gaps), due) for cost in costs]
         elif code == WAIT:
             phase = Phase.FORWARD if is_forward else Phase.INPUT_GRAD
-            name = str(Op(layer_at(place), action.chunk, phase, action.kind))
+            name = str(Op(layer_at(place), action.chunk, phase, action.kind, action.tile))
             gap = _OpenGap(name, num_passed, exposed_ms.get(name, 0.0))
             _fill(gap, [one for one in dws if not one.is_used and one.due > num_passed])
             gaps.append(gap)

@@ -199,9 +199,8 @@ class DynamicProgram:
         forward = simulator.play(steps, Phase.FORWARD, AT_ONCE, simulator.start_ms())
         rules = AT_ONCE
         if guess is DwGuess.ALONE:
-            per_chunk = self._space.dispatch.all_to_alls_per_layer * max(limits.dw_window_layers, default=1)
-            window = per_chunk * choice.num_chunks
-            rules = DwRules(window, limits.dw_memory_bytes)
+            per_layer = choice.segment(1, len(kinds)).all_to_alls_per_layer(self._space.dispatch)
+            rules = DwRules(per_layer * max(limits.dw_window_layers, default=1), limits.dw_memory_bytes)
         result = simulator.play(backward(steps), Phase.INPUT_GRAD, rules, forward.end_ms)
         if guess is not DwGuess.ANYWHERE:
             return max(result.end_ms)

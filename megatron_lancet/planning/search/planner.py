@@ -2,7 +2,8 @@
 
 Small spaces are searched exhaustively. In others these candidates are simulated: every plan whose layers all run alike
 (*uniform*), and the proposals of the dynamic program, each with every dW policy and window that can still win, and the
-best of them with dWs placed into gaps too. So the result is never predicted slower than a uniform plan.
+best of them with dWs placed into gaps too. So the result is never predicted slower than a uniform plan. Of tiles the
+dynamic program gets those of the two fastest uniform plans that have some.
 
 If backwards may run beside forwards, these plans are also the candidates for the two parts of a paired plan. In very
 small spaces all pairs of them are simulated. In others few are, since a paired step takes four times as long to
@@ -38,7 +39,7 @@ from megatron_lancet.planning.search.dynamic_program import DynamicProgram
 from megatron_lancet.planning.search.search_space import Exclusion, Limits, SearchSpace
 from megatron_lancet.planning.shares import merge_similar_shares
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.lowering import Loads
+from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulator
 from megatron_lancet.schedule.plan import Dispatch, DwPolicy, Plan, Segment, paired
 
@@ -59,6 +60,8 @@ _NUM_LISTED = 16
 _NUM_WITH_GAPS = 6
 _NUM_RIVALS = 6
 """Number of segmentations, the fastest ones with plain or deduplicated dispatch, that are simulated with two hops."""
+_NUM_TILED = 2
+"""Number of segmentations with tiles, the fastest with all layers alike, whose tiles are tried in single segments."""
 _NUM_COMPARED = 2
 """Number of segmentations with each dispatch whose dW options are all simulated before one dispatch is taken."""
 _WORTHWHILE_PART = 0.99
@@ -78,7 +81,7 @@ class Alternative:
     def rank(self) -> tuple[object, ...]:
         """Sort key, lower is better.
 
-        Fits (else smaller), faster, unpaired, fewer segments, fewer chunks, simpler dWs, the same at the ends.
+        Fits (else smaller), faster, unpaired, fewer segments, chunks and tiles, simpler dWs, the same at the ends.
         """
         plan = self.plan
         chunks = [segment.num_chunks for segment in plan.segments]
@@ -90,6 +93,7 @@ class Alternative:
             len(chunks),
             max(chunks),
             sum(chunks),
+            max(segment.tiles for segment in plan.segments),
             plan.dw_policy is DwPolicy.FILL,
             plan.dw_window,
             len(plan.gaps),
@@ -191,7 +195,7 @@ class Planner:
             self._place_gaps(list(self._seen))
         else:
             self._search(uniform, may_skip=True)
-            self._search(DynamicProgram(self._simulator, self._space).proposals(), may_skip=True)
+            self._search(DynamicProgram(self._simulator, self._without_slow_tiles()).proposals(), may_skip=True)
             filling = [one.plan for one in self._sorted() if one.plan.dw_policy is DwPolicy.FILL]
             self._place_gaps(filling[:_NUM_WITH_GAPS])
         if True in self._space.pairing:
@@ -217,6 +221,11 @@ class Planner:
             limits=self._limits,
         )
 
+    def _without_slow_tiles(self) -> SearchSpace:
+        """The space without the tiles that are slow if all layers have them: choices cost the dynamic program time."""
+        tiled = [one.plan.segments for one in self._sorted() if one.plan.has_tiles]
+        return self._space.with_tiles_of(list(dict.fromkeys(tiled))[:_NUM_TILED])
+
     def _with_faster_dispatch(self, space: SearchSpace, rival: Dispatch) -> SearchSpace:
         """The space with the dispatch whose uniform plans are faster; the simulated ones of that are kept."""
         seen = {}
@@ -229,7 +238,8 @@ class Planner:
                 segmentations = [one for one in segmentations if _without_hop_turns(one) in fast]
             self._search_few(own, segmentations)
             seen[dispatch] = self._sorted()
-            ordered = dict.fromkeys(_without_hop_turns(one.plan.segments) for one in seen[dispatch])
+            in_hops = (one.plan.segments for one in seen[dispatch] if not one.plan.has_tiles)
+            ordered = dict.fromkeys(map(_without_hop_turns, in_hops))
             fast = list(dict.fromkeys([_without_hop_turns(segmentations[0]), *list(ordered)[:_NUM_RIVALS]]))
         best = {dispatch: alternatives[0] for dispatch, alternatives in seen.items()}
         two, one = best[Dispatch.TWO_HOP], best[space.dispatch if rival is Dispatch.TWO_HOP else rival]
@@ -294,14 +304,17 @@ class Planner:
 
     def _search_pairs(self, uniform: Sequence[tuple[Segment, ...]]) -> None:
         """Simulates paired plans; those without pairing have been simulated."""
-        by_speed = list(dict.fromkeys(one.plan.segments for one in self._sorted()))
+        plans = [one.plan for one in self._sorted()]
+        # A forward beside the backward fills the same waits as tiles do: both are combined only if tiles are asked for.
+        untiled = [plan for plan in plans if not plan.has_tiles]
+        by_speed = list(dict.fromkeys(plan.segments for plan in untiled or plans))
         options = {segments: list(self._space.dw_options(segments)) for segments in by_speed}
         if self._pairs_all:
             for middle, ends in product(by_speed, repeat=2):
                 self._pair(options[middle], options[ends])
             self._place_gaps([plan for plan in self._seen if plan.is_paired])
             return
-        whole = [segments for segments in uniform if all(one.num_chunks == 1 for one in segments)]
+        whole = [one for one in uniform if one in by_speed and all(segment.num_chunks == 1 for segment in one)]
         fast_uniform = [segments for segments in by_speed if segments in set(uniform)][:_NUM_UNIFORM_MIDDLES]
         first = [
             next((index for index, one in enumerate(options[by_speed[0]]) if one.dw_policy is policy), None)

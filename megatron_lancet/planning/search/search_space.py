@@ -9,16 +9,19 @@ from megatron_lancet.planning.dispatch import is_evident
 from megatron_lancet.planning.distinct_rows import DistinctParts
 from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.lowering import Loads
+from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.schedule.plan import (
     ChunkDim,
     Dispatch,
     DwPolicy,
     OverlapRange,
+    OwnRows,
     Plan,
     Segment,
 )
 
+TILES = (1, 2, 4)
+"""Numbers of tiles that are tried where a plan with tiles was profiled."""
 _WORTHWHILE_PART = 0.99
 """Deduplicated dispatch is chosen if its messages have at most this part of the plain ones' bytes."""
 
@@ -48,6 +51,9 @@ class Limits:
         dw_window_layers: windows of deferral in layers; a layer counts as the all-to-alls of all its chunks.
         pairing: whether backwards may run beside forwards; both, or the only one that is allowed.
         dispatches: what all-to-alls may carry.
+        tiles: allowed numbers of tiles, 0 for none; None for none and, with one chunk, :data:`TILES` where a plan with
+            tiles was profiled. Chunks have tiles only if they must.
+        own_rows: with tiles, when the experts may work on the rows that stay on a rank.
         max_memory_bytes: hard bound on a rank's activations and deferred dWs; None for no bound.
         dw_memory_bytes: bound on a rank's deferred dWs, written into the plan; None for no bound.
         excluded: exclusions that the caller made; repeated in the result.
@@ -60,6 +66,8 @@ class Limits:
     dw_window_layers: tuple[int, ...] = (1, 2, 4)
     pairing: tuple[bool, ...] = (False, True)
     dispatches: tuple[Dispatch, ...] = tuple(Dispatch)
+    tiles: tuple[int, ...] | None = None
+    own_rows: tuple[OwnRows, ...] = (OwnRows.HALF, OwnRows.AFTER)
     max_memory_bytes: int | None = None
     dw_memory_bytes: int | None = None
     excluded: tuple[Exclusion, ...] = ()
@@ -74,11 +82,26 @@ class SegmentChoice:
     range: OverlapRange = OverlapRange.STACK
     chunk_multiple: int = 1
     hop_turns: bool = False
+    tiles: int = 0
+    own_rows: OwnRows = OwnRows.HALF
+
+    @staticmethod
+    def of(segment: Segment) -> "SegmentChoice":
+        """How a segment runs."""
+        return SegmentChoice(
+            segment.num_chunks,
+            segment.chunk_dim,
+            segment.range,
+            segment.chunk_multiple,
+            segment.hop_turns,
+            segment.tiles,
+            segment.own_rows,
+        )
 
     def segment(self, first_layer: int, last_layer: int | None) -> Segment:
         """The segment of these layers (global numbers, None for the model's last) that runs in this way."""
-        parts = self.num_chunks, self.chunk_dim, self.range, self.chunk_multiple, self.hop_turns
-        return Segment(first_layer, last_layer, *parts)
+        cut = self.num_chunks, self.chunk_dim, self.range, self.chunk_multiple
+        return Segment(first_layer, last_layer, *cut, self.hop_turns, self.tiles, self.own_rows)
 
 
 @dataclass(frozen=True)
@@ -92,6 +115,7 @@ class SearchSpace:
         excluded: parts that are not considered, and why.
         joints: numbers of the layers that begin a run on the stage of the layer before.
         pairing: allowed values of whether backwards run beside forwards.
+        tiled: the choices with tiles, which a dispatch in two hops has not.
         dispatch: what all-to-alls carry in all plans of the space; see :func:`chosen_dispatch`.
         rival: another dispatch that may be better, which simulations have to tell; None if there is none.
         lost: dispatches that are allowed and possible but not as good, and why.
@@ -106,6 +130,7 @@ class SearchSpace:
     dispatch: Dispatch = Dispatch.PLAIN
     rival: Dispatch | None = None
     lost: tuple[tuple[Dispatch, str], ...] = ()
+    tiled: tuple[SegmentChoice, ...] = ()
 
     @staticmethod
     def of(costs: CostModel, limits: Limits) -> "SearchSpace":
@@ -128,29 +153,50 @@ class SearchSpace:
                 else:
                     multiple = costs.model.chunk_multiple(dim)
                     choices += [SegmentChoice(num_chunks, dim, one, multiple) for one in limits.ranges]
-        pairing = limits.pairing
+        tiles = _allowed_tiles(costs, limits, excluded)
+        must_tile = 0 not in tiles
+        choices += [
+            replace(choice, tiles=number, own_rows=one)
+            for choice in dict.fromkeys(choices)
+            for number in tiles
+            for one in limits.own_rows
+            if number and (choice.num_chunks == 1 or must_tile)
+        ]
+        choices = [choice for choice in choices if choice.tiles or not must_tile]
+        pairing, allowed = limits.pairing, limits.dispatches
+        if must_tile and Dispatch.TWO_HOP in allowed:
+            excluded.append(Exclusion(f"dispatch={Dispatch.TWO_HOP}", "its messages have no tiles"))
+            allowed = tuple(one for one in allowed if one is not Dispatch.TWO_HOP)
         if True in pairing and (why := _unpairable(costs.model)) is not None:
             excluded.append(Exclusion("pairing", why))
-            pairing = tuple(allowed for allowed in pairing if not allowed)
-        dispatches = chosen_dispatch(costs, limits.dispatches)
+            pairing = tuple(one for one in pairing if not one)
+        dispatches = chosen_dispatch(costs, allowed)
         excluded += dispatches.excluded
         dispatch = dispatches.chosen
         has_dw_option = DwPolicy.NONE in limits.dw_policies or (limits.dw_policies and limits.dw_window_layers)
         if not choices or not has_dw_option or not pairing or dispatch is None:
             raise RecordError(f"the limits leave no plan: {'; '.join(f'{e.what}: {e.reason}' for e in excluded)}")
-        order = tuple(OverlapRange)
-        unique = sorted(set(choices), key=lambda one: (one.num_chunks, -order.index(one.range), one.chunk_dim))
+        unique = sorted(set(choices), key=_complexity)
         runs, kept = stage_runs(costs.model), tuple(dict.fromkeys(excluded))
         rival, lost = dispatches.rival, dispatches.lost
-        space = SearchSpace(tuple(unique), runs, limits, kept, _joints(costs.model), pairing, dispatch, rival, lost)
+        tiled = tuple(choice for choice in unique if choice.tiles)
+        joints = _joints(costs.model)
+        space = SearchSpace(tuple(unique), runs, limits, kept, joints, pairing, dispatch, rival, lost, tiled)
         return space.with_dispatch(dispatch)
 
     def with_dispatch(self, dispatch: Dispatch) -> "SearchSpace":
         """The space of plans with another dispatch; its choices differ where chunks have more to choose."""
-        choices = [choice for choice in self.choices if not choice.hop_turns]
+        choices = [choice for choice in self.choices if not choice.hop_turns and not choice.tiles]
         if dispatch is Dispatch.TWO_HOP:
             choices += [replace(choice, hop_turns=True) for choice in choices if choice.num_chunks > 1]
+        else:
+            choices = sorted([*choices, *self.tiled], key=_complexity)
         return replace(self, dispatch=dispatch, choices=tuple(choices))
+
+    def with_tiles_of(self, fast: Sequence[tuple[Segment, ...]]) -> "SearchSpace":
+        """The space without choices with tiles that are in none of these segmentations, to which the others belong."""
+        kept = {SegmentChoice.of(segment) for segments in fast for segment in segments}
+        return replace(self, choices=tuple(one for one in self.choices if not one.tiles or one in kept))
 
     def joined(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
         """The segments of all runs as those of a plan, in which layers that run alike read the same for every model.
@@ -189,7 +235,7 @@ class SearchSpace:
         if DwPolicy.NONE in limits.dw_policies:
             yield Plan(segments, DwPolicy.NONE, dispatch=dispatch)
         if DwPolicy.FILL in limits.dw_policies:
-            per_layer = dispatch.all_to_alls_per_layer * max(segment.num_chunks for segment in segments)
+            per_layer = max(segment.all_to_alls_per_layer(dispatch) for segment in segments)
             for layers in sorted(set(limits.dw_window_layers)):
                 yield Plan(segments, DwPolicy.FILL, per_layer * layers, limits.dw_memory_bytes, dispatch=dispatch)
 
@@ -283,6 +329,24 @@ def stage_runs(model: ModelFacts) -> tuple[tuple[int, int], ...]:
 def _joints(model: ModelFacts) -> frozenset[int]:
     stage_of, predictions = model.stage_of_layer, model.mtp_layers
     return frozenset(number for number in predictions if number > 1 and stage_of[number - 2] == stage_of[number - 1])
+
+
+def _complexity(choice: SegmentChoice) -> tuple[object, ...]:
+    """Sort key, lower is simpler."""
+    order = tuple(OverlapRange)
+    return choice.num_chunks, choice.tiles, -order.index(choice.range), choice.chunk_dim, choice.own_rows
+
+
+def _allowed_tiles(costs: CostModel, limits: Limits, excluded: list[Exclusion]) -> tuple[int, ...]:
+    """Numbers of tiles that plans may have; what is excluded is added to a list."""
+    allowed = limits.tiles
+    if allowed is None:
+        return (0, *TILES) if costs.knows_tiles and costs.model.why_not_tiles is None else (0,)
+    why_not = costs.model.why_not_tiles
+    if why_not is not None and any(allowed):
+        excluded.append(Exclusion("tiles", why_not))
+        allowed = tuple(number for number in allowed if not number)
+    return tuple(sorted(set(allowed)))
 
 
 def _unpairable(model: ModelFacts) -> str | None:

@@ -5,11 +5,15 @@ measured ones of the same dimension, by the size of a chunk. A count of 1 belong
 
 Another dispatch than the plain one is profiled with few chunk counts, often only with one. Its costs are those of the
 plain dispatch, scaled by the ratio of both in the nearest chunk count that was measured with both.
+
+Experts that get their rows in tiles cost what they cost on as few rows. If a plan with tiles was profiled, each op is
+scaled by the ratio of what was measured there to that.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from statistics import fmean
 from typing import NamedTuple
 
@@ -81,8 +85,9 @@ class CostModel:
         self.profile = profile
         self.model: ModelFacts = profile.model
         self._ops: dict[tuple[LayerKind, str, Phase], list[OpTime]] = defaultdict(list)
+        self._tiled: dict[tuple[LayerKind, str, Phase], list[OpTime]] = defaultdict(list)
         for op in profile.ops:
-            self._ops[op.layer_kind, op.kind, op.phase].append(op)
+            (self._tiled if op.tiles else self._ops)[op.layer_kind, op.kind, op.phase].append(op)
         self._dws: dict[tuple[LayerKind, str], list[WeightGradTime]] = defaultdict(list)
         for dw in profile.weight_grads:
             self._dws[dw.layer_kind, dw.after].append(dw)
@@ -98,6 +103,7 @@ class CostModel:
         self._all_reduce = Curve(profile.link.all_reduce, flat_below=True) if profile.link.all_reduce else None
         self._gradients = {(dw.layer_kind, dw.name): (dw.after, dw.weight_bytes) for dw in profile.weight_grads}
         self.op_ms = cache(self._op_ms)
+        self._tiles_factor = cache(self._time_with_tiles)
         self.weight_grads = cache(self._weight_grads)
         self.saved_bytes = cache(self._saved_bytes)
 
@@ -123,10 +129,15 @@ class CostModel:
         """Chunk counts at which layers' ops were measured along ``dim``, ascending."""
         counts = {
             op.num_chunks
-            for op in self.profile.ops
+            for op in chain.from_iterable(self._ops.values())
             if op.layer_kind is not LayerKind.NONE and (op.chunk_dim is dim or op.num_chunks == 1) and _is_plain(op)
         }
         return tuple(sorted(counts))
+
+    @property
+    def knows_tiles(self) -> bool:
+        """Whether a plan with tiles was profiled."""
+        return bool(self._tiled)
 
     @property
     def why_not_two_hop(self) -> str | None:
@@ -203,16 +214,21 @@ class CostModel:
         chunk: int,
         rows: float,
         dispatch: Dispatch = Dispatch.PLAIN,
+        is_tiled: bool = False,
     ) -> float:
         """Time of one op of one chunk, without weight gradients.
 
         Args:
-            rows: received rows for ``experts``, tokens of the chunk for other ops.
+            rows: received rows for ``experts``, or those of a part of them; tokens of the chunk for other ops.
             dispatch: what all-to-alls carry; makes a difference to ops that make, or sum, their rows.
+            is_tiled: whether the chunk's rows go to other ranks in tiles.
 
         Raises:
             UnknownCost: nothing of this kind, phase and dimension was profiled.
         """
+        if is_tiled:
+            factor, like = self._tiles_factor(layer_kind, kind, phase), _without_tiles(kind)
+            return factor * self.op_ms(layer_kind, like, phase, dim, num_chunks, chunk, rows, dispatch)
         own = _with_dispatch(self._ops.get((layer_kind, kind, phase), ()), dispatch, dim, num_chunks)
         similar = self._ops.get((layer_kind, _LIKE.get(kind, kind), phase), ())
         plain = [op for op in similar if _is_plain(op) and _fits(op, dim, num_chunks)]
@@ -225,6 +241,15 @@ class CostModel:
                 "profile the model with such chunks, or plan without them"
             )
         return _time_ms(found, kind, num_chunks, chunk, rows) * _ratio(own, plain, num_chunks)
+
+    def _time_with_tiles(self, layer_kind: LayerKind, kind: str, phase: Phase) -> float:
+        """Time of an op with tiles by that of the same rows without; 1 if no plan with tiles was profiled."""
+        measured, like = self._tiled.get((layer_kind, kind, phase), ()), _without_tiles(kind)
+        without_ms = sum(
+            self.op_ms(layer_kind, like, phase, op.chunk_dim, op.num_chunks, op.chunk, op.rows, op.dispatch)
+            for op in measured
+        )
+        return sum(op.ms for op in measured) / without_ms if without_ms > 0 else 1.0
 
     def _weight_grads(self, layer_kind: LayerKind, after: str, num_chunks: int, rows: float) -> tuple[DwCost, ...]:
         """Weight gradients that become ready in the backward of one chunk's op, in that order.
@@ -277,6 +302,11 @@ class CostModel:
         inside = min(max(num_chunks, min(counts)), max(counts))
         curve = Curve((use.num_chunks, float(use.saved_bytes)) for use in of_dim)
         return round(curve.at(inside) * _memory_ratio(own, of_dim, num_chunks))
+
+
+def _without_tiles(kind: str) -> str:
+    """The kind of op that does the same work on all rows."""
+    return OpKind.EXPERTS if kind == OpKind.OWN_EXPERTS else kind
 
 
 def _is_plain(measured: OpTime | MemoryUse) -> bool:

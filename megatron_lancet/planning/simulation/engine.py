@@ -34,6 +34,8 @@ from megatron_lancet.planning.simulation.lowering import (
     WAIT,
     Action,
     Step,
+    counts_key,
+    key_of,
     layer_at,
 )
 from megatron_lancet.planning.simulation.phase_result import Mark, PhaseResult
@@ -41,9 +43,6 @@ from megatron_lancet.planning.simulation.rank_state import CountsState, LayerDw,
 from megatron_lancet.schedule.dw_queue import DwQueue, DwRules
 from megatron_lancet.schedule.ops import INSIDE_NODE, MEMORY_BOUND, Op, OpKind, Phase
 from megatron_lancet.schedule.timeline import Lane, Span
-
-_SLOTS = 4096
-"""Most messages of a layer. The key of a message is its place times this, plus its slot."""
 
 Paces = Sequence[Mapping[int, float]]
 """Factors of compute time by column and layer; 1 for other layers. Of a forward beside a backward: layer + BESIDE."""
@@ -166,7 +165,7 @@ class Engine:
                     rank.time_ms += ms
                 else:
                     slowdown = self._memory_slowdown if action.kind in MEMORY_BOUND else self._slowdown
-                    self._compute(rank, self._name(place, action.chunk, action.kind), ms, slowdown)
+                    self._compute(rank, self._name(place, action.chunk, action.kind, action.tile), ms, slowdown)
                 if not runs_forward and action.weight_grads[column]:
                     self._put_all(rank, layer_at(place), action.weight_grads[column])
                 rank.index += 1
@@ -178,7 +177,7 @@ class Engine:
             if events and events[0][0] < rank.time_ms:
                 self.call_at(rank.time_ms, _Resume(rank))
                 return
-            key = place * _SLOTS + action.slot
+            key = key_of(place, action)
             if rank.pending is not None and not self._launch_pending(rank, code, key, action):
                 return
             if code == ISSUE:
@@ -190,12 +189,12 @@ class Engine:
             rank.index += 1
         self._end(rank)
 
-    def _name(self, place: int, chunk: int, kind: str) -> str:
+    def _name(self, place: int, chunk: int, kind: str, tile: int | None = None) -> str:
         phase, layer = Phase.FORWARD if place & BESIDE else self._phase, layer_at(place)
-        return str(Op(layer, chunk, phase, kind) if layer else Op.beside_layers(phase, kind))
+        return str(Op(layer, chunk, phase, kind, tile) if layer else Op.beside_layers(phase, kind))
 
     def _name_of(self, message: Message) -> str:
-        return self._name(message.place, message.chunk, message.kind)
+        return self._name(message.place, message.chunk, message.kind, message.tile)
 
     def _compute(self, rank: RankState, name: str, ms: float, slowdown: float) -> None:
         """Advances the rank's clock by a compute op."""
@@ -281,11 +280,12 @@ class Engine:
             False if the rank must be resumed later.
         """
         assert rank.pending is not None
-        message, counts = self._messages[rank.pending], self._counts[rank.pending]
+        message, its_counts = self._messages[rank.pending], counts_key(rank.pending)
+        counts, is_with_it = self._counts[its_counts], counts_key(key) == its_counts
         if self._polls:
-            goes_on = code != ISSUE or key in self._counts or self._links_of(action) is not message.links
+            goes_on = code != ISSUE or counts_key(key) in self._counts or self._links_of(action) is not message.links
         else:
-            goes_on = code == WAIT and key != rank.pending
+            goes_on = is_with_it if code == ISSUE else code == WAIT and not is_with_it
         if goes_on:
             return True
         if counts.done_ms == NEVER:
@@ -313,7 +313,7 @@ class Engine:
         rank.num_unknown += 1
         if rank.ledger is not None:
             rank.ledger.issue()
-        counts = self._counts.get(key)
+        counts = self._counts.get(counts_key(key))
         if counts is not None and self._keeps_order:
             rank.pending = key
         if counts is None or counts.done_ms <= rank.time_ms:
@@ -339,6 +339,7 @@ class Engine:
             is_forward,
             action.kind,
             action.chunk,
+            action.tile,
             alone_ms,
             queued_ms,
             num_bytes,

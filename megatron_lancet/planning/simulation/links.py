@@ -66,6 +66,7 @@ class Message:
     is_forward: bool
     kind: str
     chunk: int
+    tile: int | None
     alone_ms: Sequence[float]
     queued_ms: Sequence[float]
     num_bytes: Sequence[int]

@@ -33,10 +33,11 @@ from megatron_lancet.planning.simulation.buckets import Buckets
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.engine import Engine, Paces
 from megatron_lancet.planning.simulation.links import Collectives, Links, Network, SerialLinks
-from megatron_lancet.planning.simulation.lowering import BESIDE, Loads, Lowering, Step, backward
+from megatron_lancet.planning.simulation.lowering import BESIDE, Lowering, Step, backward
 from megatron_lancet.planning.simulation.pairs import Passes, paired_steps
 from megatron_lancet.planning.simulation.phase_result import PhaseResult, Wait
 from megatron_lancet.planning.simulation.played import Played, Stage
+from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.planning.simulation.shared_links import SharedLinks
 from megatron_lancet.schedule.dw_queue import AT_ONCE, DwRules
 from megatron_lancet.schedule.layers import LayerKind

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from megatron_lancet.planning.explain import Explanation, LayerExplanation, Reason
-from megatron_lancet.report.planning.plan_text import DISPATCHES, relative_weight_grad
+from megatron_lancet.report.planning.plan_text import DISPATCHES, relative_weight_grad, tiles_in_words
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import Dispatch, Plan
 from megatron_lancet.schedule.ranges import ranges
@@ -26,7 +26,7 @@ def layer_lines(explanation: Explanation) -> Iterator[str]:
         yield from title
         groups: dict[tuple[object, ...], list[LayerExplanation]] = {}
         for layer in part:
-            treatment = (layer.layer_kind, layer.stage, layer.num_chunks, layer.chunk_dim, layer.range)
+            treatment = (layer.layer_kind, layer.stage, str(layer.segment))
             groups.setdefault(treatment, []).append(layer)
         for layers in groups.values():
             yield from _paragraph(layers)
@@ -72,9 +72,11 @@ def _parts(explanation: Explanation) -> Iterator[tuple[tuple[str, ...], Sequence
 
 def _paragraph(layers: Sequence[LayerExplanation]) -> Iterator[str]:
     numbers = f"layer{'s' if len(layers) > 1 else ''} {ranges(layer.layer for layer in layers)}"
-    cut = "one chunk" if layers[0].num_chunks == 1 else f"{layers[0].num_chunks} chunks, dim {layers[0].chunk_dim}"
-    range_text = "" if layers[0].num_chunks == 1 else f", range {layers[0].range}"
-    yield f"{numbers} ({layers[0].layer_kind}): {cut}{range_text}; exposed {_span([x.exposed_ms for x in layers])}"
+    segment = layers[0].segment
+    is_whole = segment.num_chunks == 1
+    cut = "one chunk" if is_whole else f"{segment.num_chunks} chunks, dim {segment.chunk_dim}, range {segment.range}"
+    tiles = f", {tiles_in_words(segment)}" if segment.tiles and layers[0].layer_kind.has_experts else ""
+    yield f"{numbers} ({layers[0].layer_kind}): {cut}{tiles}; exposed {_span([x.exposed_ms for x in layers])}"
     yield from _filled_lines(layers)
     yield from _exposed_lines(layers)
 

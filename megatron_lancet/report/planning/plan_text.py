@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lancet.planning.plan_file import PlanFile
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, Plan, Segment
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, OwnRows, Plan, Segment
 from megatron_lancet.schedule.ranges import parse_ranges, ranges
 
 _PIECES = {ChunkDim.BATCH: "samples", ChunkDim.SEQUENCE: "positions"}
@@ -22,6 +22,11 @@ DISPATCHES = {
     Dispatch.PLAIN: "a token goes once to each of its experts",
     Dispatch.DEDUP: "a token goes once to each rank that holds any of its experts",
     Dispatch.TWO_HOP: "a token goes once to each node that holds any of its experts, and there once to each such rank",
+}
+_OWN_ROWS = {
+    OwnRows.BEFORE: "a rank's own before them",
+    OwnRows.HALF: "half of a rank's own before them and half behind",
+    OwnRows.AFTER: "a rank's own behind them",
 }
 LEGEND = "[+n] is a weight n layers further on; without it, of the layer itself"
 
@@ -48,13 +53,20 @@ class LayerGroup:
 
 def in_words(segment: Segment) -> str:
     """Describes how a segment cuts a micro-batch."""
+    tiles = f"; {tiles_in_words(segment)}" if segment.tiles else ""
     if segment.num_chunks == 1:
-        return "the micro-batch as a whole"
+        return f"the micro-batch as a whole{tiles}"
     multiple = f", multiples of {segment.chunk_multiple}" if segment.chunk_multiple > 1 else ""
     return (
         f"{segment.num_chunks} chunks of {_PIECES[segment.chunk_dim]} (dim {segment.chunk_dim}){multiple}, "
-        f"{_RANGES[segment.range]} (range {segment.range})"
+        f"{_RANGES[segment.range]} (range {segment.range}){tiles}"
     )
+
+
+def tiles_in_words(segment: Segment) -> str:
+    """Describes how the rows of a chunk go to other ranks, and when the experts work on the others."""
+    parts = "1 tile" if segment.tiles == 1 else f"{segment.tiles} tiles"
+    return f"rows of other ranks in {parts}, {_OWN_ROWS[segment.own_rows]}"
 
 
 def layer_groups(content: PlanFile, num_layers: int | None = None) -> list[LayerGroup]:

@@ -82,6 +82,7 @@ def _name(name: str, reason: str | None) -> dict[str, Any]:
         "words": name if op is None else op.in_words(),
         "layer": None if op is None else op.layer,
         "chunk": None if op is None else op.chunk,
+        "tile": None if op is None else op.tile,
         "phase": None if op is None else op.phase,
         "kind": None if op is None else _colour_of(op.kind),
         "reason": reason,

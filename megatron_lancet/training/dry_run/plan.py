@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_lancet.config import LancetConfig
-from megatron_lancet.planning.search.search_space import Limits
+from megatron_lancet.planning.search.search_space import TILES, Limits
 from megatron_lancet.schedule.plan import DwPolicy
 from megatron_lancet.training.load.locality import choose_locality, locality_note
 from megatron_lancet.training.load.placement import FLAG as PLACEMENT_FLAG
@@ -91,11 +91,16 @@ def _tuning_lines(limits: Limits) -> Iterator[str]:
     pairing = " or ".join("paired" if is_paired else "not paired" for is_paired in limits.pairing)
     yield (
         f"it may cut along {dims}; ranges {ranges}; weight gradients {' or '.join(limits.dw_policies)}; "
-        f"dispatch {' or '.join(limits.dispatches)}; micro-batches {pairing}"
+        f"dispatch {' or '.join(limits.dispatches)}; tiles {_tiles(limits)}; micro-batches {pairing}"
     )
     for exclusion in limits.excluded:
         if not exclusion.is_evident:
             yield f"not {exclusion.what}: {exclusion.reason}"
+
+
+def _tiles(limits: Limits) -> str:
+    numbers = (0, *TILES) if limits.tiles is None else limits.tiles
+    return " or ".join(str(number) if number else "none" for number in numbers)
 
 
 def saves_scores(args: argparse.Namespace, config: LancetConfig) -> bool:

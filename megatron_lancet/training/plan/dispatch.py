@@ -1,17 +1,23 @@
-"""What a plan's all-to-alls carry, ``--lancet-dispatch``: which of the three dispatches a run allows, and why not."""
+"""What a plan's all-to-alls carry, and in how many parts: ``--lancet-dispatch`` and ``--lancet-tiles``.
+
+Which of the three dispatches a run allows, whether it allows tiles, and why not.
+"""
 
 import argparse
+from collections.abc import Iterator
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.model.tiles.support import Unsupported, tiles_unsupported
 from megatron_lancet.planning.dispatch import is_evident, why_not_dedup, why_not_two_hop
 from megatron_lancet.planning.search.search_space import Exclusion
 from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
-from megatron_lancet.schedule.plan import Dispatch, Plan
+from megatron_lancet.schedule.plan import Dispatch, OwnRows, Plan
 from megatron_lancet.training.platform.launcher import FLAG as NODES_FLAG
 from megatron_lancet.training.platform.launcher import ranks_per_node
 
 FLAG = "--lancet-dispatch"
+TILES_FLAG, OWN_ROWS_FLAG = "--lancet-tiles", "--lancet-own-rows"
 DEDUPLICATING_DISPATCHER = "flex"
 """Megatron's name for the dispatchers (DeepEP, HybridEP) that send a token once to a rank and once to a node."""
 _ASKED = "lancet_dedup_asked"
@@ -112,9 +118,65 @@ def dispatch_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> tu
     if not getattr(args, _ASKED, False):
         return Dispatch.PLAIN, []
     for dispatch in (Dispatch.TWO_HOP, Dispatch.DEDUP):
-        if dispatch in allowed:
+        if dispatch in allowed and not (dispatch is Dispatch.TWO_HOP and config.tiles):
             return dispatch, []
     return Dispatch.PLAIN, [f"dispatch is plain, because {dispatch_blocker(args, config, Dispatch.DEDUP)}"]
+
+
+def tiles_blockers(args: argparse.Namespace, config: LancetConfig) -> Iterator[Unsupported]:
+    """Yields why the rows of a run can't go to other ranks in tiles.
+
+    Args:
+        args: Megatron's arguments, validated or not.
+    """
+    if args.expert_model_parallel_size <= 1:
+        yield Unsupported("there is one expert-parallel rank, so nothing is sent", "raise --expert-model-parallel-size")
+    if config.dispatch is Dispatch.TWO_HOP:
+        yield Unsupported(f"the messages of {FLAG} {Dispatch.TWO_HOP} have no tiles", f"drop {FLAG}")
+    found = tiles_unsupported(bool(args.fp8 or args.fp4), config.max_received_rows is not None)
+    if found is not None:
+        yield found
+
+
+def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple[int, ...] | None, list[Exclusion]]:
+    """Numbers of tiles that a planner may choose, and why the run excludes others; None for those that are profiled.
+
+    Args:
+        args: Megatron's arguments, validated or not.
+
+    Raises:
+        UsageError: the user asks for tiles, and the run can't have any.
+    """
+    blocker = next(tiles_blockers(args, config), None)
+    if config.tiles and blocker is not None:
+        raise UsageError(
+            f"{TILES_FLAG} {config.tiles} can't be followed: {blocker.reason}. Pass {TILES_FLAG} 0, or "
+            f"{blocker.advice}."
+        )
+    if config.own_rows is not None and (config.tiles == 0 or blocker is not None):
+        why = f"{TILES_FLAG} 0 asks for none" if blocker is None else blocker.reason
+        raise UsageError(f"{OWN_ROWS_FLAG} {config.own_rows} is for rows that go in tiles, but {why}. Drop the flag.")
+    if config.tiles is not None:
+        return (config.tiles,), []
+    return (None, []) if blocker is None else ((0,), [Exclusion("tiles", blocker.reason, is_evident=True)])
+
+
+def tiles_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[int, OwnRows]:
+    """The tiles of a plan that is made without measurements, and when it works on rows that stay on a rank.
+
+    Args:
+        args: Megatron's arguments, validated or not.
+
+    Raises:
+        UsageError: the user asks for tiles, and the run can't have any; or only for what tiles have.
+    """
+    allowed_tiles(args, config)
+    if config.own_rows is not None and config.tiles is None and config.num_chunks is not None:
+        raise UsageError(
+            f"{OWN_ROWS_FLAG} {config.own_rows} is for rows that go in tiles, and with --lancet-num-chunks "
+            f"{config.num_chunks} there are none by default. Pass {TILES_FLAG} N, or drop the flag."
+        )
+    return (config.tiles, config.own_rows or OwnRows.HALF) if config.tiles else (0, OwnRows.HALF)
 
 
 def rows_in_words(args: argparse.Namespace, config: LancetConfig) -> str:

@@ -13,7 +13,7 @@ from megatron_lancet.schedule.layers import pattern_of
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, Plan, Segment
 from megatron_lancet.schedule.ranges import ranges
 from megatron_lancet.training.layer_pattern import layer_kinds
-from megatron_lancet.training.plan.dispatch import refusal_of
+from megatron_lancet.training.plan.dispatch import refusal_of, tiles_blockers
 from megatron_lancet.training.plan.limits import chunked_dim, routing_over_whole_micro_batch, sequence_blockers
 from megatron_lancet.training.plan.pairing import pairing_blockers
 from megatron_lancet.training.plan.support import has_all_to_alls
@@ -45,6 +45,12 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
             f"--lancet-plan {path} overlaps the all-to-all of expert parallelism, but there is none: "
             f"--expert-model-parallel-size is {args.expert_model_parallel_size}. Drop the flag."
         )
+    if content.plan.has_tiles:
+        for blocker in tiles_blockers(args, config):
+            raise UsageError(
+                f"--lancet-plan {path} sends rows in tiles, which can't be followed: {blocker.reason}. Make a plan for "
+                f"this run with --tiles 0, or {blocker.advice}."
+            )
     _check_segments(content.plan.segments, "", path, args, config)
     if content.plan.is_paired:
         _check_segments(content.plan.at_ends.segments, " at the ends of a step", path, args, config)

@@ -11,7 +11,7 @@ from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
 from megatron_lancet.schedule.chunk_sizes import most_chunks, multiple_along
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
-from megatron_lancet.training.plan.dispatch import allowed_dispatches
+from megatron_lancet.training.plan.dispatch import allowed_dispatches, allowed_tiles
 from megatron_lancet.training.plan.pairing import allowed_pairing
 
 
@@ -131,6 +131,7 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
     excluded += [Exclusion(f"other sizes of chunks along {dim}", why) for dim, why in reasons.items() if why]
     pairing, not_paired = allowed_pairing(args, config)
     dispatches, not_deduplicated = allowed_dispatches(args, config)
+    tiles, not_tiled = allowed_tiles(args, config)
     return Limits(
         num_chunks=None if config.num_chunks is None else (config.num_chunks,),
         chunk_dims=tuple(dims),
@@ -138,6 +139,8 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
         dw_policies=tuple(DwPolicy) if config.dw_policy is None else (config.dw_policy,),
         pairing=pairing,
         dispatches=dispatches,
+        tiles=tiles,
+        own_rows=Limits.own_rows if config.own_rows is None else (config.own_rows,),
         dw_memory_bytes=config.dw_memory_bytes,
-        excluded=(*excluded, *not_paired, *not_deduplicated),
+        excluded=(*excluded, *not_paired, *not_deduplicated, *not_tiled),
     )

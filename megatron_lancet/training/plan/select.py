@@ -9,7 +9,13 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 from megatron_lancet.training.plan.attention import check_attention
 from megatron_lancet.training.plan.dispatch import FLAG as DISPATCH_FLAG
-from megatron_lancet.training.plan.dispatch import dispatch_of_fixed_plan, nodes_of
+from megatron_lancet.training.plan.dispatch import (
+    OWN_ROWS_FLAG,
+    TILES_FLAG,
+    dispatch_of_fixed_plan,
+    nodes_of,
+    tiles_of_fixed_plan,
+)
 from megatron_lancet.training.plan.explicit import plan_from_file
 from megatron_lancet.training.plan.limits import (
     ChunkedDim,
@@ -73,6 +79,10 @@ def _wishes_of_overlap(config: LancetConfig) -> Iterator[str]:
         yield f"{PAIRING_FLAG} on"
     if config.dispatch not in (None, Dispatch.PLAIN):
         yield f"{DISPATCH_FLAG} {config.dispatch}"
+    if config.tiles:
+        yield f"{TILES_FLAG} {config.tiles}"
+    if config.own_rows is not None:
+        yield f"{OWN_ROWS_FLAG} {config.own_rows}"
 
 
 def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan, list[str]]:
@@ -98,7 +108,10 @@ def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan
         )
     multiple = along.multiple if num_chunks > 1 else 1
     dispatch, why_plain = dispatch_of_fixed_plan(args, config)
-    plan = fixed_plan(num_chunks, dw_policy, dim, overlap_range, config.dw_memory_bytes, multiple, dispatch)
+    tiles, own_rows = tiles_of_fixed_plan(args, config)
+    plan = fixed_plan(
+        num_chunks, dw_policy, dim, overlap_range, config.dw_memory_bytes, multiple, dispatch, tiles, own_rows
+    )
     is_paired, why_not = pairs_fixed_plan(args, config)
     return paired(plan) if is_paired else plan, [*notes, *why_plain, *why_not]
 
@@ -154,7 +167,8 @@ def is_tuned(args: argparse.Namespace, config: LancetConfig) -> bool:
     """Whether a run that overlaps tunes its plan; otherwise the plan of :func:`choose_plan` runs from the start.
 
     A run is not tuned if the user sets the number of chunks, if it ends after a profile, or if there is nothing to
-    choose: micro-batches can neither be cut nor paired, every dW runs at once, and one kind of dispatch is allowed.
+    choose: micro-batches can neither be cut nor paired, rows have no tiles, every dW runs at once, and one kind of
+    dispatch is allowed.
 
     Raises:
         UsageError: the run does not allow what the user asks for.
@@ -163,5 +177,6 @@ def is_tuned(args: argparse.Namespace, config: LancetConfig) -> bool:
         return False
     limits = planning_limits(args, config)
     can_be_cut = any(chunked_dim(args, dim).most_chunks > 1 for dim in limits.chunk_dims)
-    has_choice = can_be_cut or True in limits.pairing or len(limits.dispatches) > 1
+    may_tile = limits.tiles is None or (len(limits.own_rows) > 1 and any(limits.tiles))
+    has_choice = can_be_cut or may_tile or True in limits.pairing or len(limits.dispatches) > 1
     return has_choice or limits.dw_policies != (DwPolicy.NONE,)

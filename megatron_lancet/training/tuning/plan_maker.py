@@ -181,6 +181,10 @@ class ProfilingPlanMaker:
         if self._refreshes or DwPolicy.FILL not in limits.dw_policies or False not in limits.pairing:
             return Planned(planned.plan, prediction, why)  # the profiled plans ran otherwise, or are not allowed
         times_ms = profile.measured_steps_ms
-        allowed = [plan for plan in self._plans if plan.dispatch in limits.dispatches]
+        allowed = [
+            plan
+            for plan in self._plans
+            if plan.dispatch in limits.dispatches and (limits.tiles is None or plan.segments[0].tiles in limits.tiles)
+        ]
         profiled = {name: (plan, times_ms[name]) for plan in allowed if (name := str(plan)) in times_ms}
         return Planned(planned.plan, prediction, why, profiled)

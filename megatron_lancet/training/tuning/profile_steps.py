@@ -43,6 +43,7 @@ def plans_within(args: argparse.Namespace, limits: Limits) -> list[Plan]:
         overlap_range=max(limits.ranges, key=list(OverlapRange).index),
         token_multiple=token_multiple(args),
         dispatches=limits.dispatches,
+        has_tiles=limits.tiles is None or any(limits.tiles),
     )
     return [replace(plan, dw_memory_bytes=limits.dw_memory_bytes) for plan in plans]
 

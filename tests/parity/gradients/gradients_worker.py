@@ -23,6 +23,7 @@ from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.schedule.wire import Wire
+from tests.parity.gradients import tiled
 from tests.parity.gradients.connections import shared_connections
 from tests.parity.gradients.disturbances import (
     DAMAGED_DEDUP,
@@ -409,6 +410,11 @@ def all_results() -> dict[str, Any]:
         results[name] = compare_plan(case.overrides, case.plan, erratic_wire if case.disturbed else None)
     for name, disturb in DAMAGED_DEDUP.items():
         results[name] = compare_plan({}, DEDUP_ONE, disturb)
+    for name, tiled_case in tiled.CASES.items():
+        disturb = erratic_wire if tiled_case.disturbed else None
+        results[name] = compare_plan(tiled_case.overrides, tiled_case.plan, disturb)
+    for name, disturb in {**tiled.DAMAGED, "tiles/rows-by-part": tiled.rows_by_part}.items():
+        results[name] = compare_plan({}, tiled.TWO, disturb)
     for name, (plan, wire) in NARROW.items():
         results[name] = compare_plan({}, plan, wire=wire)
     for name, guard in guarded.CASES.items():

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Dispatch
-from tests.parity.gradients import hops
+from tests.parity.gradients import hops, tiled
 from tests.parity.gradients.connections import shared_connections
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare_plan, plan_of
@@ -121,6 +121,16 @@ def compare_placed_in(layout: str) -> dict[str, Any]:
         }
 
 
+def compare_tiled_in(layout: str) -> dict[str, Any]:
+    """The same with rows that go to other ranks in tiles."""
+    with parallel(LAYOUTS[layout]) as config:
+        return {
+            name: compare_plan({**config, **case.overrides}, case.plan, erratic_wire if case.disturbed else None)
+            for name, case in tiled.IN_LAYOUTS.items()
+            if case.layout == layout
+        }
+
+
 def compare_hops_in(layout: str) -> dict[str, Any]:
     """The same for the cases with two hops, with limits of rows, and for one model that switches to them and back."""
     nodes = hops.nodes_of(layout)
@@ -157,6 +167,7 @@ def main() -> None:
         for layout in LAYOUTS:
             results |= compare_in(layout, CASES)
             results |= compare_in(layout, DEDUP_CASES, Dispatch.DEDUP)
+            results |= compare_tiled_in(layout)
         for layout in ("EP4", "EP2xDP2", "EP2xETP2"):
             results |= compare_placed_in(layout)
         for layout in hops.LAYOUTS:

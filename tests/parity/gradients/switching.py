@@ -11,6 +11,7 @@ import torch
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
+from tests.parity.gradients import tiled
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import (
     build,
@@ -46,6 +47,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, dict[str, Plan]]] = {
     "switching/overlapping-reduce": ({"num_moe_experts": 8}, True, PLANS),
     "switching/recompute-overlapping-reduce": (RECOMPUTE, True, PLANS),
     "switching/mla-reduce-at-the-end": (MLA, False, PLANS),
+    "switching/tiles-overlapping-reduce": ({"num_moe_experts": 8}, True, tiled.SWITCHED),
     "switching/dedup-overlapping-reduce": ({"num_moe_experts": 8}, True, DEDUP_PLANS),
 }
 """Overrides of the config, whether reductions overlap with the backward pass, and plans."""

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.gradient_error import worst
 from megatron_lancet.schedule.plan import DwPolicy
 from tests.gradient_deviations import TOLERANCE
+from tests.parity.gradients import tiled
 from tests.parity.gradients.disturbances import DAMAGED, DAMAGED_DEDUP, DAMAGED_GRADIENTS
 from tests.parity.gradients.placed import CASES as PLACED_CASES
 from tests.parity.gradients.variants import (
@@ -45,7 +46,7 @@ def exact_cases() -> list[str]:
     chunked = [f"{name}/k={k}" for name in VARIANTS for k in chunk_counts(name)]
     chunked += [f"{name}/k={k}" for name in FORCED for k in (1, 3)]
     others = ["bf16/k=1", "dw-none/k=2", "erratic-wire/k=2"]
-    others += [*SEGMENTED, *DW_MEMORY_CASES, *WITH_GAPS, *DEDUP_CASES, *PLACED_CASES]
+    others += [*SEGMENTED, *DW_MEMORY_CASES, *WITH_GAPS, *DEDUP_CASES, *PLACED_CASES, *tiled.CASES]
     return [*chunked, *cuts, *MICRO_BATCH_OF_ONE, *others]
 
 
@@ -64,7 +65,8 @@ def test_gradients_equal_stock(results, case, check_gradients):
         # A gated shared expert uses its input twice. Its two gradients are added to each other before they are added to
         # those of the router and the permutation; in stock one after the other.
         bitwise = "/k=1" in case and not case.startswith("shared-expert-gate")
-        bitwise = DEDUP_CASES[case].is_exact if case in DEDUP_CASES else bitwise
+        for own in (DEDUP_CASES, tiled.CASES):
+            bitwise = own[case].is_exact if case in own else bitwise
         bound = 0.0 if bitwise else TOLERANCE
         check_gradients(found["gradients"], bound, f"rank {rank}", precision_of(case))
         assert found["loss"] <= bound
@@ -188,6 +190,27 @@ def test_gradient_comparison_detects_a_naive_aux_loss(results):
 
 def test_gradient_comparison_detects_mtp_weight_grads_that_are_added_in_another_order(results):
     assert 0 < max(results[0]["uses-added-one-by-one/k=1"]["gradients"].values()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("damage", tiled.DAMAGED)
+def test_gradient_comparison_detects_damaged_tiles(results, damage):
+    for result in results:
+        assert max(result[damage]["gradients"].values()) > 1e4 * TOLERANCE
+
+
+def test_gradient_comparison_detects_weight_grads_that_sum_rows_by_part(results):
+    """Another order of sums: seen to the bit, and only there."""
+    largest = [max(result["tiles/rows-by-part"]["gradients"].values()) for result in results]
+    assert 0 < max(largest) <= TOLERANCE
+
+
+def test_rows_that_stay_are_in_no_message(results):
+    """Each tile is a message of its own, forward and backward; all of them together have the same rows."""
+    for result in results:
+        plain, found = result["plain/k=1"], result["tiles-4-after/k=1"]
+        assert found["payload_bytes"] == plain["payload_bytes"] > 0
+        tiles = [op.split(".")[2] for op in found["collectives"] if op.startswith("L1.c0.t") and ".I.combine" in op]
+        assert tiles == ["t3", "t2", "t1", "t0"] * (len(tiles) // 4) != []
 
 
 @pytest.mark.parametrize("damage", DAMAGED_DEDUP)
@@ -338,7 +361,8 @@ def test_switched_plans_run_their_own_chunks(results, case):
     first, second = (result[case] for result in results)
     for ours, theirs in zip(first, second, strict=True):
         assert ours["collectives"] == theirs["collectives"]
-        assert ours["position"].startswith("past L1.c0.I.dispatch")
+        tile = "t0." if "tiles" in ours["plan"] else ""
+        assert ours["position"].startswith(f"past L1.c0.{tile}I.dispatch")
         chunks = {int(op.split(".")[1][1:]) for op in ours["collectives"] if op.endswith(".F.dispatch")}
         assert chunks == set(range(plans[ours["plan"]].num_chunks))
         assert (ours["grouped_layers"] > 0) == (not ours["plan"].startswith("whole"))

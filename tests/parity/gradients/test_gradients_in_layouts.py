@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.gradient_error import worst
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.gradients import hops
+from tests.parity.gradients import hops, tiled
 from tests.parity.gradients.layouts_worker import CASES, CHANGES_SUMS, DEDUP_CASES
 from tests.parity.gradients.placed import IN_HOPS, IN_LAYOUTS
 from tests.parity.gradients.variants import precision_of
@@ -27,7 +27,7 @@ def results(tmp_path_factory):
     return launch.results_of(WORKER, 4, tmp_path_factory.mktemp("layouts"), timeout_s=1000)
 
 
-@pytest.mark.parametrize("case", [*CASES, *DEDUP_CASES, *PLACED_CASES])
+@pytest.mark.parametrize("case", [*CASES, *DEDUP_CASES, *PLACED_CASES, *tiled.IN_LAYOUTS])
 def test_gradients_equal_stock(results, case, check_gradients):
     bound = 0.0 if case.endswith("/k=1") and case not in CHANGES_SUMS else TOLERANCE
     for rank, result in enumerate(results):
@@ -40,7 +40,7 @@ def test_gradients_equal_stock(results, case, check_gradients):
         assert found["reports"] == dict.fromkeys(found["parameters"], 1)
 
 
-@pytest.mark.parametrize("case", [*CASES, *DEDUP_CASES, *IN_LAYOUTS])
+@pytest.mark.parametrize("case", [*CASES, *DEDUP_CASES, *IN_LAYOUTS, *tiled.IN_LAYOUTS])
 def test_order_of_collectives_is_the_same_on_all_ranks(results, case):
     collectives = [result[case]["collectives"] for result in results]
     assert all(order == collectives[0] for order in collectives)

@@ -180,7 +180,7 @@ VERBS = {COMPUTE: Verb.END, COUNTS: Verb.ISSUE, ISSUE: Verb.ISSUE, WAIT: Verb.WA
 
 def event_of(step: Step, phase: Phase) -> Event:
     code, layer, action = step
-    name = str(Op(layer, action.chunk, phase, action.kind)) if layer else f"{phase}.{action.kind}"
+    name = str(Op(layer, action.chunk, phase, action.kind, action.tile)) if layer else f"{phase}.{action.kind}"
     return Event(VERBS[code], name)
 
 

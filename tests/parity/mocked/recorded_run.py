@@ -261,7 +261,7 @@ class Model:
         setup = self._setup
         model = ProfiledModel((self._module,), torch.device("cpu"), MICRO_BATCH, SEQ_LENGTH, NUM_MICRO_BATCHES)
         dispatches = [Dispatch.TWO_HOP] if self.nodes is not None else []
-        plans = plans_to_profile(MICRO_BATCH, SEQ_LENGTH, chunk_counts=(2,), dispatches=dispatches)
+        plans = plans_to_profile(MICRO_BATCH, SEQ_LENGTH, chunk_counts=(2,), dispatches=dispatches, has_tiles=True)
         run = ProfileRun(model, plans, num_traced_steps=1)
         for index, plan in enumerate(run.plans):
             setup.switch(plan)

@@ -20,8 +20,19 @@ import pytest
 from megatron_lancet.model import transformer_block
 from megatron_lancet.patching import replaced
 from megatron_lancet.schedule import turns
-from megatron_lancet.schedule.ops import Phase
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.ops import Op, OpKind, Phase
+from megatron_lancet.schedule.plan import (
+    ChunkDim,
+    Dispatch,
+    DwPolicy,
+    Gap,
+    OverlapRange,
+    OwnRows,
+    Plan,
+    Segment,
+    fixed_plan,
+)
+from megatron_lancet.schedule.turns import ROWS_MADE_BY, ROWS_NEEDED_BY
 from tests.parity.mocked.lowered_plan import (
     FAST_MS,
     LAYERS_PER_STAGE,
@@ -116,6 +127,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         plan = dataclasses.replace(fixed_plan(num_chunks, overlap_range=over), dispatch=Dispatch.DEDUP)
         yield f"dedup-k{num_chunks}-{over}", Case(plan, "full-recompute" if over is LAYER else "shared-experts")
     yield from two_hop_cases()
+    yield from tile_cases()
     yield "priority-stage-1", Case(each_stage(2), "stage-1", has_priority=True)
 
 
@@ -129,6 +141,21 @@ def two_hop_cases() -> Iterator[tuple[str, Case]]:
     yield "two-hop-k2-hop-turns-slow-link", Case(by_hop, "two-nodes", message_ms=SLOW_MS, has_priority=True)
     yield "two-hop-k2-fitted-gaps", Case(plan, "two-nodes", message_ms=4.0, has_fitted_gaps=True)
     yield "two-hop-k2-cuda-fitted-gaps", Case(plan, "two-nodes", has_fitted_gaps=True, host_polls=False)
+
+
+def tile_cases() -> Iterator[tuple[str, Case]]:
+    before, half, after = OwnRows
+    for num_chunks, tiles, own_rows in ((1, 1, before), (1, 2, half), (1, 4, after), (2, 1, half), (2, 3, after)):
+        plan = fixed_plan(num_chunks, tiles=tiles, own_rows=own_rows)
+        yield f"tiles-{tiles}-{own_rows}-k{num_chunks}", Case(plan, has_priority=True)
+    plan = fixed_plan(1, tiles=2)
+    yield "tiles-dw-none", Case(fixed_plan(1, DwPolicy.NONE, tiles=2, own_rows=after), "no-shared-experts")
+    yield "tiles-slow-link", Case(plan, message_ms=SLOW_MS)
+    yield "tiles-fitted-gaps", Case(plan, message_ms=4.0, has_fitted_gaps=True)
+    yield "tiles-cuda-fitted-gaps", Case(plan, has_fitted_gaps=True, host_polls=False)
+    yield "tiles-dedup-full-recompute", Case(dataclasses.replace(plan, dispatch=Dispatch.DEDUP), "full-recompute")
+    yield "tiles-padded", Case(fixed_plan(1, overlap_range=EXPERTS, tiles=2), "padded")
+    yield "tiles-segments", Case(segmented(Segment(1, 2, 2, SEQUENCE, LAYER), Segment(3, None, 1, tiles=2)))
 
 
 def cases_without_polling() -> Iterator[tuple[str, Case]]:
@@ -240,9 +267,16 @@ def with_weight_grads_behind_ops(events: Iterable[Event]) -> list[Event]:
 def with_ends_before_issues(events: Sequence[Event]) -> list[Event]:
     result = list(events)
     for index, (event, after) in enumerate(pairwise(events)):
-        if (event.verb, after.verb) == (Verb.ISSUE, Verb.END):
+        if (event.verb, after.verb) == (Verb.ISSUE, Verb.END) and makes(after.name, event.name):
             result[index : index + 2] = after, event
     return result
+
+
+def makes(op: str, message: str) -> bool:
+    """Whether an op makes the rows of a message, or their gradients. Of several tiles one op makes all."""
+    sent = Op.parse(message)
+    made_by = ROWS_MADE_BY if sent.phase is Phase.FORWARD else ROWS_NEEDED_BY
+    return str(sent.with_kind(made_by[OpKind(sent.kind)])) == op
 
 
 def without_second_parts(events: Iterable[Event]) -> Iterator[Event]:

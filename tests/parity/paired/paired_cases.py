@@ -14,6 +14,7 @@ from megatron_lancet.schedule.plan import (
     DwPolicy,
     Gap,
     OverlapRange,
+    OwnRows,
     Plan,
     Segment,
     fixed_plan,
@@ -65,6 +66,7 @@ class Case(NamedTuple):
         return self.plan.num_chunks == 1 and self.max_rows is None
 
 
+_TILED = fixed_plan(1, tiles=2)
 _MTP_RECOMPUTED = {**VARIANTS["mtp-2"], **FULL, **DROPOUT}
 CASES: dict[str, Case] = {
     **{f"plain/M={count}": Case({}, num_micro_batches=count) for count in (1, 2, 3, 4, 8)},
@@ -106,6 +108,11 @@ CASES: dict[str, Case] = {
         CAPACITY, paired(fixed_plan(1), fixed_plan(2, overlap_range=OverlapRange.EXPERTS))
     ),
     "dedup": Case({}, paired(DEDUP_ONE)),
+    "tiles": Case({}, paired(_TILED), 3, True),
+    "tiles/none/dropout": Case(
+        DROPOUT, paired(fixed_plan(1, DwPolicy.NONE, tiles=1, own_rows=OwnRows.AFTER)), num_micro_batches=4
+    ),
+    "tiles/dedup/chunks-at-ends": Case({}, paired(replace(_TILED, dispatch=Dispatch.DEDUP), DEDUP_TWO)),
     "guarded": Case({}, K1, 3, True, max_rows=40),
     "guarded/some-chunks/chunks-at-ends": Case({}, paired(fixed_plan(1), fixed_plan(2)), 4, True, max_rows=73),
     "dedup/chunks-at-ends": Case({}, paired(DEDUP_ONE, DEDUP_TWO), 4, True),
@@ -186,6 +193,7 @@ IN_PIPELINES: dict[str, tuple[str, Case]] = {
     "EP2xPP2/M=4": ("EP2xPP2", Case({}, K1, 4, True)),
     "EP2xPP2/M=4/early-receives": ("EP2xPP2", Case(_EARLY_RECEIVES, K1_NONE, 4)),
     "EP2xPP2/recompute/dropout": ("EP2xPP2", Case(_BLOCK_DROPOUT, K1, 4)),
+    "EP2xPP2/tiles": ("EP2xPP2", Case({}, paired(_TILED), 4)),
     "EP2xPP2/mtp-1": ("EP2xPP2", Case(VARIANTS["mtp-1"], K1, 4)),
     "EP2xPP2/chunks-at-ends": ("EP2xPP2", Case({}, paired(fixed_plan(1), fixed_plan(2)), 8, True)),
     "PP4": ("PP4", Case({}, K1, 8)),

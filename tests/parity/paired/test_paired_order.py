@@ -27,6 +27,7 @@ PLANS: dict[str, Plan] = {
     "k3-experts": paired(fixed_plan(3, overlap_range=OverlapRange.EXPERTS)),
     "k1-with-k2-at-ends": paired(ONE, TWO),
     "k2-with-k1-at-ends": paired(TWO, ONE),
+    "k1-tiles-with-k2-at-ends": paired(fixed_plan(1, tiles=2), TWO),
     "k1-with-segments-at-ends": paired(ONE, IN_SEGMENTS),
 }
 MODELS = {"dense-first": Model((0, 1, 1)), "experts": Model((1, 1)), "dense": Model((0, 0))}

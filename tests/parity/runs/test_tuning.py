@@ -115,9 +115,9 @@ def test_tuning_writes_profile_and_plan_files_and_saves_the_plan_in_the_checkpoi
 
 def test_tuning_plans_multi_token_predictions_too(token_data, tmp_path):
     both = [*EP2, "--mtp-num-layers", "2", "--mtp-use-repeated-layer", "--position-embedding-type", "rope"]
-    expected = pretrain(token_data, [*both, "--lancet-plan", "off"], tmp_path / "stock", train_iters=32)
+    expected = pretrain(token_data, [*both, "--lancet-plan", "off"], tmp_path / "stock", train_iters=36)
     report = ["--lancet-tune-steps", "1", "--lancet-report", tmp_path]
-    run = pretrain(token_data, [*both, *report], tmp_path / "tuned", train_iters=32)
+    run = pretrain(token_data, [*both, *report], tmp_path / "tuned", train_iters=36)
     assert_equal(run, expected)
     profile, made_for = read_profile(tmp_path / "profile.json"), read_plan_file(tmp_path / "plan.json").made_for
     assert list(profile.model.mtp_layers) == [3, 4]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_lancet.schedule.plan import Gap, Plan, fixed_plan, paired
+from megatron_lancet.schedule.plan import DwPolicy, Gap, OwnRows, Plan, fixed_plan, paired
 from tests.parity.gradients.gradients_worker import plan_of
 from tests.parity.gradients.placed import PlacedCase
 from tests.parity.gradients.variants import (
@@ -95,6 +95,18 @@ GUARDED: dict[str, tuple[dict[str, Any], Plan]] = {
 MOST_ROWS = 40
 """That a rank's experts work on at a time in :data:`GUARDED`."""
 
+TILED: dict[str, tuple[dict[str, Any], Plan]] = {
+    "fused/tiles-2-half": (FUSED, fixed_plan(1, tiles=2)),
+    "fused/tiles-4-after/dedup": (FUSED, dedup(fixed_plan(2, tiles=4, own_rows=OwnRows.AFTER))),
+    "plain/tiles-2-half/none": ({}, fixed_plan(1, DwPolicy.NONE, tiles=2)),
+    "fused-bias/tiles-1-half": (MODELS["fused-bias"], fixed_plan(1, tiles=1)),
+    "sequential-experts/tiles-2-before": (
+        MODELS["sequential-experts"],
+        fixed_plan(1, tiles=2, own_rows=OwnRows.BEFORE),
+    ),
+}
+"""Rows that go to other ranks in tiles. Parts of few rows are not padded here, so that sums have other orders."""
+
 PAIRED: dict[str, Case] = {
     name: case._replace(overrides={**TE, **FUSED, **case.overrides})
     for name, case in {
@@ -131,7 +143,7 @@ def cases() -> dict[str, tuple[dict[str, Any], Plan]]:
         found[name] = FUSED, fixed_plan(num_chunks, dw_memory_bytes=memory_bytes)
     for num_chunks in (1, 2):
         found[f"fused/k={num_chunks}/dedup"] = FUSED, dedup(fixed_plan(num_chunks))
-    return found | HAZARDS
+    return found | HAZARDS | TILED
 
 
 def _chunk_counts(variant: str) -> tuple[int, ...]:

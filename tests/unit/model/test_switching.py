@@ -109,6 +109,32 @@ def test_plan_that_does_not_fit_the_model_is_refused_and_changes_nothing(one_ran
     assert [forward.segment for forward in model.decoder.segments] == list(WHOLE.segments)
 
 
+@pytest.mark.parametrize(("settings", "bound"), [({"fp8": "hybrid"}, None), ({}, 64)])
+def test_tiles_that_the_model_does_not_support_are_refused_and_change_nothing(one_rank, settings, bound):
+    from megatron_lancet.model.gpt import set_plan
+
+    model, _ = prepared(WHOLE)
+    model.decoder.comm.max_expert_rows = bound
+    vars(model.config).update(settings)
+    with pytest.raises(UsageError, match=r"in tiles, which this model can.t run: .* without tiles"):
+        set_plan(model, fixed_plan(1, tiles=2))
+    assert decided(model) == [STOCK] * 3
+    assert [forward.segment for forward in model.decoder.segments] == list(WHOLE.segments)
+
+
+def test_weight_grads_of_tiles_are_gathered_where_none_is_deferred(one_rank):
+    from megatron_lancet.training.overlap_setup import OverlapSetup
+
+    cpu = torch.device("cpu")
+    plan = fixed_plan(1, DwPolicy.NONE, tiles=2)
+    setup = OverlapSetup(plan, cpu, cpu_stats(), timedelta(minutes=1))
+    assert setup.delays_weight_grads
+    setup([build()])
+    with pytest.raises(UsageError, match="--lancet-max-received-rows"):
+        setup.limit_expert_rows(64)
+    assert setup.max_expert_rows is None
+
+
 def test_model_without_deferral_refuses_a_deferring_plan(one_rank):
     from megatron_lancet.model.gpt import overlap, set_plan
 

@@ -7,7 +7,9 @@ from megatron_lancet.planning.explain import Filled, Reason, explain
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
 from megatron_lancet.planning.simulation.simulator import simulate
-from megatron_lancet.schedule.plan import Dispatch, DwPolicy, Gap, Plan, Segment, fixed_plan
+from megatron_lancet.report.planning.explanation_text import layer_lines
+from megatron_lancet.report.planning.plan_text import in_words
+from megatron_lancet.schedule.plan import Dispatch, DwPolicy, Gap, OwnRows, Plan, Segment, fixed_plan
 
 NODES = {"shares": (0.25,) * 4, "num_nodes": 2, "topk": 4, "link_ms": 20.0}
 
@@ -69,11 +71,23 @@ def test_explanation_lists_alternatives_and_exclusions():
     assert not any(fits for _, _, fits in explanation.alternatives)
 
 
+def test_explanation_names_tiles():
+    plan = fixed_plan(1, tiles=2, own_rows=OwnRows.AFTER)
+    explanation = explain(synthetic_profile(Machine(layers="m", link_ms=9.0)), plan)
+    ops = {message.op for message in explanation.layers[0].exposed}
+    assert {"L1.c0.t0.F.dispatch", "L1.c0.t1.F.dispatch"} <= ops
+    first, *_ = layer_lines(explanation)
+    assert "one chunk, rows of other ranks in 2 tiles, a rank's own behind them; exposed" in first
+    assert in_words(fixed_plan(1, tiles=1).segments[0]) == (
+        "the micro-batch as a whole; rows of other ranks in 1 tile, half of a rank's own before them and half behind"
+    )
+
+
 def test_explanation_covers_every_stage():
     machine = Machine(layers="mmm", stages=(0, 0, 1), num_micro_batches=4)
     plan = Plan((Segment(1, 2, 1), Segment(3, None, 2)), DwPolicy.NONE)
     explanation = explain(synthetic_profile(machine), plan)
-    assert [(layer.layer, layer.stage, layer.num_chunks) for layer in explanation.layers] == [
+    assert [(layer.layer, layer.stage, layer.segment.num_chunks) for layer in explanation.layers] == [
         (1, 0, 1),
         (2, 0, 1),
         (3, 1, 2),

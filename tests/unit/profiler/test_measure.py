@@ -50,6 +50,14 @@ def test_each_other_dispatch_that_is_allowed_is_profiled_with_one_chunk():
     assert len(with_dedup) == len(plain) + 1
 
 
+def test_one_more_plan_has_tiles():
+    without, plans = (plans_to_profile(4, 128, has_tiles=has_tiles) for has_tiles in (False, True))
+    (tiled,) = (plan for plan in plans if plan.has_tiles)
+    assert (tiled.num_chunks, tiled.segments[0].tiles, tiled.dw_policy) == (1, 2, DwPolicy.FILL)
+    assert [plan for plan in plans if plan != tiled] == without
+    assert num_profile_steps(plans) == num_profile_steps(without) + 4
+
+
 def rank(group, place, received):
     return RankRouting(group, place, received, {}, group)
 

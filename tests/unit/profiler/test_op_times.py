@@ -1,11 +1,14 @@
 """Profiles from timelines whose figures are known."""
 
+import dataclasses
+
 import pytest
 
 from megatron_lancet.planning.measured.op_times import Samples, op_key, op_times, over_ranks, weight_grad_times
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, fixed_plan
+from megatron_lancet.schedule.timeline import Lane, Span
 from tests.unit.profiler.synthetic import FACTS, step
 
 WHOLE, HALVES = fixed_plan(1), fixed_plan(2)
@@ -95,6 +98,36 @@ def test_ops_that_make_or_sum_rows_are_timed_by_dispatch(dispatch):
     experts = [op for op in op_times(both.medians(), FACTS) if (op.kind, op.phase) == ("experts", "F")]
     expected = {Dispatch.PLAIN: 2.5, dispatch: 7.5} if dispatch is not Dispatch.PLAIN else {Dispatch.PLAIN: 4.5}
     assert {op.dispatch: op.ms for op in experts} == pytest.approx(expected)
+
+
+def test_parts_of_the_experts_are_timed_apart_with_their_rows():
+    """Each part of an op is a sample of it; there are two tiles, and two halves of the rows that stay."""
+    plan = fixed_plan(1, tiles=2)
+    whole = step(plan)
+    parts = ("t0.{}.own_experts", "t0.{}.experts", "t1.{}.experts", "t1.{}.own_experts")
+    spans: list[Span] = []
+    rows: dict[str, tuple[int, ...]] = {}
+    for span in whole.timeline.spans:
+        op = Op.parse(span.name)
+        is_cut = op.kind == "experts" and span.lane is Lane.COMPUTE
+        names = [f"L{op.layer}.c0.{part.format(op.phase)}" for part in parts] if is_cut else [span.name]
+        spans += [dataclasses.replace(span, name=name) for name in names]
+        rows |= {name: (7 if "own" in name else 14,) * 2 for name in names if is_cut}
+    timeline = dataclasses.replace(whole.timeline, spans=tuple(spans))
+    samples = Samples()
+    samples.add(step(WHOLE), WHOLE, FACTS)
+    samples.add(dataclasses.replace(whole, timeline=timeline, received_rows=rows), plan, FACTS)
+    medians = samples.medians()
+    ops = {(op.kind, op.phase, op.tiles): op for op in op_times(medians, FACTS)}
+    assert {key: op.rows for key, op in ops.items() if "experts" in key[0] and key[1] == Phase.FORWARD} == {
+        ("experts", "F", 0): 42,
+        ("experts", "F", 2): 14,
+        ("own_experts", "F", 2): 7,
+    }
+    assert ops["experts", Phase.FORWARD, 2].ms == ops["own_experts", Phase.FORWARD, 2].ms == pytest.approx(2.5)
+    assert ("mlp", "F", 2) not in ops
+    assert all(len(times) == 2 * FACTS.num_micro_batches for (_, key), times in samples.steps[1].items() if key.tiles)
+    assert {dw.rows for dw in weight_grad_times(medians, FACTS) if dw.after == "experts"} == {42}
 
 
 def test_rest_time_is_what_no_span_covers():

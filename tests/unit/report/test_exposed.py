@@ -45,6 +45,14 @@ def test_exposed_time_is_a_mean_over_ranks_by_layer_and_chunk():
     assert (first.op, first.measured_ms, first.reason) == ("L1.c0.F.dispatch", 3, "everything else depends on it")
 
 
+def test_exposed_time_of_a_chunk_and_of_a_kind_of_message_is_that_of_all_its_tiles():
+    table = exposed_table([rank(0, L1_c0_t0_F_dispatch=2, L1_c0_t1_F_dispatch=3, L1_c0_t1_I_combine=4)])
+    (chunk,) = table.chunks
+    assert (chunk.layer, chunk.chunk, chunk.measured_ms) == (1, 0, 9)
+    assert table.measured_by_kind() == {"dispatch": 5, "combine": 4}
+    assert [message.op for message in chunk.messages][1] == "L1.c0.t1.F.dispatch"
+
+
 def test_unknown_exposed_time_is_none_and_not_zero():
     table = exposed_table(NOW)
     assert table.predicted_ms is None

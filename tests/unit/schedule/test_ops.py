@@ -14,7 +14,14 @@ PACKAGE = Path(__file__).parents[3] / "megatron_lancet"
 NUMBERS = st.integers(0, 999)
 WEIGHTS = st.sampled_from(["mlp.experts.linear_fc1", "self_attention.linear_qkv", "experts", "output_layer"])
 OPS = st.one_of(
-    st.builds(Op, NUMBERS, NUMBERS, st.sampled_from([Phase.FORWARD, Phase.INPUT_GRAD]), st.sampled_from(OpKind)),
+    st.builds(
+        Op,
+        NUMBERS,
+        NUMBERS,
+        st.sampled_from([Phase.FORWARD, Phase.INPUT_GRAD]),
+        st.sampled_from(OpKind),
+        st.none() | NUMBERS,
+    ),
     st.builds(Op.weight_grad, st.none() | NUMBERS, WEIGHTS),
     st.builds(Op.beside_layers, st.sampled_from([Phase.FORWARD, Phase.INPUT_GRAD]), st.sampled_from(OpKind)),
 )
@@ -37,7 +44,9 @@ def test_ops_parse_from_what_they_print(op):
     assert isinstance(parsed.kind, OpKind) == (op.phase is not Phase.WEIGHT_GRAD)
 
 
-@pytest.mark.parametrize("name", ["", "experts", "L3.experts", "c1.F.experts", "L3.c0.X.experts", "reduce.dense.b0.1"])
+@pytest.mark.parametrize(
+    "name", ["", "experts", "L3.experts", "c1.F.experts", "L3.c0.X.experts", "L3.t0.F.experts", "reduce.dense.b0.1"]
+)
 def test_names_of_no_op_are_not_parsed(name):
     assert Op.find(name) is None
     with pytest.raises(ValueError, match="expected an op such as"):
@@ -55,6 +64,15 @@ def test_ops_are_mirrored_and_named_within_a_layer():
     assert str(dispatch.mirrored()) == "L3.c1.I.dispatch"
     assert dispatch.within_layer() == "c1.F.dispatch"
     assert str(dispatch.with_kind(OpKind.EXPERTS)) == "L3.c1.F.experts"
+
+
+def test_ops_of_tiles_are_named_by_them():
+    dispatch = Op.parse("L3.c1.t2.F.dispatch")
+    assert (dispatch.tile, dispatch.within_layer()) == (2, "c1.t2.F.dispatch")
+    assert dispatch.in_words() == "layer 3, chunk 1, tile 2, forward, dispatch"
+    assert str(dispatch.mirrored()) == "L3.c1.t2.I.dispatch"
+    assert str(dispatch.with_kind(OpKind.EXPERTS)) == "L3.c1.t2.F.experts"
+    assert str(dispatch.with_kind(OpKind.PREPROCESS)) == "L3.c1.F.preprocess"  # of all rows
 
 
 def spelled_kinds(path: Path) -> set[str]:

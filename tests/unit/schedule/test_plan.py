@@ -7,9 +7,11 @@ from megatron_lancet.files import RecordError
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import (
     ChunkDim,
+    Dispatch,
     DwPolicy,
     Gap,
     OverlapRange,
+    OwnRows,
     Pairing,
     Plan,
     Segment,
@@ -72,6 +74,27 @@ def test_plan_without_a_multiple_is_written_as_before_there_was_one():
     assert Plan.from_json(multiple.to_json()) == multiple
     assert "chunk_multiple" not in fixed_plan(2).to_json()
     assert fixed_plan(2).fingerprint() == "c7099db9da6eab52"
+
+
+def test_plan_with_tiles_is_read_as_written_and_without_as_before_there_were_any():
+    tiled = fixed_plan(1, tiles=2, own_rows=OwnRows.AFTER)
+    assert str(tiled) == "chunks=1 dim=batch range=stack tiles=2 own-rows=after dw=fill dw-window=4"
+    assert tiled.has_tiles
+    assert not tiled.overlaps_nothing
+    assert Plan.from_json(tiled.to_json()) == tiled
+    assert tiled.fingerprint() != fixed_plan(1, tiles=2).fingerprint() != fixed_plan(1).fingerprint()
+    old = fixed_plan(2).to_json()
+    assert "tiles" not in old
+    assert "own_rows" not in old
+    assert not Plan.from_json(old).has_tiles
+    assert paired(fixed_plan(1), tiled).has_tiles
+
+
+def test_tiles_are_of_messages_to_ranks():
+    with pytest.raises(ValueError, match="tiles need dispatch plain or dedup, not two-hop"):
+        fixed_plan(1, dispatch=Dispatch.TWO_HOP, tiles=2)
+    with pytest.raises(ValueError, match="tiles must be at least 0, not -1"):
+        Segment(1, None, 1, tiles=-1)
 
 
 def test_plan_fingerprint_depends_on_every_field():
@@ -235,3 +258,4 @@ def test_fixed_plan_defers_dws_over_one_layer():
     # Dispatch and combine of each chunk.
     assert fixed_plan(3) == Plan((Segment(1, None, 3, ChunkDim.BATCH, OverlapRange.STACK),), DwPolicy.FILL, dw_window=6)
     assert fixed_plan(3, DwPolicy.NONE).dw_window == 0
+    assert fixed_plan(3, tiles=2).dw_window == 12

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
-from megatron_lancet.schedule.plan import Dispatch, OverlapRange
+from megatron_lancet.schedule.plan import Dispatch, OverlapRange, OwnRows
 from megatron_lancet.schedule.turns import (
     ROWS_MADE_BY,
     ROWS_NEEDED_BY,
@@ -21,12 +21,14 @@ from megatron_lancet.schedule.turns import (
 
 ALL_KINDS = {"m": LayerKind.MOE, "d": LayerKind.DENSE, "*": LayerKind.ATTENTION_ONLY, "E": LayerKind.MOE_ONLY}
 ALL_KINDS |= {"-": LayerKind.MLP_ONLY}
-KINDS = {**ALL_KINDS, "h": LayerKind.MOE, "H": LayerKind.MOE_ONLY}
+KINDS = {**ALL_KINDS, "h": LayerKind.MOE, "H": LayerKind.MOE_ONLY, "t": LayerKind.MOE, "T": LayerKind.MOE_ONLY}
 LAYERS = {letter: verbs_of(kind, has_shared_experts=True) for letter, kind in ALL_KINDS.items()}
 LAYERS["n"] = verbs_of(LayerKind.MOE, has_shared_experts=False)
 LAYERS |= {"p": mtp_layer(LAYERS["d"]), "q": mtp_layer(LAYERS["n"])}
 LAYERS["h"] = verbs_of(LayerKind.MOE, has_shared_experts=True, dispatch=Dispatch.TWO_HOP)
 LAYERS["H"] = verbs_of(LayerKind.MOE_ONLY, has_shared_experts=False, dispatch=Dispatch.TWO_HOP)
+LAYERS["t"] = verbs_of(LayerKind.MOE, has_shared_experts=True, tiles=2)
+LAYERS["T"] = verbs_of(LayerKind.MOE_ONLY, has_shared_experts=False, tiles=1, own_rows=OwnRows.AFTER)
 TWO_CHUNKS_STACK = """
 cut
 L1.c0.F.attention, L1.c0.F.mlp, L2.c0.F.attention, L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess,\
@@ -210,6 +212,32 @@ wait L1.c1.F.node_combine, L1.c1.F.postprocess
 concatenate
 add residual in L1.c0.F.postprocess
 """
+TILES_STACK = """
+cut
+L1.c0.F.attention, L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.t0.F.dispatch,\
+ launch L1.c0.t1.F.dispatch, L1.c0.F.shared_experts, L1.c0.t0.F.own_experts
+L1.c1.F.attention, L1.c1.F.route, launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.t0.F.dispatch,\
+ launch L1.c1.t1.F.dispatch, L1.c1.F.shared_experts, L1.c1.t0.F.own_experts
+wait L1.c0.t0.F.dispatch, L1.c0.t0.F.experts, launch L1.c0.t0.F.combine, wait L1.c0.t1.F.dispatch,\
+ L1.c0.t1.F.experts, launch L1.c0.t1.F.combine, L1.c0.t1.F.own_experts
+wait L1.c1.t0.F.dispatch, L1.c1.t0.F.experts, launch L1.c1.t0.F.combine, wait L1.c1.t1.F.dispatch,\
+ L1.c1.t1.F.experts, launch L1.c1.t1.F.combine, L1.c1.t1.F.own_experts
+wait L1.c0.t0.F.combine, wait L1.c0.t1.F.combine, L1.c0.F.postprocess, add residual in L1.c0.F.postprocess
+wait L1.c1.t0.F.combine, wait L1.c1.t1.F.combine, L1.c1.F.postprocess, add residual in L1.c1.F.postprocess
+concatenate
+"""
+TILES_EXPERTS = """
+L1.c0.F.norm, L1.c0.F.route
+cut
+launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.t0.F.dispatch
+launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.t0.F.dispatch
+wait L1.c0.t0.F.dispatch, L1.c0.t0.F.experts, launch L1.c0.t0.F.combine, L1.c0.F.own_experts
+wait L1.c1.t0.F.dispatch, L1.c1.t0.F.experts, launch L1.c1.t0.F.combine, L1.c1.F.own_experts
+wait L1.c0.t0.F.combine, L1.c0.F.postprocess
+wait L1.c1.t0.F.combine, L1.c1.F.postprocess
+concatenate
+add residual in L1.c0.F.postprocess
+"""
 ONE_CHUNK = """
 L1.c0.F.attention, L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.dispatch
 L1.c0.F.shared_experts
@@ -242,6 +270,8 @@ def instructions_in(text: str) -> list[str]:
         ("E*", 2, OverlapRange.EXPERTS, HYBRID_EXPERTS),
         ("E*", 2, OverlapRange.LAYER, HYBRID_LAYER),
         ("H", 2, OverlapRange.GATE, TWO_HOPS_GATE),
+        ("t", 2, OverlapRange.STACK, TILES_STACK),
+        ("T", 2, OverlapRange.EXPERTS, TILES_EXPERTS),
         *(("md", 1, overlap_range, ONE_CHUNK) for overlap_range in OverlapRange),
     ],
 )
@@ -313,8 +343,9 @@ def test_verbs_of_the_same_op_are_different_keys():
 def test_every_verb_of_a_layer_has_one_function_and_no_other_has(layer):
     from megatron_lancet.model import moe_layer as experts
     from megatron_lancet.model import transformer_layer
+    from megatron_lancet.model.tiles import ops as tiles
 
-    functions = {**transformer_layer.FORWARD, **experts.FORWARD}
-    assert set(layer) <= set(functions)
-    assert set(functions) == {verb for verbs in LAYERS.values() for verb in verbs}
+    functions = {**transformer_layer.FORWARD, **experts.FORWARD, **tiles.FORWARD}
+    assert {verb.of_all_rows for verb in layer} <= set(functions)
+    assert set(functions) == {verb.of_all_rows for verbs in LAYERS.values() for verb in verbs}
     assert not set(transformer_layer.FORWARD) & set(experts.FORWARD)

@@ -58,6 +58,7 @@ function fillTip(tip, chosen) {
   row("where", `rank ${group.rank} ${group.source}, ${track.lane === "comm" ? track.title : "compute"}`);
   if (name.layer !== null) row("layer", name.layer);
   if (name.chunk !== null) row("chunk", name.chunk);
+  if (name.tile !== null) row("tile", name.tile);
   if (name.phase !== null) row("phase", PHASE_WORDS[name.phase]);
   row("start", msText(track.start[index]));
   row("duration", msText(track.ms[index]));

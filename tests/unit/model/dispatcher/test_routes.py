@@ -46,7 +46,7 @@ def test_distinct_routes_have_rows_with_and_without_duplicates(tp_rank):
     """Of 2 x 2 ranks, counts of distinct rows in front of those for each of two experts."""
     received = torch.tensor([[3, 3, 1], [2, 0, 2], [5, 4, 5], [1, 1, 1]])
     sent = [[4, 4, 2]] * 2 + [[6, 5, 6]] * 2
-    routes = DistinctRoutes.of(TokenCounts(sent, received.tolist(), received), 2, tp_rank)
+    routes = DistinctRoutes.of(TokenCounts(sent, received.tolist(), received), 2, tp_rank, 2)
     assert routes.splits == RowSplits(sent=(4, 6), received=((3, 5), (2, 1))[tp_rank])
     assert routes.rows_by_holder == (8, 3)
     assert routes.rows_per_expert.tolist() == [8, 9]

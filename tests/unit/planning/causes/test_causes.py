@@ -6,12 +6,12 @@ import pytest
 
 from megatron_lancet.planning.causes import replay
 from megatron_lancet.planning.causes.attribution import NOTHING_LEFT, causes_of, merged
-from megatron_lancet.planning.causes.program import Code, fixed_rows
+from megatron_lancet.planning.causes.program import Code, Programs, fixed_rows
 from megatron_lancet.planning.causes.replay import Cause, Step
-from megatron_lancet.planning.causes.traced import CannotReplay
+from megatron_lancet.planning.causes.traced import CannotReplay, TracedRank
 from megatron_lancet.planning.causes.weight_grads import Deferred, without_weight_grads
 from megatron_lancet.planning.causes.wire import LinkKind
-from megatron_lancet.schedule.timeline import Lane
+from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 from tests.unit.planning.causes.steps import Made
 
 GLOO = LinkKind(dispatches_apart=True)
@@ -48,6 +48,27 @@ def test_what_a_cause_adds_is_its_part(made, cause, who, size, kind):
     assert part.who == who
     if size is not None:
         assert part.size == pytest.approx(size, rel=1e-3)
+
+
+def test_tiles_are_made_by_one_op_and_each_part_of_the_experts_has_its_rows():
+    spans = (
+        Span("L1.c0.F.counts", Lane.COMM, 1.0, 3.0),
+        Span("L1.c0.F.preprocess", Lane.COMPUTE, 1.0, 2.0),
+        *(Span(f"L1.c0.t{tile}.F.dispatch", Lane.COMM, 3.0, 5.0 + tile, 1000) for tile in (0, 1)),
+        Span("L1.c0.t0.F.own_experts", Lane.COMPUTE, 2.0, 3.5),
+        *(Span(f"L1.c0.t{tile}.F.experts", Lane.COMPUTE, 5.0 + tile, 6.0 + tile) for tile in (0, 1)),
+    )
+    rows = {"L1.c0.t0.F.own_experts": (30,), "L1.c0.t0.F.experts": (20,), "L1.c0.t1.F.experts": (21,)}
+    ranks = [TracedRank(RankTimeline(rank, spans, 7.0), 0.0, rows) for rank in (0, 1)]
+    programs = Programs.of(ranks)
+    launches = [item for item in programs.items[0] if item.code is Code.LAUNCH and item.needs is not None]
+    assert [(item.key[0], item.needs[0]) for item in launches] == [
+        (f"L1.c0.t{tile}.F.dispatch", "L1.c0.F.counts") for tile in (0, 1)
+    ]
+    before = programs.items[0].index(launches[0]) - 1
+    assert programs.items[0][before].key == ("L1.c0.F.preprocess", 0)
+    of_experts = {name: op.rows for (name, _), op in programs.ops.items() if op.rows}
+    assert list(of_experts) == list(rows)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["gloo", "one order", "nccl"])

@@ -10,10 +10,10 @@ from megatron_lancet.planning.simulation.lowering import (
     COUNTS,
     ISSUE,
     WAIT,
-    Loads,
     Lowering,
     backward,
 )
+from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, Segment
 

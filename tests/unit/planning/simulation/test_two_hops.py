@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.planning.profile import ChunkRouting, HopRows, OpTime
 from megatron_lancet.planning.simulation.cost_model import CostModel, UnknownCost
-from megatron_lancet.planning.simulation.lowering import ISSUE, Loads, Lowering
+from megatron_lancet.planning.simulation.lowering import ISSUE, Lowering
+from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.planning.simulation.simulator import PlanMismatch, Simulator, simulate
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, Op, OpKind, Phase

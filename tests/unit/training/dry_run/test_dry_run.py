@@ -251,10 +251,10 @@ def test_dry_run_shows_the_plan(dry_run):
         "would keep 8 micro-batches in place of 4"
     )
     fixed_line = f"chunks=2 dim=sequence range=stack dw=fill dw-window=4; not paired, because {reason}"
-    short_runs = "runs shorter than 37 steps (fewer with a cached profile) use"
+    short_runs = "runs shorter than 41 steps (fewer with a cached profile) use"
     assert findings.plan[0] == f"auto (tuned during training); {short_runs} {fixed_line}"
     no_cache = dry_run(MIXTRAL, *overlapping, "--lancet-cache", "off")
-    assert no_cache.plan[0] == f"auto (tuned during training); runs shorter than 37 steps use {fixed_line}"
+    assert no_cache.plan[0] == f"auto (tuned during training); runs shorter than 41 steps use {fixed_line}"
     fixed = dry_run(MIXTRAL, *overlapping, "--lancet-num-chunks", 4, "--lancet-dw-policy", "none")
     assert fixed.plan == [f"chunks=4 dim=sequence range=stack dw=none dw-window=0; not paired, because {reason}"]
     assert f"not pairing: {reason}" in findings.plan

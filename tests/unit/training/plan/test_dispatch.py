@@ -324,7 +324,7 @@ def test_flex_says_where_its_rows_stay_plain(megatron_args, changes, reason):
 def test_run_is_tuned_where_the_dispatch_is_all_there_is_to_choose(megatron_args):
     """Micro-batches of one sample that are not paired, and dWs at once."""
     args = megatron_args("--micro-batch-size", 1)
-    only = LancetConfig(chunk_dim=ChunkDim.BATCH, dw_policy=DwPolicy.NONE, pairing=PairingChoice.OFF)
+    only = LancetConfig(chunk_dim=ChunkDim.BATCH, dw_policy=DwPolicy.NONE, pairing=PairingChoice.OFF, tiles=0)
     assert is_tuned(args, only)
     assert not is_tuned(args, replace(only, dispatch=Dispatch.PLAIN))
     assert not is_tuned(args, replace(only, dispatch=Dispatch.DEDUP))

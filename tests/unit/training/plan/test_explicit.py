@@ -232,16 +232,15 @@ def test_limits_have_what_the_run_does_not_allow(megatron_args):
 
 
 def test_limits_say_which_sizes_of_chunks_fp8_wants(megatron_args):
-    limits = planning_limits(megatron_args(*FP8, "--fp8-recipe", "blockwise"), LancetConfig())
+    limits = planning_limits(megatron_args(*FP8, "--fp8-recipe", "blockwise"), LancetConfig(tiles=0))
     # 4 samples of 32 positions: a block of 128 tokens is the whole micro-batch.
     wants = "--fp8-recipe blockwise wants multiples of {} (128 tokens) in a chunk"
     assert {one.what: one.reason for one in limits.excluded} == {
         "other sizes of chunks along batch": wants.format("4 samples"),
         "other sizes of chunks along sequence": wants.format("32 positions"),
     }
-    assert (
-        planning_limits(megatron_args(*FP8, "--seq-length", 64), LancetConfig(chunk_dim=ChunkDim.BATCH)).excluded == ()
-    )
+    batch_only = LancetConfig(chunk_dim=ChunkDim.BATCH, tiles=0)
+    assert planning_limits(megatron_args(*FP8, "--seq-length", 64), batch_only).excluded == ()
 
 
 def test_limits_and_refusals_agree(megatron_args, written):

@@ -207,7 +207,7 @@ def test_fixed_plan_runs_alike_at_the_ends(megatron_args):
 def test_run_is_tuned_where_pairing_is_all_that_can_overlap(megatron_args, changes, overlap_range):
     """A micro-batch of one sample is not cut, no dW waits: one chunk, paired or not."""
     args = megatron_args(*changes)
-    only = {"chunk_dim": ChunkDim.BATCH, "dw_policy": DwPolicy.NONE, "dispatch": Dispatch.PLAIN}
+    only = {"chunk_dim": ChunkDim.BATCH, "dw_policy": DwPolicy.NONE, "dispatch": Dispatch.PLAIN, "tiles": 0}
     assert is_tuned(args, LancetConfig(**only))
     assert is_tuned(args, LancetConfig(**only, pairing=PairingChoice.ON))
     assert not is_tuned(args, LancetConfig(**only, pairing=PairingChoice.OFF))

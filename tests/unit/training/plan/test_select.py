@@ -57,6 +57,7 @@ def test_auto_plan_has_two_chunks(megatron_args):
                 "dw_policy": DwPolicy.NONE,
                 "pairing": PairingChoice.OFF,
                 "dispatch": Dispatch.PLAIN,
+                "tiles": 0,
             },
             False,
         ),
@@ -225,7 +226,7 @@ def test_micro_batch_stays_whole_where_fp8_has_no_smaller_multiple(megatron_args
     plan, line = choose_plan(args, LancetConfig())
     assert plan == fixed_plan(1, chunk_dim=ChunkDim.SEQUENCE)
     assert "a micro-batch of 8 positions stays whole, because --fp8-recipe mxfp8 wants multiples of 8 positions" in line
-    no_choice = {"dw_policy": DwPolicy.NONE, "pairing": PairingChoice.OFF, "dispatch": Dispatch.PLAIN}
+    no_choice = {"dw_policy": DwPolicy.NONE, "pairing": PairingChoice.OFF, "dispatch": Dispatch.PLAIN, "tiles": 0}
     assert not is_tuned(args, LancetConfig(**no_choice))
     with pytest.raises(UsageError, match=r"4, and --fp8-recipe mxfp8 wants .* Use at most 1 chunk, a larger micro-b"):
         choose_plan(args, LancetConfig(num_chunks=2, chunk_dim=ChunkDim.BATCH))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 MACHINE = Machine()
 PROFILE = replace(synthetic_profile(MACHINE), measured_steps_ms={str(fixed_plan(2)): 44.0, "another": 1.0})
 PRESENT = fixed_plan(4)
-BATCH = Limits(chunk_dims=(ChunkDim.BATCH,), dispatches=(Dispatch.PLAIN,))
+BATCH = Limits(chunk_dims=(ChunkDim.BATCH,), dispatches=(Dispatch.PLAIN,), tiles=(0,))
 
 
 class Run:
@@ -177,6 +177,18 @@ def test_plan_maker_tries_profiled_plans_with_an_allowed_dispatch_only(make, mon
     assert planned.plan.dispatch is dispatch
     plain = {str(fixed_plan(2)): (fixed_plan(2), 44.0)} if dispatch is Dispatch.PLAIN else {}
     assert planned.profiled == {str(own): (own, 55.0), **plain}
+
+
+def test_plan_maker_profiles_tiles_and_tries_those_that_are_allowed(make, monkeypatch):
+    tiled = fixed_plan(1, tiles=2)
+    known = replace(PROFILE, measured_steps_ms={**PROFILE.measured_steps_ms, str(tiled): 33.0})
+    monkeypatch.setattr(Run, "result", known)
+    tried = {}
+    for tiles in (None, (2,), (4,)):
+        maker = make(replace(BATCH, tiles=tiles))
+        assert maker.num_steps() == 16
+        tried[tiles] = set(profiled(maker)[0].profiled)
+    assert tried == {None: {str(tiled), str(fixed_plan(2))}, (2,): {str(tiled)}, (4,): set()}
 
 
 def test_plan_maker_measures_a_paired_run_unpaired_and_counts_its_memory(make, monkeypatch):
