@@ -167,6 +167,34 @@ def _check(rows_mK: torch.Tensor, weights_eNK: torch.Tensor) -> None:
 
 
 @triton.jit
+def _sums(  # type: ignore[no-untyped-def]
+    rows,
+    is_row,
+    row_stride,
+    columns,
+    is_column,
+    column_stride,
+    num_summands,
+    BLOCK_K: tl.constexpr,
+):
+    """A block of the product, in 32 bits: ``rows`` and ``columns`` point to the first summand of each."""
+    total = tl.full((rows.shape[0], columns.shape[0]), 0.0, dtype=tl.float32)
+    for start in range(0, num_summands, BLOCK_K):
+        summands = start + tl.arange(0, BLOCK_K)
+        is_summand = summands < num_summands
+        a = tl.load(
+            rows[:, None] + summands[None, :] * row_stride, mask=is_row[:, None] & is_summand[None, :], other=0.0
+        )
+        b = tl.load(
+            columns[None, :] + summands[:, None] * column_stride,
+            mask=is_column[None, :] & is_summand[:, None],
+            other=0.0,
+        )
+        total = tl.dot(a, b, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
 def _multiply(  # type: ignore[no-untyped-def]
     rows,
     weights,
@@ -209,28 +237,19 @@ def _multiply(  # type: ignore[no-untyped-def]
         else:
             in_rows = first + tl.arange(0, BLOCK_M)
             in_columns = (job % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-            total = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
-            for start in range(0, num_summands, BLOCK_K):
-                summands = start + tl.arange(0, BLOCK_K)
-                a = tl.load(
-                    rows + in_rows[:, None].to(tl.int64) * row_stride + summands[None, :] * row_column_stride,
-                    mask=(in_rows[:, None] < end) & (summands[None, :] < num_summands),
-                    other=0.0,
-                )
-                b = tl.load(
-                    weights
-                    + expert.to(tl.int64) * expert_stride
-                    + in_columns[None, :] * output_stride
-                    + summands[:, None] * input_stride,
-                    mask=(in_columns[None, :] < num_columns) & (summands[:, None] < num_summands),
-                    other=0.0,
-                )
-                total = tl.dot(a, b, total, input_precision="ieee")
-            tl.store(
-                products + in_rows[:, None].to(tl.int64) * product_stride + in_columns[None, :] * product_column_stride,
-                total.to(products.dtype.element_ty),
-                mask=(in_rows[:, None] < end) & (in_columns[None, :] < num_columns),
+            total = _sums(
+                rows + in_rows.to(tl.int64) * row_stride,
+                in_rows < end,
+                row_column_stride,
+                weights + expert.to(tl.int64) * expert_stride + in_columns * output_stride,
+                in_columns < num_columns,
+                input_stride,
+                num_summands,
+                BLOCK_K,
             )
+            at = products + in_rows[:, None].to(tl.int64) * product_stride + in_columns[None, :] * product_column_stride
+            is_there = (in_rows[:, None] < end) & (in_columns[None, :] < num_columns)
+            tl.store(at, total.to(products.dtype.element_ty), mask=is_there)
             # Release: who sees the raised counter sees the products. One thread raises it, and its release orders what
             # the others have stored only behind a barrier.
             tl.debug_barrier()
