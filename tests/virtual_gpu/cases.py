@@ -111,7 +111,7 @@ CASES: dict[str, Case] = {
     "two-hop/switches": paired_case(
         [ONE, TWO_HOPS[0], paired(TWO_HOPS[0])], switchable=True, late=HOPS_LATE[1:3], nodes=NODES
     ),
-    "tiles/k=1": Case(TILES[:1], late=EACH_LATE[:3]),
+    "tiles/k=1": Case(TILES[:1], late=EACH_LATE[1:3]),
     "tiles/k=2": Case(TILES[1:], SHARED, late=COMM_LATE[1:]),
     "tiles/dedup/switches": Case(
         [ONE, dedup(TILES[0]), fixed_plan(1, DwPolicy.NONE, tiles=1)], selective("moe", "core_attn"), switchable=True

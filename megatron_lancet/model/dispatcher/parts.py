@@ -178,6 +178,11 @@ class PartedRoutes[R: Routes | DistinctRoutes](ABC):
         """Whether a rank's tokens are those of this one, [Q, 1]; V ranks that hold the same experts are neighbours."""
         return (torch.arange(num_peers) // self._tp_size == self.own_rank).unsqueeze(1)
 
+    def _on_device(self, on_host: torch.Tensor) -> torch.Tensor:
+        """Copies to the device of the rows. The caching host allocator keeps the pinned memory until that is done."""
+        pinned = torch.tensor(on_host.tolist(), pin_memory=on_cuda(self._like))
+        return pinned.to(self._like.device, non_blocking=True)
+
     @abstractmethod
     def _parts_of(self, counts: torch.Tensor) -> torch.Tensor:
         """Rows of each part for each expert, [O + T, Q, e], of what each peer is told, or tells."""
@@ -196,11 +201,9 @@ class PartedPlainRoutes(PartedRoutes[Routes]):
         return torch.cat((own, rows_of_parts(counts * ~is_own, self.tiling.num_tiles)))
 
     def _make(self, rows_Qe: torch.Tensor, splits: RowSplits, rows_by_holder: tuple[int, ...]) -> Routes:
-        # The caching host allocator keeps the pinned memory until the copy is done.
-        on_host = torch.tensor(rows_Qe.tolist(), pin_memory=on_cuda(self._like))
         return Routes(
             splits=splits,
-            rows_by_source=by_holder(on_host.to(self._like.device, non_blocking=True), self._tp_size),
+            rows_by_source=by_holder(self._on_device(rows_Qe), self._tp_size),
             rows_by_holder=rows_by_holder,
             rows_per_expert=rows_Qe.sum(dim=0),
             are_by_expert=int(rows_Qe.any(dim=1).sum()) <= 1,

@@ -23,7 +23,6 @@ from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.schedule.wire import Wire
-from tests.parity.gradients import tiled
 from tests.parity.gradients.connections import shared_connections
 from tests.parity.gradients.disturbances import (
     DAMAGED_DEDUP,
@@ -55,6 +54,7 @@ from tests.parity.gradients.variants import (
     cut_name,
 )
 from tests.parity.load import guarded
+from tests.parity.tiles import cases as tiled
 from tests.ranks.worker import finish, run_on_cpu
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, small_hybrid, transformer_config
 

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Dispatch
-from tests.parity.gradients import hops, tiled
+from tests.parity.gradients import hops
 from tests.parity.gradients.connections import shared_connections
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare_plan, plan_of
@@ -22,6 +22,7 @@ from tests.parity.gradients.hop_rows import profiled_and_sent
 from tests.parity.gradients.placed import IN_HOPS, IN_LAYOUTS
 from tests.parity.gradients.switching import switch_through_plans
 from tests.parity.load import guarded
+from tests.parity.tiles import cases as tiled
 from tests.ranks.worker import finish, run_on_cpu
 
 LAYOUTS: dict[str, dict[str, int]] = {

@@ -11,7 +11,6 @@ import torch
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
-from tests.parity.gradients import tiled
 from tests.parity.gradients.disturbances import erratic_wire
 from tests.parity.gradients.gradients_worker import (
     build,
@@ -24,6 +23,7 @@ from tests.parity.gradients.gradients_worker import (
 )
 from tests.parity.gradients.observer import Observer
 from tests.parity.gradients.variants import DEDUP_ONE, DEDUP_TWO, GAPS, MLA
+from tests.parity.tiles import cases as tiled
 
 PLANS: dict[str, Plan] = {
     "batch": fixed_plan(2),

@@ -8,7 +8,6 @@ import pytest
 from benchmarks.gradient_error import worst
 from megatron_lancet.schedule.plan import DwPolicy
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.gradients import tiled
 from tests.parity.gradients.disturbances import DAMAGED, DAMAGED_DEDUP, DAMAGED_GRADIENTS
 from tests.parity.gradients.placed import CASES as PLACED_CASES
 from tests.parity.gradients.variants import (
@@ -26,6 +25,7 @@ from tests.parity.gradients.variants import (
     precision_of,
 )
 from tests.parity.load import guarded
+from tests.parity.tiles import cases as tiled
 from tests.ranks import launch
 
 # All cases run in one start of the ranks: about two minutes on two idle cores, four where others run beside it.

@@ -8,11 +8,12 @@ import pytest
 
 from benchmarks.gradient_error import worst
 from tests.gradient_deviations import TOLERANCE
-from tests.parity.gradients import hops, tiled
+from tests.parity.gradients import hops
 from tests.parity.gradients.layouts_worker import CASES, CHANGES_SUMS, DEDUP_CASES
 from tests.parity.gradients.placed import IN_HOPS, IN_LAYOUTS
 from tests.parity.gradients.variants import precision_of
 from tests.parity.load import guarded
+from tests.parity.tiles import cases as tiled
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1020)]
