@@ -1,10 +1,12 @@
 """Which tiles the planner tries, and where it chooses them."""
 
+import argparse
 import dataclasses
 
 import pytest
 
 from benchmarks.synthetic_profile import OP_MS, Machine, synthetic_profile
+from megatron_lancet.cli.planning import add_limit_arguments, limits_of
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.dispatch import with_dispatch
 from megatron_lancet.planning.search.planner import make_plan
@@ -108,3 +110,13 @@ def test_plan_in_two_hops_has_no_tiles_and_as_long_a_window():
     plan = fixed_plan(2, tiles=3, own_rows=OwnRows.AFTER)
     assert with_dispatch(plan, Dispatch.TWO_HOP) == fixed_plan(2, dispatch=Dispatch.TWO_HOP)
     assert with_dispatch(plan, Dispatch.DEDUP) == dataclasses.replace(plan, dispatch=Dispatch.DEDUP)
+
+
+def test_tools_take_numbers_of_tiles():
+    parser = argparse.ArgumentParser()
+    add_limit_arguments(parser)
+    limits = limits_of(parser.parse_args(["--tiles", "0", "2", "--own-rows", "before"]))
+    assert (limits.tiles, limits.own_rows) == ((0, 2), (OwnRows.BEFORE,))
+    assert limits_of(parser.parse_args([])) == Limits()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--tiles", "-1"])
