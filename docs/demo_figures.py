@@ -28,7 +28,8 @@ def parts(folder: Folder, summary: dict[str, Any]) -> dict[str, str]:
     machine = f"{origin['machine']['cores']} cores of {origin['machine']['processor']}"
     where = f"`make demo`, {origin['date']}, commit {str(origin['commit'])[:7]}, {machine}; {summary['link']}."
     text = sentence(summary)
-    quote = f"**{text[0].upper()}{text[1:]}** ({where})"
+    disturbed = f" DISTURBED: {summary['other_load']}." if summary["other_load"] else ""
+    quote = f"**{text[0].upper()}{text[1:]}.** ({where}{disturbed})"
     sample = textwrap.indent(summary["sample"]["prompt"] + summary["sample"]["text"], "      | ").splitlines()
     output = ["[7/8] sample from the trained model", *sample[:2], "      ...", closing_text(folder, summary)]
     return {

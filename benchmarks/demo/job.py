@@ -4,6 +4,7 @@ import json
 import os
 import queue
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -156,6 +157,9 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         with uninterrupted():
+            for process in self._ranks:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGTERM)  # all of them first: each may take a while
             for process in self._ranks:
                 end(process)
                 assert process.stdin is not None

@@ -65,38 +65,32 @@ def uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def check_host(
-    system: str,
-    user_id: int,
-    tools: Iterable[str],
-    cores: Sequence[int],
-    what: str = "the network benchmark",
-    as_root: str = "sudo make bench-network",
-) -> None:
+def check_host(system: str, user_id: int, tools: Iterable[str], cores: Sequence[int]) -> None:
     """
     Args:
         system: name of the operating system.
         tools: which of ``ip`` and ``tc`` are there.
         cores: that this process may use.
-        what: needs all this, for messages.
-        as_root: command that runs it as root.
 
     Raises:
-        UsageError: the network can't be made here.
+        UsageError: the benchmark can't run here.
     """
     if system != "Linux":
-        raise UsageError(f"{what} needs Linux with network namespaces; this is {system}.")
+        raise UsageError(f"the network benchmark needs Linux with network namespaces; this is {system}.")
     missing = sorted({"ip", "tc"} - set(tools))
     if missing:
         raise UsageError(
-            f"{what} needs {' and '.join(missing)}, not found on PATH. Install iproute2, for example: "
+            f"the network benchmark needs {' and '.join(missing)}, not found on PATH. Install iproute2, for example: "
             "apt install iproute2."
         )
     if user_id != 0:
-        raise UsageError(f"{what} needs root, to make network namespaces; this is user {user_id}. Run: {as_root}")
+        raise UsageError(
+            f"the network benchmark needs root, to make network namespaces; this is user {user_id}. "
+            "Run: sudo make bench-network"
+        )
     if len(cores) < NUM_NODES:
         raise UsageError(
-            f"{what} needs {NUM_NODES} cores; this process may use {len(cores)}. "
+            f"the network benchmark needs {NUM_NODES} cores; this process may use {len(cores)}. "
             "Give the machine, the container or the taskset more."
         )
 
