@@ -4,20 +4,17 @@ Megatron checks flags against the GPU and the packages that it finds. If this ma
 those of a typical cluster; :func:`assumptions` lists them for the user.
 """
 
-import argparse
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from packaging.version import Version
 
-from megatron_lancet.config import LancetConfig
 from megatron_lancet.runtime.connections import CONNECTIONS
+from megatron_lancet.training.dry_run.environment import Variable
 from megatron_lancet.training.megatron.cluster_patches import assumed_gpu, assumed_transformer_engine
-from megatron_lancet.training.plan.connections import one_connection_note, wants_one_connection
-from megatron_lancet.training.plan.support import may_overlap
 
 _CAPABILITY = (9, 0)
 """Hopper, the GPU for which most public MoE scripts are written."""
@@ -41,10 +38,11 @@ def assumptions() -> list[str]:
 
 
 @contextmanager
-def on_the_cluster(uses_fsdp: bool = False) -> Iterator[None]:
-    """Shows Megatron's checks the GPU and the packages of the cluster.
+def on_the_cluster(needed: Iterable[Variable], uses_fsdp: bool = False) -> Iterator[None]:
+    """Shows Megatron's checks the GPU, the packages and the environment of the cluster.
 
     Args:
+        needed: variables that the run needs; those that are not set here get their values.
         uses_fsdp: whether the run uses FSDP, which does not want CUDA launches on one connection.
 
     At its end the context restores the environment and torch's global settings, which Megatron's checks change.
@@ -56,6 +54,8 @@ def on_the_cluster(uses_fsdp: bool = False) -> Iterator[None]:
         if not has_package("transformer_engine"):
             stack.enter_context(assumed_transformer_engine(_TRANSFORMER_ENGINE))
         try:
+            for variable in needed:
+                os.environ.setdefault(variable.name, variable.value)
             if not uses_fsdp:
                 os.environ.setdefault(CONNECTIONS, "1")  # set by launch scripts; a dry run works without it
             os.environ.setdefault("RANK", "0")
@@ -64,18 +64,3 @@ def on_the_cluster(uses_fsdp: bool = False) -> Iterator[None]:
             os.environ.clear()
             os.environ.update(environment)
             torch.use_deterministic_algorithms(deterministic)
-
-
-def missing_settings(args: argparse.Namespace, config: LancetConfig) -> Iterator[str]:
-    """Yields a message for each environment variable that the run needs and lacks, or should not have.
-
-    Call it outside :func:`on_the_cluster`, with validated arguments.
-    """
-    if wants_one_connection(args, config) and CONNECTIONS not in os.environ:
-        yield (
-            f"{CONNECTIONS} is not set: without a plan Megatron needs {CONNECTIONS}=1 for tensor and context "
-            "parallelism on GPUs before Blackwell"
-        )
-    note = one_connection_note(torch.device("cuda"))
-    if note is not None and may_overlap(args, config):
-        yield note
