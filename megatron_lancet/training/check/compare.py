@@ -51,9 +51,8 @@ class Comparison:
         found = ["loss"] if not self.loss <= LOSS_TOLERANCE else []
         found += ["grad norm"] if not self.grad_norm <= TOLERANCE else []
         found += [name for name, error in self.parameters.items() if not error <= TOLERANCE]
-        return found + [
-            f"{name} (ranks disagree)" for name, error in self.disagreement.items() if not error <= TOLERANCE
-        ]
+        apart = [name for name, error in self.disagreement.items() if not error <= TOLERANCE]
+        return found + [f"{name} (ranks disagree)" for name in apart]
 
     @property
     def differs(self) -> bool:

@@ -33,9 +33,6 @@ def run_check(options: argparse.Namespace, launch_words: list[str]) -> int:
         _dry_run(launch)
         return 0
     shrunk = shrink(read_command_line(launch.words), launch.num_ranks, options.max_ranks, options.padding)
-    progress = (
-        (lambda line: print(f"  {line}", file=sys.stderr, flush=True)) if sys.stderr.isatty() else (lambda _: None)
-    )  # noqa: T201
     with tempfile.TemporaryDirectory(prefix="lancet-check") as folder:
         try:
             finding = check(
@@ -44,7 +41,7 @@ def run_check(options: argparse.Namespace, launch_words: list[str]) -> int:
                 not options.stock_only,
                 timeout_s=options.timeout_s,
                 padding=options.padding,
-                say=progress,
+                say=_show_progress,
             )
         except RefusedRunError as error:
             raise UsageError(f"the shrunk launch ({shrunk.layout}) does not run: {error}") from error
@@ -57,6 +54,11 @@ def run_check(options: argparse.Namespace, launch_words: list[str]) -> int:
     if options.json is not None:
         atomic_write(options.json, json.dumps(record(finding, seconds), indent=1) + "\n")
     return DIFFERS_EXIT_CODE if finding.differs else 0
+
+
+def _show_progress(line: str) -> None:
+    if sys.stderr.isatty():
+        print(f"  {line}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _dry_run(launch: Launch) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training.check.layout import Layout
@@ -17,8 +17,7 @@ _NUM_EXPERTS = 8
 _MODEL_SECTIONS = ("transformer configuration", "network size", "moe", "mla", "experimental_attention_variant")
 _KEPT_OF_OTHERS = (
     *("--overlap-grad-reduce", "--overlap-param-gather", "--use-distributed-optimizer", "--ddp-average-in-collective"),
-    *("--use-tp-pp-dp-mapping", "--no-overlap-p2p-communication", "--recompute-activations", "--rope-type"),
-    *("--enable-experimental",),
+    *("--use-tp-pp-dp-mapping", "--no-overlap-p2p-communication", "--rope-type", "--enable-experimental"),
 )
 """Flags of the parser's other sections that change how gradients are computed or reduced."""
 _RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts")
@@ -94,7 +93,7 @@ def shrink(line: CommandLine, num_ranks: int | None, max_ranks: int, padding: bo
     sections = {section for section in line.sections.values() if section not in _MODEL_SECTIONS}
     others = [word for flag in line.flags if flag[0] in _KEPT_OF_OTHERS for word in flag]
     words = line.kept(sections, [*_SIZES, *left_out, *OVERLAP_FLAGS])
-    words += [word for word in others if word not in _SIZES]
+    words += others
     changes += [
         f"not checked: {what} ({found})" for what, b in _ON_GPUS.items() if (found := " ".join(_given(line, b)))
     ]
@@ -138,43 +137,52 @@ def _refuse_others(args: argparse.Namespace) -> None:
 
 
 def _layout(args: argparse.Namespace, num_ranks: int | None, max_ranks: int, padding: bool) -> tuple[Layout, list[str]]:
-    tensor = args.tensor_model_parallel_size
-    moe = bool(args.num_experts)
-    stages = args.num_virtual_stages_per_pipeline_rank or (
-        args.num_layers // (args.pipeline_model_parallel_size * args.num_layers_per_virtual_pipeline_stage)
-        if args.num_layers_per_virtual_pipeline_stage
-        else 1
-    )
-    if args.pipeline_model_parallel_layout:
-        stages = max(1, str(args.pipeline_model_parallel_layout).count("|") + 1) // args.pipeline_model_parallel_size
+    """The axes that the check has, and why some of the launch's are left out."""
+    moe, tensor = bool(args.num_experts), args.tensor_model_parallel_size
+    sizes = {
+        "pipeline": args.pipeline_model_parallel_size,
+        "context": args.context_parallel_size,
+        "tensor": args.tensor_model_parallel_size,
+        "expert": args.expert_model_parallel_size if args.num_experts else 1,
+        "expert_tensor": (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+        if args.num_experts
+        else 1,
+        "virtual": _virtual_stages(args),
+    }
+    axes = {name: min(size, _AXIS) for name, size in sizes.items()}
     changes: list[str] = []
-    pipeline = min(args.pipeline_model_parallel_size, _AXIS)
-    if padding and pipeline > 1:
+    if padding and axes["pipeline"] > 1:
         changes.append("no pipeline stages: Megatron tells the mask of padding to the first stage only")
-        pipeline = 1
-    model_ranks = tensor * args.pipeline_model_parallel_size * args.context_parallel_size
-    least = Layout(
-        tensor=min(tensor, _AXIS),
-        pipeline=pipeline,
-        virtual=min(stages, _AXIS) if pipeline > 1 else 1,
-        context=min(args.context_parallel_size, _AXIS),
-        expert=min(args.expert_model_parallel_size, _AXIS) if moe else 1,
-        expert_tensor=min(args.expert_tensor_parallel_size or tensor, _AXIS) if moe else 1,
-        sequence=bool(args.sequence_parallel and tensor > 1),
-    ).fitted()
-    if not moe:
-        least = Layout(least.tensor, least.pipeline, least.virtual, least.context, sequence=least.sequence)
-        least = Layout(**{**vars(least), "expert_tensor": least.tensor})
-    wanted = Layout(**{**vars(least), "data": least.data * 2}).fitted()
+        axes["pipeline"] = 1
+    if padding and axes["context"] > 1 and not args.calculate_per_token_loss:
+        changes.append(
+            "no context parallelism: without --calculate-per-token-loss each rank averages over its own tokens, which "
+            "with padding is another mean by definition"
+        )
+        axes["context"] = 1
+    axes["virtual"] = axes["virtual"] if axes["pipeline"] > 1 else 1
+    layout = Layout(**axes, sequence=bool(args.sequence_parallel and axes["tensor"] > 1)).fitted()
+    model_ranks = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
+    with_data = replace(layout, data=layout.data * 2).fitted()
     has_data_parallelism = num_ranks is None or num_ranks > model_ranks
-    if least.data == 1 and has_data_parallelism and wanted.num_ranks <= max_ranks:
-        least = wanted
-    if least.num_ranks > max_ranks:
+    if layout.data == 1 and has_data_parallelism and with_data.num_ranks <= max_ranks:
+        layout = with_data
+    if layout.num_ranks > max_ranks:
         raise UsageError(
-            f"the axes of this launch ({least}) take {least.num_ranks} ranks, each with two of them; --max-ranks is "
+            f"the axes of this launch ({layout}) take {layout.num_ranks} ranks, each with two of them; --max-ranks is "
             f"{max_ranks}. Raise it, or drop an axis."
         )
-    return least, changes
+    return layout, changes
+
+
+def _virtual_stages(args: argparse.Namespace) -> int:
+    """Virtual pipeline stages of a rank of the launch."""
+    pipeline = args.pipeline_model_parallel_size
+    if args.pipeline_model_parallel_layout:
+        return max(1, (str(args.pipeline_model_parallel_layout).count("|") + 1) // pipeline)
+    if args.num_layers_per_virtual_pipeline_stage:
+        return max(1, args.num_layers // (pipeline * args.num_layers_per_virtual_pipeline_stage))
+    return args.num_virtual_stages_per_pipeline_rank or 1
 
 
 def _layers(args: argparse.Namespace, layout: Layout) -> tuple[int, list[str]]:
@@ -207,7 +215,7 @@ def _sizes(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
     if args.multi_latent_attention:
         sizes |= {"--kv-lora-rank": 16, "--qk-head-dim": 8, "--qk-pos-emb-head-dim": 8, "--v-head-dim": 8}
         sizes |= {"--q-lora-rank": 16} if args.q_lora_rank else {}
-    if args.mtp_num_layers:
+    if args.mtp_num_layers and layout.context == 1:
         sizes["--mtp-num-layers"] = 1
     if args.num_experts:
         sizes |= {"--num-experts": min(args.num_experts, _NUM_EXPERTS), "--moe-ffn-hidden-size": 24}
@@ -226,12 +234,17 @@ def _sizes(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
 def _features(args: argparse.Namespace, layout: Layout) -> Iterator[tuple[list[str], str]]:
     """Yields flags of features that are given anew, with what is different; an empty text if nothing is."""
     modules = [module for module in args.recompute_modules or [] if module in _RECOMPUTABLE]
+    is_selective = args.recompute_granularity == "selective" or args.recompute_activations
     if args.recompute_granularity == "full":
         yield ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"], ""
-    elif (args.recompute_granularity == "selective" or args.recompute_activations) and (
-        modules or not args.recompute_modules
-    ):
+    elif is_selective and (modules or not args.recompute_modules):
         yield ["--recompute-granularity", "selective", "--recompute-modules", *(modules or ["core_attn"])], ""
+    if args.mtp_num_layers and layout.context > 1:
+        yield (
+            [],
+            "no multi-token prediction: each context-parallel rank averages its loss over its own tokens, of which the "
+            "last rank has fewer: not comparable by definition",
+        )
     if not args.num_experts:
         yield (["--disable-bias-linear"] if not args.add_bias_linear else []), ""
         return
@@ -256,8 +269,8 @@ def _balancing(args: argparse.Namespace) -> Iterator[tuple[list[str], str]]:
         "sinkhorn": "routes by what else a rank has",
         "global_aux_loss": "is a running mean over micro-batches, which each layout orders in its own way",
     }
-    kinds = args.moe_router_load_balancing_type
-    kinds = kinds if isinstance(kinds, list) else [kinds]
+    given = args.moe_router_load_balancing_type
+    kinds = given if isinstance(given, list) else [given]
     for kind in kinds:
         if kind in by_definition:
             yield [], f"aux_loss in place of {kind}, which {by_definition[kind]}: not comparable by definition"
@@ -265,9 +278,9 @@ def _balancing(args: argparse.Namespace) -> Iterator[tuple[list[str], str]]:
         yield ["--moe-router-pre-softmax"], ""  # else its probabilities would be 1
     kinds = list(dict.fromkeys("aux_loss" if kind in by_definition else kind for kind in kinds))
     yield ["--moe-router-load-balancing-type", *kinds], ""
-    given = args.moe_aux_loss_coeff
-    coefficients = given if isinstance(given, list) else [given]
-    if any(coefficients) or "sinkhorn" in by_definition.keys() & set(args.moe_router_load_balancing_type):
+    coefficients = args.moe_aux_loss_coeff
+    coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
+    if any(coefficients):
         yield ["--moe-aux-loss-coeff", *["0.1"] * len(kinds)], ""
     if args.moe_z_loss_coeff:
         yield ["--moe-z-loss-coeff", "0.01"], ""
