@@ -142,11 +142,9 @@ def _layout(args: argparse.Namespace, num_ranks: int | None, max_ranks: int, pad
     sizes = {
         "pipeline": args.pipeline_model_parallel_size,
         "context": args.context_parallel_size,
-        "tensor": args.tensor_model_parallel_size,
-        "expert": args.expert_model_parallel_size if args.num_experts else 1,
-        "expert_tensor": (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
-        if args.num_experts
-        else 1,
+        "tensor": tensor,
+        "expert": args.expert_model_parallel_size if moe else 1,
+        "expert_tensor": (args.expert_tensor_parallel_size or tensor) if moe else 1,
         "virtual": _virtual_stages(args),
     }
     axes = {name: min(size, _AXIS) for name, size in sizes.items()}
@@ -239,6 +237,11 @@ def _features(args: argparse.Namespace, layout: Layout) -> Iterator[tuple[list[s
         yield ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"], ""
     elif is_selective and (modules or not args.recompute_modules):
         yield ["--recompute-granularity", "selective", "--recompute-modules", *(modules or ["core_attn"])], ""
+    if args.mtp_num_layers and layout.pipeline > 1 and not args.untie_embeddings_and_output_weights:
+        yield (
+            ["--untie-embeddings-and-output-weights"],
+            "untied embeddings: with multi-token prediction and pipeline stages Megatron can't save tied ones",
+        )
     if args.mtp_num_layers and layout.context > 1:
         yield (
             [],
