@@ -9,6 +9,7 @@ is not checked: docs/check.md.
 """
 
 import argparse
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -34,6 +35,8 @@ def main() -> None:
     if options.max_ranks < 2:
         raise UsageError(f"--max-ranks expects at least 2, got {options.max_ranks}.")
     check_versions()
+    if not options.dry_run:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks are forks on CPUs, also where there is a GPU
     warnings.filterwarnings("ignore", category=UserWarning)  # of Megatron's imports: packages for GPUs are not needed
     from megatron_lancet.training.check.run import run_check  # imports Megatron, whose version has been checked
 

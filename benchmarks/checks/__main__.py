@@ -9,7 +9,6 @@ import json
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,6 @@ def main() -> int:
     parser.add_argument("--no-bugs", action="store_true", help="leave the known bugs out")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write what was found to this file (JSON)")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", category=UserWarning)
     bugs = [] if options.no_bugs else [_said(check_bug(bug)) for bug in BUGS]
     drawn = [_said(check_random(options.seed + index)) for index in range(options.random)]
     num_found, num_equal = sum(one["found"] for one in bugs), sum(one["state"] == "equal" for one in drawn)

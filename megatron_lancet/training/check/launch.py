@@ -210,7 +210,7 @@ def _num_ranks(words: Sequence[str], environment: Mapping[str, str]) -> int | No
     options = {name.replace("_", "-"): value for name, value in options.items()}
     per_node = options.get("nproc-per-node", options.get("num-gpus"))
     if per_node is not None and per_node.isdecimal():
-        nodes = options.get("nnodes", options.get("num-nodes", "1")).split(":")[-1]
+        nodes = str(options.get("nnodes") or options.get("num-nodes") or 1).split(":")[-1]
         return int(per_node) * (int(nodes) if nodes.isdecimal() else 1)
     size = environment.get("WORLD_SIZE", "")
     return int(size) if size.isdecimal() and not words else None

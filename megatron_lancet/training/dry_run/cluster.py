@@ -4,16 +4,18 @@ Megatron checks flags against the GPU and the packages that it finds. If this ma
 those of a typical cluster; :func:`assumptions` lists them for the user.
 """
 
+import argparse
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from packaging.version import Version
 
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.runtime.connections import CONNECTIONS
-from megatron_lancet.training.dry_run.environment import Variable
+from megatron_lancet.training.dry_run.environment import needed_variables
 from megatron_lancet.training.megatron.cluster_patches import assumed_gpu, assumed_transformer_engine
 
 _CAPABILITY = (9, 0)
@@ -38,12 +40,11 @@ def assumptions() -> list[str]:
 
 
 @contextmanager
-def on_the_cluster(needed: Iterable[Variable], uses_fsdp: bool = False) -> Iterator[None]:
-    """Shows Megatron's checks the GPU, the packages and the environment of the cluster.
+def on_the_cluster(args: argparse.Namespace, config: LancetConfig) -> Iterator[None]:
+    """Shows Megatron's checks the GPU and the packages of the cluster, and variables that the run needs as set.
 
     Args:
-        needed: variables that the run needs; those that are not set here get their values.
-        uses_fsdp: whether the run uses FSDP, which does not want CUDA launches on one connection.
+        args: Megatron's arguments, validated or not.
 
     At its end the context restores the environment and torch's global settings, which Megatron's checks change.
     """
@@ -54,9 +55,9 @@ def on_the_cluster(needed: Iterable[Variable], uses_fsdp: bool = False) -> Itera
         if not has_package("transformer_engine"):
             stack.enter_context(assumed_transformer_engine(_TRANSFORMER_ENGINE))
         try:
-            for variable in needed:
+            for variable in needed_variables(args, config):
                 os.environ.setdefault(variable.name, variable.value)
-            if not uses_fsdp:
+            if not (args.use_megatron_fsdp or args.use_torch_fsdp2):
                 os.environ.setdefault(CONNECTIONS, "1")  # set by launch scripts; a dry run works without it
             os.environ.setdefault("RANK", "0")
             yield

@@ -18,7 +18,7 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training import arguments
 from megatron_lancet.training.dry_run.cluster import assumptions, on_the_cluster
-from megatron_lancet.training.dry_run.environment import missing_variables, needed_variables
+from megatron_lancet.training.dry_run.environment import missing_variables
 from megatron_lancet.training.dry_run.layout import check_shares, choose_world, layout_of
 from megatron_lancet.training.dry_run.memory import memory_of_stages
 from megatron_lancet.training.dry_run.missing import missing_inputs, missing_packages, unknown_sizes
@@ -45,9 +45,7 @@ def examine() -> Findings:
     """
     check_seams()
     args, config = arguments.parse()
-    uses_fsdp = bool(args.use_megatron_fsdp or args.use_torch_fsdp2)
-    needed = list(needed_variables(args, config))
-    with _megatrons_remarks() as remarks, on_the_cluster(needed, uses_fsdp):
+    with _megatrons_remarks() as remarks, on_the_cluster(args, config):
         num_ranks, source = choose_world(args)
         args.rank, args.world_size = 0, num_ranks
         on_cpu = not gpu_available() and (is_mocked(args) or args.distributed_backend == "gloo")

@@ -60,7 +60,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     small = shrink(read_command_line(BASE), None, 8).words
     with tempfile.TemporaryDirectory() as folder:
-        results = {
+        results: dict[str, Any] = {
             "refused": refused([*small, "--num-experts", "0"], Path(folder) / "refused"),
             "hung": refused(small, Path(folder) / "hung", timeout_s=0.05),
         }
