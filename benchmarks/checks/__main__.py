@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.checks.bugs import BASE, BUGS, Bug
 from benchmarks.checks.launches import random_launch
+from benchmarks.harness.origin import origin
 from megatron_lancet.training.check.check import Finding, check
 from megatron_lancet.training.check.ranks import FailedRunError, RefusedRunError
 from megatron_lancet.training.check.shrink import Shrunk, shrink
@@ -86,7 +87,8 @@ def main() -> int:
     num_found, num_equal = sum(one["found"] for one in bugs), sum(one["state"] == "equal" for one in drawn)
     print(f"{num_found} of {len(bugs)} bugs found; {num_equal} of {len(drawn)} launches equal")
     if options.output is not None:
-        options.output.write_text(json.dumps({"bugs": bugs, "random": drawn}, indent=1) + "\n")
+        found = {**origin("benchmarks.checks"), "bugs": bugs, "random": drawn}
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
     return 0 if num_found == len(bugs) and num_equal == len(drawn) else 1
 
 
