@@ -7,6 +7,7 @@ folder of its own, where the files of the current folder are seen.
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -43,7 +44,7 @@ _WITHOUT_EFFECT = (
     ),
 )
 _SHELLS = ("bash", "sh", "env", "numactl")
-_OWN_VARIABLES = ("PWD", "OLDPWD", "SHLVL", "_", "PATH", "PYTHONPATH", _RECORD)
+_OWN_VARIABLES = ("PWD", "OLDPWD", "SHLVL", "_", "PATH", "PYTHONPATH", "SHELLOPTS", _RECORD)
 
 _OF_A_CLUSTER = {
     **{"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "NODE_RANK": "0", "RDZV_ENDPOINT": "localhost:29500"},
@@ -86,6 +87,14 @@ for gpu in 0 1 2 3 4 5 6 7; do echo "GPU $gpu"; done
 _HOSTS_STUB = """#!/bin/sh
 echo localhost
 """
+_SHELL_STUB = """#!{bash}
+exec {bash} "$@"
+"""
+_TEE_STUB = """#!/bin/sh
+exec cat
+"""
+_NO_CLOBBER = {"SHELLOPTS": "noclobber"}
+"""Makes bash refuse to write over files: the script must not empty the log of an earlier run."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +145,8 @@ def launch_of_script(script: Path, arguments: Sequence[str]) -> Launch:
             (work / entry.name).symlink_to(entry)
         path = os.pathsep.join([str(stubs), os.environ.get("PATH", "")])
         python_path = os.pathsep.join([str(stubs), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**_OF_A_CLUSTER, **os.environ, "PATH": path, "PYTHONPATH": python_path, _RECORD: str(record)}
-        shell = "bash" if "bash" in script.read_text(errors="replace").partition("\n")[0] else "sh"
-        output = _run([shell, str(script.absolute()), *arguments], environment, work)
+        own = {"PATH": path, "PYTHONPATH": python_path, _RECORD: str(record), **_NO_CLOBBER}
+        output = _run([_bash(), str(script.absolute()), *arguments], {**_OF_A_CLUSTER, **os.environ, **own}, work)
         if not record.exists():
             tail = " ".join(output.strip().splitlines()[-2:]) or "nothing"
             raise UsageError(
@@ -147,6 +155,13 @@ def launch_of_script(script: Path, arguments: Sequence[str]) -> Launch:
             )
         found = json.loads(record.read_text())
     return _launch(found["words"], found["environment"], script)
+
+
+def _bash() -> str:
+    found = shutil.which("bash")
+    if found is None:
+        raise UsageError("launch scripts are run by bash, which is not installed. Pass the flags of Megatron instead.")
+    return found
 
 
 def _run(command: list[str], environment: dict[str, str], folder: Path) -> str:
@@ -181,6 +196,8 @@ def _write_stand_ins(folder: Path) -> Path:
         **dict.fromkeys(_PYTHONS, _PYTHON_STUB.format(folder=stubs, python=sys.executable)),
         **dict.fromkeys(_WRAPPERS, _WRAPPER_STUB.format(commands=commands)),
         **dict.fromkeys(_WITHOUT_EFFECT, "#!/bin/sh\n"),
+        **dict.fromkeys(("sh", "bash"), _SHELL_STUB.format(bash=_bash())),
+        "tee": _TEE_STUB,
         "nvidia-smi": _GPUS_STUB,
         "scontrol": _HOSTS_STUB,
     }

@@ -48,6 +48,7 @@ def test_launch_scripts_are_read_and_start_nothing(name, tmp_path, monkeypatch):
     assert found.words == [*FLAGS.split(), "--lr", "1e-3"]
     assert found.num_ranks == num_ranks
     assert sorted(path.name for path in tmp_path.iterdir()) == ["precious", "train.sh"]
+    assert precious.read_text() == "here"
     if name == "torchrun":
         assert found.environment == {"NCCL_ALGO": "Ring"}
 
@@ -58,6 +59,19 @@ def test_own_examples_are_read(monkeypatch):
     assert found.words[-2:] == ["--seed", "7"]
     assert found.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     assert found.num_ranks % 8 == 0
+
+
+@pytest.mark.parametrize("shell", ["bash", "sh"])
+def test_scripts_do_not_write_over_files(tmp_path, monkeypatch, shell):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "train.log"
+    log.write_text("of an earlier run")
+    script = tmp_path / "train.sh"
+    script.write_text(f"{shell} -c 'torchrun --nproc-per-node 8 pretrain_gpt.py {FLAGS} > logs/train.log'\n")
+    with pytest.raises(UsageError, match=r"logs/train.log: cannot overwrite existing file"):
+        launch_of_script(script, [])
+    assert log.read_text() == "of an earlier run"
 
 
 def test_scripts_that_train_nothing_are_refused(tmp_path):
