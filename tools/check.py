@@ -14,6 +14,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from megatron_lancet.cli.arguments import positive_float, positive_int, require_output_folder
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.training.megatron.versions import check_versions
 
@@ -22,16 +23,22 @@ def main() -> None:
     """Parses the tool's own flags, which stand before the launch, and checks the launch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to this file")
-    parser.add_argument("--max-ranks", type=int, default=8, metavar="N", help="most CPU ranks (default %(default)s)")
+    parser.add_argument(
+        "--max-ranks", type=positive_int, default=8, metavar="N", help="most CPU ranks (default %(default)s)"
+    )
     parser.add_argument("--padding", action="store_true", help="samples end with padding, which routers are told")
     parser.add_argument("--stock-only", action="store_true", help="do not compare the overlap")
     parser.add_argument("--dry-run", action="store_true", help="run the launch dry instead: docs/dry_run.md")
-    parser.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="of each run (default %(default)s)")
+    parser.add_argument(
+        "--timeout-s", type=positive_float, default=300.0, metavar="S", help="of each run (default %(default)s)"
+    )
     parser.add_argument(
         "launch", nargs=argparse.REMAINDER, help="a launch script with its arguments, or Megatron's flags"
     )
     own, rest = _own_words(parser, sys.argv[1:])
     options = parser.parse_args(own)
+    if options.json is not None:
+        require_output_folder(options.json)
     if options.max_ranks < 2:
         raise UsageError(f"--max-ranks expects at least 2, got {options.max_ranks}.")
     check_versions()
