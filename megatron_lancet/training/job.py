@@ -6,7 +6,9 @@ The phases: read the arguments, choose the plan, make Megatron's configurations,
 import argparse
 import functools
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,12 +36,13 @@ from megatron_lancet.training.run import choose_run, enter_run
 from megatron_lancet.training.tuning.profile_to_file import check_can_profile
 
 
-def run_job(device: torch.device, status: RankStatus) -> None:
+def run_job(device: torch.device, status: RankStatus, datasets: Callable[..., Any] = build_datasets) -> None:
     """Train by the arguments of the command line.
 
     Args:
         device: device of this rank.
         status: receives a function that tells how far the rank is.
+        datasets: what Megatron's loop calls for its data.
 
     Raises:
         UsageError: the command line, a file or this machine does not allow the run.
@@ -69,7 +72,7 @@ def run_job(device: torch.device, status: RankStatus) -> None:
             run_config.ddp.delay_wgrad_compute = run.setup.delays_weight_grads
         model_config.pre_wrap_hooks.append(run.setup)
         status.describe = lambda: f"{run.recorder.num_done} steps done, {run.setup.position}"
-        exit_status = _train(run_config)
+        exit_status = _train(run_config, datasets)
         run.report()
         dist.barrier()
         dist.destroy_process_group()
@@ -102,10 +105,10 @@ def _change_megatron(
     stack.enter_context(checkpoint_patches.queue_lives_with_the_rank())
 
 
-def _train(run_config: object) -> str | int | None:
+def _train(run_config: object, datasets: Callable[..., Any]) -> str | int | None:
     """Run Megatron's training; returns its exit status, also when an exit condition of Megatron ends the process."""
     try:
-        pretrain(run_config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+        pretrain(run_config, datasets, ModelType.encoder_or_decoder, forward_step)
     except SystemExit as request:
         if request.code is None:
             # The end of the loop gives a status; this is an exit elsewhere, and the other ranks may still be running.

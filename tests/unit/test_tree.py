@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 ROOTS = ("megatron_lancet", "tests", "benchmarks", "tools")
 MAX_FILES_OF_A_FOLDER = 14
 MAX_COMMANDS = 17
-"""Users look for commands in one folder. profile_from_trace is not an option of profile_model, because that trains."""
+"""Users look for commands in one folder."""
 MAX_LINES_OF_A_FILE = 400
 MAX_LINES_OF_A_FUNCTION = 60
 MAX_MEDIAN_LINES = 100

@@ -15,9 +15,8 @@ from packaging.version import Version
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.runtime.connections import CONNECTIONS
+from megatron_lancet.training.dry_run.environment import needed_variables
 from megatron_lancet.training.megatron.cluster_patches import assumed_gpu, assumed_transformer_engine
-from megatron_lancet.training.plan.connections import one_connection_note, wants_one_connection
-from megatron_lancet.training.plan.support import may_overlap
 
 _CAPABILITY = (9, 0)
 """Hopper, the GPU for which most public MoE scripts are written."""
@@ -41,11 +40,11 @@ def assumptions() -> list[str]:
 
 
 @contextmanager
-def on_the_cluster(uses_fsdp: bool = False) -> Iterator[None]:
-    """Shows Megatron's checks the GPU and the packages of the cluster.
+def on_the_cluster(args: argparse.Namespace, config: LancetConfig) -> Iterator[None]:
+    """Shows Megatron's checks the GPU and the packages of the cluster, and variables that the run needs as set.
 
     Args:
-        uses_fsdp: whether the run uses FSDP, which does not want CUDA launches on one connection.
+        args: Megatron's arguments, validated or not.
 
     At its end the context restores the environment and torch's global settings, which Megatron's checks change.
     """
@@ -56,7 +55,9 @@ def on_the_cluster(uses_fsdp: bool = False) -> Iterator[None]:
         if not has_package("transformer_engine"):
             stack.enter_context(assumed_transformer_engine(_TRANSFORMER_ENGINE))
         try:
-            if not uses_fsdp:
+            for variable in needed_variables(args, config):
+                os.environ.setdefault(variable.name, variable.value)
+            if not (args.use_megatron_fsdp or args.use_torch_fsdp2):
                 os.environ.setdefault(CONNECTIONS, "1")  # set by launch scripts; a dry run works without it
             os.environ.setdefault("RANK", "0")
             yield
@@ -64,18 +65,3 @@ def on_the_cluster(uses_fsdp: bool = False) -> Iterator[None]:
             os.environ.clear()
             os.environ.update(environment)
             torch.use_deterministic_algorithms(deterministic)
-
-
-def missing_settings(args: argparse.Namespace, config: LancetConfig) -> Iterator[str]:
-    """Yields a message for each environment variable that the run needs and lacks, or should not have.
-
-    Call it outside :func:`on_the_cluster`, with validated arguments.
-    """
-    if wants_one_connection(args, config) and CONNECTIONS not in os.environ:
-        yield (
-            f"{CONNECTIONS} is not set: without a plan Megatron needs {CONNECTIONS}=1 for tensor and context "
-            "parallelism on GPUs before Blackwell"
-        )
-    note = one_connection_note(torch.device("cuda"))
-    if note is not None and may_overlap(args, config):
-        yield note

@@ -17,7 +17,8 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training import arguments
-from megatron_lancet.training.dry_run.cluster import assumptions, missing_settings, on_the_cluster
+from megatron_lancet.training.dry_run.cluster import assumptions, on_the_cluster
+from megatron_lancet.training.dry_run.environment import missing_variables
 from megatron_lancet.training.dry_run.layout import check_shares, choose_world, layout_of
 from megatron_lancet.training.dry_run.memory import memory_of_stages
 from megatron_lancet.training.dry_run.missing import missing_inputs, missing_packages, unknown_sizes
@@ -44,7 +45,7 @@ def examine() -> Findings:
     """
     check_seams()
     args, config = arguments.parse()
-    with _megatrons_remarks() as remarks, on_the_cluster(bool(args.use_megatron_fsdp or args.use_torch_fsdp2)):
+    with _megatrons_remarks() as remarks, on_the_cluster(args, config):
         num_ranks, source = choose_world(args)
         args.rank, args.world_size = 0, num_ranks
         on_cpu = not gpu_available() and (is_mocked(args) or args.distributed_backend == "gloo")
@@ -65,7 +66,7 @@ def examine() -> Findings:
     size = model_size(args, stages)
     assumed = f" (assumed: {', '.join(assumptions())})" if assumptions() else ""
     machines = "CPUs, as --distributed-backend says" if on_cpu else f"GPUs{assumed}"
-    missing += [] if on_cpu else [*missing_packages(args), *missing_settings(args, config)]
+    missing += [] if on_cpu else [*missing_packages(args), *missing_variables(args, config)]
     memory_of_run = functools.partial(memory_of_stages, args, layout, stages, size, saves_scores(args, config))
     memory = memory_of_run(is_paired=plan.is_paired)
     lines = [*plan.lines, *pairing_lines(plan, memory, memory_of_run(is_paired=True))]

@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.transformer import torch_norm
@@ -172,6 +173,24 @@ def train_step_hooks(hooks: Sequence[StepHook]) -> AbstractContextManager[None]:
         return step()
 
     return around(training, "train_step", train_step)
+
+
+def taken_train_step(take: Callable[[Callable[[], Any], Any], Any]) -> AbstractContextManager[None]:
+    """Lets ``take`` run each training step: it receives the step and the stages of the model; returns the result."""
+
+    def train_step(stock: Any, forward_step: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return take(functools.partial(stock, forward_step, data_iterator, model, *args, **kwargs), model)
+
+    return around(training, "train_step", train_step)
+
+
+def padding_mask_of_losses() -> AbstractContextManager[None]:
+    """Tells routers which tokens are padding: those that do not count in the loss. Without pipeline stages only."""
+
+    def forward(stock: Any, self: Any, *args: Any, loss_mask: torch.Tensor, **kwargs: Any) -> Any:
+        return stock(self, *args, loss_mask=loss_mask, padding_mask=loss_mask == 0, **kwargs)
+
+    return around(GPTModel, "forward", forward)
 
 
 def forward_backward_hook(hook: Callable[..., Any]) -> AbstractContextManager[None]:

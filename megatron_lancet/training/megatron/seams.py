@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.core import parallel_state, tensor_parallel, utils
 from megatron.core.datasets import utils as dataset_utils
+from megatron.core.dist_checkpointing import mapping
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import DistributedDataParallel
@@ -114,6 +115,10 @@ _TRAINING: tuple[Seam, ...] = (
     (training, "pretrain", ("cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func")),
     (training, "train", ()),
     (training, "train_step", ("forward_step_func", "data_iterator", "model", "forward_backward_func")),
+    (GPTModel, "forward", ("loss_mask", "padding_mask")),
+    (GPTModel, "sharded_state_dict", ("metadata",)),
+    (checkpointing, "_build_sharded_state_dict_metadata", ("args",)),
+    (mapping, "apply_factories", ("sharded_state_dict",)),
     (RerunStateMachine, "validate_result", ()),
     (MoEMetricsTracker, "report", ("track_names",)),
     (DistributedDataParallel, "zero_grad_buffer", ()),

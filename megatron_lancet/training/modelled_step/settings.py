@@ -77,7 +77,7 @@ def modelled_run() -> ModelledRun:
     check_seams()
     args, config = arguments.parse()
     notes = ["embedding, output layer, loss, gradient reductions and optimizer are left out", *_simplified(args)]
-    with on_the_cluster(bool(args.use_megatron_fsdp or args.use_torch_fsdp2)), arguments.megatrons_refusals():
+    with on_the_cluster(args, config), arguments.megatrons_refusals():
         args.rank = 0
         args.world_size = choose_world(args)[0]
         fused_activation = args.bias_swiglu_fusion

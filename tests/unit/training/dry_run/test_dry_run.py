@@ -202,7 +202,7 @@ def test_dry_run_with_a_plan_accepts_any_number_of_connections(dry_run, monkeypa
 def test_dry_run_names_one_connection_where_it_costs_and_its_lack_where_megatron_needs_it(dry_run, monkeypatch):
     stock = (*TP, "--lancet-plan", "off")
     (missing,) = named_connections(dry_run(MIXTRAL, *stock))
-    assert missing.startswith(f"{CONNECTIONS} is not set: without a plan Megatron needs {CONNECTIONS}=1")
+    assert missing.startswith(f"{CONNECTIONS} is not set: set {CONNECTIONS}=1; without a plan Megatron needs it")
     monkeypatch.setenv(CONNECTIONS, "1")
     assert named_connections(dry_run(MIXTRAL, *stock)) == []
     (cost,) = named_connections(dry_run(MIXTRAL, *TP))
@@ -210,6 +210,42 @@ def test_dry_run_names_one_connection_where_it_costs_and_its_lack_where_megatron
     monkeypatch.setenv(CONNECTIONS, "32")
     with pytest.raises(UsageError, match=f"setting the environment variable {CONNECTIONS} to 1"):
         dry_run(MIXTRAL, *stock)
+
+
+ENVIRONMENT = {
+    "offloading": (
+        "--fine-grained-activation-offloading --offload-modules core_attn",
+        {},
+        "NVTE_CPU_OFFLOAD_V1",
+        ("1", "0"),
+    ),
+    "CUDA graphs": (
+        "--cuda-graph-impl transformer_engine --cuda-graph-modules attn",
+        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        "NCCL_GRAPH_REGISTER",
+        ("0", "1"),
+    ),
+}
+"""Flags and environment of recipes, the variable that Megatron asks for, its value and one that it refuses."""
+
+
+@pytest.mark.parametrize("name", ENVIRONMENT)
+def test_dry_run_names_variables_that_a_recipe_needs(dry_run, monkeypatch, name):
+    flags, environment, variable, (needed, refused) = ENVIRONMENT[name]
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv(variable, raising=False)
+
+    def named():
+        return [line for line in dry_run(MIXTRAL, *flags.split()).warnings if variable in line]
+
+    (warning,) = named()
+    assert warning.startswith(f"{variable} is not set: set {variable}={needed}; ")
+    monkeypatch.setenv(variable, needed)
+    assert named() == []
+    monkeypatch.setenv(variable, refused)
+    with pytest.raises(UsageError, match=variable):
+        named()
 
 
 def test_dry_run_of_a_thousand_ranks(dry_run):

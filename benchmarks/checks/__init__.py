@@ -1,0 +1,1 @@
+"""What ``lancet-check`` finds: known bugs of Megatron, and nothing in launches drawn at random."""

@@ -1,0 +1,101 @@
+"""What ``lancet-check`` finds: ``python -m benchmarks.checks [--random N] [--output FILE]``.
+
+Each known bug must be found, with its axis and with the name of what is wrong; launches drawn at random must be equal.
+Ends with status 1 otherwise.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checks.bugs import BASE, BUGS, Bug
+from benchmarks.checks.launches import random_launch
+from benchmarks.harness.origin import origin
+from megatron_lancet.training.check.check import Finding, check
+from megatron_lancet.training.check.ranks import FailedRunError, RefusedRunError
+from megatron_lancet.training.check.shrink import Shrunk, shrink
+from megatron_lancet.training.check.words import read_command_line
+
+_TIMEOUT_S = 300.0
+_MAX_RANKS = 8
+
+
+def check_bug(bug: Bug) -> dict[str, Any]:
+    """Checks the launch of a bug: what was found, and whether that is right."""
+    shrunk = shrink(read_command_line([*BASE, *bug.flags.split()]), None, _MAX_RANKS, bug.padding)
+    finding, seconds = _timed(shrunk, prepare=bug.prepare, padding=bug.padding, with_ours=False)
+    guilty = finding.guilt.axes if finding.guilt is not None else []
+    is_found = any(bug.shown in name for name in finding.stock.wrong) and set(bug.guilty) <= set(guilty)
+    worst = next(iter(finding.stock.parameters.items()))
+    return {
+        "name": bug.name,
+        "what": bug.what,
+        "injected": bug.prepare is not None,
+        "found": is_found,
+        "layout": str(shrunk.layout),
+        "num_wrong": len(finding.stock.wrong),
+        "worst": worst,
+        "grad_norm": finding.stock.grad_norm,
+        "guilty": guilty,
+        "num_runs": finding.num_runs,
+        "seconds": seconds,
+    }
+
+
+def check_random(seed: int) -> dict[str, Any]:
+    """Checks a launch drawn at random, the overlap as well."""
+    shrunk = shrink(read_command_line(random_launch(seed)), None, _MAX_RANKS)
+    try:
+        finding, seconds = _timed(shrunk)
+    except (RefusedRunError, FailedRunError) as error:
+        return {"seed": seed, "layout": str(shrunk.layout), "state": "did not run", "why": str(error)[-500:]}
+    return {
+        "seed": seed,
+        "layout": str(shrunk.layout),
+        "state": "differs" if finding.differs else "equal",
+        "stock_error": max(finding.stock.parameters.values()),
+        "our_error": max(finding.ours.parameters.values()) if finding.ours is not None else None,
+        "why_not_ours": finding.why_not_ours,
+        "wrong": finding.stock.wrong[:5] + (finding.ours.wrong[:5] if finding.ours is not None else []),
+        "guilty": finding.guilt.axes if finding.guilt is not None else [],
+        "flipped": finding.flipped,
+        "seconds": seconds,
+    }
+
+
+def _timed(shrunk: Shrunk, with_ours: bool = True, **settings: Any) -> tuple[Finding, float]:
+    start_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="lancet-check") as folder:
+        finding = check(shrunk, Path(folder), with_ours, timeout_s=_TIMEOUT_S, **settings)
+    return finding, round(time.monotonic() - start_s, 1)
+
+
+def main() -> int:
+    """Prints a line for each bug and each launch."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.checks", description=__doc__)
+    parser.add_argument("--random", type=int, default=25, metavar="N", help="launches drawn at random (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first of them")
+    parser.add_argument("--no-bugs", action="store_true", help="leave the known bugs out")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write what was found to this file (JSON)")
+    options = parser.parse_args()
+    bugs = [] if options.no_bugs else [_said(check_bug(bug)) for bug in BUGS]
+    drawn = [_said(check_random(options.seed + index)) for index in range(options.random)]
+    num_found, num_equal = sum(one["found"] for one in bugs), sum(one["state"] == "equal" for one in drawn)
+    print(f"{num_found} of {len(bugs)} bugs found; {num_equal} of {len(drawn)} launches equal")
+    if options.output is not None:
+        found = {**origin("benchmarks.checks"), "bugs": bugs, "random": drawn}
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if num_found == len(bugs) and num_equal == len(drawn) else 1
+
+
+def _said(found: dict[str, Any]) -> dict[str, Any]:
+    print(json.dumps(found), flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

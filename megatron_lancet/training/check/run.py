@@ -1,0 +1,73 @@
+"""``lancet-check``: from the command line to a report."""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.files import atomic_write
+from megatron_lancet.training.check.check import check
+from megatron_lancet.training.check.launch import Launch, read_launch
+from megatron_lancet.training.check.ranks import FailedRunError, RefusedRunError
+from megatron_lancet.training.check.report import record, report
+from megatron_lancet.training.check.shrink import shrink
+from megatron_lancet.training.check.words import read_command_line
+from megatron_lancet.training.process.console import say
+
+DIFFERS_EXIT_CODE = 1
+
+
+def run_check(options: argparse.Namespace, launch_words: list[str]) -> int:
+    """Checks a launch; returns the exit status: 0 where everything is equal, 1 where something differs.
+
+    Raises:
+        UsageError: there is no such launch, or it is not checked or refused.
+    """
+    start_s = time.monotonic()
+    launch = read_launch(launch_words)
+    if options.dry_run:
+        _dry_run(launch)
+        return 0
+    shrunk = shrink(read_command_line(launch.words), launch.num_ranks, options.max_ranks, options.padding)
+    with tempfile.TemporaryDirectory(prefix="lancet-check") as folder:
+        try:
+            finding = check(
+                shrunk,
+                Path(folder),
+                not options.stock_only,
+                timeout_s=options.timeout_s,
+                padding=options.padding,
+                say=_show_progress,
+            )
+        except RefusedRunError as error:
+            raise UsageError(f"the shrunk launch ({shrunk.layout}) does not run: {error}") from error
+        except FailedRunError as error:
+            *lines, last = str(error).strip().splitlines()
+            say("\n".join(lines))
+            raise UsageError(f"the shrunk launch ({shrunk.layout}) fails: {last}") from error
+    seconds = time.monotonic() - start_s
+    say(report(finding, seconds))
+    if options.json is not None:
+        atomic_write(options.json, json.dumps(record(finding, seconds), indent=1) + "\n")
+    return DIFFERS_EXIT_CODE if finding.differs else 0
+
+
+def _show_progress(line: str) -> None:
+    if sys.stderr.isatty():
+        print(f"  {line}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _dry_run(launch: Launch) -> None:
+    """Runs the launch dry, in the environment that its script makes and for the ranks that it would start."""
+    from megatron_lancet.training.dry_run.run import run_dry
+
+    os.environ.update(launch.environment)
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    size = [] if launch.num_ranks is None else ["--lancet-world-size", str(launch.num_ranks)]
+    sys.argv = ["pretrain_gpt_moe.py", "--lancet-dry-run", *size, *launch.words]
+    run_dry()

@@ -1,0 +1,102 @@
+"""What a check keeps of a launch: the flags that Megatron would get."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.training.check.layout import Layout
+from megatron_lancet.training.check.shrink import Shrunk, shrink
+from megatron_lancet.training.check.words import read_command_line
+
+LISTS = Path(__file__).parents[3] / "launch_args"
+SMALL = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --num-experts 16 --moe-router-topk 4"
+
+
+def shrunk(text: str, num_ranks: int | None = None, max_ranks: int = 8, padding: bool = False) -> Shrunk:
+    return shrink(read_command_line(shlex.split(text)), num_ranks, max_ranks, padding)
+
+
+def value(words: list[str], flag: str) -> str | None:
+    """The last one counts, as for Megatron."""
+    positions = [i for i, word in enumerate(words) if word == flag]
+    return words[positions[-1] + 1] if positions else None
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in LISTS.glob("*.args")))
+def test_real_scripts_shrink_to_at_most_eight_ranks(name):
+    found = shrunk((LISTS / f"{name}.args").read_text())
+    assert 2 <= found.layout.num_ranks <= 8
+    # What was shrunk is a command line of Megatron again, of one small model.
+    again = read_command_line([*found.words, *found.layout.words()]).args
+    assert (again.hidden_size, again.seq_length, again.micro_batch_size) == (32, 16, 2)
+    assert again.num_layers % (found.layout.pipeline * found.layout.virtual) == 0
+    assert not again.bf16
+    assert again.load is None
+    assert again.data_path is None
+
+
+def test_axes_and_features_stay():
+    found = shrunk(
+        f"{SMALL} --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8 "
+        "--num-virtual-stages-per-pipeline-rank 2 --sequence-parallel --use-distributed-optimizer --swiglu "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-shared-expert-intermediate-size "
+        "512 --calculate-per-token-loss --recompute-granularity selective --recompute-modules moe layernorm "
+        "--moe-layer-freq ([0]*1+[1]*7) --lancet-dispatch dedup --lancet-plan nowhere.json"
+    )
+    assert found.layout == Layout(2, 2, 2, 1, 2, 2, True, 2)
+    for flag in ("--use-distributed-optimizer", "--swiglu", "--calculate-per-token-loss"):
+        assert flag in found.words
+    assert value(found.words, "--recompute-modules") == "moe"
+    assert "layernorm" not in found.words
+    assert value(found.words, "--moe-router-load-balancing-type") == "seq_aux_loss"
+    assert value(found.words, "--moe-aux-loss-coeff") == "0.1"
+    assert value(found.words, "--moe-layer-freq") == "([0]*1+[1]*3)"
+    assert value(found.words, "--num-layers") == "4"
+    assert found.ours == ["--lancet-dispatch", "dedup"]
+
+
+def test_changes_name_what_is_not_checked():
+    found = shrunk(
+        f"{SMALL} --bf16 --moe-token-dispatcher-type flex --moe-router-load-balancing-type global_aux_loss "
+        "--moe-expert-capacity-factor 1.5 --mtp-num-layers 2 --context-parallel-size 2 --cuda-graph-impl local"
+    )
+    text = "\n".join(found.changes)
+    for part in (
+        "low precision (--bf16)",
+        "CUDA graphs (--cuda-graph-impl)",
+        "in place of flex",
+        "aux_loss in place of",
+    ):
+        assert part in text
+    assert text.count("by definition") == 3
+    assert value(found.words, "--moe-expert-capacity-factor") == "4.0"
+    assert "--mtp-num-layers" not in found.words
+
+
+def test_data_parallelism_is_kept_where_the_launch_has_it():
+    assert shrunk(f"{SMALL} --tensor-model-parallel-size 4", num_ranks=4).layout.data == 1
+    assert shrunk(f"{SMALL} --tensor-model-parallel-size 4", num_ranks=8).layout.data == 2
+    assert shrunk(f"{SMALL} --tensor-model-parallel-size 4", max_ranks=2).layout.data == 1
+
+
+def test_padding_leaves_out_what_megatron_does_not_define():
+    text = f"{SMALL} --pipeline-model-parallel-size 2 --context-parallel-size 2"
+    assert str(shrunk(text, padding=True).layout) == "DP 2"
+    assert shrunk(f"{text} --calculate-per-token-loss", padding=True).layout.context == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{SMALL} --use-megatron-fsdp", "--use-megatron-fsdp is not checked"),
+        ("--num-layers 2", "a check needs the model's sizes"),
+        (f"{SMALL} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", "take 4 ranks"),
+        (f"{SMALL} --no-such-flag", "unrecognized arguments: --no-such-flag"),
+        ("word", "unrecognized arguments: word"),
+    ],
+)
+def test_launches_that_are_not_checked_are_refused(text, message):
+    with pytest.raises(UsageError, match=message):
+        shrunk(text, max_ranks=2)
