@@ -13,7 +13,8 @@ experts.
   torchrun --nproc-per-node 4 tools/evaluate.py --load ... --data ... --replicas 8
 
 keeps replicas of popular experts on other ranks, so that a skewed text does not leave ranks waiting for the fullest
-one. Losses stay the same (docs/evaluate_generate.md).
+one; --chunks 2, or --tiles 1, computes while rows are on their way between ranks. Losses stay the same
+(docs/evaluate_generate.md).
 """
 
 import argparse
@@ -22,12 +23,16 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 from megatron_lancet.cli.arguments import positive_int, require_output_folder
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import atomic_write
 from megatron_lancet.inference.command import run_tool
+
+_TIMEOUT = timedelta(minutes=10)
+"""Maximum wait for another rank's message, torch's own limit for NCCL."""
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -56,10 +61,26 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="choose the replicas by this measured load (tools/routing_report.py --expert-load) and not by a first "
         "pass over an eighth of the batches",
     )
+    add(
+        "--chunks",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="cut each batch into N chunks: one computes while the rows of another are on their way (default: 1)",
+    )
+    add(
+        "--tiles",
+        type=positive_int,
+        metavar="N",
+        help="rows go to other ranks in N parts: experts work on what is here while the rest is on its way "
+        "(default: in one message, that is waited for)",
+    )
     add("--output", type=Path, metavar="FILE", help="also write the results to FILE, as JSON")
     arguments = parser.parse_args(argv)
     if arguments.popularity is not None and arguments.replicas is None:
         raise UsageError("--popularity has no effect without --replicas R: pass both or none.")
+    if arguments.replicas is not None and (arguments.chunks > 1 or arguments.tiles):
+        raise UsageError("--replicas runs Megatron's own layers, which have neither --chunks nor --tiles: drop one.")
     return arguments
 
 
@@ -69,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.output is not None:
         require_output_folder(arguments.output)
     from megatron_lancet.inference.evaluate import evaluate, read_stream  # imports torch, so after the check above
+    from megatron_lancet.inference.overlap import evaluation_plan, overlap_evaluation
     from megatron_lancet.inference.replica_choice import ReplicaWish
     from megatron_lancet.inference.session import Session
 
@@ -76,14 +98,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     wish = None
     if arguments.replicas is not None:
         wish = ReplicaWish.of(session.run.arguments, arguments.replicas, arguments.popularity)
+    plan = None
+    if arguments.chunks > 1 or arguments.tiles:
+        plan = evaluation_plan(arguments.chunks, arguments.tiles or 0, arguments.batch_size)
     stream = read_stream(arguments.data, session.tokenizer, arguments.json_key)
     size = arguments.batch_size, arguments.max_tokens
     with session.model() as model:
         chosen = wish.granted(model, stream, *size) if wish is not None else None
+        stats = overlap_evaluation(model, plan, _TIMEOUT) if plan is not None else None
         start_s = time.monotonic()
         with chosen.replicas.active() if chosen is not None else nullcontext():
             result = evaluate(model, stream, *size)
         seconds = time.monotonic() - start_s
+        times = stats.take() if stats is not None else None
         rank = model.rank
     if rank != 0:
         return
@@ -94,6 +121,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if result.bits_per_byte is not None:
         print(f"  per byte      {result.bits_per_byte:.4f} bits of {stream.num_text_bytes} bytes of text")
     content = {"iteration": session.run.iteration, **asdict(result)}
+    if times is not None:
+        waited_s = (times.exposed_ms + times.counts_exposed_ms) / 1e3
+        print(f"  overlap       {plan}; waited {waited_s:.1f} s for {times.num_all_to_alls} messages")
+        content |= {"plan": str(plan), "num_all_to_alls": times.num_all_to_alls, "exposed_s": waited_s}
     if chosen is not None:
         before, after = chosen.before, chosen.after
         print(

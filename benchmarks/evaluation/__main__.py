@@ -1,7 +1,7 @@
-"""Evaluation of a skewed text with replicas of experts: python -m benchmarks.evaluation (as root).
+"""Evaluation of a skewed text with replicas of experts, chunks or tiles: python -m benchmarks.evaluation (as root).
 
-Makes two network namespaces with a shaped link between them, evaluates the same batches with and without replicas in
-turns, and removes them again. All cases take about three minutes on two cores of 2.5 GHz, --quick about one.
+Makes two network namespaces with a shaped link between them, evaluates the same batches with all variants in turns,
+and removes them again. All cases take about five minutes on two cores of 2.5 GHz, --quick about one.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.evaluation.cases import CASES, REPLICAS, choose
+from benchmarks.evaluation.cases import CASES, VARIANTS, choose
 from benchmarks.evaluation.summary import as_markdown, as_text, summarise
 from benchmarks.harness.command import add_common_arguments, check_positive, job_of, new_parser
 from benchmarks.harness.job import Job
@@ -29,7 +29,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         UsageError: a number out of range.
     """
     parser = new_parser("evaluation", __doc__, list(CASES))
-    parser.add_argument("--variants", nargs="+", metavar="VARIANT", help=f"of: {', '.join(REPLICAS)} (all)")
+    parser.add_argument("--variants", nargs="+", metavar="VARIANT", help=f"of: {', '.join(VARIANTS)} (all)")
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK_BATCHES} batches, {_QUICK_SWEEPS} sweep")
     parser.add_argument("--repeats", type=int, help=f"batches of the text ({_BATCHES})")
     parser.add_argument("--sweeps", type=int, help=f"passes over the text with each variant ({_SWEEPS})")

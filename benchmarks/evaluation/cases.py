@@ -1,9 +1,17 @@
-"""Numbers of replicas, and the links on which they meet. Neither torch nor Megatron."""
+"""Numbers of replicas and plans of the forward pass, and the links on which they meet. Neither torch nor Megatron."""
 
 from benchmarks.harness.cases import Case, Shape, select
+from megatron_lancet.schedule.plan import DwPolicy, fixed_plan
 
 REPLICAS = {"none": 0, "replicas-2": 2, "replicas-4": 4, "replicas-8": 8}
 """Replicas in each layer, by the name of a variant."""
+PLANS = {
+    "chunks-2": fixed_plan(2, DwPolicy.NONE),
+    "tiles-1": fixed_plan(1, DwPolicy.NONE, tiles=1),
+    "tiles-2": fixed_plan(1, DwPolicy.NONE, tiles=2),
+}
+"""Plans of the forward pass, by the name of a variant; the others run Megatron's own layers, which wait."""
+VARIANTS = (*REPLICAS, *PLANS)
 BASELINE = "none"
 """By what it waits for, the link's rate is set; the others' losses and times are compared with its own."""
 FIELDS = ["step_ms", "exposed_ms", "cpu_ms", "payload_bytes", "wire_bytes"]
@@ -22,7 +30,7 @@ def zipf_shares(num_experts: int) -> list[float]:
 
 def _case(percent: int) -> Case:
     title = f"without replicas {percent} % of a batch is waited for"
-    return Case(str(percent), title, percent / 100, tuple(REPLICAS), SHAPE, BASELINE)
+    return Case(str(percent), title, percent / 100, VARIANTS, SHAPE, BASELINE)
 
 
 CASES = {case.name: case for case in (_case(45), _case(20))}
@@ -38,4 +46,4 @@ def choose(cases: list[str], variants: list[str] | None) -> list[Case]:
     Raises:
         UsageError: an unknown name.
     """
-    return select(CASES, cases, list(REPLICAS), variants, lambda wanted, _: wanted | {BASELINE})
+    return select(CASES, cases, list(VARIANTS), variants, lambda wanted, _: wanted | {BASELINE})

@@ -1,4 +1,4 @@
-"""Evaluates the batches of a skewed text with each number of replicas in turns: equal losses, timed batch by batch."""
+"""Evaluates the batches of a skewed text with each variant in turns: equal losses, timed batch by batch."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -12,11 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.evaluation.cases import BASELINE, FIELDS, REPLICAS, zipf_shares
+from benchmarks.evaluation.cases import BASELINE, FIELDS, PLANS, REPLICAS, zipf_shares
 from benchmarks.harness.bench import TOLERANCE, Bench, CpuWatch, WrongResultError, say
 from benchmarks.harness.cases import Case, Shape, rotated
 from benchmarks.harness.rate import RateSearch
-from benchmarks.training_step.links import CPU, sent_bytes
+from benchmarks.training_step.links import CPU, Link, sent_bytes
 from benchmarks.training_step.model import build
 from benchmarks.training_step.routing import set_expert_shares
 from megatron_lancet.inference.evaluate import Batch, TokenStream, batches, summed_loss
@@ -24,6 +24,10 @@ from megatron_lancet.inference.load import LoadedModel
 from megatron_lancet.inference.replica_choice import choose_for, expected_rows
 from megatron_lancet.inference.replicas import Replicas, make_replicas
 from megatron_lancet.inference.routing import measured_popularity
+from megatron_lancet.model.gpt import overlap, set_plan
+from megatron_lancet.patching import replaced
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.schedule.plan import Plan
 
 _TOPIC = 64
 """Half of a batch's tokens are of so many ids, which are others in each batch: experts' popularity drifts."""
@@ -46,10 +50,14 @@ def skewed_text(shape: Shape, num_batches: int, num_ranks: int) -> TokenStream:
 
 
 class _Text:
-    """A model, a text and the model's replicas."""
+    """A model, a text, the model's replicas, and the model prepared for plans."""
 
-    def __init__(self, case: Case, num_batches: int) -> None:
-        """Collective."""
+    def __init__(self, case: Case, num_batches: int, link: Link) -> None:
+        """Collective.
+
+        Args:
+            link: that the messages of plans take.
+        """
         module = build(case.shape).eval()
         size = case.shape.micro_batch
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -63,14 +71,24 @@ class _Text:
         self.replicas: dict[str, Replicas] = {}
         self.expected: dict[str, dict[str, float]] = {}
         for name in case.variants:
-            holders = choose_for(self.model, self.popularity, REPLICAS[name])
-            if REPLICAS[name]:
+            number = REPLICAS.get(name, 0)
+            holders = choose_for(self.model, self.popularity, number)
+            if number:
                 self.replicas[name] = make_replicas(self.model, holders, ranks_per_node=None)
             self.expected[name] = asdict(expected_rows(self.popularity, holders, None)[1])
+        overlap(module, PLANS["chunks-2"], Comm(link.transport, None, link.stats, own_rank=rank))
 
     def running(self, name: str) -> AbstractContextManager[None]:
-        """Inside, the model runs with the replicas of a variant."""
+        """Inside, the model runs with the replicas of a variant, or by its plan."""
+        if name in PLANS:
+            return self._planned(PLANS[name])
         return self.replicas[name].active() if name in self.replicas else nullcontext()
+
+    @contextmanager
+    def _planned(self, plan: Plan) -> Iterator[None]:
+        with replaced(self.model.module.decoder, "overlaps_evaluation", True):
+            set_plan(self.model.module, plan)
+            yield
 
 
 def _parts(batch: Batch) -> tuple[torch.Tensor, ...]:
@@ -93,7 +111,8 @@ class EvaluationBench(Bench):
             **asdict(case),
             "rate_bps": rate_bps,
             "tokens_per_batch": case.shape.micro_batch * case.shape.seq_length * dist.get_world_size(),
-            "replicas": {name: REPLICAS[name] for name in case.variants},
+            "replicas": {name: REPLICAS.get(name, 0) for name in case.variants},
+            "plans": {name: str(PLANS[name]) for name in case.variants if name in PLANS},
             "replica_bytes": {name: its.num_bytes for name, its in text.replicas.items()},
             "expected": text.expected,
             "sample_fields": FIELDS,
@@ -105,7 +124,7 @@ class EvaluationBench(Bench):
         if self._ready is None or self._ready[0] != case.shape:
             self._ready = None
             self.warm_up()
-            text = _Text(case, self.job.repeats)
+            text = _Text(case, self.job.repeats, self.links[False])
             for batch, name in product(text.batches[:_WARM_UP_BATCHES], case.variants):
                 self._batch(text, name, batch)
             self._ready = case.shape, text
@@ -135,7 +154,7 @@ class EvaluationBench(Bench):
         """All batches, each with all variants. Collective.
 
         Raises:
-            WrongResultError: replicas change the loss of a batch.
+            WrongResultError: a variant changes the loss of a batch.
         """
         samples: dict[str, list[list[list[float]]]] = {name: [] for name in case.variants}
         watch, largest = CpuWatch(self.job.cores), 0.0
@@ -146,7 +165,7 @@ class EvaluationBench(Bench):
                 samples[name].append([[round(rank[field], 4) for field in FIELDS] for rank in ranks])
             largest = max(largest, *(abs(loss / losses[BASELINE] - 1) for loss in losses.values()))
             if largest > TOLERANCE:
-                raise WrongResultError(f"replicas change the loss of batch {number} by {largest:.1e} of it")
+                raise WrongResultError(f"a variant changes the loss of batch {number} by {largest:.1e} of it")
         seen = watch.seen(f"sweep {index + 1} of {self.job.sweeps}")
         return {"disturbance": seen, "largest_loss_error": largest, "samples": samples}
 

@@ -46,7 +46,9 @@ _LAYER_CLASSES = (TransformerLayer, MoETransformerLayer, MLPLayer)
 type LanguageModel = GPTModel | HybridModel
 
 
-def overlap(model: LanguageModel, plan: Plan, comm: Comm, sdpa: bool = False) -> None:
+def overlap(
+    model: LanguageModel, plan: Plan, comm: Comm, sdpa: bool = False, overlaps_evaluation: bool = False
+) -> None:
     """Gives ``model`` the overlapping stack of layers, in place; parameters and their names stay.
 
     Call it after Megatron built the model and before DDP wraps it. With a store in ``comm`` the linear layers are
@@ -54,6 +56,7 @@ def overlap(model: LanguageModel, plan: Plan, comm: Comm, sdpa: bool = False) ->
 
     Args:
         sdpa: use torch's fused attention kernel also where a plan doesn't need it.
+        overlaps_evaluation: run forward passes without gradients by the plan, too.
 
     Raises:
         UsageError: the model has parts that the overlapping block does not know, or the plan is another model's.
@@ -83,7 +86,7 @@ def overlap(model: LanguageModel, plan: Plan, comm: Comm, sdpa: bool = False) ->
     for linear in _linears_with_several_uses(model):
         linear.has_several_uses = True
     trace_ends(model, comm)
-    block.uses_sdpa_everywhere = sdpa
+    block.uses_sdpa_everywhere, block.overlaps_evaluation = sdpa, overlaps_evaluation
     set_plan(model, plan)
 
 
@@ -115,7 +118,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
         attention.check()
     assert plan.dispatch is not Dispatch.TWO_HOP or block.comm.nodes is not None, "two hops have no connections here"
     store = block.comm.store
-    needs_store = plan.dw_policy is not DwPolicy.NONE or plan.has_tiles
+    needs_store = plan.dw_policy is not DwPolicy.NONE or (plan.has_tiles and not block.overlaps_evaluation)
     assert store is not None or not needs_store, "dW can't be deferred in a model without a store"
     if store is not None:
         store.configure(plan)

@@ -83,8 +83,10 @@ class LayersByPlan:
         segments: the plan's segments that have layers in this block, in order.
         end_segments: the same for micro-batches at the ends of a step with pairing.
         following: the op after its last layer; None where that is on the next stage.
+        overlaps_evaluation: whether forward passes without gradients run by the plan, too.
     """
 
+    overlaps_evaluation: bool = False
     layers: torch.nn.ModuleList
     config: TransformerConfig
     pre_process: bool
@@ -180,11 +182,12 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 class OverlappingTransformerBlock(LayersByPlan, TransformerBlock):
-    """Megatron's transformer block; in training its micro-batches go through in chunks."""
+    """Megatron's transformer block; in training its micro-batches go through by a plan."""
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
         """Run all layers and the final norm; see :meth:`LayersByPlan.run_layers`."""
-        if not (self.training and torch.is_grad_enabled()):
+        is_training = self.training and torch.is_grad_enabled()
+        if not is_training and not self.overlaps_evaluation:
             return super().forward(hidden_states, attention_mask, **inputs)
         hidden = self.run_layers(hidden_states, attention_mask, **inputs)
         if self.final_layernorm is not None:

@@ -19,7 +19,7 @@ from tests.ranks.pretraining import EP2, SHORT_RUN, TINY_MODEL, WORKER
 pytestmark = pytest.mark.distributed
 
 TOOLS = launch.REPO / "tools"
-NUM_ITERS, CONTEXT, VALID_WINDOWS = 10, 32, 32
+NUM_ITERS, CONTEXT, VALID_WINDOWS, NUM_MOE_LAYERS = 10, 32, 32, 2
 # With tied embeddings a model that has hardly learned repeats the last token.
 DIVERSE = ["--untie-embeddings-and-output-weights", "--init-method-std", "0.1"]
 PROMPT = "3 21 149"
@@ -113,6 +113,27 @@ def test_replicas_change_no_loss(tool, trained, tmp_path):
         tool("evaluate").main([*flags[:-1], "--replicas", "2"])
     with pytest.raises(UsageError, match=r"--popularity has no effect without --replicas"):
         tool("evaluate").main([*flags[:-1], "--popularity", "load.json"])
+
+
+def test_chunks_and_tiles_change_no_loss(tool, trained, tmp_path):
+    """Rows travel in messages of ours: two layers, two chunks with a dispatch and a combine of two tiles each."""
+    checkpoints, valid, expected = trained
+    flags = ["--load", str(checkpoints), "--data", str(valid)]
+    more = ["--batch-size", 4, "--chunks", 2, "--tiles", 2, "--output", tmp_path / "tiles.json"]
+    results = launch.run(TOOLS / "evaluate.py", [*flags, *more], 2, tmp_path / "ranks")
+    launch.check(results)
+    found = json.loads((tmp_path / "tiles.json").read_text())
+    assert found["loss"] == pytest.approx(expected, rel=TOLERANCE)
+    num_batches = VALID_WINDOWS // (4 * 2)
+    assert found["num_all_to_alls"] == num_batches * NUM_MOE_LAYERS * 2 * 2 * 2
+    assert "tiles=2" in found["plan"]
+    assert "  overlap       chunks=2" in results[0].output
+    with pytest.raises(UsageError, match=r"--chunks 2 and --tiles 1 can't be followed: one rank holds all experts"):
+        tool("evaluate").main([*flags, "--chunks", "2", "--tiles", "1"])
+    with pytest.raises(UsageError, match=r"--chunks 9 cuts a batch of 8 windows"):
+        tool("evaluate").main([*flags, "--chunks", "9"])
+    with pytest.raises(UsageError, match=r"--replicas runs Megatron's own layers"):
+        tool("evaluate").main([*flags, "--replicas", "2", "--tiles", "1"])
 
 
 def test_routing_report_says_what_the_routers_chose(tool, trained, tmp_path, capsys):

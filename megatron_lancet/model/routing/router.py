@@ -140,7 +140,7 @@ class ChunkedTopKRouter(TopKRouter):
         own_size = logits_sbE.size(dim)
         own_sbE = all_SBE.narrow(dim, all_SBE.size(dim) - own_size, own_size)
         probs, routing_map = self._route_tokens(own_sbE)
-        if self.is_aux_loss_enabled():
+        if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
             map_TE, scores_TE = compute_routing_scores_for_aux_loss(
                 all_TE, self.topk, self.score_function, fused=self.config.moe_router_fusion
             )

@@ -15,7 +15,7 @@ TINY = ["--layers", "1", "--hidden", "64", "--seq-length", "32", "--repeats", "3
 @pytest.mark.alone
 @pytest.mark.usefixtures("shaped_network")
 def test_a_small_run_has_equal_losses_and_fewer_bytes(tmp_path):
-    chosen = ["--cases", "45", "--variants", "replicas-8", "--output", str(tmp_path / "run")]
+    chosen = ["--cases", "45", "--variants", "replicas-8", "tiles-1", "--output", str(tmp_path / "run")]
     command = [sys.executable, "-m", "benchmarks.evaluation", *TINY, *chosen]
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -26,7 +26,7 @@ def test_a_small_run_has_equal_losses_and_fewer_bytes(tmp_path):
     assert "batch ms, median" in output
     result = json.loads((tmp_path / "run.json").read_text())
     (case,) = result["cases"]
-    assert case["variants"] == ["none", "replicas-8"]
+    assert case["variants"] == ["none", "replicas-8", "tiles-1"]
     assert case["expected"]["none"]["most_over_mean"] > 1.3 > case["expected"]["replicas-8"]["most_over_mean"]
     (sweep,) = case["sweeps"]
     assert sweep["largest_loss_error"] < 2e-6
@@ -36,6 +36,7 @@ def test_a_small_run_has_equal_losses_and_fewer_bytes(tmp_path):
     }
     assert all(len(batches) == 3 for batches in sweep["samples"].values())
     assert 0 < sent["replicas-8"] < 0.6 * sent["none"]
+    assert sent["tiles-1"] == sent["none"]
     assert "| replicas-8 |" in (tmp_path / "run.md").read_text()
 
 

@@ -1,0 +1,70 @@
+"""Evaluation with hidden all-to-alls: a batch goes through a loaded model's layers in chunks, or its rows in tiles.
+
+The forward pass is that of training (``model/``), without gradients: while rows are on their way, attention and experts
+of other chunks run, or experts on rows that are here (for prefill EPS-MoE's idea, section 3).
+"""
+
+from datetime import timedelta
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch.distributed import distributed_c10d, get_process_group_ranks, get_rank
+
+from megatron_lancet.errors import UsageError
+from megatron_lancet.inference.load import LoadedModel, number_of_ranks
+from megatron_lancet.model.gpt import overlap
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.peers import Peers
+from megatron_lancet.runtime.transport.select import make_transport
+from megatron_lancet.schedule.plan import DwPolicy, Plan, fixed_plan
+
+CHUNKS_FLAG, TILES_FLAG = "--chunks", "--tiles"
+
+
+def evaluation_plan(num_chunks: int, num_tiles: int, batch_size: int) -> Plan:
+    """The plan of a forward pass without gradients.
+
+    Args:
+        num_chunks: chunks of a batch, along its windows.
+        num_tiles: parts in which rows go to other ranks; 0 for one message.
+        batch_size: windows of a batch on a rank.
+
+    Raises:
+        UsageError: there are fewer windows than chunks, or only one rank.
+    """
+    if num_chunks > batch_size:
+        raise UsageError(
+            f"{CHUNKS_FLAG} {num_chunks} cuts a batch of {batch_size} windows, which has fewer. Pass a larger "
+            "--batch-size or fewer chunks."
+        )
+    if number_of_ranks() == 1:
+        flags = [f"{CHUNKS_FLAG} {num_chunks}"] * (num_chunks > 1) + [f"{TILES_FLAG} {num_tiles}"] * (num_tiles > 0)
+        raise UsageError(
+            f"{' and '.join(flags)} can't be followed: one rank holds all experts, so there are no messages to hide. "
+            "Start several ranks with torchrun, or drop it."
+        )
+    return fixed_plan(num_chunks, DwPolicy.NONE, tiles=num_tiles)
+
+
+def overlap_evaluation(model: LoadedModel, plan: Plan, timeout: timedelta) -> CommStats:
+    """Makes a model run its batches by a plan. Collective: all ranks with the same plan.
+
+    Args:
+        timeout: maximum wait for other ranks' messages.
+
+    Returns:
+        Counters of its messages.
+
+    Raises:
+        UsageError: the model has parts that the overlapping layers don't know, or can't run the plan.
+    """
+    assert isinstance(model.module, GPTModel)
+    stats = CommStats(model.device)
+    group = parallel_state.get_expert_model_parallel_group()
+    counts_group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    transport = make_transport(group, counts_group, model.device, stats, timeout)
+    peers = Peers(get_process_group_ranks(group), get_rank(), distributed_c10d._get_default_store(), timeout)
+    comm = Comm(transport, None, stats, own_rank=group.rank(), peers=peers)
+    overlap(model.module, plan, comm, overlaps_evaluation=True)
+    return stats
