@@ -37,7 +37,7 @@ ALLOWED = {
         "flags",
         "data",
     },
-    "inference": {"schedule", "planning", "runtime", "config", "cli", "data", "training"},
+    "inference": {"schedule", "planning", "runtime", "model", "config", "cli", "data", "training"},
 }
 
 

@@ -15,6 +15,7 @@ from megatron_lancet.training.megatron.seams import SEAMS
 PACKAGE = Path(__file__).parents[2] / "megatron_lancet"
 OWNERS = {
     "mock": ("torch.distributed",),  # it is a world of torch.distributed's, for whoever asks for one
+    "training/check": ("sys",),  # the command line that Megatron's parser reads
     "training/megatron": ("megatron", "torch"),
     "training/modelled_step": ("torch", "megatron_lancet.model", "megatron_lancet.runtime"),  # kernels of a GPU
     "training/platform": ("torch", "megatron_lancet.runtime"),  # stand-ins for torch.cuda, and hooks on their streams

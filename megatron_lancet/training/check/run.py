@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import atomic_write
+from megatron_lancet.patching import replaced
 from megatron_lancet.training.check.check import check
 from megatron_lancet.training.check.launch import Launch, read_launch
 from megatron_lancet.training.check.ranks import FailedRunError, RefusedRunError
@@ -69,5 +70,5 @@ def _dry_run(launch: Launch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     size = [] if launch.num_ranks is None else ["--lancet-world-size", str(launch.num_ranks)]
-    sys.argv = ["pretrain_gpt_moe.py", "--lancet-dry-run", *size, *launch.words]
-    run_dry()
+    with replaced(sys, "argv", ["pretrain_gpt_moe.py", "--lancet-dry-run", *size, *launch.words]):
+        run_dry()

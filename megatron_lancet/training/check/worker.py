@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_lancet.patching import replaced
 from megatron_lancet.training import job
 from megatron_lancet.training.check.samples import datasets_of
 from megatron_lancet.training.check.state import (
@@ -56,8 +57,8 @@ def run_task(task: Task) -> None:
     Raises:
         UsageError: the run is refused.
     """
-    sys.argv = ["pretrain_gpt_moe.py", *task.words]
     with ExitStack() as stack:
+        stack.enter_context(replaced(sys, "argv", ["pretrain_gpt_moe.py", *task.words]))
         found = stack.enter_context(platform())
         if task.prepare is not None:
             stack.enter_context(task.prepare())

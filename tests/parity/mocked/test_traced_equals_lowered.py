@@ -276,7 +276,8 @@ def makes(op: str, message: str) -> bool:
     """Whether an op makes the rows of a message, or their gradients. Of several tiles one op makes all."""
     sent = Op.parse(message)
     made_by = ROWS_MADE_BY if sent.phase is Phase.FORWARD else ROWS_NEEDED_BY
-    return str(sent.with_kind(made_by[OpKind(sent.kind)])) == op
+    maker = made_by.get(OpKind(sent.kind))  # counts have none
+    return maker is not None and str(sent.with_kind(maker)) == op
 
 
 def without_second_parts(events: Iterable[Event]) -> Iterator[Event]:

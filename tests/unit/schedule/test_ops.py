@@ -31,6 +31,7 @@ SPELLED_ELSEWHERE = {
     "model/recompute.py": {"mlp", "shared_experts"},  # values of --recompute-modules
     "training/plan/support.py": {"mlp", "shared_experts"},  # the same
     "training/dry_run/activations.py": {"mlp", "shared_experts"},  # the same
+    "training/check/shrink.py": {"mlp", "shared_experts"},  # the same
     # Values of --lancet-range: what runs in chunks.
     "schedule/plan.py": {str(OverlapRange.EXPERTS)},
     "profiler/facts.py": {"experts"},  # a word of a profile's name
