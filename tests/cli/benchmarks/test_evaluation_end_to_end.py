@@ -36,7 +36,8 @@ def test_a_small_run_has_equal_losses_and_fewer_bytes(tmp_path):
     }
     assert all(len(batches) == 3 for batches in sweep["samples"].values())
     assert 0 < sent["replicas-8"] < 0.6 * sent["none"]
-    assert sent["tiles-1"] == sent["none"]
+    # Of 64 values and a probability a dispatch of ours makes a multiple of 16 bytes.
+    assert sent["tiles-1"] / sent["none"] == (64 * 4 + 16 + 64 * 4) / (64 * 4 + 4 + 64 * 4)
     assert "| replicas-8 |" in (tmp_path / "run.md").read_text()
 
 
