@@ -26,7 +26,7 @@ from megatron_lancet.runtime.comm import Comm, Handle
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.schedule.plan import DwPolicy, Plan
+from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
 from megatron_lancet.training.megatron.paired_schedules import ask_for_pairs, paired_schedules
@@ -94,8 +94,7 @@ def prepare(model: GPTModel, variant: Variant, link: Link) -> Callable[[], Abstr
             for layer in model.decoder.layers:
                 SwitchableAttention(layer.self_attention, recomputed=False).use_prefixed()
         return link.carries_stock
-    fills = plan.dw_policy is DwPolicy.FILL
-    store = WeightGradStore.of(plan, link.stats) if fills else None
+    store = WeightGradStore.of(plan, link.stats) if plan.delays_weight_grads else None
     kind = _BlockingBackward if variant.blocks_in_backward else Comm
     own_rank = parallel_state.get_expert_model_parallel_rank()
     if variant.grad_chunk_bytes is None:
@@ -137,7 +136,7 @@ def _reductions_by(scheduler: CommScheduler) -> Iterator[None]:
 
 def wrap(model: GPTModel, variant: Variant) -> DistributedDataParallel:
     """Megatron's DDP around it."""
-    defers = variant.plan is not None and variant.plan.dw_policy is DwPolicy.FILL
+    defers = variant.plan is not None and variant.plan.delays_weight_grads
     config = DistributedDataParallelConfig(
         delay_wgrad_compute=defers,
         grad_reduce_in_fp32=True,

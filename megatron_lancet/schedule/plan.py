@@ -220,6 +220,11 @@ class Plan:
         return max(segment.num_chunks for segment in (*self.segments, *self.at_ends.segments))
 
     @property
+    def delays_weight_grads(self) -> bool:
+        """Whether dWs run after their layer's backward has returned: deferred, or gathered until the last tile's."""
+        return self.dw_policy is DwPolicy.FILL or self.has_tiles
+
+    @property
     def is_paired(self) -> bool:
         """Whether backwards run beside forwards."""
         return self.pairing is not None

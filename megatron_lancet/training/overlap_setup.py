@@ -27,7 +27,7 @@ from megatron_lancet.runtime.transport.hops import make_hops
 from megatron_lancet.runtime.transport.select import make_transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.plan import DwPolicy, Plan
+from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.ranges import name_ranks
 from megatron_lancet.schedule.reductions import CommPriority, MicroOps
 from megatron_lancet.schedule.wire import Wire
@@ -94,11 +94,8 @@ class OverlapSetup:
 
     @property
     def delays_weight_grads(self) -> bool:
-        """Whether linear layers are prepared for deferral; DDP's ``delay_wgrad_compute`` must have the same value.
-
-        A plan may still compute every dW at once: with tiles, when the last one's backward has run.
-        """
-        return self._switchable or self.plan.dw_policy is DwPolicy.FILL or self.plan.has_tiles
+        """Whether linear layers are prepared for deferral; DDP's ``delay_wgrad_compute`` must have the same value."""
+        return self._switchable or self.plan.delays_weight_grads
 
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Called on all ranks with the unwrapped pipeline stages of this one."""
