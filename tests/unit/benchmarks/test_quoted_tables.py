@@ -12,6 +12,8 @@ import pytest
 from benchmarks import quoted, quoted_results
 from benchmarks.causes import summary as causes_summary
 from benchmarks.evaluation import summary as evaluation_summary
+from benchmarks.from_trace import summary as from_trace_summary
+from benchmarks.from_trace import table as from_trace_table
 from benchmarks.network import summary as network_summary
 from benchmarks.network import table as network_table
 from benchmarks.prediction import errors as prediction_errors
@@ -27,6 +29,7 @@ MAKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "priority": (priority_summary.summarise, priority_summary.as_markdown),
     "causes": (causes_summary.summarise, causes_summary.as_markdown),
     "evaluation": (evaluation_summary.summarise, evaluation_summary.as_markdown),
+    "from_trace": (from_trace_summary.compare, from_trace_table.as_markdown),
 }
 
 
