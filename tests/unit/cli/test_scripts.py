@@ -36,9 +36,16 @@ def test_script_of_another_name_is_refused(monkeypatch, capsys, name):
     assert capsys.readouterr().err.startswith(f"error: there is no tool {name};")
 
 
-def test_script_without_installed_tools_is_refused(monkeypatch, capsys):
+@pytest.mark.parametrize("has_tool", [True, False])
+def test_script_of_a_checkout_runs_the_file_in_its_folder(monkeypatch, capsys, tmp_path, has_tool):
     monkeypatch.setattr(scripts, "_PACKAGE", "megatron_lancet.not_installed")
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/lancet-make-plan"])
+    monkeypatch.setattr(scripts, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/lancet-make-plan", "profile.json"])
+    if has_tool:
+        (tmp_path / "make_plan.py").write_text("import sys\nprint('made', sys.argv[1:])\n")
+        scripts.main()
+        assert capsys.readouterr().out == "made ['profile.json']\n"
+        return
     with pytest.raises(SystemExit, match=r"^2$"):
         scripts.main()
     assert "there is no tool" in capsys.readouterr().err
