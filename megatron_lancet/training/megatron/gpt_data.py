@@ -95,8 +95,10 @@ def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Ten
     batch: dict[str, Any] = {}
     if tp_rank == 0:
         sample = next(data_iterator)
-        values = {key: sample.get(key) for key in _BATCH_KEYS}
+        # Bounds of documents, if there are any, are not asked for: Megatron would share out samples by them.
+        values = {key: sample.get(key) for key in _TENSOR_KEYS}
         batch = {key: value if value is None else value.cuda(non_blocking=True) for key, value in values.items()}
+        batch |= dict.fromkeys(_PACKED_KEYS)
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
