@@ -34,9 +34,11 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_cost_of_a_pair_is_that_of_the_heads_over_the_weights_of_a_token(one_rank, name):
-    settings = MODELS[name]
-    config = transformer_config(**settings)
-    model = small_gpt(config)
+    from megatron_lancet.training.megatron.patches import core_attention_without_te
+
+    config = transformer_config(**MODELS[name])
+    with core_attention_without_te(config.multi_latent_attention):
+        model = small_gpt(config)
     weights = 0.0
     for parameter, weight in model.named_parameters():
         if weight.dim() == 2 and "embedding" not in parameter:
