@@ -61,6 +61,7 @@ class OverlapSetup:
         locality: LocalityLoss | None = None,
         prepared: Callable[[Sequence[LanguageModel]], None] | None = None,
         max_expert_rows: int | None = None,
+        documents: bool = False,
     ) -> None:
         """
         Args:
@@ -74,6 +75,7 @@ class OverlapSetup:
             locality: loss of the routers that draws tokens to their node; None without one.
             prepared: called with the prepared stages, before DDP wraps them; on all ranks.
             max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for no bound.
+            documents: prepare attentions for packed documents, which need the fused kernel.
         """
         self.plan = plan
         self.wire = wire
@@ -83,7 +85,7 @@ class OverlapSetup:
         self._max_expert_rows = max_expert_rows
         self.scheduler = CommScheduler(micro_ops, stats) if micro_ops is not None else None
         self._micro_ops = micro_ops
-        self._sdpa = sdpa
+        self._sdpa, self._documents = sdpa, documents
         self._device = device
         self._stats = stats
         self._timeout = timeout
@@ -124,7 +126,7 @@ class OverlapSetup:
         self._comm.max_expert_rows = self._max_expert_rows
         for stage in stages:
             assert isinstance(stage, GPTModel | HybridModel)
-            overlap(stage, self.plan, self._comm, self._sdpa)
+            overlap(stage, self.plan, self._comm, self._sdpa, documents=self._documents)
             if self._locality is not None:
                 add_locality_loss(stage, self._locality, ep_group.rank())
             self._stages.append(stage)

@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import torch_norm
+from megatron.core.transformer import multi_token_prediction, torch_norm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -64,6 +64,7 @@ _MODEL: tuple[Seam, ...] = (
         ("hidden_states", "decoder_input", "attention_mask", "rotary_pos_emb", "attention_bias"),
     ),
     (MultiTokenPredictionLayer, "_concat_embeddings", ("hidden_states", "decoder_input")),
+    (multi_token_prediction, "roll_tensor", ("tensor", "shifts", "dims", "cp_group", "packed_seq_params")),
     (MultiTokenPredictionLayer, "_postprocess", ("hidden_states",)),
     (DotProductAttention, "__init__", ("config", "pg_collection")),
     (
