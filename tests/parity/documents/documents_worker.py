@@ -4,9 +4,11 @@ Usage: documents_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
 """
 
 import copy
+import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,8 +16,8 @@ import torch.distributed as dist
 
 from benchmarks.gradient_error import relative_difference, relative_errors
 from megatron_lancet.patching import around, replaced
-from tests.parity.documents.cases import CASES, LAYOUTS, LLAMA, PREDICTIONS, ROPE, WHOLE, Case, sequence
-from tests.parity.documents.samples import mask_of, micro_batches, params_of
+from tests.parity.documents.cases import CASES, LAYOUTS, LLAMA, PREDICTIONS, ROPE, WHOLE, Case, Samples, sequence
+from tests.parity.documents.samples import mask_of, micro_batch, params_of
 from tests.parity.gradients.gradients_worker import build, close, gradients, logged_losses, plan_of, wrap_with_ddp
 from tests.ranks.worker import finish, run_on_cpu
 from tests.small_gpt import EXPERTS, small_gpt, transformer_config
@@ -48,6 +50,8 @@ def predictions_across_documents() -> AbstractContextManager[None]:
     return around(multi_token_prediction, "roll_tensor", shift)
 
 
+ONE_DOCUMENT = {"plain/k=1": Case({}, plan_of(1)), "llama-like/k=2/sequence": Case(LLAMA, sequence(2))}
+"""Samples that are documents."""
 DISTURBED: dict[str, tuple[Case, Disturb]] = {
     "without-documents": (Case({}, plan_of(1)), without_documents),
     "positions-of-chunks": (Case(ROPE, sequence(2)), positions_of_chunks),
@@ -68,10 +72,11 @@ def build_model(case: Case) -> tuple[list[Any], Any, Any]:
     position = overrides.pop("position_embedding_type")
     settings = {**EXPERTS, **overrides, "num_layers": 4, "pipeline_dtype": torch.float32}
     config = transformer_config(**settings, pipeline_model_parallel_size=case.num_stages)
-    ends = [
-        {"pre_process": stage == 0, "post_process": stage == case.num_stages - 1} for stage in range(case.num_stages)
+    last = case.num_stages - 1
+    stages = [
+        small_gpt(config, stage, position_embedding_type=position, pre_process=stage == 0, post_process=stage == last)
+        for stage in range(case.num_stages)
     ]
-    stages = [small_gpt(config, stage, position_embedding_type=position, **own) for stage, own in enumerate(ends)]
     return stages, config, lambda _, plain: plain
 
 
@@ -79,7 +84,7 @@ def forward(stages: list[Any], case: Case, batch: dict[str, Any], **inputs: Any)
     """The mean loss of the tokens that count."""
     if case.end_to_end and "packed_seq_params" in inputs:
         batch = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
-    for stage, following in zip(stages, stages[1:], strict=False):
+    for stage, following in pairwise(stages):
         hidden = stage(batch["input_ids"], batch["position_ids"], **inputs)
         following.module.set_input_tensor([hidden])
     losses = stages[-1](**batch, **inputs).float() * batch["loss_mask"]
@@ -92,24 +97,31 @@ def run(stages: list[Any], case: Case, is_ours: bool) -> tuple[list[float], list
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     group = parallel_state.get_context_parallel_group()
-    seed = 100 + parallel_state.get_data_parallel_rank()
+    rank = parallel_state.get_data_parallel_rank()
     found: list[list[float]] = [[], []]
     for ddp in stages:
         ddp.zero_grad_buffer()
     for losses, trains in zip(found, (True, False), strict=True):
         for ddp in stages:
             ddp.train(trains)
-        for number, (batch, documents) in enumerate(micro_batches(case.samples, seed, NUM_MICRO_BATCHES)):
+        for number in range(NUM_MICRO_BATCHES):
+            # Ranks and micro-batches have different documents, and cut their sequences at different places.
+            samples = [one[::-1] for one in case.samples] if (rank + number) % 2 else case.samples
+            batch, documents = micro_batch(samples, 100 * rank + number)
             inputs = {"attention_mask": None if is_ours else mask_of(documents)}
             shared = get_batch_on_this_cp_rank({**batch, **({} if is_ours else inputs)}, False, group)
             inputs["attention_mask"] = shared.pop("attention_mask", None)
             if is_ours:
-                inputs["packed_seq_params"] = params_of(case.samples)
+                inputs["packed_seq_params"] = params_of(samples)
             last = number == NUM_MICRO_BATCHES - 1
-            with nullcontext() if last or not trains else stages[0].no_sync(), torch.set_grad_enabled(trains):
+            with ExitStack() as stack:
+                if not is_ours and case.overrides.get("mtp_num_layers"):
+                    stack.enter_context(stock_predictions(samples))
+                for ddp in stages if trains and not last else ():
+                    stack.enter_context(ddp.no_sync())
+                stack.enter_context(torch.set_grad_enabled(trains))
                 loss = forward(stages, case, shared, **inputs)
-            if trains:
-                with nullcontext() if last else stages[0].no_sync():
+                if trains:
                     (loss / NUM_MICRO_BATCHES).backward()
             losses.append(loss.item())
     for ddp in stages:
@@ -121,18 +133,16 @@ def all_gradients(models: list[Any]) -> dict[str, torch.Tensor]:
     return {f"{i} {name}": one for i, model in enumerate(models) for name, one in gradients(model).items()}
 
 
-def stock_predictions(case: Case) -> AbstractContextManager[None]:
+def stock_predictions(samples: Samples) -> AbstractContextManager[None]:
     """Lets stock, which gets a mask, shift tokens inside documents; by its own function, on samples end to end."""
     from megatron.core.transformer import multi_token_prediction
 
     def shift(stock: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if tensor is None:
             return None, None
-        shifted, total = stock(tensor.reshape(1, -1), *args, **{**kwargs, "packed_seq_params": params_of(case.samples)})
+        shifted, total = stock(tensor.reshape(1, -1), *args, **{**kwargs, "packed_seq_params": params_of(samples)})
         return shifted.view(tensor.shape), total
 
-    if not case.overrides.get("mtp_num_layers"):
-        return nullcontext()
     return around(multi_token_prediction, "roll_tensor", shift)
 
 
@@ -167,8 +177,7 @@ def stock_run(case: Case) -> tuple[list[Any], dict[str, Any]]:
     models, config, precision = build_model(case)
     weights = [copy.deepcopy(model.state_dict()) for model in models]
     stages = [wrap_with_ddp(model, config, precision, deferred=False, overlaps=False) for model in models]
-    with stock_predictions(case):
-        losses, evaluated = run(stages, case, is_ours=False)
+    losses, evaluated = run(stages, case, is_ours=False)
     found = {"losses": losses, "evaluated": evaluated, "gradients": all_gradients(models), "logged": logged_losses()}
     return weights, found
 
@@ -200,14 +209,8 @@ def one_document_a_sample(case: Case) -> dict[str, Any]:
     case = case._replace(samples=WHOLE)
     weights, _ = stock_run(case)
     ours = our_run(case, copy.deepcopy(weights))
-    with replaced(documents_module(), "params_of", lambda samples: None):
+    with replaced(sys.modules[__name__], "params_of", lambda samples: None):
         return distance(ours, our_run(case, copy.deepcopy(weights)))
-
-
-def documents_module() -> Any:
-    import sys
-
-    return sys.modules[__name__]
 
 
 def in_layout(name: str) -> dict[str, Any]:
@@ -228,10 +231,7 @@ def in_layout(name: str) -> dict[str, Any]:
     if name == "EP2":
         for case_name, (case, disturb) in DISTURBED.items():
             results[case_name] = compare(settled(case), disturb, stock_runs)
-        for case_name, case in {
-            "plain/k=1": Case({}, plan_of(1)),
-            "llama-like/k=2/sequence": Case(LLAMA, sequence(2)),
-        }.items():
+        for case_name, case in ONE_DOCUMENT.items():
             results[f"one-document/{case_name}"] = one_document_a_sample(settled(case))
     parallel_state.destroy_model_parallel()
     return results
