@@ -17,7 +17,6 @@ from megatron_lancet.patching import around, replaced
 from tests.data import VOCAB_SIZE
 from tests.ranks.pretrain_worker import recording
 
-
 NUM_SAMPLES = 100
 
 
