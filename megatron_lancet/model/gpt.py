@@ -125,7 +125,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
         if block.uses_sdpa_everywhere or any(map(_needs_sdpa, its_segments))
     }
     for attention in prefixed:
-        attention.check()
+        attention.check(block.takes_documents and any(map(_needs_sdpa, attentions[attention])))
     assert plan.dispatch is not Dispatch.TWO_HOP or block.comm.nodes is not None, "two hops have no connections here"
     store = block.comm.store
     needs_store = plan.dw_policy is not DwPolicy.NONE or (plan.has_tiles and not block.overlaps_evaluation)

@@ -75,7 +75,7 @@ class OverlapSetup:
             locality: loss of the routers that draws tokens to their node; None without one.
             prepared: called with the prepared stages, before DDP wraps them; on all ranks.
             max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for no bound.
-            documents: prepare attentions for packed documents, which need the fused kernel.
+            documents: whether samples are made of documents, which do not attend to each other.
         """
         self.plan = plan
         self.wire = wire
@@ -85,7 +85,8 @@ class OverlapSetup:
         self._max_expert_rows = max_expert_rows
         self.scheduler = CommScheduler(micro_ops, stats) if micro_ops is not None else None
         self._micro_ops = micro_ops
-        self._sdpa, self._documents = sdpa, documents
+        self._sdpa = sdpa
+        self._documents = documents
         self._device = device
         self._stats = stats
         self._timeout = timeout

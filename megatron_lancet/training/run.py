@@ -200,7 +200,7 @@ class OverlappedRun:
     def enter(self, stack: ExitStack) -> None:
         """Change Megatron for the length of ``stack``."""
         stack.enter_context(patches.dropped_outputs())
-        stack.enter_context(patches.predictions_inside_documents())
+        stack.enter_context(patches.predictions_in_documents())
         if self._has_locality_loss:
             stack.enter_context(patches.logged_losses([LOSS_NAME]))
         stack.enter_context(paired_schedules(lambda: self.setup.stages))

@@ -55,8 +55,8 @@ def dropped_outputs() -> AbstractContextManager[None]:
     return around(tensor_parallel, "CheckpointWithoutOutput", make_checkpoint)
 
 
-def predictions_inside_documents() -> AbstractContextManager[None]:
-    """Lets multi-token predictions know the documents of each sample, see ``model/mtp.py``."""
+def predictions_in_documents() -> AbstractContextManager[None]:
+    """Lets multi-token prediction shift tokens and labels inside the documents of several samples."""
     return around(multi_token_prediction, "roll_tensor", shifted_in_documents)
 
 

@@ -80,10 +80,29 @@ def build_model(case: Case) -> tuple[list[Any], Any, Any]:
     return stages, config, lambda _, plain: plain
 
 
-def forward(stages: list[Any], case: Case, batch: dict[str, Any], **inputs: Any) -> torch.Tensor:
-    """The mean loss of the tokens that count."""
-    if case.end_to_end and "packed_seq_params" in inputs:
+def inputs_of(samples: Samples, seed: int, has_mask: bool, end_to_end: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """This rank's part of a micro-batch, and how documents are told.
+
+    Args:
+        has_mask: by a mask, not by Megatron's parameters.
+        end_to_end: whether samples lie one behind the other.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    batch, documents = micro_batch(samples, seed)
+    if has_mask:
+        batch["attention_mask"] = mask_of(documents)
+    batch = get_batch_on_this_cp_rank(batch, False, parallel_state.get_context_parallel_group())
+    if has_mask:
+        return batch, {"attention_mask": batch.pop("attention_mask")}
+    if end_to_end:
         batch = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
+    return batch, {"attention_mask": None, "packed_seq_params": params_of(samples)}
+
+
+def forward(stages: list[Any], batch: dict[str, Any], **inputs: Any) -> torch.Tensor:
+    """The mean loss of the tokens that count."""
     for stage, following in pairwise(stages):
         hidden = stage(batch["input_ids"], batch["position_ids"], **inputs)
         following.module.set_input_tensor([hidden])
@@ -94,9 +113,10 @@ def forward(stages: list[Any], case: Case, batch: dict[str, Any], **inputs: Any)
 def run(stages: list[Any], case: Case, is_ours: bool) -> tuple[list[float], list[float]]:
     """A step without an optimizer, and an evaluation of the same micro-batches: their losses."""
     from megatron.core import parallel_state
-    from megatron.core.utils import get_batch_on_this_cp_rank
 
-    group = parallel_state.get_context_parallel_group()
+    # Stock's local layers take a mask, and Transformer Engine's take samples end to end.
+    has_mask = not is_ours and not case.overrides.get("te")
+    end_to_end = case.end_to_end if is_ours else not has_mask
     rank = parallel_state.get_data_parallel_rank()
     found: list[list[float]] = [[], []]
     for ddp in stages:
@@ -107,20 +127,15 @@ def run(stages: list[Any], case: Case, is_ours: bool) -> tuple[list[float], list
         for number in range(NUM_MICRO_BATCHES):
             # Ranks and micro-batches have different documents, and cut their sequences at different places.
             samples = [one[::-1] for one in case.samples] if (rank + number) % 2 else case.samples
-            batch, documents = micro_batch(samples, 100 * rank + number)
-            inputs = {"attention_mask": None if is_ours else mask_of(documents)}
-            shared = get_batch_on_this_cp_rank({**batch, **({} if is_ours else inputs)}, False, group)
-            inputs["attention_mask"] = shared.pop("attention_mask", None)
-            if is_ours:
-                inputs["packed_seq_params"] = params_of(samples)
+            batch, inputs = inputs_of(samples, 100 * rank + number, has_mask, end_to_end)
             last = number == NUM_MICRO_BATCHES - 1
             with ExitStack() as stack:
-                if not is_ours and case.overrides.get("mtp_num_layers"):
+                if has_mask and case.overrides.get("mtp_num_layers"):
                     stack.enter_context(stock_predictions(samples))
                 for ddp in stages if trains and not last else ():
                     stack.enter_context(ddp.no_sync())
                 stack.enter_context(torch.set_grad_enabled(trains))
-                loss = forward(stages, case, shared, **inputs)
+                loss = forward(stages, batch, **inputs)
                 if trains:
                     (loss / NUM_MICRO_BATCHES).backward()
             losses.append(loss.item())
@@ -194,13 +209,13 @@ def distance(ours: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(case: Case, disturb: Disturb, stock_runs: dict[str, Any]) -> dict[str, Any]:
-    from megatron_lancet.training.megatron.patches import predictions_inside_documents
+    from megatron_lancet.training.megatron.patches import predictions_in_documents
 
     key = repr((case.overrides, case.samples, case.num_stages))
     if key not in stock_runs:
         stock_runs[key] = stock_run(case)
     weights, stock = stock_runs[key]
-    with predictions_inside_documents(), disturb():
+    with predictions_in_documents(), disturb():
         return distance(our_run(case, copy.deepcopy(weights)), stock)
 
 
