@@ -87,6 +87,20 @@ def test_losses_equal_those_with_a_mask_of_documents(run, with_mask, case):
     assert validation_losses(ours) == pytest.approx(validation_losses(with_mask), rel=TOLERANCE)
 
 
+def test_losses_of_transformer_engines_layers_equal_those_of_local_layers_with_a_mask(documents, tmp_path):
+    """Both draw the same first weights; neither loads the other's checkpoint."""
+    flags = [*MODEL, *EP2, "--global-batch-size", "16"]
+    expected = pretrain(documents, [*flags, *STOCK, *MASK], tmp_path / "mask", 2, 3)
+    te = [*DOCUMENTS, "--transformer-impl", "transformer_engine"]
+    for name, extra in {"stock": STOCK, "overlap": TWO_CHUNKS}.items():
+        found = pretrain(documents, [*flags, *te, *extra], tmp_path / name, 2, 3, te=True)
+        assert "transformer_engine.pytorch.module.layernorm" in found.model_modules
+        assert ("megatron_lancet.model.attention.te" in found.model_modules) == (extra is TWO_CHUNKS)
+        for figure in COMPARED:
+            assert found.series(figure) == pytest.approx(expected.series(figure), rel=TOLERANCE), (name, figure)
+        assert validation_losses(found) == pytest.approx(validation_losses(expected), rel=TOLERANCE)
+
+
 def test_comparison_detects_attention_across_documents(run, with_mask):
     joined = run(STOCK, 1)
     for name in ("lm loss", "grad norm"):
