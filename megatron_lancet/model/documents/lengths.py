@@ -110,8 +110,11 @@ class Documents:
             parts = [part for sample in self.parts(first, stop) for part in sample]
             queries = [part.stop - part.first for part in parts]
             keys = [part.stop - part.start for part in parts]
-            ends = (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (queries, keys))
-            return Bounds(*(to_device(one, device) for one in ends), max(queries), max(keys))
+            of_queries, of_keys = (
+                to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+                for lengths in (queries, keys)
+            )
+            return Bounds(of_queries, of_keys, max(queries), max(keys))
 
         return self.once(("bounds", first, stop, device), make)
 

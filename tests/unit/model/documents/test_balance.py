@@ -1,5 +1,8 @@
 """The balancing loss with a document as a sequence, beside stock on documents as samples."""
 
+import itertools
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -91,42 +94,44 @@ def test_loss_per_sample_is_stocks_to_the_bit(auxiliary_loss):
     assert all(ours.equal(stocks) for ours, stocks in zip(*found, strict=True))
 
 
+@contextmanager
+def on_rank(context_rank, tensor_rank):
+    with (
+        replaced(packed.parallel_state, "get_context_parallel_rank", lambda: context_rank),
+        replaced(packed.parallel_state, "get_tensor_model_parallel_rank", lambda: tensor_rank),
+    ):
+        yield
+
+
 @pytest.mark.parametrize(("tensor_size", "context_size"), [(2, 1), (1, 2), (2, 2), (4, 1)])
 def test_losses_of_ranks_add_up_to_that_of_the_whole(one_rank, tensor_size, context_size):
     documents, num_experts, topk = Documents(SAMPLES, are_sequences=True), 4, 2
-    generator = torch.Generator().manual_seed(2)
-    scores = torch.rand(16, len(SAMPLES), num_experts, generator=generator)
+    scores = torch.rand(16, len(SAMPLES), num_experts, generator=torch.Generator().manual_seed(2))
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(topk).indices, True)
-    config = transformer_config(**SETTINGS)
-    flat = (scores.view(-1, num_experts), chosen.view(-1, num_experts))
-    whole = balance.balancing_loss(*flat, documents, config, torch.distributed.group.WORLD, COEFF)
-
+    config, num_chosen = transformer_config(**SETTINGS), list[torch.Tensor]()
+    tokens = scores.view(-1, num_experts), chosen.view(-1, num_experts)
+    whole = balance.balancing_loss(tokens[0], tokens[1], documents, config, torch.distributed.group.WORLD, COEFF)
     config.tensor_model_parallel_size, config.context_parallel_size = tensor_size, context_size
     config.sequence_parallel = tensor_size > 1
-    own, losses, num_chosen = [], [], []
 
-    def loss(reduce):
-        with replaced(balance, "reduce_from_tensor_model_parallel_region", reduce):
-            return balance.balancing_loss(*own[-1], documents, config, None, COEFF)
+    def own_loss(sum_over_ranks):
+        ranges = balance.ranges_on_rank(16, config)
+        own = [torch.cat([tensor[first:stop] for first, stop in ranges]) for tensor in (scores, chosen)]
+        own = [tensor.reshape(-1, num_experts) for tensor in own]
+        assert len(own[0]) == len(tokens[0]) / (tensor_size * context_size)
+        with replaced(balance, "reduce_from_tensor_model_parallel_region", sum_over_ranks):
+            return balance.balancing_loss(own[0], own[1], documents, config, None, COEFF)
 
-    for context_rank in range(context_size):
-        for tensor_rank in range(tensor_size):
-            with (
-                replaced(packed.parallel_state, "get_context_parallel_rank", lambda rank=context_rank: rank),
-                replaced(packed.parallel_state, "get_tensor_model_parallel_rank", lambda rank=tensor_rank: rank),
-            ):
-                ranges = balance.ranges_on_rank(16, config)
-                parts = [torch.cat([tensor[first:stop] for first, stop in ranges]) for tensor in (scores, chosen)]
-                own.append([part.reshape(-1, num_experts) for part in parts])
-                losses.append(loss(lambda counts, group: (num_chosen.append(counts), counts)[1]))
-    totals, losses = sum(num_chosen), []
-    for index in range(context_size * tensor_size):
-        context_rank, tensor_rank = divmod(index, tensor_size)
-        own.append(own[index])
-        with (
-            replaced(packed.parallel_state, "get_context_parallel_rank", lambda rank=context_rank: rank),
-            replaced(packed.parallel_state, "get_tensor_model_parallel_rank", lambda rank=tensor_rank: rank),
-        ):
-            losses.append(loss(lambda counts, group: totals))
-    assert sum(len(rows) for rows, _ in own[: context_size * tensor_size]) == 32
+    def note(counts, group):
+        num_chosen.append(counts)
+        return counts
+
+    ranks = list(itertools.product(range(context_size), range(tensor_size)))
+    for rank in ranks:
+        with on_rank(*rank):
+            own_loss(note)
+    losses = []
+    for rank in ranks:
+        with on_rank(*rank):
+            losses.append(own_loss(lambda counts, group: sum(num_chosen)))
     torch.testing.assert_close(sum(losses), whole)

@@ -17,8 +17,9 @@ HEADS, GROUPS, KEY, VALUE = 4, 2, 6, 5
 SAMPLES = ((5, 1, 3, 7), (2, 14), (16,))
 
 
-def masked(query, key, value, samples):
+def masked(inputs, samples):
     """Attention [s, b, n * v] to a document's earlier positions, by a mask; queries are the last positions."""
+    query, key, value = inputs
     num_positions, first = key.size(0), key.size(0) - query.size(0)
     of_document = torch.stack([torch.arange(len(one)).repeat_interleave(torch.tensor(one)) for one in samples])
     allowed = (of_document[:, :, None] == of_document[:, None])[:, :num_positions, :num_positions].tril()
@@ -86,8 +87,8 @@ def test_parts_of_all_chunks_are_all_positions_once(lengths, data):
 def test_attention_by_document_equals_attention_with_a_mask(one_rank, samples, first, stop):
     core, documents = attention(samples)
     inputs = tensors(first, stop)
-    found = attend_by_document(documents, *inputs, core._attend_with_mask)
-    expected = masked(*inputs, samples)
+    found = attend_by_document(documents, *inputs, attend=core._attend_with_mask)
+    expected = masked(inputs, samples)
     torch.testing.assert_close(found, expected)
     grad = torch.randn_like(expected)
     pairs = (torch.autograd.grad(output, inputs, grad) for output in (found, expected))
@@ -117,8 +118,8 @@ def test_one_kernel_for_all_documents_gets_what_it_documents(one_rank, first, st
     core, documents = attention(SAMPLES)
     inputs = tensors(first, stop, value_channels=value_channels)
     with replaced(sdpa, "varlen_attn", varlen_reference):
-        found = core._attend_to_documents(*inputs, documents)
-    torch.testing.assert_close(found, masked(*inputs, SAMPLES))
+        found = core._attend_to_documents(*inputs, documents=documents)
+    torch.testing.assert_close(found, masked(inputs, SAMPLES))
 
 
 def test_the_kernel_takes_these_arguments(one_rank):
@@ -128,5 +129,5 @@ def test_the_kernel_takes_these_arguments(one_rank):
     core, documents = attention(SAMPLES)
     with FakeTensorMode():
         inputs = [tensor.detach().bfloat16() for tensor in tensors(7, 12)]
-        found = core._attend_to_documents(*inputs, documents)
+        found = core._attend_to_documents(*inputs, documents=documents)
     assert found.shape == (5, len(SAMPLES), HEADS * VALUE)
