@@ -11,6 +11,7 @@ from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
 from megatron_lancet.schedule.chunk_sizes import most_chunks, multiple_along
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
+from megatron_lancet.training.plan.attention import DOCUMENTS_FLAG
 from megatron_lancet.training.plan.dispatch import allowed_dispatches, allowed_tiles
 from megatron_lancet.training.plan.pairing import allowed_pairing
 
@@ -63,7 +64,7 @@ def sequence_blockers(args: argparse.Namespace, config: LancetConfig, overlap_ra
     if args.context_parallel_size > 1:
         yield "--context-parallel-size"
     if args.reset_attention_mask:
-        yield "--reset-attention-mask"
+        yield f"--reset-attention-mask (use {DOCUMENTS_FLAG} in its place)"
     yield from sdpa_blockers(args)
     if config.attention is AttentionChoice.STOCK:
         yield "--lancet-attention stock"

@@ -37,6 +37,11 @@ def normalize_args(args: argparse.Namespace, config: LancetConfig) -> list[str]:
             "--cross-entropy-fusion-impl is native instead of te: this Megatron does not trust Transformer Engine's, "
             "and both compute the same loss"
         )
+    if args.dataloader_inter_document_masking and args.reset_attention_mask:
+        args.reset_attention_mask = False
+        lines.append(
+            "--reset-attention-mask is off: --dataloader-inter-document-masking keeps documents apart without a mask"
+        )
     positions, length = args.max_position_embeddings, args.seq_length
     kind = "rope" if args.use_rotary_position_embeddings else args.position_embedding_type
     if positions and length and positions < length and kind != _LEARNED_POSITIONS:

@@ -256,7 +256,7 @@ RETIRED: tuple[Unsupported, ...] = (
 OTHER_TASKS: tuple[Unsupported, ...] = (
     Unsupported("--sft --fim-data", None, "other data"),
     Unsupported("--hybrid-context-parallel", Topic.PARALLELISM, "packed sequences"),
-    Unsupported("--dataloader-inter-document-masking --perform-rl-step", None, "other data"),
+    Unsupported("--perform-rl-step", None, "other data"),
     Unsupported("--logits-save-dir --logits-load-dir", None, "another kind of run"),
     Unsupported("--yaml-cfg --per-dataset-sequences-path", None, "another kind of run"),
 )
