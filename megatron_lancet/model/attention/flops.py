@@ -8,7 +8,7 @@ _ATTENTION, _EXPERTS, _MLP = "*", "E", "-"
 """Layers of one part, by their symbol in ``--hybrid-layer-pattern``."""
 
 
-def tokens_per_pair(settings: Any, vocab_size: int) -> float:
+def tokens_per_pair(settings: Any, vocab_size: int, hybrid_layer_pattern: str | None = None) -> float:
     """Cost of a position's attention to one other, in units of all other work on one token.
 
     Both are counted in multiply-adds of matrix products in the forward pass; the backward pass has twice as many of
@@ -17,9 +17,10 @@ def tokens_per_pair(settings: Any, vocab_size: int) -> float:
     Args:
         settings: Megatron's arguments, or the configuration that was made of them.
         vocab_size: columns of the output layer, over all ranks.
+        hybrid_layer_pattern: of a hybrid model; None for a GPT.
     """
     per_token, per_pair = vocab_size * settings.hidden_size, 0
-    for part, number in _num_parts(settings).items():
+    for part, number in _num_parts(settings, hybrid_layer_pattern).items():
         if part == _ATTENTION:
             per_token += number * _attention_weights(settings)
             per_pair += number * _attention_per_pair(settings)
@@ -30,10 +31,9 @@ def tokens_per_pair(settings: Any, vocab_size: int) -> float:
     return per_pair / per_token
 
 
-def _num_parts(settings: Any) -> Counter[str]:
+def _num_parts(settings: Any, pattern: str | None) -> Counter[str]:
     """Number of layers, or of halves of layers, with each part."""
-    pattern: str | None = getattr(settings, "hybrid_layer_pattern", None)
-    if pattern:
+    if pattern is not None:
         return Counter(symbol for symbol in pattern if symbol in (_ATTENTION, _EXPERTS, _MLP))
     has_experts = _layers_with_experts(settings)
     has_experts += has_experts[-1:] * (settings.mtp_num_layers or 0)
