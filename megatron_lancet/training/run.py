@@ -174,6 +174,7 @@ class OverlappedRun:
             locality=choice.locality,
             prepared=None if choice.placements is None else partial(apply_placement, placements=choice.placements),
             max_expert_rows=config.max_received_rows if isinstance(config.max_received_rows, int) else None,
+            documents=args.dataloader_inter_document_masking,
         )
         self._profile = ProfileToFile(args, config, self.setup, device) if profiles else None
         if choice.is_tuned:
@@ -199,6 +200,7 @@ class OverlappedRun:
     def enter(self, stack: ExitStack) -> None:
         """Change Megatron for the length of ``stack``."""
         stack.enter_context(patches.dropped_outputs())
+        stack.enter_context(patches.predictions_in_documents())
         if self._has_locality_loss:
             stack.enter_context(patches.logged_losses([LOSS_NAME]))
         stack.enter_context(paired_schedules(lambda: self.setup.stages))

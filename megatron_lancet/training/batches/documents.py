@@ -23,7 +23,8 @@ class DocumentBatch:
     Attributes:
         tensors: [B, s] each, those of :data:`DTYPES` that the pipeline stage reads. ``position_ids`` begin with 0 in
             each document, ``loss_mask`` is 1 where a token counts.
-        bounds: [documents + 1] int32, where documents begin in the samples laid end to end: 0 ... B * S, no repeats.
+        bounds: [documents + 1] int32, where documents begin in the samples laid end to end: 0 ... B * S, no repeats. On
+            the host until the samples are laid end to end: the block needs numbers, Megatron's layers a tensor.
         num_samples: B.
         num_positions: S; the ranks of a context-parallel group hold so many together.
         longest: positions of the longest document.
@@ -66,8 +67,8 @@ class DocumentBatch:
 
     @property
     def on_device(self) -> "DocumentBatch":
-        """The same batch on Megatron's device."""
-        return replace(self.map(_to_device), bounds=_to_device(self.bounds))
+        """The batch with its tensors [B, s] on Megatron's device."""
+        return self.map(_to_device)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DocumentBatch":
         """The batch with each of its tensors [B, s] replaced by what ``function`` makes of it."""
@@ -76,7 +77,7 @@ class DocumentBatch:
     @property
     def end_to_end(self) -> "DocumentBatch":
         """The samples laid end to end, [1, B * s] each: what Megatron's own layers take."""
-        return self.map(lambda tensor: tensor.reshape(1, -1))
+        return replace(self.map(lambda tensor: tensor.reshape(1, -1)), bounds=_to_device(self.bounds))
 
     def packed_seq_params(self, by_document: bool) -> PackedSeqParams:
         """The bounds of documents as Megatron's models take them.

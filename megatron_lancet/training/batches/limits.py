@@ -34,6 +34,11 @@ def check_documents(args: argparse.Namespace, config: LancetConfig) -> None:
             "layers expect documents that are multiples of 2 x context parallel size. Run with a plan, or use "
             "--reset-attention-mask --reset-position-ids with local layers."
         )
+    if context > 1 and args.mtp_num_layers:
+        raise UsageError(
+            f"--mtp-num-layers does not work with {DOCUMENTS_FLAG} and --context-parallel-size {context}: Megatron "
+            "shifts each document as if it were cut over the ranks by itself. Drop one of the three."
+        )
     _check_own_script(args)
 
 

@@ -74,18 +74,20 @@ def _broadcast(batch: DocumentBatch | None, names: tuple[str, ...], group: dist.
     device, source = torch.cuda.current_device(), parallel_state.get_tensor_model_parallel_src_rank()
     if batch is not None:
         sizes = [batch.num_samples, batch.num_positions, batch.longest, batch.bounds.numel()]
-        dist.broadcast(torch.tensor(sizes, device=device), source, group)
-    else:
-        received = torch.empty(_NUM_SIZES, dtype=torch.int64, device=device)
-        dist.broadcast(received, source, group)
-        num_samples, num_positions, longest, num_bounds = received.tolist()
-        shape = num_samples, num_positions
-        tensors = {name: torch.empty(shape, dtype=DTYPES[name], device=device) for name in DTYPES if name in names}
-        bounds = torch.empty(num_bounds, dtype=torch.int32, device=device)
-        batch = DocumentBatch(tensors, bounds, num_samples, num_positions, longest)
-    for tensor in (batch.bounds, *batch.tensors.values()):
+        for sent in (torch.tensor(sizes, device=device), batch.bounds.to(device), *batch.tensors.values()):
+            dist.broadcast(sent, source, group)
+        return batch
+
+    def received(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(tensor, source, group)
-    return batch
+        return tensor
+
+    num_samples, num_positions, longest, num_bounds = received((_NUM_SIZES,), torch.int64).tolist()
+    bounds = received((num_bounds,), torch.int32).cpu()
+    shape = num_samples, num_positions
+    tensors = {name: received(shape, dtype) for name, dtype in DTYPES.items() if name in names}
+    return DocumentBatch(tensors, bounds, num_samples, num_positions, longest)
 
 
 def check_shares(num_positions: int, context_size: int, sequence_size: int) -> None:

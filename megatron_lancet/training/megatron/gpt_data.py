@@ -159,15 +159,10 @@ def forward_step(
     if isinstance(batch, DocumentBatch):
         if torch.is_grad_enabled():
             update_seqlen_stats_from_cu_seqlens(batch.bounds)  # Megatron's FLOPs of a training step
-        if not _runs_by_plan(model):
-            batch = batch.end_to_end
+        is_ours = isinstance(get_attr_wrapped_model(model, "decoder"), LayersByPlan)
+        batch = batch if is_ours else batch.end_to_end
         further["packed_seq_params"] = batch.packed_seq_params(by_document)
         batch = {key: batch.tensors.get(key) for key in _BATCH_KEYS}
     inputs, loss_mask = (batch["tokens"], batch["position_ids"], batch["attention_mask"]), batch["loss_mask"]
     output = model(*inputs, labels=batch["labels"], loss_mask=loss_mask, **further)
     return output, partial(_loss, cast(torch.Tensor, loss_mask))
-
-
-def _runs_by_plan(model: torch.nn.Module) -> bool:
-    """Whether the layers of this stage run by a plan in this pass, and take samples beside each other."""
-    return torch.is_grad_enabled() and isinstance(get_attr_wrapped_model(model, "decoder"), LayersByPlan)

@@ -19,13 +19,14 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.rerun_state_machine import RerunStateMachine
-from megatron.core.transformer import torch_norm
+from megatron.core.transformer import multi_token_prediction, torch_norm
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from megatron.training import training
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.attention.sdpa import SdpaAttention
+from megatron_lancet.model.mtp import shifted_in_documents
 from megatron_lancet.model.recompute import make_checkpoint
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.runtime.comm_stats import CommStats
@@ -52,6 +53,11 @@ def sequence_parallel_with_torch_norm() -> AbstractContextManager[None]:
 def dropped_outputs() -> AbstractContextManager[None]:
     """Lets the block's layers drop the outputs that ``--recompute-modules`` names, see ``model/recompute.py``."""
     return around(tensor_parallel, "CheckpointWithoutOutput", make_checkpoint)
+
+
+def predictions_in_documents() -> AbstractContextManager[None]:
+    """Lets multi-token prediction shift tokens and labels inside the documents of several samples."""
+    return around(multi_token_prediction, "roll_tensor", shifted_in_documents)
 
 
 def bounded_expert_groups(max_ctas: int | None) -> AbstractContextManager[None]:

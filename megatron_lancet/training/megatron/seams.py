@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import torch_norm
+from megatron.core.transformer import multi_token_prediction, torch_norm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -64,6 +64,7 @@ _MODEL: tuple[Seam, ...] = (
     (TransformerLayer, "_forward_attention", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
     (TransformerLayer, "_forward_mlp", ("hidden_states",)),
     (MultiTokenPredictionBlock, "forward", ("hidden_states",)),
+    (multi_token_prediction, "roll_tensor", ("tensor", "shifts", "dims", "cp_group", "packed_seq_params")),
     (MultiTokenPredictionLayer, "_checkpointed_forward", ("hidden_states", "decoder_input")),
     (
         MultiTokenPredictionLayer,
