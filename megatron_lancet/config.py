@@ -287,10 +287,10 @@ class LancetConfig(CheckedFlags):
     bins: BinsChoice | None = flag(
         None,
         **words(BinsChoice, none_word="off"),
-        help="documents are samples of their own length. balanced: the samples of a step are dealt to the micro-batches "
-        "of all ranks, so that micro-batches which run at the same time take equally long, and packed. first-fit: each "
-        "rank packs its own samples. padded: samples of like length beside each other, padded to the longest. off "
-        "(default): Megatron's samples, all of --seq-length.",
+        help="each document is a sample of its own length. balanced: the samples of a step are dealt to the "
+        "micro-batches of all ranks, so that those which run at the same time take equally long, and packed. "
+        "first-fit: each rank packs its own samples. padded: samples of like length beside each other, padded to the "
+        "longest. off (default): Megatron's samples, all of --seq-length.",
     )
     bins_max_tokens: int | None = flag(
         None,

@@ -33,16 +33,17 @@ def packed(documents: Sequence[Document], multiple: int, at_least: int) -> Batch
     """Documents one after the other in a single sample, whose bounds they are.
 
     Args:
-        multiple: the positions are filled up to a multiple of this number; what fills is a document without labels.
+        multiple: the positions are filled up to a multiple of this number; what fills is a document without labels,
+            all of whose positions are 0: it may be longer than any document.
         at_least: fewest positions, a multiple of ``multiple``.
     """
-    sizes = [document.num_positions for document in documents]
-    num_fill = max(-(-sum(sizes) // multiple) * multiple, at_least) - sum(sizes)
-    sizes += [num_fill] if num_fill else []
+    in_use = [document.num_positions for document in documents]
+    num_fill = max(-(-sum(in_use) // multiple) * multiple, at_least) - sum(in_use)
+    sizes = [*in_use, num_fill] if num_fill else in_use
     bounds = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return {
         **_stacked([documents], int(bounds[-1])),
-        "position_ids": torch.cat([torch.arange(size) for size in sizes])[None],
+        "position_ids": torch.cat([*map(torch.arange, in_use), torch.zeros(num_fill, dtype=torch.int64)])[None],
         "cu_seqlens": bounds[None],
         "max_seqlen": torch.tensor([max(sizes)], dtype=torch.int32),
     }
@@ -55,7 +56,7 @@ def padded(documents: Sequence[Document], multiple: int, at_least: int) -> Batch
     rows = len(documents)
     return {
         **_stacked([[document] for document in documents], num_positions),
-        "position_ids": torch.arange(num_positions).repeat(rows, 1),
+        "position_ids": torch.arange(num_positions).clamp(max=longest - 1).repeat(rows, 1),
         "cu_seqlens": torch.tensor([[0, num_positions]], dtype=torch.int32).repeat(rows, 1),
         "max_seqlen": torch.full((rows,), num_positions, dtype=torch.int32),
     }

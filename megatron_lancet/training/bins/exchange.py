@@ -25,7 +25,7 @@ class Exchange:
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """Number of this rank in the group."""
         return self.group.rank()
 
     def positions_of_all(self, documents: Sequence[Document]) -> list[list[int]]:

@@ -10,11 +10,11 @@ from megatron_lancet.model.attention.flops import tokens_per_pair
 from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.training.bins.step import BinSettings
-from megatron_lancet.training.plan.support import OWN_SPEC
+from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap
 
 FLAG = "--lancet-bins"
-_MOST_CHUNKS = 64
-"""Chunks for which a bin has enough positions, unless the user asks for more."""
+_MOST_CHUNKS = 8
+"""Chunks for which a bin has enough positions where the planner chooses their number."""
 
 
 def check_bins(args: argparse.Namespace, config: LancetConfig) -> None:
@@ -28,7 +28,9 @@ def check_bins(args: argparse.Namespace, config: LancetConfig) -> None:
     if config.bins is None:
         for flag, value in (("max-tokens", config.bins_max_tokens), ("cost", config.bins_cost)):
             if value is not None:
-                raise UsageError(f"{FLAG}-{flag} {value:g} is for {FLAG}, which is off. Drop it, or pass {FLAG} balanced.")
+                raise UsageError(
+                    f"{FLAG}-{flag} {value:g} is for {FLAG}, which is off. Drop it, or pass {FLAG} balanced."
+                )
         return
     for found, why, advice in _blockers(args):
         raise UsageError(f"{FLAG} {config.bins} does not work with {found}: {why}. {advice}")
@@ -89,19 +91,23 @@ def bin_settings(args: argparse.Namespace, config: LancetConfig) -> BinSettings 
     if config.bins is None:
         return None
     ratio = config.bins_cost
+    if ratio is None:
+        sizes = argparse.Namespace(**{**vars(args), "num_moe_experts": args.num_experts})
+        ratio = tokens_per_pair(sizes, args.padded_vocab_size, args.hybrid_layer_pattern)
     multiple = _multiple(args)
+    num_chunks = (config.num_chunks or _MOST_CHUNKS) if may_overlap(args, config) else 1
     bound = config.bins_max_tokens or args.seq_length
     return BinSettings(
         config.bins,
-        DocumentCost(tokens_per_pair(args, args.padded_vocab_size) if ratio is None else ratio),
+        DocumentCost(ratio),
         -(-bound // multiple) * multiple,
         multiple,
-        multiple * max(_MOST_CHUNKS, config.num_chunks or 1),
+        multiple * num_chunks,
         args.pipeline_model_parallel_size,
     )
 
 
-def bins_note(settings: BinSettings, num_bins: int) -> str:
+def bins_note(settings: BinSettings) -> str:
     """What the user is told of the bins of a run at its start."""
     how = {
         BinsChoice.BALANCED: "dealt over all ranks by predicted time and packed",
@@ -109,6 +115,6 @@ def bins_note(settings: BinSettings, num_bins: int) -> str:
         BinsChoice.PADDED: "dealt over all ranks by length and padded",
     }[settings.choice]
     return (
-        f"{num_bins} a rank and step, of at most {settings.max_tokens} tokens, documents {how}; attention to a position "
-        f"counts as {settings.cost.tokens_per_pair:.3g} tokens"
+        f"documents {how}, at most {settings.max_tokens} tokens in a micro-batch; attention to a position counts as "
+        f"{settings.cost.tokens_per_pair:.3g} tokens"
     )

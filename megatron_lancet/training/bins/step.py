@@ -8,7 +8,15 @@ from statistics import fmean
 import torch
 
 from megatron_lancet.config import BinsChoice
-from megatron_lancet.schedule.documents.bins import Dealing, Prediction, balanced, bin_tokens, first_fit, padded, predicted
+from megatron_lancet.schedule.documents.bins import (
+    Dealing,
+    Prediction,
+    balanced,
+    bin_tokens,
+    first_fit,
+    padded,
+    predicted,
+)
 from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.training.bins import batches
 from megatron_lancet.training.bins.batches import Batch, Document

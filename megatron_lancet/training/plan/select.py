@@ -8,6 +8,7 @@ from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 from megatron_lancet.training.batches.limits import check_documents
+from megatron_lancet.training.bins.limits import check_bins
 from megatron_lancet.training.plan.attention import check_attention
 from megatron_lancet.training.plan.dispatch import FLAG as DISPATCH_FLAG
 from megatron_lancet.training.plan.dispatch import (
@@ -45,6 +46,7 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
     """
     check_attention(args, config)
     check_documents(args, config)
+    check_bins(args, config)
     ranks_per_node(args, config)  # refuses a wrong number, also where no message depends on it
     if isinstance(config.plan, Path):
         plan = plan_from_file(config.plan, args, config)

@@ -314,6 +314,11 @@ def refuse_other_tasks(args: argparse.Namespace) -> None:
             raise UsageError(f"{flag} is not supported by pretrain_gpt_moe.py: it pretrains on plain text.")
 
 
+def has_bins(args: argparse.Namespace) -> bool:
+    """Whether samples are documents that are dealt to bins; Megatron's own script does not know the flag."""
+    return getattr(args, "lancet_bins", "off") != "off"
+
+
 def has_all_to_alls(args: argparse.Namespace) -> bool:
     """Whether the model has all-to-alls of expert parallelism."""
     has_experts = hybrid_pattern(args) is None or Symbols.MOE in (hybrid_pattern(args) or "")
