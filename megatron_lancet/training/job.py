@@ -18,6 +18,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.training import arguments
+from megatron_lancet.training.batches.limits import shapes_vary
 from megatron_lancet.training.bins.limits import bins_note
 from megatron_lancet.training.checkpoint.ep_resize import check_checkpoint
 from megatron_lancet.training.checkpoint.load_save import Checkpoints, check_before_start
@@ -61,9 +62,10 @@ def run_job(device: torch.device, status: RankStatus, datasets: Callable[..., An
     note = one_connection_note(device) if choice.plan is not None else None
     if note is not None:
         say(f"Megatron-Lancet environment: {note}")
+    # Megatron's validation has set it to False; stages then tell each other the shape of each message.
+    varies = choice.bins is not None or shapes_vary(args, choice.plan is not None)
+    args.variable_seq_lengths = args.pipeline_model_parallel_size > 1 and varies
     stop = StopRequest(status, device) if saves_on_sigterm(args, config) else None
-    # Stages of a pipeline tell each other the size of each micro-batch.
-    args.variable_seq_lengths = choice.bins is not None and args.pipeline_model_parallel_size > 1
     with arguments.megatrons_refusals():
         model_config = model_config_from_args(args)
         run_config = pretrain_cfg_container_from_args(args, model_config)

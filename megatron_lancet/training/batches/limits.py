@@ -42,6 +42,17 @@ def check_documents(args: argparse.Namespace, config: LancetConfig) -> None:
     _check_own_script(args)
 
 
+def shapes_vary(args: argparse.Namespace, has_plan: bool) -> bool:
+    """Whether pipeline stages send each other hidden states in other shapes than [--seq-length, --micro-batch-size, H].
+
+    Megatron's own layers take samples laid end to end, and send them on in this way.
+
+    Args:
+        has_plan: whether the layers are the overlapping ones.
+    """
+    return bool(args.dataloader_inter_document_masking) and not has_plan and args.micro_batch_size > 1
+
+
 def _check_own_script(args: argparse.Namespace) -> None:
     """Megatron's own pretrain_gpt.py lays the samples of a micro-batch end to end before it shares them out.
 
@@ -54,10 +65,13 @@ def _check_own_script(args: argparse.Namespace) -> None:
         f"--context-parallel-size {args.context_parallel_size}": args.context_parallel_size > 1,
         f"--sequence-parallel and --micro-batch-size {args.micro_batch_size}": args.sequence_parallel
         and args.micro_batch_size > 1,
+        # Megatron would give later stages the hidden states in the shape of samples beside each other.
+        f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} and --micro-batch-size "
+        f"{args.micro_batch_size}": args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1,
     }
     for blocker, is_set in blockers.items():
         if is_set:
             raise UsageError(
                 f"{DOCUMENTS_FLAG} does not work with {blocker} in Megatron's own script, which lays the samples of a "
-                "micro-batch end to end and then cuts them. Start it with pretrain_gpt_moe.py, or drop one of them."
+                "micro-batch end to end. Start it with pretrain_gpt_moe.py, or drop one of them."
             )
