@@ -10,7 +10,7 @@ from megatron_lancet.model.attention.flops import tokens_per_pair
 from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.training.bins.step import BinSettings
-from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap
+from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap, micro_batch_shape
 
 FLAG = "--lancet-bins"
 _MOST_CHUNKS = 8
@@ -96,7 +96,7 @@ def bin_settings(args: argparse.Namespace, config: LancetConfig) -> BinSettings 
         ratio = tokens_per_pair(sizes, args.padded_vocab_size, args.hybrid_layer_pattern)
     multiple = _multiple(args)
     num_chunks = (config.num_chunks or _MOST_CHUNKS) if may_overlap(args, config) else 1
-    bound = config.bins_max_tokens or args.seq_length
+    _, bound = micro_batch_shape(args)
     return BinSettings(
         config.bins,
         DocumentCost(ratio),
