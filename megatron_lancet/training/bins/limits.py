@@ -14,7 +14,7 @@ from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap, micro_b
 
 FLAG = "--lancet-bins"
 _MOST_CHUNKS = 8
-"""Chunks for which a bin has enough positions where the planner chooses their number."""
+"""Chunks for which a bin has enough positions where the user does not give their number: a planner's choice."""
 
 
 def check_bins(args: argparse.Namespace, config: LancetConfig) -> None:
