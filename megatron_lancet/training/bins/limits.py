@@ -92,7 +92,9 @@ def bin_settings(args: argparse.Namespace, config: LancetConfig) -> BinSettings 
         return None
     ratio = config.bins_cost
     if ratio is None:
-        sizes = argparse.Namespace(**{**vars(args), "num_moe_experts": args.num_experts})
+        # As Megatron makes its configuration of a model from them.
+        groups = args.num_query_groups if args.group_query_attention else None
+        sizes = argparse.Namespace(**{**vars(args), "num_moe_experts": args.num_experts, "num_query_groups": groups})
         ratio = tokens_per_pair(sizes, args.padded_vocab_size, args.hybrid_layer_pattern)
     multiple = _multiple(args)
     num_chunks = (config.num_chunks or _MOST_CHUNKS) if may_overlap(args, config) else 1
