@@ -10,9 +10,11 @@ from itertools import accumulate
 
 import torch
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.model.attention.prefix import Prefix
 from megatron_lancet.model.documents.lengths import Documents
 from megatron_lancet.model.documents.packed import PackedMicroBatch
+from megatron_lancet.schedule.chunk_sizes import most_chunks
 from megatron_lancet.schedule.documents.cuts import cut_sizes
 from megatron_lancet.schedule.plan import ChunkDim, Segment
 
@@ -85,6 +87,9 @@ def split_hidden(
 
     Args:
         documents: those by whose cost attention's chunks are cut; None for chunks of equal sizes.
+
+    Raises:
+        UsageError: the documents make fewer positions or samples than there are chunks.
     """
     if segment.num_chunks == 1:
         return [hidden_SBH]
@@ -95,6 +100,12 @@ def split_hidden(
 
 
 def _chunk_sizes(size: int, segment: Segment, documents: Documents | None) -> list[int]:
+    if documents is not None and segment.num_chunks > most_chunks(size, segment.chunk_multiple):
+        units = "positions" if segment.chunk_dim is ChunkDim.SEQUENCE else "samples"
+        raise UsageError(
+            f"a micro-batch of documents has {size} {units}, which make no {segment.num_chunks} chunks of multiples of "
+            f"{segment.chunk_multiple}. Use fewer chunks, the other --lancet-chunk-dim or longer micro-batches."
+        )
     if documents is None or documents.cost is None or segment.chunk_dim is ChunkDim.BATCH:
         return segment.chunk_sizes(size)
     return cut_sizes(documents.lengths, segment.num_chunks, documents.cost, segment.chunk_multiple)

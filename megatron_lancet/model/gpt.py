@@ -125,7 +125,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
         if block.uses_sdpa_everywhere or any(map(_needs_sdpa, its_segments))
     }
     for attention in prefixed:
-        attention.check()
+        attention.check(block.takes_documents and any(map(_needs_sdpa, attentions[attention])))
     assert plan.dispatch is not Dispatch.TWO_HOP or block.comm.nodes is not None, "two hops have no connections here"
     store = block.comm.store
     needs_store = plan.dw_policy is not DwPolicy.NONE or (plan.has_tiles and not block.overlaps_evaluation)
@@ -151,10 +151,8 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
 def _prepare_for_documents(model: LanguageModel) -> None:
     block = model.decoder
     block.takes_documents = True
-    # With padding to capacity all ranks' messages have the size that follows from their own tokens.
-    if not model.config.moe_pad_expert_input_to_capacity:
-        pattern = model.hybrid_layer_pattern if isinstance(model, HybridModel) else None
-        block.document_cost = DocumentCost(tokens_per_pair(model.config, model.vocab_size, pattern))
+    pattern = model.hybrid_layer_pattern if isinstance(model, HybridModel) else None
+    block.document_cost = DocumentCost(tokens_per_pair(model.config, model.vocab_size, pattern))
     for layer in overlapping_layers(model):
         if layer.attention is not None:
             layer.attention.begin_documents()

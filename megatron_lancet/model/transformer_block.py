@@ -98,7 +98,7 @@ class LayersByPlan:
         following: the op after its last layer; None where that is on the next stage.
         overlaps_evaluation: whether forward passes without gradients run by the plan, too.
         takes_documents: whether all attentions are prepared for packed documents.
-        document_cost: what positions of documents cost; None where sequence chunks have equal sizes.
+        document_cost: what positions of documents cost; None where there are none.
     """
 
     overlaps_evaluation: bool = False

@@ -63,7 +63,12 @@ from tests.te_cpu.optimizers import (  # noqa: F401
     multi_tensor_sgd,
     multi_tensor_unscale_l2norm,
 )
-from tests.te_cpu.rows import fused_multi_row_padding, fused_multi_row_unpadding  # noqa: F401
+from tests.te_cpu.rows import (  # noqa: F401
+    convert_bshd_to_thd,
+    convert_thd_to_bshd,
+    fused_multi_row_padding,
+    fused_multi_row_unpadding,
+)
 from tests.te_cpu.softmax import (  # noqa: F401
     scaled_aligned_causal_masked_softmax_backward,
     scaled_aligned_causal_masked_softmax_forward,

@@ -1,4 +1,6 @@
-"""Padding of the rows of each expert to what fp8 GEMMs want: ``csrc/extensions/padding.cpp``."""
+"""Padding of rows: each expert's to what fp8 GEMMs want (``csrc/extensions/padding.cpp``), and sequences of several
+lengths (``csrc/extensions/attention.cpp``).
+"""
 
 from collections.abc import Sequence
 
@@ -22,3 +24,17 @@ def fused_multi_row_unpadding(
     parts = zip(input.split(list(input_row_list)), output.split(list(unpadded_input_row_list)), strict=True)
     for padded, rows in parts:
         rows.copy_(padded[: len(rows)])
+
+
+def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, max_seq_len: int) -> torch.Tensor:
+    """[b, max_seq_len, ...] of sequences one behind the other, each followed by zeros."""
+    padded = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
+    for sequence, rows in zip(padded, tensor.tensor_split(cu_seqlens[1:].tolist())[:b], strict=True):
+        sequence[: len(rows)].copy_(rows)
+    return padded
+
+
+def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) -> torch.Tensor:
+    """The first rows of each sequence, [t, ...], one sequence behind the other."""
+    rows = [sequence[:length] for sequence, length in zip(tensor, cu_seqlens.diff().tolist(), strict=True)]
+    return torch.cat(rows)[:t]

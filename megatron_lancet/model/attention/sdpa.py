@@ -139,8 +139,8 @@ class SdpaAttention(DotProductAttention):
         assert packed.cu_seqlens_q is not None
         assert self.config.context_parallel_size == 1, "refused before the model was built"
         documents = Documents((tuple(packed.cu_seqlens_q.diff().tolist()),))
-        one_sample = (tensor.unsqueeze(1) for tensor in (query, key, value))
-        return self._attend(*one_sample, None, documents).squeeze(1)
+        query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        return self._attend(query, key, value, None, documents).squeeze(1)
 
     def _attend_to_documents(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents

@@ -83,21 +83,32 @@ class SwitchableAttention:
         Raises:
             UsageError: its kernel does not take them.
         """
-        if self._is_te:
+        config = self._attention.config
+        if self._is_te and config.context_parallel_size > 1:
             raise UsageError(
-                "packed documents do not work with Transformer Engine's attention in chunks yet. Pass "
-                "--transformer-impl local, or --lancet-plan off."
+                "packed documents do not work with Transformer Engine's attention and --context-parallel-size "
+                f"{config.context_parallel_size}: it expects each document cut over the ranks, and samples are. Pass "
+                "--transformer-impl local."
             )
         # Positions differ from sample to sample, which the fused kernel of the rotary embedding does not take.
-        if self._attention.config.apply_rope_fusion:
-            self._attention.config = copy(self._attention.config)
+        if config.apply_rope_fusion:
+            self._attention.config = copy(config)
             self._attention.config.apply_rope_fusion = False
 
-    def check(self) -> None:
+    def check(self, cuts_documents: bool) -> None:
         """
+        Args:
+            cuts_documents: whether sequence chunks may cut packed documents.
+
         Raises:
             UsageError: the attention needs something that the kernel for sequence chunks lacks.
         """
+        if self._is_te and cuts_documents:
+            raise UsageError(
+                "sequence chunks of packed documents do not work with Transformer Engine's attention: its kernels for "
+                "several lengths give a document no keys of an earlier chunk. Pass --lancet-chunk-dim batch, or "
+                "--transformer-impl local."
+            )
         for flag in () if self._is_te else sdpa_blockers(self._attention.config):
             raise UsageError(
                 f"{flag} does not work with sequence chunks or --lancet-attention sdpa: the fused kernel lacks it. "
@@ -105,12 +116,11 @@ class SwitchableAttention:
             )
 
     def use_prefixed(self) -> None:
-        """Switches to the core attention that sequence chunks need.
+        """Switches to the core attention that sequence chunks and documents need; :meth:`check` found that it can.
 
         Raises:
-            UsageError: the attention needs something that the kernel lacks, or is of an unknown class.
+            UsageError: the attention is of an unknown class.
         """
-        self.check()
         if not self._is_te:
             self._use_sdpa(self._attention)
         if self._rotary is not None and not isinstance(self._rotary, _PositionedRotary | _PositionedYarnRotary):

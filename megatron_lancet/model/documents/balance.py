@@ -98,7 +98,9 @@ def balancing_loss(
     """
     assert config.sequence_parallel or config.tensor_model_parallel_size == 1, "Megatron refuses it for MoE"
     num_samples, (num_experts, topk) = len(documents.lengths), (scores_TE.size(-1), config.moe_router_topk)
-    parts = DocumentParts.of(documents, ranges_on_rank(documents.num_positions, config), scores_TE.device)
+    ranges = ranges_on_rank(documents.num_positions, config)
+    key = "parts", tuple(ranges), scores_TE.device
+    parts = documents.once(key, lambda: DocumentParts.of(documents, ranges, scores_TE.device))
     num_chosen = reduce_from_tensor_model_parallel_region(parts.sums(map_TE.to(scores_TE.dtype), num_samples), group)
     of_documents = (num_chosen * parts.sums(scores_TE, num_samples)).sum(dim=1) / parts.document_lengths**2
     return of_documents.mean() * (num_experts * coeff / topk)

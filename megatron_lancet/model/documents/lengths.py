@@ -6,7 +6,7 @@ Legend of shapes: S positions of a sequence, B samples, s positions of a chunk.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,7 +58,7 @@ class Documents:
     lengths: tuple[tuple[int, ...], ...]
     are_sequences: bool = False
     cost: DocumentCost | None = None
-    _on_device: dict[object, Bounds] = field(default_factory=dict, compare=False, repr=False)
+    _made: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_positions(self) -> int:
@@ -69,6 +69,13 @@ class Documents:
     def longest(self) -> int:
         """Positions of the longest document."""
         return max(map(max, self.lengths))
+
+    def once[T](self, key: object, make: Callable[[], T]) -> T:
+        """What ``make`` returned at the first call with this key: layers need the same tensors."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
 
     def of_samples(self, first: int, number: int) -> "Documents":
         """The documents of ``number`` samples from sample ``first`` on."""
@@ -98,16 +105,18 @@ class Documents:
 
     def bounds(self, first: int, stop: int, device: torch.device) -> Bounds:
         """Bounds of :meth:`parts` on a device; copied there once, without a wait."""
-        key = first, stop, device
-        if key not in self._on_device:
+
+        def make() -> Bounds:
             parts = [part for sample in self.parts(first, stop) for part in sample]
             queries = [part.stop - part.first for part in parts]
             keys = [part.stop - part.start for part in parts]
-            on_device = [
-                to_device(torch.tensor([0, *accumulate(one)], dtype=torch.int32), device) for one in (queries, keys)
-            ]
-            self._on_device[key] = Bounds(*on_device, max(queries), max(keys))
-        return self._on_device[key]
+            of_queries, of_keys = (
+                to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+                for lengths in (queries, keys)
+            )
+            return Bounds(of_queries, of_keys, max(queries), max(keys))
+
+        return self.once(("bounds", first, stop, device), make)
 
 
 def to_device(on_host: torch.Tensor, device: torch.device) -> torch.Tensor:

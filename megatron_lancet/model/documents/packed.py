@@ -141,7 +141,7 @@ def lengths_of(ends: list[int], num_positions: int, num_tokens: int) -> tuple[tu
         if end < start or sample != last or last >= len(per_sample):
             break
         per_sample[sample].append(end - start)
-    if ends[:1] != [0] or any(sum(lengths) != num_positions for lengths in per_sample):
+    if ends[0] != 0 or ends[-1] != num_tokens or any(sum(lengths) != num_positions for lengths in per_sample):
         raise UsageError(
             f"the documents of a packed micro-batch end at {ends[1:]}, which does not make {len(per_sample)} samples "
             f"of {num_positions} tokens. cu_seqlens_q has the documents of all samples, sample after sample, and a "

@@ -31,8 +31,8 @@ def check_documents(args: argparse.Namespace, config: LancetConfig) -> None:
     if context > 1 and not may_overlap(args, config):
         raise UsageError(
             f"{DOCUMENTS_FLAG} with --context-parallel-size {context} needs the overlapping block: Megatron's own "
-            "layers expect documents that are multiples of 2 x context parallel size. Run with a plan, or use "
-            "--reset-attention-mask --reset-position-ids with local layers."
+            "layers expect documents that are multiples of 2 x context parallel size. Run local layers with a "
+            "plan, or use --reset-attention-mask --reset-position-ids with local layers."
         )
     if context > 1 and args.mtp_num_layers:
         raise UsageError(

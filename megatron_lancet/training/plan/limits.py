@@ -14,7 +14,7 @@ from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 from megatron_lancet.training.plan.attention import DOCUMENTS_FLAG
 from megatron_lancet.training.plan.dispatch import allowed_dispatches, allowed_tiles
 from megatron_lancet.training.plan.pairing import allowed_pairing
-from megatron_lancet.training.plan.support import has_bins, micro_batch_shape
+from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE, has_bins, micro_batch_shape
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ def sequence_blockers(args: argparse.Namespace, config: LancetConfig, overlap_ra
         yield "--context-parallel-size"
     if args.reset_attention_mask:
         yield f"--reset-attention-mask (use {DOCUMENTS_FLAG} in its place)"
+    if args.dataloader_inter_document_masking and args.transformer_impl == TRANSFORMER_ENGINE:
+        yield f"{DOCUMENTS_FLAG} and Transformer Engine's attention"
     yield from sdpa_blockers(args)
     if config.attention is AttentionChoice.STOCK:
         yield "--lancet-attention stock"

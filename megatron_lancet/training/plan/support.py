@@ -115,7 +115,7 @@ _NO_USERBUFFERS = "drop it, userbuffers hold whole micro-batches and defer no dW
 _FUSED_RESIDUAL = "its norms return the residual, too, which the block adds by itself"
 _BY_MODULE = "sets the precision of single modules; the multiples that it asks of a chunk's tokens are not known"
 _SYMMETRIC = "an all-reduce for inference in buffers of one size"
-_TE_DOCUMENTS = "documents in chunks go through torch's kernel, not through Transformer Engine's"
+_TE_DOCUMENTS = "Transformer Engine's attention expects each document cut over the ranks, and samples are"
 _NO_TE_DOCUMENTS = "pass --transformer-impl local"
 _KITCHEN = "layers of the kitchen extension"
 _NOT_IN_MOE = "not part of the block's MoE layer"
@@ -173,7 +173,8 @@ def _other_modules(args: argparse.Namespace) -> object:
 
 
 def _documents_in_te(args: argparse.Namespace) -> object:
-    return args.dataloader_inter_document_masking and args.transformer_impl == TRANSFORMER_ENGINE
+    cuts_samples = args.dataloader_inter_document_masking and args.context_parallel_size > 1
+    return cuts_samples and args.transformer_impl == TRANSFORMER_ENGINE
 
 
 def _graphs(args: argparse.Namespace) -> object:

@@ -1,38 +1,35 @@
 """Packed samples for stock, as a mask and positions, and for our layers, as documents."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-VOCAB = 64
+from tests.small_gpt import VOCAB
 
 
-def micro_batches(
-    samples: Sequence[Sequence[int]], seed: int, number: int
-) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-    """Random tokens of packed samples, with positions that restart, and the number of each token's document.
+def micro_batch(samples: Sequence[Sequence[int]], seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Random tokens of packed samples, with positions that restart.
 
     Args:
         samples: lengths of the documents of each sample.
 
-    Yields:
-        Inputs of Megatron's model, and documents [B, S].
+    Returns:
+        Inputs of Megatron's model, and the number of each token's document in its sample, [B, S].
     """
     generator = torch.Generator().manual_seed(seed)
     documents = torch.stack([torch.arange(len(one)).repeat_interleave(torch.tensor(one)) for one in samples])
     positions = torch.stack([torch.cat([torch.arange(length) for length in one]) for one in samples])
     is_last = torch.stack([torch.cat([torch.arange(length) == length - 1 for length in one]) for one in samples])
-    for _ in range(number):
-        tokens = torch.randint(VOCAB, (len(samples), sum(samples[0]) + 1), generator=generator)
-        batch = {
-            "input_ids": tokens[:, :-1],
-            "position_ids": positions,
-            "labels": tokens[:, 1:],
-            "loss_mask": (~is_last).float(),
-        }
-        yield batch, documents
+    tokens = torch.randint(VOCAB, (len(samples), sum(samples[0]) + 1), generator=generator)
+    batch = {
+        "input_ids": tokens[:, :-1],
+        "position_ids": positions,
+        "labels": tokens[:, 1:],
+        "loss_mask": (~is_last).float(),
+    }
+    return batch, documents
 
 
 def mask_of(documents: torch.Tensor) -> torch.Tensor:
