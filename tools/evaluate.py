@@ -89,7 +89,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     if arguments.output is not None:
         require_output_folder(arguments.output)
-    from megatron_lancet.inference.evaluate import evaluate, read_stream  # imports torch, so after the check above
+    from megatron_lancet.inference.evaluate import (
+        evaluate,
+        note_on_documents,
+        read_stream,
+    )  # imports torch, so after the check above
     from megatron_lancet.inference.overlap import evaluation_plan, overlap_evaluation
     from megatron_lancet.inference.replica_choice import ReplicaWish
     from megatron_lancet.inference.session import Session
@@ -120,6 +124,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"  tokens        {result.num_tokens} predicted in {seconds:.1f} s")
     if result.bits_per_byte is not None:
         print(f"  per byte      {result.bits_per_byte:.4f} bits of {stream.num_text_bytes} bytes of text")
+    note = note_on_documents(session.run.arguments)
+    if note is not None:
+        print(f"  note          {note}")
     content = {"iteration": session.run.iteration, **asdict(result)}
     if times is not None:
         waited_s = (times.exposed_ms + times.counts_exposed_ms) / 1e3

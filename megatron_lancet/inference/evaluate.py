@@ -4,6 +4,7 @@ The data is one stream of tokens, cut into windows of the model's context. In ea
 token from the earlier ones of the same window, as in training and validation.
 """
 
+import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -103,6 +104,22 @@ def _whole_text(path: Path) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: expected UTF-8, found something else at byte {error.start}.") from error
+
+
+def note_on_documents(arguments: argparse.Namespace) -> str | None:
+    """What windows do not have that training had, for the user; None if they have all.
+
+    Args:
+        arguments: of the training.
+    """
+    flags = "dataloader_inter_document_masking", "reset_attention_mask"
+    given = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(arguments, flag, False)]
+    if not given:
+        return None
+    return (
+        f"training had {given[0]}; here tokens see those of earlier documents in their window, too, so the loss is not "
+        "that of its validation"
+    )
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class DocumentBatch:
         tensors: [B, s] each, those of :data:`DTYPES` that the pipeline stage reads. ``position_ids`` begin with 0 in
             each document, ``loss_mask`` is 1 where a token counts.
         bounds: [documents + 1] int32, where documents begin in the samples laid end to end: 0 ... B * S, no repeats. On
-            the host until the samples are laid end to end: the block needs numbers, Megatron's layers a tensor.
+            the host, where the overlapping block reads them without waiting for a device.
         num_samples: B.
         num_positions: S; the ranks of a context-parallel group hold so many together.
         longest: positions of the longest document.
@@ -77,19 +77,21 @@ class DocumentBatch:
     @property
     def end_to_end(self) -> "DocumentBatch":
         """The samples laid end to end, [1, B * s] each: what Megatron's own layers take."""
-        return replace(self.map(lambda tensor: tensor.reshape(1, -1)), bounds=_to_device(self.bounds))
+        return self.map(lambda tensor: tensor.reshape(1, -1))
 
-    def packed_seq_params(self, by_document: bool) -> PackedSeqParams:
+    def packed_seq_params(self, on_host: bool, by_document: bool) -> PackedSeqParams:
         """The bounds of documents as Megatron's models take them.
 
         Args:
+            on_host: whether the bounds stay there; Megatron's own layers want them on its device.
             by_document: whether each document is a sequence of the routers' balancing losses; otherwise each sample is,
                 as Megatron has it.
         """
+        bounds = self.bounds if on_host else _to_device(self.bounds)
         return PackedSeqParams(
             qkv_format="thd",
-            cu_seqlens_q=self.bounds,
-            cu_seqlens_kv=self.bounds,
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
             max_seqlen_q=self.longest,
             max_seqlen_kv=self.longest,
             tokens_per_sample=None if by_document else self.num_positions,

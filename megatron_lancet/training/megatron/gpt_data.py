@@ -166,7 +166,7 @@ def forward_step(
         if bins is not BinsChoice.PADDED:  # padded documents are ordinary samples
             is_ours = isinstance(get_attr_wrapped_model(model, "decoder"), LayersByPlan)
             batch = batch if is_ours else batch.end_to_end
-            further["packed_seq_params"] = batch.packed_seq_params(by_document=bins is not None)
+            further["packed_seq_params"] = batch.packed_seq_params(is_ours, by_document=bins is not None)
         batch = {key: batch.tensors.get(key) for key in _BATCH_KEYS}
     inputs, loss_mask = (batch["tokens"], batch["position_ids"], batch["attention_mask"]), batch["loss_mask"]
     output = model(*inputs, labels=batch["labels"], loss_mask=loss_mask, **further)

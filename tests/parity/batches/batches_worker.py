@@ -40,7 +40,7 @@ def shares(vp_stage: int | None) -> list[dict[str, Any]]:
     for _ in BOUNDS:
         batch = next_documents(iterator, tensors_of_stage(vp_stage, predicts_further=False), sequence_parallel=False)
         tensors = {name: tensor.tolist() for name, tensor in batch.tensors.items()}
-        packed = batch.packed_seq_params(by_document=False)
+        packed = batch.packed_seq_params(on_host=True, by_document=False)
         sizes = [packed.max_seqlen_q, packed.tokens_per_sample, batch.num_samples]
         found.append({**tensors, "bounds": packed.cu_seqlens_q.tolist(), "sizes": sizes})
     return found

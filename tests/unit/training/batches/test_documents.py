@@ -54,12 +54,12 @@ def test_only_what_a_stage_reads_is_kept():
 
 def test_sequences_of_balancing_losses_are_samples_or_documents():
     batch = DocumentBatch.read(sample_of([[0, 3, 10], [0, 10]]), tuple(DTYPES))
-    packed = batch.packed_seq_params(by_document=False)
+    packed = batch.packed_seq_params(on_host=True, by_document=False)
     assert packed.qkv_format == "thd"
     assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 3, 10, 20]
     assert packed.max_seqlen_q == packed.max_seqlen_kv == 10
     assert packed.tokens_per_sample == 10
-    assert batch.packed_seq_params(by_document=True).tokens_per_sample is None
+    assert batch.packed_seq_params(on_host=True, by_document=True).tokens_per_sample is None
 
 
 @pytest.mark.parametrize(
