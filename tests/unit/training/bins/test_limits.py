@@ -7,6 +7,7 @@ import pytest
 from megatron_lancet.config import BinsChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim
+from megatron_lancet.training.arguments import config_of
 from megatron_lancet.training.bins.limits import bin_settings, bins_note, check_bins
 from megatron_lancet.training.plan.limits import chunked_dim
 from megatron_lancet.training.plan.normalize import normalize_args
@@ -92,8 +93,10 @@ def test_settings_follow_from_the_command_line(parsed):
 
 
 def test_settings_that_are_given(parsed):
-    args = parsed("--lancet-bins-max-tokens 96")
-    found = bin_settings(args, LancetConfig(bins=BinsChoice.PADDED, bins_max_tokens=96, bins_cost=0.5))
+    args = parsed("--lancet-bins-max-tokens 96 --lancet-bins-cost 0.5", bins="padded")
+    config = LancetConfig(bins=BinsChoice.PADDED, bins_max_tokens=96, bins_cost=0.5)
+    assert config_of(LancetConfig, args) == config
+    found = bin_settings(args, config)
     assert (found.cost.tokens_per_pair, found.max_tokens, found.at_least) == (0.5, 96, 8)
     assert bin_settings(args, LancetConfig(bins=BinsChoice.PADDED, plan=PlanChoice.OFF)).at_least == 1
 
