@@ -58,7 +58,8 @@ def add_config_arguments(group: argparse._ArgumentGroup, config_class: type) -> 
         group.add_argument(name, **settings)
 
 
-def _config_of[Config](config_class: type[Config], args: argparse.Namespace) -> Config:
+def config_of[Config](config_class: type[Config], args: argparse.Namespace) -> Config:
+    """The dataclass of flags that parsed arguments give."""
     values = {}
     for name, entry, flag in flags_of(config_class):
         values[entry.name] = flag.value_of(getattr(args, name.removeprefix("--").replace("-", "_")))
@@ -82,8 +83,8 @@ def parse() -> tuple[argparse.Namespace, LancetConfig]:
         UsageError: an unknown flag or a value that a flag does not take.
     """
     args = parse_args(add_lancet_arguments)
-    is_dry_run = _config_of(DryRunConfig, args).dry_run
-    config = _config_of(LancetConfig, args)
+    is_dry_run = config_of(DryRunConfig, args).dry_run
+    config = config_of(LancetConfig, args)
     if not is_dry_run:
         _check_plan_file(config)
     return args, config
@@ -99,7 +100,7 @@ def config_from_words(words: Sequence[str]) -> LancetConfig:
     group = parser.add_argument_group()
     add_config_arguments(group, LancetConfig)
     parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
-    config = _config_of(LancetConfig, parser.parse_args(words))
+    config = config_of(LancetConfig, parser.parse_args(words))
     _check_plan_file(config)
     return config
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.datasets.utils import Split
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -237,6 +238,23 @@ def logged_losses(names: Sequence[str]) -> AbstractContextManager[None]:
         return stock(*args, **kwargs)
 
     return around(MoEMetricsTracker, "report", report)
+
+
+def data_loaders(wrap: Callable[[Any, bool], Any]) -> AbstractContextManager[None]:
+    """Lets other iterables take the place of the data loaders that Megatron builds inside the context.
+
+    Args:
+        wrap: receives a loader and whether it is for validation or test; returns what takes its place.
+    """
+
+    def build(stock: Any, dataset: Any, consumed_samples: int) -> Any:
+        loader = stock(dataset, consumed_samples)
+        if loader is None:
+            return None
+        split = dataset.split if hasattr(dataset, "split") else dataset.index_split
+        return wrap(loader, split in (Split.valid, Split.test))
+
+    return around(training, "build_pretraining_data_loader", build)
 
 
 def unvalidated_results() -> AbstractContextManager[None]:

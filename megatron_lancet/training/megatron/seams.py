@@ -125,6 +125,7 @@ _TRAINING: tuple[Seam, ...] = (
     (training, "pretrain", ("cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func")),
     (training, "train", ()),
     (training, "update_seqlen_stats_from_cu_seqlens", ("cu_seqlens",)),
+    (training, "build_pretraining_data_loader", ("dataset", "consumed_samples")),
     (training, "train_step", ("forward_step_func", "data_iterator", "model", "forward_backward_func")),
     (GPTModel, "forward", ("loss_mask", "padding_mask")),
     (GPTModel, "sharded_state_dict", ("metadata",)),

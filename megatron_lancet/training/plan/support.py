@@ -315,6 +315,21 @@ def refuse_other_tasks(args: argparse.Namespace) -> None:
             raise UsageError(f"{flag} is not supported by pretrain_gpt_moe.py: it pretrains on plain text.")
 
 
+def has_bins(args: argparse.Namespace) -> bool:
+    """Whether samples are documents that are dealt to bins; Megatron's own script does not know the flag."""
+    return getattr(args, "lancet_bins", "off") != "off"
+
+
+def micro_batch_shape(args: argparse.Namespace) -> tuple[int, int]:
+    """Samples of a micro-batch and positions of each; of bins one sample, as long as it may be.
+
+    A padded bin may have more samples, all of which are cut at the same positions.
+    """
+    if has_bins(args):
+        return 1, args.lancet_bins_max_tokens or args.seq_length
+    return args.micro_batch_size, args.seq_length
+
+
 def has_all_to_alls(args: argparse.Namespace) -> bool:
     """Whether the model has all-to-alls of expert parallelism."""
     has_experts = hybrid_pattern(args) is None or Symbols.MOE in (hybrid_pattern(args) or "")
