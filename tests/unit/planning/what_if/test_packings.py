@@ -29,15 +29,20 @@ from megatron_lancet.planning.what_if.packings import (
 )
 from megatron_lancet.schedule.documents.cost import DocumentCost, num_pairs
 from megatron_lancet.schedule.ops import OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Pairing, fixed_plan
 
 OP_MS = {OpKind.ATTENTION: 4.0, OpKind.ROUTE: 1.0, OpKind.PREPROCESS: 1.0, OpKind.EXPERTS: 6.0, OpKind.HEAD: 3.0}
+OP_MS |= {OpKind.EMBEDDING: 0.0, OpKind.CUT: 0.0, OpKind.POSTPROCESS: 0.0}
 DW_MS = {OpKind.ATTENTION: 2.0, OpKind.EXPERTS: 5.0}
 OWN_MS, EXPERTS_MS = 2 * (2 * (4 + 1 + 1) + 2) + 2 * 3, 2 * (2 * 6 + 5)
 """Of two layers forward and backward with their weight gradients, and the head's."""
 PLAN = fixed_plan(1, DwPolicy.NONE)
 HALF = PairShares(0.5, 0.5)
-SEQUENCE, BATCH = 32, 2
+SEQUENCE, BATCH = 3200, 2
+BASE = MicroBatch(6400, 2 * num_pairs(3200))
+"""The profiled micro-batch."""
+CLOSE = 1e-4
+"""Rows are whole numbers."""
 
 
 def profile_of(dims=(ChunkDim.SEQUENCE,), attention_ms=None, **changes):
@@ -67,62 +72,68 @@ def times_of(profile, shares=HALF, plan=PLAN):
 
 
 def test_share_of_pairs_is_found_in_the_times_of_chunks():
-    by_token, by_pair = 0.3, 0.02
+    by_token, by_pair = 0.3, 0.0002
     shares = measured_pair_shares(profile_of(attention_ms=(by_token, by_pair)))
     whole = profiled(profile_of().model)
-    assert whole == MicroBatch(64, 2 * 32 * 33 // 2)
+    assert whole == BASE
     expected = by_pair * whole.num_pairs / (by_token * whole.num_tokens + by_pair * whole.num_pairs)
     assert shares.of(Phase.FORWARD) == pytest.approx(expected)
     assert shares.of(Phase.INPUT_GRAD) == pytest.approx(expected)
-    assert measured_pair_shares(profile_of()).forward == pytest.approx(0.0, abs=1e-9)
+    alone = measured_pair_shares(profile_of(attention_ms=(by_token, 0.0)))
+    assert alone.forward == pytest.approx(0.0, abs=1e-9)
 
 
 def test_cost_of_documents_is_the_same_both_ways():
-    profile = profile_of(attention_ms=(0.03, 0.002))
+    profile = profile_of(attention_ms=(0.03, 0.00002))
     cost = document_cost(profile, measured_pair_shares(profile))
-    tokens_ms = OWN_MS + EXPERTS_MS - 2 * 2 * 4 + 2 * 2 * 0.03 * 64
-    pair_ms = 2 * 2 * 0.002  # two layers, forward and backward
-    assert cost.tokens_per_pair == pytest.approx(pair_ms / (tokens_ms / 64))
+    tokens_ms = OWN_MS + EXPERTS_MS - 2 * 2 * 4 + 2 * 2 * 0.03 * 6400
+    pair_ms = 2 * 2 * 0.00002  # two layers, forward and backward
+    assert cost.tokens_per_pair == pytest.approx(pair_ms / (tokens_ms / 6400))
     assert document_cost(profile, given_pair_shares(profile, cost)).tokens_per_pair == pytest.approx(
         cost.tokens_per_pair
     )
 
 
 def test_column_takes_its_slowest_rank_and_the_mean_rows():
-    times, base = times_of(profile_of()), MicroBatch(64, 2 * num_pairs(32))
-    assert times.column_ms([base, base]) == pytest.approx(OWN_MS + EXPERTS_MS)
-    twice = MicroBatch(128, 4 * num_pairs(32))
-    assert times.column_ms([twice, base]) == pytest.approx(2 * OWN_MS + 1.5 * EXPERTS_MS)
-    assert times.compute_ms([twice, base]) == pytest.approx([2 * OWN_MS + 1.5 * EXPERTS_MS, OWN_MS + 1.5 * EXPERTS_MS])
-    # Half of attention's time is for pairs: one document of 64 tokens has twice those of two of 32, and a little less.
-    more_ms = 2 * 2 * 4 * 0.5 * (num_pairs(64) / (2 * num_pairs(32)) - 1)
-    assert times.column_ms([MicroBatch.packed([64]), base]) == pytest.approx(OWN_MS + EXPERTS_MS + more_ms)
+    times = times_of(profile_of())
+    assert times.column_ms([BASE, BASE]) == pytest.approx(OWN_MS + EXPERTS_MS)
+    twice = MicroBatch(12800, 2 * BASE.num_pairs)
+    assert times.column_ms([twice, BASE]) == pytest.approx(2 * OWN_MS + 1.5 * EXPERTS_MS, rel=CLOSE)
+    assert times.compute_ms([twice, BASE]) == pytest.approx([2 * OWN_MS + 1.5 * EXPERTS_MS, OWN_MS + 1.5 * EXPERTS_MS])
+    # Half of attention's time is for pairs: one document has about twice those of two of its half.
+    more_ms = 2 * 2 * 4 * 0.5 * (num_pairs(6400) / BASE.num_pairs - 1)
+    assert times.column_ms([MicroBatch.packed([6400]), BASE]) == pytest.approx(OWN_MS + EXPERTS_MS + more_ms)
 
 
 @pytest.mark.parametrize("num_chunks", [2, 4])
 def test_chunks_of_a_column_cost_what_their_parts_do(num_chunks):
     plan = fixed_plan(num_chunks, DwPolicy.NONE, chunk_dim=ChunkDim.SEQUENCE)
-    times, base = times_of(profile_of(attention_ms=(1 / 32, 1 / num_pairs(32) / 2)), plan=plan), MicroBatch(64, 1056)
-    half = MicroBatch(32, 528)
-    assert times.column_ms([half, half]) == pytest.approx(0.5 * times.column_ms([base, base]))
+    times = times_of(profile_of(attention_ms=(1e-3, 1e-6)), plan=plan)
+    half = MicroBatch(3200, BASE.num_pairs // 2)
+    assert times.column_ms([half, half]) == pytest.approx(0.5 * times.column_ms([BASE, BASE]))
 
 
-SETTING = Setting(num_ranks=2, ep_size=2, num_stages=1, num_micro_batches=2, num_documents=3, num_rows=2, seq_length=32)
-DRAWN = [[32, 32, 8], [8, 8, 8]]
+SETTING = Setting(
+    num_ranks=2, ep_size=2, num_stages=1, num_micro_batches=2, num_documents=3, num_rows=2, seq_length=3200
+)
+DRAWN = [[3200, 3200, 800], [800, 800, 800]]
 
 
 def test_ways_of_packing_deal_the_same_documents():
     found = {name: pack(DRAWN) for name, pack in packings(SETTING, DocumentCost(0.01)).items()}
-    assert found["padded to 32"] == [[MicroBatch.padded(2, 32), MicroBatch.padded(1, 32)]] * 2
-    whole = [[MicroBatch.packed([32, 32]), MicroBatch.packed([8])], [MicroBatch.packed([8, 8]), MicroBatch.packed([8])]]
+    assert found["padded to 3200"] == [[MicroBatch.padded(2, 3200), MicroBatch.padded(1, 3200)]] * 2
+    whole = [
+        [MicroBatch.packed([3200, 3200]), MicroBatch.packed([800])],
+        [MicroBatch.packed([800, 800]), MicroBatch.packed([800])],
+    ]
     assert found[REFERENCE] == whole
     for name in ("balanced on each rank", "balanced over all ranks"):
         assert [len(rank) for rank in found[name]] == [2, 2]
-        assert sum(batch.num_tokens for rank in found[name] for batch in rank) == 96
+        assert sum(batch.num_tokens for rank in found[name] for batch in rank) == 9600
     of_columns = [
         {batch.num_tokens for batch in column} for column in zip(*found["balanced over all ranks"], strict=True)
     ]
-    assert of_columns == [{32}, {16}]
+    assert of_columns == [{3200}, {1600}]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -130,20 +141,20 @@ def test_step_is_the_sum_of_its_columns_and_the_longest_for_each_further_stage(n
     setting = dataclasses.replace(SETTING, num_stages=num_stages)
     times = times_of(profile_of(), PairShares(0.0, 0.0))
     by_name = {step.name: step for step in predict_packings([DRAWN], setting, DocumentCost(0.0), times, 10.0)}
-    # Columns of 64 and 16, then 8 and 8 tokens: in units of 64.
+    # Columns of 6400 and 1600, then of 800 and 800 tokens.
     columns = [OWN_MS + 0.625 * EXPERTS_MS, (OWN_MS + EXPERTS_MS) / 8]
     step_ms = sum(columns) + (num_stages - 1) * columns[0] + 10
     first_fit = by_name[REFERENCE]
-    assert first_fit.step_ms == pytest.approx(step_ms)
-    assert first_fit.tokens_per_s == pytest.approx(96 / step_ms * 1e3)
-    assert first_fit.spread == pytest.approx(0.75 * OWN_MS / sum(columns))
+    assert first_fit.step_ms == pytest.approx(step_ms, rel=CLOSE)
+    assert first_fit.tokens_per_s == pytest.approx(9600 / step_ms * 1e3, rel=CLOSE)
+    assert first_fit.spread == pytest.approx(0.75 * OWN_MS / sum(columns), rel=CLOSE)
     assert first_fit.over_reference == 1.0
-    balanced = (OWN_MS + EXPERTS_MS) / 64 * (32 + 16 + (num_stages - 1) * 32) + 10
-    assert by_name["balanced over all ranks"].step_ms == pytest.approx(balanced)
+    balanced = (OWN_MS + EXPERTS_MS) * (0.75 + (num_stages - 1) * 0.5) + 10
+    assert by_name["balanced over all ranks"].step_ms == pytest.approx(balanced, rel=CLOSE)
     assert by_name["balanced over all ranks"].spread == pytest.approx(0.0)
-    rows = by_name["padded to 32"]
+    rows = by_name["padded to 3200"]
     assert (rows.num_micro_batches, rows.padding) == (2, pytest.approx(0.5))
-    assert rows.step_ms == pytest.approx((OWN_MS + EXPERTS_MS) * (1.5 + num_stages - 1) + 10)
+    assert rows.step_ms == pytest.approx((OWN_MS + EXPERTS_MS) * (1.5 + num_stages - 1) + 10, rel=CLOSE)
 
 
 def test_draw_has_the_documents_of_the_histogram():
@@ -168,7 +179,7 @@ def test_what_can_not_be_predicted_is_refused():
     with pytest.raises(UsageError, match=r"--tokens-per-pair 1 would make attention longer .* expected at most 0\.0"):
         given_pair_shares(profile, DocumentCost(1.0))
     with pytest.raises(UsageError, match="--pairing off"):
-        times_of(profile_of(), plan=fixed_plan(1, pairs=True))
+        times_of(profile_of(), plan=dataclasses.replace(PLAN, pairing=Pairing(PLAN.segments)))
     few = dataclasses.replace(SETTING, num_documents=1)
     with pytest.raises(UsageError, match="1 documents of a step on a rank are fewer than its 2 micro-batches"):
         predict_packings([[[32], [8]]], few, DocumentCost(0.0), times_of(profile_of()), 0.0)
@@ -193,6 +204,6 @@ def test_lengths_are_read_as_written_or_refused_in_a_line(tmp_path):
             read_lengths(file)
         assert reason in str(error.value)
         assert "\n" not in str(error.value)
-    with pytest.raises(UsageError, match="no lengths at .*none"):
+    with pytest.raises(UsageError, match=r"no lengths at .*none"):
         read_lengths(tmp_path / "none")
     assert json.loads(as_json({3: 1})) == {"lengths": {"3": 1}}
