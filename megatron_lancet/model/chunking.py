@@ -11,6 +11,9 @@ from itertools import accumulate
 import torch
 
 from megatron_lancet.model.attention.prefix import Prefix
+from megatron_lancet.model.documents.lengths import Documents
+from megatron_lancet.model.documents.packed import PackedMicroBatch
+from megatron_lancet.schedule.documents.cuts import cut_sizes
 from megatron_lancet.schedule.plan import ChunkDim, Segment
 
 _DIMS = {ChunkDim.SEQUENCE: 0, ChunkDim.BATCH: 1}
@@ -32,8 +35,11 @@ class Chunk:
         earlier: keys and values of a micro-batch's earlier positions, shared by its sequence chunks; None where
             attention needs no others.
         attention_mask: [b or 1, 1, S, S] or None, True where attention is not allowed.
-        rotary_pos_emb: rotary embedding of the chunk's positions, the same for all samples, or None.
+        rotary_pos_emb: rotary embedding of the chunk's positions, [s, 1, 1, R], the same for all samples, or with
+            documents [s, b, 1, R]. None where attention has its own, or none.
         attention_bias: added to the attention scores, broadcast over samples, or None.
+        documents: those of the chunk's samples, on whole sequences; None where a sample is one.
+        positions: with documents the position of each token in its own, [s, b].
     """
 
     index: int
@@ -44,6 +50,8 @@ class Chunk:
     attention_mask: torch.Tensor | None = None
     rotary_pos_emb: torch.Tensor | None = None
     attention_bias: torch.Tensor | None = None
+    documents: Documents | None = None
+    positions: torch.Tensor | None = None
 
     @property
     def is_last(self) -> bool:
@@ -70,13 +78,26 @@ class Chunk:
         return keys, values
 
 
-def split_hidden(hidden_SBH: torch.Tensor, segment: Segment) -> Sequence[torch.Tensor]:
-    """Splits a tensor [S, B, ...] into one contiguous [s, b, ...] per chunk."""
+def split_hidden(
+    hidden_SBH: torch.Tensor, segment: Segment, documents: Documents | None = None
+) -> Sequence[torch.Tensor]:
+    """Splits a tensor [S, B, ...] into one contiguous [s, b, ...] per chunk.
+
+    Args:
+        documents: those by whose cost attention's chunks are cut; None for chunks of equal sizes.
+    """
     if segment.num_chunks == 1:
         return [hidden_SBH]
     dim = _DIMS[segment.chunk_dim]
     # One split node: its backward writes each chunk's gradient once, slices would add k padded tensors.
-    return [part.contiguous() for part in torch.split(hidden_SBH, segment.chunk_sizes(hidden_SBH.size(dim)), dim=dim)]
+    sizes = _chunk_sizes(hidden_SBH.size(dim), segment, documents)
+    return [part.contiguous() for part in torch.split(hidden_SBH, sizes, dim=dim)]
+
+
+def _chunk_sizes(size: int, segment: Segment, documents: Documents | None) -> list[int]:
+    if documents is None or documents.cost is None or segment.chunk_dim is ChunkDim.BATCH:
+        return segment.chunk_sizes(size)
+    return cut_sizes(documents.lengths, segment.num_chunks, documents.cost, segment.chunk_multiple)
 
 
 def merge_hidden(parts: Sequence[torch.Tensor], segment: Segment) -> torch.Tensor:
@@ -90,29 +111,51 @@ def split_rows(rows_TX: torch.Tensor, shape: torch.Size, segment: Segment) -> Se
     return [part.view(-1, rows_TX.size(-1)) for part in parts]
 
 
-def make_chunks(
-    parts: Sequence[torch.Tensor],
-    segment: Segment,
+def whole_micro_batch(
     attention_mask: torch.Tensor | None = None,
     rotary_pos_emb: torch.Tensor | None = None,
     attention_bias: torch.Tensor | None = None,
-) -> Sequence[Chunk]:
+    packed: PackedMicroBatch | None = None,
+) -> Chunk:
+    """The only chunk of a micro-batch.
+
+    Args:
+        attention_mask: [B or 1, 1, S, S] or None.
+        rotary_pos_emb: of positions from 0 on, [S or longest document, 1, 1, R], or None.
+        attention_bias: see :class:`Chunk`.
+        packed: its documents; None where a sample is one.
+    """
+    if packed is None:
+        return Chunk(0, 1, _DIMS[ChunkDim.BATCH], 0, None, attention_mask, rotary_pos_emb, attention_bias)
+    rotary_pos_emb = packed.rotary(rotary_pos_emb)
+    return Chunk(0, 1, rotary_pos_emb=rotary_pos_emb, documents=packed.documents, positions=packed.positions)
+
+
+def make_chunks(parts: Sequence[torch.Tensor], segment: Segment, whole: Chunk) -> Sequence[Chunk]:
     """Describes each chunk.
 
     Args:
         parts: hidden states of the chunks, from :func:`split_hidden`.
-        attention_mask: [B or 1, 1, S, S] or None. With sequence chunks it is taken to be the causal mask.
-        rotary_pos_emb: [S, 1, 1, R] or None.
+        whole: the micro-batch. With sequence chunks its mask is taken to be the causal one.
     """
     sizes = [part.size(_DIMS[segment.chunk_dim]) for part in parts]
+    starts = list(accumulate(sizes[:-1], initial=0))
     num, dim = len(parts), _DIMS[segment.chunk_dim]
-    if num == 1 or segment.chunk_dim is ChunkDim.BATCH:
-        masks = _split_mask(attention_mask, sizes)
-        return [Chunk(i, num, dim, 0, None, masks[i], rotary_pos_emb, attention_bias) for i in range(num)]
-    assert attention_bias is None, "refused when the plan was chosen"
+    if num == 1:
+        return [whole]
+    if segment.chunk_dim is ChunkDim.BATCH:
+        masks, rotary = (
+            _split_samples(one, sizes, dim=at) for at, one in ((0, whole.attention_mask), (1, whole.rotary_pos_emb))
+        )
+        documents: Sequence[Documents | None] = [None] * num
+        if whole.documents is not None:
+            documents = [whole.documents.of_samples(start, size) for start, size in zip(starts, sizes, strict=True)]
+        positions = _split_samples(whole.positions, sizes, dim=1)
+        bias = whole.attention_bias
+        return [Chunk(i, num, dim, 0, None, masks[i], rotary[i], bias, documents[i], positions[i]) for i in range(num)]
+    assert whole.attention_bias is None, "refused when the plan was chosen"
     num_positions = sum(sizes)
     earlier: KeysAndValues = defaultdict(lambda: (Prefix(num_positions), Prefix(num_positions)))
-    starts = accumulate(sizes[:-1], initial=0)
     return [
         Chunk(
             index,
@@ -120,14 +163,16 @@ def make_chunks(
             dim,
             start,
             earlier,
-            rotary_pos_emb=None if rotary_pos_emb is None else rotary_pos_emb[start : start + size],
+            rotary_pos_emb=None if whole.rotary_pos_emb is None else whole.rotary_pos_emb[start : start + size],
+            documents=whole.documents,
+            positions=None if whole.positions is None else whole.positions[start : start + size],
         )
         for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
     ]
 
 
-def _split_mask(mask: torch.Tensor | None, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
-    """Attention mask of each batch chunk; one that is the same for all samples ([1, 1, S, S]) is shared."""
-    if mask is None or mask.size(0) != sum(sizes) or len(sizes) == 1:
-        return [mask] * len(sizes)
-    return list(torch.split(mask, list(sizes), dim=0))
+def _split_samples(tensor: torch.Tensor | None, sizes: Sequence[int], dim: int) -> Sequence[torch.Tensor | None]:
+    """A tensor's part of each batch chunk; one that is the same for all samples, of size 1, is shared."""
+    if tensor is None or tensor.size(dim) != sum(sizes):
+        return [tensor] * len(sizes)
+    return list(torch.split(tensor, list(sizes), dim=dim))

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import adopt, unknown_class
+from megatron_lancet.model.attention.flops import tokens_per_pair
 from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.dispatcher.base import Dispatcher
@@ -38,6 +39,7 @@ from megatron_lancet.model.tiles.support import tiles_unsupported
 from megatron_lancet.model.transformer_block import LayersByPlan, OverlappingTransformerBlock
 from megatron_lancet.model.transformer_layer import OverlappingLayer
 from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Plan, Segment
@@ -47,7 +49,12 @@ type LanguageModel = GPTModel | HybridModel
 
 
 def overlap(
-    model: LanguageModel, plan: Plan, comm: Comm, sdpa: bool = False, overlaps_evaluation: bool = False
+    model: LanguageModel,
+    plan: Plan,
+    comm: Comm,
+    sdpa: bool = False,
+    overlaps_evaluation: bool = False,
+    documents: bool = False,
 ) -> None:
     """Gives ``model`` the overlapping stack of layers, in place; parameters and their names stay.
 
@@ -57,6 +64,7 @@ def overlap(
     Args:
         sdpa: use torch's fused attention kernel also where a plan doesn't need it.
         overlaps_evaluation: run forward passes without gradients by the plan, too.
+        documents: prepare all attentions for packed documents (``packed_seq_params``), which need the fused kernel.
 
     Raises:
         UsageError: the model has parts that the overlapping block does not know, or the plan is another model's.
@@ -86,7 +94,9 @@ def overlap(
     for linear in _linears_with_several_uses(model):
         linear.has_several_uses = True
     trace_ends(model, comm)
-    block.uses_sdpa_everywhere, block.overlaps_evaluation = sdpa, overlaps_evaluation
+    block.uses_sdpa_everywhere, block.overlaps_evaluation = sdpa or documents, overlaps_evaluation
+    if documents:
+        _prepare_for_documents(model)
     set_plan(model, plan)
 
 
@@ -136,6 +146,20 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
         _set_exact(layer.prediction or layer.stock, all(map(_is_exact, segments[layer.stock])))
     if model.post_process:
         _set_exact(model.output_layer, _is_exact(plan.segments[-1]) and _is_exact(plan.at_ends.segments[-1]))
+
+
+def _prepare_for_documents(model: LanguageModel) -> None:
+    block = model.decoder
+    block.takes_documents = True
+    # With padding to capacity all ranks' messages have the size that follows from their own tokens.
+    if not model.config.moe_pad_expert_input_to_capacity:
+        pattern = model.hybrid_layer_pattern if isinstance(model, HybridModel) else None
+        block.document_cost = DocumentCost(tokens_per_pair(model.config, model.vocab_size, pattern))
+    for layer in overlapping_layers(model):
+        if layer.attention is not None:
+            layer.attention.begin_documents()
+        if layer.prediction is not None:
+            layer.prediction.document_cost = block.document_cost
 
 
 def num_forward_waits(model: LanguageModel, at_end: bool) -> int:

@@ -22,7 +22,8 @@ class OverlappingHybridStack(LayersByPlan, HybridStack):
     ) -> torch.Tensor:
         """Run all layers and the final norm; see :meth:`LayersByPlan.run_layers`."""
         if not (self.training and torch.is_grad_enabled()):
-            return super().forward(hidden_states, attention_mask, inference_context, rotary_pos_emb, **kwargs)
+            inputs = {"rotary_pos_emb": rotary_pos_emb, "inference_context": inference_context, **kwargs}
+            return self.run_stock(super().forward, hidden_states, attention_mask, **inputs)
         hidden = self.run_layers(
             hidden_states, attention_mask, rotary_pos_emb, inference_context=inference_context, **kwargs
         )

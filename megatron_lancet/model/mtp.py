@@ -4,24 +4,31 @@ The micro-batch is whole at the beginning of each, where the hidden states are j
 tokens. From there its transformer layer runs in chunks, as a layer of the decoder does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, MultiTokenPredictionLayer
 
-from megatron_lancet.model.chunking import Chunk
+from megatron_lancet.errors import UsageError
+from megatron_lancet.model.chunking import whole_micro_batch
+from megatron_lancet.model.documents.packed import PackedMicroBatch
 from megatron_lancet.model.ops import ChunkState, end_layers
 from megatron_lancet.model.te.precision import block_precision
 from megatron_lancet.model.transformer_block import (
     SegmentForward,
+    attentions_know,
     begin_layer,
     random_state,
     refuse_arguments,
     segments_here,
 )
 from megatron_lancet.model.transformer_layer import OverlappingLayer, forward_layer
+from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.turns import Instruction
@@ -50,8 +57,10 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
 
     Attributes:
         depths: one, or several of a repeated layer.
+        document_cost: see :class:`LayersByPlan`.
     """
 
+    document_cost: DocumentCost | None = None
     depths: Sequence[Depth]
     _num_runs: int
 
@@ -72,6 +81,7 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
         attention_mask: torch.Tensor | None = None,
         rotary_pos_emb: torch.Tensor | None = None,
         attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Run a prediction from its projection on.
@@ -80,34 +90,71 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
             hidden_states: [S, B, H], output of the layer before it.
             decoder_input: embeddings of the next tokens, [S, B, H].
             attention_mask: [B or 1, 1, S, S] or None, True where attention is not allowed.
+            packed_seq_params: see :meth:`LayersByPlan.run_layers`.
 
         Raises:
             UsageError: an input that can't be cut into chunks, or a hook that would not run.
         """
         if not (self.training and torch.is_grad_enabled()):
-            return super()._proj_and_transformer_layer(
+            return self._run_stock(
                 hidden_states,
                 decoder_input,
+                rotary_pos_emb,
+                packed_seq_params,
                 attention_mask=attention_mask,
-                rotary_pos_emb=rotary_pos_emb,
                 attention_bias=attention_bias,
                 **kwargs,
             )
         refuse_arguments(kwargs)
         depth = self.depths[self._num_runs]
         self._num_runs += 1
-        begin_layer(depth.layer.stock)
+        packed = None if packed_seq_params is None else self._packed(packed_seq_params, hidden_states)
+        begin_layer(depth.layer.stock, None if packed is None else packed.documents)
         trace = depth.layer.comm.trace
-        chunk = Chunk(0, 1, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, attention_bias=attention_bias)
-        micro_batch = ChunkState(chunk)
+        micro_batch = ChunkState(whole_micro_batch(attention_mask, rotary_pos_emb, attention_bias, packed))
+        if packed is not None:
+            hidden_states, decoder_input = packed.unflattened(hidden_states), packed.unflattened(decoder_input)
         micro_batch.hidden_sbH, micro_batch.embedded_sbH = hidden_states, decoder_input
         with random_state(self.config):
             forward_layer(depth.layer, depth.projection, micro_batch)
             with block_precision(self.config):
                 segment = depth.end_segment if depth.layer.comm.pairing.is_at_end else depth.segment
                 segment.run(micro_batch, trace)
-        hidden: torch.Tensor = self._postprocess(end_layers(trace, micro_batch.hidden_sbH, depth.following))
+        hidden = micro_batch.hidden_sbH if packed is None else packed.flattened(micro_batch.hidden_sbH)
+        hidden = self._postprocess(end_layers(trace, hidden, depth.following))
         return hidden
+
+    def _run_stock(
+        self,
+        hidden_states: torch.Tensor,
+        decoder_input: torch.Tensor,
+        rotary_pos_emb: torch.Tensor | None,
+        packed_seq_params: PackedSeqParams | None,
+        **inputs: Any,
+    ) -> torch.Tensor:
+        """Megatron's own prediction, whose attention knows the documents."""
+        run = super()._proj_and_transformer_layer
+        if packed_seq_params is None:
+            return run(hidden_states, decoder_input, rotary_pos_emb=rotary_pos_emb, **inputs)
+        packed = self._packed(packed_seq_params, hidden_states)
+        chunk = whole_micro_batch(rotary_pos_emb=rotary_pos_emb, packed=packed)
+        unflattened = packed.unflattened(hidden_states), packed.unflattened(decoder_input)
+        with attentions_know(chunk, [self.mtp_model_layer]):
+            return packed.flattened(run(*unflattened, rotary_pos_emb=chunk.rotary_pos_emb, **inputs))
+
+    def _packed(self, params: PackedSeqParams, hidden: torch.Tensor) -> PackedMicroBatch:
+        """
+        Raises:
+            UsageError: the documents don't fit ``hidden``, or predictions can't be made for them.
+        """
+        if self.config.context_parallel_size > 1:
+            raise UsageError(
+                "--mtp-num-layers does not work with packed documents and --context-parallel-size "
+                f"{self.config.context_parallel_size}: Megatron shifts each document as if it were cut over the ranks "
+                "by itself. Drop one of them."
+            )
+        assert hasattr(multi_token_prediction.roll_tensor, "__wrapped__"), "Megatron shifts all samples alike"
+        return PackedMicroBatch.of(params, hidden, self.config, self.document_cost)
 
 
 class OverlappingMTP(MultiTokenPredictionBlock):
@@ -148,3 +195,29 @@ class OverlappingMTP(MultiTokenPredictionBlock):
         for prediction in self.layers:
             prediction.begin_micro_batch()
         return super().forward(*args, **kwargs)
+
+
+def shifted_in_documents(
+    stock: Callable[..., tuple[Any, Any]],
+    tensor: torch.Tensor | None,
+    shifts: int = -1,
+    dims: int = -1,
+    cp_group: dist.ProcessGroup | None = None,
+    packed_seq_params: PackedSeqParams | None = None,
+) -> tuple[Any, Any]:
+    """Megatron's ``roll_tensor``, which takes the documents of several samples for those of one.
+
+    Args:
+        tensor: [B, S] or [1, B * S], tokens, labels or their masks; each position gets the value of the next one, and
+            the last one of a document 0.
+
+    Returns:
+        The shifted tensor, and its sum.
+    """
+    if tensor is None or packed_seq_params is None or (cp_group is not None and cp_group.size() > 1):
+        return stock(tensor, shifts, dims, cp_group, packed_seq_params)
+    assert (shifts, dims % tensor.dim()) == (-1, tensor.dim() - 1), "Megatron shifts by one, along the positions"
+    assert packed_seq_params.cu_seqlens_q is not None
+    rolled = tensor.flatten().roll(-1)
+    rolled[packed_seq_params.cu_seqlens_q[1:].to(tensor.device, torch.long) - 1] = 0
+    return rolled.view(tensor.shape), rolled.sum()

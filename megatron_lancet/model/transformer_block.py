@@ -1,21 +1,33 @@
 """The stack of layers, which runs the program of each of the plan's segments."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.typed_torch import apply_module
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import refuse_bypassed_hooks
-from megatron_lancet.model.chunking import Chunk, make_chunks, merge_hidden, split_hidden, split_rows
+from megatron_lancet.model.attention.switchable import at_positions
+from megatron_lancet.model.chunking import (
+    Chunk,
+    make_chunks,
+    merge_hidden,
+    split_hidden,
+    split_rows,
+    whole_micro_batch,
+)
 from megatron_lancet.model.dispatcher.parts import Tiling
+from megatron_lancet.model.documents.lengths import Documents
+from megatron_lancet.model.documents.packed import PackedMicroBatch
 from megatron_lancet.model.ops import ChunkState, begin_cut, begin_layers, end_cut, end_layers
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.model.te.precision import block_precision
@@ -23,6 +35,7 @@ from megatron_lancet.model.transformer_layer import OverlappingLayer, forward_la
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.runtime.transport.base import ReadyEvent
+from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import OverlapRange, Plan, Segment
 from megatron_lancet.schedule.turns import Concatenate, Cut, Instruction, Program, Wait, program
@@ -84,14 +97,19 @@ class LayersByPlan:
         end_segments: the same for micro-batches at the ends of a step with pairing.
         following: the op after its last layer; None where that is on the next stage.
         overlaps_evaluation: whether forward passes without gradients run by the plan, too.
+        takes_documents: whether all attentions are prepared for packed documents.
+        document_cost: what positions of documents cost; None where sequence chunks have equal sizes.
     """
 
     overlaps_evaluation: bool = False
+    takes_documents: bool = False
+    document_cost: DocumentCost | None = None
     layers: torch.nn.ModuleList
     config: TransformerConfig
     pre_process: bool
     post_process: bool
     input_tensor: torch.Tensor
+    set_input_tensor: Callable[[torch.Tensor], None]
     comm: Comm
     overlapping_layers: Sequence[OverlappingLayer]
     uses_sdpa_everywhere: bool
@@ -114,41 +132,93 @@ class LayersByPlan:
         attention_mask: torch.Tensor | None,
         rotary_pos_emb: torch.Tensor | None = None,
         attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         **others: Any,
     ) -> torch.Tensor:
         """Run all layers, up to the final norm.
 
         Args:
-            hidden_states: [S, B, H], ignored where a previous pipeline stage sends the input.
+            hidden_states: [S, B, H], ignored where a previous pipeline stage sends the input. With packed documents
+                also [B * S, 1, H], sample after sample.
             attention_mask: [B or 1, 1, S, S] or None, True where attention is not allowed.
+            packed_seq_params: the documents of packed samples; None where a sample is one.
             others: other inputs of Megatron's forward pass, which must be None.
 
         Returns:
-            The output of the last layer, [S, B, H].
+            The output of the last layer, of the input's shape.
 
         Raises:
-            UsageError: an input that can't be cut into chunks (packed sequences, padding masks, ...).
+            UsageError: an input that can't be cut into chunks (padding masks, ...), or documents where the attentions
+                are not prepared for them, or that don't fit the input.
         """
         refuse_arguments(others)
         hidden = hidden_states if self.pre_process else self.input_tensor
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
-        self._begin_micro_batch()
+        packed = self.packed(packed_seq_params, hidden, attention_mask)
+        self._begin_micro_batch(None if packed is None else packed.documents)
         trace = self.comm.trace
         if trace is not None:
             hidden = begin_layers(trace, hidden, self.pre_process)
-        chunk = Chunk(0, 1, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, attention_bias=attention_bias)
-        micro_batch = ChunkState(chunk)
-        micro_batch.hidden_sbH = hidden
+        micro_batch = ChunkState(whole_micro_batch(attention_mask, rotary_pos_emb, attention_bias, packed))
+        micro_batch.hidden_sbH = hidden if packed is None else packed.unflattened(hidden)
         with random_state(self.config), block_precision(self.config):
             for segment in self.end_segments if self.comm.pairing.is_at_end else self.segments:
                 segment.run(micro_batch, trace)
-        return end_layers(trace, micro_batch.hidden_sbH, self.following)
+        hidden = micro_batch.hidden_sbH if packed is None else packed.flattened(micro_batch.hidden_sbH)
+        return end_layers(trace, hidden, self.following)
 
-    def _begin_micro_batch(self) -> None:
+    def run_stock(
+        self,
+        forward: Callable[..., torch.Tensor],
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Runs Megatron's own forward pass, in which attentions know the documents that it does not.
+
+        Args:
+            forward: takes the other arguments but ``packed_seq_params``; see :meth:`run_layers`.
+        """
+        hidden = hidden_states if self.pre_process else self.input_tensor
+        packed = self.packed(packed_seq_params, hidden, attention_mask)
+        if packed is None:
+            return forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **others)
+        chunk = whole_micro_batch(rotary_pos_emb=rotary_pos_emb, packed=packed)
+        unflattened = packed.unflattened(hidden)
+        if not self.pre_process:
+            self.set_input_tensor(unflattened)
+        with attentions_know(chunk, self.layers):
+            return packed.flattened(forward(unflattened, None, rotary_pos_emb=chunk.rotary_pos_emb, **others))
+
+    def packed(
+        self, params: PackedSeqParams | None, hidden: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> PackedMicroBatch | None:
+        """The documents of a micro-batch; None where a sample is one.
+
+        Raises:
+            UsageError: see :meth:`run_layers`.
+        """
+        if params is None:
+            return None
+        if not self.takes_documents:
+            raise UsageError(
+                "the overlapping layers got packed_seq_params, and their attentions are not prepared for documents. "
+                "Pass --dataloader-inter-document-masking, or run with --lancet-plan off."
+            )
+        if attention_mask is not None:
+            raise UsageError(
+                "the overlapping layers got packed_seq_params and an attention mask. Drop --reset-attention-mask: "
+                "attention stays inside documents without it."
+            )
+        return PackedMicroBatch.of(params, hidden, self.config, self.document_cost)
+
+    def _begin_micro_batch(self, documents: Documents | None) -> None:
         if self.comm.store is not None and not self.comm.pairing.is_on:
             self.comm.store.assert_idle()
         for layer in self.layers:
-            begin_layer(layer)
+            begin_layer(layer, documents)
 
 
 def random_state(config: TransformerConfig) -> AbstractContextManager[None]:
@@ -156,8 +226,11 @@ def random_state(config: TransformerConfig) -> AbstractContextManager[None]:
     return get_cuda_rng_tracker().fork() if config.sequence_parallel else nullcontext()
 
 
-def begin_layer(layer: torch.nn.Module) -> None:
+def begin_layer(layer: torch.nn.Module, documents: Documents | None) -> None:
     """Prepares a layer for the chunks of the next micro-batch.
+
+    Args:
+        documents: those of the micro-batch; None where a sample is one.
 
     Raises:
         UsageError: the layer has a hook that would not run.
@@ -165,7 +238,21 @@ def begin_layer(layer: torch.nn.Module) -> None:
     refuse_bypassed_hooks(layer)
     router = getattr(layer.mlp, "router", None)
     if isinstance(router, ChunkedTopKRouter):
-        router.begin_micro_batch()
+        router.begin_micro_batch(documents)
+
+
+@contextmanager
+def attentions_know(documents: Chunk, layers: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Inside, the attentions of layers that Megatron's own forward pass runs attend inside documents.
+
+    Args:
+        documents: the whole micro-batch, with its documents.
+    """
+    with ExitStack() as stack:
+        for layer in layers:
+            if isinstance(layer.self_attention, Attention):
+                stack.enter_context(at_positions(layer.self_attention, documents))
+        yield
 
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:
@@ -188,7 +275,7 @@ class OverlappingTransformerBlock(LayersByPlan, TransformerBlock):
         """Run all layers and the final norm; see :meth:`LayersByPlan.run_layers`."""
         is_training = self.training and torch.is_grad_enabled()
         if not is_training and not self.overlaps_evaluation:
-            return super().forward(hidden_states, attention_mask, **inputs)
+            return self.run_stock(super().forward, hidden_states, attention_mask, **inputs)
         hidden = self.run_layers(hidden_states, attention_mask, **inputs)
         if self.final_layernorm is not None:
             hidden = apply_module(self.final_layernorm)(hidden)
@@ -224,10 +311,10 @@ def cut(micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> list[
 
 
 def _cut_hidden(micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> list[ChunkState]:
-    parts_sbH = split_hidden(begin_cut(trace, micro_batch.hidden_sbH), segment)
-    del micro_batch.hidden_sbH
     whole = micro_batch.chunk
-    chunks = make_chunks(parts_sbH, segment, whole.attention_mask, whole.rotary_pos_emb, whole.attention_bias)
+    parts_sbH = split_hidden(begin_cut(trace, micro_batch.hidden_sbH), segment, whole.documents)
+    del micro_batch.hidden_sbH
+    chunks = make_chunks(parts_sbH, segment, whole)
     states = [ChunkState(chunk) for chunk in chunks]
     for x, hidden_sbH in zip(states, parts_sbH, strict=True):
         x.hidden_sbH = hidden_sbH
@@ -246,7 +333,7 @@ def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Trace | None) 
     del micro_batch.normed_sbH
     if has_shared_experts:
         del micro_batch.shared_input_sbH
-    states = [ChunkState(chunk) for chunk in make_chunks(parts_sbH, segment)]
+    states = [ChunkState(chunk) for chunk in make_chunks(parts_sbH, segment, Chunk(0, 1))]
     for index, (x, part_sbH) in enumerate(zip(states, parts_sbH, strict=True)):
         x.normed_sbH, x.norm = part_sbH, norm
         if has_shared_experts:

@@ -19,9 +19,12 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_lancet.model.chunking import Chunk
+from megatron_lancet.model.documents.lengths import Documents, attend_by_document, keys_in_order
+from megatron_lancet.model.recompute import maybe_recomputed
 from megatron_lancet.runtime.placement import on_cuda
 
 
@@ -43,12 +46,14 @@ class SdpaAttention(DotProductAttention):
     sequence may be cut over a context-parallel group.
 
     Attributes:
-        chunk: the present sequence chunk, None for whole sequences.
+        chunk: the present sequence chunk, or one with documents; None for whole sequences.
         recomputed: whether the attention of a chunk runs a second time in the backward pass.
+        recomputes_core: whether the core attention alone does. Megatron's own checkpoint would not know the documents.
     """
 
     chunk: Chunk | None = None
     recomputed: bool = False
+    recomputes_core: bool = False
 
     def __init__(
         self,
@@ -89,22 +94,69 @@ class SdpaAttention(DotProductAttention):
             [s, b, n * v].
         """
         assert attention_bias is None
-        assert packed_seq_params is None
+        assert packed_seq_params is None, "documents come with the chunk"
+        documents = None if self.chunk is None else self.chunk.documents
+        assert documents is None or attention_mask is None
         if self.config.context_parallel_size > 1:
-            assert self.chunk is None, "refused when the plan was chosen"
-            return self._attend_across_ranks(query, key, value, attention_mask)
-        if self.chunk is not None:
+            assert self.chunk is None or self.chunk.earlier is None, "refused when the plan was chosen"
+            inputs = query, key, value, attention_mask, documents
+            return maybe_recomputed(self.recomputes_core and self.training, self._attend_across_ranks, *inputs)
+        if self.chunk is not None and self.chunk.earlier is not None:
             key, value = self.chunk.with_earlier(self.layer_number, key, value, self.recomputed)
-        return self._attend(query, key, value, attention_mask)
+        return self._attend(query, key, value, attention_mask, documents)
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        documents: Documents | None,
     ) -> torch.Tensor:
         """Attention of the last of the positions that keys [s', b, g, k] and values [s', b, g, v] have; [s, b, n * v].
 
         Args:
             attention_mask: [b or 1, 1, s, s'] or None.
+            documents: those of the samples; None where a sample is one.
         """
+        if documents is None:
+            return self._attend_with_mask(query, key, value, attention_mask)
+        dropout = self.training and self.attention_dropout.p > 0
+        if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and not dropout:
+            return self._attend_to_documents(query, key, value, documents)
+        # Else torch has no kernel for sequences of several lengths.
+        return attend_by_document(documents, query, key, value, self._attend_with_mask)
+
+    def _attend_to_documents(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents
+    ) -> torch.Tensor:
+        """As :meth:`_attend`, in one kernel."""
+        num_positions, num_samples = query.shape[:2]
+        first = key.size(0) - num_positions
+        bounds = documents.bounds(first, key.size(0), query.device)
+        value_channels = value.size(-1)
+        # The kernel takes heads of one size; multi-latent attention's values are narrower.
+        value = torch.nn.functional.pad(value, (0, key.size(-1) - value_channels))
+        context = varlen_attn(
+            query.transpose(0, 1).flatten(0, 1),
+            keys_in_order(documents, key, first),
+            keys_in_order(documents, value, first),
+            bounds.of_queries,
+            bounds.of_keys,
+            bounds.most_queries,
+            bounds.most_keys,
+            scale=self._scale(),
+            window_size=(-1, 0),  # causal; the last query sees all keys
+            enable_gqa=query.size(2) != key.size(2),
+        )
+        assert isinstance(context, torch.Tensor)
+        context = context[..., :value_channels].view(num_samples, num_positions, query.size(2), value_channels)
+        return context.transpose(0, 1).flatten(2)
+
+    def _attend_with_mask(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As :meth:`_attend`, to all positions up to a query's own that the mask does not exclude."""
         mask: Any = None if attention_mask is None else ~attention_mask
         if mask is None and query.size(0) < key.size(0):
             mask = _causal_mask(query, key.size(0))
@@ -123,12 +175,18 @@ class SdpaAttention(DotProductAttention):
         return context.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_across_ranks(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        documents: Documents | None,
     ) -> torch.Tensor:
         """Attention of this rank's two slices to all positions up to theirs, [s, b, n * v].
 
         Args:
             attention_mask: [b or 1, 1, s, S] or None; none of Megatron's allows a later position.
+            documents: those of the samples; None where a sample is one.
         """
         group = self.pg_collection.cp
         both = gather_positions(torch.cat([key, value], dim=-1), group)
@@ -139,7 +197,8 @@ class SdpaAttention(DotProductAttention):
         context = []
         for number, part, mask in zip(own_slices(group), query.chunk(2), masks, strict=True):
             seen = (number + 1) * part.size(0)
-            context.append(self._attend(part, keys[:seen], values[:seen], None if mask is None else mask[..., :seen]))
+            mask = None if mask is None else mask[..., :seen]
+            context.append(self._attend(part, keys[:seen], values[:seen], mask, documents))
         return torch.cat(context)
 
     def _scale(self) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -15,24 +16,36 @@ from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.attention import te
 from megatron_lancet.model.attention.sdpa import SdpaAttention, sdpa_blockers
 from megatron_lancet.model.chunking import Chunk
+from megatron_lancet.model.documents.packed import rotary_at
 
 
 class _PositionedRotary(RotaryEmbedding):
-    """Rotary embedding of multi-latent attention, which asks for positions from 0: shifted to the chunk's."""
+    """Rotary embedding of multi-latent attention, which asks for positions from 0 on: of the chunk's positions."""
 
-    start = 0
+    chunk: Chunk | None = None
 
     def forward(self, max_seq_len: int, offset: int = 0, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return super().forward(max_seq_len, offset + self.start, *args, **kwargs)
+        if self.chunk is not None and self.chunk.documents is not None:
+            return _at_positions(super().forward(self.chunk.documents.num_positions, packed_seq=True), self.chunk)
+        return super().forward(max_seq_len, offset + (0 if self.chunk is None else self.chunk.start), *args, **kwargs)
 
 
 class _PositionedYarnRotary(YarnRotaryEmbedding):
     """Like :class:`_PositionedRotary`, for YaRN."""
 
-    start = 0
+    chunk: Chunk | None = None
 
     def forward(self, max_seq_len: int, offset: int = 0, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(max_seq_len, offset + self.start, *args, **kwargs)
+        if self.chunk is not None and self.chunk.documents is not None:
+            embedding, scale = super().forward(self.chunk.documents.num_positions, packed_seq=True)
+            return _at_positions(embedding, self.chunk), scale
+        return super().forward(max_seq_len, offset + (0 if self.chunk is None else self.chunk.start), *args, **kwargs)
+
+
+def _at_positions(embedding: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    assert chunk.documents is not None
+    assert chunk.positions is not None
+    return rotary_at(embedding, chunk.positions, chunk.documents)
 
 
 class SwitchableAttention:
@@ -63,6 +76,22 @@ class SwitchableAttention:
             getattr(attention, "rotary_pos_emb", None) if isinstance(attention, MultiLatentAttention) else None
         )
         self._rotary_class = type(self._rotary)
+
+    def begin_documents(self) -> None:
+        """Prepares it for packed documents.
+
+        Raises:
+            UsageError: its kernel does not take them.
+        """
+        if self._is_te:
+            raise UsageError(
+                "packed documents do not work with Transformer Engine's attention in chunks yet. Pass "
+                "--transformer-impl local, or --lancet-plan off."
+            )
+        # Positions differ from sample to sample, which the fused kernel of the rotary embedding does not take.
+        if self._attention.config.apply_rope_fusion:
+            self._attention.config = copy(self._attention.config)
+            self._attention.config.apply_rope_fusion = False
 
     def check(self) -> None:
         """
@@ -95,12 +124,15 @@ class SwitchableAttention:
         attention.core_attention.recomputed = self._recomputed
         # The fused kernel saves its inputs and its output only, so there is nothing to recompute. With context
         # parallelism its inputs are all ranks' keys and values, which may be gathered again.
-        if attention.config.context_parallel_size == 1:
-            attention.checkpoint_core_attention = False
+        attention.core_attention.recomputes_core = self._checkpoints and attention.config.context_parallel_size > 1
+        attention.checkpoint_core_attention = False
 
     def use_built(self) -> None:
         """Switches back to what Megatron built."""
-        self._attention.core_attention.__class__ = self._core_class
+        core = self._attention.core_attention
+        if isinstance(core, SdpaAttention):
+            core.recomputes_core = False
+        core.__class__ = self._core_class
         self._attention.checkpoint_core_attention = self._checkpoints
         if self._rotary is not None:
             self._rotary.__class__ = self._rotary_class
@@ -109,7 +141,7 @@ class SwitchableAttention:
 @contextmanager
 def at_positions(attention: torch.nn.Module, chunk: Chunk) -> Iterator[None]:
     """Inside, ``attention`` works on the positions of ``chunk``."""
-    if chunk.earlier is None:
+    if chunk.earlier is None and chunk.documents is None:
         yield
         return
     core = attention.core_attention
@@ -117,10 +149,10 @@ def at_positions(attention: torch.nn.Module, chunk: Chunk) -> Iterator[None]:
     rotary = getattr(attention, "rotary_pos_emb", None)
     core.chunk = chunk
     if isinstance(rotary, _PositionedRotary | _PositionedYarnRotary):
-        rotary.start = chunk.start
+        rotary.chunk = chunk
     try:
         yield
     finally:
         core.chunk = None
         if isinstance(rotary, _PositionedRotary | _PositionedYarnRotary):
-            rotary.start = 0
+            rotary.chunk = None

@@ -19,6 +19,8 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_lancet.model.chunking import Chunk
+from megatron_lancet.model.documents.balance import balancing_loss
+from megatron_lancet.model.documents.lengths import Documents
 from megatron_lancet.model.routing.locality import LOSS_NAME, RankLocality
 from megatron_lancet.model.routing.placement import Places
 
@@ -44,12 +46,18 @@ class ChunkedTopKRouter(TopKRouter):
 
     places: Places | None = None
     _earlier_logits: list[torch.Tensor]
+    _documents: Documents | None = None
     locality: RankLocality | None = None
     """None for no such loss."""
 
-    def begin_micro_batch(self) -> None:
-        """Drops logits of the last micro-batch, which are left only if its forward failed."""
+    def begin_micro_batch(self, documents: Documents | None = None) -> None:
+        """Drops logits of the last micro-batch, which are left only if its forward failed.
+
+        Args:
+            documents: those of the micro-batch; None where a sample is one.
+        """
         self._earlier_logits = []
+        self._documents = documents
 
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, chunk: Chunk | None = None
@@ -114,6 +122,26 @@ class ChunkedTopKRouter(TopKRouter):
         loss = locality(scores_TE) / self.tp_cp_group.size()
         return self.attach_and_log_load_balancing_loss(
             probs, locality.coeff, loss, LOSS_NAME, self.tp_cp_group, valid_token_count=len(all_TE)
+        )
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        """Attaches Megatron's balancing loss of sequences, or that of documents where each is one."""
+        coeff = self.get_aux_loss_coeff("seq_aux_loss")
+        if coeff == 0 or self._documents is None or not self._documents.are_sequences:
+            inputs = probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask
+            return super()._apply_seq_aux_loss(*inputs)
+        assert not with_padding_mask
+        loss = balancing_loss(scores_for_aux_loss, routing_map, self._documents, self.config, self.tp_cp_group, coeff)
+        return self.attach_and_log_load_balancing_loss(
+            probs, coeff, loss, "seq_load_balancing_loss", self.tp_cp_group, valid_token_count=len(scores_for_aux_loss)
         )
 
     def _route_tokens(self, logits_sbE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

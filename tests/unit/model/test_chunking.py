@@ -42,16 +42,18 @@ def test_split_into_one_chunk_returns_the_micro_batch_itself():
 def test_attention_masks_are_split_with_their_samples():
     parts = split_hidden(torch.zeros(2, 5, 1), BATCH)
     per_sample = torch.arange(5 * 4).view(5, 1, 2, 2)
-    masks = [chunk.attention_mask for chunk in make_chunks(parts, BATCH, per_sample)]
+    masks = [chunk.attention_mask for chunk in make_chunks(parts, BATCH, Chunk(0, 1, attention_mask=per_sample))]
     assert [mask.equal(expected) for mask, expected in zip(masks, (per_sample[:3], per_sample[3:]), strict=True)]
     shared = torch.zeros(1, 1, 2, 2)
-    assert all(chunk.attention_mask is shared for chunk in make_chunks(parts, BATCH, shared))
+    assert all(
+        chunk.attention_mask is shared for chunk in make_chunks(parts, BATCH, Chunk(0, 1, attention_mask=shared))
+    )
 
 
 def test_sequence_chunks_have_their_positions():
     parts = split_hidden(torch.zeros(3, 5, 1), SEQUENCE)
     rotary = torch.arange(3).view(3, 1, 1, 1)
-    first, second = make_chunks(parts, SEQUENCE, None, rotary)
+    first, second = make_chunks(parts, SEQUENCE, Chunk(0, 1, rotary_pos_emb=rotary))
     assert (first.start, second.start) == (0, 2)
     assert first.earlier is second.earlier is not None
     assert [chunk.rotary_pos_emb.ravel().tolist() for chunk in (first, second)] == [[0, 1], [2]]

@@ -1,0 +1,1 @@
+"""Micro-batches of packed documents: positions attend to their own document only."""

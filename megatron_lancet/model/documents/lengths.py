@@ -1,0 +1,173 @@
+"""The documents of a micro-batch's samples, and those of a part of it.
+
+Legend of shapes: S positions of a sequence, B samples, s positions of a chunk.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+
+from megatron_lancet.schedule.documents.cost import DocumentCost
+
+
+class Part(NamedTuple):
+    """The part of a document that lies between two positions of a sequence.
+
+    Attributes:
+        document: number of the document in its sample.
+        start: first position of the document.
+        first: first position of the part.
+        stop: the position behind its last one.
+    """
+
+    document: int
+    start: int
+    first: int
+    stop: int
+
+
+class Bounds(NamedTuple):
+    """What kernels for sequences of several lengths want to know, the parts of one sample after those of another.
+
+    Attributes:
+        of_queries: ends of the parts, with a 0 in front, [parts + 1] int32.
+        of_keys: the same for parts with what precedes them in their documents.
+        most_queries: the longest part.
+        most_keys: the longest one with what precedes it.
+    """
+
+    of_queries: torch.Tensor
+    of_keys: torch.Tensor
+    most_queries: int
+    most_keys: int
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of some samples.
+
+    Attributes:
+        lengths: per sample the lengths of its documents, in order; S in sum.
+        are_sequences: whether the balancing loss of sequences takes each document for one, not each sample.
+        cost: what positions cost, by which sequences are cut into chunks; None for chunks of equal sizes.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    are_sequences: bool = False
+    cost: DocumentCost | None = None
+    _on_device: dict[object, Bounds] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of a sample, S."""
+        return sum(self.lengths[0])
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest document."""
+        return max(map(max, self.lengths))
+
+    def of_samples(self, first: int, number: int) -> "Documents":
+        """The documents of ``number`` samples from sample ``first`` on."""
+        return Documents(self.lengths[first : first + number], self.are_sequences, self.cost)
+
+    def positions(self) -> torch.Tensor:
+        """The position of each token in its document, [S, B] on the host."""
+        samples = []
+        for lengths in self.lengths:
+            starts = torch.tensor([0, *accumulate(lengths[:-1])])
+            samples.append(torch.arange(sum(lengths)) - starts.repeat_interleave(torch.tensor(lengths)))
+        return torch.stack(samples, dim=1)
+
+    def parts(self, first: int, stop: int) -> list[list[Part]]:
+        """Per sample the parts of documents from position ``first`` to the one before ``stop``, in order."""
+        parts = []
+        for lengths in self.lengths:
+            bounds = enumerate(pairwise(accumulate(lengths, initial=0)))
+            parts.append(
+                [
+                    Part(number, start, max(start, first), min(end, stop))
+                    for number, (start, end) in bounds
+                    if start < stop and end > first
+                ]
+            )
+        return parts
+
+    def bounds(self, first: int, stop: int, device: torch.device) -> Bounds:
+        """Bounds of :meth:`parts` on a device; copied there once, without a wait."""
+        key = first, stop, device
+        if key not in self._on_device:
+            parts = [part for sample in self.parts(first, stop) for part in sample]
+            queries = [part.stop - part.first for part in parts]
+            keys = [part.stop - part.start for part in parts]
+            on_device = [
+                to_device(torch.tensor([0, *accumulate(one)], dtype=torch.int32), device) for one in (queries, keys)
+            ]
+            self._on_device[key] = Bounds(*on_device, max(queries), max(keys))
+        return self._on_device[key]
+
+
+def to_device(on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies a tensor to a device; the host does not wait for the copy."""
+    if device.type != "cuda":
+        return on_host.to(device)
+    return on_host.pin_memory().to(device, non_blocking=True)
+
+
+type Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From queries [s, b, n, k], keys [s', b, g, k] and values [s', b, g, v] to their context [s, b, n * v]; queries are at
+the last positions of the keys."""
+
+
+def attend_by_document(
+    documents: Documents, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attend
+) -> torch.Tensor:
+    """Attention one document after the other; each sees what precedes it in its own document only.
+
+    Samples with the same documents go through ``attend`` together.
+
+    Args:
+        query: [s, b, n, k], of the last positions that keys and values have.
+        key: [s', b, g, k], from the sequence's first position on.
+        value: [s', b, g, v].
+
+    Returns:
+        [s, b, n * v].
+    """
+    stop = key.size(0)
+    parts = documents.parts(stop - query.size(0), stop)
+    if all(others == parts[0] for others in parts[1:]):
+        return _attend_in_sample(parts[0], query, key, value, attend)
+    samples = zip(parts, query.split(1, dim=1), key.split(1, dim=1), value.split(1, dim=1), strict=True)
+    return torch.cat([_attend_in_sample(*sample, attend) for sample in samples], dim=1)
+
+
+def _attend_in_sample(
+    parts: Sequence[Part], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attend
+) -> torch.Tensor:
+    queries = query.split([part.stop - part.first for part in parts])
+    # One split node: its backward writes each part's gradient once, slices would add one padded tensor per document.
+    with_start = [parts[0].start, *(part.stop - part.start for part in parts)]
+    keys, values = (tensor.split(with_start)[1:] for tensor in (key, value))
+    context = [attend(*document) for document in zip(queries, keys, values, strict=True)]
+    return context[0] if len(context) == 1 else torch.cat(context)
+
+
+def keys_in_order(documents: Documents, tensor: torch.Tensor, first: int) -> torch.Tensor:
+    """Keys or values that positions from ``first`` on see, sample after sample, without those of earlier documents.
+
+    Args:
+        tensor: [s', b, ...], from the sequence's first position on.
+
+    Returns:
+        [keys, ...], as :attr:`Bounds.of_keys` counts them.
+    """
+    parts = documents.parts(first, tensor.size(0))
+    samples = [
+        sample.split([own[0].start, tensor.size(0) - own[0].start])[1]
+        for sample, own in zip(tensor.unbind(dim=1), parts, strict=True)
+    ]
+    return samples[0] if len(samples) == 1 else torch.cat(samples)
