@@ -53,8 +53,8 @@ def add_lengths_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-pair",
         type=positive_float,
         metavar="X",
-        help="cost of one pair of a position and one that it attends to, in costs of a token's other work (default: "
-        "from the profile's chunks along the sequence)",
+        help="cost of one pair of a position and one that it attends to, in costs of a token's other work on "
+        "its own rank (default: from the profile's chunks along the sequence)",
     )
     add("--steps", type=positive_int, default=20, metavar="N", help="drawn steps (default: 20)")
     add("--seed", type=count, default=0, help="of the draw (default: 0)")

@@ -134,12 +134,13 @@ def given_pair_shares(profile: Profile, cost: DocumentCost) -> PairShares:
     whole = profiled(profile.model)
     work = _work_ms(profile)
     pairs = cost.tokens_per_pair * whole.num_pairs
-    pair_ms = work.total_ms * pairs / (whole.num_tokens + pairs)
+    own_ms = _own_ms(profile, work)
+    pair_ms = own_ms * pairs / (whole.num_tokens + pairs)
     if pair_ms > work.attention_ms:
-        most = work.attention_ms / (work.total_ms - work.attention_ms) * whole.num_tokens / whole.num_pairs
+        most = work.attention_ms / (own_ms - work.attention_ms) * whole.num_tokens / whole.num_pairs
         raise UsageError(
             f"--tokens-per-pair {cost.tokens_per_pair:g} would make attention longer than the "
-            f"{work.attention_ms:.1f} of {work.total_ms:.1f} ms that it takes in the profile; expected at most "
+            f"{work.attention_ms:.1f} of {own_ms:.1f} ms that it takes in the profile; expected at most "
             f"{most:.2g}"
         )
     share = pair_ms / work.attention_ms if work.attention_ms else 0.0
@@ -147,10 +148,19 @@ def given_pair_shares(profile: Profile, cost: DocumentCost) -> PairShares:
 
 
 def document_cost(profile: Profile, shares: PairShares) -> DocumentCost:
-    """The cost of documents on the machine of a profile."""
+    """The cost of documents on the machine of a profile, as ranks deal them: of their own work only.
+
+    With expert parallelism the rows of a document are spread over all ranks of the group, so that of what its tokens
+    cost the routed experts are not its rank's.
+    """
     whole, work = profiled(profile.model), _work_ms(profile)
     pair_ms = shares.forward * work.attention_forward_ms + shares.backward * work.attention_backward_ms
-    return DocumentCost((pair_ms / whole.num_pairs) / ((work.total_ms - pair_ms) / whole.num_tokens))
+    return DocumentCost((pair_ms / whole.num_pairs) / ((_own_ms(profile, work) - pair_ms) / whole.num_tokens))
+
+
+def _own_ms(profile: Profile, work: "_Work") -> float:
+    """Compute on a rank's own tokens in a profiled micro-batch."""
+    return work.total_ms - (work.by_received_rows_ms if profile.model.ep_size > 1 else 0.0)
 
 
 @dataclass(frozen=True)
