@@ -50,10 +50,10 @@ def add_lengths_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"documents of a step on each rank (default: as many as fill {filled})",
     )
     add(
-        "--tokens-per-pair",
+        "--bins-cost",
         type=positive_float,
-        metavar="X",
-        help="cost of one pair of a position and one that it attends to, in costs of a token's other work on "
+        metavar="RATIO",
+        help="as --lancet-bins-cost: cost of a position's attention to one other, in costs of a token's other work on "
         "its own rank (default: from the profile's chunks along the sequence)",
     )
     add("--steps", type=positive_int, default=20, metavar="N", help="drawn steps (default: 20)")
@@ -80,7 +80,7 @@ def predicted_packings(
     """
     facts = profile.model
     histogram = in_steps(read_lengths(arguments.lengths), facts.seq_length)
-    given = arguments.tokens_per_pair
+    given = arguments.bins_cost
     shares = measured_pair_shares(profile) if given is None else given_pair_shares(profile, DocumentCost(given))
     positions = _FILLED * layout.num_micro_batches * facts.micro_batch_size * facts.seq_length
     setting = Setting(

@@ -77,50 +77,46 @@ def profiled(facts: ModelFacts) -> MicroBatch:
 
 
 def measured_pair_shares(profile: Profile) -> PairShares:
-    """The shares by which the times of sequence chunks fit best: a chunk at the end of a sequence has more pairs.
+    """The shares by which attention's times in sequences of several lengths fit best.
+
+    The first chunk of a sequence sees its own positions only, as a document does. Later chunks see all earlier ones,
+    for which a kernel may do more work than their pairs are.
 
     Raises:
         UsageError: the profile has no times of such chunks.
     """
-    found = [_fitted_share(profile, phase) for phase in (Phase.FORWARD, Phase.INPUT_GRAD)]
-    if found[0] is None or found[1] is None:
+    if not any(map(_is_first_of_several, profile.ops)):
         raise UsageError(
             "the profile has no times of attention in chunks along the sequence, which tell what long documents cost. "
-            "Profile the model with such chunks, or pass --tokens-per-pair"
+            "Profile the model with such chunks, or pass --bins-cost"
         )
-    return PairShares(found[0], found[1])
+    return PairShares(_fitted_share(profile, Phase.FORWARD), _fitted_share(profile, Phase.INPUT_GRAD))
 
 
-def _fitted_share(profile: Profile, phase: Phase) -> float | None:
+def _is_first_of_several(op: OpTime) -> bool:
+    is_cut = op.chunk_dim is ChunkDim.SEQUENCE and op.num_chunks > 1
+    return op.kind == OpKind.ATTENTION and is_cut and op.chunk == 0
+
+
+def _fitted_share(profile: Profile, phase: Phase) -> float:
+    """Minimal squares of ms = by_token * tokens + by_pair * pairs, both relative to the whole micro-batch."""
     facts = profile.model
-    cuts = {
-        (op.num_chunks, op.layer_kind)
-        for op in profile.ops
-        if op.kind == OpKind.ATTENTION and op.chunk_dim is ChunkDim.SEQUENCE and op.num_chunks > 1
-    }
-    if not cuts:
-        return None
-    # Minimal squares of ms = by_token * tokens + by_pair * pairs, relative to the whole micro-batch.
-    whole, points = profiled(facts), []
-    for num_chunks, layer_kind in cuts:
-        sizes = chunk_sizes(facts.seq_length, num_chunks, facts.chunk_multiple(ChunkDim.SEQUENCE))
-        for op in profile.ops:
-            if (op.num_chunks, op.layer_kind, op.kind, op.phase) != (num_chunks, layer_kind, OpKind.ATTENTION, phase):
-                continue
-            length, start = sizes[op.chunk], sum(sizes[: op.chunk])
-            tokens, pairs = length / facts.seq_length, num_pairs(length, start) * facts.micro_batch_size
-            points.append((tokens, pairs / whole.num_pairs, op.ms))
-    tt, tp, pp, tm, pm = (
-        sum(f(*point) for point in points)
-        for f in (
-            lambda t, p, ms: t * t,
-            lambda t, p, ms: t * p,
-            lambda t, p, ms: p * p,
-            lambda t, p, ms: t * ms,
-            lambda t, p, ms: p * ms,
+    multiple = facts.chunk_multiple(ChunkDim.SEQUENCE)
+    tokens_squared = both = pairs_squared = tokens_ms = pairs_ms = 0.0
+    for op in profile.ops:
+        is_whole = op.kind == OpKind.ATTENTION and op.num_chunks == 1
+        if op.phase is not phase or not (is_whole or _is_first_of_several(op)):
+            continue
+        length = chunk_sizes(facts.seq_length, op.num_chunks, multiple)[0]
+        tokens, pairs = length / facts.seq_length, num_pairs(length) / num_pairs(facts.seq_length)
+        tokens_squared, both, pairs_squared = (
+            tokens_squared + tokens**2,
+            both + tokens * pairs,
+            pairs_squared + pairs**2,
         )
-    )
-    by_token, by_pair = pp * tm - tp * pm, tt * pm - tp * tm
+        tokens_ms, pairs_ms = tokens_ms + tokens * op.ms, pairs_ms + pairs * op.ms
+    by_token = pairs_squared * tokens_ms - both * pairs_ms
+    by_pair = tokens_squared * pairs_ms - both * tokens_ms
     total = by_token + by_pair
     return min(max(by_pair / total, 0.0), 1.0) if total > 0 else 0.0
 
@@ -139,7 +135,7 @@ def given_pair_shares(profile: Profile, cost: DocumentCost) -> PairShares:
     if pair_ms > work.attention_ms:
         most = work.attention_ms / (own_ms - work.attention_ms) * whole.num_tokens / whole.num_pairs
         raise UsageError(
-            f"--tokens-per-pair {cost.tokens_per_pair:g} would make attention longer than the "
+            f"--bins-cost {cost.tokens_per_pair:g} would make attention longer than the "
             f"{work.attention_ms:.1f} of {own_ms:.1f} ms that it takes in the profile; expected at most "
             f"{most:.2g}"
         )
