@@ -96,6 +96,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--spans belongs to one timeline: drop it or --world-sizes")
     if arguments.lengths is not None and (arguments.spans or arguments.world_sizes is not None):
         parser.error("--lengths predicts steps of one layout: drop --spans or --world-sizes")
+    if arguments.lengths is not None and arguments.pairing == "auto":
+        arguments.pairing = "off"  # what runs beside a micro-batch of documents is not predicted
     if arguments.each_dispatch:
         if arguments.world_sizes is None:
             parser.error("--each-dispatch adds columns to a table over cluster sizes: pass --world-sizes too")

@@ -64,7 +64,8 @@ class Documents:
 
     def filled(self, rank: int) -> MicroBatch:
         """A packed micro-batch of exactly a full bin's tokens; its last document is cut."""
-        texts, room = [], self._most
+        texts: list[np.ndarray] = []
+        room = self._most
         for numbers in (step[rank] for step in self._numbers):
             for number in numbers:
                 if room == 0:
@@ -90,9 +91,8 @@ def packed(texts: Sequence[np.ndarray]) -> MicroBatch:
         max_seqlen_kv=max(lengths),
     )
     tokens, labels = (np.concatenate(parts)[None] for parts in zip(*((t[:-1], t[1:]) for t in texts), strict=True))
-    positions = np.concatenate([np.arange(length) for length in lengths])[None]
-    tensors = [torch.from_numpy(array) for array in (tokens, positions, labels)]
-    return MicroBatch(*tensors, torch.ones(tokens.shape), params)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return MicroBatch(torch.from_numpy(tokens), positions, torch.from_numpy(labels), torch.ones(tokens.shape), params)
 
 
 def padded_to(texts: Sequence[np.ndarray], length: int) -> MicroBatch:

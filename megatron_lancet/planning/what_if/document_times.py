@@ -185,7 +185,7 @@ def _work_ms(profile: Profile) -> _Work:
         for phase in Phase
     }
     return _Work(
-        sum(one.ms * count[one.layer_kind] for one in (*whole, *grads)),
+        sum(op.ms * count[op.layer_kind] for op in whole) + sum(grad.ms * count[grad.layer_kind] for grad in grads),
         attention[Phase.FORWARD],
         attention[Phase.INPUT_GRAD],
         sum(by_rows),
@@ -342,6 +342,7 @@ def _family(one: OpTime | WeightGradTime) -> tuple[object, ...]:
 
 def _grouped(profile: Profile) -> dict[tuple[object, ...], list[OpTime | WeightGradTime]]:
     groups: dict[tuple[object, ...], list[OpTime | WeightGradTime]] = defaultdict(list)
-    for one in (*profile.ops, *profile.weight_grads):
+    measured: list[OpTime | WeightGradTime] = [*profile.ops, *profile.weight_grads]
+    for one in measured:
         groups[_family(one)].append(one)
     return groups
