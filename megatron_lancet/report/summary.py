@@ -17,6 +17,8 @@ from megatron_lancet.runtime.comm_stats import CommTimes
 NUM_REPORT_WARM_UP_STEPS = 3
 """Steps outside the report's medians: the first ones allocate, connect and learn the order of reductions."""
 REPORT_FILE = "report.json"
+BINS = "bins"
+"""Key of what is said of documents that were dealt to bins."""
 _PEAK = "peak_dw_bytes"
 _EXPOSED = "exposed"
 _WIRE_ERROR = "wire_error"
@@ -57,6 +59,12 @@ def rank_medians(records: Sequence[StepRecord]) -> dict[str, float]:
         "num_split_steps": sum(comm.num_split_chunks > 0 for comm in comms),
         "most_rounds": max(comm.most_rounds for comm in comms),
     }
+
+
+def tokens_per_second(records: Sequence[StepRecord]) -> float:
+    """Tokens over time of the steps after warm-up, or of all steps if there are no others: steps differ in tokens."""
+    steady = records[NUM_REPORT_WARM_UP_STEPS:] or records
+    return sum(record.num_tokens for record in steady) / sum(record.step_ms for record in steady) * 1e3
 
 
 def summarise(
@@ -123,6 +131,7 @@ def as_text(report: dict[str, Any]) -> str:
         f"    exposed          {report['exposed_ms']:.1f} ms waited for payload, "
         f"{report['counts_exposed_ms']:.1f} ms for counts: {100 * exposed_ms / step_ms:.1f} % of the step",
     ]
+    lines += _bins(report)
     lines += _between_nodes(report)
     lines += _received_rows(report)
     num_dw = report["num_dw_in_gaps"] + report["num_dw_early"] + report["num_dw_late"]
@@ -151,6 +160,17 @@ def as_text(report: dict[str, Any]) -> str:
         last = from_plain(CausesOfStep, report[_CAUSES][-1], f"{REPORT_FILE}.{_CAUSES}")
         lines += [f"  {line}" for line in last.as_text().splitlines()]
     return "\n".join(lines)
+
+
+def _bins(report: dict[str, Any]) -> list[str]:
+    """The line on documents that were dealt to bins, if they were."""
+    bins = report.get(BINS, {})
+    if "predicted_spread" not in bins:
+        return []
+    return [
+        f"  bins               {bins['mode']}: at most {bins['most_tokens']} tokens, {100 * bins['padding']:.1f} % "
+        f"padding, predicted times differ by {100 * bins['predicted_spread']:.1f} % over ranks"
+    ]
 
 
 def _between_nodes(report: dict[str, Any]) -> list[str]:

@@ -18,6 +18,8 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.training import arguments
+from megatron_lancet.training.batches.limits import shapes_vary
+from megatron_lancet.training.bins.limits import bins_note
 from megatron_lancet.training.checkpoint.ep_resize import check_checkpoint
 from megatron_lancet.training.checkpoint.load_save import Checkpoints, check_before_start
 from megatron_lancet.training.megatron import checkpoint_patches, patches
@@ -60,11 +62,16 @@ def run_job(device: torch.device, status: RankStatus, datasets: Callable[..., An
     note = one_connection_note(device) if choice.plan is not None else None
     if note is not None:
         say(f"Megatron-Lancet environment: {note}")
+    # Megatron's validation has set it to False; stages then tell each other the shape of each message.
+    varies = choice.bins is not None or shapes_vary(args, choice.plan is not None)
+    args.variable_seq_lengths = args.pipeline_model_parallel_size > 1 and varies
     stop = StopRequest(status, device) if saves_on_sigterm(args, config) else None
     with arguments.megatrons_refusals():
         model_config = model_config_from_args(args)
         run_config = pretrain_cfg_container_from_args(args, model_config)
 
+    if choice.bins is not None:
+        say(f"Megatron-Lancet bins: {bins_note(choice.bins)}")
     with ExitStack() as stack:
         _change_megatron(stack, args, config, stop)
         run = enter_run(stack, choice, device)
@@ -72,7 +79,7 @@ def run_job(device: torch.device, status: RankStatus, datasets: Callable[..., An
             run_config.ddp.delay_wgrad_compute = run.setup.delays_weight_grads
         model_config.pre_wrap_hooks.append(run.setup)
         status.describe = lambda: f"{run.recorder.num_done} steps done, {run.setup.position}"
-        exit_status = _train(run_config, datasets)
+        exit_status = _train(run_config, datasets, functools.partial(forward_step, bins=config.bins))
         run.report()
         dist.barrier()
         dist.destroy_process_group()
@@ -105,10 +112,10 @@ def _change_megatron(
     stack.enter_context(checkpoint_patches.queue_lives_with_the_rank())
 
 
-def _train(run_config: object, datasets: Callable[..., Any]) -> str | int | None:
+def _train(run_config: object, datasets: Callable[..., Any], step: Callable[..., Any]) -> str | int | None:
     """Run Megatron's training; returns its exit status, also when an exit condition of Megatron ends the process."""
     try:
-        pretrain(run_config, datasets, ModelType.encoder_or_decoder, forward_step)
+        pretrain(run_config, datasets, ModelType.encoder_or_decoder, step)
     except SystemExit as request:
         if request.code is None:
             # The end of the loop gives a status; this is an exit elsewhere, and the other ranks may still be running.

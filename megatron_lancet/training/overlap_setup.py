@@ -61,6 +61,7 @@ class OverlapSetup:
         locality: LocalityLoss | None = None,
         prepared: Callable[[Sequence[LanguageModel]], None] | None = None,
         max_expert_rows: int | None = None,
+        documents: bool = False,
     ) -> None:
         """
         Args:
@@ -74,6 +75,7 @@ class OverlapSetup:
             locality: loss of the routers that draws tokens to their node; None without one.
             prepared: called with the prepared stages, before DDP wraps them; on all ranks.
             max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for no bound.
+            documents: whether samples are made of documents, which do not attend to each other.
         """
         self.plan = plan
         self.wire = wire
@@ -84,6 +86,7 @@ class OverlapSetup:
         self.scheduler = CommScheduler(micro_ops, stats) if micro_ops is not None else None
         self._micro_ops = micro_ops
         self._sdpa = sdpa
+        self._documents = documents
         self._device = device
         self._stats = stats
         self._timeout = timeout
@@ -124,7 +127,7 @@ class OverlapSetup:
         self._comm.max_expert_rows = self._max_expert_rows
         for stage in stages:
             assert isinstance(stage, GPTModel | HybridModel)
-            overlap(stage, self.plan, self._comm, self._sdpa)
+            overlap(stage, self.plan, self._comm, self._sdpa, documents=self._documents)
             if self._locality is not None:
                 add_locality_loss(stage, self._locality, ep_group.rank())
             self._stages.append(stage)

@@ -17,6 +17,9 @@ from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.schedule.wire import Wire
+from megatron_lancet.training.bins.limits import bin_settings
+from megatron_lancet.training.bins.setup import Bins
+from megatron_lancet.training.bins.step import BinSettings
 from megatron_lancet.training.load.locality import choose_locality, locality_note
 from megatron_lancet.training.load.placement import apply_placement, check_reshardable, choose_placement, placement_note
 from megatron_lancet.training.load.rebalance import Rebalancer, check_can_rebalance
@@ -58,6 +61,7 @@ class RunChoice:
         nodes: those between which two hops are possible; None if no plan of the run can have them.
         locality: loss of the routers that draws tokens to their node; None without one.
         placements: where experts are, by layer; None where Megatron places them.
+        bins: how documents are dealt to micro-batches; None for samples of one length.
     """
 
     args: argparse.Namespace
@@ -69,6 +73,7 @@ class RunChoice:
     nodes: Nodes | None
     locality: LocalityLoss | None = None
     placements: Mapping[int, Placement] | None = None
+    bins: BinSettings | None = None
 
     @property
     def is_tuned(self) -> bool:
@@ -96,7 +101,8 @@ def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
     placements = choose_placement(args, config, plan)
     check_row_limit(args, config, plan)
     line = f"{line}{wire_note(wire)}{locality_note(locality)}{placement_note(placements)}"
-    return RunChoice(args, config, plan, line, micro_ops, wire, nodes, locality, placements)
+    bins = bin_settings(args, config)
+    return RunChoice(args, config, plan, line, micro_ops, wire, nodes, locality, placements, bins)
 
 
 def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "StockRun | OverlappedRun":
@@ -114,7 +120,10 @@ def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "Sto
     stack.enter_context(patches.sequence_parallel_with_torch_norm())
     stack.enter_context(patches.core_attention_without_te(needs_own_attention(choice.args) is not None))
     stack.enter_context(patches.resumable_distributed_optimizer())
-    run = StockRun(choice, device) if choice.plan is None else OverlappedRun(choice, choice.plan, device)
+    bins = None if choice.bins is None else Bins(choice.args, choice.bins)
+    if bins is not None:
+        stack.enter_context(bins.loaders())
+    run = StockRun(choice, device, bins) if choice.plan is None else OverlappedRun(choice, choice.plan, device, bins)
     run.enter(stack)
     return run
 
@@ -122,10 +131,10 @@ def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "Sto
 class StockRun:
     """A run of stock modules, whose steps and all-to-alls are timed. ``setup`` is a hook for Megatron's builder."""
 
-    def __init__(self, choice: RunChoice, device: torch.device) -> None:
+    def __init__(self, choice: RunChoice, device: torch.device, bins: Bins | None) -> None:
         self._config = choice.config
         self._stats = CommStats(device)
-        self.recorder = StepRecorder(choice.args, device, self._stats, choice.config.tune_steps)
+        self.recorder = StepRecorder(choice.args, device, self._stats, choice.config.tune_steps, bins)
         self.setup = NoOverlap(choice.config.experts_apart)
 
     def enter(self, stack: ExitStack) -> None:
@@ -145,7 +154,7 @@ class OverlappedRun:
     that the run does not allow.
     """
 
-    def __init__(self, choice: RunChoice, plan: Plan, device: torch.device) -> None:
+    def __init__(self, choice: RunChoice, plan: Plan, device: torch.device, bins: Bins | None) -> None:
         args, config = choice.args, choice.config
         stats = CommStats(device)
         self._config = config
@@ -158,7 +167,7 @@ class OverlappedRun:
         self._watch: CauseWatch | None = None
         self._received_rows: ReceivedRows | None = None
         profiles = config.profile is not None
-        self.recorder = StepRecorder(args, device, stats, config.tune_steps)
+        self.recorder = StepRecorder(args, device, stats, config.tune_steps, bins)
         layout = nodes_of(args, config)
         self.setup = OverlapSetup(
             plan_without_overlap() if choice.is_tuned else plan,
@@ -174,6 +183,7 @@ class OverlappedRun:
             locality=choice.locality,
             prepared=None if choice.placements is None else partial(apply_placement, placements=choice.placements),
             max_expert_rows=config.max_received_rows if isinstance(config.max_received_rows, int) else None,
+            documents=args.dataloader_inter_document_masking,
         )
         self._profile = ProfileToFile(args, config, self.setup, device) if profiles else None
         if choice.is_tuned:
@@ -199,6 +209,7 @@ class OverlappedRun:
     def enter(self, stack: ExitStack) -> None:
         """Change Megatron for the length of ``stack``."""
         stack.enter_context(patches.dropped_outputs())
+        stack.enter_context(patches.predictions_in_documents())
         if self._has_locality_loss:
             stack.enter_context(patches.logged_losses([LOSS_NAME]))
         stack.enter_context(paired_schedules(lambda: self.setup.stages))

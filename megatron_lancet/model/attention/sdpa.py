@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -80,7 +81,7 @@ class SdpaAttention(DotProductAttention):
         attention_mask: torch.Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """Causal attention, or with the mask where there is one.
 
@@ -89,12 +90,15 @@ class SdpaAttention(DotProductAttention):
             key: [s, b, g, k].
             value: [s, b, g, v].
             attention_mask: [b or 1, 1, s, S], True where attention is not allowed, or None.
+            packed_seq_params: the documents of samples laid end to end, in Megatron's own layers, whose queries, keys
+                and values have no dimension b then. In the overlapping layers documents come with the chunk.
 
         Returns:
             [s, b, n * v].
         """
         assert attention_bias is None
-        assert packed_seq_params is None, "documents come with the chunk"
+        if packed_seq_params is not None:
+            return self._attend_end_to_end(query, key, value, packed_seq_params)
         documents = None if self.chunk is None else self.chunk.documents
         assert documents is None or attention_mask is None
         if self.config.context_parallel_size > 1:
@@ -126,6 +130,17 @@ class SdpaAttention(DotProductAttention):
             return self._attend_to_documents(query, key, value, documents)
         # Else torch has no kernel for sequences of several lengths.
         return attend_by_document(documents, query, key, value, self._attend_with_mask)
+
+    def _attend_end_to_end(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
+    ) -> torch.Tensor:
+        """Attention inside documents, [s, n * v] of queries [s, n, k], keys [s, g, k] and values [s, g, v]."""
+        assert self.chunk is None
+        assert packed.cu_seqlens_q is not None
+        assert self.config.context_parallel_size == 1, "refused before the model was built"
+        documents = Documents((tuple(packed.cu_seqlens_q.diff().tolist()),))
+        one_sample = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        return self._attend(*one_sample, None, documents).squeeze(1)
 
     def _attend_to_documents(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents

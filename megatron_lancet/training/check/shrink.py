@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training.check.layout import Layout
 from megatron_lancet.training.check.words import CommandLine
+from megatron_lancet.training.plan.attention import DOCUMENTS_FLAG
 from megatron_lancet.training.plan.support import OVERLAP_FLAGS
 
 MICRO_BATCHES = 8
@@ -68,12 +69,14 @@ class Shrunk:
         ours: flags of the overlap.
         layout: the launch's axes, each of at most two ranks.
         changes: what is different from the launch beside its sizes, for the user.
+        documents: whether samples are made of documents, which do not attend to each other.
     """
 
     words: list[str]
     ours: list[str]
     layout: Layout
     changes: list[str]
+    documents: bool = False
 
 
 def shrink(line: CommandLine, num_ranks: int | None, max_ranks: int, padding: bool = False) -> Shrunk:
@@ -100,15 +103,21 @@ def shrink(line: CommandLine, num_ranks: int | None, max_ranks: int, padding: bo
     for flags, change in _features(line.args, layout):
         words += flags
         changes += [change] if change else []
-    return Shrunk([*words, *_sizes(line.args, layout), *_RUN], line.of_the_overlap(_OVERLAP_FILES), layout, changes)
+    ours, documents = line.of_the_overlap(_OVERLAP_FILES), line.args.dataloader_inter_document_masking
+    if documents:
+        ours.append(DOCUMENTS_FLAG)
+        changes.append(f"stock gets a mask of documents in place of {DOCUMENTS_FLAG}: same result, by another way")
+    words += _sizes(line.args, layout)
+    return Shrunk([*words, *_RUN, *([] if documents else _NO_MASK)], ours, layout, changes, documents)
 
 
 _RUN = (
     f"--micro-batch-size 2 --global-batch-size {2 * MICRO_BATCHES} --lr 1e-5 --train-iters 1 --eval-iters 0 "
     "--eval-interval 1000 --mock-data --tokenizer-type NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 1 "
     "--num-workers 0 --clip-grad 1e9 --transformer-impl local --init-method-std 0.1 --hidden-dropout 0 "
-    "--attention-dropout 0 --no-create-attention-mask-in-dataloader --lancet-cache off"
+    "--attention-dropout 0 --lancet-cache off"
 ).split()
+_NO_MASK = ["--no-create-attention-mask-in-dataloader"]
 
 
 def _given(line: CommandLine, beginnings: str) -> list[str]:
@@ -158,6 +167,9 @@ def _layout(args: argparse.Namespace, num_ranks: int | None, max_ranks: int, pad
             "with padding is another mean by definition"
         )
         axes["context"] = 1
+    if args.dataloader_inter_document_masking and axes["virtual"] > 1:
+        changes.append("no virtual stages: Megatron gives the mask of documents to the first and the last one only")
+        axes["virtual"] = 1
     axes["virtual"] = axes["virtual"] if axes["pipeline"] > 1 else 1
     layout = Layout(**axes, sequence=bool(args.sequence_parallel and axes["tensor"] > 1)).fitted()
     model_ranks = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
@@ -213,7 +225,7 @@ def _sizes(args: argparse.Namespace, layout: Layout) -> Iterator[str]:
     if args.multi_latent_attention:
         sizes |= {"--kv-lora-rank": 16, "--qk-head-dim": 8, "--qk-pos-emb-head-dim": 8, "--v-head-dim": 8}
         sizes |= {"--q-lora-rank": 16} if args.q_lora_rank else {}
-    if args.mtp_num_layers and layout.context == 1:
+    if args.mtp_num_layers and layout.context == 1 and not args.dataloader_inter_document_masking:
         sizes["--mtp-num-layers"] = 1
     if args.num_experts:
         sizes |= {"--num-experts": min(args.num_experts, _NUM_EXPERTS), "--moe-ffn-hidden-size": 24}
@@ -242,7 +254,9 @@ def _features(args: argparse.Namespace, layout: Layout) -> Iterator[tuple[list[s
             ["--untie-embeddings-and-output-weights"],
             "untied embeddings: with multi-token prediction and pipeline stages Megatron can't save tied ones",
         )
-    if args.mtp_num_layers and layout.context > 1:
+    if args.mtp_num_layers and args.dataloader_inter_document_masking:
+        yield [], "no multi-token prediction: with a mask, Megatron lets it predict across the ends of documents"
+    elif args.mtp_num_layers and layout.context > 1:
         yield (
             [],
             "no multi-token prediction: each context-parallel rank averages its loss over its own tokens, of which the "

@@ -40,6 +40,7 @@ class Task:
         folder: for the result of each rank.
         seed: of the samples.
         padding: whether samples have padding, which Megatron's routers are told.
+        documents: whether samples are made of documents, which do not attend to each other.
         prepare: context for the run, for tests that change Megatron; None outside of tests.
     """
 
@@ -48,6 +49,7 @@ class Task:
     folder: Path
     seed: int = 1
     padding: bool = False
+    documents: bool = False
     prepare: Prepare | None = None
 
 
@@ -65,7 +67,7 @@ def run_task(task: Task) -> None:
         stack.enter_context(taken_train_step(lambda step, model: _take(task, step, model)))
         if task.padding:
             stack.enter_context(padding_mask_of_losses())
-        job.run_job(found.device, RankStatus(), datasets_of(task.seed, task.padding))
+        job.run_job(found.device, RankStatus(), datasets_of(task.seed, task.padding, task.documents))
 
 
 def _take(task: Task, step: Callable[[], Any], model: Any) -> Any:

@@ -11,6 +11,7 @@ for the gradients and the copies of the one that is worked on. All ranks take th
 """
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.dry_run.activations import expert_row_bytes
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.overlap_setup import OverlapSetup
+from megatron_lancet.training.plan.support import micro_batch_shape
 from megatron_lancet.training.platform.mock import is_mocked
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.tuning.controller import NUM_TUNING_WARM_UP_STEPS
@@ -95,7 +97,7 @@ def most_rows(args: argparse.Namespace) -> int:
     ranks = args.expert_model_parallel_size
     holders = int(args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
     shared_by = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-    tokens = args.micro_batch_size * args.seq_length // shared_by
+    tokens = math.prod(micro_batch_shape(args)) // shared_by
     return tokens * ranks * holders * min(args.moe_router_topk, args.num_experts // ranks)
 
 

@@ -9,6 +9,7 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.transformer.moe import token_dispatcher
+from megatron.training import training
 
 # By name: the report counts calls of torch.distributed.all_to_all_single, and these are not expert parallelism's.
 from torch.distributed import all_to_all_single as _all_to_all_single
@@ -31,6 +32,8 @@ def megatron_on_cpu() -> Iterator[None]:
         around(mappings, "_reduce_scatter_along_first_dim", _scatter_uneven),
         # The wheel ships the helpers compiled; compile_helpers would run make in site-packages.
         around(dataset_utils, "compile_helpers", lambda stock: None),
+        # Megatron would make this sum over the lengths of documents on the GPU of a number.
+        replaced(training, "_seqlen_stats_in_iteration", torch.zeros(2, dtype=torch.float64)),
     ):
         yield
 

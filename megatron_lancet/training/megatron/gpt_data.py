@@ -4,6 +4,7 @@ Legend of shapes: B micro-batch size, S sequence length of this rank.
 """
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -14,7 +15,15 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from megatron_lancet.config import BinsChoice
+from megatron_lancet.model.transformer_block import LayersByPlan
+from megatron_lancet.training.batches.documents import DocumentBatch
+from megatron_lancet.training.batches.sharing import next_documents, tensors_of_stage
+from megatron_lancet.training.bins.dataset import DocumentDataset
+from megatron_lancet.training.plan.support import has_bins
 
 _TENSOR_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 _PACKED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
@@ -44,6 +53,7 @@ def _dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         object_storage_cache_path=args.object_storage_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        inter_document_masking=args.dataloader_inter_document_masking,
         fast_cache_load=args.dataloader_fast_cache_load,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
         context_parallel_size=args.context_parallel_size,
@@ -62,10 +72,12 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
     args = get_args()
 
     def built_on_this_rank() -> bool:
-        reads_batches = is_first_or_last_pipeline_stage(vp_stage)
+        # The layers of every stage need the bounds of documents.
+        reads_batches = is_first_or_last_pipeline_stage(vp_stage) or args.dataloader_inter_document_masking
+        reads_batches = reads_batches or has_bins(args)
         return reads_batches and parallel_state.get_tensor_model_parallel_rank() == 0
 
-    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    dataset = DocumentDataset if has_bins(args) else MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(dataset, num_samples, built_on_this_rank, _dataset_config(args)).build()
 
 
@@ -73,9 +85,12 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
 build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
-def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Tensor | None]:
+def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Tensor | None] | DocumentBatch:
     """Fetch this rank's share of the next micro-batch: tensors [B, S], None for those that its stage does not read."""
     args = get_args()
+    if args.dataloader_inter_document_masking or has_bins(args):
+        names = tensors_of_stage(vp_stage, predicts_further=args.mtp_num_layers is not None)
+        return next_documents(data_iterator, names, args.sequence_parallel)
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(_BATCH_KEYS)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -84,8 +99,10 @@ def _next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Ten
     batch: dict[str, Any] = {}
     if tp_rank == 0:
         sample = next(data_iterator)
-        values = {key: sample.get(key) for key in _BATCH_KEYS}
+        # Bounds of documents, if there are any, are not asked for: Megatron would share out samples by them.
+        values = {key: sample.get(key) for key in _TENSOR_KEYS}
         batch = {key: value if value is None else value.cuda(non_blocking=True) for key, value in values.items()}
+        batch |= dict.fromkeys(_PACKED_KEYS)
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
@@ -130,11 +147,27 @@ def _loss(
     return loss, num_tokens, {"lm loss": reported}
 
 
-def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """Run one micro-batch through this stage; returns its output and the function that computes the loss from it."""
+def forward_step(
+    data_iterator: Any, model: torch.nn.Module, bins: BinsChoice | None = None
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+    """Run one micro-batch through this stage; returns its output and the function that computes the loss from it.
+
+    Args:
+        bins: how documents were dealt to micro-batches; None for samples of one length.
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = _next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
+    further = {}
+    if isinstance(batch, DocumentBatch):
+        if torch.is_grad_enabled():
+            update_seqlen_stats_from_cu_seqlens(batch.bounds)  # Megatron's FLOPs of a training step
+        if bins is not BinsChoice.PADDED:  # padded documents are ordinary samples
+            is_ours = isinstance(get_attr_wrapped_model(model, "decoder"), LayersByPlan)
+            batch = batch if is_ours else batch.end_to_end
+            further["packed_seq_params"] = batch.packed_seq_params(by_document=bins is not None)
+        batch = {key: batch.tensors.get(key) for key in _BATCH_KEYS}
     inputs, loss_mask = (batch["tokens"], batch["position_ids"], batch["attention_mask"]), batch["loss_mask"]
-    return model(*inputs, labels=batch["labels"], loss_mask=loss_mask), partial(_loss, cast(torch.Tensor, loss_mask))
+    output = model(*inputs, labels=batch["labels"], loss_mask=loss_mask, **further)
+    return output, partial(_loss, cast(torch.Tensor, loss_mask))

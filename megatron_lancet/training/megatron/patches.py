@@ -14,18 +14,20 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.datasets.utils import Split
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.rerun_state_machine import RerunStateMachine
-from megatron.core.transformer import torch_norm
+from megatron.core.transformer import multi_token_prediction, torch_norm
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from megatron.training import training
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.attention.sdpa import SdpaAttention
+from megatron_lancet.model.mtp import shifted_in_documents
 from megatron_lancet.model.recompute import make_checkpoint
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.runtime.comm_stats import CommStats
@@ -52,6 +54,11 @@ def sequence_parallel_with_torch_norm() -> AbstractContextManager[None]:
 def dropped_outputs() -> AbstractContextManager[None]:
     """Lets the block's layers drop the outputs that ``--recompute-modules`` names, see ``model/recompute.py``."""
     return around(tensor_parallel, "CheckpointWithoutOutput", make_checkpoint)
+
+
+def predictions_in_documents() -> AbstractContextManager[None]:
+    """Lets multi-token prediction shift tokens and labels inside the documents of several samples."""
+    return around(multi_token_prediction, "roll_tensor", shifted_in_documents)
 
 
 def bounded_expert_groups(max_ctas: int | None) -> AbstractContextManager[None]:
@@ -231,6 +238,23 @@ def logged_losses(names: Sequence[str]) -> AbstractContextManager[None]:
         return stock(*args, **kwargs)
 
     return around(MoEMetricsTracker, "report", report)
+
+
+def data_loaders(wrap: Callable[[Any, bool], Any]) -> AbstractContextManager[None]:
+    """Lets other iterables take the place of the data loaders that Megatron builds inside the context.
+
+    Args:
+        wrap: receives a loader and whether it is for validation or test; returns what takes its place.
+    """
+
+    def build(stock: Any, dataset: Any, consumed_samples: int) -> Any:
+        loader = stock(dataset, consumed_samples)
+        if loader is None:
+            return None
+        split = dataset.split if hasattr(dataset, "split") else dataset.index_split
+        return wrap(loader, split in (Split.valid, Split.test))
+
+    return around(training, "build_pretraining_data_loader", build)
 
 
 def unvalidated_results() -> AbstractContextManager[None]:

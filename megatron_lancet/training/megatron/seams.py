@@ -8,7 +8,8 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron.core import parallel_state, tensor_parallel, utils
+from megatron.core import packed_seq_params, parallel_state, tensor_parallel, utils
+from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.dist_checkpointing import mapping
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -27,7 +28,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.tensor_parallel import CheckpointWithoutOutput, mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import torch_norm
+from megatron.core.transformer import multi_token_prediction, torch_norm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -49,14 +50,21 @@ from megatron_lancet.training.megatron.patches import EXPERT_GROUPS
 type Seam = tuple[Any, str, tuple[str, ...]]
 """A module or class, the name of a function in it, and the names of the parameters that are used."""
 
+_MODEL_INPUTS = ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask", "packed_seq_params")
+_PACKED_SEQ_PARAMS = (
+    *("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"),
+    "tokens_per_sample",
+)
+
 _MODEL: tuple[Seam, ...] = (
-    (GPTModel, "forward", ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask")),
-    (HybridModel, "forward", ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask")),
+    (GPTModel, "forward", _MODEL_INPUTS),
+    (HybridModel, "forward", _MODEL_INPUTS),
     (TransformerBlock, "forward", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
     (HybridStack, "forward", ("hidden_states", "attention_mask", "inference_context", "rotary_pos_emb")),
     (TransformerLayer, "_forward_attention", ("hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias")),
     (TransformerLayer, "_forward_mlp", ("hidden_states",)),
     (MultiTokenPredictionBlock, "forward", ("hidden_states",)),
+    (multi_token_prediction, "roll_tensor", ("tensor", "shifts", "dims", "cp_group", "packed_seq_params")),
     (MultiTokenPredictionLayer, "_checkpointed_forward", ("hidden_states", "decoder_input")),
     (
         MultiTokenPredictionLayer,
@@ -74,7 +82,9 @@ _MODEL: tuple[Seam, ...] = (
     (RotaryEmbedding, "forward", ("max_seq_len", "offset")),
     (LocalSpecProvider, "core_attention", ()),
     (mappings, "gather_from_sequence_parallel_region", ("input_", "group")),
-    (utils, "get_batch_on_this_cp_rank", ("batch", "is_hybrid_cp", "cp_group")),
+    (utils, "get_batch_on_this_cp_rank", ("batch", "is_hybrid_cp", "cp_group", "use_per_sequence_balancing")),
+    (packed_seq_params, "PackedSeqParams", _PACKED_SEQ_PARAMS),
+    (gpt_dataset, "GPTDatasetConfig", ("inter_document_masking",)),
     (MoELayer, "shared_experts_compute", ("hidden_states",)),
     (SequentialMLP, "forward", ("permuted_local_hidden_states", "tokens_per_expert", "permuted_probs")),
     (MLP, "forward", ("hidden_states", "per_token_scale")),
@@ -114,6 +124,8 @@ _TRAINING: tuple[Seam, ...] = (
     (distrib_optimizer.DistributedOptimizer, "_set_main_param_and_optimizer_states", ("model_param", "tensors")),
     (training, "pretrain", ("cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func")),
     (training, "train", ()),
+    (training, "update_seqlen_stats_from_cu_seqlens", ("cu_seqlens",)),
+    (training, "build_pretraining_data_loader", ("dataset", "consumed_samples")),
     (training, "train_step", ("forward_step_func", "data_iterator", "model", "forward_backward_func")),
     (GPTModel, "forward", ("loss_mask", "padding_mask")),
     (GPTModel, "sharded_state_dict", ("metadata",)),

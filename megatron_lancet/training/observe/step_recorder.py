@@ -13,11 +13,20 @@ from megatron.training.global_vars import get_tensorboard_writer
 
 from megatron_lancet.report.causes import CausesOfStep
 from megatron_lancet.report.exposed import ExposedTable
-from megatron_lancet.report.summary import StepRecord, as_text, rank_medians, summarise, write_json
+from megatron_lancet.report.summary import (
+    BINS,
+    StepRecord,
+    as_text,
+    rank_medians,
+    summarise,
+    tokens_per_second,
+    write_json,
+)
 from megatron_lancet.report.wire_error import WireError
 from megatron_lancet.runtime.comm_stats import CommStats, EventPair, OpenTimes
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.wire import Wire
+from megatron_lancet.training.bins.setup import Bins
 from megatron_lancet.training.observe.scalars import write_scalars
 from megatron_lancet.training.process.console import say
 
@@ -52,8 +61,16 @@ class StepRecorder:
         num_done: steps since the start of the run.
     """
 
-    def __init__(self, args: argparse.Namespace, device: torch.device, stats: CommStats, num_kept: int) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        device: torch.device,
+        stats: CommStats,
+        num_kept: int,
+        bins: Bins | None = None,
+    ) -> None:
         self._args = args
+        self._bins = bins
         self._device = device
         self._stats = stats
         self._records: list[StepRecord] = []
@@ -92,15 +109,19 @@ class StepRecorder:
         self._stats.close()  # drops what evaluation and checkpoints have sent since the last step
         result, duration = self._timed(step)
         self._read()
-        args = self._args
-        samples = args.micro_batch_size * args.data_parallel_size * get_num_microbatches()
-        num_tokens = samples * args.seq_length
-        self._open = _OpenStep(duration, num_tokens, self._stats.close(), self.iteration, self._left_out)
+        self._open = _OpenStep(duration, self._num_tokens(), self._stats.close(), self.iteration, self._left_out)
         self._left_out = None
         self.num_done += 1
         if not isinstance(duration, EventPair):
             self._read()
         return result
+
+    def _num_tokens(self) -> int:
+        """Tokens of the step that has just run, without padding where samples have different lengths."""
+        if self._bins is not None:
+            return self._bins.figures.num_tokens_of_last_step
+        args = self._args
+        return int(args.micro_batch_size * args.data_parallel_size * get_num_microbatches() * args.seq_length)
 
     def leave_out(self, run: Callable[[], Any]) -> Any:
         """Run something at the begin of a step that is no part of it: its time and messages are not the step's."""
@@ -183,6 +204,8 @@ class StepRecorder:
         )
         if tuning is not None:
             report["tuning"] = tuning
+        if self._bins is not None:
+            report |= {"real_tokens_per_second": tokens_per_second(records[self._first :]), BINS: self._bins.summary()}
         say(as_text(report))
         if folder is not None:
             say(f"  written to         {write_json(report, folder)}")

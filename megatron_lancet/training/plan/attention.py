@@ -7,6 +7,9 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.model.attention.sdpa import sdpa_blockers
 from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
 
+DOCUMENTS_FLAG = "--dataloader-inter-document-masking"
+"""Megatron's flag for samples of documents that do not attend to each other."""
+
 
 def needs_own_attention(args: argparse.Namespace) -> str | None:
     """The flag that needs the fused kernel, because Megatron's local core attention does not support it; or None."""
@@ -14,6 +17,8 @@ def needs_own_attention(args: argparse.Namespace) -> str | None:
         return None
     if args.context_parallel_size > 1:
         return f"--context-parallel-size {args.context_parallel_size}"
+    if args.dataloader_inter_document_masking:
+        return DOCUMENTS_FLAG
     return "--multi-latent-attention" if args.multi_latent_attention else None
 
 
@@ -39,7 +44,7 @@ def check_attention(args: argparse.Namespace, config: LancetConfig) -> None:
     if need and config.attention is AttentionChoice.STOCK:
         raise UsageError(
             f"--lancet-attention stock does not work with {need}: Megatron's local core attention takes heads of one "
-            "size and sees one rank's tokens only. Drop the flag, or pass --lancet-attention sdpa."
+            "size, sees one rank's tokens only and knows no documents. Drop the flag, or pass --lancet-attention sdpa."
         )
     blockers = sdpa_blockers(args)
     if uses_sdpa(args, config) and blockers:

@@ -16,7 +16,7 @@ from megatron_lancet.training.layer_pattern import layer_kinds
 from megatron_lancet.training.plan.dispatch import refusal_of, tiles_blockers
 from megatron_lancet.training.plan.limits import chunked_dim, routing_over_whole_micro_batch, sequence_blockers
 from megatron_lancet.training.plan.pairing import pairing_blockers
-from megatron_lancet.training.plan.support import has_all_to_alls
+from megatron_lancet.training.plan.support import has_all_to_alls, micro_batch_shape
 
 _DISPATCHES = {
     Dispatch.DEDUP: "deduplicates what is dispatched",
@@ -68,6 +68,7 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
 
 def model_of_run(args: argparse.Namespace) -> MadeFor:
     """Model and layout of this run, to be compared with those of a plan file."""
+    samples, positions = micro_batch_shape(args)
     num_mtp, kinds = args.mtp_num_layers or 0, layer_kinds(args)
     kinds += kinds[-1:] * num_mtp  # like the last layer
     moe_layers = [number for number, kind in enumerate(kinds, start=1) if kind.has_experts]
@@ -75,8 +76,8 @@ def model_of_run(args: argparse.Namespace) -> MadeFor:
         num_layers=len(kinds),
         moe_layers=ranges(moe_layers),
         num_stages=args.pipeline_model_parallel_size,
-        micro_batch_size=args.micro_batch_size,
-        seq_length=args.seq_length // args.context_parallel_size,
+        micro_batch_size=samples,
+        seq_length=positions // args.context_parallel_size,
         num_experts=args.num_experts or 0,
         topk=args.moe_router_topk,
         ep_size=args.expert_model_parallel_size,

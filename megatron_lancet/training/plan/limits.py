@@ -11,8 +11,10 @@ from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
 from megatron_lancet.schedule.chunk_sizes import most_chunks, multiple_along
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
+from megatron_lancet.training.plan.attention import DOCUMENTS_FLAG
 from megatron_lancet.training.plan.dispatch import allowed_dispatches, allowed_tiles
 from megatron_lancet.training.plan.pairing import allowed_pairing
+from megatron_lancet.training.plan.support import has_bins, micro_batch_shape
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,11 @@ class ChunkedDim:
 
 def chunked_dim(args: argparse.Namespace, dim: ChunkDim) -> ChunkedDim:
     """How a run's micro-batches can be cut along ``dim``."""
-    samples, positions = args.micro_batch_size, args.seq_length // args.context_parallel_size
+    samples, whole = micro_batch_shape(args)
+    positions = whole // args.context_parallel_size
     if dim is ChunkDim.BATCH:
-        size, other, flag, units = samples, positions, "--micro-batch-size", "samples"
+        size, other, units = samples, positions, "samples"
+        flag = "with --lancet-bins the number of samples" if has_bins(args) else "--micro-batch-size"
     else:
         size, other, flag, units = positions, samples, "--seq-length", "positions"
         flag += " / --context-parallel-size" if args.context_parallel_size > 1 else ""
@@ -63,7 +67,7 @@ def sequence_blockers(args: argparse.Namespace, config: LancetConfig, overlap_ra
     if args.context_parallel_size > 1:
         yield "--context-parallel-size"
     if args.reset_attention_mask:
-        yield "--reset-attention-mask"
+        yield f"--reset-attention-mask (use {DOCUMENTS_FLAG} in its place)"
     yield from sdpa_blockers(args)
     if config.attention is AttentionChoice.STOCK:
         yield "--lancet-attention stock"

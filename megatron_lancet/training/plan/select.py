@@ -7,6 +7,8 @@ from pathlib import Path
 from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
+from megatron_lancet.training.batches.limits import check_documents
+from megatron_lancet.training.bins.limits import check_bins
 from megatron_lancet.training.plan.attention import check_attention
 from megatron_lancet.training.plan.dispatch import FLAG as DISPATCH_FLAG
 from megatron_lancet.training.plan.dispatch import (
@@ -27,7 +29,7 @@ from megatron_lancet.training.plan.limits import (
 )
 from megatron_lancet.training.plan.pairing import FLAG as PAIRING_FLAG
 from megatron_lancet.training.plan.pairing import pairs_fixed_plan
-from megatron_lancet.training.plan.support import has_all_to_alls, overlap_blockers, refuse_unsupported
+from megatron_lancet.training.plan.support import has_all_to_alls, has_bins, overlap_blockers, refuse_unsupported
 from megatron_lancet.training.platform.launcher import ranks_per_node
 
 _DEFAULT_NUM_CHUNKS = 2
@@ -43,6 +45,8 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
         UsageError: the user asks for the overlap, and for something that it does not support.
     """
     check_attention(args, config)
+    check_documents(args, config)
+    check_bins(args, config)
     ranks_per_node(args, config)  # refuses a wrong number, also where no message depends on it
     if isinstance(config.plan, Path):
         plan = plan_from_file(config.plan, args, config)
@@ -141,12 +145,13 @@ def _chunks(args: argparse.Namespace, config: LancetConfig, blockers: list[str])
     if config.num_chunks is None:
         return min(num_chunks, along.most_chunks), dim
     if num_chunks > along.most_chunks:
+        larger = "" if has_bins(args) else ", a larger micro-batch"
         why_not = f" (sequence chunks do not work with {blockers[0]})" if blockers else ""
         raise UsageError(
             f"--lancet-num-chunks {num_chunks} is more than the micro-batch can be cut into along the {dim} "
             f"dimension: {along.flag} is {along.size}{', and ' + along.why if along.why else ''}{why_not}. "
             f"Use at most {along.most_chunks} chunk{'s' if along.most_chunks > 1 else ''}"
-            + (", a larger micro-batch, or --lancet-chunk-dim auto." if dim is ChunkDim.BATCH else ".")
+            + (f"{larger}, or --lancet-chunk-dim auto." if dim is ChunkDim.BATCH else ".")
         )
     return num_chunks, dim
 

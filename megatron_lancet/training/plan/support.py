@@ -115,6 +115,8 @@ _NO_USERBUFFERS = "drop it, userbuffers hold whole micro-batches and defer no dW
 _FUSED_RESIDUAL = "its norms return the residual, too, which the block adds by itself"
 _BY_MODULE = "sets the precision of single modules; the multiples that it asks of a chunk's tokens are not known"
 _SYMMETRIC = "an all-reduce for inference in buffers of one size"
+_TE_DOCUMENTS = "documents in chunks go through torch's kernel, not through Transformer Engine's"
+_NO_TE_DOCUMENTS = "pass --transformer-impl local"
 _KITCHEN = "layers of the kitchen extension"
 _NOT_IN_MOE = "not part of the block's MoE layer"
 _NOT_IN_BLOCK = "not part of the block"
@@ -170,6 +172,10 @@ def _other_modules(args: argparse.Namespace) -> object:
     return args.recompute_granularity == "selective" and " ".join(modules)
 
 
+def _documents_in_te(args: argparse.Namespace) -> object:
+    return args.dataloader_inter_document_masking and args.transformer_impl == TRANSFORMER_ENGINE
+
+
 def _graphs(args: argparse.Namespace) -> object:
     return args.cuda_graph_impl != "none" and args.cuda_graph_impl
 
@@ -195,6 +201,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("--transformer-impl", None, _INFERENCE, "pass transformer_engine or local", refused=_inference_layers),
     Unsupported("--spec", Topic.MODEL, _OTHER_SPEC, _NO_SPEC, refused=_other_spec),
     Unsupported("--tp-comm-overlap", Topic.OVERLAP, _USERBUFFERS, _NO_USERBUFFERS),
+    Unsupported("--dataloader-inter-document-masking", None, _TE_DOCUMENTS, _NO_TE_DOCUMENTS, refused=_documents_in_te),
     Unsupported("--use-transformer-engine-op-fuser", Topic.MODEL, _FUSER),
     Unsupported("--use-te-activation-func", Topic.MODEL, _ONE_OP),
     Unsupported("--te-precision-config-file", Topic.PRECISION, _BY_MODULE),
@@ -255,8 +262,8 @@ RETIRED: tuple[Unsupported, ...] = (
 
 OTHER_TASKS: tuple[Unsupported, ...] = (
     Unsupported("--sft --fim-data", None, "other data"),
-    Unsupported("--hybrid-context-parallel", Topic.PARALLELISM, "packed sequences"),
-    Unsupported("--dataloader-inter-document-masking --perform-rl-step", None, "other data"),
+    Unsupported("--hybrid-context-parallel", Topic.PARALLELISM, "shares out packed sequences in its own way"),
+    Unsupported("--perform-rl-step", None, "other data"),
     Unsupported("--logits-save-dir --logits-load-dir", None, "another kind of run"),
     Unsupported("--yaml-cfg --per-dataset-sequences-path", None, "another kind of run"),
 )
@@ -305,6 +312,21 @@ def refuse_other_tasks(args: argparse.Namespace) -> None:
     for entry in OTHER_TASKS:
         for flag in entry.found_in(args):
             raise UsageError(f"{flag} is not supported by pretrain_gpt_moe.py: it pretrains on plain text.")
+
+
+def has_bins(args: argparse.Namespace) -> bool:
+    """Whether samples are documents that are dealt to bins; Megatron's own script does not know the flag."""
+    return getattr(args, "lancet_bins", "off") != "off"
+
+
+def micro_batch_shape(args: argparse.Namespace) -> tuple[int, int]:
+    """Samples of a micro-batch and positions of each; of bins one sample, as long as it may be.
+
+    A padded bin may have more samples, all of which are cut at the same positions.
+    """
+    if has_bins(args):
+        return 1, args.lancet_bins_max_tokens or args.seq_length
+    return args.micro_batch_size, args.seq_length
 
 
 def has_all_to_alls(args: argparse.Namespace) -> bool:

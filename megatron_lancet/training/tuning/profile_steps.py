@@ -18,17 +18,19 @@ from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
 from megatron_lancet.schedule.plan import OverlapRange, Plan
 from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.training.overlap_setup import OverlapSetup
+from megatron_lancet.training.plan.support import micro_batch_shape
 
 
 def profiled_model(
     args: argparse.Namespace, config: LancetConfig, setup: OverlapSetup, device: torch.device
 ) -> ProfiledModel:
     """Describes the model that Megatron has built and its batch to the profiler."""
+    samples, positions = micro_batch_shape(args)
     return ProfiledModel(
         stages=setup.stages,
         device=device,
-        micro_batch_size=args.micro_batch_size,
-        seq_length=args.seq_length,
+        micro_batch_size=samples,
+        seq_length=positions,
         num_micro_batches=get_num_microbatches(),
         comm_sms=config.comm_sms,
     )
@@ -36,9 +38,10 @@ def profiled_model(
 
 def plans_within(args: argparse.Namespace, limits: Limits) -> list[Plan]:
     """Plans to profile for a planner with these limits."""
+    samples, positions = micro_batch_shape(args)
     plans = plans_to_profile(
-        args.micro_batch_size,
-        args.seq_length // args.context_parallel_size,
+        samples,
+        positions // args.context_parallel_size,
         limits.chunk_dims,
         overlap_range=max(limits.ranges, key=list(OverlapRange).index),
         token_multiple=token_multiple(args),

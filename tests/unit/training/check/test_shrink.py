@@ -3,10 +3,12 @@
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training.check.layout import Layout
+from megatron_lancet.training.check.samples import RandomTokens
 from megatron_lancet.training.check.shrink import Shrunk, shrink
 from megatron_lancet.training.check.words import read_command_line
 
@@ -100,3 +102,37 @@ def test_padding_leaves_out_what_megatron_does_not_define():
 def test_launches_that_are_not_checked_are_refused(text, message):
     with pytest.raises(UsageError, match=message):
         shrunk(text, max_ranks=2)
+
+
+def test_documents_are_a_mask_for_stock():
+    found = shrunk(
+        f"{SMALL} --dataloader-inter-document-masking --mtp-num-layers 1 --pipeline-model-parallel-size 4 "
+        "--num-virtual-stages-per-pipeline-rank 2"
+    )
+    assert found.documents
+    assert found.ours == ["--dataloader-inter-document-masking"]
+    assert not {"--dataloader-inter-document-masking", "--mtp-num-layers"} & set(found.words)
+    assert "--no-create-attention-mask-in-dataloader" not in found.words
+    assert found.layout.virtual == 1
+    text = "\n".join(found.changes)
+    for part in ("stock gets a mask of documents", "no virtual stages", "no multi-token prediction: with a mask"):
+        assert part in text
+    plain = shrunk(SMALL)
+    assert not plain.documents
+    assert "--no-create-attention-mask-in-dataloader" in plain.words
+
+
+def test_samples_of_documents_have_the_mask_the_bounds_and_the_positions_of_the_same_documents():
+    documents = RandomTokens(50, 16, 64, seed=1, padding=False, documents=True)
+    samples = [documents[index] for index in range(len(documents))]
+    for sample in samples:
+        bounds = sample["cu_seqlens"].unique_consecutive().tolist()
+        assert (bounds[0], bounds[-1]) == (0, 16)
+        assert sample["position_ids"].tolist() == [i for size in np.diff(bounds) for i in range(size)]
+        for row, seen in enumerate(~sample["attention_mask"][0]):
+            first = row - int(sample["position_ids"][row])
+            assert seen.tolist() == [first <= column <= row for column in range(16)]
+    assert len({tuple(sample["cu_seqlens"].tolist()) for sample in samples}) > 30
+    whole = RandomTokens(1, 16, 64, seed=1, padding=False)[0]
+    assert whole["cu_seqlens"].unique_consecutive().tolist() == [0, 16]
+    assert whole["position_ids"].tolist() == list(range(16))
