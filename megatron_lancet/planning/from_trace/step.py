@@ -103,10 +103,11 @@ def read_step(rank: RankEvents, step: tuple[float, float], first_layers: Sequenc
     forwards = []
     for batch in batches:
         forwards.append(_add(found, rank, batch, step[0], first_layers[batch.part]))
-    passes_us = max(batch.nodes[-1].end_us for batch in batches) - batches[0].begin_us
     found.spans.sort(key=lambda span: (span.start_ms, span.end_ms))
+    step_ms = (step[1] - step[0]) / _US_PER_MS
+    passes_ms = max(span.end_ms for span in found.spans) - found.spans[0].start_ms
     return TracedStep(
-        timeline=RankTimeline(rank.rank, tuple(found.spans), (step[1] - step[0]) / _US_PER_MS),
+        timeline=RankTimeline(rank.rank, tuple(found.spans), step_ms),
         received_rows=dict(found.received_rows),
         weight_grads={name: DwSizes(tuple(pinned), found.weight_bytes[name]) for name, pinned in found.pinned.items()},
         forwards=tuple(forwards),
@@ -114,7 +115,7 @@ def read_step(rank: RankEvents, step: tuple[float, float], first_layers: Sequenc
         sent=tuple(found.sent),
         counts_ms=tuple(found.counts_ms),
         parts=dict(found.parts),
-        outside_ms=(step[1] - step[0] - passes_us) / _US_PER_MS,
+        outside_ms=max(0.0, step_ms - passes_ms),
     )
 
 
