@@ -16,7 +16,7 @@ from megatron_lancet.planning.from_trace.events import Event
 from megatron_lancet.planning.from_trace.lacks import TraceLacks
 from megatron_lancet.planning.from_trace.leaves import Leaves
 from megatron_lancet.planning.from_trace.marks import Mark
-from megatron_lancet.planning.from_trace.passes import EMBEDDING, LINEAR, NORM, ROUTER, MicroBatch
+from megatron_lancet.planning.from_trace.passes import LINEAR, NORM, ROUTER, MicroBatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.timeline import Lane
@@ -137,7 +137,6 @@ class _Reader:
         layers = self._moe_calls()
         if not self._norms:
             raise TraceLacks(self._path, "no norm (aten::layer_norm, aten::rms_norm or Transformer Engine's)")
-        self._check_no_more_predictions()
         if self._batch.has_embedding:
             self._mark(self._norms[0].start_us, Op.beside_layers(Phase.FORWARD, OpKind.EMBEDDING))
         region_us = self._begin_us
@@ -156,15 +155,6 @@ class _Reader:
     def _number(self) -> int:
         """Number of the last layer so far."""
         return self._first_layer - 1 + len(self._forward.layer_kinds)
-
-    def _check_no_more_predictions(self) -> None:
-        """Multi-token predictions embed their tokens again, behind the layers."""
-        if any(op.name == EMBEDDING and op.start_us > self._norms[0].start_us for op in self._ops):
-            raise TraceLacks(
-                self._path,
-                f"an {EMBEDDING} behind the first layer, as multi-token predictions have",
-                "Record without --mtp-num-layers, or install the package and profile with tools/profile_model.py",
-            )
 
     def _mark(self, end_us: float, op: Op | str, lane: Lane = Lane.COMPUTE) -> None:
         marks = self._forward.marks

@@ -96,6 +96,7 @@ def micro_batches(rank: RankEvents, step: tuple[float, float], num_parts: int | 
             f"a step without {EMBEDDING}, with which a forward pass begins",
             "Record ranks from the first pipeline stage on, with steps of training",
         )
+    _check_no_more_predictions(rank, forwards)
     nodes_of = _nodes_of_forwards(rank.path, forwards, backwards)
     if num_parts is None:
         num_parts = max(1, len(forwards) // sum(ops[0].name == EMBEDDING for ops in forwards))
@@ -153,6 +154,23 @@ def _from_the_model_on(ops: Sequence[Event]) -> list[Event] | None:
     if first is None or not any(NORM.search(op.name) for op in ops[first:]):
         return None
     return list(ops[first:])
+
+
+def _check_no_more_predictions(rank: RankEvents, forwards: Sequence[Sequence[Event]]) -> None:
+    """Multi-token predictions embed their tokens again, behind the layers.
+
+    Raises:
+        TraceLacks: there are some.
+    """
+    for ops in forwards:
+        norm_us = next(op.start_us for op in ops if NORM.search(op.name))
+        again = [op for op in ops if op.name == EMBEDDING and (stage_of(rank) > 0 or op.start_us > norm_us)]
+        if again:
+            raise TraceLacks(
+                rank.path,
+                f"an {EMBEDDING} behind the first layer, as multi-token predictions have",
+                "Record without --mtp-num-layers, or install the package and profile with tools/profile_model.py",
+            )
 
 
 def _nodes_of_forwards(
