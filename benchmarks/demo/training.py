@@ -21,9 +21,9 @@ uneven in the first steps of a training, and then ranks wait for each other as w
 _NUM_WARM_UP = 2
 """Unmeasured steps of a process that has just started."""
 SAMPLES_PER_RANK = 4
-# A row of a message costs CPU time of its own where ranks have a core each, and a chunk costs one more launch of each op:
-# wide experts and long samples leave both a small part of the step. Chunks along the sequence compute no attention to
-# later positions.
+# A row of a message takes CPU time from the core that a rank has, and a chunk one more launch of each op: wide experts
+# and long samples leave both a small part of the step. Chunks along the sequence compute no attention to later
+# positions.
 MODEL_FLAGS = (
     "--num-layers 3 --hidden-size 256 --ffn-hidden-size 576 --num-attention-heads 4 --seq-length 512 "
     "--max-position-embeddings 512 --position-embedding-type rope --swiglu --normalization RMSNorm "
