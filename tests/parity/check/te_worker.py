@@ -32,7 +32,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, replaced(detect, "cpu_platform", te_cpu.te_platform):
         found = check(shrunk, Path(folder), timeout_s=TIMEOUT_S)
     assert found.ours is not None, found.why_not_ours
-    result = {"changes": shrunk.changes, "words": shrunk.words}
+    result: dict[str, object] = {"changes": shrunk.changes, "words": shrunk.words}
     result |= {name: vars(one) | {"wrong": one.wrong} for name, one in (("stock", found.stock), ("ours", found.ours))}
     Path(sys.argv[1]).write_text(json.dumps(result))
 
