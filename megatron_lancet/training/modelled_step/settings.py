@@ -112,6 +112,9 @@ def _simplified(args: argparse.Namespace) -> Iterator[str]:
     if args.mtp_num_layers:
         yield "multi-token prediction is left out"
         args.mtp_num_layers = None
+    if args.dataloader_inter_document_masking:
+        yield "attention sees whole samples: documents, which make it cheaper, have no lengths here"
+        args.dataloader_inter_document_masking = False
     if args.moe_layer_freq not in (1, [1]):
         yield "all layers have experts, whatever --moe-layer-freq says"
         args.moe_layer_freq = 1

@@ -44,10 +44,11 @@ def rows_of(output: str, first: str) -> dict[str, list[float]]:
 
 def test_modelled_step_shows_kernels_steps_and_a_timeline(modelled, tmp_path):
     page = tmp_path / "step.html"
-    output = modelled("--timeline", str(page))
+    output = modelled("--timeline", str(page), "--dataloader-inter-document-masking")
     assert output.startswith("modelled, not measured: rank 0 of 8, 4 x 64 tokens, top 2 of 8 experts on 4 ranks")
     assert "6 layers, scaled from 1 and 2" in output
     assert "note: pipeline stages and their messages are left out" in output
+    assert "note: attention sees whole samples: documents, which make it cheaper, have no lengths here" in output
     kernels = rows_of(output, "kernels per layer")
     assert list(kernels) == ["stock", "no overlap", "plan"]
     forward, backward, weight_grads, both, host_waits = kernels["plan"]

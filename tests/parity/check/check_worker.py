@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ WITHOUT_BUGS = (
     *BASE,
     *"--pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --use-distributed-optimizer".split(),
 )
+OF_DOCUMENTS = (*BASE, *"--expert-model-parallel-size 8 --dataloader-inter-document-masking".split())
 
 
 def wrong_with(name: str) -> list[str]:
@@ -48,8 +50,8 @@ def told_of(bug: Bug) -> dict[str, Any]:
     return {"stock": found.stock.wrong, "ours": found.ours.wrong, "report": report(found, 1.0)}
 
 
-def without_bugs() -> dict[str, Any]:
-    shrunk = shrink(read_command_line(WITHOUT_BUGS), None, 8)
+def without_bugs(launch: Sequence[str]) -> dict[str, Any]:
+    shrunk = shrink(read_command_line(launch), None, 8)
     with tempfile.TemporaryDirectory() as folder:
         found = check(shrunk, Path(folder), timeout_s=TIMEOUT_S)
     assert found.ours is not None, found.why_not_ours
@@ -77,7 +79,8 @@ def main() -> None:
     results["wrong"] = {bug.name: wrong_with(bug.name) for bug in BUGS if bug.prepare is not None and not bug.is_ours}
     results["ours"] = {bug.name: told_of(bug) for bug in BUGS if bug.is_ours}
     results["in full"] = check_bug(next(bug for bug in BUGS if bug.name == IN_FULL))
-    results["without"] = without_bugs()
+    results["without"] = without_bugs(WITHOUT_BUGS)
+    results["documents"] = without_bugs(OF_DOCUMENTS)
     Path(sys.argv[1]).write_text(json.dumps(results))
 
 

@@ -52,10 +52,11 @@ def test_check_finds_what_the_installed_version_gets_wrong_and_what_it_takes(fou
     assert bug["guilty"] == ["TP", "the routers' balancing loss", "loss per token"]
 
 
-def test_check_of_a_launch_without_bugs_finds_none(found):
-    equal = found["without"]
+@pytest.mark.parametrize(("launch", "num_ranks"), [("without", 4), ("documents", 2)])
+def test_check_of_a_launch_without_bugs_finds_none(found, launch, num_ranks):
+    equal = found[launch]
     assert not equal["differs"]
-    assert equal["num_ranks"] == 4
+    assert equal["num_ranks"] == num_ranks
     assert 0 < max(equal["errors"].values()) < 1e-5
 
 

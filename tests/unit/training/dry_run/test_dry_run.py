@@ -132,6 +132,7 @@ TE_SCRIPTS = {
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
         "the plan does what --overlap-moe-expert-parallel-comm, --delay-wgrad-compute, --moe-shared-expert-overlap ask",
     ),
+    "documents": ("--dataloader-inter-document-masking --reset-attention-mask", "--reset-attention-mask is off: "),
     "recompute with current scaling": (
         "--fp8-format hybrid --fp8-recipe tensorwise --recompute-granularity selective --recompute-modules moe "
         "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
