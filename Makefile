@@ -16,7 +16,7 @@ LOSSES := tests/parity/runs/test_losses_equal_stock.py::test_losses_equal_stock
 QUICK := tests/unit tests/parity/mocked/test_gradients_in_mocked_worlds.py tests/parity/gradients/test_context_parallel.py \
 	"$(LOSSES)[fp32-1]" "$(LOSSES)[fp32-2]"
 
-.PHONY: demo test test-quick test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-evaluation bench-causes bench-from-trace bench-gpu flags format constraints clean help
+.PHONY: demo test test-quick test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text twice, stock and ours, on a link that is really waited for, and"
@@ -35,6 +35,7 @@ help:
 	@echo "                        BENCH_ARGS=--pairing: 15, --tiles: 14, --dispatch: 13, --nodes: 7"
 	@echo "make bench-priority     all-to-alls and gradient reductions on one shaped link (root, Linux)"
 	@echo "make bench-evaluation   replicas of popular experts on the shaped network (root, Linux)"
+	@echo "make bench-bins         documents dealt to bins over all ranks, on the shaped network (root, Linux): 10 minutes"
 	@echo "make bench-causes       injected causes of waits, and what is found of them (root, Linux): 8 minutes"
 	@echo "make bench-from-trace   profiles from traces of a stock run against our profiler's (root, Linux): 5 minutes"
 	@echo "make bench-gpu       stock, pipelined experts and our schedules on one GPU; BENCH_ARGS=--help lists options"
@@ -73,6 +74,9 @@ bench-priority: $(STAMP)
 
 bench-evaluation: $(STAMP)
 	@$(BIN)/python -m benchmarks.evaluation $(BENCH_ARGS)
+
+bench-bins: $(STAMP)
+	@$(BIN)/python -m benchmarks.bins $(BENCH_ARGS)
 
 bench-causes: $(STAMP)
 	@$(BIN)/python -m benchmarks.causes $(BENCH_ARGS)

@@ -22,6 +22,7 @@ from benchmarks.prediction.errors import (
 )
 from benchmarks.priority import summary as priority_summary
 from benchmarks.priority.cases import OVERLAPPED
+from benchmarks.quoted_bins import TABLES as BINS_TABLES
 from benchmarks.quoted_dispatch import dispatch, dispatch_memory, dispatch_prediction, dispatch_variants
 from benchmarks.quoted_load import TABLES as LOAD_TABLES
 from benchmarks.quoted_nodes import nodes, nodes_prediction, nodes_variants
@@ -331,6 +332,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "weight-grad": weight_grad,
     **LOAD_TABLES,
     **TILES_TABLES,
+    **BINS_TABLES,
 }
 _PLACE = re.compile(r"(<!-- quoted: ([\w-]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 

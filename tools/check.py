@@ -27,6 +27,9 @@ def main() -> None:
         "--max-ranks", type=positive_int, default=8, metavar="N", help="most CPU ranks (default %(default)s)"
     )
     parser.add_argument("--padding", action="store_true", help="samples end with padding, which routers are told")
+    parser.add_argument(
+        "--te", action="store_true", help="keep layers of Transformer Engine, where it computes without a GPU"
+    )
     parser.add_argument("--stock-only", action="store_true", help="do not compare the overlap")
     parser.add_argument("--dry-run", action="store_true", help="run the launch dry instead: docs/dry_run.md")
     parser.add_argument(

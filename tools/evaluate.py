@@ -89,11 +89,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     if arguments.output is not None:
         require_output_folder(arguments.output)
-    from megatron_lancet.inference.evaluate import (
-        evaluate,
-        note_on_documents,
-        read_stream,
-    )  # imports torch, so after the check above
+    # These import torch, so only after the check above.
+    from megatron_lancet.inference.evaluate import evaluate, note_on_documents, read_stream
     from megatron_lancet.inference.overlap import evaluation_plan, overlap_evaluation
     from megatron_lancet.inference.replica_choice import ReplicaWish
     from megatron_lancet.inference.session import Session

@@ -1,6 +1,11 @@
 """Converts a folder of text or code to a JSONL corpus for ``train_tokenizer.py`` and ``preprocess_data.py``.
 
-tools/prepare_corpus.py --input ~/texts --output corpus.jsonl --extensions .txt .md
+  tools/prepare_corpus.py --input ~/texts --output corpus.jsonl --extensions .txt .md
+  tools/prepare_corpus.py --documents functions --output functions.jsonl
+  tools/prepare_corpus.py --documents pairs --output pairs.jsonl
+
+The last two cut Python sources, by default those of the standard library, into functions: short and long documents as
+they occur. A pair has the keys prompt (signature and docstring) and answer (the body).
 """
 
 import argparse
@@ -10,17 +15,50 @@ import json
 import os
 import sysconfig
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lancet.cli.arguments import positive_float, require_output_folder
+from megatron_lancet.data.functions import UnparsableError, classes, functions, pairs
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.files import atomic_outputs
 
 BYTES_PER_MEGABYTE = 1_000_000
 DEFAULT_EXTENSIONS = (".py", ".pyi", ".txt", ".md", ".rst")
+PYTHON_EXTENSION = ".py"
 STDLIB_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+
+type Record = Mapping[str, str]
+"""Texts of one document by their keys."""
+
+
+def _file(text: str, _: str) -> Iterator[tuple[str, Record]]:
+    """The whole file; none without text."""
+    if text:
+        yield "", {"text": text}
+
+
+def _functions(text: str, name: str) -> Iterator[tuple[str, Record]]:
+    return ((f":{part}", {"text": source}) for part, source in functions(text, name))
+
+
+def _classes(text: str, name: str) -> Iterator[tuple[str, Record]]:
+    return ((f":{part}", {"text": source}) for part, source in classes(text, name))
+
+
+def _pairs(text: str, name: str) -> Iterator[tuple[str, Record]]:
+    return ((f":{part}", pair._asdict()) for part, pair in pairs(text, name))
+
+
+CUTS: dict[str, Callable[[str, str], Iterator[tuple[str, Record]]]] = {
+    "files": _file,
+    "functions": _functions,
+    "classes": _classes,
+    "pairs": _pairs,
+}
+"""From the text of a file and its name to its documents, each with what is to be appended to the name."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +83,7 @@ class Summary:
     num_documents: int = 0
     num_text_bytes: int = 0
     num_undecodable: int = 0
+    num_unparsable: int = 0
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -58,11 +97,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, required=True, help="JSONL file, in an existing folder")
     parser.add_argument(
+        "--documents",
+        choices=tuple(CUTS),
+        default="files",
+        help="what becomes a document: files (default); functions and methods, or classes, of Python sources; or pairs "
+        "of a function's signature with docstring and its body",
+    )
+    parser.add_argument(
         "--extensions",
         nargs="+",
-        default=DEFAULT_EXTENSIONS,
         metavar="EXT",
-        help=f"file extensions to include (default: {' '.join(DEFAULT_EXTENSIONS)})",
+        help=f"file extensions to include (default: {' '.join(DEFAULT_EXTENSIONS)}; {PYTHON_EXTENSION} if the files "
+        "are cut)",
     )
     parser.add_argument(
         "--max-megabytes",
@@ -73,9 +119,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--skip-undecodable",
         action="store_true",
-        help="skip and count files that are not UTF-8 instead of stopping at the first one",
+        help="skip and count files that are not UTF-8, or no Python source if they are to be cut, instead of stopping "
+        "at the first one",
     )
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.extensions is None:
+        arguments.extensions = DEFAULT_EXTENSIONS if arguments.documents == "files" else (PYTHON_EXTENSION,)
+    return arguments
 
 
 def select_source(folder: Path | None) -> Source:
@@ -141,36 +191,44 @@ class UndecodableError(UsageError):
 
 
 def iter_documents(
-    source: Source, files: Sequence[Path], skip_undecodable: bool, summary: Summary
-) -> Iterator[tuple[str, str]]:
-    """Yields (path relative to the input, text) of every non-empty file; counts skipped files in ``summary``."""
+    source: Source, files: Sequence[Path], documents: str, skip_undecodable: bool, summary: Summary
+) -> Iterator[tuple[str, Record]]:
+    """Yields (path relative to the input, texts) of every document; counts skipped files in ``summary``.
+
+    Args:
+        documents: one of :data:`CUTS`.
+    """
     for path in files:
+        # A file name may be any bytes, a JSON string may not.
+        name = os.fsencode(path.relative_to(source.folder).as_posix()).decode("utf-8", "replace")
         try:
-            text = read_text(path, source.honours_coding_cookies)
+            # As a list: of a file that can't be parsed nothing is written.
+            found = list(CUTS[documents](read_text(path, source.honours_coding_cookies), str(path)))
         except UndecodableError:
             if not skip_undecodable:
                 raise
             summary.num_undecodable += 1
-            continue
-        if text:
-            # A file name may be any bytes, a JSON string may not.
-            name = os.fsencode(path.relative_to(source.folder).as_posix()).decode("utf-8", "replace")
-            yield name, text
+        except UnparsableError:
+            if not skip_undecodable:
+                raise
+            summary.num_unparsable += 1
+        else:
+            yield from ((name + part, record) for part, record in found)
 
 
 def write_corpus(
-    documents: Iterator[tuple[str, str]],
+    documents: Iterator[tuple[str, Record]],
     output: Path,
     max_bytes: float,
     summary: Summary,
 ) -> None:
     """Writes documents as JSONL until the texts would exceed ``max_bytes``; counts them in ``summary``."""
     with output.open("w", encoding="utf-8", newline="\n") as file:
-        for name, text in documents:
-            num_bytes = len(text.encode("utf-8"))
+        for name, record in documents:
+            num_bytes = sum(len(text.encode("utf-8")) for text in record.values())
             if summary.num_text_bytes + num_bytes > max_bytes:
                 return
-            file.write(json.dumps({"text": text, "path": name}, ensure_ascii=False) + "\n")
+            file.write(json.dumps({**record, "path": name}, ensure_ascii=False) + "\n")
             summary.num_documents += 1
             summary.num_text_bytes += num_bytes
 
@@ -184,14 +242,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     max_bytes = (arguments.max_megabytes or float("inf")) * BYTES_PER_MEGABYTE
     summary = Summary()
     with atomic_outputs(arguments.output) as (temporary,):
-        documents = iter_documents(source, files, arguments.skip_undecodable, summary)
+        documents = iter_documents(source, files, arguments.documents, arguments.skip_undecodable, summary)
         write_corpus(documents, temporary, max_bytes, summary)
         if summary.num_documents == 0:
             raise UsageError(
-                f"no document to write: all {len(files)} files under {source.folder} are empty or"
-                " undecodable, or the first one exceeds --max-megabytes"
+                f"no document to write: all {len(files)} files under {source.folder} are empty,"
+                f" undecodable or without {arguments.documents}, or the first document exceeds --max-megabytes"
             )
     skipped = f", {summary.num_undecodable} undecodable files skipped" if summary.num_undecodable else ""
+    if summary.num_unparsable:
+        skipped += f", {summary.num_unparsable} files skipped that can't be parsed"
     megabytes = summary.num_text_bytes / BYTES_PER_MEGABYTE
     print(f"{arguments.output}: {summary.num_documents} documents, {megabytes:.2f} MB of text{skipped}")
 

@@ -8,34 +8,64 @@ an older dataset with the same prefix.
       --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
 
 and then pretrain_gpt_moe.py --data-path data/corpus_text_document, with the same tokenizer.
+
+With --prompt-key and --answer-key a line is one document: its prompt, its answer and the end of the document. Which
+tokens count as labels, those of the answer and the end, is in a second dataset, PREFIX_PROMPT_ANSWER_loss_mask.
+
+docs/data.md says more, with examples.
 """
 
 import argparse
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from tqdm import tqdm
 
 from megatron_lancet.cli.arguments import positive_int, require_output_folder
 from megatron_lancet.data.jsonl import iter_line_batches, open_input
+from megatron_lancet.data.lengths import as_json
 from megatron_lancet.data.parallel import ordered_map, start_fork_server
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.files import atomic_outputs
 
 if TYPE_CHECKING:
-    from megatron_lancet.data.encode import EncodedBatch, EncodeJob
+    from megatron_lancet.data.encode import EncodedBatch, EncodedDocuments, EncodeJob
 
 BATCH_BYTES = 1 << 18
 """Input per task: large enough to amortise its transfer, small compared with a worker's memory."""
 
 NUM_PROGRESS_LINES = 10
+
+
+@dataclass(frozen=True)
+class Output:
+    """Files of one dataset.
+
+    Attributes:
+        prefix: as Megatron's ``--data-path`` takes it.
+        mask_prefix: of the dataset of its loss mask; None without one.
+        lengths: file of its histogram of lengths; None without one.
+    """
+
+    prefix: str
+    mask_prefix: str | None = None
+    lengths: Path | None = None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All of them, those of the dataset first."""
+        prefixes = (self.prefix,) if self.mask_prefix is None else (self.prefix, self.mask_prefix)
+        datasets = tuple(file for prefix in prefixes for file in dataset_files(prefix))
+        return datasets if self.lengths is None else (*datasets, self.lengths)
 
 
 @dataclass
@@ -46,10 +76,22 @@ class DatasetSummary:
     num_documents: int = 0
     num_tokens: int = 0
     num_empty: int = 0
+    num_labels: int | None = None
+    lengths: Counter[int] = field(default_factory=Counter)
+
+    def count(self, documents: "EncodedDocuments") -> None:
+        """Counts the documents of a batch."""
+        self.num_documents += len(documents.lengths)
+        self.num_tokens += len(documents.tokens)
+        self.num_empty += documents.num_empty
+        self.lengths.update(documents.lengths)
+        if documents.loss_mask is not None:
+            self.num_labels = (self.num_labels or 0) + int(documents.loss_mask.sum())
 
     def __str__(self) -> str:
         skipped = f" ({self.num_empty} empty texts left out)" if self.num_empty else ""
-        return f"{self.prefix}: {self.num_documents} documents{skipped}, {self.num_tokens} tokens"
+        labels = "" if self.num_labels is None else f", {self.num_labels} of them labels"
+        return f"{self.prefix}: {self.num_documents} documents{skipped}, {self.num_tokens} tokens{labels}"
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -61,9 +103,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--input", type=Path, required=True, metavar="FILE.jsonl", help="the corpus, for example from prepare_corpus.py"
     )
-    parser.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to tokenize (default: text)"
-    )
+    parser.add_argument("--json-keys", nargs="+", metavar="KEY", help="keys to tokenize (default: text)")
+    parser.add_argument("--prompt-key", metavar="KEY", help="key of a prompt, which is no label; with --answer-key")
+    parser.add_argument("--answer-key", metavar="KEY", help="key of its answer, the labels; with --prompt-key")
     parser.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="prefix of the output files, in an existing folder"
     )
@@ -77,7 +119,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--vocab-size", type=positive_int, help="number of ids of NullTokenizer, end-of-document included"
     )
-    parser.add_argument("--append-eod", action="store_true", help="end documents with the end-of-document id")
+    parser.add_argument(
+        "--append-eod",
+        action="store_true",
+        help="end documents with the end-of-document id, as pairs of prompt and answer always do",
+    )
+    parser.add_argument(
+        "--write-lengths",
+        action="store_true",
+        help="also write PREFIX_KEY_lengths.json, the histogram of the documents' lengths, for simulate_plan.py",
+    )
     parser.add_argument("--workers", type=positive_int, default=1, help="processes (default: 1)")
     parser.add_argument(
         "--progress",
@@ -85,25 +136,48 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default="auto",
         help="auto: a bar if stderr is a terminal; lines: ten plain lines on stderr (default: auto)",
     )
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if (arguments.prompt_key is None) != (arguments.answer_key is None):
+        parser.error("--prompt-key and --answer-key belong together: pass both, or --json-keys")
+    if arguments.prompt_key is not None and arguments.json_keys is not None:
+        parser.error("give --json-keys, or --prompt-key and --answer-key, not both")
+    return arguments
 
 
-def dataset_prefixes(output_prefix: str, keys: Sequence[str]) -> list[str]:
-    """Returns one dataset prefix per key, as Megatron's ``--data-path`` takes it.
+def keys_of(arguments: argparse.Namespace) -> list[str]:
+    """Returns the JSON keys that are read.
 
     Raises:
-        UsageError: a key is repeated or can't be part of a file name, or the folder is not writable.
+        UsageError: a key is repeated or can't be part of a file name.
     """
+    is_pair = arguments.prompt_key is not None
+    keys = [arguments.prompt_key, arguments.answer_key] if is_pair else arguments.json_keys or ["text"]
+    flags = "--prompt-key and --answer-key" if is_pair else "--json-keys"
     if len(set(keys)) != len(keys):
-        raise UsageError(f"--json-keys names a key twice: {' '.join(keys)}")
+        raise UsageError(f"{flags} name{'' if is_pair else 's'} a key twice: {' '.join(keys)}")
     for key in keys:
         if os.sep in key:
-            raise UsageError(f"the key {key!r} of --json-keys cannot be part of a file name; rename it")
-    prefixes = [f"{output_prefix}_{key}_document" for key in keys]
-    for prefix in prefixes:
-        for target in dataset_files(prefix):
+            raise UsageError(f"the key {key!r} of {flags} cannot be part of a file name; rename it")
+    return keys
+
+
+def outputs_of(arguments: argparse.Namespace) -> list[Output]:
+    """Returns the files of one dataset per key, or of one for prompts with their answers.
+
+    Raises:
+        UsageError: a key can't be used, or the folder is not writable.
+    """
+    keys, has_mask = keys_of(arguments), arguments.prompt_key is not None
+    names = ["_".join(keys)] if has_mask else keys
+    outputs = []
+    for start in (f"{arguments.output_prefix}_{name}" for name in names):
+        mask_prefix = f"{start}_loss_mask" if has_mask else None
+        lengths = Path(f"{start}_lengths.json") if arguments.write_lengths else None
+        outputs.append(Output(f"{start}_document", mask_prefix, lengths))
+    for output in outputs:
+        for target in output.files:
             require_output_folder(target)
-    return prefixes
+    return outputs
 
 
 def dataset_files(prefix: str) -> tuple[Path, Path]:
@@ -133,39 +207,68 @@ def with_progress(batches: Iterable["EncodedBatch"], num_bytes: int, mode: str) 
                 print(f"tokenize: {percent} % of {num_bytes} bytes", file=sys.stderr, flush=True)
 
 
-def write_datasets(
-    batches: Iterable["EncodedBatch"],
-    prefixes: Sequence[str],
-    dtype: type,
-) -> list[DatasetSummary]:
-    """Writes the documents of every batch, one dataset per prefix.
+class Writer:
+    """Writes one dataset, with its loss mask, to temporary files."""
+
+    def __init__(self, output: Output, files: Sequence[Path], dtype: type, open_files: ExitStack) -> None:
+        """
+        Args:
+            files: temporary ones for those of ``output``.
+            dtype: of the tokens.
+            open_files: closes them if the run fails.
+        """
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+        def builder(path: Path, dtype: type) -> IndexedDatasetBuilder:
+            made = IndexedDatasetBuilder(str(path), dtype=dtype)
+            # finalize() closes it too, but a failed run does not get there.
+            open_files.callback(made.data_file.close)
+            return made
+
+        self.summary = DatasetSummary(output.prefix)
+        self._output = output
+        self._files = files
+        self._tokens = builder(files[0], dtype)
+        self._mask = None if output.mask_prefix is None else builder(files[2], np.uint8)
+
+    def add(self, documents: "EncodedDocuments") -> None:
+        """Appends the documents of a batch."""
+        for tokens, mask in documents.split():
+            self._tokens.add_document(tokens, [len(tokens)])
+            if self._mask is not None:
+                self._mask.add_document(mask, [len(tokens)])
+        self.summary.count(documents)
+
+    def finish(self) -> DatasetSummary:
+        """Writes the indexes and the lengths, and closes the files.
+
+        Raises:
+            UsageError: there is no document.
+        """
+        if self.summary.num_documents == 0:
+            raise UsageError(f"nothing to write for {self._output.prefix}: no text of the input gives a token")
+        self._tokens.finalize(str(self._files[1]))
+        if self._mask is not None:
+            self._mask.finalize(str(self._files[3]))
+        if self._output.lengths is not None:
+            self._files[-1].write_text(as_json(self.summary.lengths))
+        return self.summary
+
+
+def write_datasets(batches: Iterable["EncodedBatch"], outputs: Sequence[Output], dtype: type) -> list[DatasetSummary]:
+    """Writes the documents of every batch, one dataset per output.
 
     Raises:
         UsageError: a dataset would have no document.
     """
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    summaries = [DatasetSummary(prefix) for prefix in prefixes]
-    targets = [target for prefix in prefixes for target in dataset_files(prefix)]
+    targets = [target for output in outputs for target in output.files]
     with atomic_outputs(*targets) as temporaries, ExitStack() as open_files:
-        bin_paths, idx_paths = temporaries[0::2], temporaries[1::2]
-        builders = [IndexedDatasetBuilder(str(path), dtype=dtype) for path in bin_paths]
-        for builder in builders:
-            open_files.callback(
-                builder.data_file.close
-            )  # finalize() closes it too, but a failed run does not get there
+        remaining = iter(temporaries)
+        writers = [Writer(output, [next(remaining) for _ in output.files], dtype, open_files) for output in outputs]
         for batch in batches:
-            for builder, summary, documents in zip(builders, summaries, batch.documents, strict=True):
-                for tokens in documents.split():
-                    builder.add_document(tokens, [len(tokens)])
-                summary.num_documents += len(documents.lengths)
-                summary.num_tokens += len(documents.tokens)
-                summary.num_empty += documents.num_empty
-        for builder, summary, idx_path in zip(builders, summaries, idx_paths, strict=True):
-            if summary.num_documents == 0:
-                raise UsageError(f"nothing to write for {summary.prefix}: no text of the input gives a token")
-            builder.finalize(str(idx_path))
-    return summaries
+            for writer, documents in zip(writers, batch.documents, strict=True):
+                writer.add(documents)
+        return [writer.finish() for writer in writers]
 
 
 def make_job(arguments: argparse.Namespace) -> "EncodeJob":
@@ -177,14 +280,16 @@ def make_job(arguments: argparse.Namespace) -> "EncodeJob":
         tokenizer_model=arguments.tokenizer_model,
         vocab_size=arguments.vocab_size,
     )
-    return EncodeJob(arguments.input, tuple(arguments.json_keys), settings, arguments.append_eod)
+    joins_pair = arguments.prompt_key is not None
+    append_eod = arguments.append_eod or joins_pair
+    return EncodeJob(arguments.input, tuple(keys_of(arguments)), settings, append_eod, joins_pair)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command."""
     start_s = time.monotonic()
     arguments = parse_arguments(argv)
-    prefixes = dataset_prefixes(arguments.output_prefix, arguments.json_keys)
+    outputs = outputs_of(arguments)
     with open_input(arguments.input) as file:
         num_bytes = os.fstat(file.fileno()).st_size
     # Megatron takes seconds to import, so the checks above report a typing error first.
@@ -200,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.workers,
     )
     with closing(results):
-        summaries = write_datasets(with_progress(results, num_bytes, arguments.progress), prefixes, dtype)
+        summaries = write_datasets(with_progress(results, num_bytes, arguments.progress), outputs, dtype)
     seconds = time.monotonic() - start_s
     print(f"{'; '.join(map(str, summaries))}; {seconds:.1f} s")
 

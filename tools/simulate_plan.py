@@ -2,11 +2,13 @@ r"""Predicts a step from a profile: its timeline, or a table over cluster sizes.
 
 Without --world-sizes: the timeline of one plan, in the profiled layout or that of the flags.
 With --world-sizes: one line per cluster size, for no overlap, two chunks everywhere, and a plan.
+With --lengths: one line per way of packing documents of such lengths into micro-batches.
 
   tools/simulate_plan.py profile.json                        make a plan, show its timeline
   tools/simulate_plan.py profile.json plan.json --spans      a plan's timeline, op by op
   tools/simulate_plan.py profile.json --world-sizes 8 64 512 4096 --ep-size grow --ranks-per-node 8 \
       --intra-gbps 3600 --inter-gbps 400 --picture sizes.png
+  tools/simulate_plan.py profile.json --lengths data/corpus_text_document --plan no-overlap
 
 docs/planner.md explains the computation and its limits.
 """
@@ -19,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_lancet.cli.arguments import positive_int
+from megatron_lancet.cli.lengths import add_lengths_arguments, forecaster_of_documents, predicted_packings
 from megatron_lancet.cli.planning import (
     add_limit_arguments,
     check_outputs,
@@ -50,7 +53,7 @@ from megatron_lancet.planning.what_if.forecast import (
     two_chunks,
 )
 from megatron_lancet.planning.what_if.layout import Layout, split_at_stages, why_not_several_nodes
-from megatron_lancet.report.planning import what_if_table
+from megatron_lancet.report.planning import packings_table, what_if_table
 from megatron_lancet.report.timeline import text
 from megatron_lancet.schedule.plan import Dispatch, Plan
 
@@ -81,6 +84,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="with --world-sizes: also the step of a plan with each dispatch, - where it is impossible",
     )
     _add_layout_arguments(parser)
+    add_lengths_arguments(parser)
     add_reduction_arguments(parser)
     add_limit_arguments(parser)
     arguments = parser.parse_args(argv)
@@ -90,6 +94,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--picture draws over cluster sizes: pass --world-sizes too")
     if arguments.spans and arguments.world_sizes is not None:
         parser.error("--spans belongs to one timeline: drop it or --world-sizes")
+    if arguments.lengths is not None and (arguments.spans or arguments.world_sizes is not None):
+        parser.error("--lengths predicts steps of one layout: drop --spans or --world-sizes")
+    if arguments.lengths is not None and arguments.pairing == "auto":
+        arguments.pairing = "off"  # what runs beside a micro-batch of documents is not predicted
     if arguments.each_dispatch:
         if arguments.world_sizes is None:
             parser.error("--each-dispatch adds columns to a table over cluster sizes: pass --world-sizes too")
@@ -256,6 +264,21 @@ def print_timelines(simulation: Simulation, spans: bool, num_shown: int) -> None
             print("\n".join(text.all_spans(timeline)))
 
 
+def show_packings(forecaster: Forecaster, arguments: argparse.Namespace) -> None:
+    """Predicts and prints one line per way of packing documents."""
+    documents = forecaster_of_documents(forecaster)
+    layout = layout_of(documents, arguments, None)
+    [planner] = planners_of(arguments, documents.profile).values()
+    found = predicted_packings(forecaster.profile, documents, layout, planner, arguments)
+    plain = {**_origin(forecaster.profile), **packings_table.as_plain(found)}
+    if arguments.format == "json":
+        print(json.dumps(plain, indent=1))
+    else:
+        print(packings_table.as_text(found) if arguments.format == "text" else packings_table.as_markdown(found))
+    if arguments.output is not None:
+        atomic_write(arguments.output, json.dumps(plain, indent=1) + "\n")
+
+
 def _origin(profile: Profile) -> dict[str, object]:
     return {"profile": profile.model.name, "device": profile.device, "versions": profile.versions}
 
@@ -266,7 +289,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_outputs(arguments.output, arguments.picture)
     forecaster = Forecaster(reduced_as_asked(load_profile(arguments.profile), arguments), network_of(arguments))
     try:
-        if arguments.world_sizes is None:
+        if arguments.lengths is not None:
+            show_packings(forecaster, arguments)
+        elif arguments.world_sizes is None:
             show_timeline(forecaster, arguments)
         else:
             show_table(forecaster, arguments)

@@ -27,19 +27,23 @@ _MAX_RANKS = 8
 def check_bug(bug: Bug) -> dict[str, Any]:
     """Checks the launch of a bug: what was found, and whether that is right."""
     shrunk = shrink(read_command_line([*BASE, *bug.flags.split()]), None, _MAX_RANKS, bug.padding)
-    finding, seconds = _timed(shrunk, prepare=bug.prepare, padding=bug.padding, with_ours=False)
+    finding, seconds = _timed(shrunk, prepare=bug.prepare, padding=bug.padding, with_ours=bug.is_ours)
     guilty = finding.guilt.axes if finding.guilt is not None else []
-    is_found = any(bug.shown in name for name in finding.stock.wrong) and set(bug.guilty) <= set(guilty)
-    worst = next(iter(finding.stock.parameters.items()))
+    wrong = finding.ours if bug.is_ours else finding.stock
+    assert wrong is not None, finding.why_not_ours
+    is_found = any(bug.shown in name for name in wrong.wrong) and set(bug.guilty) <= set(guilty)
+    is_found = is_found and not (bug.is_ours and finding.stock.differs)
+    worst = next(iter(wrong.parameters.items()))
     return {
         "name": bug.name,
         "what": bug.what,
         "injected": bug.prepare is not None,
         "found": is_found,
         "layout": str(shrunk.layout),
-        "num_wrong": len(finding.stock.wrong),
+        "of_the_overlap": bug.is_ours,
+        "num_wrong": len(wrong.wrong),
         "worst": worst,
-        "grad_norm": finding.stock.grad_norm,
+        "grad_norm": wrong.grad_norm,
         "guilty": guilty,
         "num_runs": finding.num_runs,
         "seconds": seconds,

@@ -1,12 +1,13 @@
-"""Bugs that Megatron had or has, each with a launch that shows it.
+"""Bugs that Megatron had or has, and bugs that the overlap could have, each with a launch that shows it.
 
-Those that are fixed in the installed version are put back, from their descriptions, into the ranks of the launch; one
-rank alone does not have them.
+Those of Megatron that are fixed in the installed version are put back, from their descriptions, into the ranks of the
+launch; one rank alone does not have them. Those of the overlap are put into its modules, which stock does not run.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,16 +24,17 @@ BASE = (
 
 @dataclass(frozen=True)
 class Bug:
-    """A wrong result of Megatron.
+    """A wrong result of Megatron, or of the overlap.
 
     Attributes:
-        name: issue or pull request of Megatron-LM.
+        name: issue or pull request of Megatron-LM; of the overlap what it does.
         what: what is wrong.
         flags: of a launch that shows it, behind :data:`BASE`.
         guilty: axes and features of which it needs each.
         shown: a part of the name of what differs, as the check calls it.
         prepare: puts it back; None if the installed version has it.
         padding: whether samples need padding.
+        is_ours: whether it is one of the overlap: stock is right.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Bug:
     shown: str
     prepare: Prepare | None = None
     padding: bool = False
+    is_ours: bool = False
 
 
 @contextmanager
@@ -105,6 +108,53 @@ def experts_scaled_by_another_group() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def dropped_dw() -> Iterator[None]:
+    """Every second dW of the attention's projection, which is the one of a micro-batch's last chunk, is forgotten."""
+    from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+
+    number = count()
+
+    def put(stock: Any, self: Any, weights: Any, compute: Any, num_bytes: int) -> None:
+        is_lost = "linear_proj" in weights[0].name and next(number) % 2 == 1
+        stock(self, weights, (lambda: None) if is_lost else compute, num_bytes)
+
+    with around(WeightGradStore, "put", put):
+        yield
+
+
+@contextmanager
+def swapped_combines() -> Iterator[None]:
+    """The second chunk of a layer gets what was combined for the first one, and the first one that of the second."""
+    from megatron_lancet.model import transformer_block
+
+    def merge_hidden(stock: Any, parts: Any, segment: Any) -> Any:
+        return stock(parts[::-1], segment)
+
+    with around(transformer_block, "merge_hidden", merge_hidden):
+        yield
+
+
+@contextmanager
+def missing_wait() -> Iterator[None]:
+    """Gradients that come back from the experts' ranks are read before they have arrived: the buffer is still empty.
+
+    The wait itself stays, so that what is read does not depend on the link's speed.
+    """
+    import torch
+
+    from megatron_lancet.runtime.comm import Exchange
+    from megatron_lancet.schedule.ops import OpKind, Phase
+
+    def wait(stock: Any, self: Any) -> Any:
+        received = stock(self)
+        is_read_early = (self.op.kind, self.op.phase) == (OpKind.DISPATCH, Phase.INPUT_GRAD)
+        return tuple(torch.zeros_like(one) for one in received) if is_read_early else received
+
+    with around(Exchange, "wait", wait):
+        yield
+
+
 _TP_EP = "--tensor-model-parallel-size 4 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 "
 _TP_EP += "--sequence-parallel"
 _PADDED = "--tensor-model-parallel-size 4 --expert-model-parallel-size 4 --sequence-parallel --calculate-per-token-loss"
@@ -153,5 +203,13 @@ BUGS = (
         ("EP",),
         "experts.linear_fc",
         experts_scaled_by_another_group,
+    ),
+    *(
+        Bug(name, what, "--expert-model-parallel-size 8 --lancet-num-chunks 2", (), shown, prepare, is_ours=True)
+        for name, what, shown, prepare in (
+            ("dropped dW", "the last chunk's weight gradient is forgotten", "linear_proj.weight", dropped_dw),
+            ("swapped combine", "chunks get each other's combined rows", "loss", swapped_combines),
+            ("missing wait", "gradients are read before they have arrived", "linear_proj.weight", missing_wait),
+        )
     ),
 )

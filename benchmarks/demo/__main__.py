@@ -24,7 +24,7 @@ _DEFAULTS = {
     True: {"output": "demo-long", "train_iters": 500, "vocab_size": 2048, "corpus_megabytes": None},
 }
 """Of the short demo and of the long one."""
-MIN_STEPS = 12
+MIN_STEPS = 16
 """Of the short demo: two turns of four to set the link's rate, and steps to measure."""
 
 

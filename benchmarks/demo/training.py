@@ -15,14 +15,18 @@ EXPOSED_SHARE = 0.45
 """Part of its step for which stock is to wait: it sets the link's rate."""
 TURN_STEPS = 4
 """Steps of one variant before the other has its turn."""
-NUM_UNMEASURED = 2 * TURN_STEPS
-"""In the first turn the link has no rate yet, after the second one its rate is corrected."""
+NUM_UNMEASURED = 3 * TURN_STEPS
+"""In the first turn the link has no rate yet; after the second and the third one its rate is corrected: routing is most
+uneven in the first steps of a training, and then ranks wait for each other as well."""
 _NUM_WARM_UP = 2
 """Unmeasured steps of a process that has just started."""
-SAMPLES_PER_RANK = 8
+SAMPLES_PER_RANK = 4
+# A row of a message takes CPU time from the core that a rank has, and a chunk one more launch of each op: wide experts
+# and long samples leave both a small part of the step. Chunks along the sequence compute no attention to later
+# positions.
 MODEL_FLAGS = (
-    "--num-layers 3 --hidden-size 256 --ffn-hidden-size 352 --num-attention-heads 4 --seq-length 256 "
-    "--max-position-embeddings 256 --position-embedding-type rope --swiglu --normalization RMSNorm "
+    "--num-layers 3 --hidden-size 256 --ffn-hidden-size 576 --num-attention-heads 4 --seq-length 512 "
+    "--max-position-embeddings 512 --position-embedding-type rope --swiglu --normalization RMSNorm "
     "--disable-bias-linear --init-method-std 0.04 --num-experts 4 --moe-router-topk 2 "
     "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 "
     "--expert-model-parallel-size 2"
@@ -32,7 +36,7 @@ TRAINING_FLAGS = (
     "--lr-warmup-fraction 0.08 --clip-grad 1.0 --weight-decay 0.1 --adam-beta2 0.95 "
     "--split 95,5,0 --eval-iters 4 --log-interval 1 --num-workers 0"
 )
-PLAN_FLAGS = {STOCK: ("--lancet-plan", "off"), OURS: ("--lancet-num-chunks", "2")}
+PLAN_FLAGS = {STOCK: ("--lancet-plan", "off"), OURS: ("--lancet-num-chunks", "2", "--lancet-chunk-dim", "sequence")}
 
 
 def training_flags(folder: Folder, num_steps: int, extra: Sequence[str]) -> list[str]:
@@ -110,7 +114,7 @@ class Training:
                     self._set_first_rate()
                 ours.run(steps, lambda number, ranks: self._done(OURS, number, ranks))
                 self._display.turn(steps)
-                if steps[-1] == NUM_UNMEASURED:
+                if TURN_STEPS < steps[-1] <= NUM_UNMEASURED:
                     self._correct_rate()
                 if steps[-1] == self._middle:
                     self._display.say(f"[5/8] checkpoint of ours at step {self._middle}, and resume from it")

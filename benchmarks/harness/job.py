@@ -18,6 +18,7 @@ class Job:
         cores: of the ranks.
         result: where rank 0 writes what was measured.
         timelines: folder that gets timelines of each variant, where the benchmark traces them; None for none.
+        data: folder with the data sets of a benchmark that needs some; None for none.
     """
 
     cases: list[Case]
@@ -27,6 +28,7 @@ class Job:
     cores: list[int]
     result: Path
     timelines: Path | None = None
+    data: Path | None = None
 
     @property
     def ranks_per_node(self) -> int:
@@ -47,19 +49,20 @@ class Job:
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""
-        paths = {"result": str(self.result), "timelines": None if self.timelines is None else str(self.timelines)}
-        path.write_text(json.dumps({**to_plain(self), **paths}))
+        folders = {"timelines": self.timelines, "data": self.data}
+        paths = {name: None if folder is None else str(folder) for name, folder in folders.items()}
+        path.write_text(json.dumps({**to_plain(self), "result": str(self.result), **paths}))
 
 
 def read_job(path: Path) -> Job:
     """Read what :meth:`Job.write` wrote."""
     fields = json.loads(path.read_text())
-    timelines = fields.pop("timelines")
+    folders = {name: fields.pop(name) for name in ("timelines", "data")}
     return Job(
         **{
             **fields,
             "cases": [from_plain(Case, case, f"{path}: case") for case in fields["cases"]],
             "result": Path(fields["result"]),
-            "timelines": None if timelines is None else Path(timelines),
+            **{name: None if folder is None else Path(folder) for name, folder in folders.items()},
         }
     )

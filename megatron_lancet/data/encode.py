@@ -59,34 +59,38 @@ class EncodeJob:
         input_path: file of the lines, for error messages.
         keys: JSON keys; one dataset is written for each.
         append_eod: end every document with the tokenizer's end-of-document id.
+        joins_pair: the keys are those of a prompt and its answer, which make one document of one dataset.
     """
 
     input_path: Path
     keys: tuple[str, ...]
     settings: TokenizerSettings
     append_eod: bool
+    joins_pair: bool = False
 
 
 @dataclass(frozen=True)
 class EncodedDocuments:
-    """Documents of one key in one batch; texts without a token are left out.
+    """Documents of one key, or of one pair of keys, in one batch; texts without a token are left out.
 
     Attributes:
         tokens: [num_tokens], all documents one after the other, in the dataset's dtype.
         lengths: number of tokens of each document, end-of-document included; they sum to num_tokens.
         num_empty: number of texts that were left out.
+        loss_mask: [num_tokens] uint8, 1 where the token counts as a label; None if all of them do.
     """
 
     tokens: np.ndarray
     lengths: tuple[int, ...]
     num_empty: int
+    loss_mask: np.ndarray | None = None
 
-    def split(self) -> Iterator[np.ndarray]:
-        """One array [length] per document."""
+    def split(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """Of each document the tokens [length], and its part of the loss mask."""
         end = 0
         for length in self.lengths:
             begin, end = end, end + length
-            yield self.tokens[begin:end]
+            yield self.tokens[begin:end], None if self.loss_mask is None else self.loss_mask[begin:end]
 
 
 @dataclass(frozen=True)
@@ -138,9 +142,11 @@ def encode_batch(job: EncodeJob, batch: LineBatch) -> EncodedBatch:
     tokenizer = build_tokenizer(job.settings)
     if job.append_eod and not 0 <= tokenizer.eod < tokenizer.vocab_size:
         raise UsageError(
-            f"--append-eod needs a tokenizer with an end-of-document id; this one has {tokenizer.eod} in a"
-            f" vocabulary of {tokenizer.vocab_size} (SentencePiece: train it with an eos_id)"
+            f"--append-eod and --answer-key need a tokenizer with an end-of-document id; this one has {tokenizer.eod}"
+            f" in a vocabulary of {tokenizer.vocab_size} (SentencePiece: train it with an eos_id)"
         )
+    if job.joins_pair:
+        return EncodedBatch(batch.num_bytes, (_encode_pairs(job, batch, tokenizer),))
     eod_ids = [tokenizer.eod] if job.append_eod else []
     ids_of_key: list[list[list[int]]] = [[] for _ in job.keys]
     num_empty = [0] * len(job.keys)
@@ -162,6 +168,35 @@ def encode_batch(job: EncodeJob, batch: LineBatch) -> EncodedBatch:
         for ids_of_document, empty in zip(ids_of_key, num_empty, strict=True)
     )
     return EncodedBatch(batch.num_bytes, documents)
+
+
+def _encode_pairs(job: EncodeJob, batch: LineBatch, tokenizer: Any) -> EncodedDocuments:
+    """One document a line: the prompt's tokens, which are no labels, then the answer's, which are, as is the end.
+
+    Both are tokenized for themselves, as they are when a model is asked and answers.
+    """
+    eod_ids = [tokenizer.eod] if job.append_eod else []
+    ids: list[list[int]] = []
+    masks: list[list[int]] = []
+    for line_number, line in enumerate(batch.lines, start=batch.first_line_number):
+        location = f"{job.input_path}, line {line_number}"
+        texts = parse_line(line, job.keys, location)
+        if texts is None:
+            continue
+        prompt, answer = (_encode_text(tokenizer, text, location) for text in texts)
+        if not answer:
+            raise UsageError(
+                f"{location}: expected an answer under {job.keys[1]!r}, found none that gives a token; a prompt alone "
+                "has nothing to learn, so remove the line"
+            )
+        ids.append(prompt + answer + eod_ids)
+        masks.append([0] * len(prompt) + [1] * (len(answer) + len(eod_ids)))
+    return EncodedDocuments(
+        tokens=np.fromiter(chain.from_iterable(ids), token_dtype(tokenizer)),
+        lengths=tuple(map(len, ids)),
+        num_empty=0,
+        loss_mask=np.fromiter(chain.from_iterable(masks), np.uint8),
+    )
 
 
 def _encode_text(tokenizer: Any, text: str, location: str) -> list[int]:

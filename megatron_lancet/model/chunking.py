@@ -89,7 +89,7 @@ def split_hidden(
         documents: those by whose cost attention's chunks are cut; None for chunks of equal sizes.
 
     Raises:
-        UsageError: the documents make fewer positions or samples than there are chunks.
+        UsageError: there are fewer positions or samples than chunks.
     """
     if segment.num_chunks == 1:
         return [hidden_SBH]
@@ -100,10 +100,10 @@ def split_hidden(
 
 
 def _chunk_sizes(size: int, segment: Segment, documents: Documents | None) -> list[int]:
-    if documents is not None and segment.num_chunks > most_chunks(size, segment.chunk_multiple):
+    if segment.num_chunks > most_chunks(size, segment.chunk_multiple):
         units = "positions" if segment.chunk_dim is ChunkDim.SEQUENCE else "samples"
         raise UsageError(
-            f"a micro-batch of documents has {size} {units}, which make no {segment.num_chunks} chunks of multiples of "
+            f"a micro-batch has {size} {units}, which make no {segment.num_chunks} chunks of multiples of "
             f"{segment.chunk_multiple}. Use fewer chunks, the other --lancet-chunk-dim or longer micro-batches."
         )
     if documents is None or documents.cost is None or segment.chunk_dim is ChunkDim.BATCH:

@@ -18,6 +18,7 @@ from megatron_lancet.schedule.timeline import Lane
 from megatron_lancet.schedule.turns import ROWS_NEEDED_BY
 
 _ACCUMULATES = NODE + "torch::autograd::AccumulateGrad"
+_COLLECTIVE = "c10d::"
 _PRODUCTS = frozenset({"aten::matmul", "aten::mm", "aten::addmm"})
 _GRADIENT_BYTES = 4
 """Of an element: Megatron accumulates gradients in fp32."""
@@ -72,6 +73,7 @@ class _Reader:
         self._leaves = Leaves(batch.nodes)
         self._begin_us = batch.begin_backward_us
         self._last = ""
+        self._accumulated = ""
         self.backward = Backward()
         self.num_known = 0
 
@@ -83,8 +85,9 @@ class _Reader:
             if marks and _is_weight_grad(marks[-1]):
                 marks[-1] = marks[-1]._replace(end_us=node.end_us)
             else:
-                self._mark(node.end_us, self._last)
+                self._mark(node.end_us, self._accumulated or self._last)
             return
+        self._accumulated = ""
         head = self._forward.head_sequence
         if head is not None and sequence > head:  # what is made of the loss: outside the model
             self._mark(node.end_us, "")
@@ -133,7 +136,13 @@ class _Reader:
             self._mark(node.end_us, self._last, weight_grad=name)
             return
         self._mark(products[0].end_us, self._last)
-        self._mark(node.end_us, name)
+        if not any(one.name.startswith(_COLLECTIVE) for one in node.walk()):
+            self._mark(node.end_us, name)
+            return
+        # The tensor-parallel ranks' sum of dX is under way beside dW; what is waited for it then is not dW's.
+        self._mark(products[-1].end_us, name)
+        self._mark(node.end_us, self._last)
+        self._accumulated = name
 
 
 def _is_weight_grad(mark: Mark) -> bool:

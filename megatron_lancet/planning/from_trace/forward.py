@@ -16,7 +16,7 @@ from megatron_lancet.planning.from_trace.events import Event
 from megatron_lancet.planning.from_trace.lacks import TraceLacks
 from megatron_lancet.planning.from_trace.leaves import Leaves
 from megatron_lancet.planning.from_trace.marks import Mark
-from megatron_lancet.planning.from_trace.passes import MicroBatch
+from megatron_lancet.planning.from_trace.passes import LINEAR, NORM, ROUTER, MicroBatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.timeline import Lane
@@ -24,11 +24,10 @@ from megatron_lancet.schedule.timeline import Lane
 ALL_TO_ALL = "c10d::alltoall_base_"
 _GATHERS = frozenset({"c10d::_allgather_base_", "c10d::allgather_"})
 _MESSAGE_FUNCTION = "_AllToAll"
-_ROUTER = "RouterGatingLinearFunction"
 TOPK = "aten::topk"
-_NORM = re.compile(r"(?i)(layer|rms)_?norm|_OperationFuser")
-LINEAR = re.compile(r"LinearWithGradAccumulationAndAsyncCommunication|_Linear|_LayerNormLinear|_GroupedLinear")
-CORE = re.compile(r"(?i)bmm|scaled_dot_product|flash|fused_?attn|dotproductattention|masked_fill|copyslices")
+CORE = re.compile(
+    r"(?i)bmm|scaled_dot_product|flash|fused_?attn|dotproductattention|attnfuncwithcp|masked_fill|copyslices"
+)
 _LOSS = re.compile(r"(?i)cross_?entropy|nll_loss")
 _PLAIN_LINEARS = frozenset({"aten::linear", "aten::matmul", "aten::mm"})
 _MAX_DISPATCHES = 2
@@ -98,48 +97,64 @@ class Forward:
                 self._places[call.outer.sequence] = (call.launch.start_us + call.outer.end_us) / 2
 
 
-def read_forward(path: str, batch: MicroBatch) -> Forward:
+def read_forward(path: str, batch: MicroBatch, first_layer: int = 1) -> Forward:
     """Cuts the forward pass of a micro-batch.
 
     Args:
         path: of the trace, for messages.
+        first_layer: number of the first layer that the pass goes through, from 1.
 
     Raises:
         TraceLacks: an op is not there by which the others are found.
     """
-    return _Reader(path, batch).read()
+    return _Reader(path, batch, first_layer).read()
+
+
+def no_all_to_all(path: str) -> TraceLacks:
+    """The refusal of a run in which no rows are sent."""
+    return TraceLacks(
+        path,
+        f"no all-to-all ({ALL_TO_ALL})",
+        "Record a run with --expert-model-parallel-size of 2 or more and --moe-token-dispatcher-type alltoall",
+    )
 
 
 class _Reader:
     """Reads one pass from its begin to its end."""
 
-    def __init__(self, path: str, batch: MicroBatch) -> None:
+    def __init__(self, path: str, batch: MicroBatch, first_layer: int) -> None:
         self._path = path
+        self._batch = batch
+        self._first_layer = first_layer
         self._ops = batch.forward
         self._begin_us = batch.begin_us
-        self._end_us = batch.begin_backward_us
+        self._end_us = batch.end_forward_us
         self._leaves = Leaves(self._ops)
         self._forward = Forward()
-        self._norms = [op for op in self._ops if _NORM.search(op.name)]
+        self._norms = [op for op in self._ops if NORM.search(op.name)]
 
     def read(self) -> Forward:
         layers = self._moe_calls()
         if not self._norms:
             raise TraceLacks(self._path, "no norm (aten::layer_norm, aten::rms_norm or Transformer Engine's)")
-        self._mark(self._norms[0].start_us, Op.beside_layers(Phase.FORWARD, OpKind.EMBEDDING))
+        if self._batch.has_embedding:
+            self._mark(self._norms[0].start_us, Op.beside_layers(Phase.FORWARD, OpKind.EMBEDDING))
         region_us = self._begin_us
         for calls in layers:
             self._layers_up_to(region_us, calls)
             self._experts(calls)
             region_us = calls.combine.outer.end_us
-            number = len(self._forward.layer_kinds)
-            end_us = self._norm_behind(region_us).start_us
-            self._mark(end_us, _op(number, OpKind.POSTPROCESS))
+            self._mark(self._end_of_layer(region_us), _op(self._number, OpKind.POSTPROCESS))
         self._layers_up_to(region_us, None)
         self._head()
         self._forward.remember(self._ops)
         self._name_weights()
         return self._forward
+
+    @property
+    def _number(self) -> int:
+        """Number of the last layer so far."""
+        return self._first_layer - 1 + len(self._forward.layer_kinds)
 
     def _mark(self, end_us: float, op: Op | str, lane: Lane = Lane.COMPUTE) -> None:
         marks = self._forward.marks
@@ -152,11 +167,9 @@ class _Reader:
         """The routers of the pass, each with the collectives that follow it."""
         all_to_alls = list(self._calls({ALL_TO_ALL}))
         if not all_to_alls:
-            raise TraceLacks(
-                self._path,
-                f"no all-to-all ({ALL_TO_ALL})",
-                "Record a run with --expert-model-parallel-size of 2 or more and --moe-token-dispatcher-type alltoall",
-            )
+            if self._batch.is_staged:  # layers of this stage may have no experts
+                return []
+            raise no_all_to_all(self._path)
         gathers = list(self._calls(_GATHERS))
         found = []
         routers = self._routers(all_to_alls)
@@ -183,7 +196,7 @@ class _Reader:
         return found
 
     def _routers(self, all_to_alls: Sequence[Call]) -> list[Event]:
-        named = [op for op in self._ops if op.name == _ROUTER]
+        named = [op for op in self._ops if op.name == ROUTER]
         if named:
             return named
         found: list[Event] = []
@@ -197,13 +210,15 @@ class _Reader:
         if not found:
             raise TraceLacks(
                 self._path,
-                f"no router ({_ROUTER}, or {TOPK} behind a linear layer)",
+                f"no router ({ROUTER}, or {TOPK} behind a linear layer)",
                 "Record without --moe-router-fusion and CUDA graphs",
             )
         return found
 
     def _calls(self, names: set[str] | frozenset[str]) -> Iterator[Call]:
         for op in self._ops:
+            if CORE.search(op.name):  # context parallelism inside attention
+                continue
             for one in op.walk():
                 if one.name in names:
                     functions = [into for into in op.walk() if into.name == _MESSAGE_FUNCTION]
@@ -216,6 +231,12 @@ class _Reader:
         if index == len(self._norms):
             raise TraceLacks(self._path, "no norm behind a layer", "Record a GPT with norms before attention and MLP")
         return self._norms[index]
+
+    def _end_of_layer(self, time_us: float) -> float:
+        """Begin of the first norm behind a point in time, or the end of a stage that has none behind its layers."""
+        if self._batch.is_staged and self._norms[-1].start_us < time_us:
+            return self._end_us
+        return self._norm_behind(time_us).start_us
 
     def _layers_up_to(self, begin_us: float, calls: MoeCalls | None) -> None:
         """Layers without experts, and the attention of the layer with experts behind them."""
@@ -230,14 +251,14 @@ class _Reader:
         for index, core_end_us in enumerate(cores):
             norm = self._norm_behind(core_end_us)
             kinds = self._forward.layer_kinds
-            number = len(kinds) + 1
+            number = self._number + 1
             if calls is not None and index == len(cores) - 1:
                 kinds.append(LayerKind.MOE)
                 self._attention_of_experts(number, norm, calls)
                 return
             kinds.append(LayerKind.DENSE)
             self._mark(norm.start_us, _op(number, OpKind.ATTENTION))
-            self._mark(self._norm_behind(norm.end_us).start_us, _op(number, OpKind.MLP))
+            self._mark(self._end_of_layer(norm.end_us), _op(number, OpKind.MLP))
 
     def _cores(self, begin_us: float, end_us: float) -> list[float]:
         """End of each attention's core: ops that multiply queries, keys and values, without a linear layer between."""
@@ -264,7 +285,8 @@ class _Reader:
 
     def _experts(self, calls: MoeCalls) -> None:
         """From the router to the combine."""
-        number = len(self._forward.layer_kinds)
+        number = self._number
+        self._check_no_other_linears(calls)
         self._forward.calls[number] = calls
         self._mark(calls.counts.launch.start_us, _op(number, OpKind.ROUTE))
         self._mark(calls.counts.outer.end_us, _op(number, OpKind.COUNTS), Lane.WAIT)
@@ -272,13 +294,28 @@ class _Reader:
             self._message(call, _op(number, OpKind.PREPROCESS), _op(number, OpKind.DISPATCH))
         self._message(calls.combine, _op(number, OpKind.EXPERTS), _op(number, OpKind.COMBINE))
 
+    def _check_no_other_linears(self, calls: MoeCalls) -> None:
+        """Shared experts that run beside messages have linear layers where there are no others."""
+        begin_us, end_us = calls.combine.launch.start_us, self._end_of_layer(calls.combine.outer.end_us)
+        for op in self._ops:
+            is_before = calls.router.end_us <= op.start_us < calls.dispatches[0].launch.start_us
+            if LINEAR.fullmatch(op.name) and (is_before or begin_us <= op.start_us < end_us):
+                raise TraceLacks(
+                    self._path,
+                    f"a linear layer beside an all-to-all of rows ({op.name})",
+                    "Record without --moe-shared-expert-overlap and --moe-latent-size",
+                )
+
     def _message(self, call: Call, before: Op, message: Op) -> None:
         self._mark(call.launch.start_us, before)
         self._mark(call.outer.end_us, message, Lane.WAIT)
         self._forward.messages.append((str(message), call))
 
     def _head(self) -> None:
-        last_us = self._forward.marks[-1].end_us
+        last_us = self._forward.marks[-1].end_us if self._forward.marks else self._begin_us
+        if self._norms[-1].start_us < last_us:  # a stage that others follow
+            self._mark(self._end_us, "")
+            return
         losses = [op for op in self._ops if _LOSS.search(op.name) and op.start_us >= last_us]
         if losses:
             self._forward.head_sequence = losses[-1].sequence

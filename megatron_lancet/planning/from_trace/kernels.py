@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from megatron_lancet.planning.from_trace.events import Event, RankEvents
+from megatron_lancet.planning.from_trace.lacks import TraceLacks
 from megatron_lancet.planning.from_trace.leaves import CORE_NAMES
 from megatron_lancet.planning.from_trace.marks import Mark
 from megatron_lancet.schedule.timeline import Lane
@@ -35,6 +36,9 @@ def device_marks(
 
     Returns:
         Begin of the first kernel in us, marks of all, and the kernels of messages in order with the messages' names.
+
+    Raises:
+        TraceLacks: the weight gradients of linear layers ran elsewhere.
     """
     launched: list[tuple[Event, Mark]] = []
     for kernel in rank.kernels:
@@ -44,13 +48,15 @@ def device_marks(
         launched.append((kernel, host[bisect_right(host, time_us, key=lambda mark: mark.end_us)]))
     if not launched:
         return begin_us, [], []
-    in_weight_grads = _kernels_of_weight_grads(launched)
+    in_weight_grads = _kernels_of_weight_grads(rank.path, launched)
     marks: list[Mark] = []
     messages: list[tuple[str, Event]] = []
     for kernel, mark in launched:
         if is_collective(kernel):
             if mark.lane is not Lane.WAIT:
-                continue  # a reduction of gradients, beside everything else
+                # A reduction of gradients, beside everything else; or a message of tensor or context parallelism, for
+                # which the next kernel of the compute stream waits: that gap belongs to the op of this kernel.
+                continue
             messages.append((mark.name, kernel))
         name = mark.weight_grad if id(kernel) in in_weight_grads else mark.name
         took_us = kernel.end_us - kernel.start_us
@@ -61,7 +67,7 @@ def device_marks(
     return launched[0][0].start_us, marks, messages
 
 
-def _kernels_of_weight_grads(launched: Sequence[tuple[Event, Mark]]) -> set[int]:
+def _kernels_of_weight_grads(path: str, launched: Sequence[tuple[Event, Mark]]) -> set[int]:
     """Of ops that compute dX and dW without ops of the host for each: the later half of the products and all behind."""
     by_mark: dict[int, list[Event]] = {}
     for kernel, mark in launched:
@@ -70,7 +76,12 @@ def _kernels_of_weight_grads(launched: Sequence[tuple[Event, Mark]]) -> set[int]
     found = set()
     for kernels in by_mark.values():
         products = [kernel for kernel in kernels if _PRODUCT.search(kernel.name)]
-        if len(products) >= 2:
-            first = products[len(products) // 2]
-            found |= {id(kernel) for kernel in kernels if kernel.start_us >= first.start_us}
+        if len(products) < 2:
+            raise TraceLacks(
+                path,
+                f"{len(products)} product of matrices in the backward pass of a linear layer, where dX and dW are two",
+                "Record without --delay-wgrad-compute and --overlap-dispatch-backward-with-experts-wgrad",
+            )
+        first = products[len(products) // 2]
+        found |= {id(kernel) for kernel in kernels if kernel.start_us >= first.start_us}
     return found

@@ -14,7 +14,7 @@ _LEAST_US = 20.0
 _OVERHEAD = re.compile(r"^autograd::engine|^c10d::|^_AllToAll|Backward$|^_|Function$")
 """Functions written in Python and nodes of autograd: what they do beside their calls does not depend on sizes."""
 CORE_NAMES = re.compile(
-    r"(?i)bmm|softmax|scaled_dot_product|flash|fused_?attn|dotproductattention|masked_fill|copyslices"
+    r"(?i)bmm|softmax|scaled_dot_product|flash|fused_?attn|dotproductattention|attnfuncwithcp|masked_fill|copyslices"
 )
 
 

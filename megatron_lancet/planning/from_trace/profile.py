@@ -7,11 +7,12 @@ from pathlib import Path
 
 from megatron_lancet.planning.from_trace.chunks import OpShares, weight_grads_with_chunks, with_chunks
 from megatron_lancet.planning.from_trace.events import RankEvents, read_events
-from megatron_lancet.planning.from_trace.facts import check_layout, model_facts
+from megatron_lancet.planning.from_trace.facts import check_layout, layers_of_run, model_facts
 from megatron_lancet.planning.from_trace.kernels import is_collective
 from megatron_lancet.planning.from_trace.lacks import TraceLacks, damage_refused
 from megatron_lancet.planning.from_trace.links import RankSteps, link_times
 from megatron_lancet.planning.from_trace.packing import with_packing
+from megatron_lancet.planning.from_trace.passes import num_stages_of, stage_of
 from megatron_lancet.planning.from_trace.step import TracedStep, expert_group, read_step
 from megatron_lancet.planning.measured.op_times import OpKey, Samples, op_key, op_times, over_ranks, weight_grad_times
 from megatron_lancet.planning.measured.pace import RankPaces, paces_of_rank, step_paces
@@ -37,14 +38,19 @@ def profile_from_traces(paths: Sequence[Path], slowdown: float | None = None) ->
         TraceLacks: the traces lack something that a profile needs; the message says what, and how to record it.
         RecordError: a file can't be read, or is no trace.
     """
-    ranks: dict[int, RankEvents] = {}
-    steps: defaultdict[int, list[TracedStep]] = defaultdict(list)
+    traces: list[RankEvents] = []
     for path in paths:
         with damage_refused(path):
-            events = read_events(path)
-            check_layout(events)
-            ranks.setdefault(events.rank, events)
-            steps[events.rank] += [read_step(events, step) for step in events.steps]
+            traces.append(read_events(path))
+            check_layout(traces[-1])
+    ranks = {events.rank: events for events in reversed(traces)}
+    with damage_refused(paths[0]):
+        layers = layers_of_run(ranks)
+    steps: defaultdict[int, list[TracedStep]] = defaultdict(list)
+    for events in traces:
+        with damage_refused(Path(events.path)):
+            first_layers = layers.first_layers[stage_of(events)]
+            steps[events.rank] += [read_step(events, step, first_layers) for step in events.steps]
     for rank, own in steps.items():
         if len(own) < _MIN_STEPS:
             raise TraceLacks(
@@ -52,7 +58,7 @@ def profile_from_traces(paths: Sequence[Path], slowdown: float | None = None) ->
             )
     first = min(ranks)
     with damage_refused(Path(ranks[first].path)):
-        model = model_facts(ranks[first], steps[first][0])
+        model = model_facts(ranks, {rank: own[0] for rank, own in steps.items()}, layers)
     if slowdown is None:
         slowdown = _slowdown(ranks[first])
     return _profile(model, ranks, steps, slowdown)
@@ -74,9 +80,9 @@ def _profile(model: ModelFacts, ranks: Mapping[int, RankEvents], steps: RankStep
     ]
     ops, shares = op_times(medians, model), _shares(steps, model)
     first = min(ranks)
-    if _sends_probabilities_apart(steps[first][0]):
+    if any(_sends_probabilities_apart(own[0]) for own in steps.values()):
         ops, shares = with_packing(ops, shares)
-    whole = _ranks_of_a_whole_group(groups)
+    whole = _whole_groups(groups, ranks)
     return Profile(
         model=model,
         device=ranks[first].device or "CPU",
@@ -85,7 +91,7 @@ def _profile(model: ModelFacts, ranks: Mapping[int, RankEvents], steps: RankStep
         weight_grads=weight_grads_with_chunks(weight_grad_times(medians, model), model),
         link=link,
         memory=(),
-        rest_ms=round(medians.rest_ms, 4),
+        rest_ms=round(_rest_ms(ranks, steps, medians.rest_ms), 4),
         received_share=_received_share(steps, whole) if whole else _sent_share(steps[first]),
         measured_steps_ms={STOCK: round(max(_step_ms(own) for own in steps.values()), 4)},
         routing=_routing(steps, whole),
@@ -106,9 +112,29 @@ def _slowdown(rank: RankEvents) -> float:
     return rank.num_sms / max(1, rank.num_sms - blocks)
 
 
-def _ranks_of_a_whole_group(groups: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
-    """An expert-parallel group all of whose ranks were recorded; empty without one."""
-    return next((group for group in sorted(set(groups.values())) if set(group) <= set(groups)), ())
+def _rest_ms(ranks: Mapping[int, RankEvents], steps: RankSteps, idle_ms: float) -> float:
+    """Time of a step outside of passes.
+
+    A stage is idle while the pipeline fills and drains, which is no part of it: there only what is before the first
+    stage's first pass and behind its last one counts.
+
+    Args:
+        idle_ms: time in which a rank runs no op.
+    """
+    if all(num_stages_of(rank) == 1 for rank in ranks.values()):
+        return idle_ms
+    outside = [step.outside_ms for rank, own in steps.items() if stage_of(ranks[rank]) == 0 for step in own]
+    return statistics.median(outside)
+
+
+def _whole_groups(groups: Mapping[int, tuple[int, ...]], ranks: Mapping[int, RankEvents]) -> list[tuple[int, ...]]:
+    """Of each pipeline stage an expert-parallel group all of whose ranks were recorded; empty if a stage has none."""
+    of_stage: dict[int, tuple[int, ...]] = {}
+    for group in sorted(set(groups.values())):
+        if set(group) <= set(groups):
+            of_stage.setdefault(stage_of(ranks[group[0]]), group)
+    found = [of_stage[stage] for stage in sorted(of_stage)]
+    return found if len(found) == len({stage_of(rank) for rank in ranks.values()}) else []
 
 
 def _shares(steps: RankSteps, model: ModelFacts) -> dict[OpKey, OpShares]:
@@ -130,7 +156,7 @@ def _shares(steps: RankSteps, model: ModelFacts) -> dict[OpKey, OpShares]:
 
 
 def _sends_probabilities_apart(step: TracedStep) -> bool:
-    return any(len(calls.dispatches) > 1 for calls in step.forwards[0].calls.values())
+    return any(len(calls.dispatches) > 1 for forward in step.forwards for calls in forward.calls.values())
 
 
 def _is_fused(step: TracedStep) -> bool:
@@ -148,14 +174,15 @@ def _dispatched(step: TracedStep) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def _received_share(steps: RankSteps, group: Sequence[int]) -> tuple[float, ...]:
+def _received_share(steps: RankSteps, groups: Sequence[Sequence[int]]) -> tuple[float, ...]:
     """Share of the routed rows that each rank of a group receives, median over layers and steps."""
     shares: list[list[float]] = []
-    for of_step in zip(*(steps[rank] for rank in group), strict=True):
-        to = [_dispatched(step) for step in of_step]
-        for layer in to[0]:
-            received = [sum(rows) for rows in zip(*(of_rank[layer] for of_rank in to), strict=True)]
-            shares.append([rows / max(1, sum(received)) for rows in received])
+    for group in groups:
+        for of_step in zip(*(steps[rank] for rank in group), strict=True):
+            to = [_dispatched(step) for step in of_step]
+            for layer in to[0]:
+                received = [sum(rows) for rows in zip(*(of_rank[layer] for of_rank in to), strict=True)]
+                shares.append([rows / max(1, sum(received)) for rows in received])
     return _medians(shares)
 
 
@@ -170,20 +197,21 @@ def _medians(shares: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(median / sum(medians) for median in medians)
 
 
-def _routing(steps: RankSteps, group: Sequence[int]) -> tuple[ChunkRouting, ...]:
+def _routing(steps: RankSteps, groups: Sequence[Sequence[int]]) -> tuple[ChunkRouting, ...]:
     """Rows of a whole micro-batch, of the last step, by layer."""
-    to = [_dispatched(steps[rank][-1]) for rank in group]
     found = []
-    for layer in sorted(to[0]) if to else []:
-        rows = [of_rank[layer] for of_rank in to]
-        found.append(
-            ChunkRouting(
-                layer,
-                ChunkDim.BATCH,
-                1,
-                0,
-                sent=tuple(sum(own) - own[place] for place, own in enumerate(rows)),
-                received=tuple(map(sum, zip(*rows, strict=True))),
+    for group in groups:
+        to = [_dispatched(steps[rank][-1]) for rank in group]
+        for layer in to[0]:
+            rows = [of_rank[layer] for of_rank in to]
+            found.append(
+                ChunkRouting(
+                    layer,
+                    ChunkDim.BATCH,
+                    1,
+                    0,
+                    sent=tuple(sum(own) - own[place] for place, own in enumerate(rows)),
+                    received=tuple(map(sum, zip(*rows, strict=True))),
+                )
             )
-        )
-    return tuple(found)
+    return tuple(sorted(found, key=lambda one: one.layer))

@@ -62,6 +62,7 @@ class TracedStep:
         sent: all-to-alls of rows, in order.
         counts_ms: times of the exchanges of token counts, in order.
         parts: of ops, by name.
+        outside_ms: time before the first pass and behind the last one.
     """
 
     timeline: RankTimeline
@@ -72,6 +73,7 @@ class TracedStep:
     sent: tuple[Sent, ...]
     counts_ms: tuple[float, ...]
     parts: Mapping[str, OpParts]
+    outside_ms: float
 
 
 @dataclass
@@ -87,20 +89,25 @@ class _Collected:
     parts: defaultdict[str, OpParts] = field(default_factory=lambda: defaultdict(OpParts))
 
 
-def read_step(rank: RankEvents, step: tuple[float, float]) -> TracedStep:
+def read_step(rank: RankEvents, step: tuple[float, float], first_layers: Sequence[int] = (1,)) -> TracedStep:
     """Reads one step.
+
+    Args:
+        first_layers: number of the first layer of each part of the layers that the rank has.
 
     Raises:
         TraceLacks: something is not there, or not supported.
     """
     found = _Collected()
-    batches = micro_batches(rank, step)
+    batches = micro_batches(rank, step, len(first_layers))
     forwards = []
     for batch in batches:
-        forwards.append(_add(found, rank, batch, step[0]))
+        forwards.append(_add(found, rank, batch, step[0], first_layers[batch.part]))
     found.spans.sort(key=lambda span: (span.start_ms, span.end_ms))
+    step_ms = (step[1] - step[0]) / _US_PER_MS
+    passes_ms = max(span.end_ms for span in found.spans) - found.spans[0].start_ms
     return TracedStep(
-        timeline=RankTimeline(rank.rank, tuple(found.spans), (step[1] - step[0]) / _US_PER_MS),
+        timeline=RankTimeline(rank.rank, tuple(found.spans), step_ms),
         received_rows=dict(found.received_rows),
         weight_grads={name: DwSizes(tuple(pinned), found.weight_bytes[name]) for name, pinned in found.pinned.items()},
         forwards=tuple(forwards),
@@ -108,24 +115,30 @@ def read_step(rank: RankEvents, step: tuple[float, float]) -> TracedStep:
         sent=tuple(found.sent),
         counts_ms=tuple(found.counts_ms),
         parts=dict(found.parts),
+        outside_ms=max(0.0, step_ms - passes_ms),
     )
 
 
-def _add(found: _Collected, rank: RankEvents, batch: MicroBatch, zero_us: float) -> Forward:
+def _add(found: _Collected, rank: RankEvents, batch: MicroBatch, zero_us: float, first_layer: int) -> Forward:
     """Adds a micro-batch to what was found in its step."""
-    forward = read_forward(rank.path, batch)
+    forward = read_forward(rank.path, batch, first_layer)
     backward = read_backward(rank.path, batch, forward)
     calls = [(name, call.launch, call.outer.end_us) for name, call in forward.messages] + backward.messages
+    passes = [(batch.begin_us, forward.marks), (batch.begin_backward_us, backward.marks)]
     if rank.device is None:
-        begin_us, marks = batch.begin_us, [*forward.marks, *backward.marks]
         times_ms = [(end_us - launch.start_us) / _US_PER_MS for _, launch, end_us in calls]
         counts = [one.counts for one in forward.calls.values()]
         found.counts_ms += [(call.outer.end_us - call.launch.start_us) / _US_PER_MS for call in counts]
     else:
-        begin_us, marks, kernels = device_marks(rank, batch.begin_us, [*forward.marks, *backward.marks])
+        kernels: list[tuple[str, Event]] = []
+        for place, on_host in enumerate(passes):
+            begin_us, marks, of_messages = device_marks(rank, *on_host)
+            passes[place] = (begin_us, marks)
+            kernels += of_messages
         times_ms = _times_of_kernels(found, rank.path, kernels, calls)
-    found.spans += spans_of(begin_us, marks, zero_us)
-    _add_parts(found, begin_us, marks)
+    for begin_us, marks in passes:
+        found.spans += spans_of(begin_us, marks, zero_us)
+        _add_parts(found, begin_us, marks)
     for (name, launch, end_us), ms in zip(calls, times_ms, strict=True):
         message = _sent(rank.path, name, launch, ms)
         found.sent.append(message)

@@ -17,6 +17,7 @@ from megatron_lancet.training.check.ranks import FailedRunError, RefusedRunError
 from megatron_lancet.training.check.report import record, report
 from megatron_lancet.training.check.shrink import shrink
 from megatron_lancet.training.check.words import read_command_line
+from megatron_lancet.training.platform.detect import has_transformer_engine
 from megatron_lancet.training.process.console import say
 
 DIFFERS_EXIT_CODE = 1
@@ -33,7 +34,13 @@ def run_check(options: argparse.Namespace, launch_words: list[str]) -> int:
     if options.dry_run:
         _dry_run(launch)
         return 0
-    shrunk = shrink(read_command_line(launch.words), launch.num_ranks, options.max_ranks, options.padding)
+    if options.te and not has_transformer_engine():
+        raise UsageError(
+            "--te: Transformer Engine can't be imported here: its kernels need a GPU, and the ranks of a check are "
+            "processes on CPUs. Drop it: local layers are checked in place of Transformer Engine's."
+        )
+    line = read_command_line(launch.words)
+    shrunk = shrink(line, launch.num_ranks, options.max_ranks, options.padding, options.te)
     with tempfile.TemporaryDirectory(prefix="lancet-check") as folder:
         try:
             finding = check(

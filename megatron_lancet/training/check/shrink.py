@@ -9,7 +9,10 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.training.check.layout import Layout
 from megatron_lancet.training.check.words import CommandLine
 from megatron_lancet.training.plan.attention import DOCUMENTS_FLAG
-from megatron_lancet.training.plan.support import OVERLAP_FLAGS, has_bins
+from megatron_lancet.training.plan.support import OVERLAP_FLAGS, TRANSFORMER_ENGINE, has_bins
+
+_DOCUMENTS = "dataloader_inter_document_masking"
+"""Name of Megatron's argument for samples of documents."""
 
 MICRO_BATCHES = 8
 """Micro-batches of a step on one data-parallel rank; more such ranks share them out."""
@@ -44,14 +47,19 @@ _SIZES = (
     *("--expert-model-parallel-size", "--expert-tensor-parallel-size", "--sequence-parallel", "--disable-bias-linear"),
 )
 """Flags that are given anew."""
+_TE_KERNELS = "Transformer Engine's kernels"
+_BESIDE_TE_LAYERS = (
+    "--moe-permute-fusion --use-transformer-engine-op-fuser --cross-entropy --tp-comm --attention-backend "
+    "--flash-attention-version --moe-router-fusion --use-te --qk-clip --window --deterministic-mode --batch-invariant "
+    "--moe-single-grouped --fused-residual --mla-down-proj-fusion --no-tp-comm --symmetric-ar-type --moe-mlp-glu "
+    "--cp-comm-type --softmax-type"
+)
+"""Beginnings of the flags of its kernels that are left out where its layers stay, too."""
 _ON_GPUS = {
     "CUDA graphs": "--cuda-graph --enable-cuda-graph --external-cuda-graph",
     "low precision": "--bf16 --fp16 --fp8 --fp4 --moe-router-padding-for --first-last-layers-bf16 --num-layers-at "
     "--apply-query-key-layer-scaling --keep-fp8",
-    "Transformer Engine's kernels": "--moe-grouped-gemm --moe-permute-fusion --use-transformer-engine-op-fuser "
-    "--cross-entropy --tp-comm --attention-backend --flash-attention-version --moe-router-fusion --use-te --qk-clip "
-    "--window --deterministic-mode --batch-invariant --moe-single-grouped --fused-residual --mla-down-proj-fusion "
-    "--no-tp-comm --use-grouped-gemm --symmetric-ar-type --moe-mlp-glu --cp-comm-type --softmax-type",
+    _TE_KERNELS: f"--moe-grouped-gemm --use-grouped-gemm {_BESIDE_TE_LAYERS}",
     "offloading": "--cpu-offloading --fine-grained-activation-offloading --offload --activation-offload",
     "other dispatchers": "--moe-enable-deepep --moe-flex --moe-deepep --moe-hybridep --moe-ncclep",
     "an uneven or finer cut": "--tensor-parallel-num-weight-shards --expert-tensor-parallel-num-weight-shards "
@@ -81,45 +89,55 @@ class Shrunk:
     documents: bool = False
 
 
-def shrink(line: CommandLine, num_ranks: int | None, max_ranks: int, padding: bool = False) -> Shrunk:
+def shrink(
+    line: CommandLine, num_ranks: int | None, max_ranks: int, padding: bool = False, with_te: bool = False
+) -> Shrunk:
     """Shrinks a launch.
 
     Args:
         num_ranks: of the launch; None if it is not known.
         max_ranks: of the check.
         padding: whether samples will have padding, which Megatron has no way to tell later pipeline stages.
+        with_te: whether layers of Transformer Engine stay what they are.
 
     Raises:
         UsageError: a feature that is not checked.
     """
+    if has_bins(line.args) and line.args.lancet_bins != BinsChoice.PADDED:  # as normalize_args does
+        line = replace(line, args=argparse.Namespace(**{**vars(line.args), _DOCUMENTS: True}))
     _refuse_others(line.args)
     layout, changes = _layout(line.args, num_ranks, max_ranks, padding)
-    left_out = [flag for beginnings in _ON_GPUS.values() for flag in _given(line, beginnings)]
+    documents = line.args.dataloader_inter_document_masking
+    has_te = line.args.transformer_impl == TRANSFORMER_ENGINE
+    keeps_te = has_te and with_te and not documents  # stock gets a mask for documents
+    on_gpus = _ON_GPUS | ({_TE_KERNELS: _BESIDE_TE_LAYERS} if keeps_te else {})
+    left_out = [flag for beginnings in on_gpus.values() for flag in _given(line, beginnings)]
     sections = {section for section in line.sections.values() if section not in _MODEL_SECTIONS}
     others = [word for flag in line.flags if flag[0] in _KEPT_OF_OTHERS for word in flag]
     words = line.kept(sections, [*_SIZES, *left_out, *OVERLAP_FLAGS])
     words += others
-    changes += [
-        f"not checked: {what} ({found})" for what, b in _ON_GPUS.items() if (found := " ".join(_given(line, b)))
-    ]
+    changes += [f"not checked: {what} ({found})" for what, b in on_gpus.items() if (found := " ".join(_given(line, b)))]
+    if has_te and not keeps_te:
+        why = "because stock gets a mask of documents" if with_te else "which need a GPU"
+        changes.append(f"local layers in place of Transformer Engine's, {why}")
     for flags, change in _features(line.args, layout):
         words += flags
         changes += [change] if change else []
-    ours, documents = line.of_the_overlap(_OVERLAP_FILES), line.args.dataloader_inter_document_masking
+    ours = line.of_the_overlap(_OVERLAP_FILES)
     if has_bins(line.args):
         changes.append(f"not checked: how documents are dealt to micro-batches (--lancet-bins {line.args.lancet_bins})")
-        documents |= line.args.lancet_bins != BinsChoice.PADDED
     if documents:
         ours.append(DOCUMENTS_FLAG)
         changes.append(f"stock gets a mask of documents in place of {DOCUMENTS_FLAG}: same result, by another way")
-    words += _sizes(line.args, layout)
-    return Shrunk([*words, *_RUN, *([] if documents else _NO_MASK)], ours, layout, changes, documents)
+    layers = ["--transformer-impl", TRANSFORMER_ENGINE if keeps_te else "local"]
+    words += [*_sizes(line.args, layout), *_RUN, *layers, *([] if documents else _NO_MASK)]
+    return Shrunk(words, ours, layout, changes, documents)
 
 
 _RUN = (
     f"--micro-batch-size 2 --global-batch-size {2 * MICRO_BATCHES} --lr 1e-5 --train-iters 1 --eval-iters 0 "
     "--eval-interval 1000 --mock-data --tokenizer-type NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 1 "
-    "--num-workers 0 --clip-grad 1e9 --transformer-impl local --init-method-std 0.1 --hidden-dropout 0 "
+    "--num-workers 0 --clip-grad 1e9 --init-method-std 0.1 --hidden-dropout 0 "
     "--attention-dropout 0 --lancet-cache off"
 ).split()
 _NO_MASK = ["--no-create-attention-mask-in-dataloader"]

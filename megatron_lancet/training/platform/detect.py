@@ -61,12 +61,12 @@ def platform() -> Iterator[Platform]:
     # Stock Megatron asserts it with tensor or context parallelism; it orders CUDA launches, and there are none.
     os.environ[CONNECTIONS] = "1"
     with cpu_platform():
-        layers = "Transformer Engine's layers if asked for" if _has_transformer_engine() else "local layers"
+        layers = "Transformer Engine's layers if asked for" if has_transformer_engine() else "local layers"
         description = f"no GPU found: CPU with gloo, {layers}, unfused attention, norms and losses"
         yield Platform(torch.device("cpu"), description)
 
 
-def _has_transformer_engine() -> bool:
+def has_transformer_engine() -> bool:
     """Whether Megatron could import Transformer Engine; the compiled one asks for a GPU."""
     from megatron.core.extensions import transformer_engine
 
@@ -82,7 +82,7 @@ def apply_cpu_settings(args: argparse.Namespace) -> None:
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.enums import AttnBackend
 
-    with_te = args.transformer_impl == TRANSFORMER_ENGINE and _has_transformer_engine()
+    with_te = args.transformer_impl == TRANSFORMER_ENGINE and has_transformer_engine()
     for name, flag in (_GPU_ONLY if with_te else _LOW_PRECISION | _GPU_ONLY).items():
         if getattr(args, name):
             raise UsageError(f"{flag} needs a GPU, and this machine has none. Drop the flag to run on the CPU.")

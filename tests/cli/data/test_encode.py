@@ -104,7 +104,7 @@ def encode_with_default_model(tmp_path: Path, lines: tuple[bytes, ...], eos_id: 
 
 
 def test_append_eod_needs_an_eod(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="needs a tokenizer with an end-of-document id; this one has -1"):
+    with pytest.raises(UsageError, match="need a tokenizer with an end-of-document id; this one has -1"):
         encode_with_default_model(tmp_path, (b'{"text": "hello"}\n',), eos_id=-1)
 
 

@@ -185,3 +185,76 @@ def test_prepare_corpus_exit_status_and_message(
     assert "expected a number above 0, got '0'" in refused.stderr
     assert run_tool("prepare_corpus", "--output", output, "--max-megabytes", "0.1").returncode == 0
     assert output.stat().st_size > 50_000
+
+
+SOURCE = '''\
+import sys
+
+@decorated
+def first(a):
+    """Says
+what."""
+    def inner():
+        return "\\d"
+    return inner
+
+
+if sys:
+    class Outer:
+        """Docs."""
+
+        async def method(self):
+            "One line."
+            text = """
+at the margin"""
+            return text
+
+        def bare(self): return 1
+
+        def only_documented(self):
+            """Nothing more."""
+
+class Last: pass
+'''
+
+
+def records(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_corpus_of_functions_has_each_once_with_its_whole_source(tmp_path: Path, prepare_corpus: ModuleType) -> None:
+    source, output = write_files(tmp_path / "source", {"a.py": SOURCE.encode(), "b.txt": b"no"}), tmp_path / "out.jsonl"
+    prepare_corpus.main(["--documents", "functions", "--input", str(source), "--output", str(output)])
+    found = {record["path"]: record["text"] for record in records(output)}
+    names = ["first", "Outer.method", "Outer.bare", "Outer.only_documented"]
+    assert list(found) == [f"a.py:{name}" for name in names]
+    assert found["a.py:first"] == SOURCE[SOURCE.index("@decorated") : SOURCE.index("\n\nif sys")]
+    method = 'async def method(self):\n    "One line."\n    text = """\nat the margin"""\n    return text\n'
+    assert found["a.py:Outer.method"] == method
+
+    prepare_corpus.main(["--documents", "classes", "--input", str(source), "--output", str(output)])
+    assert [record["path"] for record in records(output)] == ["a.py:Last"], "a class inside a statement is left out"
+
+
+def test_corpus_of_pairs_joined_is_the_functions_source(tmp_path: Path, prepare_corpus: ModuleType) -> None:
+    source, output = write_files(tmp_path / "source", {"a.py": SOURCE.encode()}), tmp_path / "out.jsonl"
+    prepare_corpus.main(["--documents", "pairs", "--input", str(source), "--output", str(output)])
+    first, method = records(output)
+    assert first["prompt"] == '@decorated\ndef first(a):\n    """Says\nwhat."""\n'
+    assert method["prompt"] == 'async def method(self):\n    "One line."\n'
+    assert first["prompt"] + first["answer"] == SOURCE[SOURCE.index("@decorated") : SOURCE.index("\n\nif sys")]
+    assert (list(method), method["path"]) == (["prompt", "answer", "path"], "a.py:Outer.method")
+
+
+def test_corpus_of_functions_stops_at_a_file_that_is_no_python_or_counts_it(
+    tmp_path: Path, prepare_corpus: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_files(tmp_path / "source", {"a.py": b"print 1\n", "b.py": b"def f(): pass\n", "c.py": b"\x00"})
+    output = tmp_path / "out.jsonl"
+    arguments = ["--documents", "functions", "--input", str(source), "--output", str(output)]
+    with pytest.raises(UsageError, match=r"a\.py: expected a source of the running Python"):
+        prepare_corpus.main(arguments)
+    assert not output.exists()
+    prepare_corpus.main([*arguments, "--skip-undecodable"])
+    assert [record["path"] for record in records(output)] == ["b.py:f"]
+    assert "1 documents, 0.00 MB of text, 2 files skipped that can't be parsed" in capsys.readouterr().out

@@ -15,6 +15,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_lancet.data.encode import TokenizerSettings, build_tokenizer
+from megatron_lancet.data.lengths import read_lengths
 from megatron_lancet.errors import UsageError
 
 POLL_S = 0.05
@@ -93,6 +94,55 @@ def test_dataset_is_written_for_every_key(tmp_path: Path, preprocess_data: Modul
     assert read_documents(tmp_path / "x.y_a_document") == [[1, 2, 99], [6, 99]]
     assert read_documents(tmp_path / "x.y_b_document") == [[3, 99], [4, 5, 99], [7, 99]]
     assert len(list(tmp_path.iterdir())) == 1 + 4
+
+
+def test_a_prompt_and_its_answer_are_one_document_with_a_loss_mask(
+    tmp_path: Path, preprocess_data: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = write_lines(
+        tmp_path / "corpus.jsonl", '{"q": "1 2", "a": "3"}', "", '{"a": "4 5 6", "q": ""}', '{"q": "7", "a": "8"}'
+    )
+    keys = ["--prompt-key", "q", "--answer-key", "a", "--write-lengths"]
+    preprocess_data.main(null_arguments(corpus, tmp_path / "data", 100, *keys))
+    assert read_documents(tmp_path / "data_q_a_document") == [[1, 2, 3, 99], [4, 5, 6, 99], [7, 8, 99]]
+    assert read_documents(tmp_path / "data_q_a_loss_mask") == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1]]
+    assert IndexedDataset(str(tmp_path / "data_q_a_loss_mask")).index.dtype is np.uint8
+    assert "data_q_a_document: 3 documents, 11 tokens, 8 of them labels; " in capsys.readouterr().out
+    assert (tmp_path / "data_q_a_lengths.json").read_text() == '{"lengths": {"3": 1, "4": 2}}\n'
+    assert read_lengths(tmp_path / "data_q_a_lengths.json") == {3: 1, 4: 2}
+    assert read_lengths(tmp_path / "data_q_a_document") == {3: 1, 4: 2}
+    assert len(list(tmp_path.iterdir())) == 1 + 5
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"a": "1"}', r"line 2: expected the key 'q', found the keys \['a'\]"),
+        ('{"q": "1", "a": ""}', "line 2: expected an answer under 'a', found none that gives a token"),
+        ('{"q": "1", "a": null}', "line 2: expected a string under 'a', found NoneType"),
+    ],
+)
+def test_pairs_name_the_first_bad_line_and_leave_nothing(
+    tmp_path: Path, preprocess_data: ModuleType, line: str, reason: str
+) -> None:
+    corpus = write_lines(tmp_path / "corpus.jsonl", '{"q": "1", "a": "2"}', line)
+    keys = ["--prompt-key", "q", "--answer-key", "a"]
+    with pytest.raises(UsageError, match=reason):
+        preprocess_data.main(null_arguments(corpus, tmp_path / "data", 10, *keys))
+    assert list(tmp_path.iterdir()) == [corpus]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [["--prompt-key", "q"], ["--answer-key", "a"], ["--prompt-key", "q", "--answer-key", "a", "--json-keys", "b"]],
+)
+def test_keys_of_a_pair_belong_together(
+    tmp_path: Path, preprocess_data: ModuleType, keys: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        preprocess_data.main(null_arguments(tmp_path / "corpus.jsonl", tmp_path / "data", 10, *keys))
+    assert exit_.value.code == 2
+    assert "--prompt-key and --answer-key" in capsys.readouterr().err
 
 
 def test_blank_lines_and_empty_texts_are_left_out(

@@ -51,7 +51,7 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
     return SamplesOfManySizes(NUM_SAMPLES, get_args().seq_length), None, None
 
 
-build_datasets.is_distributed = True  # type: ignore[attr-defined]
+build_datasets.is_distributed = True
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).with_name("batches_worker.py")
 INPUTS, TARGETS = ("tokens", "position_ids"), ("labels", "loss_mask")
-STAGES = {
+STAGES: dict[str, list[list[tuple[str, ...]]]] = {
     "tensor": [[(*INPUTS, *TARGETS)]] * 2,
     "context": [[(*INPUTS, *TARGETS)]] * 2,
     "pipeline": [[INPUTS], [TARGETS]],

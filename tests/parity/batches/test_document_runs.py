@@ -40,6 +40,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "virtual pipeline stages, paired": (4, [*EP2, *VIRTUAL, *TWO_CHUNKS, "--lancet-pairing", "on"]),
     "Megatron's layers on pipeline stages": (2, [*PIPELINE, *STOCK]),
 }
+SLOW = "Megatron's layers, no experts shared", "Megatron's layers on pipeline stages"
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def validation_losses(run) -> list[float]:
     return [float(loss) for loss in re.findall(r"validation loss at .*?lm loss value: (\S+)", "\n".join(run.outputs))]
 
 
-@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in RUNS])
 def test_losses_equal_those_with_a_mask_of_documents(run, with_mask, case):
     num_ranks, extra = RUNS[case]
     ours = run([*DOCUMENTS, *extra], num_ranks)
@@ -115,7 +116,7 @@ def test_micro_batches_of_any_size_on_pipeline_stages(first_step, tmp_path):
     def losses(name, extra, num_ranks):
         folder = tmp_path / name
         sizes = ["--micro-batch-size", "1", "--global-batch-size", "8", "--eval-iters", "0", "--train-iters", "3"]
-        arguments = command_line("unused", [*MODEL, *first_step, *DOCUMENTS, *sizes, *extra])
+        arguments = command_line(Path("unused"), [*MODEL, *first_step, *DOCUMENTS, *sizes, *extra])
         at = arguments.index("--data-path")
         arguments[at : at + 2] = ["--mock-data"]
         split = arguments.index("--split")

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checks.__main__ import check_bug
-from benchmarks.checks.bugs import BASE, BUGS
+from benchmarks.checks.bugs import BASE, BUGS, Bug
 from megatron_lancet.training.check.check import Checker, check
 from megatron_lancet.training.check.layout import Layout
 from megatron_lancet.training.check.ranks import FailedRunError, RefusedRunError, run_ranks
+from megatron_lancet.training.check.report import report
 from megatron_lancet.training.check.shrink import shrink
 from megatron_lancet.training.check.words import read_command_line
 from megatron_lancet.training.check.worker import Task
@@ -36,6 +37,15 @@ def wrong_with(name: str) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         checker = Checker(shrunk, Path(folder), TIMEOUT_S, bug.padding, bug.prepare)
         return checker.stock(shrunk.words, shrunk.layout, seed=1).wrong
+
+
+def told_of(bug: Bug) -> dict[str, Any]:
+    """What the check has of a bug of the overlap, and what it says."""
+    shrunk = shrink(read_command_line([*BASE, *bug.flags.split()]), None, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        found = check(shrunk, Path(folder), timeout_s=TIMEOUT_S, prepare=bug.prepare)
+    assert found.ours is not None, found.why_not_ours
+    return {"stock": found.stock.wrong, "ours": found.ours.wrong, "report": report(found, 1.0)}
 
 
 def without_bugs() -> dict[str, Any]:
@@ -64,7 +74,8 @@ def main() -> None:
             "refused": refused([*small, "--num-experts", "0"], Path(folder) / "refused"),
             "hung": refused(small, Path(folder) / "hung", timeout_s=0.05),
         }
-    results["wrong"] = {bug.name: wrong_with(bug.name) for bug in BUGS if bug.prepare is not None}
+    results["wrong"] = {bug.name: wrong_with(bug.name) for bug in BUGS if bug.prepare is not None and not bug.is_ours}
+    results["ours"] = {bug.name: told_of(bug) for bug in BUGS if bug.is_ours}
     results["in full"] = check_bug(next(bug for bug in BUGS if bug.name == IN_FULL))
     results["without"] = without_bugs()
     Path(sys.argv[1]).write_text(json.dumps(results))

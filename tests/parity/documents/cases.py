@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_lancet.schedule.plan import Dispatch, Plan
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, Plan, fixed_plan
 from tests.parity.gradients.gradients_worker import plan_of
 from tests.parity.gradients.variants import CAPACITY, HYBRID, MLA, RECOMPUTE, VARIANTS
 
@@ -14,6 +14,8 @@ MIXED: Samples = ([5, 1, 3, 7], [2, 14], [16], [1] * 16)
 WHOLE: Samples = ([16], [16], [16], [16])
 LONG: Samples = ([1, 200, 311], [512])
 """Lengths of the documents of each sample."""
+BINS: tuple[Samples, Samples] = ([[20, 3, 9]], [[1, 4]])
+"""Samples of several lengths."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2": {"expert_model_parallel_size": 2},
@@ -30,6 +32,8 @@ class Case(NamedTuple):
     """
     Attributes:
         overrides: of the model's settings, see ``gradients_worker.build``.
+        samples: of rank 0's first micro-batch, rank 1's second one and so on.
+        others: of the micro-batches between; None for the same documents in the reverse order.
         end_to_end: whether our layers get the samples one behind the other, as stock's users pass them.
         num_stages: pipeline stages, all on each rank.
     """
@@ -37,6 +41,7 @@ class Case(NamedTuple):
     overrides: dict[str, Any]
     plan: Plan
     samples: Samples = MIXED
+    others: Samples | None = None
     end_to_end: bool = False
     num_stages: int = 1
 
@@ -82,6 +87,9 @@ CASES: dict[str, dict[str, Case]] = {
         "capacity-padded/k=2/experts": Case(
             {**CAPACITY, "moe_pad_expert_input_to_capacity": True}, plan_of(2, over="experts")
         ),
+        "bins/k=1": Case(LLAMA, plan_of(1), *BINS),
+        "bins/k=4/sequence": Case(LLAMA, sequence(4), *BINS),
+        "tiles/k=2/sequence": Case({}, fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE, tiles=2)),
         "dedup/k=2/sequence": Case({}, replace(sequence(2), dispatch=Dispatch.DEDUP)),
     },
     "EP2xTP2": {

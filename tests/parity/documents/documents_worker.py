@@ -126,7 +126,8 @@ def run(stages: list[Any], case: Case, is_ours: bool) -> tuple[list[float], list
             ddp.train(trains)
         for number in range(NUM_MICRO_BATCHES):
             # Ranks and micro-batches have different documents, and cut their sequences at different places.
-            samples = [one[::-1] for one in case.samples] if (rank + number) % 2 else case.samples
+            others = case.others or [one[::-1] for one in case.samples]
+            samples = others if (rank + number) % 2 else case.samples
             batch, inputs = inputs_of(samples, 100 * rank + number, has_mask, end_to_end)
             last = number == NUM_MICRO_BATCHES - 1
             with ExitStack() as stack:
@@ -211,7 +212,7 @@ def distance(ours: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
 def compare(case: Case, disturb: Disturb, stock_runs: dict[str, Any]) -> dict[str, Any]:
     from megatron_lancet.training.megatron.patches import predictions_in_documents
 
-    key = repr((case.overrides, case.samples, case.num_stages))
+    key = repr((case.overrides, case.samples, case.others, case.num_stages))
     if key not in stock_runs:
         stock_runs[key] = stock_run(case)
     weights, stock = stock_runs[key]

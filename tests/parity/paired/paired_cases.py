@@ -47,7 +47,7 @@ class Case(NamedTuple):
     Attributes:
         overrides: of the config, see ``gradients_worker.build``.
         plan: a plan with pairing.
-        num_micro_batches: of each of the two steps.
+        num_micro_batches: of the second of two steps, see :attr:`lengths`.
         disturbed: whether transfers seem done, or not, at random and differently on each rank.
         nodes: how expert-parallel groups lie on nodes, for two hops.
         max_rows: that a rank's experts work on at a time; None for any number.
@@ -59,6 +59,11 @@ class Case(NamedTuple):
     disturbed: bool = False
     nodes: Nodes | None = None
     max_rows: int | None = None
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Micro-batches of the two steps. In the first, DDP reduces at the end: one pair shows that."""
+        return min(2, self.num_micro_batches), self.num_micro_batches
 
     @property
     def is_exact(self) -> bool:

@@ -92,15 +92,16 @@ class StockRun(NamedTuple):
 _STOCK_RUNS: dict[str, StockRun] = {}
 
 
-def stock_run(overrides: dict[str, Any], num_micro_batches: int) -> StockRun:
+def stock_run(case: Case) -> StockRun:
     """Run once for all plans that are compared with it."""
-    key = repr((overrides, num_micro_batches))
+    overrides = case.overrides
+    key = repr((overrides, case.num_micro_batches))
     if key not in _STOCK_RUNS:
         model, config, precision = build(overrides)
         weights = copy.deepcopy(model.state_dict())
         shards = overrides.get("distributed_optimizer", False)
         stock = wrap_with_ddp(model, config, precision, deferred=False, distributed_optimizer=shards)
-        steps = [(step(stock, num_micro_batches), gradients(model)) for _ in range(2)]
+        steps = [(step(stock, num), gradients(model)) for num in case.lengths]
         _STOCK_RUNS[key] = StockRun(weights, steps, logged_losses(), buffers(model))
     return _STOCK_RUNS[key]
 
@@ -113,8 +114,8 @@ def compare(case: Case, disturb: Callable[[ExitStack, Any], None] | None = None)
     """
     from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 
-    overrides, plan, num_micro_batches, disturbed, nodes, max_rows = case
-    stock = stock_run(overrides, num_micro_batches)
+    overrides, plan, _, disturbed, nodes, max_rows = case
+    stock = stock_run(case)
     our_model, config, precision = build(overrides)
     our_model.load_state_dict(copy.deepcopy(stock.weights))
     setup, stats = overlapping_model(our_model, plan, nodes=nodes)
@@ -127,9 +128,10 @@ def compare(case: Case, disturb: Callable[[ExitStack, Any], None] | None = None)
             erratic_wire(stack)
         if disturb is not None:
             disturb(stack, our_model.decoder.comm)
-        results = [(step(ours, num_micro_batches), gradients(our_model))]
+        first, second = case.lengths
+        results = [(step(ours, first), gradients(our_model))]
         observer = Observer(stack, ours)
-        results.append((step(ours, num_micro_batches), gradients(our_model)))
+        results.append((step(ours, second), gradients(our_model)))
     setup.check_step(lambda: None)
     num_split_chunks = stats.take().num_split_chunks
     close(stats)

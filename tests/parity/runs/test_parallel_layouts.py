@@ -1,9 +1,17 @@
-"""Parallel layouts on the CPU: stock trains the same model in each, and the overlap works where it is offered."""
+"""Parallel layouts on the CPU: stock trains the same model in each, and the overlap works where it is offered.
+
+Traces of the stock runs become profiles.
+"""
 
 from collections.abc import Sequence
 
 import pytest
 
+from megatron_lancet.files import RecordError
+from megatron_lancet.planning.from_trace.profile import STOCK as STOCK_STEP
+from megatron_lancet.planning.from_trace.profile import profile_from_traces
+from megatron_lancet.schedule.layers import LayerKind
+from megatron_lancet.schedule.ops import OpKind, Phase
 from tests.ranks.pretraining import EP2, Run, pretrain
 
 pytestmark = pytest.mark.distributed
@@ -46,14 +54,69 @@ def one_rank(tmp_path_factory, token_data, first_step):
     return run
 
 
-@pytest.mark.parametrize(
-    "layout", [TENSOR, PIPELINE, EP2, CONTEXT], ids=["tensor+sequence", "pipeline", "expert", "context"]
-)
-def test_stock_losses_are_alike_in_all_layouts(one_rank, first_step, tmp_path, token_data, layout):
-    run = pretrain(token_data, [*STOCK, *MODEL, *first_step, *layout], tmp_path, 2, NUM_ITERS)
+LAYOUTS = {
+    # Flags, ranks, and of a rank: positions, micro-batches of a step, pipeline stage of each layer.
+    "tensor+sequence": ([*TENSOR, "--expert-tensor-parallel-size", "1"], 2, 16, 4, (0, 0, 0, 0)),
+    "pipeline": ([*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"], 4, 32, 2, (0, 1, 0, 1)),
+    "context": (CONTEXT, 2, 16, 4, (0, 0, 0, 0)),
+}
+IN_LAYERS = {OpKind.ATTENTION, OpKind.ROUTE, OpKind.PREPROCESS, OpKind.EXPERTS, OpKind.POSTPROCESS}
+
+
+def test_stock_losses_with_expert_parallelism_are_those_of_one_rank(one_rank, first_step, tmp_path, token_data):
+    run = pretrain(token_data, [*STOCK, *MODEL, *first_step, *EP2], tmp_path, 2, NUM_ITERS)
+    check_losses(run, one_rank())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_stock_losses_are_alike_in_all_layouts_and_traces_become_profiles(
+    one_rank, first_step, tmp_path, token_data, name
+):
+    layout, num_ranks, *facts = LAYOUTS[name]
+    # A run that goes on from a checkpoint: Megatron counts the steps before the first one from there, and must stop in
+    # the run's last step.
+    profiler = profiler_flags(2, NUM_ITERS, num_ranks, tmp_path)
+    flags = [*STOCK, *MODEL, *first_step, *EP2, *layout, *profiler]
+    run = pretrain(token_data, flags, tmp_path, num_ranks, NUM_ITERS)
+    check_losses(run, one_rank())
+    check_profile(profile_from_traces(traces_in(tmp_path)), *facts)
+
+
+def check_losses(run, expected):
     assert len(run.losses) == NUM_ITERS - 1
     for name in ("lm loss", "grad norm"):
-        assert run.series(name) == pytest.approx(one_rank().series(name), rel=TOLERANCE), name
+        assert run.series(name) == pytest.approx(expected.series(name), rel=TOLERANCE), name
+
+
+def profiler_flags(first_step, end_step, num_ranks, folder):
+    """Megatron's own, which write into ``folder``."""
+    flags = f"--profile --use-pytorch-profiler --pytorch-profiler-collect-shapes --profile-step-start {first_step}"
+    flags += f" --profile-step-end {end_step} --profile-ranks {' '.join(map(str, range(num_ranks)))}"
+    return [*flags.split(), "--tensorboard-dir", folder / "tensorboard"]
+
+
+def traces_in(folder):
+    return sorted((folder / "torch_profile").glob("rank-*.json.gz"))
+
+
+def check_profile(profile, seq_length, num_micro_batches, stage_of_layer):
+    """Sizes and counts are those of the layout, every op has a time, and all ops together fit into the step."""
+    model = profile.model
+    assert (model.micro_batch_size, model.seq_length, model.num_micro_batches) == (4, seq_length, num_micro_batches)
+    assert (model.layer_kinds, model.stage_of_layer) == ((LayerKind.MOE,) * 4, stage_of_layer)
+    assert (model.topk, model.num_experts, model.ep_size) == (2, 4, 2)
+    # Each rank's experts get rows of the tokens of two ranks.
+    assert [(one.layer, sum(one.received)) for one in profile.routing] == [
+        (layer, 2 * 4 * seq_length * 2) for layer in (1, 2, 3, 4)
+    ]
+    whole = {(op.phase, op.kind): op.ms for op in profile.ops if op.num_chunks == 1}
+    kinds = IN_LAYERS | {OpKind.EMBEDDING, OpKind.HEAD}
+    assert set(whole) == {(phase, kind) for phase in (Phase.FORWARD, Phase.INPUT_GRAD) for kind in kinds}
+    assert all(ms > 0 for ms in whole.values())
+    assert len([dw for dw in profile.weight_grads if dw.num_chunks == 1]) == 2 + 2 * 2 + 1
+    num_layers = stage_of_layer.count(0)
+    of_layers_ms = num_layers * sum(ms for (_, kind), ms in whole.items() if kind in IN_LAYERS)
+    assert num_micro_batches * of_layers_ms + profile.rest_ms < profile.measured_steps_ms[STOCK_STEP]
 
 
 OVERLAPPING = {
@@ -99,7 +162,10 @@ def test_losses_of_one_chunk_equal_stock_bitwise_with_interleaved_pipeline_stage
     stages = ["--pipeline-model-parallel-layout", "Et|t|tt|mL", "--mtp-num-layers", "1"]
     positions = ["--position-embedding-type", "rope"]
     layout = [*MODEL, *EP2, *PIPELINE, *stages, *positions, "--overlap-grad-reduce", *LARGER_BATCH]
-    expected = pretrain(token_data, [*STOCK, *layout], tmp_path / "stock", 4, train_iters=3)
+    stock = tmp_path / "stock"
+    expected = pretrain(token_data, [*STOCK, *layout, *profiler_flags(1, 3, 4, stock)], stock, 4, train_iters=3)
+    with pytest.raises(RecordError, match="as multi-token predictions have"):
+        profile_from_traces(traces_in(stock))
     ours = pretrain(token_data, ["--lancet-num-chunks", "1", *layout], tmp_path / "ours", 4, train_iters=3)
     assert "megatron_lancet.model.transformer_block" in ours.model_modules
     assert len(ours.losses) == 3

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import quoted, quoted_results
+from benchmarks.bins import summary as bins_summary
 from benchmarks.causes import summary as causes_summary
 from benchmarks.evaluation import summary as evaluation_summary
 from benchmarks.from_trace import summary as from_trace_summary
@@ -29,6 +30,7 @@ MAKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "priority": (priority_summary.summarise, priority_summary.as_markdown),
     "causes": (causes_summary.summarise, causes_summary.as_markdown),
     "evaluation": (evaluation_summary.summarise, evaluation_summary.as_markdown),
+    "bins": (bins_summary.summarise, bins_summary.as_markdown),
     "from_trace": (from_trace_summary.compare, from_trace_table.as_markdown),
 }
 

@@ -89,9 +89,9 @@ def test_predictions_refuse_context_parallelism_and_megatrons_shift(one_rank):
     [(ChunkDim.SEQUENCE, (3, 1, 1), "3 positions, which make no 4 chunks"), (ChunkDim.BATCH, (8, 1, 1), "1 samples")],
 )
 def test_micro_batches_shorter_than_the_chunks_are_refused(dim, size, message):
-    documents = Documents(((size[0],),), cost=DocumentCost(0.0))
-    with pytest.raises(UsageError, match=message):
-        split_hidden(torch.zeros(size), Segment(1, None, 4, dim), documents)
+    for documents in (None, Documents(((size[0],),), cost=DocumentCost(0.0))):
+        with pytest.raises(UsageError, match=message):
+            split_hidden(torch.zeros(size), Segment(1, None, 4, dim), documents)
 
 
 @pytest.mark.parametrize("overlap_range", [OverlapRange.STACK, OverlapRange.GATE])

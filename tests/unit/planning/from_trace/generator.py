@@ -35,6 +35,8 @@ class Recipe:
         late_us: how much later than its peer this rank launches messages: they wait for it so much less.
         message_us: time of an all-to-all of rows and of one of probabilities, alone.
         before_launch_us: time of the host inside an all-to-all's function before it is launched.
+        stage: pipeline stage, and the number of these; the ranks of the stage are a group of two.
+        oddity: what a run does beside the usual: the name of a kind of run that is refused.
     """
 
     rank: int = 0
@@ -49,6 +51,8 @@ class Recipe:
     message_us: tuple[float, float] = (1000.0, 100.0)
     before_launch_us: float = 0.0
     counts_us: float = 60.0
+    stage: tuple[int, int] = (0, 1)
+    oddity: str = ""
     groups: dict[str, list[int]] = field(default_factory=lambda: {"EXPERT_MODEL_PARALLEL_GROUP": [0, 1]})
 
 
@@ -135,7 +139,7 @@ def all_to_all(writer, dims, is_back, wait_us, has_node=True):
     if has_node:
         sequence = next(writer.sequence)
         writer.made.append(("message", sequence, {"dims": dims, "is_back": is_back}))
-    received = (recipe.sent[recipe.rank],) * 2
+    received = (recipe.sent[recipe.rank % 2],) * 2
     splits = (recipe.sent, received) if is_back else (received, recipe.sent)
     args = {"Sequence number": sequence} if has_node else {}
 
@@ -149,8 +153,10 @@ def all_to_all(writer, dims, is_back, wait_us, has_node=True):
 def forward(writer):
     recipe = writer.recipe
     wait_us = 500.0 - recipe.late_us
+    stage, num_stages = recipe.stage
     writer.made = []
-    writer.forward_op("embedding", "aten::embedding", **{"Input Dims": [[VOCAB, H], [B, S], []]})
+    if stage == 0:
+        embed(writer)
     for kind in recipe.layers:
         writer.forward_op("norm", "aten::layer_norm")
         writer.linear("linear_qkv", H, 3 * H, B * S)
@@ -167,13 +173,21 @@ def forward(writer):
             writer.forward_op("gelu", "aten::gelu")
             writer.linear("linear_fc2", FFN, H, B * S)
         writer.forward_op("add", "aten::add")
+    if stage < num_stages - 1:
+        return
+    if recipe.oddity == "mtp":
+        embed(writer)
     writer.forward_op("norm", "aten::layer_norm")
     writer.linear("output_layer", H, VOCAB, B * S)
     writer.forward_op("loss", "_VocabParallelCrossEntropy")
 
 
+def embed(writer):
+    writer.forward_op("embedding", "aten::embedding", **{"Input Dims": [[VOCAB, H], [B, S], []]})
+
+
 def moe(writer, wait_us):
-    received = 2 * writer.recipe.sent[writer.recipe.rank]
+    received = 2 * writer.recipe.sent[writer.recipe.rank % 2]
     writer.forward_op("router", "RouterGatingLinearFunction")
     chosen = {"Input Dims": [[B * S, EXPERTS], [], []], "Concrete Inputs": ["", str(TOPK), "-1", "True", "True"]}
     writer.forward_op("topk", "aten::topk", **chosen)
@@ -186,13 +200,18 @@ def moe(writer, wait_us):
         writer.forward_op("gelu", "aten::gelu")
         writer.linear("linear_fc2", FFN, H, received // 2)
     all_to_all(writer, [H], is_back=True, wait_us=wait_us)
+    if writer.recipe.oddity == "shared experts beside messages":
+        writer.linear("linear_fc2", FFN, H, B * S)
     writer.forward_op("unpermute", "aten::scatter_add_")
 
 
-def backward(writer):
+def backward(writer, made, forward_beside=None):
+    """The backward pass of what a forward pass ``made``, with another forward pass in its middle if there is one."""
     writer.thread = 2 if writer.recipe.on_gpu else 1
     writer.now_us += 20.0
-    for kind, sequence, args in reversed(writer.made):
+    for place, (kind, sequence, args) in enumerate(reversed(made)):
+        if forward_beside is not None and place == len(made) // 2:
+            forward_beside()
         own = {"Sequence number": sequence, "Fwd thread id": 1}
         us = FORWARD_US.get(kind, 0.0)
         if kind == "message":
@@ -202,10 +221,38 @@ def backward(writer):
             writer.op(NODE + "SomeBackward0", calls=[lambda us=us: writer.op("aten::some", 2 * us)], **own)
         else:
             product = lambda us=us: writer.op("aten::mm", us, kernel="gemm")  # noqa: E731
-            fused = lambda us=us: writer.op("_LinearBackward", after=[lambda: writer.work(us, "nvjet_gemm")] * 2)  # noqa: E731
+            num_products = 1 if writer.recipe.oddity == "dW elsewhere" else 2
+            gemm = lambda us=us: writer.work(us, "nvjet_gemm")  # noqa: E731
+            fused = lambda gemm=gemm: writer.op("_LinearBackward", after=[gemm] * num_products)  # noqa: E731, B023
             writer.op(NODE + "LinearBackward", calls=[fused] if writer.recipe.te else [product, product], **own)
             writer.op(NODE + "torch::autograd::AccumulateGrad")
     writer.thread = 1
+
+
+def run_micro_batches(writer):
+    """Forward and backward passes; on pipeline stages in the order 1F1B, with messages around each."""
+    recipe = writer.recipe
+    stage, num_stages = recipe.stage
+    num_ahead = min(recipe.micro_batches, num_stages - 1 - stage)
+    made = []
+    for number in range(recipe.micro_batches + num_ahead):
+        if number < recipe.micro_batches:
+            point_to_point(writer, "c10d::recv_", stage > 0)
+            forward(writer)
+            made.append(writer.made)
+            point_to_point(writer, "c10d::send", stage < num_stages - 1)
+        if number >= num_ahead:
+            point_to_point(writer, "c10d::recv_", stage < num_stages - 1)
+            beside = (lambda: forward(writer)) if recipe.oddity == "overlap of micro-batches" else None
+            backward(writer, made.pop(0), beside)
+            point_to_point(writer, "c10d::send", stage > 0)
+        writer.now_us = writer.device_us = max(writer.now_us, writer.device_us)
+
+
+def point_to_point(writer, name, is_there):
+    if is_there:
+        writer.op(name, **{"Input Dims": [[[S, B, H]], [], []]})
+        writer.now_us += 300.0  # the wait for the other stage, in which nothing is recorded
 
 
 def trace(recipe):
@@ -222,10 +269,7 @@ def trace(recipe):
         }
         marker |= {"ts": start_us, "args": {}}
         writer.now_us += 10.0
-        for _ in range(recipe.micro_batches):
-            forward(writer)
-            backward(writer)
-            writer.now_us = writer.device_us = max(writer.now_us, writer.device_us)
+        run_micro_batches(writer)
         writer.now_us += 200.0
         writer.op("Optimizer.step#AdamW.step")
         marker["dur"] = writer.now_us - start_us

@@ -12,6 +12,7 @@ from megatron_lancet.planning.profile import profile_from_json
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
+from megatron_lancet.planning.what_if.layout import split_at_stages
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, fixed_plan
@@ -163,6 +164,38 @@ def test_the_group_is_also_read_from_the_kernels_of_messages(tmp_path):
     assert profile_from_traces(write(tmp_path, unnamed)).ops == profile_from_traces(write(tmp_path, named)).ops
 
 
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+def test_pipeline_stages_make_one_profile_with_the_ops_of_a_run_without_stages(tmp_path, on_gpu):
+    """Three stages in the order 1F1B; the layer without experts is on the middle one."""
+    layers = ((MOE,), (DENSE,), (MOE, MOE))
+    usual = Recipe(on_gpu=on_gpu, micro_batches=3)
+    of_stages = []
+    for stage, own in enumerate(layers):
+        for place in range(2):
+            groups = {"EXPERT_MODEL_PARALLEL_GROUP": [2 * stage, 2 * stage + 1]}
+            groups["PIPELINE_MODEL_PARALLEL_GROUP"] = [place, place + 2, place + 4]
+            of_stages.append(
+                replace(
+                    usual, rank=2 * stage + place, layers=own, stage=(stage, 3), groups=groups, late_us=500.0 * place
+                )
+            )
+    staged = profile_from_traces(write(tmp_path, *of_stages))
+    whole_run = replace(usual, layers=(MOE, DENSE, MOE, MOE))
+    plain = profile_from_traces(write(tmp_path, whole_run, replace(whole_run, rank=1, late_us=500.0)))
+    assert (staged.model.layer_kinds, staged.model.stage_of_layer) == (plain.model.layer_kinds, (0, 1, 2, 2))
+    assert staged.model.num_micro_batches == 3
+    assert [op.kind for op in staged.ops] == [op.kind for op in plain.ops]
+    for found, expected in zip(staged.ops, plain.ops, strict=True):
+        assert found.ms == pytest.approx(expected.ms, abs=TOLERANCE_MS), expected
+    assert [(dw.layer_kind, dw.name) for dw in staged.weight_grads] == [
+        (dw.layer_kind, dw.name) for dw in plain.weight_grads
+    ]
+    assert [one.layer for one in staged.routing] == [1, 3, 4]
+    assert staged.rest_ms < 0.5, "waits for other stages are none of it"
+    plan = split_at_stages(fixed_plan(1), staged.model.stage_of_layer)
+    assert Simulator(CostModel(staged)).expected_step(plan).step_ms > staged.measured_steps_ms[STOCK] / 2
+
+
 def test_products_of_transformer_engine_are_told_apart_by_their_kernels(tmp_path):
     own, te = (profile_from_traces(write(tmp_path, Recipe(on_gpu=True, te=te))) for te in (False, True))
     assert te.model == own.model
@@ -192,6 +225,7 @@ def without(path, *names):
     path.write_text(json.dumps(content))
 
 
+GROUP = {"EXPERT_MODEL_PARALLEL_GROUP": [0, 1]}
 REFUSED = {
     "no step markers": (Recipe(), ("ProfilerStep",), r"no step markers .* Record with Megatron's --profile --use-pyt"),
     "no shapes": (Recipe(shapes=False), (), "no shapes .*--pytorch-profiler-collect-shapes"),
@@ -199,13 +233,34 @@ REFUSED = {
     "no counts": (Recipe(), ("c10d::_allgather",), "no exchange of token counts .*pad-expert-input"),
     "one step": (Recipe(steps=1), (), "1 step, where at least 2 are needed.*--profile-step-end"),
     "no backward": (Recipe(), ("autograd",), "a step without a backward pass"),
-    "no embedding": (Recipe(), ("aten::embedding",), "without aten::embedding.*without pipeline parallelism"),
+    "no embedding": (Recipe(), ("aten::embedding",), "without aten::embedding.*from the first pipeline stage on"),
     "no router": (Recipe(), ("Router", "aten::topk"), "no router .*--moe-router-fusion"),
     "no attention": (Recipe(), ("aten::bmm", "aten::baddbmm"), "no attention in front of a router.*hybrid"),
-    "pipeline": (
-        Recipe(groups={"PIPELINE_MODEL_PARALLEL_GROUP": [0, 1]}),
+    "one stage": (
+        Recipe(groups={**GROUP, "PIPELINE_MODEL_PARALLEL_GROUP": [0, 2]}),
         (),
-        "2 ranks in a group PIPELINE_MODEL_PARALLEL.*--pipeline-model-parallel-size 1",
+        "2 pipeline stages, and no trace is of stage 1 .*each stage .--profile-ranks",
+    ),
+    "parts of experts": (
+        Recipe(groups={**GROUP, "EXPERT_TENSOR_PARALLEL_GROUP": [0, 1]}),
+        (),
+        "2 ranks in a group EXPERT_TENSOR_PARALLEL.*--expert-tensor-parallel-size 1",
+    ),
+    "more predictions": (Recipe(oddity="mtp"), (), "as multi-token predictions have.*without --mtp-num-layers"),
+    "overlap": (
+        Recipe(oddity="overlap of micro-batches"),
+        (),
+        "a forward pass in its middle.*without --overlap-moe-expert-parallel-comm",
+    ),
+    "dW elsewhere": (
+        Recipe(oddity="dW elsewhere", on_gpu=True, te=True),
+        (),
+        "1 product of matrices in the backward .*without --delay-wgrad-compute",
+    ),
+    "shared experts": (
+        Recipe(oddity="shared experts beside messages"),
+        (),
+        "a linear layer beside an all-to-all .*without --moe-shared-expert-overlap",
     ),
     "no groups": (Recipe(groups={}), (), "no process group EXPERT_MODEL_PARALLEL_GROUP"),
     "dropped tokens": (Recipe(sent=(100, 20)), (), "a dispatch of 120 rows for 128 tokens with 2 experts each"),

@@ -52,13 +52,50 @@ def test_kernels_have_the_names_streams_and_collectives_that_hta_and_tracelens_r
     assert len({event["args"]["correlation"] for event in kernels}) == len(kernels)
 
 
+def kernels_of(record, timeline):
+    return [event for event in rank_trace(record, timeline)["traceEvents"] if event.get("cat") == "kernel"]
+
+
 def test_no_stream_has_two_kernels_at_a_time():
     by_stream: dict[int, list[tuple[float, float]]] = {}
-    for event in rank_trace(RECORD, STEP)["traceEvents"][1:]:
+    for event in kernels_of(RECORD, STEP):
         by_stream.setdefault(event["args"]["stream"], []).append((event["ts"], event["ts"] + event["dur"]))
     for kernels in by_stream.values():
         ordered = sorted(kernels)
         assert all(end <= start for (_, end), (start, _) in pairwise(ordered))
+
+
+def test_a_message_has_one_stream_on_all_ranks_of_its_group_whenever_it_is_launched_on_each():
+    """TraceLens refuses traces in which it differs, and takes the n-th message of a group for the same one on all."""
+    late = [Span("L1.c0.F.dispatch", Lane.COMM, 5.0, 6.0, 9), Span("L1.c1.F.counts", Lane.COMM, 3.0, 4.0, 8)]
+    both = [Span("L1.c0.F.dispatch", Lane.COMM, 1.0, 9.0, 9), Span("L1.c1.F.counts", Lane.COMM, 2.0, 3.0, 8)]
+    again = Span("L1.c0.F.dispatch", Lane.COMM, 10.0, 11.0, 9)  # of the next micro-batch
+    steps = tuple(
+        RankTimeline(rank, tuple(sorted([*spans, again], key=lambda span: span.start_ms)), 12.0)
+        for rank, spans in enumerate((late, both))
+    )
+    found = [kernels_of(TimelineRecord("run", steps, ep_groups=((0, 1),)), step) for step in steps]
+    streams = [sorted((one["args"]["op"], one["args"]["stream"]) for one in kernels) for kernels in found]
+    assert streams[0] == streams[1]
+    assert (
+        len({stream for op, stream in streams[0] if op.endswith("dispatch")} & {dict(streams[0])["L1.c1.F.counts"]})
+        == 0
+    )
+    groups = {one["args"]["op"]: one["args"]["Process Group Name"] for one in found[0]}
+    assert groups["L1.c0.F.dispatch"] != groups["L1.c1.F.counts"], (
+        "they are launched in another order on the other rank"
+    )
+
+
+def test_each_kernel_has_a_launch_on_the_host_with_an_arrow_to_it():
+    events = rank_trace(RECORD, STEP)["traceEvents"]
+    numbers = [one["args"]["correlation"] for one in kernels_of(RECORD, STEP)]
+    for category, number_of in (
+        ("cuda_runtime", lambda one: one["args"]["correlation"]),
+        ("ac2g", lambda one: one["id"]),
+    ):
+        own = [number_of(one) for one in events if one.get("cat") == category]
+        assert sorted(own) == sorted(numbers * (2 if category == "ac2g" else 1))
 
 
 def test_each_rank_has_a_file_whose_first_line_names_the_rank_as_hta_searches_it(tmp_path):
