@@ -4,11 +4,15 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_lancet.config import BinsChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training.check.layout import Layout
 from megatron_lancet.training.check.words import CommandLine
 from megatron_lancet.training.plan.attention import DOCUMENTS_FLAG
-from megatron_lancet.training.plan.support import OVERLAP_FLAGS, TRANSFORMER_ENGINE
+from megatron_lancet.training.plan.support import OVERLAP_FLAGS, TRANSFORMER_ENGINE, has_bins
+
+_DOCUMENTS = "dataloader_inter_document_masking"
+"""Name of Megatron's argument for samples of documents."""
 
 MICRO_BATCHES = 8
 """Micro-batches of a step on one data-parallel rank; more such ranks share them out."""
@@ -26,8 +30,9 @@ _OVERLAP_FILES = (
     *("--lancet-plan", "--lancet-report", "--lancet-profile", "--lancet-cache", "--lancet-expert-placement"),
     *("--lancet-rebalance-interval", "--lancet-causes-interval", "--lancet-ranks-per-node", "--lancet-world-size"),
     *("--lancet-dry-run", "--lancet-wire", "--lancet-comm-sms", "--lancet-mock-link", "--lancet-mock-routing"),
+    *("--lancet-bins", "--lancet-bins-max-tokens", "--lancet-bins-cost"),
 )
-"""Flags of the overlap that name files, intervals, the cluster, or a rounding of messages."""
+"""Flags of the overlap that name files, intervals, the cluster, samples, or a rounding of messages."""
 _SIZES = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--num-query-groups", "--ffn-hidden-size"),
     *("--kv-channels", "--seq-length", "--max-position-embeddings", "--num-experts", "--moe-ffn-hidden-size"),
@@ -98,6 +103,8 @@ def shrink(
     Raises:
         UsageError: a feature that is not checked.
     """
+    if has_bins(line.args) and line.args.lancet_bins != BinsChoice.PADDED:  # as normalize_args does
+        line = replace(line, args=argparse.Namespace(**{**vars(line.args), _DOCUMENTS: True}))
     _refuse_others(line.args)
     layout, changes = _layout(line.args, num_ranks, max_ranks, padding)
     documents = line.args.dataloader_inter_document_masking
@@ -117,6 +124,8 @@ def shrink(
         words += flags
         changes += [change] if change else []
     ours = line.of_the_overlap(_OVERLAP_FILES)
+    if has_bins(line.args):
+        changes.append(f"not checked: how documents are dealt to micro-batches (--lancet-bins {line.args.lancet_bins})")
     if documents:
         ours.append(DOCUMENTS_FLAG)
         changes.append(f"stock gets a mask of documents in place of {DOCUMENTS_FLAG}: same result, by another way")

@@ -9,6 +9,7 @@ sequence parallelism, else 1).
 """
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.training.dry_run.parameters import is_gated
 from megatron_lancet.training.dry_run.stages import ModelChunk, PipelineStage
 from megatron_lancet.training.layer_pattern import mtp_layer_kinds
+from megatron_lancet.training.plan.support import micro_batch_shape
 
 _FP32_BYTES = 4
 
@@ -189,7 +191,7 @@ def _value_bytes(args: argparse.Namespace) -> int:
 
 
 def _tokens(args: argparse.Namespace) -> float:
-    return args.micro_batch_size * args.seq_length / args.context_parallel_size
+    return math.prod(micro_batch_shape(args)) / args.context_parallel_size
 
 
 def _residual_bytes(args: argparse.Namespace) -> float:

@@ -136,3 +136,10 @@ def test_samples_of_documents_have_the_mask_the_bounds_and_the_positions_of_the_
     whole = RandomTokens(1, 16, 64, seed=1, padding=False)[0]
     assert whole["cu_seqlens"].unique_consecutive().tolist() == [0, 16]
     assert whole["position_ids"].tolist() == list(range(16))
+
+
+@pytest.mark.parametrize(("way", "ours"), [("balanced", ["--dataloader-inter-document-masking"]), ("padded", [])])
+def test_bins_become_samples_of_one_length_with_documents_in_them(way, ours):
+    found = shrunk(f"{SMALL} --lancet-bins {way} --lancet-bins-max-tokens 64 --calculate-per-token-loss")
+    assert (found.ours, found.documents) == (ours, bool(ours))
+    assert any(f"(--lancet-bins {way})" in change for change in found.changes)
