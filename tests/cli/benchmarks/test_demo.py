@@ -70,7 +70,8 @@ def test_short_demo_compares_stock_and_ours_and_keeps_what_the_demo_had(finished
     assert summary["num_measured_steps"] == 4
     assert summary["plan"].startswith("chunks=2")
     assert summary["sample"]["prompt"] == "def read(self"
-    assert printed.splitlines()[-1].startswith("stock waited ")
+    # On a busy machine another line follows.
+    assert any(line.startswith("stock waited ") for line in printed.splitlines()[-2:])
     for picture in ("steps.png", "loss_curve.png"):
         assert (output / picture).read_bytes().startswith(b"\x89PNG")
     assert (output / "report.json").is_file()

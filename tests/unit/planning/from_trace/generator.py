@@ -36,6 +36,7 @@ class Recipe:
         message_us: time of an all-to-all of rows and of one of probabilities, alone.
         before_launch_us: time of the host inside an all-to-all's function before it is launched.
         stage: pipeline stage, and the number of these; the ranks of the stage are a group of two.
+        summed_us: time of a tensor-parallel sum behind the attention's projection; 0 for none.
         oddity: what a run does beside the usual: the name of a kind of run that is refused.
     """
 
@@ -52,6 +53,7 @@ class Recipe:
     before_launch_us: float = 0.0
     counts_us: float = 60.0
     stage: tuple[int, int] = (0, 1)
+    summed_us: float = 0.0
     oddity: str = ""
     groups: dict[str, list[int]] = field(default_factory=lambda: {"EXPERT_MODEL_PARALLEL_GROUP": [0, 1]})
 
@@ -122,6 +124,16 @@ class Writer:
     def wait(self, us):
         self.work(us, "ncclDevKernel_SendRecv(...)", 20, **NCCL_ARGS)
 
+    def sum_of_ranks(self):
+        """Of tensor-parallel ranks: what follows waits for it, on a GPU without an op of the host."""
+        self.op("c10d::_reduce_scatter_base_", after=[lambda: self.on_link(self.recipe.summed_us, "ReduceScatter")])
+
+    def on_link(self, us, name):
+        if self.recipe.on_gpu:
+            self.work(us, f"ncclDevKernel_{name}_Sum_f32_RING_LL(...)", 21)
+        else:
+            self.now_us += us
+
     def counts(self):
         def gather():
             self.op("c10d::_allgather_base_", **{"Input Dims": [[8], [4]]})
@@ -164,6 +176,8 @@ def forward(writer):
         writer.forward_op("softmax", "aten::softmax")
         writer.forward_op("bmm", "aten::bmm")
         writer.linear("linear_proj", H, H, B * S)
+        if recipe.summed_us:
+            writer.op("_ReduceScatterToSequenceParallelRegion", calls=[writer.sum_of_ranks])
         writer.forward_op("add", "aten::add")
         writer.forward_op("norm", "aten::layer_norm")
         if kind == MOE:

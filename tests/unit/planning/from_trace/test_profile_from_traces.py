@@ -165,6 +165,18 @@ def test_the_group_is_also_read_from_the_kernels_of_messages(tmp_path):
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+def test_a_sum_over_tensor_parallel_ranks_belongs_to_the_op_that_waits_for_it(tmp_path, on_gpu):
+    summed, plain = (
+        whole(profile_from_traces(write(tmp_path, Recipe(on_gpu=on_gpu, summed_us=us)))) for us in (700.0, 0.0)
+    )
+    longer = {key for key in plain if summed[key] - plain[key] > TOLERANCE_MS}
+    assert longer == {(Phase.FORWARD, OpKind.ATTENTION)}
+    assert summed[Phase.FORWARD, OpKind.ATTENTION] - plain[Phase.FORWARD, OpKind.ATTENTION] == pytest.approx(
+        0.7, abs=TOLERANCE_MS
+    )
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
 def test_pipeline_stages_make_one_profile_with_the_ops_of_a_run_without_stages(tmp_path, on_gpu):
     """Three stages in the order 1F1B; the layer without experts is on the middle one."""
     layers = ((MOE,), (DENSE,), (MOE, MOE))
