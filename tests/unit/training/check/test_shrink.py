@@ -1,5 +1,6 @@
 """What a check keeps of a launch: the flags that Megatron would get."""
 
+import argparse
 import shlex
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training.check.layout import Layout
+from megatron_lancet.training.check.run import run_check
 from megatron_lancet.training.check.shrink import Shrunk, shrink
 from megatron_lancet.training.check.words import read_command_line
 
@@ -100,3 +102,24 @@ def test_padding_leaves_out_what_megatron_does_not_define():
 def test_launches_that_are_not_checked_are_refused(text, message):
     with pytest.raises(UsageError, match=message):
         shrunk(text, max_ranks=2)
+
+
+def test_layers_of_transformer_engine_stay_with_their_grouped_products_or_are_said_to_be_replaced():
+    launch = f"{SMALL} --moe-grouped-gemm --moe-permute-fusion"
+    kept = shrink(read_command_line(shlex.split(launch)), None, 8, with_te=True)
+    assert value(kept.words, "--transformer-impl") == "transformer_engine"
+    assert "--moe-grouped-gemm" in kept.words
+    assert "not checked: Transformer Engine's kernels (--moe-permute-fusion)" in kept.changes
+    local = shrunk(launch)
+    assert value(local.words, "--transformer-impl") == "local"
+    assert "--moe-grouped-gemm" not in local.words
+    assert "local layers in place of Transformer Engine's, which need a GPU" in local.changes
+    asked_for = shrink(read_command_line(shlex.split(f"{SMALL} --transformer-impl local")), None, 8, with_te=True)
+    assert value(asked_for.words, "--transformer-impl") == "local"
+    assert not any("Transformer Engine" in change for change in asked_for.changes)
+
+
+def test_layers_of_transformer_engine_are_refused_in_one_line_where_they_cant_be_imported():
+    options = argparse.Namespace(te=True, dry_run=False)
+    with pytest.raises(UsageError, match=r"^--te: Transformer Engine can't be imported here: .* need a GPU.*Drop it"):
+        run_check(options, shlex.split(SMALL))
