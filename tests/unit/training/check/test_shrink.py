@@ -1,5 +1,6 @@
 """What a check keeps of a launch: the flags that Megatron would get."""
 
+import argparse
 import shlex
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training.check.layout import Layout
+from megatron_lancet.training.check.run import run_check
 from megatron_lancet.training.check.samples import RandomTokens
 from megatron_lancet.training.check.shrink import Shrunk, shrink
 from megatron_lancet.training.check.words import read_command_line
@@ -143,3 +145,24 @@ def test_bins_become_samples_of_one_length_with_documents_in_them(way, ours):
     found = shrunk(f"{SMALL} --lancet-bins {way} --lancet-bins-max-tokens 64 --calculate-per-token-loss")
     assert (found.ours, found.documents) == (ours, bool(ours))
     assert any(f"(--lancet-bins {way})" in change for change in found.changes)
+
+
+def test_layers_of_transformer_engine_stay_with_their_grouped_products_or_are_said_to_be_replaced():
+    launch = f"{SMALL} --moe-grouped-gemm --moe-permute-fusion"
+    kept = shrink(read_command_line(shlex.split(launch)), None, 8, with_te=True)
+    assert value(kept.words, "--transformer-impl") == "transformer_engine"
+    assert "--moe-grouped-gemm" in kept.words
+    assert "not checked: Transformer Engine's kernels (--moe-permute-fusion)" in kept.changes
+    local = shrunk(launch)
+    assert value(local.words, "--transformer-impl") == "local"
+    assert "--moe-grouped-gemm" not in local.words
+    assert "local layers in place of Transformer Engine's, which need a GPU" in local.changes
+    asked_for = shrink(read_command_line(shlex.split(f"{SMALL} --transformer-impl local")), None, 8, with_te=True)
+    assert value(asked_for.words, "--transformer-impl") == "local"
+    assert not any("Transformer Engine" in change for change in asked_for.changes)
+
+
+def test_layers_of_transformer_engine_are_refused_in_one_line_where_they_cant_be_imported():
+    options = argparse.Namespace(te=True, dry_run=False)
+    with pytest.raises(UsageError, match=r"^--te: Transformer Engine can't be imported here: .* need a GPU.*Drop it"):
+        run_check(options, shlex.split(SMALL))
