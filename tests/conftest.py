@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import data
+from tests.order import Alone, pytest_collection_modifyitems  # noqa: F401 - a hook, for all tests
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks, for all tests
 
 pytest_plugins = ["tests.gradient_deviations"]
@@ -20,6 +21,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 GATE = Path(__file__)
 RUNNING = Path(__file__).with_name("__init__.py")
 GPU_TESTS = Path(__file__).with_name("gpu")
+is_alone = Alone()
 
 
 @contextmanager
@@ -40,7 +42,7 @@ def turn(alone: bool) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # first: the time of waiting does not count as the test's
 def pytest_runtest_protocol(item):
-    with turn(item.get_closest_marker("alone") is not None):
+    with turn(is_alone(item)):
         return (yield)
 
 

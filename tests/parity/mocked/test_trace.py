@@ -17,7 +17,7 @@ from tests.parity.mocked.trace_worker import NODES, PLANS
 from tests.ranks import launch
 from tests.unit.profiler.synthetic import FACTS
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.alone(setup=True)
 
 WORKER = Path(__file__).with_name("trace_worker.py")
 NAMES = [*PLANS, "recomputed"]

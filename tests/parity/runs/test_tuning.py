@@ -54,28 +54,6 @@ def assert_equal(run: Run, stock: Run, first: int = 0) -> None:
         assert run.series(name) == pytest.approx(expected, rel=TOLERANCE), name
 
 
-@pytest.mark.alone
-def test_tuning_drops_a_slow_plan_and_replans_after_drift(stock, token_data, tmp_path):
-    script = {"profiled": ["2", "4s"], "plans": ["4", "2s"], "slow_s": {"4": 0.6, "none": 0.1}, "exposed_from": 19}
-    run, plans, lines = tuned(token_data, tmp_path, script, "--lancet-report", tmp_path)
-    assert plans[:34] == (  # then whichever was faster
-        [NONE] * 6 + [TWO, SEQUENCE.replace("2", "4")] + [FOUR] * 5  # profile, then verify
-        + [NONE] * 14 + [TWO, SEQUENCE.replace("2", "4")] + [SEQUENCE] * 5  # measured again, then three windows
-    )  # fmt: skip
-    assert len(run.losses) == NUM_ITERS
-    assert_equal(run, stock)
-    kinds = (
-        "tuned during training", "tunes during the first 13 steps", "without overlap: ",
-        "chunks=4 .* predicted 50.0 ms",
-        "measured .* slower than the .* far off", "going back to chunks=1", "under chunks=1 .*: it stays",
-        "exposed time is .* planning anew", "chunks=2 dim=sequence",
-    )  # fmt: skip
-    for kind, line in zip(kinds, lines[: len(kinds)], strict=True):
-        assert re.search(kind, line), lines
-    tuning = json.loads((tmp_path / "report.json").read_text())["tuning"]
-    assert (tuning["stage"], tuning["num_plans"], tuning["lines"]) == ("watch", 2, lines[1:])
-
-
 def test_tuning_writes_profile_and_plan_files_and_saves_the_plan_in_the_checkpoint(stock, token_data, tmp_path):
     """Nothing scripted: whatever plan is found, it is in the files and in the checkpoint, and losses are stock's."""
     shared = [*EP2, "--lancet-tune-steps", "1", "--lancet-cache", tmp_path / "cache"]
@@ -125,3 +103,25 @@ def test_tuning_plans_multi_token_predictions_too(token_data, tmp_path):
     assert (made_for.num_layers, made_for.num_mtp_layers) == (4, 2)
     assert {op.kind for op in profile.ops if op.layer_kind is LayerKind.MTP} == {"mtp_projection"}
     assert {grad.name for grad in profile.weight_grads if grad.layer_kind is LayerKind.MTP} == {"eh_proj"}
+
+
+@pytest.mark.alone
+def test_tuning_drops_a_slow_plan_and_replans_after_drift(stock, token_data, tmp_path):
+    script = {"profiled": ["2", "4s"], "plans": ["4", "2s"], "slow_s": {"4": 0.6, "none": 0.1}, "exposed_from": 19}
+    run, plans, lines = tuned(token_data, tmp_path, script, "--lancet-report", tmp_path)
+    assert plans[:34] == (  # then whichever was faster
+        [NONE] * 6 + [TWO, SEQUENCE.replace("2", "4")] + [FOUR] * 5  # profile, then verify
+        + [NONE] * 14 + [TWO, SEQUENCE.replace("2", "4")] + [SEQUENCE] * 5  # measured again, then three windows
+    )  # fmt: skip
+    assert len(run.losses) == NUM_ITERS
+    assert_equal(run, stock)
+    kinds = (
+        "tuned during training", "tunes during the first 13 steps", "without overlap: ",
+        "chunks=4 .* predicted 50.0 ms",
+        "measured .* slower than the .* far off", "going back to chunks=1", "under chunks=1 .*: it stays",
+        "exposed time is .* planning anew", "chunks=2 dim=sequence",
+    )  # fmt: skip
+    for kind, line in zip(kinds, lines[: len(kinds)], strict=True):
+        assert re.search(kind, line), lines
+    tuning = json.loads((tmp_path / "report.json").read_text())["tuning"]
+    assert (tuning["stage"], tuning["num_plans"], tuning["lines"]) == ("watch", 2, lines[1:])
