@@ -17,11 +17,11 @@ class Document(NamedTuple):
 
     Attributes:
         tokens: [n + 1] int32.
-        counts: [n + 1] uint8, 1 where a token counts as a label.
+        is_label: [n + 1] uint8, 1 where a token counts as a label.
     """
 
     tokens: torch.Tensor
-    counts: torch.Tensor
+    is_label: torch.Tensor
 
     @property
     def num_positions(self) -> int:
@@ -72,5 +72,5 @@ def _stacked(rows: Sequence[Sequence[Document]], num_positions: int) -> Batch:
             begin, end = end, end + document.num_positions
             tokens[row, begin:end] = document.tokens[:-1]
             labels[row, begin:end] = document.tokens[1:]
-            loss_mask[row, begin:end] = document.counts[1:]
+            loss_mask[row, begin:end] = document.is_label[1:]
     return {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}

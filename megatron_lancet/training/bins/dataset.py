@@ -9,6 +9,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
+from megatron_lancet.data.indexed import check_dataset
 from megatron_lancet.errors import UsageError
 
 _TOKENS_SUFFIX, _MASK_SUFFIX = "_document", "_loss_mask"
@@ -20,12 +21,12 @@ class Sample(TypedDict):
     """A document in a form of one size for all, so that Megatron's data loader can stack samples.
 
     tokens: [seq_length + 1] int32, the document and then zeros.
-    counts: [seq_length + 1] uint8, 1 where a token counts as a label.
+    is_label: [seq_length + 1] uint8, 1 where a token counts as a label.
     num_tokens: tokens of the document.
     """
 
     tokens: np.ndarray
-    counts: np.ndarray
+    is_label: np.ndarray
     num_tokens: int
 
 
@@ -44,7 +45,8 @@ class DocumentDataset(MegatronDataset):
     count as labels.
 
     Raises:
-        UsageError: there is no document for samples that are asked for, or the loss mask belongs to other documents.
+        UsageError: there is no document for samples that are asked for, or the loss mask is damaged, or of other
+            documents.
     """
 
     def __init__(
@@ -85,12 +87,12 @@ class DocumentDataset(MegatronDataset):
         document = int(self._documents[self._order_of(epoch)[place]])
         longest = self.config.sequence_length + 1
         num_tokens = min(int(self.dataset.sequence_lengths[document]), longest)
-        tokens, counts = np.zeros(longest, np.int32), np.zeros(longest, np.uint8)
+        tokens, is_label = np.zeros(longest, np.int32), np.zeros(longest, np.uint8)
         tokens[:num_tokens] = self.dataset.get(document, length=num_tokens)
-        counts[:num_tokens] = 1 if self._mask is None else self._mask.get(document, length=num_tokens)
+        is_label[:num_tokens] = 1 if self._mask is None else self._mask.get(document, length=num_tokens)
         if self.config.eod_mask_loss:  # as Megatron's: what follows the end of a document is not predicted
-            counts[1:][tokens[:-1] == self.config.tokenizer.eod] = 0
-        return Sample(tokens=tokens, counts=counts, num_tokens=num_tokens)
+            is_label[1:][tokens[:-1] == self.config.tokenizer.eod] = 0
+        return Sample(tokens=tokens, is_label=is_label, num_tokens=num_tokens)
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if self._order[0] != epoch:
@@ -103,10 +105,11 @@ def _mask_of(dataset: IndexedDataset, path: str | None, config: GPTDatasetConfig
     """The loss mask beside the tokens, if there is one.
 
     Raises:
-        UsageError: its documents have other lengths.
+        UsageError: one of its files is missing or damaged, or its documents have other lengths.
     """
-    if path is None or not Path(f"{mask_prefix(path)}.idx").is_file():
+    if path is None or not any(Path(f"{mask_prefix(path)}{suffix}").is_file() for suffix in (".bin", ".idx")):
         return None
+    check_dataset(mask_prefix(path))
     mask = IndexedDataset(mask_prefix(path), mmap=config.mmap_bin_files)
     if not np.array_equal(mask.sequence_lengths, dataset.sequence_lengths):
         raise UsageError(

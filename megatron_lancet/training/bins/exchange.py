@@ -64,7 +64,7 @@ class Exchange:
 
 def _encoded(document: Document) -> torch.Tensor:
     """Tokens [n + 1] int64, whose last bit says whether they count as labels."""
-    return document.tokens.to(torch.int64) * 2 + document.counts
+    return document.tokens.to(torch.int64) * 2 + document.is_label
 
 
 def _decoded(part: torch.Tensor) -> Document:

@@ -1,9 +1,9 @@
 """The batches of a step: its samples dealt to bins over the data-parallel group, and what that is worth."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from statistics import fmean
 
 import torch
 
@@ -62,36 +62,36 @@ class BinFigures:
     """What bins were worth in the training steps so far.
 
     Attributes:
-        steps: by step, what was predicted.
+        num_steps: how many there were.
+        num_tokens_of_last_step: positions of all ranks' samples in the last step, without any padding; 0 where no
+            samples are drawn.
         most_tokens: positions of the largest bin of all ranks, without what fills it up to a multiple.
-        padding: by step, share of padding in this rank's positions, with what fills up to multiples.
     """
 
-    steps: list[Prediction] = field(default_factory=list)
+    num_steps: int = 0
+    num_tokens_of_last_step: int = 0
     most_tokens: int = 0
-    padding: list[float] = field(default_factory=list)
+    _sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, prediction: Prediction, most_tokens: int, padding: float) -> None:
-        """Take in a step."""
-        self.steps.append(prediction)
-        self.most_tokens = max(self.most_tokens, most_tokens)
-        self.padding.append(padding)
+        """Take in a step.
 
-    @property
-    def num_tokens_of_last_step(self) -> int:
-        """Positions of all ranks' samples in the last step, without any padding; 0 where no samples are drawn."""
-        return self.steps[-1].num_tokens if self.steps else 0
+        Args:
+            prediction: what its dealing costs.
+            most_tokens: positions of its largest bin.
+            padding: share of padding in this rank's positions, with what fills up to multiples.
+        """
+        self.num_steps += 1
+        self.num_tokens_of_last_step = prediction.num_tokens
+        self.most_tokens = max(self.most_tokens, most_tokens)
+        self._sums["predicted_spread"] += prediction.spread
+        self._sums["predicted_waiting"] += prediction.waiting
+        self._sums["padding"] += padding
 
     def summary(self) -> dict[str, float]:
         """Means over steps, for the report."""
-        if not self.steps:
-            return {}
-        return {
-            "predicted_spread": fmean(step.spread for step in self.steps),
-            "predicted_waiting": fmean(step.waiting for step in self.steps),
-            "padding": fmean(self.padding),
-            "most_tokens": self.most_tokens,
-        }
+        means = {name: total / self.num_steps for name, total in self._sums.items()}
+        return {**means, "most_tokens": self.most_tokens} if means else {}
 
 
 class BinnedSteps:
@@ -175,5 +175,7 @@ class BinLoader:
 
 def _documents(stack: Mapping[str, torch.Tensor]) -> Iterator[Document]:
     """The samples of a stack, without what fills them up."""
-    for tokens, counts, num_tokens in zip(stack["tokens"], stack["counts"], stack["num_tokens"].tolist(), strict=True):
-        yield Document(tokens[:num_tokens], counts[:num_tokens])
+    for tokens, is_label, num_tokens in zip(
+        stack["tokens"], stack["is_label"], stack["num_tokens"].tolist(), strict=True
+    ):
+        yield Document(tokens[:num_tokens], is_label[:num_tokens])

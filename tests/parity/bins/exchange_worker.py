@@ -25,7 +25,7 @@ def tokens(rank: int, step: int, index: int) -> list[int]:
     return [number, *random.Random(number).choices(range(1, 500), k=random.Random(number).randint(1, 40))]
 
 
-def counts(row: list[int]) -> list[int]:
+def labelled(row: list[int]) -> list[int]:
     """Which tokens of a sample count."""
     return [token % 3 > 0 for token in row]
 
@@ -40,7 +40,7 @@ def stacks(rank: int, step: int) -> list[dict[str, torch.Tensor]]:
         found.append(
             {
                 "tokens": torch.tensor(filled, dtype=torch.int32),
-                "counts": torch.tensor([counts(row) for row in filled], dtype=torch.uint8),
+                "is_label": torch.tensor([labelled(row) for row in filled], dtype=torch.uint8),
                 "num_tokens": torch.tensor([len(row) for row in stack]),
             }
         )

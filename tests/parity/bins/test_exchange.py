@@ -14,7 +14,7 @@ from tests.parity.bins.exchange_worker import (
     NUM_RANKS,
     NUM_STEPS,
     SAMPLES_OF_STACK,
-    counts,
+    labelled,
     tokens,
 )
 from tests.ranks import launch
@@ -64,7 +64,7 @@ def test_every_rank_has_the_bins_of_one_dealing(results, choice):
         for rank, result in enumerate(results):
             found = [samples_of(batch, choice is BinsChoice.PADDED) for batch in result[choice]["whole"][step]]
             expected = [[every[index] for index in indices] for indices in dealing.bins[rank]]
-            assert found == [[(row, counts(row)[1:]) for row in rows_of_bin] for rows_of_bin in expected]
+            assert found == [[(row, labelled(row)[1:]) for row in rows_of_bin] for rows_of_bin in expected]
 
 
 @pytest.mark.parametrize("choice", list(BinsChoice))

@@ -1,6 +1,7 @@
 """Documents as samples: their order, their loss mask, and what is refused."""
 
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,8 +71,8 @@ def test_each_epoch_has_every_document_once_in_an_order_of_its_own(prefix):
 def test_samples_have_one_size_and_all_tokens_count(prefix):
     for sample in map(built(prefix).__getitem__, range(3)):
         num_tokens = sample["num_tokens"]
-        assert sample["tokens"].shape == sample["counts"].shape == (7,)
-        assert sample["counts"].tolist() == [1] * num_tokens + [0] * (7 - num_tokens)
+        assert sample["tokens"].shape == sample["is_label"].shape == (7,)
+        assert sample["is_label"].tolist() == [1] * num_tokens + [0] * (7 - num_tokens)
 
 
 def test_loss_mask_beside_the_tokens_says_which_count(prefix):
@@ -79,19 +80,27 @@ def test_loss_mask_beside_the_tokens_says_which_count(prefix):
     write(mask_prefix(str(prefix)), rows, np.uint8)
     assert mask_prefix(str(prefix)).endswith("corpus_text_loss_mask")
     found = {
-        tuple(sample["tokens"][:2]): sample["counts"].tolist() for sample in map(built(prefix).__getitem__, range(3))
+        tuple(sample["tokens"][:2]): sample["is_label"].tolist() for sample in map(built(prefix).__getitem__, range(3))
     }
     assert found == {(1, 2): [0, 0, 0, 1, 1, 0, 0], (7, 8): [0, 1, 0, 0, 0, 0, 0], (10, 11): [0, 0, 0, 0, 0, 1, 1]}
 
 
 def test_token_after_an_end_of_document_does_not_count_with_eod_mask_loss(prefix):
     dataset = built(prefix, documents=(0,), eod_mask_loss=True)
-    assert dataset[0]["counts"].tolist() == [1, 1, 1, 0, 1, 0, 0]
+    assert dataset[0]["is_label"].tolist() == [1, 1, 1, 0, 1, 0, 0]
 
 
 def test_loss_mask_of_other_documents_is_refused(prefix):
     write(mask_prefix(str(prefix)), [[1], [1]], np.uint8)
     with pytest.raises(UsageError, match="should have documents of the lengths of"):
+        built(prefix)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_half_a_loss_mask_is_refused(prefix, suffix):
+    write(mask_prefix(str(prefix)), [[1]], np.uint8)
+    Path(f"{mask_prefix(str(prefix))}{suffix}").unlink()
+    with pytest.raises(UsageError, match=f"loss_mask{suffix} is missing"):
         built(prefix)
 
 

@@ -13,8 +13,8 @@ from megatron_lancet.training.bins.step import BinFigures, BinLoader, BinnedStep
 
 
 def document(*tokens, without=()):
-    counts = [token not in without for token in tokens]
-    return Document(torch.tensor(tokens, dtype=torch.int32), torch.tensor(counts, dtype=torch.uint8))
+    is_label = [token not in without for token in tokens]
+    return Document(torch.tensor(tokens, dtype=torch.int32), torch.tensor(is_label, dtype=torch.uint8))
 
 
 def stack(*lengths, first=1, size=40):
@@ -22,7 +22,7 @@ def stack(*lengths, first=1, size=40):
     tokens = torch.zeros(len(lengths), size, dtype=torch.int32)
     for row, length in enumerate(lengths):
         tokens[row, : length + 1] = torch.arange(length + 1) + 100 * (first + row)
-    return {"tokens": tokens, "counts": (tokens > 0).byte(), "num_tokens": torch.tensor(lengths) + 1}
+    return {"tokens": tokens, "is_label": (tokens > 0).byte(), "num_tokens": torch.tensor(lengths) + 1}
 
 
 class OneRank:
