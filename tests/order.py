@@ -42,7 +42,7 @@ def files_in_order(files: Sequence[str], alone: Collection[str]) -> list[str]:
     others = [file for file in files if file not in LONGEST and file not in alone]
     short = [file for file in others if file.startswith(SHORT)]
     found = [*first, *(file for file in others if file not in short)]
-    waiting = sorted(alone, reverse=True)  # whole trainings, which are in tests/parity/runs, before faults
+    waiting = sorted(alone, reverse=True)  # long ones, in tests/parity/runs, early
     for index, file in enumerate(waiting):
         begin, end = (len(short) * number // len(waiting) for number in (index, index + 1))
         found += [file, *short[begin:end]]
