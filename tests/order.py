@@ -1,10 +1,10 @@
 """In which order two processes run the test files, so that neither is idle for long.
 
 Whoever takes a file keeps it. The longest files come first, so that what is left at the end is short. A test that is
-``alone`` waits for the end of whatever the other process runs: such files come where only short tests are left.
+``alone`` waits for the end of whatever the other process runs: such files come among short tests, which are the last.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 
@@ -22,30 +22,31 @@ LONGEST = (
 """Files that take more than forty seconds, the longest first."""
 SHORT = "tests/unit/"
 """The folder of tests that take less than a few seconds."""
-LAST = "tests/unit/planning/"
-"""Those of them that are left for the end."""
-
-
-def place(file: str, has_alone: bool) -> int:
-    """Where a file comes: equal ones stay in their order.
-
-    Args:
-        file: path from the root of the repository.
-        has_alone: whether one of its tests is ``alone``.
-    """
-    if file in LONGEST:
-        return LONGEST.index(file)
-    if has_alone:
-        return len(LONGEST) + 2
-    if not file.startswith(SHORT):
-        return len(LONGEST)
-    return len(LONGEST) + (3 if file.startswith(LAST) else 1)
 
 
 def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """The tests, file by file."""
+    files = list(dict.fromkeys(file_of(item) for item in items))
     alone = {file_of(item) for item in items if item.get_closest_marker("alone")}
-    return sorted(items, key=lambda item: place(file_of(item), file_of(item) in alone))
+    place = {file: index for index, file in enumerate(files_in_order(files, alone))}
+    return sorted(items, key=lambda item: place[file_of(item)])
+
+
+def files_in_order(files: Sequence[str], alone: Collection[str]) -> list[str]:
+    """
+    Args:
+        files: paths from the root of the repository.
+        alone: those of them with tests that are ``alone``. Far from each other they wait for none of their own kind.
+    """
+    first = [file for file in LONGEST if file in files and file not in alone]
+    others = [file for file in files if file not in LONGEST and file not in alone]
+    short = [file for file in others if file.startswith(SHORT)]
+    found = [*first, *(file for file in others if file not in short)]
+    waiting = sorted(alone, reverse=True)  # long ones, in tests/parity/runs, early
+    for index, file in enumerate(waiting):
+        begin, end = (len(short) * number // len(waiting) for number in (index, index + 1))
+        found += [file, *short[begin:end]]
+    return found if waiting else [*found, *short]
 
 
 def file_of(item: pytest.Item) -> str:

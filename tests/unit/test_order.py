@@ -8,8 +8,8 @@ import pytest
 from tests import order
 
 REPOSITORY = Path(__file__).parents[2]
-SHORT, LAST, LAUNCHED = "tests/unit/test_a.py", "tests/unit/planning/test_b.py", "tests/cli/test_c.py"
-WITH_ALONE = "tests/faults/test_d.py"
+LAUNCHED, SHORT = "tests/cli/test_c.py", [f"tests/unit/test_{name}.py" for name in "abcd"]
+WITH_ALONE, WITH_ALONE_TOO = "tests/faults/test_d.py", "tests/parity/runs/test_e.py"
 
 
 def item(file, name="test", **marks):
@@ -22,15 +22,26 @@ def alone(file, name="test", **settings):
 
 def test_longest_files_exist():
     assert [file for file in order.LONGEST if not (REPOSITORY / file).exists()] == []
-    assert (REPOSITORY / order.LAST).is_dir()
 
 
-def test_files_with_a_test_that_is_alone_come_where_only_short_ones_are_left():
-    longer, longest = (item(file) for file in (order.LONGEST[1], order.LONGEST[0]))
-    waits, beside = alone(WITH_ALONE, "one"), item(WITH_ALONE, "two")
-    short, last, launched = item(SHORT), item(LAST), item(LAUNCHED)
-    found = order.in_order([last, short, waits, beside, launched, longer, longest])
-    assert found == [longest, longer, launched, short, waits, beside, last]
+def test_longest_files_are_first_and_short_ones_last_in_any_selection():
+    longest = order.LONGEST[1], order.LONGEST[0]
+    found = order.files_in_order([*SHORT, LAUNCHED, *longest], set())
+    assert found == [*reversed(longest), LAUNCHED, *SHORT]
+    assert order.files_in_order(SHORT, set()) == SHORT
+    assert order.files_in_order([WITH_ALONE, LAUNCHED], {WITH_ALONE}) == [LAUNCHED, WITH_ALONE]
+
+
+def test_files_with_a_test_that_is_alone_are_among_short_ones_and_far_from_each_other():
+    files = [WITH_ALONE, LAUNCHED, WITH_ALONE_TOO, *SHORT]
+    found = order.files_in_order(files, {WITH_ALONE, WITH_ALONE_TOO})
+    assert found == [LAUNCHED, WITH_ALONE_TOO, *SHORT[:2], WITH_ALONE, *SHORT[2:]]
+
+
+def test_tests_of_a_file_keep_their_order():
+    first, second = item(WITH_ALONE, "one"), alone(WITH_ALONE, "two")
+    short, launched = item(SHORT[0]), item(LAUNCHED)
+    assert order.in_order([first, second, launched, short]) == [launched, first, second, short]
 
 
 def test_each_test_with_the_mark_is_alone():
@@ -41,5 +52,5 @@ def test_each_test_with_the_mark_is_alone():
 
 def test_of_tests_whose_fixtures_read_clocks_the_first_of_each_file_is_alone():
     is_alone = order.Alone()
-    tests = [alone(file, name, setup=True) for file in (SHORT, WITH_ALONE) for name in "ab"]
+    tests = [alone(file, name, setup=True) for file in (LAUNCHED, WITH_ALONE) for name in "ab"]
     assert [is_alone(test) for test in tests] == [True, False, True, False]

@@ -37,7 +37,7 @@ def measured(tmp_path_factory):
     return done.stdout, json.loads(path.read_text())
 
 
-@pytest.mark.alone
+@pytest.mark.alone(setup=True)
 def test_every_variant_runs_on_every_link(measured):
     output, results = measured
     assert [run["link"]["latency_us"] for run in results["runs"]] == [100, 50]
@@ -52,7 +52,7 @@ def test_every_variant_runs_on_every_link(measured):
     assert output.endswith(LIMITS + "\n")
 
 
-@pytest.mark.alone
+@pytest.mark.alone(setup=True)
 def test_gradients_are_as_close_to_fp32_as_stock(measured):
     _, results = measured
     for run in results["runs"]:
@@ -62,7 +62,7 @@ def test_gradients_are_as_close_to_fp32_as_stock(measured):
         assert all(abs(found / error[STOCK] - 1) < 0.3 for found in error.values())
 
 
-@pytest.mark.alone
+@pytest.mark.alone(setup=True)
 def test_stock_waits_for_its_messages_and_ours_less(measured):
     """Two micro-batches of one MoE layer, two all-to-alls forward and two backward, of which 7/8 leave this rank."""
     _, results = measured
@@ -74,7 +74,7 @@ def test_stock_waits_for_its_messages_and_ours_less(measured):
     assert exposed_ms["ours k=2"] < 0.8 * exposed_ms[STOCK]
 
 
-@pytest.mark.alone
+@pytest.mark.alone(setup=True)
 def test_the_file_says_where_it_comes_from(measured):
     _, results = measured
     assert results["versions"]["torch"] == version("torch")

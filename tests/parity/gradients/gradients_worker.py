@@ -312,7 +312,7 @@ def compare_plan(
     return {
         "loss": max(relative_difference(a[0], b[0]) for a, b in pairs),
         "gradients": largest([relative_errors(a[1], b[1]) for a, b in pairs]),
-        "zero_gradients": [name for name, gradient in results[0][1].items() if not gradient.any()],
+        "zero_gradients": [name for name, gradient in results[1][1].items() if not gradient.any()],
         "logged": max((relative_difference(logged[name], stock.logged[name]) for name in stock.logged), default=0.0),
         "logged_names_equal": logged.keys() == stock.logged.keys(),
         "expert_bias_counts_equal": expert_bias_counts(our_model) == stock.expert_bias_counts,

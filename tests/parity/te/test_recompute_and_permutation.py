@@ -59,11 +59,11 @@ def test_recomputed_outputs_are_not_kept_from_forward_to_backward(results, case)
 
 @pytest.mark.parametrize(
     ("case", "calls"),
-    [  # chunks x layers with experts x micro-batches x steps
-        ("fused-permutation/bf16/k=1", 1 * 2 * 2 * 2),
-        ("fused-permutation/k=3", 3 * 1 * 2 * 2),
-        ("fused-permutation/k=3/experts", 3 * 2 * 2 * 2),
-        ("fused-permutation/interpreted/k=2", 2 * 1 * 1 * 2),
+    [  # chunks x layers with experts x micro-batches of both steps
+        ("fused-permutation/bf16/k=1", 1 * 2 * 3),
+        ("fused-permutation/k=3", 3 * 1 * 3),
+        ("fused-permutation/k=3/experts", 3 * 2 * 3),
+        ("fused-permutation/interpreted/k=2", 2 * 1 * 2),
     ],
 )
 def test_fused_permutation_runs_in_every_chunk(results, case, calls):
