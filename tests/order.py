@@ -16,6 +16,8 @@ LONGEST = (
     "tests/parity/paired/test_paired_gradients.py",
     "tests/cli/benchmarks/test_demo.py",
     "tests/parity/te/test_fp8.py",
+    "tests/parity/batches/test_document_runs.py",
+    "tests/parity/documents/test_documents.py",
     "tests/virtual_gpu/test_mutants.py",
     "tests/parity/te/test_layouts.py",
 )
