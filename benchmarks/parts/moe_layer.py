@@ -96,7 +96,7 @@ class MegatronLayer:
 
         if self._plan is None:
             return self._moe(hidden)[0]
-        self._block._begin_micro_batch()
+        self._block._begin_micro_batch(documents=None)
         micro_batch = ChunkState(Chunk(0, 1))
         micro_batch.normed_sbH = hidden
         # In the range that the plans have, attention is the first instruction and the residual the last.

@@ -85,10 +85,11 @@ class TEAttentionPerChunk:
         attend = super().forward  # type: ignore[misc]
         inputs = (query, key, value, attention_mask, attn_mask_type, *args)
 
+        # What recomputation keeps holds no tensor but its inputs: their memory may be free until they are recomputed.
         def run(*inputs: Any) -> torch.Tensor:
             if documents is None:
                 return attend(*inputs, **kwargs)
-            with _value_channels(self, query.size(-1)):
+            with _value_channels(self, inputs[0].size(-1)):
                 return _attend_to_documents(attend, documents, *inputs[:3])
 
         return maybe_recomputed(self.recomputes_core, run, *inputs)
