@@ -42,7 +42,7 @@ def add_lengths_arguments(parser: argparse.ArgumentParser) -> None:
         help="histogram of documents' lengths that preprocess_data.py wrote, or a dataset's prefix: a table over ways "
         "of packing, instead of a timeline",
     )
-    filled = f"{100 * _FILLED:.0f} % of the profile's micro-batches"
+    filled = f"{100 * _FILLED:.0f} %% of the profile's micro-batches"  # argparse formats help with %
     add(
         "--step-documents",
         type=positive_int,
