@@ -20,7 +20,7 @@ from megatron_lancet.cli.arguments import positive_float, positive_int
 from megatron_lancet.errors import run_command
 
 _DEFAULTS = {
-    False: {"output": "demo", "train_iters": 32, "vocab_size": 512, "corpus_megabytes": 3.0},
+    False: {"output": "demo", "train_iters": 48, "vocab_size": 512, "corpus_megabytes": 3.0},
     True: {"output": "demo-long", "train_iters": 500, "vocab_size": 2048, "corpus_megabytes": None},
 }
 """Of the short demo and of the long one."""
@@ -36,7 +36,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--long", action="store_true", help="500 steps of a larger model, without comparison")
     add("--output", type=Path, metavar="DIR", help="default: runs/demo, with --long runs/demo-long")
-    add("--train-iters", type=positive_int, metavar="N", help="training steps (32; 500)")
+    add("--train-iters", type=positive_int, metavar="N", help="training steps (48; 500)")
     add("--vocab-size", type=positive_int, metavar="N", help="pieces of the tokenizer (512; 2048)")
     add("--corpus-megabytes", type=positive_float, metavar="N", help="use only the first N million bytes (3; all)")
     add(

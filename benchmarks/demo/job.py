@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import STDOUT
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.demo.folder import REPOSITORY
 from benchmarks.demo.link import Link, rank_cores
+from benchmarks.demo.rank import READY
 from benchmarks.demo.steps import RankStep
 from benchmarks.harness.namespaces import NUM_NODES, uninterrupted
 from benchmarks.harness.ranks import end, rank_environment
@@ -26,6 +27,7 @@ _STEP_TIMEOUT_S = 120.0
 _START_TIMEOUT_S = 240.0
 _END_TIMEOUT_S = 240.0
 _POLL_S = 0.2
+T = TypeVar("T")
 _UNUSED = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "LANCET_SHAPED_IFNAME")
 
 
@@ -47,7 +49,7 @@ class Job:
         self.name = name
         self.log = log
         self._link = link
-        self._is_starting = True
+        self._is_ready: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._found: queue.SimpleQueue[tuple[int, RankStep]] = queue.SimpleQueue()
         self._ranks: list[subprocess.Popen[bytes]] = []
         options = ["--trace", *map(str, trace)]
@@ -87,7 +89,20 @@ class Job:
     def _read(self, rank: int, records: int) -> None:
         with os.fdopen(records) as lines:
             for line in lines:
-                self._found.put((rank, RankStep.parse(line)))
+                if line.strip() == READY:
+                    self._is_ready.put(rank)
+                else:
+                    self._found.put((rank, RankStep.parse(line)))
+
+    def wait_until_ready(self) -> None:
+        """Returns when the ranks are before their first step: what they did so far took time on the other's cores.
+
+        Raises:
+            UsageError: a rank ended, or took too long.
+        """
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        for _ in range(NUM_NODES):
+            self._next(self._is_ready, deadline_s, f"{self.name} was not ready after {_START_TIMEOUT_S:.0f} s")
 
     def run(self, steps: range, on_step: Callable[[int, list[RankStep]], None]) -> None:
         """Lets the ranks run ``steps``, which follow those that they have run.
@@ -98,7 +113,13 @@ class Job:
         Raises:
             UsageError: a rank ended, or took too long.
         """
-        order = (json.dumps({"until": steps[-1], "rate_bps": self._link.paced_bps}) + "\n").encode()
+        self._order(steps[-1])
+        for number in steps:
+            on_step(number, self._receive(number))
+
+    def _order(self, until: int) -> None:
+        """Lets the ranks go on up to a step."""
+        order = (json.dumps({"until": until, "rate_bps": self._link.paced_bps}) + "\n").encode()
         for process in self._ranks:
             assert process.stdin is not None
             try:
@@ -106,27 +127,30 @@ class Job:
                 process.stdin.flush()
             except BrokenPipeError:
                 self._raise_if_ended()
-        for number in steps:
-            limit_s = _START_TIMEOUT_S if self._is_starting else _STEP_TIMEOUT_S
-            on_step(number, self._receive(number, limit_s))
-            self._is_starting = False
 
-    def _receive(self, number: int, limit_s: float) -> list[RankStep]:
+    def _receive(self, number: int) -> list[RankStep]:
         found: dict[int, RankStep] = {}
-        deadline_s = time.monotonic() + limit_s
+        deadline_s = time.monotonic() + _STEP_TIMEOUT_S
         while len(found) < NUM_NODES:
-            try:
-                rank, step = self._found.get(timeout=_POLL_S)
-            except queue.Empty:
-                self._raise_if_ended()
-                if time.monotonic() > deadline_s:
-                    raise UsageError(
-                        f"step {number} of {self.name} was not done after {limit_s:.0f} s. The end of {tail(self.log)}"
-                    ) from None
-                continue
+            late = f"step {number} of {self.name} was not done after {_STEP_TIMEOUT_S:.0f} s"
+            rank, step = self._next(self._found, deadline_s, late)
             assert step.step == number, (step.step, number)
             found[rank] = step
         return [found[rank] for rank in sorted(found)]
+
+    def _next(self, records: "queue.SimpleQueue[T]", deadline_s: float, late: str) -> T:
+        """The next record.
+
+        Args:
+            late: what the message says when the deadline is over.
+        """
+        while True:
+            try:
+                return records.get(timeout=_POLL_S)
+            except queue.Empty:
+                self._raise_if_ended()
+                if time.monotonic() > deadline_s:
+                    raise UsageError(f"{late}. The end of {tail(self.log)}") from None
 
     def _raise_if_ended(self) -> None:
         statuses = [process.poll() for process in self._ranks]
@@ -136,11 +160,12 @@ class Job:
                 raise UsageError(f"{self.name} ended early, with status {statuses}. The end of {tail(self.log)}")
 
     def finish(self) -> None:
-        """Waits until the ranks have ended by themselves, after their last step.
+        """Lets the ranks end after their last step, and waits for that.
 
         Raises:
             UsageError: one failed, or took too long.
         """
+        self._order(sys.maxsize)
         deadline_s = time.monotonic() + _END_TIMEOUT_S
         for rank, process in enumerate(self._ranks):
             try:

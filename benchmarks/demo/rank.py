@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.demo.rank --core 0 --records 5 [--interface NAME] [--trace 9 13] -- MEGATRON'S FLAGS``
 
-Lines that come on standard input say up to which step the rank may go, and how fast the link is. What each step took
-goes to the file descriptor ``--records``, as a line of JSON.
+Lines that come on standard input say up to which step the rank may go, and how fast the link is. A line of JSON for
+what each step took goes to the file descriptor ``--records``, after a line ``ready``.
 """
 
 import argparse
@@ -31,6 +31,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+READY = "ready"
+"""The first line that a rank writes: all that comes before its first step is done."""
+
+
 class Gate:
     """Holds this rank back where the parent has not asked for the step yet."""
 
@@ -39,7 +43,7 @@ class Gate:
         self._until = 0
 
     def wait_for(self, step: int) -> bool:
-        """Returns when the step may begin; whether it had to be asked for.
+        """Returns when the step, or what follows the last one, may begin; whether it had to be asked for.
 
         Raises:
             SystemExit: the parent is gone.
@@ -65,16 +69,17 @@ class Observer:
         self._stock_trace = stock_trace
         self._trace = args.trace
         self._records = args.records
+        self._is_ready = False
 
     def observe(self, step: Callable[[], Any]) -> Any:
-        """Runs a training step when the parent has asked for it."""
-        import torch.distributed as dist
-
+        """Runs a training step when the parent has asked for it, and returns when it has asked for what is next."""
         from megatron_lancet.files import to_plain
 
         number = self._run.recorder.iteration
-        if self._gate.wait_for(number):
-            dist.barrier()
+        if not self._is_ready:
+            self._write(READY)
+            self._is_ready = True
+        self._wait_for(number)
         result, timeline = self._traced(step) if number in self._trace else (step(), None)
         record = self._run.recorder.records[-1]
         line = {
@@ -86,8 +91,18 @@ class Observer:
             "num_tokens": record.num_tokens,
             "timeline": None if timeline is None else to_plain(timeline),
         }
-        os.write(self._records, (json.dumps(line) + "\n").encode())
+        self._write(json.dumps(line))
+        self._wait_for(number + 1)  # a checkpoint or an evaluation would take time from the other variant's turn
         return result
+
+    def _wait_for(self, number: int) -> None:
+        import torch.distributed as dist
+
+        if self._gate.wait_for(number):
+            dist.barrier()
+
+    def _write(self, line: str) -> None:
+        os.write(self._records, f"{line}\n".encode())
 
     def _traced(self, step: Callable[[], Any]) -> tuple[Any, Any]:
         import torch.distributed as dist

@@ -1,5 +1,6 @@
 """Both trainings of the short demo, in turns of a few steps, on one link."""
 
+import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -15,9 +16,9 @@ EXPOSED_SHARE = 0.45
 """Part of its step for which stock is to wait: it sets the link's rate."""
 TURN_STEPS = 4
 """Steps of one variant before the other has its turn."""
-NUM_UNMEASURED = 3 * TURN_STEPS
-"""In the first turn the link has no rate yet; after the second and the third one its rate is corrected: routing is most
-uneven in the first steps of a training, and then ranks wait for each other as well."""
+_RECENT_STEPS = 2 * TURN_STEPS
+"""Steps of stock by which the link's rate is corrected. Routing is most uneven in the first steps of a training, and
+then ranks wait for each other as well."""
 _NUM_WARM_UP = 2
 """Unmeasured steps of a process that has just started."""
 SAMPLES_PER_RANK = 4
@@ -59,8 +60,8 @@ def turns(num_steps: int, middle: int) -> list[range]:
 
 
 def unmeasured_steps(middle: int) -> list[int]:
-    """Steps whose times don't count."""
-    return [*range(1, NUM_UNMEASURED + 1), *range(middle + 1, middle + 1 + _NUM_WARM_UP)]
+    """Steps whose times don't count: in the first half the link gets its rate, and then ours starts anew."""
+    return [*range(1, middle + 1 + _NUM_WARM_UP)]
 
 
 class Training:
@@ -81,6 +82,8 @@ class Training:
         self._middle = num_steps // 2
         self._wanted_bps = rate_bps
         self._search: RateSearch | None = None
+        self._skews_ms: list[float] = []
+        """What stock's steps since the first turn waited beyond their bytes' time on the wire."""
         self.rate_bps = 0.0
         self.comparison = Comparison(unmeasured_steps(self._middle))
         self._display = Display(self.comparison, num_steps)
@@ -107,19 +110,22 @@ class Training:
         """
         with ExitStack() as stack:
             stock = stack.enter_context(self._start("stock"))
-            ours = stack.enter_context(self._start("ours"))
+            ours = stack.enter_context(self._start("ours"))  # both start at the same time
+            stock.wait_until_ready()
+            ours.wait_until_ready()
             for steps in turns(self._num_steps, self._middle):
                 stock.run(steps, lambda number, ranks: self._done(STOCK, number, ranks))
                 if steps[0] == 1:
                     self._set_first_rate()
                 ours.run(steps, lambda number, ranks: self._done(OURS, number, ranks))
                 self._display.turn(steps)
-                if TURN_STEPS < steps[-1] <= NUM_UNMEASURED:
+                if TURN_STEPS < steps[-1] <= self._middle:
                     self._correct_rate()
                 if steps[-1] == self._middle:
                     self._display.say(f"[5/8] checkpoint of ours at step {self._middle}, and resume from it")
                     ours.finish()
                     ours = stack.enter_context(self._start("ours, resumed"))
+                    ours.wait_until_ready()
             self._display.say("[6/8] final checkpoint and validation loss")
             stock.finish()
             ours.finish()
@@ -127,7 +133,7 @@ class Training:
     def _start(self, name: str) -> Job:
         log = self._folder.stock_log if name == "stock" else self._folder.train_log
         traced = [
-            number for number in range(NUM_UNMEASURED, self._num_steps + 1) if number % TURN_STEPS == TURN_STEPS - 1
+            number for number in range(self._middle, self._num_steps + 1) if number % TURN_STEPS == TURN_STEPS - 1
         ]
         return Job(name, self._link, self._flags[name], log, traced)
 
@@ -149,8 +155,12 @@ class Training:
     def _correct_rate(self) -> None:
         if self._search is None:
             return
-        found = medians(list(self.comparison.steps[STOCK].values())[-TURN_STEPS:])
-        if self._search.correct(found.waited_ms, found.step_ms):
+        steps = list(self.comparison.steps[STOCK].values())[TURN_STEPS:]
+        new = steps[len(self._skews_ms) :]
+        self._skews_ms += [step.waited_ms - self._search.wire_ms for step in new]
+        compute_ms = statistics.median(step.step_ms - step.waited_ms for step in steps)
+        waited_ms = statistics.median(self._skews_ms[-_RECENT_STEPS:]) + self._search.wire_ms
+        if self._search.correct(waited_ms, compute_ms + waited_ms):
             self._set_rate(self._search.rate_bps)
 
     def _set_rate(self, rate_bps: float) -> None:

@@ -67,7 +67,7 @@ def test_short_demo_compares_stock_and_ours_and_keeps_what_the_demo_had(finished
     assert summary["speedup"] == summary["stock_step_ms"] / summary["step_ms"] > 0
     # 8 samples of 32 tokens, top-2: in a step about 256 rows of 32 values go to the other rank, 4 times.
     assert summary["stock_exposed_ms"] > 0.8 * 256 / 2 * 32 * 4 * 4 * 8 / 50e3, "the link was not waited for"
-    assert summary["num_measured_steps"] == 4
+    assert summary["num_measured_steps"] == 6
     assert summary["plan"].startswith("chunks=2")
     assert summary["sample"]["prompt"] == "def read(self"
     # On a busy machine another line follows.
