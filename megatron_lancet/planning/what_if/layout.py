@@ -117,6 +117,7 @@ def in_layout(profile: Profile, layout: Layout) -> Profile:
     return dataclasses.replace(
         profile,
         model=facts,
+        expert_load=profile.expert_load if layout.ep_size == before.ep_size else None,  # which has rows of each rank
         ops=ops,
         weight_grads=weight_grads,
         link=_link(profile, layout, facts.nodes),

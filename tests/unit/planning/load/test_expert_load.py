@@ -9,6 +9,8 @@ from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.load.expert_load import ExpertLoad, LayerLoad, read_expert_load, sum_of_loads
 from megatron_lancet.planning.profile import profile_from_json
+from megatron_lancet.planning.what_if.layout import Layout, in_layout
+from megatron_lancet.planning.what_if.routing import even_share
 
 LOAD = ExpertLoad(10, 3, (LayerLoad(2, ((1, 2, 3, 4), (5, 6, 7, 8))), LayerLoad(3, ((0, 0, 9, 0), (1, 1, 1, 1)))))
 
@@ -66,3 +68,12 @@ def test_a_profile_refuses_the_load_of_another_layout():
     load = ExpertLoad(3, 2, (LayerLoad(1, ((7, 7),)),))
     with pytest.raises(ValueError, match="expert_load must have rows of 2 ranks"):
         dataclasses.replace(synthetic_profile(Machine()), expert_load=load)
+
+
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_a_load_stays_in_its_layout(ep_size):
+    """Rows of ranks that the other layout lacks say nothing about it."""
+    profile = synthetic_profile(Machine())
+    load = ExpertLoad(3, 2, (LayerLoad(1, ((7,) * profile.model.num_experts,) * profile.model.ep_size),))
+    elsewhere = in_layout(dataclasses.replace(profile, expert_load=load), Layout(ep_size, ep_size, 1, 2, None, even_share(ep_size)))
+    assert elsewhere.expert_load == (load if ep_size == profile.model.ep_size else None)
