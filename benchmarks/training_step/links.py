@@ -3,17 +3,15 @@
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe import token_dispatcher
 
 from benchmarks.training_step.megatron_overlap import ThreadedStats
-from megatron_lancet.patching import around
+from benchmarks.training_step.stock_messages import StockMessages
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, Transfer, Transport
 from megatron_lancet.runtime.transport.hops import Hop, Hops, make_hops
 from megatron_lancet.runtime.transport.select import make_transport
@@ -133,43 +131,12 @@ class Link:
         """Bytes of rows that this rank sent to other nodes since the last call."""
         return self._sent.take()
 
-    @contextmanager
-    def carries_stock(self) -> Iterator[None]:
+    def carries_stock(self) -> AbstractContextManager[None]:
         """Inside, stock's all-to-alls and its count exchange use this link, and are counted and timed.
 
         Every all-to-all takes the transport that ours take, and is waited for at once.
         """
-        with (
-            around(dist, "all_to_all_single", self._on_transport),
-            around(token_dispatcher, "gather_from_sequence_parallel_region", self._counts_here),
-        ):
-            yield
-
-    def _on_transport(
-        self,
-        stock: Callable[..., Any],
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        if group is not self._ep_group:  # the transport's own messages
-            return stock(output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
-        assert not async_op
-        assert output_split_sizes is not None
-        assert input_split_sizes is not None
-        received, sent = ([int(rows) for rows in sizes] for sizes in (output_split_sizes, input_split_sizes))
-        self.stats.add("num_all_to_alls", 1)
-        self.transport.launch(output, input, received, sent).wait()
-        return None
-
-    def _counts_here(self, stock: Callable[..., Any], input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        assert not input_.requires_grad, "without tensor parallelism only counts are gathered"
-        kwargs["group"] = self._counts_group
-        with self.stats.waiting("counts_exposed_ms"):
-            return stock(input_, *args, **kwargs)
+        return StockMessages(self.stats, lambda: (self.transport, self._counts_group)).sent()
 
 
 def sent_bytes(interface: str) -> int:

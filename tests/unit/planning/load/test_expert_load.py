@@ -75,5 +75,6 @@ def test_a_load_stays_in_its_layout(ep_size):
     """Rows of ranks that the other layout lacks say nothing about it."""
     profile = synthetic_profile(Machine())
     load = ExpertLoad(3, 2, (LayerLoad(1, ((7,) * profile.model.num_experts,) * profile.model.ep_size),))
-    elsewhere = in_layout(dataclasses.replace(profile, expert_load=load), Layout(ep_size, ep_size, 1, 2, None, even_share(ep_size)))
+    layout = Layout(ep_size, ep_size, 1, 2, None, even_share(ep_size))
+    elsewhere = in_layout(dataclasses.replace(profile, expert_load=load), layout)
     assert elsewhere.expert_load == (load if ep_size == profile.model.ep_size else None)
