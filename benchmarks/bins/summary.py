@@ -139,7 +139,7 @@ def _heading(case: CaseSummary) -> str:
     warning = f" {disturbance_warning(case.disturbed)}." if case.disturbed else ""
     number, length = case.documents
     return (
-        f"{case.name}: {case.title} for at {case.rate_bps / 1e6:.0f} Mbit/s; {number} documents of {length:.0f} tokens "
+        f"{case.name}: {case.title} at {case.rate_bps / 1e6:.0f} Mbit/s; {number} documents of {length:.0f} tokens "
         f"in the mean in a step of a rank, {case.num_steps} steps.{warning}"
     )
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import STDOUT
-from typing import Any, TypeVar
+from typing import Any
 
 from benchmarks.demo.folder import REPOSITORY
 from benchmarks.demo.link import Link, rank_cores
@@ -27,7 +27,6 @@ _STEP_TIMEOUT_S = 120.0
 _START_TIMEOUT_S = 240.0
 _END_TIMEOUT_S = 240.0
 _POLL_S = 0.2
-T = TypeVar("T")
 _UNUSED = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "LANCET_SHAPED_IFNAME")
 
 
@@ -138,7 +137,7 @@ class Job:
             found[rank] = step
         return [found[rank] for rank in sorted(found)]
 
-    def _next(self, records: "queue.SimpleQueue[T]", deadline_s: float, late: str) -> T:
+    def _next[Record](self, records: "queue.SimpleQueue[Record]", deadline_s: float, late: str) -> Record:
         """The next record.
 
         Args:

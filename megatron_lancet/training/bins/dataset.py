@@ -38,8 +38,8 @@ def mask_prefix(prefix: str) -> str:
 class DocumentDataset(MegatronDataset):
     """Documents of an indexed data set in random order, each one sample, in as many epochs as are asked for.
 
-    A document longer than ``sequence_length + 1`` tokens is cut to its begin; one of a single token is left out. The
-    order is a function of the seed and the epoch, so that nothing needs to be stored for a run that goes on.
+    A document longer than ``sequence_length + 1`` tokens is cut to its first tokens; one of a single token is left out.
+    The order is a function of the seed and the epoch, so that nothing needs to be stored for a run that goes on.
 
     Beside PREFIX_KEY_document there may be a data set PREFIX_KEY_loss_mask of the same lengths, which says which tokens
     count as labels.
