@@ -173,7 +173,8 @@ def test_results_with_pairs_get_tables_of_their_own():
 
 @pytest.mark.usefixtures("further_results")
 def test_results_with_tables_of_their_own_enter_no_other():
-    own = [name for name in quoted.TABLES if name.startswith(("pairing", "dispatch", "nodes"))]
+    # The table of targets has a row for each benchmark.
+    own = [name for name in quoted.TABLES if name.startswith(("pairing", "dispatch", "nodes", "targets"))]
     for document in quoted.DOCUMENTS:
         text = document.read_text()
         for name in own:
@@ -192,4 +193,12 @@ def test_tables_beside_results_are_made_from_their_samples(path):
 
 def test_figures_that_miss_what_was_wanted_are_listed_with_their_mark():
     found = [quoted.Figure("`45` k=2", 0.854, False), quoted.Figure("`45` k=4", 0.937, True, " DISTURBED")]
-    assert quoted._line("92 %", found, "{:.1%}".format) == ["92 %", "1 of 2", "`45` k=2 85.4%", "93.7% DISTURBED"]
+    assert quoted.target_row("92 %", found, "{:.1%}".format) == ["92 %", "1 of 2", "`45` k=2 85.4%", "93.7% DISTURBED"]
+
+
+def test_every_benchmark_with_targets_has_rows_in_their_table():
+    rows_of_targets = quoted.targets().splitlines()[2:]
+    for words in ("waits cut", "pairs:", "fewer bytes", "two hops", "tiles", "placed experts", "predicted steps of two", "the planner's choice", "injected causes", "balanced bins", "a profile from traces", "comm-priority"):  # fmt: skip
+        found = [row for row in rows_of_targets if words in row]
+        assert found, words
+    assert all(re.search(r"\| \d+ of [1-9]\d* \|", row) for row in rows_of_targets)
