@@ -57,7 +57,7 @@ def further_targets() -> list[list[str]]:
 
 
 def _pairs() -> Iterator[list[str]]:
-    bounds, memory = [], []
+    bounds, steady, memory = [], [], []
     for name, (quoted, summary) in network_with_pairs().items():
         paired = {row.name: row for row in summary.rows if VARIANTS[row.name].plan is not None}
         paired = {which: row for which, row in paired.items() if VARIANTS[which].pairs_micro_batches}
@@ -66,10 +66,14 @@ def _pairs() -> Iterator[list[str]]:
             found = round(fastest.over_bound, 2)
             where = f"`{name}` `{fastest.name}` (target {_PAIRED_BOUNDS[name]:.2f})"
             bounds.append(Figure(where, found, found <= _PAIRED_BOUNDS[name], quoted.mark))
+        if name.startswith("45") and fastest.steady_over_bound is not None:
+            found = round(fastest.steady_over_bound, 2)
+            steady.append(Figure(f"`{name}` `{fastest.name}`", found, found <= 1.04, quoted.mark))
         for which, row in paired.items():
             found = round(row.memory_ratio, 2)
             memory.append(Figure(f"`{name}` `{which}`", found, found <= 1.15, quoted.mark))
     yield target_row("pairs: the fastest plan's step close to its bound", bounds, _RATIO)
+    yield target_row("pairs: 1.04 of the bound between the ends of a step, at 45 %", steady, _RATIO)
     yield target_row("pairs: activation memory at most 1.15 of stock's", memory, _RATIO)
 
 
@@ -173,17 +177,23 @@ def _causes() -> Iterator[list[str]]:
 
 
 def _bins() -> Iterator[list[str]]:
-    speed, spreads, errors = [], [], []
+    speed, padding, spreads, errors = [], [], [], []
     for name, quoted in newest("bins").items():
-        for row in bins_summary(quoted.case).rows:
+        rows = bins_summary(quoted.case).rows
+        padded = {row.name: row.tokens_per_s for row in rows if row.name in ("padded", "rows")}
+        for row in rows:
             where = f"`{name}` `{row.name}`"
             error = round(row.error, 3)
             errors.append(Figure(where, error, abs(error) <= 0.05, quoted.mark))
             if row.name == "balanced":
                 gain = round(row.all_over_baseline, 2)
                 speed.append(Figure(where, gain, gain >= 1.15, quoted.mark))
+                for which, tokens_per_s in padded.items():
+                    over = round(row.tokens_per_s / tokens_per_s, 2)
+                    padding.append(Figure(f"`{name}` over `{which}`", over, over >= 2, quoted.mark))
                 spreads.append(Figure(where, row.spread, round(row.spread, 3) < 0.05, quoted.mark))
     yield target_row(f"balanced bins: 1.15x the tokens per second of `{BASELINE}`", speed, _RATIO)
+    yield target_row("balanced bins: 2x the tokens per second of padding", padding, _RATIO)
     yield target_row("balanced bins: ranks' compute within 5 %", spreads, _PERCENT)
     yield target_row("bins: predicted steps within 5 %", errors, "{:+.1%}".format)
 

@@ -40,3 +40,19 @@ def test_source_files_that_are_named_exist(document):
     sources = [f"/{path.relative_to(REPOSITORY)}" for path in REPOSITORY.rglob("*.py") if ".venv" not in path.parts]
     named = set(re.findall(r"`([\w./-]+\.py)`", document.read_text())) - in_megatron
     assert {name for name in named if not any(path.endswith(f"/{name}") for path in sources)} == set()
+
+
+def test_that_no_gpu_ran_it_is_said_once_on_the_front_page_and_once_on_the_page_of_gpus():
+    claim = re.compile(
+        r"(never|nothing|none|not|n't)\b[^.|]{0,40}\b(run|ran|measured|executed)\b[^.|]{0,20}\bon (a|any) (GPU|device)",
+        re.I,
+    )
+    found = {
+        str(path.relative_to(REPOSITORY)): len(claim.findall(" ".join(path.read_text().split()))) for path in DOCUMENTS
+    }
+    assert {name: number for name, number in found.items() if number} == {"README.md": 1, "docs/gpus.md": 1}
+
+
+def test_documents_do_not_call_a_tested_property_proven():
+    proven = re.compile(r"\bprove[ns]?\b", re.I)
+    assert [str(path.relative_to(REPOSITORY)) for path in DOCUMENTS if proven.search(path.read_text())] == []
