@@ -31,6 +31,7 @@ def test_list_of_marked_results_is_closed():
 def test_result_says_where_it_comes_from_or_is_marked(path):
     """As far as the file itself shows; whether its commit is in the history is for tests/cli."""
     result = json.loads(path.read_text())
+    assert path.stem.endswith(result.get("date", "")), "the name has another date than the file"
     commit = result.get("commit")
     due = provenance.due_mark(result, [] if commit is None else [commit])
     listed = provenance.marked().get(path.stem, {}).get("mark")
