@@ -66,10 +66,20 @@ def together(marks: Iterable[str]) -> str:
     return "".join(one for one in _IN_ORDER if any(one in marks for marks in found))
 
 
+def link(text: str, path: Path, folder: str) -> str:
+    """A link to a result, and its marks.
+
+    Args:
+        path: of the result's JSON file.
+        folder: of the results, as the document sees it.
+    """
+    return f"[{text}]({folder}/{path.name}){mark(path)}"
+
+
 def source(path: Path, folder: str = "results") -> str:
     """A sentence that names the result of the table above it.
 
     Args:
         folder: of the results, as the document sees it.
     """
-    return f"Samples: [{path.name}]({folder}/{path.name}){mark(path)}."
+    return f"Samples: {link(path.name, path, folder)}."

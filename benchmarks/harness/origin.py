@@ -57,9 +57,9 @@ def finished(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described(found: Mapping[str, Any]) -> str:
-    """What :func:`finished` returned, in a line of markdown, and the machine's speed in a second one.
+    """What :func:`finished` returned, without the machine's speed, in a line of markdown.
 
-    The first result files lack some of it: they have the version of torch alone, and no commit, settings or speed.
+    The first result files have the version of torch alone, and neither commit nor settings.
     """
     machine, versions = found["machine"], found.get("versions") or {"torch": found["torch"]}
     settings = [f"`{name}={value}`" for name, value in found.get("settings", {}).items()]
@@ -71,8 +71,13 @@ def described(found: Mapping[str, Any]) -> str:
         *(f"{name} {number}" for name, number in versions.items()),
         *settings,
     ]
+    return ", ".join(parts)
+
+
+def first_lines(found: Mapping[str, Any]) -> str:
+    """The same, and the machine's speed in a second paragraph: results from before 2026-11-25 have none."""
     speed = found.get("machine_speed")
-    return ", ".join(parts) + ("" if speed is None else f"\n\n{machine_speed.described(speed)}")
+    return described(found) + ("" if speed is None else f"\n\n{machine_speed.described(speed)}")
 
 
 def _source(found: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import machine_speed
-from benchmarks.harness.origin import described
+from benchmarks.harness.origin import first_lines
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
@@ -33,7 +33,7 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
 
 def document(result: dict[str, Any], summaries: Sequence[Any], as_markdown: Callable[[Sequence[Any]], str]) -> str:
     """What stands beside the samples of a result: where they come from, and the tables."""
-    return f"{described(result)}\n\n{as_markdown(summaries)}"
+    return f"{first_lines(result)}\n\n{as_markdown(summaries)}"
 
 
 def write_results(

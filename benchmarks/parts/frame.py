@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import machine_speed
 from benchmarks.harness.origin import finished, origin
 from benchmarks.harness.samples import Spread, spread
 
@@ -76,7 +77,9 @@ def write_result(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
         args: what :func:`parsed` returned.
     """
     if args.origin is not None:
-        args.output.write_text(json.dumps({**finished(args.origin), **result}) + "\n")
+        found = finished(args.origin)
+        print(machine_speed.described(found["machine_speed"]))
+        args.output.write_text(json.dumps({**found, **result}) + "\n")
 
 
 @contextmanager
