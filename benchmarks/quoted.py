@@ -1,7 +1,8 @@
 """Tables of the documents that are made from committed results: python -m benchmarks.quoted writes them anew.
 
 A table stands between ``<!-- quoted: NAME -->`` and ``<!-- end -->``. Each case of a benchmark is quoted from the
-newest result file that has it; a test compares the documents with what this writes.
+newest result file that has it. The tables beside each result are made from its samples, too. Tests compare all of it
+with what this writes.
 """
 
 import re
@@ -9,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from benchmarks import beside
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CASES
 from benchmarks.network.summary import CaseSummary, Row
@@ -21,12 +23,14 @@ from benchmarks.prediction.errors import (
 )
 from benchmarks.priority import summary as priority_summary
 from benchmarks.priority.cases import NO_PRIORITY
+from benchmarks.provenance import mark, together
 from benchmarks.quoted_bins import TABLES as BINS_TABLES
+from benchmarks.quoted_cells import linked
 from benchmarks.quoted_dispatch import dispatch, dispatch_memory, dispatch_prediction, dispatch_variants
 from benchmarks.quoted_load import TABLES as LOAD_TABLES
 from benchmarks.quoted_nodes import nodes, nodes_prediction, nodes_variants
 from benchmarks.quoted_pairing import pairing, pairing_prediction, pairing_variants
-from benchmarks.quoted_results import Quoted, network, predictions, result, rows_of
+from benchmarks.quoted_results import Quoted, network, newest_file, predictions, result, rows_of, sourced
 from benchmarks.quoted_targets import Figure, further_targets, target_row
 from benchmarks.quoted_tiles import TABLES as TILES_TABLES
 
@@ -146,7 +150,7 @@ def _sequence() -> Iterator[Figure]:
         row = rows_of(network()["45"][1]).get(f"sequence-k{num_chunks}")
         if row is not None:
             found = round(row.memory_ratio, 2)
-            yield Figure(f"`45` along the sequence k={num_chunks}", found, found <= 1.15)
+            yield Figure(f"`45` along the sequence k={num_chunks}", found, found <= 1.15, network()["45"][0].mark)
 
 
 def _recompute() -> Iterator[Figure]:
@@ -154,12 +158,13 @@ def _recompute() -> Iterator[Figure]:
         for cut, peak in peaks.items():
             if cut != "off":
                 where = "no recompute" if recompute == "none" else f"recompute {recompute}"
-                yield Figure(f"{where} {cut}", peak / peaks["off"], round(peak / peaks["off"], 2) <= 1.15)
+                ratio = peak / peaks["off"]
+                yield Figure(f"{where} {cut}", ratio, round(ratio, 2) <= 1.15, mark(newest_file("activation-memory")))
 
 
 def _prediction() -> list[list[str]]:
     cases = [errors for _, errors in predictions()]
-    mark = " DISTURBED" if any(case.is_disturbed for case in cases) else ""
+    mark = together(quoted.mark for quoted, _ in predictions())
     total = totals([one for case in cases for one in case.comparisons])
     median = Figure("median", total.median, total.median <= MAX_MEDIAN_ERROR, mark)
     worst = Figure(f"worst ({total.worst_name})", total.worst, total.worst <= MAX_ERROR, mark)
@@ -182,9 +187,10 @@ def _prediction() -> list[list[str]]:
 def _priority() -> list[list[str]]:
     """All-to-alls first: against Megatron's ``--overlap-grad-reduce``, and against our schedule without the flag."""
     against_overlap, against_none, unflagged = [], [], []
-    for case in result(_PRIORITY)["cases"]:
+    measured = result(_PRIORITY)
+    for case in measured["cases"]:
         rows = {row.name: row for row in priority_summary.summarise(case).rows}
-        mark, name = Quoted("", "", case).mark, f"`{case['name']}`"
+        mark, name = Quoted(measured["file"], measured["date"], case).mark, f"`{case['name']}`"
         overlapped, none = rows["ours"].over_overlapped, rows["ours"].over_no_priority
         without = rows[NO_PRIORITY].over_overlapped
         assert overlapped is not None
@@ -204,14 +210,14 @@ def _priority() -> list[list[str]]:
 def waiting_cost() -> str:
     """CPU time of stock's step on the shaped link over that on the free one."""
     lines = [["case", "CPU time on the free link", "on the shaped link", "more"]]
-    for name, (_, summary) in network().items():
+    for name, (quoted, summary) in network().items():
         rows = rows_of(summary)
         for stock, free in (("stock", "stock-free"), ("stock-sdpa", "stock-sdpa-free")):
             if stock in rows and free in rows:
                 shaped_ms, free_ms = rows[stock].cpu_ms, rows[free].cpu_ms
                 lines.append(
                     [
-                        f"`{name}`, `{stock}`",
+                        f"{linked(name, quoted)}, `{stock}`",
                         f"{free_ms:.0f} ms",
                         f"{shaped_ms:.0f} ms",
                         f"{shaped_ms / free_ms - 1:.0%}",
@@ -227,13 +233,14 @@ def activation_memory() -> str:
     for cut in peaks["none"]:
         cells = [f"{column[cut]:.1f} MB ({column[cut] / column['off']:.2f})" for column in peaks.values()]
         lines.append([cut, *cells])
-    return markdown(lines)
+    return sourced(markdown(lines), "activation-memory")
 
 
 def moe_layer() -> str:
     """Ratios of one layer's step to stock's."""
     lines: list[list[str]] = []
-    for name in ("moe-layer-1-rank", "moe-layer-2-ranks"):
+    names = ("moe-layer-1-rank", "moe-layer-2-ranks")
+    for name in names:
         measured = result(name)
         for entry in measured["cases"]:
             case, rows = entry["case"], entry["summary"]
@@ -246,7 +253,7 @@ def moe_layer() -> str:
             ]
             shape = [f"{case['hidden']} x {case['ffn']}", f"{case['experts']}, top-{case['top_k']}"]
             lines.append([str(measured["ranks"]), *shape, f"{rows['stock']['median_ms']:.0f} ms", *ratios])
-    return markdown(lines)
+    return sourced(sourced(markdown(lines), names[0]), names[1])
 
 
 def transport() -> str:
@@ -260,7 +267,7 @@ def transport() -> str:
         ratio = statistics.median(a / b for a, b in zip(gloo, own, strict=True))
         times = [f"{statistics.median(samples):.1f} ms" for samples in (gloo, own)]
         lines.append([f"{float(skew_ms):.0f} ms", *times, f"{ratio:.2f}"])
-    return markdown(lines)
+    return sourced(markdown(lines), "transport")
 
 
 def experts() -> str:
@@ -278,7 +285,7 @@ def experts() -> str:
                 "by layer" if entry["chosen"] else "by expert",
             ]
         )
-    return markdown(lines)
+    return sourced(markdown(lines), "experts")
 
 
 def weight_grad() -> str:
@@ -294,7 +301,7 @@ def weight_grad() -> str:
         ratios = [f"{found[name]['median_ratio']:.2f}" if name in found else "types differ" for name in columns]
         dtype = "" if case["dtype"] == "float32" else ", bf16"
         lines.append([f"{case['rows']}, {case['inputs']} x {case['outputs']}{dtype}", *ratios])
-    return markdown(lines)
+    return sourced(markdown(lines), "weight-grad")
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -329,7 +336,8 @@ def with_tables(text: str) -> str:
 
 
 def main() -> None:
-    """Write all documents."""
+    """Write all documents, and the tables beside the results."""
+    beside.write()
     for document in DOCUMENTS:
         document.write_text(with_tables(document.read_text()))
 

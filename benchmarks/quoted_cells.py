@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from benchmarks.harness.samples import Spread
 from benchmarks.harness.tables import markdown
 from benchmarks.prediction.errors import MAX_ERROR, MAX_MEDIAN_ERROR, MAX_SLOWER, CaseErrors, Comparison, totals
+from benchmarks.provenance import together
 from benchmarks.quoted_results import Quoted, predictions
 
 NO_RESULT = "No result is committed yet."
@@ -43,7 +44,7 @@ def prediction_tables(names: Collection[str], counted: Callable[[CaseErrors], Se
             exposed = [f"{ms:.0f} ms" for ms in (one.measured_exposed_ms, one.predicted_exposed_ms)]
             predicted = [f"{one.predicted_ms:.0f} ms", f"{one.error:+.1%}"]
             lines.append([linked(one.case, quoted), f"`{one.name}`", step, *predicted, *exposed])
-    texts, mark = [markdown(lines)], max(quoted.mark for quoted, _ in cases)
+    texts, mark = [markdown(lines)], together(quoted.mark for quoted, _ in cases)
     of_interest = [one for _, errors in cases for one in counted(errors)]
     if of_interest:
         total = totals(of_interest)

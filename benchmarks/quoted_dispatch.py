@@ -5,7 +5,7 @@ from benchmarks.network.cases import VARIANTS
 from benchmarks.network.table import fewer_bytes
 from benchmarks.prediction.cases import DISPATCH_CASES
 from benchmarks.quoted_cells import NO_RESULT, linked, prediction_tables, quartiles, ratio
-from benchmarks.quoted_results import network_with_dedup, result, rows_of
+from benchmarks.quoted_results import network_with_dedup, result, rows_of, sourced
 
 _MEMORY_KEY = "top_4_peak_mb"
 
@@ -60,4 +60,4 @@ def dispatch_memory() -> str:
             f"{column[cut]:.1f} MB ({column[cut] / stock_mb:.2f})" if cut in column else "" for column in peaks.values()
         ]
         lines.append([cut, *cells])
-    return markdown(lines)
+    return sourced(markdown(lines), "activation-memory")

@@ -6,8 +6,9 @@ from benchmarks.causes.summary import summarise as causes_summary
 from benchmarks.evaluation.summary import summarise as evaluation_summary
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CHUNKED, VARIANTS
+from benchmarks.provenance import mark
 from benchmarks.quoted_cells import NO_RESULT, quartiles
-from benchmarks.quoted_results import Quoted, has_result, network_of_load, newest, result
+from benchmarks.quoted_results import Quoted, has_result, network_of_load, newest, result, sourced
 
 _ABOUT_CAUSES = {
     "rows": "uneven rows",
@@ -56,7 +57,7 @@ def causes() -> str:
         worst = max(runs, key=lambda run: abs(run.off_ms))
         lines.append(
             [
-                f"[{_ABOUT_CAUSES[summary.name]}](results/{quoted.file})" + _mark(summary),
+                f"[{_ABOUT_CAUSES[summary.name]}](results/{quoted.file}){mark(quoted.path)}{_mark(summary)}",
                 str(len(runs)),
                 str(_num_named(runs)),
                 str(sum(run.is_recovered for run in runs)),
@@ -92,11 +93,11 @@ def evaluation() -> str:
     lines[0] += ["rows that leave their rank", "faster: a batch (quartiles)", "the text"]
     for case, quoted in newest("evaluation").items():
         summary = evaluation_summary(quoted.case)
-        mark = " DISTURBED" if summary.disturbed else ""
+        marks = mark(quoted.path, bool(summary.disturbed))
         for row in summary.rows:
             times = [f"{ms:.0f} ms" for ms in (row.median_ms, row.high_ms, row.waits_ms)]
             found = [f"{row.most_over_mean:.2f}", f"{row.sent_share:.0%}", quartiles(row.over_baseline)]
-            name = f"[`{case}`](../benchmarks/results/{quoted.file}){mark}"
+            name = f"[`{case}`](../benchmarks/results/{quoted.file}){marks}"
             lines.append(
                 [name, f"`{row.name}`", f"{row.tokens_per_s:.0f}", *times, *found, f"{row.text_over_baseline:.2f}"]
             )
@@ -116,7 +117,7 @@ def received_rows() -> str:
         rounds = [f"{found['split_chunks']} of {found['chunks']}", str(found["most_rounds"])]
         rows = [str(peaks[which]) for which in ("without", "with")]
         lines.append([name, *rows, *rounds, time, f"{found['deviation']:.1e}"])
-    return f"{markdown(lines)}\n\nThe bound is {measured['bound']} rows."
+    return sourced(f"{markdown(lines)}\n\nThe bound is {measured['bound']} rows.", "received-rows")
 
 
 TABLES = {"placement": placement, "causes": causes, "evaluation": evaluation, "received-rows": received_rows}

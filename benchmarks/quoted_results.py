@@ -15,6 +15,7 @@ from benchmarks.network.cases import CASES, DISPATCH_CASES, LOAD_CASES, NODES_CA
 from benchmarks.network.summary import CaseSummary, Row, summarise
 from benchmarks.prediction import cases as prediction_cases
 from benchmarks.prediction.errors import CaseErrors, compare
+from benchmarks.provenance import mark, source
 
 _RESULTS = Path(__file__).parent / "results"
 
@@ -28,21 +29,36 @@ class Quoted:
     case: dict[str, Any]
 
     @property
+    def path(self) -> Path:
+        """Of the file."""
+        return _RESULTS / self.file
+
+    @property
     def mark(self) -> str:
-        """Of disturbed figures."""
+        """Of a result that can't be traced to a commit, and of disturbed figures."""
         found = (
             [self.case["disturbance"]]
             if "disturbance" in self.case
             else [s["disturbance"] for s in self.case["sweeps"]]
         )
-        return " DISTURBED" if any(one["is_disturbed"] for one in found) else ""
+        return mark(self.path, any(one["is_disturbed"] for one in found))
 
 
 @cache
 def result(name: str) -> dict[str, Any]:
     """The newest result whose file is called so, followed by a date."""
-    path = _files(name)[-1]
+    path = newest_file(name)
     return {"file": path.name, **json.loads(path.read_text())}
+
+
+def sourced(table: str, name: str) -> str:
+    """The table that is made of the newest result of that name, with a sentence behind it that names the file."""
+    return f"{table}\n\n{source(newest_file(name))}"
+
+
+def newest_file(name: str) -> Path:
+    """The newest result file that is called so, followed by a date."""
+    return _files(name)[-1]
 
 
 def has_result(name: str) -> bool:

@@ -12,6 +12,7 @@ from benchmarks.network.cases import CHUNKED, VARIANTS
 from benchmarks.network.summary import CaseSummary
 from benchmarks.prediction import cases as prediction_cases
 from benchmarks.prediction.errors import MAX_ERROR, MAX_MEDIAN_ERROR, MAX_SLOWER, CaseErrors, Comparison, totals
+from benchmarks.provenance import together
 from benchmarks.quoted_results import (
     network_of_load,
     network_of_nodes,
@@ -47,7 +48,7 @@ def target_row(target: str, figures: Sequence[Figure], text: Callable[[float], s
     others = ""
     if met:
         low, high = (text(pick(figure.value for figure in met)) for pick in (min, max))
-        others = (low if low == high else f"{low} to {high}") + max(figure.mark for figure in met)
+        others = (low if low == high else f"{low} to {high}") + together(figure.mark for figure in met)
     return [target, f"{len(missed)} of {len(figures)}", "; ".join(missed), others]
 
 
@@ -146,7 +147,7 @@ def _predictions() -> Iterator[list[str]]:
         compared = [comparison for _, errors in found for comparison in counted(errors)]
         if not compared:
             continue
-        total, mark = totals(compared), max(quoted.mark for quoted, _ in found)
+        total, mark = totals(compared), together(quoted.mark for quoted, _ in found)
         figures = [
             Figure("median", total.median, total.median <= MAX_MEDIAN_ERROR, mark),
             Figure(f"worst (`{total.worst_name}`)", total.worst, total.worst <= MAX_ERROR, mark),

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.checks.bugs import BASE, BUGS, Bug
 from benchmarks.checks.launches import random_launch
-from benchmarks.harness.origin import origin
+from benchmarks.harness.origin import finished, origin
 from megatron_lancet.training.check.check import Finding, check
 from megatron_lancet.training.check.ranks import FailedRunError, RefusedRunError
 from megatron_lancet.training.check.shrink import Shrunk, shrink
@@ -86,12 +86,13 @@ def main() -> int:
     parser.add_argument("--no-bugs", action="store_true", help="leave the known bugs out")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write what was found to this file (JSON)")
     options = parser.parse_args()
+    started = None if options.output is None else origin("benchmarks.checks")
     bugs = [] if options.no_bugs else [_said(check_bug(bug)) for bug in BUGS]
     drawn = [_said(check_random(options.seed + index)) for index in range(options.random)]
     num_found, num_equal = sum(one["found"] for one in bugs), sum(one["state"] == "equal" for one in drawn)
     print(f"{num_found} of {len(bugs)} bugs found; {num_equal} of {len(drawn)} launches equal")
-    if options.output is not None:
-        found = {**origin("benchmarks.checks"), "bugs": bugs, "random": drawn}
+    if started is not None:
+        found = {**finished(started), "bugs": bugs, "random": drawn}
         options.output.write_text(json.dumps(found, indent=1) + "\n")
     return 0 if num_found == len(bugs) and num_equal == len(drawn) else 1
 

@@ -20,7 +20,7 @@ from benchmarks.demo.steps import OURS, STOCK, Comparison, sentence
 from benchmarks.demo.training import Training
 from benchmarks.harness.disturbance import cpu_times, disturbance
 from benchmarks.harness.namespaces import NUM_NODES
-from benchmarks.harness.origin import origin
+from benchmarks.harness.origin import finished, origin
 from megatron_lancet.cli.training_process import say
 from megatron_lancet.errors import UsageError
 from megatron_lancet.report.train_log import RunLog, results_text, tail
@@ -73,6 +73,7 @@ def run_short(
         UsageError: the folder or the machine can't be used, a training failed, or the losses are not equal.
     """
     start_s = time.monotonic()
+    started = origin("benchmarks.demo")
     folder = open_folder(root)
     prepared = prepare(folder, vocab_size, corpus_megabytes)
     entropy = prepared["unigram_entropy"]
@@ -89,7 +90,7 @@ def run_short(
         "unigram_entropy": entropy,
         "link": f"{found.kind}, {training.rate_bps / 1e6:.0f} Mbit/s",
         "other_load": watch.seen(),
-        "origin": origin("benchmarks.demo"),
+        "origin": finished(started),
         "train_seconds": round(time.monotonic() - train_start_s, 1),
     }
     say("[7/8] sample from the trained model")

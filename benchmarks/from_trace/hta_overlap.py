@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness.origin import origin
+from benchmarks.harness.origin import finished, origin
 from benchmarks.harness.tables import aligned
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.files import RecordError
@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--hta-python", type=Path, default=Path("python"), help="interpreter that has HTA (python)")
     parser.add_argument("--output", type=Path, help="JSON with the figures, and where they come from")
     args = parser.parse_args(argv)
+    started = None if args.output is None else origin("benchmarks.from_trace.hta_overlap")
     try:
         record = read_trace(args.trace)
     except RecordError as error:
@@ -74,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         [str(rank), f"{theirs[rank]:.2f}", f"{ours[rank]:.2f}", f"{theirs[rank] - ours[rank]:+.2f}"] for rank in ours
     ]
     print(aligned(lines))
-    if args.output is not None:
-        result = {**origin("benchmarks.from_trace.hta_overlap"), "trace": record.title, "hta": theirs, "ours": ours}
+    if started is not None:
+        result = {**finished(started), "trace": record.title, "hta": theirs, "ours": ours}
         args.output.write_text(json.dumps(result) + "\n")
     if max(abs(theirs[rank] - ours[rank]) for rank in ours) > MAX_DIFFERENCE:
         raise SystemExit(f"they differ by more than {MAX_DIFFERENCE:g} percent points")

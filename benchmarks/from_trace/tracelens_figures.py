@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.origin import origin
+from benchmarks.harness.origin import finished, origin
 from benchmarks.harness.tables import aligned
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.files import RecordError
@@ -90,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tracelens-python", type=Path, default=Path("python"), help="interpreter that has TraceLens")
     parser.add_argument("--output", type=Path, help="JSON with the figures, and where they come from")
     args = parser.parse_args(argv)
+    started = None if args.output is None else origin("benchmarks.from_trace.tracelens_figures")
     try:
         record = read_trace(args.trace)
     except RecordError as error:
@@ -108,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines += [["messages with rows", str(found["num_messages"]), str(ours["num_messages"])]]
     lines += [["their MB, all ranks", f"{found['megabytes']:.4f}", f"{ours['megabytes']:.4f}"]]
     print(aligned(lines))
-    if args.output is not None:
-        figures = {**origin("benchmarks.from_trace.tracelens_figures"), "trace": record.title, "theirs": found}
+    if started is not None:
+        figures = {**finished(started), "trace": record.title, "theirs": found}
         args.output.write_text(json.dumps({**figures, "ours": ours}) + "\n")
     if any(abs(share - ours["exposed"][rank]) > MAX_DIFFERENCE for rank, share in theirs.items()):
         raise SystemExit(f"shares differ by more than {MAX_DIFFERENCE:g} percent points")

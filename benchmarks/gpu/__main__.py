@@ -25,7 +25,7 @@ from benchmarks.gpu.measure import measure
 from benchmarks.gpu.sizes import ON_CPU, SIZES
 from benchmarks.gpu.table import summarise, table
 from benchmarks.gpu.variants import PLANS, STOCK, Work
-from benchmarks.harness.origin import origin
+from benchmarks.harness.origin import finished, origin
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.mock_work import refuse_one_connection
@@ -136,6 +136,7 @@ def main() -> None:
     """Measure, print, and write the file."""
     args = parse_arguments()
     links = check(args)
+    started = None if args.output is None else origin("benchmarks.gpu")
     size = replace(SIZES[args.size], micro_batch=micro_batch_of(args))
     # Megatron tells of every package that it could use, and of every model that is built.
     warnings.simplefilter("ignore")
@@ -148,7 +149,6 @@ def main() -> None:
             torch.cuda.set_device(machine.device)
         work = Work(size, args.ranks, args.micro_batches, machine.device)
         where = {
-            **origin("benchmarks.gpu"),
             "device": torch.cuda.get_device_name(machine.device) if on_gpu else "CPU",
             "cuda": torch.version.cuda if on_gpu else None,
             "size": {"name": args.size, **asdict(size)},
@@ -158,8 +158,8 @@ def main() -> None:
         print(f"{args.size} on {where['device']}, torch {torch.__version__}: rank 0 of a mocked group of {args.ranks}")
         runs = [run(work, link, args) for link in links]
         print(LIMITS)
-    if args.output is not None:
-        args.output.write_text(json.dumps({**where, "runs": runs}) + "\n")
+    if started is not None:
+        args.output.write_text(json.dumps({**finished(started), **where, "runs": runs}) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness import machine_speed
 
 _REPOSITORY = Path(__file__).parents[2]
 _PACKAGES = ("torch", "megatron-core")
@@ -23,7 +26,9 @@ def origin(
     environment: Mapping[str, str] | None = None,
     packages: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Command, date, commit, machine, versions and settings.
+    """Command, date, commit, machine, its speed, versions and settings, as of the start of a benchmark.
+
+    What it returns is written only after :func:`finished` has measured the machine's speed again.
 
     Args:
         module: that ``python -m`` ran.
@@ -39,28 +44,48 @@ def origin(
         "commit": commit,
         "is_dirty": is_dirty,
         "machine": _machine(),
+        "machine_speed": asdict(machine_speed.measured()),
         "versions": {name: _version(name) for name in (*_PACKAGES, *packages)},
         "settings": {name: value for name, value in sorted(given.items()) if name.startswith(_SETTINGS)},
     }
 
 
+def finished(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What :func:`origin` found, with the machine's speed as of now, the end of the benchmark: for the result file."""
+    before = machine_speed.Speed(**found["machine_speed"])
+    return {**found, "machine_speed": machine_speed.compared(before, machine_speed.measured())}
+
+
 def described(found: Mapping[str, Any]) -> str:
-    """What :func:`origin` found, in a line of markdown."""
-    commit = found["commit"]
-    source = "outside a repository" if commit is None else f"commit {commit[:12]}"
-    if found["is_dirty"]:
-        source += " with uncommitted changes"
-    machine, versions = found["machine"], found["versions"]
-    settings = [f"`{name}={value}`" for name, value in found["settings"].items()]
+    """What :func:`finished` returned, without the machine's speed, in a line of markdown.
+
+    The first result files have the version of torch alone, and neither commit nor settings.
+    """
+    machine, versions = found["machine"], found.get("versions") or {"torch": found["torch"]}
+    settings = [f"`{name}={value}`" for name, value in found.get("settings", {}).items()]
     parts = [
         f"`{found['command']}`",
         found["date"],
-        source,
+        _source(found),
         f"{machine['cores']} cores of {machine['processor']}",
         *(f"{name} {number}" for name, number in versions.items()),
         *settings,
     ]
     return ", ".join(parts)
+
+
+def first_lines(found: Mapping[str, Any]) -> str:
+    """The same, and the machine's speed in a second paragraph: results from before 2026-11-25 have none."""
+    speed = found.get("machine_speed")
+    return described(found) + ("" if speed is None else f"\n\n{machine_speed.described(speed)}")
+
+
+def _source(found: Mapping[str, Any]) -> str:
+    if "commit" not in found:
+        return "no commit recorded"
+    if found["commit"] is None:
+        return "outside a repository"
+    return f"commit {found['commit'][:12]}{' with uncommitted changes' if found.get('is_dirty') else ''}"
 
 
 def _commit() -> tuple[str | None, bool | None]:

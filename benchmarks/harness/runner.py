@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from benchmarks.harness.job import Job
 from benchmarks.harness.namespaces import NUM_NODES, Namespaces, check_host, this_host
-from benchmarks.harness.origin import origin
+from benchmarks.harness.origin import finished, origin
 from benchmarks.harness.ranks import RankError, rank_environment, run_ranks
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -80,12 +80,12 @@ def run_benchmark(
         SystemExit: it was ended early; what was finished is written.
     """
     exit_on_signals()
-    found = origin(f"benchmarks.{name}", environment=rank_environment(0, default_malloc))
     try:
+        found = origin(f"benchmarks.{name}", environment=rank_environment(0, default_malloc))
         measured, ended_by = measure_in_network(name, make_job, timeout_s, default_malloc)
     except (RankError, KeyboardInterrupt) as error:
         end(error)
-    result = {**found, "is_complete": ended_by is None, **measured}
+    result = {**finished(found), "is_complete": ended_by is None, **measured}
     write_results(result, output or RESULTS / f"{name}-{found['date']}")
     if ended_by is not None:
         end(ended_by)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.origin import described
+from benchmarks.harness import machine_speed
+from benchmarks.harness.origin import first_lines
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
@@ -30,6 +31,11 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
 
 
+def document(result: dict[str, Any], summaries: Sequence[Any], as_markdown: Callable[[Sequence[Any]], str]) -> str:
+    """What stands beside the samples of a result: where they come from, and the tables."""
+    return f"{first_lines(result)}\n\n{as_markdown(summaries)}"
+
+
 def write_results(
     result: dict[str, Any],
     output: Path,
@@ -41,15 +47,15 @@ def write_results(
     """Print the tables and write them, all samples, and a picture if there is one.
 
     Args:
-        result: what :func:`benchmarks.harness.origin.origin` found, and ``cases``, as the ranks measured them.
+        result: what :func:`benchmarks.harness.origin.finished` returned, and ``cases``, as the ranks measured them.
         output: path of the files, without a suffix.
     """
     summaries = [summarise(case) for case in result["cases"]]
-    print(f"\n{as_text(summaries)}\n")
+    print(f"\n{as_text(summaries)}\n\n{machine_speed.described(result['machine_speed'])}")
     output.parent.mkdir(parents=True, exist_ok=True)
     written = [output.with_name(output.name + suffix) for suffix in (".json", ".md", ".png")]
     written[0].write_text(json.dumps(result) + "\n")
-    written[1].write_text(f"{described(result)}\n\n{as_markdown(summaries)}")
+    written[1].write_text(document(result, summaries, as_markdown))
     if draw is None:
         written.pop()
     else:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.parts.frame import megatron_ranks, new_parser, write_result
+from benchmarks.parts.frame import megatron_ranks, new_parser, parsed, write_result
 from benchmarks.training_step.live_memory import LiveMemory
 
 VOCAB = 1024
@@ -48,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256, help="hidden size (256)")
     parser.add_argument("--seq-length", type=int, default=512, help="tokens of a sample (512)")
     parser.add_argument("--micro-batch", type=int, default=4, help="samples (4)")
-    return parser.parse_args()
+    return parsed(parser, "activation_memory")
 
 
 def build(args: argparse.Namespace, settings: Mapping[str, Any]) -> Any:
@@ -148,9 +148,9 @@ def main() -> None:
     if is_first:
         print_table("recompute", peaks, {name: column["off"] for name, column in peaks.items()})
         print_table("top-4, dispatch", top_4_peaks, dict.fromkeys(top_4_peaks, top_4_peaks["plain"]["off"]))
-        shape = {key: value for key, value in vars(args).items() if key != "output"}
+        shape = {key: value for key, value in vars(args).items() if key not in ("output", "origin")}
         result = {"shape": shape, "peak_mb": peaks, "top_4_peak_mb": top_4_peaks}
-        write_result(args.output, "activation_memory", result)
+        write_result(args, result)
 
 
 def print_table(title: str, peaks: Mapping[str, Mapping[str, float]], stock_mb: Mapping[str, float]) -> None:

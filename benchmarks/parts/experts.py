@@ -20,6 +20,7 @@ from benchmarks.parts.frame import (
     megatron_ranks,
     new_parser,
     paired_ratios,
+    parsed,
     rounded,
     timed_ms,
     timed_pairs,
@@ -161,14 +162,14 @@ def _step_us(experts: Experts, grouped: bool) -> float:
 def main() -> None:
     """Measure and print."""
     parser = new_parser(__doc__, repeats=21)
-    args = parser.parse_args()
+    args = parsed(parser, "experts")
     with megatron_ranks():
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)
         print(f"{'experts':40} sequential    grouped  ratio chosen (us)")
         cases = [measure(case, args.repeats) for case in CASES]
-    write_result(args.output, "experts", {"threads": torch.get_num_threads(), "cases": cases})
+    write_result(args, {"threads": torch.get_num_threads(), "cases": cases})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.origin import origin
+from benchmarks.harness import machine_speed
+from benchmarks.harness.origin import finished, origin
 from benchmarks.harness.samples import Spread, spread
 
 
@@ -22,6 +23,19 @@ def new_parser(description: str | None, repeats: int | None = None) -> argparse.
         parser.add_argument("--repeats", type=int, default=repeats, help=f"of each variant in each case ({repeats})")
     parser.add_argument("--output", type=Path, help="JSON with every sample, and where they come from")
     return parser
+
+
+def parsed(parser: argparse.ArgumentParser, name: str, packages: Sequence[str] = ()) -> argparse.Namespace:
+    """The command line, and as ``origin`` where the results come from, as of now; None on a rank that writes none.
+
+    Args:
+        name: of the script, without suffix.
+        packages: whose versions matter, beside torch and Megatron.
+    """
+    args = parser.parse_args()
+    writes = args.output is not None and os.environ.get("RANK", "0") == "0"
+    args.origin = origin(f"benchmarks.parts.{name}", packages=packages) if writes else None
+    return args
 
 
 def timed_pairs(variants: Mapping[str, Callable[[], float]], num_repeats: int) -> dict[str, list[float]]:
@@ -56,15 +70,16 @@ def rounded(samples: Mapping[str, Sequence[float]], digits: int) -> dict[str, li
     return {name: [round(value, digits) for value in values] for name, values in samples.items()}
 
 
-def write_result(path: Path | None, name: str, result: Mapping[str, Any], packages: Sequence[str] = ()) -> None:
-    """Write where the result comes from, and the result; nothing without a path.
+def write_result(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
+    """Write where the result comes from, and the result; nothing without ``--output``.
 
     Args:
-        name: of the script, without suffix.
-        packages: whose versions matter, beside torch and Megatron.
+        args: what :func:`parsed` returned.
     """
-    if path is not None:
-        path.write_text(json.dumps({**origin(f"benchmarks.parts.{name}", packages=packages), **result}) + "\n")
+    if args.origin is not None:
+        found = finished(args.origin)
+        print(machine_speed.described(found["machine_speed"]))
+        args.output.write_text(json.dumps({**found, **result}) + "\n")
 
 
 @contextmanager

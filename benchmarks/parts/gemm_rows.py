@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.parts.frame import new_parser, paired_ratios, rounded, timed_ms, timed_pairs, write_result
+from benchmarks.parts.frame import new_parser, paired_ratios, parsed, rounded, timed_ms, timed_pairs, write_result
 
 CHUNKS = (1, 2, 4)
 
@@ -83,7 +83,7 @@ def samples_ms(num_repeats: int) -> dict[str, dict[int, list[float]]]:
 
 def main() -> None:
     """Measure and print."""
-    args = new_parser(__doc__, repeats=21).parse_args()
+    args = parsed(new_parser(__doc__, repeats=21), "gemm_rows")
     torch.set_num_threads(1)
     samples = samples_ms(args.repeats)
     print("| GEMMs of a layer | 1 chunk | 2 chunks | 4 chunks |\n|---|---|---|---|")
@@ -93,7 +93,7 @@ def main() -> None:
         cells = " | ".join(f"{ratio:.3f}" for ratio in ratios)
         print(f"| {name} | {statistics.median(by_chunks[1]):.1f} ms | {cells} |")
     plain = {name: rounded({str(k): times for k, times in by_chunks.items()}, 3) for name, by_chunks in samples.items()}
-    write_result(args.output, "gemm_rows", {"linears": [asdict(linear) for linear in LINEARS], "samples_ms": plain})
+    write_result(args, {"linears": [asdict(linear) for linear in LINEARS], "samples_ms": plain})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from benchmarks.demo.data import prepare
 from benchmarks.demo.folder import Folder, open_folder
 from benchmarks.demo.long_run import Layout, launch_command, train, training_flags
 from benchmarks.harness.tables import aligned
-from benchmarks.parts.frame import new_parser, write_result
+from benchmarks.parts.frame import new_parser, parsed, write_result
 from megatron_lancet.report.summary import REPORT_FILE
 from megatron_lancet.report.train_log import RunLog
 
@@ -40,7 +40,7 @@ def parse_arguments() -> argparse.Namespace:
         "--folder", type=Path, default=_REPOSITORY / "runs" / "locality", help="of the demo's files (runs/locality)"
     )
     parser.add_argument("--corpus-megabytes", type=float, help="use only the first part of the corpus")
-    return parser.parse_args()
+    return parsed(parser, "locality_loss")
 
 
 def trained(folder: Folder, steps: int, coeff: float, seed: int) -> dict[str, float]:
@@ -85,7 +85,7 @@ def main() -> None:
             print(json.dumps(results[-1]), flush=True)
             # After each: hours of training are not lost with the last of them.
             layout = {"ranks": _RANKS, "ranks_per_node": _RANKS_PER_NODE, "steps": args.steps}
-            write_result(args.output, "locality_loss", {**layout, "runs": results})
+            write_result(args, {**layout, "runs": results})
     lines = [
         [
             f"{found['coeff']:g}",

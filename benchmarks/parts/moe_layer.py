@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gradient_error import relative_error
-from benchmarks.parts.frame import megatron_ranks, new_parser, paired_ratios, rounded, timed_pairs, write_result
+from benchmarks.parts.frame import megatron_ranks, new_parser, paired_ratios, parsed, rounded, timed_pairs, write_result
 from megatron_lancet.schedule.plan import OverlapRange, Plan, fixed_plan
 
 STOCK, DEEPSPEED = "stock", "deepspeed"
@@ -292,7 +292,7 @@ def main() -> None:
     parser.add_argument(
         "--cases", type=int, nargs="+", choices=every_case, default=every_case, help="rows of the table (all)"
     )
-    args = parser.parse_args()
+    args = parsed(parser, "moe_layer", [DEEPSPEED])
     warnings.simplefilter("ignore")  # Megatron names every package that it could use
     with megatron_ranks():
         num_ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
@@ -303,7 +303,7 @@ def main() -> None:
                 show(case, cases[-1])
     if is_first:
         found = {"ranks": num_ranks, "threads": torch.get_num_threads(), "cases": cases}
-        write_result(args.output, "moe_layer", found, packages=[DEEPSPEED])
+        write_result(args, found)
 
 
 if __name__ == "__main__":

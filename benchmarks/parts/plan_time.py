@@ -12,7 +12,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass, replace
 
-from benchmarks.parts.frame import new_parser, write_result
+from benchmarks.parts.frame import new_parser, parsed, write_result
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.planner import make_plan
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="searches of each case (3)")
     parser.add_argument("--gradients", action="store_true", help="gradients are reduced beside the backward pass")
     parser.add_argument("--models", type=int, default=60, help="random models for the second table (60)")
-    args = parser.parse_args()
+    args = parsed(parser, "plan_time")
     cases = []
     print("layers                     ranks      link   bound  plan      8 chunks  in detail  predicted (no overlap)")
     for layout in LAYOUTS:
@@ -152,7 +152,7 @@ def main() -> None:
         "cases": [asdict(case) for case in cases],
         "ratio_to_whole_search": [round(ratio, 6) for ratio in ratios],
     }
-    write_result(args.output, "plan_time", found)
+    write_result(args, found)
 
 
 if __name__ == "__main__":

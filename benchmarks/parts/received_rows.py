@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gradient_error import relative_error
-from benchmarks.parts.frame import megatron_ranks, new_parser, paired_ratios, rounded, timed_pairs, write_result
+from benchmarks.parts.frame import megatron_ranks, new_parser, paired_ratios, parsed, rounded, timed_pairs, write_result
 from benchmarks.parts.moe_layer import Case, Input, MegatronLayer
 from megatron_lancet.schedule.plan import OverlapRange, fixed_plan
 
@@ -185,7 +185,7 @@ def main() -> None:
     """Measure and print."""
     parser = new_parser(__doc__, repeats=21)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS, help="rows of the table (all)")
-    args = parser.parse_args()
+    args = parsed(parser, "received_rows")
     with megatron_ranks():
         num_ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
         bound = int(ROOM * CASE.tokens * CASE.top_k / PLAN.num_chunks)
@@ -207,7 +207,7 @@ def main() -> None:
                 show(name, found[name])
     if is_first:
         facts = {"ranks": num_ranks, "threads": torch.get_num_threads(), "case": asdict(CASE), "bound": bound}
-        write_result(args.output, "received_rows", {**facts, "chunks": PLAN.num_chunks, "workloads": found})
+        write_result(args, {**facts, "chunks": PLAN.num_chunks, "workloads": found})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from benchmarks.parts.frame import new_parser, paired_ratios, rounded, timed_pairs, write_result
+from benchmarks.parts.frame import new_parser, paired_ratios, parsed, rounded, timed_pairs, write_result
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.gloo import PerSenderTransport
 
@@ -30,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__, repeats=20)
     parser.add_argument("--megabytes", type=float, default=4.0, help="sent to the other rank in an exchange (4)")
     parser.add_argument("--skew-ms", type=float, nargs="+", default=[0.0, 2.0, 5.0], help="rank 1 is late by (0 2 5)")
-    return parser.parse_args()
+    return parsed(parser, "transport")
 
 
 class Exchange:
@@ -81,7 +81,7 @@ def main() -> None:
             ratio = paired_ratios(*(times[name] for name in TRANSPORTS)).median
             print(f"{float(skew):8.1f} {gloo_ms:9.1f} {per_sender_ms:15.1f} {ratio:7.2f}")
         written = {skew: rounded(times, 4) for skew, times in samples.items()}
-        write_result(args.output, "transport", {"megabytes": args.megabytes, "samples_ms": written})
+        write_result(args, {"megabytes": args.megabytes, "samples_ms": written})
     dist.destroy_process_group()
 
 

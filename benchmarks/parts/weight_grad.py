@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.parts.frame import new_parser, paired_ratios, rounded, timed_ms, timed_pairs, write_result
+from benchmarks.parts.frame import new_parser, paired_ratios, parsed, rounded, timed_ms, timed_pairs, write_result
 
 NUM_CHUNKS = 2
 Variants = Mapping[str, Callable[[], object]]
@@ -92,11 +92,11 @@ def measure(case: Linear, num_repeats: int) -> dict[str, object]:
 
 def main() -> None:
     """Measure and print."""
-    args = new_parser(__doc__, repeats=31).parse_args()
+    args = parsed(new_parser(__doc__, repeats=31), "weight_grad")
     torch.manual_seed(0)
     with torch.no_grad():
         cases = [measure(case, args.repeats) for case in LINEARS]
-    write_result(args.output, "weight_grad", {"threads": torch.get_num_threads(), "cases": cases})
+    write_result(args, {"threads": torch.get_num_threads(), "cases": cases})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from benchmarks.harness.cases import Shape
 from benchmarks.harness.tables import aligned
-from benchmarks.parts.frame import megatron_ranks, new_parser, write_result
+from benchmarks.parts.frame import megatron_ranks, new_parser, parsed, write_result
 from megatron_lancet.files import to_plain
 from megatron_lancet.report.wire_error import KINDS, kind_of_parameter
 from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
@@ -56,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, default=2, help="of a micro-batch (2)")
     parser.add_argument("--dispatch", type=Dispatch, choices=list(Dispatch), default=Dispatch.PLAIN)
     parser.add_argument("--ranks-per-node", type=int, help="neighbours that count as a node; only with two hops")
-    args = parser.parse_args()
+    args = parsed(parser, "wire_accuracy")
     if (args.dispatch is Dispatch.TWO_HOP) != (args.ranks_per_node is not None):
         parser.error("--dispatch two-hop and --ranks-per-node go together")
     return args
@@ -141,7 +141,7 @@ def main() -> None:
     if is_first:
         rows = found["relative_to_exact"]
         print(aligned([["error", *rows], *([name, *(f"{rows[w][name]:.2g}" for w in rows)] for name in rows["exact"])]))
-        write_result(args.output, "wire_accuracy", found)
+        write_result(args, found)
 
 
 if __name__ == "__main__":

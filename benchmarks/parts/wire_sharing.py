@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.namespaces import NUM_NODES, SHAPED, Namespaces, check_host, this_host
-from benchmarks.parts.frame import new_parser, write_result
+from benchmarks.parts.frame import new_parser, parsed, write_result
 from megatron_lancet.errors import run_command
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.base import ReadyEvent
@@ -85,9 +85,10 @@ class Wire:
         return wait
 
 
-def measure(repeats: int, rate_mbps: float, output: Path | None) -> None:
+def measure(arguments: argparse.Namespace) -> None:
     """On each rank; rank 0 prints and writes."""
     wire = Wire()
+    repeats: int = arguments.repeats
     kinds: dict[str, Callable[[], Wait]] = {
         "all-to-all": wire.message, "dispatch": wire.dispatch, "gradients": wire.gradients,
     }  # fmt: skip
@@ -120,7 +121,7 @@ def measure(repeats: int, rate_mbps: float, output: Path | None) -> None:
         lines.append(f"{first:10} then {second:10}: {ends[0]:.2f} {ends[1]:.2f}")
     if dist.get_rank() == 0:
         print("\n".join(lines))
-        write_result(output, "wire_sharing", {"rate_mbps": rate_mbps, "bytes": _BYTES, "samples_s": samples})
+        write_result(arguments, {"rate_mbps": arguments.rate_mbps, "bytes": _BYTES, "samples_s": samples})
 
 
 def _medians(samples: list[list[float]]) -> list[float]:
@@ -157,14 +158,14 @@ def main() -> None:
     """Runs the ranks, or is one of them."""
     parser = new_parser(__doc__, repeats=5)
     parser.add_argument("--rate-mbps", type=float, default=100.0, help="of the link, in Mbit/s (100)")
-    arguments = parser.parse_args()
+    arguments = parsed(parser, "wire_sharing")
     if _STORE not in os.environ:
         run_ranks(arguments)
         return
     torch.set_num_threads(1)
     store = dist.FileStore(os.environ[_STORE], NUM_NODES)
     dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=NUM_NODES)
-    measure(arguments.repeats, arguments.rate_mbps, arguments.output)
+    measure(arguments)
     dist.destroy_process_group()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.tables import aligned
-from benchmarks.parts.frame import new_parser, write_result
+from benchmarks.parts.frame import new_parser, parsed, write_result
 from megatron_lancet.schedule.wire import Wire
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
         "--folder", type=Path, default=_REPOSITORY / "runs" / "wire", help="of the demo's files (runs/wire)"
     )
     parser.add_argument("--corpus-megabytes", type=float, help="use only the first part of the corpus")
-    return parser.parse_args()
+    return parsed(parser, "wire_training")
 
 
 def validation_loss(args: argparse.Namespace, wire: Wire, seed: int) -> float:
@@ -83,7 +83,7 @@ def main() -> None:
             "validation_loss": losses,
             "mean_relative_to_exact": deviations,
         }
-        write_result(args.output, "wire_training", found)
+        write_result(args, found)
     lines = [
         [wire, *(f"{loss:.4f}" for loss in losses[wire].values()), f"{100 * deviations[wire]:+.2f} %"] for wire in wires
     ]

@@ -93,6 +93,7 @@ def test_a_small_run_measures_its_variants_and_leaves_nothing(tmp_path, check_gr
     check_bytes(case, "dedup-k1", case["sent_rows"]["dedup"], 32)
     assert 1.9 < case["sent_rows"]["plain"] / case["sent_rows"]["dedup"] < 2.1
     assert "| all-k2 |" in (tmp_path / "run.md").read_text()
+    assert "\n\nSpeed of one thread: a GEMM with " in (tmp_path / "run.md").read_text()
     assert (tmp_path / "run.png").stat().st_size > 1000
     check_origin(result)
     assert host_links() == before
@@ -148,6 +149,7 @@ def check_origin(result: dict) -> None:
     assert result["versions"]["torch"] == version("torch")
     assert result["settings"]["MALLOC_TRIM_THRESHOLD_"] == str(8 << 30)
     assert result["is_complete"] is True
+    assert result["machine_speed"]["gemm_gflops_before"] > 0 < result["machine_speed"]["gemm_gflops_after"]
 
 
 @pytest.mark.distributed

@@ -36,6 +36,8 @@ def measured(tmp_path: Path, script: str, *arguments: str, ranks: int = 1) -> di
     assert found["versions"]["torch"] == version("torch")
     assert found["settings"]["OMP_NUM_THREADS"] == "1"
     assert {"date", "commit", "is_dirty", "machine"} <= set(found)
+    speed = found["machine_speed"]
+    assert all(speed[f"{name}_{when}"] > 0 for name in ("gemm_gflops", "copy_gb_per_s") for when in ("before", "after"))
     return found
 
 

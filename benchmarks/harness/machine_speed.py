@@ -1,0 +1,96 @@
+"""How fast one thread of this machine computes and copies, so that a slower host shows. No torch.
+
+A process of its own multiplies two matrices and copies an array, always the same ones, on one thread as a rank does.
+Its figures compare hosts, and the start of a benchmark with its end; they are no limits of the machine.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_CHANGE = 0.1
+"""Of either speed, between the start and the end of a benchmark. Above, its figures count as disturbed."""
+_MATRIX_SIZE = 1024
+_COPIED_BYTES = 128 << 20
+_WARM_UP, _REPEATS = 2, 7
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one thread.
+
+    Attributes:
+        gemm_gflops: in a product of two fp32 matrices of 1024 x 1024, in 10^9 operations per second.
+        copy_gb_per_s: bytes of an array of 128 MiB over the time of its copy.
+    """
+
+    gemm_gflops: float
+    copy_gb_per_s: float
+
+
+def measured() -> Speed:
+    """As of now: the medians of some turns. Takes about a second."""
+    command = [sys.executable, str(Path(__file__))]
+    done = subprocess.run(command, env={**os.environ, **_ONE_THREAD}, stdout=subprocess.PIPE, text=True, check=True)
+    return Speed(**json.loads(done.stdout))
+
+
+def compared(before: Speed, after: Speed) -> dict[str, Any]:
+    """Both speeds, by how much the one that changed more did, and whether that is too much; for the result file."""
+    first, last = asdict(before), asdict(after)
+    change = max(abs(last[name] / first[name] - 1) for name in first)
+    return {
+        **{f"{name}_{when}": speed[name] for name in first for when, speed in (("before", first), ("after", last))},
+        "change": round(change, 4),
+        "is_disturbed": change > MAX_CHANGE,
+    }
+
+
+def described(found: Mapping[str, Any]) -> str:
+    """What :func:`compared` found, as a sentence."""
+    gemm, copy = (
+        f"{found[f'{name}_before']:.1f} {unit} at the start and {found[f'{name}_after']:.1f} at the end"
+        for name, unit in (("gemm_gflops", "GFLOP/s"), ("copy_gb_per_s", "GB/s"))
+    )
+    disturbed = (
+        f" DISTURBED: a speed changed by {found['change']:.0%}, more than {MAX_CHANGE:.0%}; quote these figures only "
+        "with this mark."
+        if found["is_disturbed"]
+        else ""
+    )
+    return f"Speed of one thread: a GEMM with {gemm}, a copy with {copy}.{disturbed}"
+
+
+def _measure_here() -> Speed:
+    import numpy as np
+
+    size = _MATRIX_SIZE
+    left, right = (np.full((size, size), value, np.float32) for value in (0.5, 0.25))
+    product = np.empty_like(left)
+    source = np.ones(_COPIED_BYTES // 4, np.float32)
+    target = np.empty_like(source)
+    return Speed(
+        gemm_gflops=round(2 * size**3 / _median_s(lambda: np.matmul(left, right, out=product)) / 1e9, 2),
+        copy_gb_per_s=round(_COPIED_BYTES / _median_s(lambda: np.copyto(target, source)) / 1e9, 2),
+    )
+
+
+def _median_s(run: Callable[[], object]) -> float:
+    samples = []
+    for _ in range(_WARM_UP + _REPEATS):
+        start_s = time.perf_counter()
+        run()
+        samples.append(time.perf_counter() - start_s)
+    return statistics.median(samples[_WARM_UP:])
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(_measure_here())))

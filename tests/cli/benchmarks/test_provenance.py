@@ -1,0 +1,34 @@
+"""The commit that a result names is in the history, or documents quote the result with a mark."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import provenance
+from benchmarks.beside import RESULTS
+
+REPO = Path(__file__).parents[3]
+
+
+def git(*arguments: str) -> str:
+    command = ["git", "-C", str(REPO), "-c", f"safe.directory={REPO}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def history() -> set[str]:
+    """All commits up to the one that is checked out."""
+    if not (REPO / ".git").exists() or git("rev-parse", "--is-shallow-repository") == "true":
+        pytest.skip("no full history of git here")
+    return set(git("rev-list", "HEAD").splitlines())
+
+
+def test_results_are_marked_where_no_commit_of_the_history_stands_for_them(history):
+    due = {
+        path.stem: mark
+        for path in RESULTS.glob("*.json")
+        if (mark := provenance.due_mark(json.loads(path.read_text()), history)) is not None
+    }
+    assert due == {name: entry["mark"] for name, entry in provenance.marked().items()}
