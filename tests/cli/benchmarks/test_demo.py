@@ -58,6 +58,7 @@ def processes_of(output: Path) -> list[int]:
 def test_short_demo_compares_stock_and_ours_and_keeps_what_the_demo_had(finished):
     output, printed = finished
     summary = json.loads((output / "summary.json").read_text())
+    assert summary["origin"]["machine_speed"]["gemm_gflops_after"] > 0
     assert summary["iterations"] == 16
     assert summary["link"] == "paced, 50 Mbit/s"
     assert "PACED transport, no real link" in printed
