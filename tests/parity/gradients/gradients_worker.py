@@ -24,6 +24,7 @@ from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.schedule.wire import Wire
+from tests.layer_inputs import take_inputs
 from tests.parity.gradients.connections import shared_connections
 from tests.parity.gradients.disturbances import (
     DAMAGED_DEDUP,
@@ -37,7 +38,6 @@ from tests.parity.gradients.disturbances import (
     same_prediction_twice,
     uses_added_one_by_one,
 )
-from tests.parity.gradients.inputs import take_inputs
 from tests.parity.gradients.observer import Observer
 from tests.parity.gradients.placed import CASES as PLACED_CASES
 from tests.parity.gradients.placed import UNMOVED, PlacedCase, bring_gradients_home, place
