@@ -54,13 +54,11 @@ def look_once(
     """
     if mask is None:
         return checked
-    new = {
-        limit: layer.config for segment, layer in in_layers if (limit := _limit(segment, layer)) not in (None, *checked)
-    }
-    for limit, config in new.items():
-        assert limit is not None
-        _check(mask, limit, num_positions, config)
-    return checked | new.keys()
+    configs = {limit: layer.config for segment, layer in in_layers if (limit := _limit(segment, layer)) is not None}
+    new = configs.keys() - checked
+    for limit in new:
+        _check(mask, limit, num_positions, configs[limit])
+    return checked | new
 
 
 def _limit(segment: Segment, layer: Any) -> MaskLimit | None:

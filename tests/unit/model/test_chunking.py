@@ -99,6 +99,9 @@ def test_tuples_of_rotary_embeddings_follow_documents():
     documents = Documents(((2, 1), (3,)))
     packed = PackedMicroBatch(documents, documents.positions())
     first, second = torch.arange(3.0).view(3, 1, 1, 1), 10 * torch.arange(3.0).view(3, 1, 1, 1)
-    queries, keys = whole_micro_batch(None, (first, second), None, packed).rotary_pos_emb
+    rotary = whole_micro_batch(None, (first, second), None, packed).rotary_pos_emb
+    assert isinstance(rotary, tuple)
+    queries, keys = rotary
+    assert isinstance(queries, torch.Tensor)
     assert queries[..., 0, 0].tolist() == [[0, 0], [1, 1], [0, 2]]
     assert keys.equal(10 * queries)
