@@ -4,8 +4,9 @@ Legend of shapes: S sequence length, B micro-batch size, s / b those of a chunk,
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -24,6 +25,9 @@ _DIMS = {ChunkDim.SEQUENCE: 0, ChunkDim.BATCH: 1}
 KeysAndValues = defaultdict[int, tuple[Prefix, Prefix]]
 """Keys and values of the chunks so far, by layer number."""
 
+type Rotary = torch.Tensor | tuple[Rotary | None, ...]
+"""A rotary embedding, or several: of queries and of keys, or of local and of global attention."""
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -38,10 +42,11 @@ class Chunk:
             attention needs no others.
         attention_mask: [b or 1, 1, S, S] or None, True where attention is not allowed.
         rotary_pos_emb: rotary embedding of the chunk's positions, [s, 1, 1, R], the same for all samples, or with
-            documents [s, b, 1, R]. None where attention has its own, or none.
+            documents [s, b, 1, R], or a tuple of such. None where attention has its own, or none.
         attention_bias: added to the attention scores, broadcast over samples, or None.
         documents: those of the chunk's samples, on whole sequences; None where a sample is one.
         positions: with documents the position of each token in its own, [s, b].
+        padding_mask: [s, b], True where a token is padding, which routers do not count; None where none is.
     """
 
     index: int
@@ -50,10 +55,11 @@ class Chunk:
     start: int = 0
     earlier: KeysAndValues | None = field(default=None, repr=False)
     attention_mask: torch.Tensor | None = None
-    rotary_pos_emb: torch.Tensor | None = None
+    rotary_pos_emb: Rotary | None = None
     attention_bias: torch.Tensor | None = None
     documents: Documents | None = None
     positions: torch.Tensor | None = None
+    padding_mask: torch.Tensor | None = None
 
     @property
     def is_last(self) -> bool:
@@ -124,22 +130,34 @@ def split_rows(rows_TX: torch.Tensor, shape: torch.Size, segment: Segment) -> Se
 
 def whole_micro_batch(
     attention_mask: torch.Tensor | None = None,
-    rotary_pos_emb: torch.Tensor | None = None,
+    rotary_pos_emb: Rotary | None = None,
     attention_bias: torch.Tensor | None = None,
     packed: PackedMicroBatch | None = None,
+    padding_mask: torch.Tensor | None = None,
 ) -> Chunk:
     """The only chunk of a micro-batch.
 
     Args:
         attention_mask: [B or 1, 1, S, S] or None.
-        rotary_pos_emb: of positions from 0 on, [S or longest document, 1, 1, R], or None.
+        rotary_pos_emb: of positions from 0 on, [S or longest document, 1, 1, R], a tuple of such, or None.
         attention_bias: see :class:`Chunk`.
         packed: its documents; None where a sample is one.
+        padding_mask: see :class:`Chunk`.
     """
+    whole = Chunk(0, 1, padding_mask=padding_mask)
     if packed is None:
-        return Chunk(0, 1, _DIMS[ChunkDim.BATCH], 0, None, attention_mask, rotary_pos_emb, attention_bias)
-    rotary_pos_emb = packed.rotary(rotary_pos_emb)
-    return Chunk(0, 1, rotary_pos_emb=rotary_pos_emb, documents=packed.documents, positions=packed.positions)
+        return replace(
+            whole, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, attention_bias=attention_bias
+        )
+    rotary_pos_emb = _rotary_at(rotary_pos_emb, packed)
+    return replace(whole, rotary_pos_emb=rotary_pos_emb, documents=packed.documents, positions=packed.positions)
+
+
+def _rotary_at(rotary: Rotary | None, packed: PackedMicroBatch) -> Rotary | None:
+    """A rotary embedding at each position of documents; of a tuple a tuple of them."""
+    if isinstance(rotary, tuple):
+        return tuple(_rotary_at(one, packed) for one in rotary)
+    return packed.rotary(rotary)
 
 
 def make_chunks(parts: Sequence[torch.Tensor], segment: Segment, whole: Chunk) -> Sequence[Chunk]:
@@ -147,7 +165,8 @@ def make_chunks(parts: Sequence[torch.Tensor], segment: Segment, whole: Chunk) -
 
     Args:
         parts: hidden states of the chunks, from :func:`split_hidden`.
-        whole: the micro-batch. With sequence chunks its mask is taken to be the causal one.
+        whole: the micro-batch. With sequence chunks its mask is the causal one, or attention does not read it: see
+            ``attention/masks.py``.
     """
     sizes = [part.size(_DIMS[segment.chunk_dim]) for part in parts]
     starts = list(accumulate(sizes[:-1], initial=0))
@@ -155,18 +174,24 @@ def make_chunks(parts: Sequence[torch.Tensor], segment: Segment, whole: Chunk) -
     if num == 1:
         return [whole]
     if segment.chunk_dim is ChunkDim.BATCH:
-        masks, rotary = (
-            _split_samples(one, sizes, dim=at) for at, one in ((0, whole.attention_mask), (1, whole.rotary_pos_emb))
-        )
+        along_samples = partial(_split_samples, sizes=sizes, dim=1)
+        masks = _split_samples(whole.attention_mask, sizes, dim=0)
+        rotary = _split_rotary(whole.rotary_pos_emb, along_samples)
         documents: Sequence[Documents | None] = [None] * num
         if whole.documents is not None:
             documents = [whole.documents.of_samples(start, size) for start, size in zip(starts, sizes, strict=True)]
-        positions = _split_samples(whole.positions, sizes, dim=1)
+        positions, padding = along_samples(whole.positions), along_samples(whole.padding_mask)
         bias = whole.attention_bias
-        return [Chunk(i, num, dim, 0, None, masks[i], rotary[i], bias, documents[i], positions[i]) for i in range(num)]
+        return [
+            Chunk(i, num, dim, 0, None, masks[i], rotary[i], bias, documents[i], positions[i], padding[i])
+            for i in range(num)
+        ]
     assert whole.attention_bias is None, "refused when the plan was chosen"
     num_positions = sum(sizes)
     earlier: KeysAndValues = defaultdict(lambda: (Prefix(num_positions), Prefix(num_positions)))
+    along_positions = partial(_split_positions, sizes=sizes)
+    rotary = _split_rotary(whole.rotary_pos_emb, along_positions)
+    positions, padding = along_positions(whole.positions), along_positions(whole.padding_mask)
     return [
         Chunk(
             index,
@@ -174,11 +199,12 @@ def make_chunks(parts: Sequence[torch.Tensor], segment: Segment, whole: Chunk) -
             dim,
             start,
             earlier,
-            rotary_pos_emb=None if whole.rotary_pos_emb is None else whole.rotary_pos_emb[start : start + size],
+            rotary_pos_emb=rotary[index],
             documents=whole.documents,
-            positions=None if whole.positions is None else whole.positions[start : start + size],
+            positions=positions[index],
+            padding_mask=padding[index],
         )
-        for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
+        for index, start in enumerate(starts)
     ]
 
 
@@ -187,3 +213,18 @@ def _split_samples(tensor: torch.Tensor | None, sizes: Sequence[int], dim: int) 
     if tensor is None or tensor.size(dim) != sum(sizes):
         return [tensor] * len(sizes)
     return list(torch.split(tensor, list(sizes), dim=dim))
+
+
+def _split_positions(tensor: torch.Tensor | None, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
+    """A tensor's part of each sequence chunk."""
+    ends = list(accumulate(sizes))
+    return [None if tensor is None else tensor[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def _split_rotary(
+    rotary: Rotary | None, split: Callable[[torch.Tensor | None], Sequence[torch.Tensor | None]]
+) -> Sequence[Rotary | None]:
+    """A rotary embedding's part of each chunk; of a tuple a tuple of the parts."""
+    if isinstance(rotary, tuple):
+        return list(zip(*(_split_rotary(one, split) for one in rotary), strict=True))
+    return split(rotary)

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import adopt, unknown_class
 from megatron_lancet.model.attention.flops import tokens_per_pair
+from megatron_lancet.model.attention.masks import check_mask_type
 from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.dispatcher.base import Dispatcher
@@ -126,6 +127,9 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     }
     for attention in prefixed:
         attention.check(block.takes_documents and any(map(_needs_sdpa, attentions[attention])))
+    for layer in layers:
+        if layer.attention in prefixed:
+            check_mask_type(layer.stock.self_attention)
     assert plan.dispatch is not Dispatch.TWO_HOP or block.comm.nodes is not None, "two hops have no connections here"
     store = block.comm.store
     needs_store = plan.dw_policy is not DwPolicy.NONE or (plan.has_tiles and not block.overlaps_evaluation)

@@ -6,6 +6,7 @@ import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.utils import make_viewless_tensor
 
+from megatron_lancet.model.chunking import Rotary
 from megatron_lancet.model.transformer_block import LayersByPlan
 
 
@@ -17,7 +18,7 @@ class OverlappingHybridStack(LayersByPlan, HybridStack):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
         inference_context: Any = None,
-        rotary_pos_emb: torch.Tensor | None = None,
+        rotary_pos_emb: Rotary | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Run all layers and the final norm; see :meth:`LayersByPlan.run_layers`."""

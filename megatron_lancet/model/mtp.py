@@ -4,7 +4,7 @@ The micro-batch is whole at the beginning of each, where the hidden states are j
 tokens. From there its transformer layer runs in chunks, as a layer of the decoder does.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,11 @@ from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, MultiTokenPredictionLayer
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.chunking import whole_micro_batch
+from megatron_lancet.model.attention.masks import MaskLimit, look_once
+from megatron_lancet.model.chunking import Rotary, whole_micro_batch
 from megatron_lancet.model.documents.packed import PackedMicroBatch
 from megatron_lancet.model.ops import ChunkState, end_layers
+from megatron_lancet.model.routing.padding import padding_for_stock, padding_of
 from megatron_lancet.model.te.precision import block_precision
 from megatron_lancet.model.transformer_block import (
     SegmentForward,
@@ -58,9 +60,11 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
     Attributes:
         depths: one, or several of a repeated layer.
         document_cost: see :class:`LayersByPlan`.
+        checked_limits: see there.
     """
 
     document_cost: DocumentCost | None = None
+    checked_limits: Set[MaskLimit] = frozenset()
     depths: Sequence[Depth]
     _num_runs: int
 
@@ -79,9 +83,10 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
         hidden_states: torch.Tensor,
         decoder_input: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        rotary_pos_emb: torch.Tensor | None = None,
+        rotary_pos_emb: Rotary | None = None,
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Run a prediction from its projection on.
@@ -91,6 +96,7 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
             decoder_input: embeddings of the next tokens, [S, B, H].
             attention_mask: [B or 1, 1, S, S] or None, True where attention is not allowed.
             packed_seq_params: see :meth:`LayersByPlan.run_layers`.
+            padding_mask: see there; Megatron has shifted it as it shifts the tokens.
 
         Raises:
             UsageError: an input that can't be cut into chunks, or a hook that would not run.
@@ -101,6 +107,7 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
                 decoder_input,
                 rotary_pos_emb,
                 packed_seq_params,
+                padding_mask,
                 attention_mask=attention_mask,
                 attention_bias=attention_bias,
                 **kwargs,
@@ -108,17 +115,21 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
         refuse_arguments(kwargs)
         depth = self.depths[self._num_runs]
         self._num_runs += 1
+        segment = depth.end_segment if depth.layer.comm.pairing.is_at_end else depth.segment
+        in_layer = [(segment.segment, depth.layer.stock)]
+        self.checked_limits = look_once(attention_mask, self.checked_limits, in_layer, hidden_states.size(0))
         packed = None if packed_seq_params is None else self._packed(packed_seq_params, hidden_states)
         begin_layer(depth.layer.stock, None if packed is None else packed.documents)
         trace = depth.layer.comm.trace
-        micro_batch = ChunkState(whole_micro_batch(attention_mask, rotary_pos_emb, attention_bias, packed))
         if packed is not None:
             hidden_states, decoder_input = packed.unflattened(hidden_states), packed.unflattened(decoder_input)
+        padding = padding_of(padding_mask, hidden_states, packed)
+        whole = whole_micro_batch(attention_mask, rotary_pos_emb, attention_bias, packed, padding)
+        micro_batch = ChunkState(whole)
         micro_batch.hidden_sbH, micro_batch.embedded_sbH = hidden_states, decoder_input
         with random_state(self.config):
             forward_layer(depth.layer, depth.projection, micro_batch)
             with block_precision(self.config):
-                segment = depth.end_segment if depth.layer.comm.pairing.is_at_end else depth.segment
                 segment.run(micro_batch, trace)
         hidden = micro_batch.hidden_sbH if packed is None else packed.flattened(micro_batch.hidden_sbH)
         hidden = self._postprocess(end_layers(trace, hidden, depth.following))
@@ -128,19 +139,23 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
         self,
         hidden_states: torch.Tensor,
         decoder_input: torch.Tensor,
-        rotary_pos_emb: torch.Tensor | None,
+        rotary_pos_emb: Rotary | None,
         packed_seq_params: PackedSeqParams | None,
+        padding_mask: torch.Tensor | None,
         **inputs: Any,
     ) -> torch.Tensor:
         """Megatron's own prediction, whose attention knows the documents."""
         run = super()._proj_and_transformer_layer
         if packed_seq_params is None:
-            return run(hidden_states, decoder_input, rotary_pos_emb=rotary_pos_emb, **inputs)
+            inputs = {"rotary_pos_emb": rotary_pos_emb, "padding_mask": padding_mask, **inputs}
+            return run(hidden_states, decoder_input, **inputs)
         packed = self._packed(packed_seq_params, hidden_states)
         chunk = whole_micro_batch(rotary_pos_emb=rotary_pos_emb, packed=packed)
         unflattened = packed.unflattened(hidden_states), packed.unflattened(decoder_input)
+        padding = padding_for_stock(padding_mask, unflattened[0], packed)
+        inputs = {"rotary_pos_emb": chunk.rotary_pos_emb, "padding_mask": padding, **inputs}
         with attentions_know(chunk, [self.mtp_model_layer]):
-            return packed.flattened(run(*unflattened, rotary_pos_emb=chunk.rotary_pos_emb, **inputs))
+            return packed.flattened(run(*unflattened, **inputs))
 
     def _packed(self, params: PackedSeqParams, hidden: torch.Tensor) -> PackedMicroBatch:
         """

@@ -9,7 +9,7 @@ There are two kinds. :func:`maybe_recomputed` keeps the inputs and the outputs o
 as well, although other functions save them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -100,7 +100,7 @@ def two_runs() -> tuple[AbstractContextManager[None], AbstractContextManager[Non
     In the second one it draws the same random numbers, and quantizes with the same scales.
     """
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    states = tracker.get_states()
+    states = _copies(tracker.get_states())
     first, again_precision = recompute_precision()
 
     @contextmanager
@@ -114,6 +114,15 @@ def two_runs() -> tuple[AbstractContextManager[None], AbstractContextManager[Non
             tracker.set_states(now)
 
     return first, with_first_states()
+
+
+def _copies(states: Mapping[str, Any]) -> dict[str, Any]:
+    """The random states of Megatron's tracker, as they are now.
+
+    With ``--te-rng-tracker``, and where CUDA graphs are used, they are generators, which advance when they are drawn
+    from; else they are tensors that nobody changes.
+    """
+    return {name: one.clone_state() if isinstance(one, torch.Generator) else one for name, one in states.items()}
 
 
 class DroppedOutputs:

@@ -1,6 +1,6 @@
 """The stack of layers, which runs the program of each of the plan's segments."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +16,11 @@ from megatron.core.utils import make_viewless_tensor
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import refuse_bypassed_hooks
+from megatron_lancet.model.attention.masks import MaskLimit, look_once
 from megatron_lancet.model.attention.switchable import at_positions
 from megatron_lancet.model.chunking import (
     Chunk,
+    Rotary,
     make_chunks,
     merge_hidden,
     split_hidden,
@@ -29,6 +31,7 @@ from megatron_lancet.model.dispatcher.parts import Tiling
 from megatron_lancet.model.documents.lengths import Documents
 from megatron_lancet.model.documents.packed import PackedMicroBatch
 from megatron_lancet.model.ops import ChunkState, begin_cut, begin_layers, end_cut, end_layers
+from megatron_lancet.model.routing.padding import padding_for_stock, padding_of
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.model.te.precision import block_precision
 from megatron_lancet.model.transformer_layer import OverlappingLayer, forward_layer
@@ -99,8 +102,10 @@ class LayersByPlan:
         overlaps_evaluation: whether forward passes without gradients run by the plan, too.
         takes_documents: whether all attentions are prepared for packed documents.
         document_cost: what positions of documents cost; None where there are none.
+        checked_limits: the limits for which a mask was looked at.
     """
 
+    checked_limits: Set[MaskLimit] = frozenset()
     overlaps_evaluation: bool = False
     takes_documents: bool = False
     document_cost: DocumentCost | None = None
@@ -130,9 +135,10 @@ class LayersByPlan:
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        rotary_pos_emb: torch.Tensor | None = None,
+        rotary_pos_emb: Rotary | None = None,
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
         """Run all layers, up to the final norm.
@@ -142,27 +148,35 @@ class LayersByPlan:
                 also [B * S, 1, H], sample after sample.
             attention_mask: [B or 1, 1, S, S] or None, True where attention is not allowed.
             packed_seq_params: the documents of packed samples; None where a sample is one.
+            padding_mask: [B, S] or None, True where a token is padding.
             others: other inputs of Megatron's forward pass, which must be None.
 
         Returns:
             The output of the last layer, of the input's shape.
 
         Raises:
-            UsageError: an input that can't be cut into chunks (padding masks, ...), or documents where the attentions
-                are not prepared for them, or that don't fit the input.
+            UsageError: an input that can't be cut into chunks, or a mask or documents that the layers are not prepared
+                for, or that don't fit the input.
         """
         refuse_arguments(others)
         hidden = hidden_states if self.pre_process else self.input_tensor
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
         packed = self.packed(packed_seq_params, hidden, attention_mask)
+        segments = self.end_segments if self.comm.pairing.is_at_end else self.segments
+        in_layers = [(one.segment, layer.stock) for one in segments for layer in one.layers.values()]
+        self.checked_limits = look_once(attention_mask, self.checked_limits, in_layers, hidden.size(0))
         self._begin_micro_batch(None if packed is None else packed.documents)
         trace = self.comm.trace
         if trace is not None:
             hidden = begin_layers(trace, hidden, self.pre_process)
-        micro_batch = ChunkState(whole_micro_batch(attention_mask, rotary_pos_emb, attention_bias, packed))
-        micro_batch.hidden_sbH = hidden if packed is None else packed.unflattened(hidden)
+        hidden_SBH = hidden if packed is None else packed.unflattened(hidden)
+        padding = padding_of(padding_mask, hidden_SBH, packed)
+        whole = whole_micro_batch(attention_mask, rotary_pos_emb, attention_bias, packed, padding)
+        micro_batch = ChunkState(whole)
+        micro_batch.hidden_sbH = hidden_SBH
+        del hidden_SBH
         with random_state(self.config), block_precision(self.config):
-            for segment in self.end_segments if self.comm.pairing.is_at_end else self.segments:
+            for segment in segments:
                 segment.run(micro_batch, trace)
         hidden = micro_batch.hidden_sbH if packed is None else packed.flattened(micro_batch.hidden_sbH)
         return end_layers(trace, hidden, self.following)
@@ -172,8 +186,9 @@ class LayersByPlan:
         forward: Callable[..., torch.Tensor],
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        rotary_pos_emb: torch.Tensor | None = None,
+        rotary_pos_emb: Rotary | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
         """Runs Megatron's own forward pass, in which attentions know the documents that it does not.
@@ -184,13 +199,16 @@ class LayersByPlan:
         hidden = hidden_states if self.pre_process else self.input_tensor
         packed = self.packed(packed_seq_params, hidden, attention_mask)
         if packed is None:
-            return forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **others)
+            others = {"rotary_pos_emb": rotary_pos_emb, "padding_mask": padding_mask, **others}
+            return forward(hidden_states, attention_mask, **others)
         chunk = whole_micro_batch(rotary_pos_emb=rotary_pos_emb, packed=packed)
         unflattened = packed.unflattened(hidden)
+        padding = padding_for_stock(padding_mask, unflattened, packed)
+        others = {"rotary_pos_emb": chunk.rotary_pos_emb, "padding_mask": padding, **others}
         if not self.pre_process:
             self.set_input_tensor(unflattened)
         with attentions_know(chunk, self.layers):
-            return packed.flattened(forward(unflattened, None, rotary_pos_emb=chunk.rotary_pos_emb, **others))
+            return packed.flattened(forward(unflattened, None, **others))
 
     def packed(
         self, params: PackedSeqParams | None, hidden: torch.Tensor, attention_mask: torch.Tensor | None
@@ -333,7 +351,8 @@ def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Trace | None) 
     del micro_batch.normed_sbH
     if has_shared_experts:
         del micro_batch.shared_input_sbH
-    states = [ChunkState(chunk) for chunk in make_chunks(parts_sbH, segment, Chunk(0, 1))]
+    whole = Chunk(0, 1, padding_mask=micro_batch.chunk.padding_mask)
+    states = [ChunkState(chunk) for chunk in make_chunks(parts_sbH, segment, whole)]
     for index, (x, part_sbH) in enumerate(zip(states, parts_sbH, strict=True)):
         x.normed_sbH, x.norm = part_sbH, norm
         if has_shared_experts:

@@ -3,7 +3,8 @@
 Top-k routing looks at one token at a time, so chunks route like the whole. The balancing losses do not: they are
 products of sums over all tokens of the micro-batch. So each chunk's logits are kept until the last chunk arrives, and
 Megatron's own loss functions then see exactly the tensors that they see without chunks: once per micro-batch, tokens
-in the same order, logged once. So does the locality loss (``locality.py``), where a run asks for one.
+in the same order, logged once. Where Megatron passes a mask of padding, they leave padding out. The locality loss
+(``locality.py``) sees the same tokens, where a run asks for one.
 
 Legend of shapes: S sequence length, B micro-batch size, s / b those of a chunk, T = S * B, t = s * b, E experts, H
 hidden.
@@ -18,6 +19,7 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.documents.balance import balancing_loss
 from megatron_lancet.model.documents.lengths import Documents
@@ -45,18 +47,18 @@ class ChunkedTopKRouter(TopKRouter):
     """
 
     places: Places | None = None
-    _earlier_logits: list[torch.Tensor]
+    _earlier: list[tuple[torch.Tensor, torch.Tensor | None]]
     _documents: Documents | None = None
     locality: RankLocality | None = None
     """None for no such loss."""
 
     def begin_micro_batch(self, documents: Documents | None = None) -> None:
-        """Drops logits of the last micro-batch, which are left only if its forward failed.
+        """Drops logits of the last micro-batch, which are left only if its forward pass failed.
 
         Args:
             documents: those of the micro-batch; None where a sample is one.
         """
-        self._earlier_logits = []
+        self._earlier = []
         self._documents = documents
 
     def forward(
@@ -77,17 +79,19 @@ class ChunkedTopKRouter(TopKRouter):
     def _forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None, chunk: Chunk | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if chunk is None or chunk.num_chunks == 1:
+        if chunk is None:
             return super().forward(input, padding_mask)
-        assert padding_mask is None
+        assert padding_mask is None, "a chunk has its own"
+        if chunk.num_chunks == 1:
+            return super().forward(input, chunk.padding_mask)
         self._maintain_float32_expert_bias()
         logits_sbE = _ContiguousGrad.apply(self.gating(input))
         if not chunk.is_last:
-            self._earlier_logits.append(logits_sbE)
+            self._earlier.append((logits_sbE, chunk.padding_mask))
             probs, routing_map = self._route_tokens(logits_sbE)
         else:
-            probs, routing_map = self._route_last_chunk(logits_sbE, chunk.dim)
-        self._apply_expert_bias(routing_map)
+            probs, routing_map = self._route_last_chunk(logits_sbE, chunk)
+        self._apply_expert_bias(routing_map, _flat(chunk.padding_mask))
         return probs, routing_map
 
     def routing(
@@ -99,12 +103,12 @@ class ChunkedTopKRouter(TopKRouter):
             logits: [S, B, E].
         """
         probs, routing_map = super().routing(logits, padding_mask)
-        if self.locality is not None:
-            assert padding_mask is None, "the locality loss is a mean over all tokens"
-            probs = self._with_locality_loss(probs, logits.view(-1, self.config.num_moe_experts))
-        return probs, routing_map
+        all_TE = logits.view(-1, self.config.num_moe_experts)
+        return self._with_locality_loss(probs, all_TE, padding_mask), routing_map
 
-    def _with_locality_loss(self, probs: torch.Tensor, all_TE: torch.Tensor) -> torch.Tensor:
+    def _with_locality_loss(
+        self, probs: torch.Tensor, all_TE: torch.Tensor, padding_mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """Attaches the locality loss of a micro-batch to probabilities of some of its tokens.
 
         As Megatron does with its losses of one rank's tokens, it is divided by the ranks that have tokens of the same
@@ -112,9 +116,18 @@ class ChunkedTopKRouter(TopKRouter):
 
         Args:
             all_TE: logits of all tokens.
+            padding_mask: which of them are padding, or None.
+
+        Raises:
+            UsageError: there is a mask: the loss is a mean over all tokens.
         """
         if self.locality is None or not (self.training and torch.is_grad_enabled()):
             return probs
+        if padding_mask is not None:
+            raise UsageError(
+                "--lancet-locality-loss-coeff does not work with a padding_mask: the loss is a mean over all tokens. "
+                "Drop one of the two."
+            )
         _, scores_TE = compute_routing_scores_for_aux_loss(
             all_TE, self.topk, self.score_function, fused=self.config.moe_router_fusion
         )
@@ -138,7 +151,11 @@ class ChunkedTopKRouter(TopKRouter):
         if coeff == 0 or self._documents is None or not self._documents.are_sequences:
             inputs = probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask
             return super()._apply_seq_aux_loss(*inputs)
-        assert not with_padding_mask
+        if with_padding_mask:
+            raise UsageError(
+                "--moe-router-load-balancing-type seq_aux_loss of documents does not work with a padding_mask: it is "
+                "a mean over documents of all their tokens. Drop the mask, or pass aux_loss."
+            )
         loss = balancing_loss(scores_for_aux_loss, routing_map, self._documents, self.config, self.tp_cp_group, coeff)
         return self.attach_and_log_load_balancing_loss(
             probs, coeff, loss, "seq_load_balancing_loss", self.tp_cp_group, valid_token_count=len(scores_for_aux_loss)
@@ -158,21 +175,38 @@ class ChunkedTopKRouter(TopKRouter):
             router_replay=self.router_replay,
         )
 
-    def _route_last_chunk(self, logits_sbE: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Counts the tokens of each expert.
+
+        Args:
+            routing_map: [t, E] bool.
+            padding_mask: [t], True where a token is not to be counted. Megatron passes it on to its own method, which
+                needs a second dimension to combine it with the map.
+        """
+        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask.unsqueeze(-1))
+
+    def _route_last_chunk(self, logits_sbE: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """Routes the chunk that completes the micro-batch and attaches the micro-batch's losses to it."""
-        all_SBE = torch.cat([*self._earlier_logits, logits_sbE], dim=dim)
-        self._earlier_logits = []
+        logits, masks = zip(*self._earlier, (logits_sbE, chunk.padding_mask), strict=True)
+        self._earlier = []
+        all_SBE = torch.cat(logits, dim=chunk.dim)
+        padding_T = None if chunk.padding_mask is None else torch.cat(masks, dim=chunk.dim).reshape(-1)
         seq_length, micro_batch_size, num_experts = all_SBE.shape
-        all_TE = self.apply_z_loss(all_SBE.view(-1, num_experts))
+        all_TE = self.apply_z_loss(all_SBE.view(-1, num_experts), padding_T)
         all_SBE = all_TE.view(seq_length, micro_batch_size, num_experts)
-        own_size = logits_sbE.size(dim)
-        own_sbE = all_SBE.narrow(dim, all_SBE.size(dim) - own_size, own_size)
+        own_size = logits_sbE.size(chunk.dim)
+        own_sbE = all_SBE.narrow(chunk.dim, all_SBE.size(chunk.dim) - own_size, own_size)
         probs, routing_map = self._route_tokens(own_sbE)
         if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
             map_TE, scores_TE = compute_routing_scores_for_aux_loss(
-                all_TE, self.topk, self.score_function, fused=self.config.moe_router_fusion
+                all_TE, self.topk, self.score_function, fused=self.config.moe_router_fusion, padding_mask=padding_T
             )
-            probs = self._apply_aux_loss(probs, scores_TE, map_TE)
-            probs = self._apply_seq_aux_loss(probs, scores_TE, map_TE, seq_length, micro_batch_size)
-            probs = self._apply_global_aux_loss(probs, scores_TE, map_TE)
-        return self._with_locality_loss(probs, all_TE), routing_map
+            with_padding = padding_T is not None
+            probs = self._apply_aux_loss(probs, scores_TE, map_TE, with_padding)
+            probs = self._apply_seq_aux_loss(probs, scores_TE, map_TE, seq_length, micro_batch_size, with_padding)
+            probs = self._apply_global_aux_loss(probs, scores_TE, map_TE, with_padding)
+        return self._with_locality_loss(probs, all_TE, padding_T), routing_map
+
+
+def _flat(padding_mask: torch.Tensor | None) -> torch.Tensor | None:
+    return None if padding_mask is None else padding_mask.reshape(-1)

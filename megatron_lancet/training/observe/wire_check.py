@@ -193,7 +193,9 @@ class StepState:
     def __init__(self, stages: Sequence[torch.nn.Module]) -> None:
         self._random = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self._on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        self._tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
+        tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
+        # With --te-rng-tracker they are generators, which advance when they are drawn from.
+        self._tracked = {name: _state_of(one) for name, one in tracked.items()}
         modules = [module for stage in stages for module in stage.modules()]
         self._buffers = [
             (module, name, buffer, buffer.clone())
@@ -214,8 +216,7 @@ class StepState:
         torch.set_rng_state(of_torch)
         if self._on_device is not None:
             torch.cuda.set_rng_state(self._on_device)
-        if self._tracked:
-            tensor_parallel.get_cuda_rng_tracker().set_states(self._tracked)
+        self._restore_tracked()
         with torch.no_grad():
             for module, name, buffer, values in self._buffers:
                 buffer.copy_(values)
@@ -228,6 +229,21 @@ class StepState:
                 metrics[name].values.copy_(self._metrics[name])
         MTPLossLoggingHelper.tracker.clear()
         MTPLossLoggingHelper.tracker.update(self._mtp)
+
+    def _restore_tracked(self) -> None:
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        states = tracker.get_states()
+        for name, saved in self._tracked.items():
+            if isinstance(states[name], torch.Generator):
+                states[name].set_state(saved)
+            else:
+                states[name] = saved
+        if states:
+            tracker.set_states(states)
+
+
+def _state_of(state: torch.Tensor | torch.Generator) -> torch.Tensor:
+    return state.get_state() if isinstance(state, torch.Generator) else state
 
 
 def _reduced_parts(

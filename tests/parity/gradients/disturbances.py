@@ -34,6 +34,13 @@ def naive_aux_loss(stack: ExitStack) -> None:
     stack.enter_context(replaced(ChunkedTopKRouter, "forward", forward))
 
 
+def padding_is_counted(stack: ExitStack) -> None:
+    """Negative control: routers do not learn which tokens are padding."""
+    from megatron_lancet.model import transformer_block
+
+    stack.enter_context(replaced(transformer_block, "padding_of", lambda *_: None))
+
+
 def lost_weight_grad(stack: ExitStack) -> None:
     """Negative control: now and then a dW does not run."""
     from megatron_lancet.runtime.weight_grad_store import DeferredWeight

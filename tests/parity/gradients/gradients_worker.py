@@ -24,6 +24,7 @@ from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.schedule.wire import Wire
+from tests.layer_inputs import take_inputs
 from tests.parity.gradients.connections import shared_connections
 from tests.parity.gradients.disturbances import (
     DAMAGED_DEDUP,
@@ -33,6 +34,7 @@ from tests.parity.gradients.disturbances import (
     lost_flush,
     lost_weight_grad,
     naive_aux_loss,
+    padding_is_counted,
     same_prediction_twice,
     uses_added_one_by_one,
 )
@@ -73,6 +75,7 @@ def build(overrides: dict[str, Any]):
     from megatron_lancet.training.megatron.patches import core_attention_without_te
 
     overrides = dict(overrides)
+    give_inputs = take_inputs(overrides)
     overrides.pop("distributed_optimizer", None)  # of DDP
     position = overrides.pop("position_embedding_type", "learned_absolute")
     tied = overrides.pop("share_embeddings", False)
@@ -86,6 +89,7 @@ def build(overrides: dict[str, Any]):
     arguments = {"te": te, "position_embedding_type": position, "share_embeddings_and_output_weights": tied}
     with core_attention_without_te(not te and (config.multi_latent_attention or config.context_parallel_size > 1)):
         model = small_gpt(config, **arguments) if pattern is None else small_hybrid(config, pattern, **arguments)
+    give_inputs(model)
     if frozen is not None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(re.search(frozen, name) is None)
@@ -441,6 +445,7 @@ def all_results() -> dict[str, Any]:
     for name, (memory_bytes, num_chunks) in DW_MEMORY_CASES.items():
         results[name] = compare({}, num_chunks, erratic_wire, dw_memory_bytes=memory_bytes)
     results["naive-aux-loss/k=2"] = compare({}, 2, naive_aux_loss)
+    results["padding-counted/k=2"] = compare({"padded": True}, 2, padding_is_counted)
     results["uses-added-one-by-one/k=1"] = compare(VARIANTS["mtp-repeated"], 1, uses_added_one_by_one)
     results["same-prediction-twice/k=2"] = compare(VARIANTS["mtp-2"], 2, same_prediction_twice)
     results["lost-weight-grad/k=2"] = compare({}, 2, lost_weight_grad)

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, Any]] = {
     "EP2xTP2/erratic-wire/k=2": ("EP2xTP2", {}, 2, erratic_wire),
     "EP2xTP2/shared-expert/k=3": ("EP2xTP2", SHARED_EXPERT, 3, None),
     "EP2xTP2/dropout/k=1": ("EP2xTP2", {"hidden_dropout": 0.1, "attention_dropout": 0.1}, 1, None),
+    "EP2xTP2/padding/k=3": ("EP2xTP2", {**SHARED_EXPERT, "padded": True}, 3, None),
     "EP2xETP2/k=1": ("EP2xETP2", {}, 1, None),
     "EP2xETP2/bf16/k=1": ("EP2xETP2", {"bf16": True}, 1, None),
     "EP2xETP2/k=2": ("EP2xETP2", {}, 2, None),
@@ -64,6 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, Any]] = {
     "EP2xCP2/erratic-wire/k=2": ("EP2xCP2", {}, 2, erratic_wire),
     "EP4xCP2/k=1": ("EP4xCP2", {}, 1, None),
     "EP4xCP2/erratic-wire/k=2": ("EP4xCP2", {}, 2, erratic_wire),
+    "EP2xCP2/padding/k=2": ("EP2xCP2", {"padded": True, "calculate_per_token_loss": True}, 2, None),
     "EP2xTP2xCP2/k=1": ("EP2xTP2xCP2", {}, 1, None),
     "EP2xTP2xCP2/erratic-wire/k=2": ("EP2xTP2xCP2", {}, 2, erratic_wire),
 }

@@ -188,6 +188,12 @@ def test_gradient_comparison_detects_a_naive_aux_loss(results):
     assert found["logged"] > 100 * TOLERANCE
 
 
+def test_gradient_comparison_detects_padding_that_routers_count(results):
+    found = results[0]["padding-counted/k=2"]
+    assert found["gradients"]["decoder.layers.1.mlp.router.weight"] > 100 * TOLERANCE
+    assert found["logged"] > 100 * TOLERANCE
+
+
 def test_gradient_comparison_detects_mtp_weight_grads_that_are_added_in_another_order(results):
     assert 0 < max(results[0]["uses-added-one-by-one/k=1"]["gradients"].values()) <= TOLERANCE
 

@@ -117,6 +117,23 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     },
 }
 
+_PADDED = {**VARIANTS["two-aux-losses"], "padded": True}
+PADDED: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
+    *(("padding", _PADDED, k, {}) for k in (1, 3)),
+    ("padding-global", {**VARIANTS["global-aux-loss"], "padded": True}, 3, SEQUENCE),
+    ("padding-per-token", {**_PADDED, "calculate_per_token_loss": True}, 3, SEQUENCE),
+    ("padding-mtp-recompute", {**VARIANTS["mtp-2"], **FULL, "padded": True}, 3, {}),
+    ("padding-hybrid", {**HYBRID, **_PADDED}, 3, {"over": "gate"}),
+    ("padding-capacity", {**CAPACITY, **_PADDED}, 3, {"over": "experts"}),
+]
+"""Routers that do not count some tokens, beside :data:`CUTS`."""
+_PAIR = {"position_embedding_type": "rope", "rotary_pair": True}
+ROTARY_PAIRS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
+    ("rotary-pair-mtp", {**_PAIR, **MTP["mtp-1"]}, 3, {}),
+    ("rotary-pair-recompute", {**_PAIR, **FULL}, 3, SEQUENCE),
+]
+"""Queries and keys with rotary embeddings of their own."""
+
 SEQUENCE_MATTERS = (
     "two-aux-losses",
     "shared-expert-gate",
@@ -147,6 +164,8 @@ CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     *(("dense-first-layer", VARIANTS["dense-first-layer"], 2, {"over": o, **SEQUENCE}) for o in ("gate", "layer")),
     *((name, settings, k, {"over": "experts"}) for name, settings in WHOLE_ROUTING.items() for k in (1, 3)),
     ("capacity-probs", CAPACITY, 3, {"over": "experts", **SEQUENCE}),
+    *PADDED,
+    *ROTARY_PAIRS,
 ]
 """Further axes and ranges: name, overrides, chunks, fields of the plan."""
 
@@ -198,6 +217,10 @@ SEGMENTED: dict[str, tuple[dict[str, Any], Plan]] = {
     ),
     "segments/mtp-repeated": (
         VARIANTS["mtp-repeated"],
+        Plan((Segment(1, 4, 2), Segment(5, None, 3, ChunkDim.SEQUENCE, OverlapRange.GATE)), dw_window=4),
+    ),
+    "segments/padding": (
+        {**VARIANTS["mtp-repeated"], "padded": True},
         Plan((Segment(1, 4, 2), Segment(5, None, 3, ChunkDim.SEQUENCE, OverlapRange.GATE)), dw_window=4),
     ),
     "segments/all-whole/k=1": ({}, Plan((Segment(1, 2, 1), Segment(3, 3, 1)), dw_window=2)),

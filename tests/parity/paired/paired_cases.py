@@ -105,6 +105,7 @@ CASES: dict[str, Case] = {
     "capacity-padded": Case(WHOLE_ROUTING["capacity-padded"]),
     "jitter": Case(WHOLE_ROUTING["jitter"]),
     "chunks": Case(VARIANTS["two-aux-losses"], paired(fixed_plan(2))),
+    "chunks/padding": Case({**VARIANTS["two-aux-losses"], "padded": True}, paired(fixed_plan(2))),
     "chunks/one-micro-batch": Case({}, paired(fixed_plan(1), fixed_plan(2)), 1),
     "chunks-at-ends": Case({}, paired(fixed_plan(1), fixed_plan(2)), 4, True),
     "chunks-in-middle": Case({}, paired(fixed_plan(3), fixed_plan(1)), 4),

@@ -1,7 +1,16 @@
 import pytest
 import torch
 
-from megatron_lancet.model.chunking import Chunk, make_chunks, merge_hidden, split_hidden, split_rows
+from megatron_lancet.model.chunking import (
+    Chunk,
+    make_chunks,
+    merge_hidden,
+    split_hidden,
+    split_rows,
+    whole_micro_batch,
+)
+from megatron_lancet.model.documents.lengths import Documents
+from megatron_lancet.model.documents.packed import PackedMicroBatch
 from megatron_lancet.schedule.plan import ChunkDim, Segment
 
 WHOLE, BATCH = Segment(1, None, 1), Segment(1, None, 2)
@@ -61,3 +70,38 @@ def test_sequence_chunks_have_their_positions():
 
 def test_last_chunk_is_marked():
     assert [Chunk(index, 3).is_last for index in range(3)] == [False, False, True]
+
+
+def test_padding_is_split_along_either_dimension():
+    padding = torch.arange(15).view(3, 5)
+    whole = Chunk(0, 1, padding_mask=padding)
+    for segment, parts in ((BATCH, (padding[:, :3], padding[:, 3:])), (SEQUENCE, (padding[:2], padding[2:]))):
+        chunks = make_chunks(split_hidden(torch.zeros(3, 5, 1), segment), segment, whole)
+        assert [chunk.padding_mask.equal(part) for chunk, part in zip(chunks, parts, strict=True)] == [True, True]
+
+
+def test_tuples_of_rotary_embeddings_are_split_one_by_one():
+    per_position, per_sample = torch.arange(3).view(3, 1, 1, 1), torch.arange(15).view(3, 5, 1, 1)
+    whole = Chunk(0, 1, rotary_pos_emb=(per_position, (per_sample, None)))
+    in_samples, (last_sample, _) = make_chunks(split_hidden(torch.zeros(3, 5, 1), BATCH), BATCH, whole)[
+        1
+    ].rotary_pos_emb
+    assert in_samples is per_position
+    assert last_sample.equal(per_sample[:, 3:])
+    chunk = make_chunks(split_hidden(torch.zeros(3, 5, 1), SEQUENCE), SEQUENCE, whole)[1]
+    last_position, nested = chunk.rotary_pos_emb
+    assert last_position.equal(per_position[2:])
+    assert nested[0].equal(per_sample[2:])
+    assert nested[1] is None
+
+
+def test_tuples_of_rotary_embeddings_follow_documents():
+    documents = Documents(((2, 1), (3,)))
+    packed = PackedMicroBatch(documents, documents.positions())
+    first, second = torch.arange(3.0).view(3, 1, 1, 1), 10 * torch.arange(3.0).view(3, 1, 1, 1)
+    rotary = whole_micro_batch(None, (first, second), None, packed).rotary_pos_emb
+    assert isinstance(rotary, tuple)
+    queries, keys = rotary
+    assert isinstance(queries, torch.Tensor)
+    assert queries[..., 0, 0].tolist() == [[0, 0], [1, 1], [0, 2]]
+    assert keys.equal(10 * queries)

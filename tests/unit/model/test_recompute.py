@@ -7,7 +7,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import rms_norm
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lancet.model.recompute import DroppedOutputs, outputs_dropped_in_stock
+from megatron_lancet.model import recompute
+from megatron_lancet.model.recompute import DroppedOutputs, maybe_recomputed, outputs_dropped_in_stock
+from megatron_lancet.patching import replaced
 from megatron_lancet.training.megatron.patches import dropped_outputs
 
 
@@ -187,3 +189,39 @@ def test_outputs_are_dropped_in_stock_on_request_only():
         assert isinstance(tensor_parallel.CheckpointWithoutOutput(), stock)
     with pytest.raises(AssertionError, match="own class"), outputs_dropped_in_stock(True):
         pass
+
+
+class GraphSafeTracker:
+    """Megatron's tracker of random states where these are generators, as with ``--te-rng-tracker``."""
+
+    def __init__(self) -> None:
+        self.states_ = {"model-parallel-rng": torch.Generator().manual_seed(5)}
+
+    def get_states(self) -> dict[str, torch.Generator]:
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, torch.Generator]) -> None:
+        self.states_ = states
+
+    def draw(self, size: torch.Size) -> torch.Tensor:
+        return torch.rand(size, generator=self.states_["model-parallel-rng"])
+
+
+def test_recomputed_dropout_draws_the_same_numbers_from_generators_that_advance():
+    tracker = GraphSafeTracker()
+    masks = []
+
+    def drop(hidden: torch.Tensor) -> torch.Tensor:
+        masks.append(tracker.draw(hidden.shape))
+        return (hidden * masks[-1]).square()
+
+    hidden = [torch.ones(8, requires_grad=True) for _ in range(2)]
+    with replaced(recompute.tensor_parallel, "get_cuda_rng_tracker", lambda: tracker):
+        outputs = [maybe_recomputed(True, drop, one) for one in hidden]
+        after_forward = tracker.states_["model-parallel-rng"].get_state()
+        torch.stack(outputs).sum().backward()
+    first, second, *_ = masks
+    assert not first.equal(second)
+    assert [one.grad.equal(2 * mask.square()) for one, mask in zip(hidden, (first, second), strict=True)] == [True] * 2
+    assert len(masks) == 4
+    assert tracker.states_["model-parallel-rng"].get_state().equal(after_forward)

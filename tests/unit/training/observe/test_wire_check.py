@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from megatron_lancet.training.observe import wire_check
 from megatron_lancet.training.observe.wire_check import RecordedData, StepState, why_not_checked
 
 
@@ -76,6 +77,19 @@ def test_a_pass_that_was_undone_leaves_nothing(monkeypatch, num_before):
         {"loss_values": [1.0]} if num_before else {}
     )
     assert (counting(), counting()) == drawn
+
+
+def test_random_states_that_are_generators_are_put_back(monkeypatch):
+    """As with --te-rng-tracker; the objects stay, because modules and CUDA graphs know them."""
+    generator = torch.Generator().manual_seed(3)
+    states = {"model-parallel-rng": generator}
+    tracker = SimpleNamespace(get_states=lambda: dict(states), set_states=states.update)
+    monkeypatch.setattr(wire_check.tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    state = StepState([])
+    drawn = torch.rand(4, generator=generator)
+    state.restore()
+    assert states == {"model-parallel-rng": generator}
+    assert torch.rand(4, generator=generator).equal(drawn)
 
 
 def stage(**config):
