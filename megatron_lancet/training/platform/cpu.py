@@ -81,7 +81,9 @@ def _create_on_cpu(stock: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
 def _type_as_on_gpu(stock: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """``Tensor.type()`` as a GPU would answer: the optimizers compare it with ``torch.cuda.*Tensor`` names."""
     answer = stock(tensor, *args, **kwargs)
-    return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+    if not isinstance(answer, str) or answer.startswith("torch.cuda."):  # a subclass calls this function twice
+        return answer
+    return answer.replace("torch.", "torch.cuda.", 1)
 
 
 _RETURN_NOTHING = ("set_device", "set_stream", "synchronize", "empty_cache", "manual_seed_all")
