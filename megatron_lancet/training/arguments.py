@@ -210,6 +210,13 @@ def _check_local_modules(args: argparse.Namespace) -> None:
         )
     if args.num_experts and args.moe_shared_expert_intermediate_size and args.add_bias_linear:
         raise UsageError("Megatron's shared experts have no bias: pass --disable-bias-linear.")
+    for flag, is_set in {"--qk-clip": args.qk_clip, "--log-max-attention-logit": args.log_max_attention_logit}.items():
+        if is_set and is_local:
+            raise UsageError(
+                f"{flag} reads the largest logits of Transformer Engine's attention, and --transformer-impl is local, "
+                "as it is on a CPU without Transformer Engine: drop the flag, or pass --transformer-impl "
+                "transformer_engine."
+            )
     if args.multi_latent_attention and args.q_lora_rank is None and args.qk_layernorm and is_local:
         raise UsageError(
             "--qk-layernorm with --multi-latent-attention has no query norm in Megatron's local modules unless queries "

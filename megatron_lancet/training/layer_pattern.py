@@ -43,6 +43,12 @@ def check_hybrid_pattern(args: argparse.Namespace) -> None:
             "--hybrid-layer-pattern builds layers of Transformer Engine only, and --transformer-impl is local, as it "
             "is in every run without a GPU. Run it on GPUs without --transformer-impl local, or train a GPT."
         )
+    if args.overlap_moe_expert_parallel_comm:  # the mapping to a plan would have cleared it
+        raise UsageError(
+            "--overlap-moe-expert-parallel-comm does not work with --hybrid-layer-pattern on Megatron's own modules: "
+            "its hybrid model has no such schedule. Drop the flag, or let a plan overlap: *, +, E and - layers with "
+            "expert parallelism, without --lancet-plan off."
+        )
 
 
 def other_layers(args: argparse.Namespace) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer
@@ -148,11 +149,17 @@ def _loss(
 
 
 def forward_step(
-    data_iterator: Any, model: torch.nn.Module, bins: BinsChoice | None = None
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+    data_iterator: Any,
+    model: torch.nn.Module,
+    *,
+    return_schedule_plan: bool = False,
+    bins: BinsChoice | None = None,
+) -> tuple[torch.Tensor | AbstractSchedulePlan, Callable[[torch.Tensor], Any]]:
     """Run one micro-batch through this stage; returns its output and the function that computes the loss from it.
 
     Args:
+        return_schedule_plan: Megatron's own overlap (``--overlap-moe-expert-parallel-comm``) sets it. The step then
+            runs nothing and returns Megatron's schedule of the micro-batch in place of the output.
         bins: how documents were dealt to micro-batches; None for samples of one length.
     """
     timers = get_timers()
@@ -169,5 +176,6 @@ def forward_step(
             further["packed_seq_params"] = batch.packed_seq_params(is_ours, by_document=bins is not None)
         batch = {key: batch.tensors.get(key) for key in _BATCH_KEYS}
     inputs, loss_mask = (batch["tokens"], batch["position_ids"], batch["attention_mask"]), batch["loss_mask"]
-    output = model(*inputs, labels=batch["labels"], loss_mask=loss_mask, **further)
+    run = cast(Any, model).build_schedule_plan if return_schedule_plan else model
+    output = run(*inputs, labels=batch["labels"], loss_mask=loss_mask, **further)
     return output, partial(_loss, cast(torch.Tensor, loss_mask))

@@ -128,6 +128,11 @@ _TRAINING: tuple[Seam, ...] = (
     (training, "build_pretraining_data_loader", ("dataset", "consumed_samples")),
     (training, "train_step", ("forward_step_func", "data_iterator", "model", "forward_backward_func")),
     (GPTModel, "forward", ("loss_mask", "padding_mask")),
+    (
+        GPTModel,
+        "build_schedule_plan",
+        ("input_ids", "position_ids", "attention_mask", "labels", "loss_mask", "packed_seq_params"),
+    ),
     (GPTModel, "sharded_state_dict", ("metadata",)),
     (checkpointing, "_build_sharded_state_dict_metadata", ("args",)),
     (mapping, "apply_factories", ("sharded_state_dict",)),

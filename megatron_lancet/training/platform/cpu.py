@@ -81,7 +81,9 @@ def _create_on_cpu(stock: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
 def _type_as_on_gpu(stock: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """``Tensor.type()`` as a GPU would answer: the optimizers compare it with ``torch.cuda.*Tensor`` names."""
     answer = stock(tensor, *args, **kwargs)
-    return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+    if not isinstance(answer, str) or answer.startswith("torch.cuda."):  # a subclass calls this function twice
+        return answer
+    return answer.replace("torch.", "torch.cuda.", 1)
 
 
 _RETURN_NOTHING = ("set_device", "set_stream", "synchronize", "empty_cache", "manual_seed_all")
@@ -156,6 +158,8 @@ def cpu_platform() -> Iterator[None]:
             stack.enter_context(around(torch, name, _create_on_cpu))
         stack.enter_context(around(torch.Tensor, "type", _type_as_on_gpu))
         stack.enter_context(replaced(torch.Tensor, "cuda", lambda value, *_, **__: value))
+        # It tells the allocator which streams still use a tensor; a CPU's allocator has no streams.
+        stack.enter_context(replaced(torch.Tensor, "record_stream", _constant(None)))
         stack.enter_context(replaced(torch.nn.Module, "cuda", lambda value, *_, **__: value))
         # DataLoader pins memory where an accelerator is available; none is.
         stack.enter_context(replaced(torch.accelerator, "is_available", lambda: False))

@@ -39,6 +39,8 @@ _GPU_ONLY = {
     "optimizer_cpu_offload": "--optimizer-cpu-offload",
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
     "async_save": "--async-save",
+    "nccl_ub": "--use-nccl-ub",
+    "init_model_with_meta_device": "--init-model-with-meta-device",
 }
 """Arguments that change results or memory use and have no counterpart on a CPU."""
 

@@ -1,0 +1,133 @@
+"""Stock modules and Megatron's own overlap: no flag and no reason without a row, and the step as Megatron calls it."""
+
+import argparse
+import copy
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
+
+from megatron_lancet.config import BinsChoice, LancetConfig
+from megatron_lancet.training.megatron import gpt_data
+from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
+from megatron_lancet.training.plan.select import choose_plan
+from megatron_lancet.training.plan.support import OVERLAP_FLAGS, UNSUPPORTED
+from tests.parity.stock_overlap.rows import FLAGS, REASONS, REFUSED, ROWS, NoRow
+from tests.unit.training.test_flags_table import RUN, words_for
+from tests.unit.training.validated import set_as_validation_does
+
+ABOUT_OVERLAP = re.compile(r"overlap|(delay|defer).*wgrad|wgrad.*(delay|defer)", re.DOTALL)
+NEEDS = {
+    "--recompute-modules": ["--recompute-granularity", "selective"],
+    "--dataloader-inter-document-masking": ["--transformer-impl", "transformer_engine", "--context-parallel-size", "2"],
+}
+VALUES = {
+    "--transformer-impl": ["inference_optimized"],
+    "--recompute-modules": ["layernorm"],
+    "--hybrid-layer-pattern": ["ME"],
+    "--cuda-graph-impl": ["transformer_engine"],
+}
+"""Values that are refused, where any other value is not."""
+
+
+@pytest.fixture(scope="module")
+def parser():
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def test_each_overlap_flag_of_megatrons_parser_has_a_row(parser):
+    found = {
+        action.option_strings[0]
+        for action in parser._actions
+        if ABOUT_OVERLAP.search(" ".join([*action.option_strings, action.dest, action.help or ""]).lower())
+    }
+    assert found == set(FLAGS)
+
+
+def test_each_reason_for_stock_modules_has_a_row():
+    assert {flag for entry in UNSUPPORTED for flag in entry.flags.split()} == set(REASONS)
+
+
+def test_rows_set_the_flags_that_they_are_named_for(parser):
+    runs = {**REFUSED, **ROWS}
+    named = [(flag, row) for table in (FLAGS, REASONS) for flag, row in table.items() if not isinstance(row, NoRow)]
+    assert {row for _, row in named} <= set(runs)
+    assert [(flag, row) for flag, row in named if flag not in runs[row].flags.split()] == []
+
+
+@pytest.mark.parametrize("flag", REASONS)
+def test_reason_leaves_overlap_to_megatron(parser, flag):
+    """Each reason by itself: no plan, all of Megatron's own overlap flags as they were, and a line with the reason."""
+    words = [flag, *VALUES[flag]] if flag in VALUES else words_for(parser._option_string_actions[flag], flag)
+    args = parser.parse_args([*RUN, *NEEDS.get(flag, []), *words, *OVERLAP_FLAGS])
+    args.rank, args.world_size = 0, 2
+    set_as_validation_does(args)
+    before = copy.deepcopy(vars(args))
+    assert map_overlap_flags(args, LancetConfig()) is None
+    assert vars(args) == before
+    # Documents cut over ranks are refused in stock modules, too: there is no run whose overlap could be Megatron's.
+    if flag != "--dataloader-inter-document-masking":
+        plan, line = choose_plan(args, LancetConfig())
+        assert plan is None
+        assert line.startswith(f"off: {flag}")
+        assert line.endswith("Stock Megatron modules, nothing is overlapped")
+
+
+class _Schedule(AbstractSchedulePlan):
+    """What Megatron's model returns for a micro-batch."""
+
+    @staticmethod
+    def run(*_, **__):
+        raise AssertionError("Megatron runs it, not the step")
+
+
+class _Model(torch.nn.Module):
+    """Megatron's model as its loop hands it to a step, without DDP, FSDP or Float16Module around it."""
+
+    vp_stage = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple, dict]] = []
+
+    def forward(self, *inputs, **further):
+        self.calls.append(("forward", inputs, further))
+        return torch.ones(2, 3)
+
+    def build_schedule_plan(self, *inputs, **further):
+        self.calls.append(("schedule", inputs, further))
+        return _Schedule()
+
+
+@pytest.fixture
+def batch(monkeypatch):
+    """A micro-batch of two samples, and what Megatron's globals are for a step."""
+    batch = dict.fromkeys(gpt_data._BATCH_KEYS)
+    batch |= {"tokens": torch.zeros(2, 3), "labels": torch.ones(2, 3), "loss_mask": torch.ones(2, 3)}
+    timer = SimpleNamespace(start=lambda: None, stop=lambda: None)
+    monkeypatch.setattr(gpt_data, "get_timers", lambda: lambda *_, **__: timer)
+    monkeypatch.setattr(gpt_data, "_next_batch", lambda *_: batch)
+    args = SimpleNamespace(check_for_nan_in_loss_and_grad=False, check_for_spiky_loss=False)
+    monkeypatch.setattr(gpt_data, "get_args", lambda: args)
+    monkeypatch.setattr(gpt_data, "get_rerun_state_machine", lambda: SimpleNamespace(validate_result=lambda **_: None))
+    return batch
+
+
+@pytest.mark.parametrize("bins", [None, BinsChoice.PADDED])
+def test_step_returns_megatrons_schedule_with_the_inputs_of_its_forward(batch, bins):
+    """Megatron asks for it in the same way with CUDA graphs and FSDP, which no test machine runs."""
+    model = _Model()
+    output, _ = gpt_data.forward_step(iter([]), model, bins=bins)
+    schedule, loss_of = gpt_data.forward_step(iter([]), model, return_schedule_plan=True, bins=bins)
+    assert isinstance(output, torch.Tensor)
+    assert isinstance(schedule, _Schedule)
+    (first, *inputs), (second, *same_inputs) = model.calls
+    assert (first, second) == ("forward", "schedule")
+    assert inputs == same_inputs
+    assert inputs[1].keys() == {"labels", "loss_mask"}
+    loss, num_tokens, reported = loss_of(torch.full((2, 3), 0.5))
+    assert (loss.item(), num_tokens.item(), reported["lm loss"].tolist()) == (3.0, 6, [3.0, 6.0])
