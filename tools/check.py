@@ -4,8 +4,8 @@
     lancet-check --json found.json --num-layers 16 --hidden-size 1024 ... (flags of Megatron)
 
 The launch is shrunk: few layers, small sizes, two ranks on each parallel axis; axes, routers, recompute, losses stay.
-Ends with status 0 if everything is equal, 1 if something differs, and 2 for a launch that is not checked. What is and
-is not checked: docs/check.md.
+Ends with status 0 if everything is equal, 1 if something differs, 2 for a launch that is not checked, and 3 if stock is
+equal and the overlap could not be compared. What is and is not checked: docs/check.md.
 """
 
 import argparse
