@@ -31,7 +31,7 @@ def run_check(options: argparse.Namespace, launch_words: list[str]) -> int:
         UsageError: there is no such launch, or it is not checked or refused.
     """
     start_s = time.monotonic()
-    launch = read_launch(launch_words)
+    launch = read_launch(launch_words, options.trust_script)
     if options.dry_run:
         _dry_run(launch)
         return 0
