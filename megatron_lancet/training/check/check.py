@@ -189,9 +189,10 @@ def check(shrunk: Shrunk, folder: Path, with_ours: bool = True, **settings: obje
     padding = bool(settings.get("padding"))
     stock, stock_seeds = _with_seeds(lambda seed: checker.stock(shrunk.words, shrunk.layout, seed))
     guilt = checker.guilt(stock_seeds[0]) if stock_seeds else None
-    ours, our_seeds, why = None, (), "--stock-only"
+    compared: tuple[Comparison | None, tuple[int, ...], str] = (None, (), "--stock-only")
     if with_ours:
-        ours, our_seeds, why = _ours(checker, shrunk) if not padding else (None, (), _NO_PADDING)
+        compared = (None, (), _NO_PADDING) if padding else _ours(checker, shrunk)
+    ours, our_seeds, why = compared
     return Finding(shrunk, stock, ours, why, guilt, stock_seeds, our_seeds, checker.num_runs, with_ours)
 
 

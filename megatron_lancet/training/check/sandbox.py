@@ -39,10 +39,10 @@ _CAP_AMBIENT_CLEAR_ALL, _SECCOMP_MODE_FILTER, _CAPABILITY_VERSION = 4, 2, 0x2008
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 _CALLS = {
-    "x86_64": (0xC000003E, {"socket": 41, "socketpair": 53, "keys": (248, 249, 250)}),
-    "aarch64": (0xC00000B7, {"socket": 198, "socketpair": 199, "keys": (217, 218, 219)}),
+    "x86_64": (0xC000003E, 41, 53, (248, 249, 250)),
+    "aarch64": (0xC00000B7, 198, 199, (217, 218, 219)),
 }
-"""Each machine's number for the kernel's filters, and its numbers of system calls."""
+"""Each machine's number for the kernel's filters, and of the calls for a socket, a pair of sockets, and keys."""
 _IO_URING_SETUP = 425
 _OTHER_TABLES = 0x40000000
 """System calls from here on are of the x32 table, which has other numbers."""
@@ -185,7 +185,7 @@ def filter_of_calls(machine: str) -> list[tuple[int, int, int, int]]:
     """
     if machine not in _CALLS:
         raise OSError(f"system calls of {machine} are not known")
-    architecture, numbers = _CALLS[machine]
+    architecture, socket, socketpair, keys = _CALLS[machine]
     load, equal, at_least, both, end = 0x20, 0x15, 0x35, 0x54, 0x06
     refuse, allow = (end, 0, 0, 0x00050000 | 13), (end, 0, 0, 0x7FFF0000)  # EACCES
 
@@ -199,10 +199,10 @@ def filter_of_calls(machine: str) -> list[tuple[int, int, int, int]]:
 
     program = [(load, 0, 0, 4), (equal, 1, 0, architecture), refuse, (load, 0, 0, 0), (at_least, 0, 1, _OTHER_TABLES)]
     program.append(refuse)
-    for number in (_IO_URING_SETUP, *numbers["keys"]):
+    for number in (_IO_URING_SETUP, *keys):
         program += if_called(number, [refuse])
-    program += if_called(numbers["socket"], only(16, 0xFFFFFFFF, _OWN_FAMILIES))
-    program += if_called(numbers["socketpair"], only(24, 0xF, (1,)))  # a stream can't be sent to another address
+    program += if_called(socket, only(16, 0xFFFFFFFF, _OWN_FAMILIES))
+    program += if_called(socketpair, only(24, 0xF, (1,)))  # a stream can't be sent to another address
     return [*program, allow]
 
 
