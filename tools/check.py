@@ -3,9 +3,10 @@
     lancet-check examples/qwen3_30b_a3b.sh
     lancet-check --json found.json --num-layers 16 --hidden-size 1024 ... (flags of Megatron)
 
+A script is run to see what it starts, with files read-only and without network: docs/security.md.
 The launch is shrunk: few layers, small sizes, two ranks on each parallel axis; axes, routers, recompute, losses stay.
-Ends with status 0 if everything is equal, 1 if something differs, and 2 for a launch that is not checked. What is and
-is not checked: docs/check.md.
+Ends with status 0 if everything is equal, 1 if something differs, 2 for a launch that is not checked, and 3 if stock is
+equal and the overlap could not be compared. What is and is not checked: docs/check.md.
 """
 
 import argparse
@@ -31,6 +32,9 @@ def main() -> None:
         "--te", action="store_true", help="keep layers of Transformer Engine, where it computes without a GPU"
     )
     parser.add_argument("--stock-only", action="store_true", help="do not compare the overlap")
+    parser.add_argument(
+        "--trust-script", action="store_true", help="run the launch script without isolation, with access to all files"
+    )
     parser.add_argument("--dry-run", action="store_true", help="run the launch dry instead: docs/dry_run.md")
     parser.add_argument(
         "--timeout-s", type=positive_float, default=300.0, metavar="S", help="of each run (default %(default)s)"

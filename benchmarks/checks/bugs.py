@@ -2,6 +2,7 @@
 
 Those of Megatron that are fixed in the installed version are put back, from their descriptions, into the ranks of the
 launch; one rank alone does not have them. Those of the overlap are put into its modules, which stock does not run.
+#6470 brings the repair of #5916 to another branch of Megatron: it is the same fault, put back in another way.
 """
 
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ class Bug:
         prepare: puts it back; None if the installed version has it.
         padding: whether samples need padding.
         is_ours: whether it is one of the overlap: stock is right.
+        same_fault_as: name of a bug above that computes the same wrong values; empty for a fault of its own.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Bug:
     prepare: Prepare | None = None
     padding: bool = False
     is_ours: bool = False
+    same_fault_as: str = ""
 
 
 @contextmanager
@@ -194,7 +197,13 @@ BUGS = (
         experts_in_dense_buffers,
     ),
     Bug(
-        "#6470", "the norm takes TP for the owners of experts", _TP_EP, ("TP",), "grad norm", dense_ownership_of_experts
+        "#6470",
+        "the norm takes TP for the owners of experts",
+        _TP_EP,
+        ("TP",),
+        "grad norm",
+        dense_ownership_of_experts,
+        same_fault_as="#5916",
     ),
     Bug(
         "#7165",

@@ -14,6 +14,27 @@ YAML_LOADERS = {"load", "load_all", "unsafe_load", "full_load", "unsafe_load_all
 NUMPY_READERS = {"load"}
 SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"}
 
+PROCESSES = {
+    *(f"subprocess.{name}" for name in ("Popen", "run", "call", "check_call", "check_output")),
+    *("Popen", "os.posix_spawn", "os.posix_spawnp"),
+}
+STARTS = {
+    "megatron_lancet/training/check/script.py": "a launch script, isolated or by --trust-script",
+    "megatron_lancet/training/check/sandbox.py": "the same, as the one who isolates it",
+    "megatron_lancet/cli/training_process.py": "our own training",
+    "tools/check_gpu.py": "our own tests and benchmarks",
+    **dict.fromkeys(
+        (
+            *("benchmarks/harness/origin.py", "benchmarks/harness/namespaces.py", "benchmarks/harness/ranks.py"),
+            *("benchmarks/parts/wire_sharing.py", "benchmarks/parts/wire_training.py", "benchmarks/demo/link.py"),
+            *("benchmarks/demo/data.py", "benchmarks/demo/job.py", "benchmarks/causes/inject.py"),
+            *("benchmarks/from_trace/tracelens_figures.py", "benchmarks/from_trace/hta_overlap.py"),
+        ),
+        "our own benchmarks, git and ip",
+    ),
+}
+"""Files that start processes, and what they start: none starts what it reads, but the first two."""
+
 UNPICKLER = "import pickle\nclass Own(pickle.Unpickler):\n    def find_class(self, module, name):\n        {}"
 
 
@@ -107,6 +128,30 @@ def call_dangers(call: ast.Call) -> list[str]:
     if is_true(call, "trust_remote_code"):
         found.append(f"{name} with trust_remote_code")
     return found
+
+
+def starts(text: str) -> list[str]:
+    """Calls that start a process, as ``line: what``: a script may be behind any of them."""
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    names = [(call.lineno, dotted(call.func)) for call in calls]
+    return [f"{line}: {name}" for line, name in names if name in PROCESSES or name.startswith(("os.exec", "os.spawn"))]
+
+
+def test_processes_are_started_in_listed_files_only():
+    found = {str(path.relative_to(REPOSITORY)) for path in sources() if starts(path.read_text())}
+    assert found == set(STARTS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "subprocess.Popen([bash, script])",
+        "subprocess.run(['bash', path], check=True)",
+        "os.execv(bash, [bash, script])",
+    ],
+)
+def test_start_of_a_script_is_found(text):
+    assert starts(text)
 
 
 def test_source_has_no_call_that_runs_data():

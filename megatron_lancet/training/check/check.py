@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from megatron_lancet.training.check.compare import Comparison, Outcome, compare, outcome_of
@@ -12,8 +13,10 @@ from megatron_lancet.training.check.shrink import Shrunk
 from megatron_lancet.training.check.worker import Prepare, Task
 
 _STOCK = ["--lancet-plan", "off"]
-_SEEDS = (1, 2)
-"""Seeds of the samples. A difference that only one of them has is a token that rounding sent to another expert."""
+SEEDS = (1, 2)
+"""Seeds of the samples. The second one is drawn where the first one shows a difference: does that depend on them?"""
+_NO_PADDING = "samples with padding are compared for stock only"
+_NO_OVERLAP = "stock modules: there is nothing to overlap, or the launch asks for what the overlap does not do"
 _FEATURES = {
     "the distributed optimizer": ("--use-distributed-optimizer", "--overlap-param-gather"),
     "overlapped reductions": ("--overlap-grad-reduce", "--overlap-param-gather"),
@@ -27,6 +30,15 @@ _FEATURES = {
     "latent attention": ("--multi-latent-attention", "--qk-layernorm"),
 }
 """What is removed, one at a time, beside the axes, where a launch has it: its flags."""
+
+
+class Verdict(StrEnum):
+    """What a check says of a launch."""
+
+    EQUAL = "equal"
+    DIFFERS = "differs"
+    NOT_COMPARED = "not compared"
+    """Stock is equal, and the overlap, which was to be compared, did not run."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +63,12 @@ class Finding:
     Attributes:
         stock: stock Megatron with the layout, compared with one rank.
         ours: the overlap, compared with stock with the same layout; None where it did not run.
-        why_not_ours: why it did not.
+        why_not_ours: why it did not; empty where it did.
         guilt: of stock's difference; None without one.
-        flipped: whether a difference was there with one seed of the samples only.
+        stock_seeds: seeds of the samples that show a difference of stock. One is enough for a difference.
+        our_seeds: those that show one of the overlap.
         num_runs: runs that the check took.
+        with_ours: whether the overlap was to be compared.
     """
 
     shrunk: Shrunk
@@ -62,13 +76,22 @@ class Finding:
     ours: Comparison | None
     why_not_ours: str
     guilt: Guilt | None
-    flipped: bool
+    stock_seeds: tuple[int, ...]
+    our_seeds: tuple[int, ...]
     num_runs: int
+    with_ours: bool = True
 
     @property
     def differs(self) -> bool:
-        """Whether stock or the overlap does."""
+        """Whether stock or the overlap does, with any seed."""
         return self.stock.differs or (self.ours is not None and self.ours.differs)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the check says of the launch."""
+        if self.differs:
+            return Verdict.DIFFERS
+        return Verdict.NOT_COMPARED if self.with_ours and self.ours is None else Verdict.EQUAL
 
 
 class Checker:
@@ -164,34 +187,36 @@ def check(shrunk: Shrunk, folder: Path, with_ours: bool = True, **settings: obje
     """
     checker = Checker(shrunk, folder, **settings)  # type: ignore[arg-type]
     padding = bool(settings.get("padding"))
-    words, layout = shrunk.words, shrunk.layout
-    stock, flipped = checker.stock(words, layout, _SEEDS[0]), False
-    seed = _SEEDS[0]
-    if stock.differs:
-        again = checker.stock(words, layout, _SEEDS[1])
-        if not again.differs:
-            stock, flipped, seed = again, True, _SEEDS[1]
-    guilt = checker.guilt(seed) if stock.differs else None
-    ours, why = None, "--stock-only"
+    stock, stock_seeds = _with_seeds(lambda seed: checker.stock(shrunk.words, shrunk.layout, seed))
+    guilt = checker.guilt(stock_seeds[0]) if stock_seeds else None
+    compared: tuple[Comparison | None, tuple[int, ...], str] = (None, (), "--stock-only")
     if with_ours:
-        ours, why = _ours(checker, shrunk, seed) if not padding else (None, "samples with padding are compared for stock only")
-    return Finding(shrunk, stock, ours, why, guilt, flipped, checker.num_runs)
+        compared = (None, (), _NO_PADDING) if padding else _ours(checker, shrunk)
+    ours, our_seeds, why = compared
+    return Finding(shrunk, stock, ours, why, guilt, stock_seeds, our_seeds, checker.num_runs, with_ours)
 
 
-def _ours(checker: Checker, shrunk: Shrunk, seed: int) -> tuple[Comparison | None, str]:
+def _with_seeds(compared: Callable[[int], Comparison]) -> tuple[Comparison, tuple[int, ...]]:
+    """A comparison, and the seeds that show a difference: the others are compared only where the first one does."""
+    first = compared(SEEDS[0])
+    if not first.differs:
+        return first, ()
+    return first, (SEEDS[0], *(seed for seed in SEEDS[1:] if compared(seed).differs))
+
+
+def _ours(checker: Checker, shrunk: Shrunk) -> tuple[Comparison | None, tuple[int, ...], str]:
     words, layout = shrunk.words, shrunk.layout
+
+    def compared(seed: int) -> Comparison:
+        return compare(checker.run(words, layout, shrunk.ours, seed), checker.run(words, layout, _STOCK, seed))
+
     try:
-        found = checker.run(words, layout, shrunk.ours, seed)
+        found = checker.run(words, layout, shrunk.ours, SEEDS[0])
     except RefusedRunError as refusal:
-        return None, f"refused: {refusal}"
+        return None, (), f"refused: {refusal}"
     if not found.overlaps:
-        return None, "stock modules: there is nothing to overlap, or the launch asks for what the overlap does not do"
-    result = compare(found, checker.run(words, layout, _STOCK, seed))
-    other = _SEEDS[1]
-    if result.differs and seed != other:
-        again = compare(checker.run(words, layout, shrunk.ours, other), checker.run(words, layout, _STOCK, other))
-        result = result if again.differs else again
-    return result, ""
+        return None, (), _NO_OVERLAP
+    return *_with_seeds(compared), ""
 
 
 def _without(words: list[str], flags: tuple[str, ...]) -> list[str]:

@@ -1,100 +1,33 @@
 """What a launch script would start: it is run with stand-ins for launchers, which write their command line down.
 
-Nothing is trained, installed, downloaded or removed: commands that do so are stand-ins as well. The script runs in a
-folder of its own, where the files of the current folder are seen.
+The script runs in namespaces of its own (:mod:`sandbox`): it sees files read-only and no network, so that whatever it
+does by commands without a stand-in has no effect either. Where that is impossible, the user is asked.
 """
 
-import json
 import os
 import re
-import shutil
-import signal
-import stat
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.training.check.script import NotIsolatedError, Started, run_script
+from megatron_lancet.training.check.stand_ins import LAUNCHED_BY, RECORD, program_of
 
-_LIMIT_S = 60.0
-_RECORD = "LANCET_LAUNCH_RECORD"
-_LAUNCHERS = ("torchrun", "deepspeed", "ft_launcher")
-_PYTHONS = ("python", "python3")
-_WRAPPERS = ("srun", "mpirun", "mpiexec", "singularity", "apptainer", "enroot", "docker", "sudo")
-_WITHOUT_EFFECT = (
-    *("rm", "mkdir", "mv", "cp", "ln", "chmod", "chown", "touch", "wget", "curl", "git", "ssh", "scp", "rsync", "pip"),
-    *(
-        "pip3",
-        "conda",
-        "module",
-        "sbatch",
-        "scancel",
-        "pkill",
-        "killall",
-        "kill",
-        "sleep",
-        "apt",
-        "apt-get",
-        "ray",
-        "uv",
-    ),
+TRUST_FLAG = "--trust-script"
+_OWN_VARIABLES = (
+    *("PWD", "OLDPWD", "SHLVL", "_", "PATH", "PYTHONPATH", "SHELLOPTS", "TMPDIR"),
+    *(RECORD, LAUNCHED_BY),
 )
-_SHELLS = ("bash", "sh", "env", "numactl")
-_OWN_VARIABLES = ("PWD", "OLDPWD", "SHLVL", "_", "PATH", "PYTHONPATH", "SHELLOPTS", _RECORD)
+_OF_A_MODEL = ("--num-layers", "--use-checkpoint-args", "--yaml-cfg")
+"""Flags that a training of Megatron has, and other programs that a script starts by a launcher have not."""
 
 _OF_A_CLUSTER = {
     **{"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "NODE_RANK": "0", "RDZV_ENDPOINT": "localhost:29500"},
     **{"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "localhost"},
 }
 """Variables that schedulers set and scripts read, where they are not set here."""
-
-_RECORDER = f'''"""Writes the command line of a launch down, in place of what it starts."""
-import json, os, sys
-def _start():
-    words = list(sys.orig_argv[1:])
-    launches = any(word in ("torch.distributed.run", "torch.distributed.launch", "deepspeed") for word in words)
-    launches = launches or any(os.path.basename(word) in {_LAUNCHERS!r} for word in words[:3])
-    trains = any(os.path.basename(word).startswith("pretrain") and word.endswith(".py") for word in words)
-    if launches or trains:
-        record = os.environ.get({_RECORD!r})
-        if record and not os.path.exists(record):
-            with open(record, "w") as file:
-                json.dump({{"words": words, "environment": dict(os.environ)}}, file)
-        os._exit(0)
-_start()
-'''
-_LAUNCHER_STUB = """#!/bin/sh
-exec {python} -m torch.distributed.run "$@"
-"""
-_PYTHON_STUB = """#!/bin/sh
-PYTHONPATH={folder}${{PYTHONPATH:+:$PYTHONPATH}} exec {python} "$@"
-"""
-_WRAPPER_STUB = """#!/bin/sh
-while [ $# -gt 0 ]; do
-    case "${{1##*/}}" in
-        {commands}) exec "$@" ;;
-    esac
-    shift
-done
-"""
-_GPUS_STUB = """#!/bin/sh
-for gpu in 0 1 2 3 4 5 6 7; do echo "GPU $gpu"; done
-"""
-_HOSTS_STUB = """#!/bin/sh
-echo localhost
-"""
-_SHELL_STUB = """#!{bash}
-exec {bash} "$@"
-"""
-_TEE_STUB = """#!/bin/sh
-exec cat
-"""
-_NO_CLOBBER = {"SHELLOPTS": "noclobber"}
-"""Makes bash refuse to write over files: the script must not empty the log of an earlier run."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +45,14 @@ class Launch:
     environment: Mapping[str, str]
 
 
-def read_launch(words: Sequence[str]) -> Launch:
+def read_launch(words: Sequence[str], trusted: bool = False) -> Launch:
     """Reads a launch: a script and its arguments, or flags of Megatron.
 
+    Args:
+        trusted: whether the script runs as the user's own, without isolation.
+
     Raises:
-        UsageError: there is no such script, or it starts no training.
+        UsageError: there is no such script, it starts no training, or it can't be isolated and is not trusted.
     """
     if not words:
         raise UsageError("expected a launch script, or flags of Megatron, found nothing.")
@@ -126,108 +62,73 @@ def read_launch(words: Sequence[str]) -> Launch:
     script = Path(words[0])
     if not script.is_file():
         raise UsageError(f"there is no launch script {script}. Pass a file, or flags of Megatron.")
-    return launch_of_script(script, words[1:])
+    return launch_of_script(script, words[1:], trusted)
 
 
-def launch_of_script(script: Path, arguments: Sequence[str]) -> Launch:
+def launch_of_script(script: Path, arguments: Sequence[str], trusted: bool = False) -> Launch:
     """Runs a script with stand-ins for everything that it starts.
 
     Raises:
-        UsageError: it starts no training within a minute.
+        UsageError: it starts no training within a minute, or it can't be isolated and is not trusted.
     """
-    with tempfile.TemporaryDirectory(prefix="lancet-launch") as name:
-        folder = Path(name)
-        record = folder / "record.json"
-        stubs = _write_stand_ins(folder)
-        work = folder / "work"
-        work.mkdir()
-        for entry in Path.cwd().iterdir():
-            (work / entry.name).symlink_to(entry)
-        path = os.pathsep.join([str(stubs), os.environ.get("PATH", "")])
-        python_path = os.pathsep.join([str(stubs), *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {"PATH": path, "PYTHONPATH": python_path, _RECORD: str(record), **_NO_CLOBBER}
-        output = _run([_bash(), str(script.absolute()), *arguments], {**_OF_A_CLUSTER, **os.environ, **own}, work)
-        if not record.exists():
-            tail = " ".join(output.strip().splitlines()[-2:]) or "nothing"
-            raise UsageError(
-                f"{script} started no training: expected torchrun, python -m torch.distributed.run, or python "
-                f"pretrain_*.py. It printed: {tail}"
-            )
-        found = json.loads(record.read_text())
-    return _launch(found["words"], found["environment"], script)
-
-
-def _bash() -> str:
-    found = shutil.which("bash")
-    if found is None:
-        raise UsageError("launch scripts are run by bash, which is not installed. Pass the flags of Megatron instead.")
-    return found
-
-
-def _run(command: list[str], environment: dict[str, str], folder: Path) -> str:
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
     try:
-        return process.communicate(timeout=_LIMIT_S)[0]
-    except subprocess.TimeoutExpired:
-        raise UsageError(f"{command[1]} still ran after {_LIMIT_S:g} s, without any training.") from None
-    finally:
-        with suppress(ProcessLookupError):  # also what the script left in the background
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        started, output = run_script(script, arguments, _OF_A_CLUSTER, isolated=not trusted)
+    except NotIsolatedError as error:
+        _ask(script, str(error))
+        started, output = run_script(script, arguments, _OF_A_CLUSTER, isolated=False)
+    if not started:
+        tail = " ".join(output.strip().splitlines()[-2:]) or "nothing"
+        raise UsageError(
+            f"{script} started no training: expected torchrun, python -m torch.distributed.run, srun or mpirun of a "
+            f"Python file, or python pretrain_*.py. It printed: {tail}"
+        )
+    return _launch(_training(started), script)
 
 
-def _write_stand_ins(folder: Path) -> Path:
-    stubs = folder / "stubs"
-    stubs.mkdir()
-    (stubs / "sitecustomize.py").write_text(_RECORDER)
-    commands = "|".join((*_LAUNCHERS, *_PYTHONS, *_SHELLS))
-    names = {
-        **dict.fromkeys(_LAUNCHERS, _LAUNCHER_STUB.format(python=stubs / "python")),
-        **dict.fromkeys(_PYTHONS, _PYTHON_STUB.format(folder=stubs, python=sys.executable)),
-        **dict.fromkeys(_WRAPPERS, _WRAPPER_STUB.format(commands=commands)),
-        **dict.fromkeys(_WITHOUT_EFFECT, "#!/bin/sh\n"),
-        **dict.fromkeys(("sh", "bash"), _SHELL_STUB.format(bash=_bash())),
-        "tee": _TEE_STUB,
-        "nvidia-smi": _GPUS_STUB,
-        "scontrol": _HOSTS_STUB,
-    }
-    for name, text in names.items():
-        file = stubs / name
-        file.write_text(text)
-        file.chmod(file.stat().st_mode | stat.S_IXUSR)
-    return stubs
+def _ask(script: Path, reason: str) -> None:
+    """Asks whether a script may run without isolation.
+
+    Raises:
+        UsageError: it may not, or there is nobody to ask.
+    """
+    told = f"{script} is run to see what it starts, and can't be kept from the user's files and network here ({reason})"
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        print(f"{told}. Run it all the same? [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201
+        if sys.stdin.readline().strip().lower() in ("y", "yes"):
+            return
+        raise UsageError(f"{script} was not run. Pass the flags of Megatron instead.")
+    raise UsageError(f"{told}. Pass {TRUST_FLAG} if you would start it yourself, or the flags of Megatron instead.")
 
 
-def _launch(words: list[str], environment: Mapping[str, str], script: Path) -> Launch:
-    position = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+def _training(started: Sequence[Started]) -> Started:
+    """The first one that has a model's flags; the first one if none has."""
+    have_model = (one for one in started if any(word.partition("=")[0] in _OF_A_MODEL for word in one.words))
+    return next(have_model, started[0])
+
+
+def _launch(started: Started, script: Path) -> Launch:
+    position = program_of(started.words)
     if position is None:
-        raise UsageError(f"{script} starts no Python file: found {' '.join(words)}")
-    launcher, flags = words[:position], words[position + 1 :]
+        raise UsageError(f"{script} starts no Python file: found {' '.join(started.words)}")
     changed = {
         name: value
-        for name, value in environment.items()
+        for name, value in started.environment.items()
         if os.environ.get(name, _OF_A_CLUSTER.get(name)) != value and name not in _OWN_VARIABLES
     }
-    return Launch(flags, _num_ranks(launcher, environment), changed)
+    return Launch(started.words[position + 1 :], _num_ranks(started, position), changed)
 
 
-def _num_ranks(words: Sequence[str], environment: Mapping[str, str]) -> int | None:
-    """Ranks that torchrun's options ask for; else those of the environment; None if neither says."""
-    options = dict(re.findall(r"--(nnodes|nproc[-_]per[-_]node|num[-_]nodes|num[-_]gpus)[ =](\S+)", " ".join(words)))
+def _num_ranks(started: Started, position: int) -> int | None:
+    """Ranks that torchrun's options ask for; else the launcher above it, or the environment; None if none says."""
+    words = " ".join(started.words[:position])
+    options = dict(re.findall(r"--(nnodes|nproc[-_]per[-_]node|num[-_]nodes|num[-_]gpus)[ =](\S+)", words))
     options = {name.replace("_", "-"): value for name, value in options.items()}
     per_node = options.get("nproc-per-node", options.get("num-gpus"))
     if per_node is not None and per_node.isdecimal():
         nodes = str(options.get("nnodes") or options.get("num-nodes") or 1).split(":")[-1]
         return int(per_node) * (int(nodes) if nodes.isdecimal() else 1)
-    size = environment.get("WORLD_SIZE", "")
-    return int(size) if size.isdecimal() and not words else None
+    if any(word in words for word in ("torch.distributed", "deepspeed")):
+        return None
+    tasks = re.findall(r"(?:^|\s)(?:-n|-np|--np|--ntasks)[ =]?(\d+)(?=\s|$)", started.launched_by)
+    sizes = [*tasks, started.environment.get("WORLD_SIZE", ""), started.environment.get("SLURM_NTASKS", "")]
+    return next((int(size) for size in sizes if size.isdecimal()), None)

@@ -7,6 +7,8 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -16,7 +18,6 @@ import torch
 from megatron_lancet.errors import USAGE_EXIT_CODE, UsageError
 from megatron_lancet.training.check.worker import Task, run_task
 
-_PORT_ATTEMPTS = 3
 _POLL_S = 0.02
 
 
@@ -44,22 +45,27 @@ def run_ranks(task: Task, num_ranks: int, timeout_s: float) -> None:
     """
     torch.set_num_threads(1)  # forks must not wait for threads that they do not have
     task.folder.mkdir(parents=True, exist_ok=True)
-    for attempt in range(_PORT_ATTEMPTS):
-        ranks = _start(task, num_ranks)
+    with held_port() as port:
+        ranks = _start(task, num_ranks, port)
         hung = _wait(ranks, timeout_s)
-        if all(rank.status == 0 for rank in ranks):
-            return
-        outputs = [rank.log.read_text(errors="replace") for rank in ranks]
-        # Another process may have taken the port between its choice and its use.
-        if attempt + 1 < _PORT_ATTEMPTS and any("EADDRINUSE" in output for output in outputs):
-            continue
-        _raise(ranks, outputs, hung, timeout_s)
+    if any(rank.status != 0 for rank in ranks):
+        _raise(ranks, [rank.log.read_text(errors="replace") for rank in ranks], hung, timeout_s)
 
 
-def _start(task: Task, num_ranks: int) -> list[_Rank]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port on which rank 0 listens, and which the system gives to nobody else inside the context.
+
+    A socket that is bound to it, and does not listen, holds it. Linux lets another one listen beside it if both may
+    reuse addresses, as torch's store does.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def _start(task: Task, num_ranks: int, port: int) -> list[_Rank]:
     sys.stdout.flush()
     sys.stderr.flush()
     ranks = []

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_lancet.report.tables import right_aligned
-from megatron_lancet.training.check.check import Finding
+from megatron_lancet.training.check.check import SEEDS, Finding, Verdict
 from megatron_lancet.training.check.compare import LOSS_TOLERANCE, TOLERANCE, Comparison
 
 _NUM_SHOWN = 8
@@ -18,14 +18,28 @@ def report(finding: Finding, seconds: float) -> str:
     lines += ["", "stock with this layout, compared with stock on one rank", *_table(finding.stock)]
     if finding.guilt is not None:
         lines += [f"  {line}" for line in _guilt(finding)]
-    if finding.flipped:
-        lines.append(
-            "  with one seed of the samples a token went to another expert, by rounding; with another none did"
-        )
+    lines += _of_seeds(finding.stock_seeds)
     lines += ["", "the overlap, compared with stock with this layout"]
     lines += _table(finding.ours) if finding.ours is not None else [f"  not compared: {finding.why_not_ours}"]
-    verdict = "differs" if finding.differs else "equal"
-    return "\n".join([*lines, "", f"{verdict}: {finding.num_runs} runs in {seconds:.0f} s"])
+    lines += _of_seeds(finding.our_seeds)
+    return "\n".join([*lines, "", f"{_verdict(finding)}: {finding.num_runs} runs in {seconds:.0f} s"])
+
+
+def _verdict(finding: Finding) -> str:
+    if finding.verdict == Verdict.NOT_COMPARED:
+        return f"{finding.verdict}: stock is equal, and nothing is known of the overlap"
+    left_out = "" if finding.with_ours else " (stock only)"
+    return f"{finding.verdict}{left_out}"
+
+
+def _of_seeds(seeds: tuple[int, ...]) -> Iterator[str]:
+    """Yields which samples show a difference."""
+    others = [str(seed) for seed in SEEDS if seed not in seeds]
+    if seeds and others:
+        yield f"  with seed {', '.join(map(str, seeds))} of the samples, not with {', '.join(others)}:"
+        yield "  a fault that needs these samples, or a token that rounding sent to another expert"
+    elif seeds:
+        yield f"  with each seed of the samples ({', '.join(map(str, seeds))})"
 
 
 def _table(comparison: Comparison) -> Iterator[str]:
@@ -75,6 +89,7 @@ def record(finding: Finding, seconds: float) -> dict[str, Any]:
 
     guilt = finding.guilt
     return {
+        "verdict": finding.verdict,
         "differs": finding.differs,
         "num_ranks": finding.shrunk.layout.num_ranks,
         "layout": vars(finding.shrunk.layout),
@@ -88,7 +103,8 @@ def record(finding: Finding, seconds: float) -> dict[str, Any]:
         "guilty": None if guilt is None else guilt.axes,
         "innocent": None if guilt is None else guilt.innocent,
         "not_run_without": None if guilt is None else guilt.refused,
-        "flipped": finding.flipped,
+        "stock_seeds": finding.stock_seeds,
+        "our_seeds": finding.our_seeds,
         "num_runs": finding.num_runs,
         "seconds": round(seconds, 1),
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_lancet.errors import UsageError
 from megatron_lancet.files import atomic_write
 from megatron_lancet.patching import replaced
-from megatron_lancet.training.check.check import check
+from megatron_lancet.training.check.check import Verdict, check
 from megatron_lancet.training.check.launch import Launch, read_launch
 from megatron_lancet.training.check.ranks import FailedRunError, RefusedRunError
 from megatron_lancet.training.check.report import record, report
@@ -20,17 +20,18 @@ from megatron_lancet.training.check.words import read_command_line
 from megatron_lancet.training.platform.detect import has_transformer_engine
 from megatron_lancet.training.process.console import say
 
-DIFFERS_EXIT_CODE = 1
+EXIT_CODES = {Verdict.EQUAL: 0, Verdict.DIFFERS: 1, Verdict.NOT_COMPARED: 3}
+"""Exit status of each verdict. 2 is that of a launch that is not checked."""
 
 
 def run_check(options: argparse.Namespace, launch_words: list[str]) -> int:
-    """Checks a launch; returns the exit status: 0 where everything is equal, 1 where something differs.
+    """Checks a launch; returns the exit status, by :data:`EXIT_CODES`.
 
     Raises:
         UsageError: there is no such launch, or it is not checked or refused.
     """
     start_s = time.monotonic()
-    launch = read_launch(launch_words)
+    launch = read_launch(launch_words, options.trust_script)
     if options.dry_run:
         _dry_run(launch)
         return 0
@@ -61,7 +62,7 @@ def run_check(options: argparse.Namespace, launch_words: list[str]) -> int:
     say(report(finding, seconds))
     if options.json is not None:
         atomic_write(options.json, json.dumps(record(finding, seconds), indent=1) + "\n")
-    return DIFFERS_EXIT_CODE if finding.differs else 0
+    return EXIT_CODES[finding.verdict]
 
 
 def _show_progress(line: str) -> None:

@@ -32,6 +32,13 @@ SCRIPTS = {
         f"srun -N 2 -l bash -c 'torchrun --nproc-per-node=8 --nnodes=2 pretrain_gpt.py {FLAGS} --lr '$1",
         16,
     ),
+    "srun of any Python": (
+        f"srun -N 2 -n 16 python prepare.py --all\nsrun --label -n 16 $(command -v python) -u train.py {FLAGS} --lr $1",
+        16,
+    ),
+    "module under mpirun": (f"mpirun -np 8 python -m my.train {FLAGS} --lr $1", 8),
+    "file under srun": (f"srun -n 4 ./train.py {FLAGS} --lr $1", 4),
+    "no launcher, another name": (f"python train.py {FLAGS} --lr $1", None),
 }
 
 
@@ -61,16 +68,19 @@ def test_own_examples_are_read(monkeypatch):
     assert found.num_ranks % 8 == 0
 
 
-@pytest.mark.parametrize("shell", ["bash", "sh"])
-def test_scripts_do_not_write_over_files(tmp_path, monkeypatch, shell):
+@pytest.mark.parametrize("trusted", [False, True])
+def test_scripts_do_not_write_over_files(tmp_path, monkeypatch, trusted):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "train.log"
     log.write_text("of an earlier run")
     script = tmp_path / "train.sh"
-    script.write_text(f"{shell} -c 'torchrun --nproc-per-node 8 pretrain_gpt.py {FLAGS} > logs/train.log'\n")
-    with pytest.raises(UsageError, match=r"logs/train.log: cannot overwrite existing file"):
-        launch_of_script(script, [])
+    script.write_text(f"sh -c 'torchrun --nproc-per-node 8 pretrain_gpt.py {FLAGS} > logs/train.log'\n")
+    if trusted:
+        with pytest.raises(UsageError, match=r"logs/train.log: cannot overwrite existing file"):
+            launch_of_script(script, [], trusted=True)
+    else:
+        assert launch_of_script(script, []).num_ranks == 8
     assert log.read_text() == "of an earlier run"
 
 

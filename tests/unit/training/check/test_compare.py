@@ -68,7 +68,7 @@ def test_ranks_that_hold_the_same_must_agree(folder):
 
 
 def finding(stock: Comparison, ours: Comparison | None, guilt: Guilt | None) -> Finding:
-    return Finding(Shrunk([], [], Layout(tensor=2), ["no biases"]), stock, ours, "--stock-only", guilt, False, 3)
+    return Finding(Shrunk([], [], Layout(tensor=2), ["no biases"]), stock, ours, "refused", guilt, (), (), 3)
 
 
 def test_report_names_what_differs_and_its_axis():
@@ -77,7 +77,7 @@ def test_report_names_what_differs_and_its_axis():
     for line in ("DIFFERS  router", "DIFFERS  grad norm", "and 2 more parameters", "1 of 11 gradients equal"):
         assert line in text
     assert "guilty: without any one of TP there is no difference" in text
-    assert "not compared: --stock-only" in text
+    assert "not compared: refused" in text
     assert text.splitlines()[-1] == "differs: 3 runs in 12 s"
     assert "changed: no biases" in text
 

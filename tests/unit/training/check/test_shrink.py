@@ -157,12 +157,14 @@ def test_layers_of_transformer_engine_stay_with_their_grouped_products_or_are_sa
     assert value(local.words, "--transformer-impl") == "local"
     assert "--moe-grouped-gemm" not in local.words
     assert "local layers in place of Transformer Engine's, which need a GPU" in local.changes
-    asked_for = shrink(read_command_line(shlex.split(f"{SMALL} --transformer-impl local")), None, 8, with_te=True)
+    asked_for = shrink(
+        read_command_line(shlex.split(f"{SMALL} --transformer-impl local")), None, 8, with_te=True, trust_script=False
+    )
     assert value(asked_for.words, "--transformer-impl") == "local"
     assert not any("Transformer Engine" in change for change in asked_for.changes)
 
 
 def test_layers_of_transformer_engine_are_refused_in_one_line_where_they_cant_be_imported():
-    options = argparse.Namespace(te=True, dry_run=False)
+    options = argparse.Namespace(te=True, trust_script=False, dry_run=False)
     with pytest.raises(UsageError, match=r"^--te: Transformer Engine can't be imported here: .* need a GPU.*Drop it"):
         run_check(options, shlex.split(SMALL))
