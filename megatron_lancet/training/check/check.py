@@ -174,7 +174,7 @@ def check(shrunk: Shrunk, folder: Path, with_ours: bool = True, **settings: obje
     guilt = checker.guilt(seed) if stock.differs else None
     ours, why = None, "--stock-only"
     if with_ours:
-        ours, why = _ours(checker, shrunk, seed) if not padding else (None, "samples with padding are compared for stock only")
+        ours, why = _ours(checker, shrunk, seed) if not padding else (None, "not compared with padding")
     return Finding(shrunk, stock, ours, why, guilt, flipped, checker.num_runs)
 
 
