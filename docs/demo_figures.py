@@ -45,10 +45,14 @@ def record(summary: Path, results: Path = RESULTS, picture: Path = PICTURE) -> P
     if "samples" not in found:
         raise UsageError(f"{folder.summary} has no samples: it is of the long demo, or of an older one. Run make demo.")
     origin = found.pop("origin")
-    path = results / f"demo-{origin['date']}.json"
+    path = results / _name(origin)
     path.write_text(json.dumps({**origin, **found}) + "\n")
     shutil.copyfile(folder.timelines, picture)
     return path
+
+
+def _name(origin: Mapping[str, Any]) -> str:
+    return f"demo-{origin['date']}.json"
 
 
 def newest(results: Path = RESULTS) -> Path:
@@ -64,7 +68,9 @@ def parts(result: Mapping[str, Any]) -> dict[str, str]:
     """
     summary = {**result, "origin": result}
     disturbed = f" DISTURBED: {summary['other_load']}." if summary["other_load"] else ""
-    quote = f"**{claim(summary)}** {conditions(summary)} ({described(result)}; {summary['link']}.{disturbed})"
+    where = described({**result, "versions": {}, "settings": {}})  # the file has them
+    samples = f"[samples](benchmarks/results/{_name(result)})"
+    quote = f"**{claim(summary)}** {conditions(summary)} ({where}; {summary['link']}; {samples}.{disturbed})"
     sample = textwrap.indent(summary["sample"]["prompt"] + summary["sample"]["text"], "      | ").splitlines()
     files = {what: str(path) for what, path in files_of(Folder(_SHOWN_FOLDER)).items()}
     output = ["[7/8] sample from the trained model", *sample[:2], "      ...", closing_text(summary, files)]

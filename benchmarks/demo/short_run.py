@@ -75,6 +75,7 @@ def run_short(
         UsageError: the folder or the machine can't be used, a training failed, or the losses are not equal.
     """
     start_s = time.monotonic()
+    source = origin("benchmarks.demo", environment=rank_environment(0))  # of now: the commit may be another at the end
     folder = open_folder(root)
     prepared = prepare(folder, vocab_size, corpus_megabytes)
     entropy = prepared["unigram_entropy"]
@@ -93,7 +94,7 @@ def run_short(
         "wanted_share": EXPOSED_SHARE if rate_bps is None else None,
         "attention": training.attention,
         "other_load": watch.seen(),
-        "origin": origin("benchmarks.demo", environment=rank_environment(0)),
+        "origin": source,
         "train_seconds": round(time.monotonic() - train_start_s, 1),
     }
     say("[7/8] sample from the trained model")

@@ -44,7 +44,9 @@ def step(
 ) -> Step:
     """The second rank is 10 ms faster, waits 20 ms less for all-to-alls, and 4 ms more for reductions."""
     ranks = [(step_ms, waited_ms, 6.0, timeline), (step_ms - 10, waited_ms - 20, 10.0, None)]
-    return Step([RankStep(number, loss, time, *waits, 1000, 64, traced) for time, *waits, traced in ranks])
+    return Step(
+        [RankStep(number, loss, ms, waited, reduced, 1000, 64, traced) for ms, waited, reduced, traced in ranks]
+    )
 
 
 @pytest.fixture

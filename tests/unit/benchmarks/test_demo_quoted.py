@@ -63,5 +63,5 @@ def test_run_is_recorded_under_its_date(result, tmp_path):
     (run / "summary.json").write_text(json.dumps({"iterations": 500}))
     with pytest.raises(UsageError, match="has no samples: it is of the long demo"):
         record(run, results, picture)
-    with pytest.raises(UsageError, match="expected summary.json of the short demo"):
+    with pytest.raises(UsageError, match=r"expected summary\.json of the short demo"):
         record(tmp_path / "nothing", results, picture)
