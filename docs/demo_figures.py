@@ -1,56 +1,106 @@
-"""Puts a run of the short demo into the README, its picture too: python docs/demo_figures.py [runs/demo].
+"""Puts a run of the short demo into the repository and the README: python docs/demo_figures.py runs/demo/summary.json
 
-Run ``make demo`` on a quiet machine first: the demo says DISTURBED where something else used its cores.
+It copies the run's summary to ``benchmarks/results/demo-DATE.json`` and its picture to ``docs/demo_steps.png``, and
+writes the README's sentence and output from that file. Without an argument it writes the README anew from the newest
+such file. Run ``make demo`` on a quiet machine first: the demo says DISTURBED where something else used its cores.
 """
 
 import json
+import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.demo.folder import Folder  # noqa: E402 the repository is in the path only now
-from benchmarks.demo.short_run import closing_text  # noqa: E402
-from benchmarks.demo.steps import sentence  # noqa: E402
+from benchmarks.demo.claim import claim, closing_text, conditions, files_of  # noqa: E402 the repository is in the path only now
+from benchmarks.demo.folder import Folder  # noqa: E402
+from benchmarks.harness.origin import described  # noqa: E402
+from megatron_lancet.cli.training_process import say  # noqa: E402
+from megatron_lancet.errors import UsageError, run_command  # noqa: E402
 
+RESULTS = REPOSITORY / "benchmarks" / "results"
 PICTURE = REPOSITORY / "docs" / "demo_steps.png"
 README = REPOSITORY / "README.md"
+_SHOWN_FOLDER = Path("runs/demo")
+"""In the README, wherever the run was."""
 _COLUMNS = 118
 
 
-def parts(folder: Folder, summary: dict[str, Any]) -> dict[str, str]:
-    """What is between the marks of each name."""
-    origin = summary["origin"]
-    machine = f"{origin['machine']['cores']} cores of {origin['machine']['processor']}"
-    where = f"`make demo`, {origin['date']}, commit {str(origin['commit'])[:7]}, {machine}; {summary['link']}."
-    text = sentence(summary)
+def record(summary: Path, results: Path = RESULTS, picture: Path = PICTURE) -> Path:
+    """Copies a run's summary and its picture into the repository; returns the result file.
+
+    Raises:
+        UsageError: there is no summary of a short demo.
+    """
+    folder = Folder(summary.parent if summary.suffix else summary)
+    try:
+        found = json.loads(folder.summary.read_text())
+    except OSError as error:
+        raise UsageError(f"expected summary.json of the short demo in {folder.root}. Run make demo first.") from error
+    if "samples" not in found:
+        raise UsageError(f"{folder.summary} has no samples: it is of the long demo, or of an older one. Run make demo.")
+    origin = found.pop("origin")
+    path = results / _name(origin)
+    path.write_text(json.dumps({**origin, **found}) + "\n")
+    shutil.copyfile(folder.timelines, picture)
+    return path
+
+
+def _name(origin: Mapping[str, Any]) -> str:
+    return f"demo-{origin['date']}.json"
+
+
+def newest(results: Path = RESULTS) -> Path:
+    """The result file that the README quotes."""
+    return max(results.glob("demo-*.json"))
+
+
+def parts(result: Mapping[str, Any]) -> dict[str, str]:
+    """What is between the marks of each name in the README.
+
+    Args:
+        result: content of a result file.
+    """
+    summary = {**result, "origin": result}
     disturbed = f" DISTURBED: {summary['other_load']}." if summary["other_load"] else ""
-    quote = f"**{text[0].upper()}{text[1:]}.** ({where}{disturbed})"
+    where = described({**result, "versions": {}, "settings": {}})  # the file has them
+    samples = f"[samples](benchmarks/results/{_name(result)})"
+    quote = f"**{claim(summary)}** {conditions(summary)} ({where}; {summary['link']}; {samples}.{disturbed})"
     sample = textwrap.indent(summary["sample"]["prompt"] + summary["sample"]["text"], "      | ").splitlines()
-    output = ["[7/8] sample from the trained model", *sample[:2], "      ...", closing_text(folder, summary)]
+    files = {what: str(path) for what, path in files_of(Folder(_SHOWN_FOLDER)).items()}
+    output = ["[7/8] sample from the trained model", *sample[:2], "      ...", closing_text(summary, files)]
     return {
-        "sentence": textwrap.indent(textwrap.fill(quote, _COLUMNS), "> "),
+        "sentence": textwrap.indent(textwrap.fill(quote, _COLUMNS, break_on_hyphens=False), "> "),
         "output": "```\n" + "\n".join(output) + "\n```",
     }
 
 
+def with_figures(text: str, result: Mapping[str, Any]) -> str:
+    """``text``, the README, with the parts of a result file.
+
+    Raises:
+        ValueError: it has no place for one of them.
+    """
+    for name, content in parts(result).items():
+        begin, end = f"<!-- demo {name}: docs/demo_figures.py -->\n", f"\n<!-- end of demo {name} -->"
+        place = re.compile(f"(?<={re.escape(begin)}).*?(?={re.escape(end)})", re.DOTALL)
+        text, found = place.subn(lambda _, content=content: content, text)
+        if found != 1:
+            raise ValueError(f"the README has {found} places for the demo's {name}")
+    return text
+
+
 def main() -> None:
-    """Read the run, write the README and the picture."""
-    folder = Folder(Path(sys.argv[1] if len(sys.argv) > 1 else REPOSITORY / "runs" / "demo").resolve())
-    summary = json.loads(folder.summary.read_text())
-    text = README.read_text()
-    for name, content in parts(folder, summary).items():
-        before, begin, rest = text.partition(f"<!-- demo {name}: docs/demo_figures.py -->\n")
-        _, end, after = rest.partition(f"\n<!-- end of demo {name} -->")
-        assert end, f"{README} has no place for the demo's {name}"
-        text = f"{before}{begin}{content}{end}{after}"
-    README.write_text(text)
-    shutil.copyfile(folder.timelines, PICTURE)
+    """Record a run if one is named, and write the README."""
+    path = record(Path(sys.argv[1]).resolve()) if len(sys.argv) > 1 else newest()
+    README.write_text(with_figures(README.read_text(), json.loads(path.read_text())))
+    say(f"wrote {README.name} from {path.relative_to(REPOSITORY)}")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -48,7 +48,7 @@ class Job:
         self.name = name
         self.log = log
         self._link = link
-        self._is_ready: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._is_ready: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._found: queue.SimpleQueue[tuple[int, RankStep]] = queue.SimpleQueue()
         self._ranks: list[subprocess.Popen[bytes]] = []
         options = ["--trace", *map(str, trace)]
@@ -88,20 +88,24 @@ class Job:
     def _read(self, rank: int, records: int) -> None:
         with os.fdopen(records) as lines:
             for line in lines:
-                if line.strip() == READY:
-                    self._is_ready.put(rank)
+                if line.startswith(READY):
+                    self._is_ready.put(line.removeprefix(READY).strip())
                 else:
                     self._found.put((rank, RankStep.parse(line)))
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self) -> str:
         """Returns when the ranks are before their first step: what they did so far took time on the other's cores.
+
+        Returns:
+            The class of the model's core attention.
 
         Raises:
             UsageError: a rank ended, or took too long.
         """
         deadline_s = time.monotonic() + _START_TIMEOUT_S
-        for _ in range(NUM_NODES):
-            self._next(self._is_ready, deadline_s, f"{self.name} was not ready after {_START_TIMEOUT_S:.0f} s")
+        late = f"{self.name} was not ready after {_START_TIMEOUT_S:.0f} s"
+        attentions = {self._next(self._is_ready, deadline_s, late) for _ in range(NUM_NODES)}
+        return "+".join(sorted(attentions))
 
     def run(self, steps: range, on_step: Callable[[int, list[RankStep]], None]) -> None:
         """Lets the ranks run ``steps``, which follow those that they have run.

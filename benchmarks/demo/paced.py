@@ -1,4 +1,4 @@
-"""A transport that takes as long as a link of a given rate, for machines that allow no network namespaces."""
+"""A link that takes as long as one of a given rate, for machines that allow no network namespaces."""
 
 import queue
 import threading
@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -30,83 +32,39 @@ class _Message:
     """A message that waits for its turn on the link.
 
     Attributes:
-        launch: hands it to the transport below.
+        launch: called when the message has passed the link.
         num_bytes: bytes that leave this rank.
         launched_s: when it was launched here.
-        sent: receives the transfer of the transport below, or what its launch raised.
+        sent: receives what ``launch`` returned, or what it raised.
     """
 
-    launch: Callable[[], Transfer]
+    launch: Callable[[], Any]
     num_bytes: int
     launched_s: float
-    sent: Future[Transfer]
+    sent: Future[Any]
 
 
-class _PacedTransfer:
-    def __init__(self, message: _Message, stats: CommStats) -> None:
-        self._message = message
-        self._stats = stats
+class PacedWire:
+    """A rank's end of a link: its messages leave one after the other, each when its bytes would have passed."""
 
-    def done(self) -> bool:
-        sent = self._message.sent
-        return sent.done() and sent.result().done()
-
-    def wait(self) -> None:
-        with self._stats.waiting("exposed_ms"):
-            below = self._message.sent.result()
-        below.wait()
-        begin = below.interval()[0]
-        assert isinstance(begin, float)
-        self._stats.add("all_to_all_ms", (begin - self._message.launched_s) * 1e3)
-
-    def interval(self) -> tuple[Point, Point]:
-        return self._message.launched_s, self._message.sent.result().interval()[1]
-
-
-class PacedTransport(Transport):
-    """Messages leave a rank one after the other, each when its bytes would have passed a link of the given rate.
-
-    They are handed to the transport below at that time, which moves them through the machine's memory. Token counts,
-    which are a few bytes, are not held back.
-    """
-
-    launches_in_callback = True
-
-    def __init__(self, below: Transport, rank: int, pace: Pace, stats: CommStats) -> None:
-        """
-        Args:
-            rank: of this process in the group.
-        """
-        self._below = below
-        self._rank = rank
+    def __init__(self, pace: Pace) -> None:
         self._pace = pace
-        self._stats = stats
         self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         threading.Thread(target=self._send_all, name="paced link", daemon=True).start()
 
-    def launch(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        receive_rows: Sequence[int],
-        send_rows: Sequence[int],
-        ready: ReadyEvent | None = None,
-    ) -> Transfer:
-        num_rows = sum(send_rows) - send_rows[self._rank]
-        message = _Message(
-            launch=lambda: self._below.launch(received, sent, receive_rows, send_rows, ready),
-            num_bytes=num_rows * sent.element_size() * sent.shape[1:].numel(),
-            launched_s=time.perf_counter(),
-            sent=Future(),
-        )
+    def send[Sent](self, num_bytes: int, launch: Callable[[], Sent]) -> "tuple[float, Future[Sent]]":
+        """Puts a message behind those that were put here before.
+
+        Args:
+            num_bytes: bytes that leave this rank.
+            launch: called on another thread when they have passed the link.
+
+        Returns:
+            When the message was put here, and what ``launch`` will have returned.
+        """
+        message = _Message(launch, num_bytes, time.perf_counter(), Future())
         self._messages.put(message)
-        return _PacedTransfer(message, self._stats)
-
-    def empty_receive(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        return self._below.empty_receive(shape, like)
-
-    def exchange_counts(self, count: Callable[[], torch.Tensor], ready: ReadyEvent) -> CountsTransfer:
-        return self._below.exchange_counts(count, ready)
+        return message.launched_s, message.sent
 
     @torch.no_grad()  # a setting of each thread; messages are launched without autograd
     def _send_all(self) -> None:
@@ -119,3 +77,63 @@ class PacedTransport(Transport):
                 message.sent.set_result(message.launch())
             except Exception as error:  # noqa: BLE001 raised again where the message is waited for
                 message.sent.set_exception(error)
+
+
+class _PacedTransfer:
+    def __init__(self, launched_s: float, sent: Future[Transfer], stats: CommStats) -> None:
+        self._launched_s = launched_s
+        self._sent = sent
+        self._stats = stats
+
+    def done(self) -> bool:
+        return self._sent.done() and self._sent.result().done()
+
+    def wait(self) -> None:
+        with self._stats.waiting("exposed_ms"):
+            below = self._sent.result()
+        below.wait()
+        begin = below.interval()[0]
+        assert isinstance(begin, float)
+        self._stats.add("all_to_all_ms", (begin - self._launched_s) * 1e3)
+
+    def interval(self) -> tuple[Point, Point]:
+        return self._launched_s, self._sent.result().interval()[1]
+
+
+class PacedTransport(Transport):
+    """A transport whose messages pass a paced link first.
+
+    They are handed to the transport below afterwards, which moves them through the machine's memory. Token counts,
+    which are a few bytes, are not held back.
+    """
+
+    launches_in_callback = True
+
+    def __init__(self, below: Transport, rank: int, wire: PacedWire, stats: CommStats) -> None:
+        """
+        Args:
+            rank: of this process in the group.
+        """
+        self._below = below
+        self._rank = rank
+        self._wire = wire
+        self._stats = stats
+
+    def launch(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive_rows: Sequence[int],
+        send_rows: Sequence[int],
+        ready: ReadyEvent | None = None,
+    ) -> Transfer:
+        num_rows = sum(send_rows) - send_rows[self._rank]
+        num_bytes = num_rows * sent.element_size() * sent.shape[1:].numel()
+        below = partial(self._below.launch, received, sent, receive_rows, send_rows, ready)
+        return _PacedTransfer(*self._wire.send(num_bytes, below), self._stats)
+
+    def empty_receive(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return self._below.empty_receive(shape, like)
+
+    def exchange_counts(self, count: Callable[[], torch.Tensor], ready: ReadyEvent) -> CountsTransfer:
+        return self._below.exchange_counts(count, ready)

@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from benchmarks.demo.steps import sentence
+from benchmarks.demo.claim import headline
 from megatron_lancet.files import atomic_outputs
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
@@ -51,7 +51,7 @@ def draw(stock: RankTimeline, ours: RankTimeline, summary: Mapping[str, Any]) ->
         Patch(color=_WAITING, label="compute waits"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
-    text = sentence(summary)
+    text = headline(summary)
     figure.suptitle(text[0].upper() + text[1:], fontsize=11)
     return figure
 

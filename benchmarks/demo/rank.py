@@ -3,7 +3,7 @@
 ``python -m benchmarks.demo.rank --core 0 --records 5 [--interface NAME] [--trace 9 13] -- MEGATRON'S FLAGS``
 
 Lines that come on standard input say up to which step the rank may go, and how fast the link is. A line of JSON for
-what each step took goes to the file descriptor ``--records``, after a line ``ready``.
+what each step took goes to the file descriptor ``--records``, after a line ``ready`` with the model's core attention.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,7 +32,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 READY = "ready"
-"""The first line that a rank writes: all that comes before its first step is done."""
+"""Begins the first line that a rank writes: all that comes before its first step is done. The rest of the line names
+the class of the model's core attention."""
 
 
 class Gate:
@@ -62,24 +63,28 @@ class Gate:
 class Observer:
     """Tells the parent about each training step."""
 
-    def __init__(self, run: Any, device: Any, gate: Gate, stock_trace: Any, args: argparse.Namespace) -> None:
+    def __init__(
+        self, run: Any, device: Any, gate: Gate, stock_trace: Any, reductions: Any, args: argparse.Namespace
+    ) -> None:
         self._run = run
         self._device = device
         self._gate = gate
         self._stock_trace = stock_trace
+        self._reductions = reductions
         self._trace = args.trace
         self._records = args.records
         self._is_ready = False
 
-    def observe(self, step: Callable[[], Any]) -> Any:
+    def observe(self, step: Callable[[], Any], stages: Sequence[Any]) -> Any:
         """Runs a training step when the parent has asked for it, and returns when it has asked for what is next."""
         from megatron_lancet.files import to_plain
 
         number = self._run.recorder.iteration
         if not self._is_ready:
-            self._write(READY)
+            self._write(f"{READY} {core_attention(stages)}")
             self._is_ready = True
         self._wait_for(number)
+        self._reductions.take_waited_ms()
         result, timeline = self._traced(step) if number in self._trace else (step(), None)
         record = self._run.recorder.records[-1]
         line = {
@@ -87,6 +92,7 @@ class Observer:
             "loss": result[0]["lm loss"].item(),
             "step_ms": record.step_ms,
             "waited_ms": record.comm.exposed_ms + record.comm.counts_exposed_ms,
+            "reduced_ms": self._reductions.take_waited_ms(),
             "sent_bytes": record.comm.payload_bytes,
             "num_tokens": record.num_tokens,
             "timeline": None if timeline is None else to_plain(timeline),
@@ -115,6 +121,12 @@ class Observer:
         return result, trace.timeline
 
 
+def core_attention(stages: Sequence[Any]) -> str:
+    """The class of the core attention of a model's layers; of several classes their names."""
+    attentions = (getattr(module, "core_attention", None) for stage in stages for module in stage.modules())
+    return "+".join(sorted({type(found).__name__ for found in attentions if found is not None}))
+
+
 def _train(args: argparse.Namespace, status: Any) -> None:
     from megatron_lancet.training.megatron.versions import check_versions
     from megatron_lancet.training.platform.detect import platform
@@ -130,10 +142,11 @@ def _train(args: argparse.Namespace, status: Any) -> None:
 
         def enter_run(stock: Any, run_stack: ExitStack, *rest: Any) -> Any:
             run = stock(run_stack, *rest)
-            observer = Observer(run, found.device, Gate(link.pace), stock_trace, args)
-            run_stack.enter_context(patches.train_step_hooks([observer.observe]))  # around the run's own hooks
+            observer = Observer(run, found.device, Gate(link.pace), stock_trace, link.reductions, args)
+            run_stack.enter_context(patches.taken_train_step(observer.observe))  # around the run's own hooks
             return run
 
+        stack.enter_context(link.carries_reductions())
         stack.enter_context(link.carries_ours())
         stack.enter_context(link.carries_stock(stock_trace))
         stack.enter_context(around(job, "enter_run", enter_run))

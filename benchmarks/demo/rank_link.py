@@ -1,4 +1,4 @@
-"""The link of a rank: over it go the all-to-alls of both variants, by the same connections."""
+"""The link of a rank: over it go the all-to-alls of both variants, by the same connections, and their reductions."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from benchmarks.demo.paced import Pace, PacedTransport
+from benchmarks.demo.paced import Pace, PacedTransport, PacedWire
+from benchmarks.demo.reductions import Reductions
 from benchmarks.training_step.links import groups_on
 from benchmarks.training_step.stock_messages import StockMessages
 from megatron_lancet.patching import around
@@ -27,7 +28,12 @@ _CPU = torch.device("cpu")
 
 
 class RankLink:
-    """Where the all-to-alls of a rank go: to an interface whose rate the kernel caps, or through a paced transport."""
+    """Where messages of a rank go: to an interface whose rate the kernel caps, or through a paced transport.
+
+    Attributes:
+        pace: of the paced transport.
+        reductions: those of gradients, on the same link.
+    """
 
     def __init__(self, interface: str | None) -> None:
         """
@@ -36,19 +42,32 @@ class RankLink:
         """
         self._interface = interface
         self.pace = Pace(1e12)
+        self._wire = PacedWire(self.pace) if interface is None else None
+        self.reductions = Reductions(self._wire)
 
     def connect(self, make: Callable[..., Transport], ep_group: dist.ProcessGroup, *rest: Any) -> Transport:
         """The transport that ``make`` makes over this link; takes the arguments of ``make_transport``. Collective."""
         with self.groups():
             transport = make(ep_group, *rest)
-        if self._interface is not None:
+        if self._wire is None:
             return transport
         _, _, stats, _ = rest
-        return PacedTransport(transport, ep_group.rank(), self.pace, stats)
+        return PacedTransport(transport, ep_group.rank(), self._wire, stats)
 
     def groups(self) -> AbstractContextManager[None]:
         """Inside, groups of gloo's are made on this link."""
         return nullcontext() if self._interface is None else groups_on(self._interface)
+
+    @contextmanager
+    def carries_reductions(self) -> Iterator[None]:
+        """Inside, gradient reductions take the link, and what else Megatron sends in groups of its own."""
+
+        def connect(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+            with self.groups():
+                stock(*args, **kwargs)
+
+        with around(parallel_state, "initialize_model_parallel", connect), self.reductions.watched():
+            yield
 
     def carries_ours(self) -> AbstractContextManager[None]:
         """Inside, the transport of the overlapping block is made over this link."""

@@ -13,17 +13,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.demo.claim import closing_text, files_of
 from benchmarks.demo.data import prepare, write_sample
 from benchmarks.demo.folder import Folder, open_folder, shown, write_json
 from benchmarks.demo.link import link, rank_cores
-from benchmarks.demo.steps import OURS, STOCK, Comparison, sentence
-from benchmarks.demo.training import Training
+from benchmarks.demo.steps import OURS, STOCK, Comparison
+from benchmarks.demo.training import EXPOSED_SHARE, Training
 from benchmarks.harness.disturbance import cpu_times, disturbance
 from benchmarks.harness.namespaces import NUM_NODES
 from benchmarks.harness.origin import finished, origin
+from benchmarks.harness.ranks import rank_environment
 from megatron_lancet.cli.training_process import say
 from megatron_lancet.errors import UsageError
-from megatron_lancet.report.train_log import RunLog, results_text, tail
+from megatron_lancet.report.train_log import RunLog, tail
 
 LOSS_TOLERANCE = 1e-4
 """A larger difference of losses is an error: sums in another order differ by 1e-7, which training then multiplies."""
@@ -73,7 +75,8 @@ def run_short(
         UsageError: the folder or the machine can't be used, a training failed, or the losses are not equal.
     """
     start_s = time.monotonic()
-    started = origin("benchmarks.demo")
+    # Of now: the commit may be another at the end.
+    started = origin("benchmarks.demo", environment=rank_environment(0))
     folder = open_folder(root)
     prepared = prepare(folder, vocab_size, corpus_megabytes)
     entropy = prepared["unigram_entropy"]
@@ -89,6 +92,8 @@ def run_short(
         **results_of(folder, training.comparison, num_steps),
         "unigram_entropy": entropy,
         "link": f"{found.kind}, {training.rate_bps / 1e6:.0f} Mbit/s",
+        "wanted_share": EXPOSED_SHARE if rate_bps is None else None,
+        "attention": training.attention,
         "other_load": watch.seen(),
         "origin": finished(started),
         "train_seconds": round(time.monotonic() - train_start_s, 1),
@@ -100,7 +105,7 @@ def run_short(
     write_pictures(folder, training.comparison, summary, num_steps)
     summary["seconds"] = round(time.monotonic() - start_s, 1)
     write_json(summary, folder.summary)
-    say(closing_text(folder, summary))
+    say(closing_text(summary, {what: shown(path) for what, path in files_of(folder).items() if path.exists()}))
 
 
 def results_of(folder: Folder, comparison: Comparison, num_steps: int) -> dict[str, Any]:
@@ -149,28 +154,3 @@ def write_pictures(folder: Folder, comparison: Comparison, summary: dict[str, An
     title = "GPT-MoE on the sources of Python's standard library, two chunks"
     curve = LossCurve(title, run_of(folder.train_log), num_tokens, num_steps // 2, summary["unigram_entropy"])
     write_png(curve, folder.picture)
-
-
-def closing_text(folder: Folder, summary: dict[str, Any]) -> str:
-    """The last lines of the demo."""
-    files = {
-        "both steps": folder.timelines,
-        "loss curve": folder.picture,
-        "summary": folder.summary,
-        "logs": folder.train_log,
-    }
-    lines = [
-        results_text(summary),
-        f"  stock              {summary['stock_step_ms']:.0f} ms a step, "
-        f"{100 * summary['stock_exposed_ms'] / summary['stock_step_ms']:.1f} % of it waiting for all-to-alls",
-        f"  link               {summary['link']}",
-        *([f"  DISTURBED          {summary['other_load']}"] if summary["other_load"] else []),
-        *(f"  {what:<18} {shown(path)}" for what, path in files.items() if path.exists()),
-        "",
-        sentence(summary),
-    ]
-    if summary["other_load"]:
-        lines.append(
-            "(Something else used the processor meanwhile: run it again when nothing does, for its true figures.)"
-        )
-    return "\n".join(lines)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.harness.samples import Spread, spread
 from megatron_lancet.files import from_plain
 from megatron_lancet.schedule.timeline import RankTimeline
 
@@ -22,6 +23,7 @@ class RankStep:
         loss: LM loss in nats per token, mean over the global batch; the same on all ranks.
         step_ms: wall clock time of forward, backward, gradient reduction and optimizer.
         waited_ms: part of it in which compute waited for all-to-alls and their token counts.
+        reduced_ms: part of it in which compute waited for gradient reductions.
         sent_bytes: bytes that all-to-alls sent to the other rank.
         num_tokens: tokens of all ranks.
         timeline: of this step; None if it was not traced.
@@ -31,6 +33,7 @@ class RankStep:
     loss: float
     step_ms: float
     waited_ms: float
+    reduced_ms: float
     sent_bytes: int
     num_tokens: int
     timeline: RankTimeline | None = None
@@ -63,6 +66,11 @@ class Step:
         return statistics.fmean(rank.waited_ms for rank in self.ranks)
 
     @property
+    def reduced_ms(self) -> float:
+        """Mean of the ranks."""
+        return statistics.fmean(rank.reduced_ms for rank in self.ranks)
+
+    @property
     def sent_bytes(self) -> int:
         """Of the rank that sent most."""
         return max(rank.sent_bytes for rank in self.ranks)
@@ -74,6 +82,7 @@ class Medians:
 
     step_ms: float
     waited_ms: float
+    reduced_ms: float
 
     @property
     def waited_share(self) -> float:
@@ -84,7 +93,9 @@ class Medians:
 def medians(steps: Sequence[Step]) -> Medians:
     """Medians of at least one step."""
     return Medians(
-        statistics.median(step.step_ms for step in steps), statistics.median(step.waited_ms for step in steps)
+        statistics.median(step.step_ms for step in steps),
+        statistics.median(step.waited_ms for step in steps),
+        statistics.median(step.reduced_ms for step in steps),
     )
 
 
@@ -107,16 +118,21 @@ class Comparison:
         """Takes in a step."""
         self.steps[variant][number] = step
 
-    def measured(self, variant: str) -> list[Step]:
+    @property
+    def measured_numbers(self) -> list[int]:
         """The steps whose times count, of those that both variants have done; all of those if none counts."""
         both = sorted(self.steps[STOCK].keys() & self.steps[OURS].keys())
-        counted = [number for number in both if number not in self._unmeasured] or both
-        return [self.steps[variant][number] for number in counted]
+        return [number for number in both if number not in self._unmeasured] or both
+
+    def measured(self, variant: str) -> list[Step]:
+        """A variant's steps of :attr:`measured_numbers`."""
+        return [self.steps[variant][number] for number in self.measured_numbers]
 
     @property
-    def speedup(self) -> float:
-        """Stock's step time over ours, medians of the same steps."""
-        return medians(self.measured(STOCK)).step_ms / medians(self.measured(OURS)).step_ms
+    def speedup(self) -> Spread:
+        """Stock's step time over ours in the step of the same number, which ran in the turn before or behind."""
+        pairs = zip(self.measured(STOCK), self.measured(OURS), strict=True)
+        return spread([stock.step_ms / ours.step_ms for stock, ours in pairs])
 
     @property
     def max_loss_difference(self) -> float:
@@ -142,30 +158,45 @@ class Comparison:
         """For summary.json.
 
         Returns:
-            ``step_ms``, ``exposed_ms`` and ``tokens_per_s`` of ours, ``stock_step_ms`` and ``stock_exposed_ms``, all
-            medians of the same ``num_measured_steps``; ``speedup``; ``max_loss_difference``, relative.
+            ``step_ms``, ``exposed_ms``, ``reduced_ms`` and ``tokens_per_s`` of ours, ``stock_step_ms``,
+            ``stock_exposed_ms`` and ``stock_reduced_ms``, all medians of the same ``num_measured_steps``; ``speedup``,
+            the median of the pairs' ratios, and its ``speedup_quartiles``; ``max_loss_difference``, relative. And what
+            they are made of: ``measured_steps``, numbers from 1, and the ``samples`` of all steps, ranks and
+            ``sample_fields``.
         """
         ours, stock = (medians(self.measured(variant)) for variant in (OURS, STOCK))
-        num_tokens = self.measured(OURS)[0].ranks[0].num_tokens
+        num_tokens, speedup = self.measured(OURS)[0].ranks[0].num_tokens, self.speedup
         return {
             "tokens_per_s": num_tokens / ours.step_ms * 1e3,
             "step_ms": ours.step_ms,
             "exposed_ms": ours.waited_ms,
+            "reduced_ms": ours.reduced_ms,
             "stock_step_ms": stock.step_ms,
             "stock_exposed_ms": stock.waited_ms,
-            "speedup": self.speedup,
+            "stock_reduced_ms": stock.reduced_ms,
+            "speedup": speedup.median,
+            "speedup_quartiles": [speedup.low, speedup.high],
             "max_loss_difference": self.max_loss_difference,
-            "num_measured_steps": len(self.measured(OURS)),
+            "num_measured_steps": len(self.measured_numbers),
+            "measured_steps": self.measured_numbers,
+            "sample_fields": list(SAMPLE_FIELDS),
+            "samples": {variant: [_sample(step) for step in steps.values()] for variant, steps in self.steps.items()},
         }
 
+    @staticmethod
+    def read(summary: Mapping[str, Any]) -> "Comparison":
+        """The steps of a :meth:`summary`, without timelines."""
+        counted, all_steps = set(summary["measured_steps"]), range(1, summary["iterations"] + 1)
+        found = Comparison([number for number in all_steps if number not in counted])
+        for variant, steps in summary["samples"].items():
+            for number, ranks in enumerate(steps, start=1):
+                named = [dict(zip(summary["sample_fields"], rank, strict=True)) for rank in ranks]
+                found.add(variant, number, Step([RankStep(step=number, **values) for values in named]))
+        return found
 
-def sentence(summary: Mapping[str, Any]) -> str:
-    """The sentence that matters; ``summary`` has the keys of :meth:`Comparison.summary`."""
-    stock = 100 * summary["stock_exposed_ms"] / summary["stock_step_ms"]
-    ours = 100 * summary["exposed_ms"] / summary["step_ms"]
-    difference = summary["max_loss_difference"]
-    equality = f"to {difference:.0e}".replace("e-0", "e-") if difference else "to the bit"
-    return (
-        f"stock waited {stock:.0f} % of each step, ours {ours:.0f} %: {summary['speedup']:.2f} times as fast, "
-        f"loss equal {equality}"
-    )
+
+SAMPLE_FIELDS = ("loss", "step_ms", "waited_ms", "reduced_ms", "sent_bytes", "num_tokens")
+
+
+def _sample(step: Step) -> list[list[float]]:
+    return [[getattr(rank, field) for field in SAMPLE_FIELDS] for rank in step.ranks]

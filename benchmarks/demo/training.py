@@ -11,6 +11,7 @@ from benchmarks.demo.link import Link
 from benchmarks.demo.steps import OURS, STOCK, Comparison, RankStep, Step, medians
 from benchmarks.harness.namespaces import NUM_NODES
 from benchmarks.harness.rate import RateSearch
+from megatron_lancet.errors import UsageError
 
 EXPOSED_SHARE = 0.45
 """Part of its step for which stock is to wait: it sets the link's rate."""
@@ -23,8 +24,7 @@ _NUM_WARM_UP = 2
 """Unmeasured steps of a process that has just started."""
 SAMPLES_PER_RANK = 4
 # A row of a message takes CPU time from the core that a rank has, and a chunk one more launch of each op: wide experts
-# and long samples leave both a small part of the step. Chunks along the sequence compute no attention to later
-# positions.
+# and long samples leave both a small part of the step.
 MODEL_FLAGS = (
     "--num-layers 3 --hidden-size 256 --ffn-hidden-size 576 --num-attention-heads 4 --seq-length 512 "
     "--max-position-embeddings 512 --position-embedding-type rope --swiglu --normalization RMSNorm "
@@ -37,7 +37,9 @@ TRAINING_FLAGS = (
     "--lr-warmup-fraction 0.08 --clip-grad 1.0 --weight-decay 0.1 --adam-beta2 0.95 "
     "--split 95,5,0 --eval-iters 4 --log-interval 1 --num-workers 0"
 )
-PLAN_FLAGS = {STOCK: ("--lancet-plan", "off"), OURS: ("--lancet-num-chunks", "2", "--lancet-chunk-dim", "sequence")}
+# Chunks along the batch leave Megatron's core attention as it is. Chunks along the sequence need torch's fused kernel,
+# which computes no scores of later positions: stock would have to run it, too.
+PLAN_FLAGS = {STOCK: ("--lancet-plan", "off"), OURS: ("--lancet-num-chunks", "2", "--lancet-chunk-dim", "batch")}
 
 
 def training_flags(folder: Folder, num_steps: int, extra: Sequence[str]) -> list[str]:
@@ -64,8 +66,28 @@ def unmeasured_steps(middle: int) -> list[int]:
     return [*range(1, middle + 1 + _NUM_WARM_UP)]
 
 
+def common_attention(stock: str, ours: str) -> str:
+    """The class of both variants' core attention.
+
+    Raises:
+        UsageError: they differ.
+    """
+    if stock != ours:
+        raise UsageError(
+            f"stock runs {stock} and ours {ours}: times with different attention kernels can't be compared. Drop the "
+            "flags behind -- that choose one, or pass --lancet-attention sdpa there, which holds for both."
+        )
+    return stock
+
+
 class Training:
-    """Both variants, step by step."""
+    """Both variants, step by step.
+
+    Attributes:
+        rate_bps: of the link, in bits per second.
+        attention: class of the core attention that both have.
+        comparison: their steps.
+    """
 
     def __init__(
         self, folder: Folder, found: Link, num_steps: int, rate_bps: float | None, extra: Sequence[str]
@@ -85,6 +107,7 @@ class Training:
         self._skews_ms: list[float] = []
         """What stock's steps since the first turn waited beyond their bytes' time on the wire."""
         self.rate_bps = 0.0
+        self.attention = ""
         self.comparison = Comparison(unmeasured_steps(self._middle))
         self._display = Display(self.comparison, num_steps)
         flags = training_flags(folder, num_steps, extra)
@@ -106,13 +129,12 @@ class Training:
         """Trains both to the end.
 
         Raises:
-            UsageError: a training failed.
+            UsageError: a training failed, or the variants have different attention kernels.
         """
         with ExitStack() as stack:
             stock = stack.enter_context(self._start("stock"))
             ours = stack.enter_context(self._start("ours"))  # both start at the same time
-            stock.wait_until_ready()
-            ours.wait_until_ready()
+            self.attention = common_attention(stock.wait_until_ready(), ours.wait_until_ready())
             for steps in turns(self._num_steps, self._middle):
                 stock.run(steps, lambda number, ranks: self._done(STOCK, number, ranks))
                 if steps[0] == 1:

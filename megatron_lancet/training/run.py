@@ -35,7 +35,7 @@ from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
 from megatron_lancet.training.observe.wire_check import WireCheck
 from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
-from megatron_lancet.training.plan.attention import needs_own_attention, uses_sdpa
+from megatron_lancet.training.plan.attention import uses_sdpa
 from megatron_lancet.training.plan.comm_priority import choose_micro_ops
 from megatron_lancet.training.plan.dispatch import nodes_of, nodes_to_connect
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
@@ -118,7 +118,7 @@ def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "Sto
     if choice.plan is not None and choice.args.transformer_impl == TRANSFORMER_ENGINE:
         check_te_seams()
     stack.enter_context(patches.sequence_parallel_with_torch_norm())
-    stack.enter_context(patches.core_attention_without_te(needs_own_attention(choice.args) is not None))
+    stack.enter_context(patches.core_attention_without_te(uses_sdpa(choice.args, choice.config)))
     stack.enter_context(patches.resumable_distributed_optimizer())
     bins = None if choice.bins is None else Bins(choice.args, choice.bins)
     if bins is not None:

@@ -88,7 +88,7 @@ def bounded_expert_groups(max_ctas: int | None) -> AbstractContextManager[None]:
 
 
 def core_attention_without_te(needed: bool) -> AbstractContextManager[None]:
-    """Lets the local spec build what stock's own core attention can't: multi-latent attention, context parallelism."""
+    """Lets the local spec build torch's fused attention, where it is asked for or Megatron's own lacks something."""
     if not needed:
         return nullcontext()
     return around(LocalSpecProvider, "core_attention", lambda stock, self: SdpaAttention)

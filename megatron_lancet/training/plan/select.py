@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
+from megatron_lancet.config import AttentionChoice, LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 from megatron_lancet.training.batches.limits import check_documents
@@ -59,7 +59,7 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
                 f"{flag} needs the overlapping block, but --lancet-plan off asks for stock Megatron modules. Drop one "
                 "of the two."
             )
-        return None, "off: stock Megatron modules"
+        return None, f"off: stock Megatron modules{_attention_note(config)}"
     if not has_all_to_alls(args):
         chunks = [] if config.num_chunks in (None, 1) else [f"--lancet-num-chunks {config.num_chunks}"]
         for flag in (*chunks, *_wishes_of_overlap(config)):
@@ -68,13 +68,20 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
                 f"{flag} {what} the all-to-all of expert parallelism, but there is none: "
                 f"--expert-model-parallel-size is {args.expert_model_parallel_size}. Drop the flag."
             )
-        return None, "nothing to overlap without expert parallelism: stock Megatron modules"
+        line = "nothing to overlap without expert parallelism: stock Megatron modules"
+        return None, f"{line}{_attention_note(config)}"
     blockers = overlap_blockers(args, config, validated=True)
     if blockers:
-        return None, f"off: {'; '.join(blockers)}. Stock Megatron modules, nothing is overlapped"
+        stock = f"Stock Megatron modules{_attention_note(config)}, nothing is overlapped"
+        return None, f"off: {'; '.join(blockers)}. {stock}"
     plan, notes = _plan_by_flags(args, config)
     refuse_unsupported(args)
     return plan, "; ".join([str(plan), *_nodes_note(args, config, plan), *notes, *_dropout_note(args, plan)])
+
+
+def _attention_note(config: LancetConfig) -> str:
+    """What stock modules have in place of Megatron's core attention, where the user asks for it."""
+    return " with torch's fused attention" if config.attention is AttentionChoice.SDPA else ""
 
 
 def _wishes_of_overlap(config: LancetConfig) -> Iterator[str]:

@@ -126,6 +126,16 @@ def test_fused_attention_range_gate_batch_chunks_and_no_late_weight_gradients_eq
     assert (report["max_received_rows"], report["num_split_chunks"]) == (None, 0)
 
 
+def test_plan_off_runs_the_fused_attention_that_is_asked_for(stock, token_data, tmp_path):
+    flags = [*EP2, "--lancet-plan", "off", "--lancet-attention", "sdpa"]
+    fused = pretrain(token_data, flags, tmp_path, train_iters=4)
+    assert "plan: off: stock Megatron modules with torch's fused attention" in fused.outputs[0]
+    ours = {module for module in fused.model_modules if module.startswith("megatron_lancet")}
+    assert ours == {"megatron_lancet.model.attention.sdpa"}
+    for name in COMPARED:
+        assert fused.series(name) == pytest.approx(stock("fp32").series(name)[:4], rel=TOLERANCE["fp32"][name]), name
+
+
 def test_clipped_training_with_grouped_experts_and_bounded_weight_gradients(token_data, tmp_path):
     """Every step's norm is clipped, and the store is smaller than the plan's window would fill it."""
     both = [*EP2, "--clip-grad", "0.1", "--num-experts", "8", "--moe-grouped-gemm", "--disable-bias-linear"]

@@ -73,6 +73,20 @@ def test_plan_off_selects_no_plan(megatron_args):
     assert "stock" in line
 
 
+@pytest.mark.parametrize("experts", [2, 1], ids=["plan off", "no all-to-all"])
+def test_stock_modules_say_that_they_have_the_fused_attention_that_is_asked_for(megatron_args, experts):
+    args = megatron_args("--expert-model-parallel-size", experts)
+    choice = PlanChoice.OFF if experts > 1 else PlanChoice.AUTO
+    for attention, is_named in (
+        (AttentionChoice.SDPA, True),
+        (AttentionChoice.STOCK, False),
+        (AttentionChoice.AUTO, False),
+    ):
+        plan, line = choose_plan(args, LancetConfig(plan=choice, attention=attention))
+        assert plan is None
+        assert line.endswith("stock Megatron modules with torch's fused attention") == is_named
+
+
 def test_dw_memory_bound_is_part_of_the_plan(megatron_args):
     plan, line = choose_plan(megatron_args(), LancetConfig(dw_memory_mb=1.5))
     assert plan == fixed_plan(2, dw_memory_bytes=1_500_000)
