@@ -1,4 +1,4 @@
-# make demo [DEMO=long] | test | test-quick | test-gpu | check-gpu | lint | wheel: each sets up everything it needs in .venv first,
+# make demo [DEMO=long] | test | test-quick | test-nightly | test-gpu | check-gpu | lint | wheel: each sets up everything it needs in .venv first,
 # once; later calls start at once and work offline. PYTHON=/path/to/python picks the interpreter, VENV=folder the
 # environment.
 
@@ -15,8 +15,11 @@ PYTEST_ALL := -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 LOSSES := tests/parity/runs/test_losses_equal_stock.py::test_losses_equal_stock
 QUICK := tests/unit tests/parity/mocked/test_gradients_in_mocked_worlds.py tests/parity/gradients/test_context_parallel.py \
 	"$(LOSSES)[fp32-1]" "$(LOSSES)[fp32-2]"
+# make test draws random inputs that are the same each time; these are new ones, and more of them.
+NEW_SEED = $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
+NIGHTLY := runs/nightly
 
-.PHONY: demo test test-quick test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
+.PHONY: demo test test-quick test-nightly test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text twice, stock and ours, on a link that is really waited for, and"
@@ -24,6 +27,8 @@ help:
 	@echo "make test    run the test suite"
 	@echo "             (PYTEST_ARGS=\"tests/unit/planning -k lowering\": a part of it, in one process)"
 	@echo "make test-quick  unit tests and a few comparisons with stock Megatron: at most four minutes on two idle cores"
+	@echo "make test-nightly   tests that draw their inputs, with new draws and ten times as many; it prints the SEED, and"
+	@echo "                    SEED=number repeats a run"
 	@echo "make test-gpu    the tests in tests/gpu on a CUDA device, which no other test sees"
 	@echo "make check-gpu   these tests and a short benchmark, within ten minutes; results in OUT=folder (runs/check-gpu)"
 	@echo "make lint    ruff and mypy"
@@ -48,6 +53,10 @@ test: $(STAMP)
 
 test-quick: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(QUICK)
+
+test-nightly: $(STAMP)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m hypothesis --hypothesis-profile nightly --hypothesis-seed $(or $(SEED),$(NEW_SEED)) \
+		--timeout 3600 --junitxml $(NIGHTLY)/results.xml --durations 20 $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest tests/gpu

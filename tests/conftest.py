@@ -12,7 +12,7 @@ from tests import data
 from tests.order import Alone, pytest_collection_modifyitems  # noqa: F401 - a hook, for all tests
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks, for all tests
 
-pytest_plugins = ["tests.gradient_deviations"]
+pytest_plugins = ["tests.draws", "tests.gradient_deviations"]
 
 # A shell starts what it puts into the background with SIGINT ignored, and children inherit that: here and in every
 # process that a test starts, Ctrl-C is to end what it ends in a terminal.

@@ -136,7 +136,7 @@ class LoopbackCounts:
     def wait(self) -> TokenCounts:
         if not self.transport.launches_in_callback:
             self.transport.log.append("host waits")
-        assert self.arrived.wait(5), "the test did not let the counts arrive"
+        self.arrived.wait()
         if self.error is not None:
             raise self.error
         return TokenCounts([[2]], [[2]], torch.tensor([[2]]))

@@ -37,21 +37,28 @@ def test_signal_ends_a_rank_with_one_line(number):
 
 
 def test_signal_ends_a_rank_whose_main_thread_waits():
+    """With a long switch interval the other thread runs when the main thread lets it, which is when that one waits."""
     body = """
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        never = threading.Lock()
+        def interrupt():
+            gate.acquire()
+            os.kill(os.getpid(), signal.SIGINT)
+        gate, never = threading.Lock(), threading.Lock()
+        gate.acquire()
         never.acquire()
+        threading.Thread(target=interrupt, daemon=True).start()
+        sys.setswitchinterval(1000)
+        gate.release()
         never.acquire()
     """
     assert ended(body).returncode == 128 + signal.SIGINT
 
 
 def test_later_signal_handler_takes_precedence():
-    """Megatron's --exit-signal-handler saves a checkpoint at SIGTERM."""
+    """Megatron's --exit-signal-handler saves a checkpoint at SIGTERM. The rank's own thread has seen the signal, too,
+    when ``run_rank`` returns."""
     body = """
         signal.signal(signal.SIGTERM, lambda *_: print("saved", flush=True))
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.5)
+        signal.raise_signal(signal.SIGTERM)
     """
     done = ended(body)
     assert (done.returncode, done.stdout) == (0, "saved\nafter\n")
@@ -60,13 +67,14 @@ def test_later_signal_handler_takes_precedence():
 def test_forked_child_handles_its_own_signals():
     """A data loader's worker that is stopped must not end the training."""
     body = """
+        started, tells = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(tells, b"1")
             time.sleep(60)
-        time.sleep(0.3)
+        os.read(started, 1)
         os.kill(child, signal.SIGTERM)
         print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        time.sleep(0.3)
     """
     done = ended(body)
     assert (done.returncode, done.stdout) == (0, f"child {-signal.SIGTERM}\nafter\n")
@@ -79,18 +87,27 @@ def test_sigterm_that_is_handled_does_not_end_the_rank():
         fork = multiprocessing.get_context("fork")
         asked = threading.Event()
         status.on_sigterm = asked.set
-        writer = fork.Process(target=time.sleep, args=(1,))
-        loader = fork.Process(target=time.sleep, args=(60,), daemon=True)
+        started, others_are_done = fork.Semaphore(0), fork.Event()
+        def write():
+            started.release()
+            others_are_done.wait()
+        def load():
+            started.release()
+            time.sleep(60)
+        writer, loader = fork.Process(target=write), fork.Process(target=load, daemon=True)
         for child in (writer, loader):
             child.start()
-        time.sleep(0.3)
-        os.killpg(0, signal.SIGTERM)
         for child in (writer, loader):
-            child.join()
-        print("asked", asked.wait(5), writer.exitcode, loader.exitcode)
+            started.acquire()
+        os.killpg(0, signal.SIGTERM)
+        asked.wait()
+        loader.join()
+        others_are_done.set()
+        writer.join()
+        print("exit statuses", writer.exitcode, loader.exitcode)
     """
     done = ended(body, start_new_session=True)
-    assert (done.returncode, done.stdout) == (0, f"asked True 0 {128 + signal.SIGTERM}\nafter\n")
+    assert (done.returncode, done.stdout) == (0, f"exit statuses 0 {128 + signal.SIGTERM}\nafter\n")
 
 
 def test_failed_checkpoint_ends_with_one_line():

@@ -3,12 +3,25 @@
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from megatron_lancet.files import atomic_outputs, atomic_write
+
+
+def send_and_wait(number: signal.Signals) -> None:
+    """Sends a signal to the process; returns when any of its threads has received it."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    previous = signal.set_wakeup_fd(write_end)
+    try:
+        os.kill(os.getpid(), number)
+        assert os.read(read_end, 1) == bytes([number])
+    finally:
+        signal.set_wakeup_fd(previous)
+        os.close(read_end)
+        os.close(write_end)
 
 
 def test_atomic_outputs_appear_together_after_the_body(tmp_path: Path) -> None:
@@ -60,8 +73,7 @@ def test_interrupt_between_renames_is_raised_after_the_last(tmp_path: Path, monk
 
     def replace_and_interrupt(source: Path, target: Path) -> None:
         replace(source, target)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.05)  # until it has arrived, in whichever thread
+        send_and_wait(signal.SIGINT)
 
     monkeypatch.setattr(os, "replace", replace_and_interrupt)
     targets = [tmp_path / "a.bin", tmp_path / "a.idx"]
@@ -89,8 +101,7 @@ def test_sigterm_handler_of_the_caller_is_kept_and_the_file_is_written(tmp_path:
     try:
         with atomic_outputs(tmp_path / "a") as (temporary,):
             temporary.write_text("whole")
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.05)
+            send_and_wait(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert received == [signal.SIGTERM]

@@ -1,6 +1,6 @@
 """Random bytes and mutated files, wherever a file of a user's is read: a valid result, or one message with its name.
 
-The cases are the same in every run (``derandomize``). A crash of the process would end the test run.
+A crash of the process would end the test run.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -42,6 +42,7 @@ from megatron_lancet.report.train_log import RunLog
 from megatron_lancet.training.checkpoint.reader import find_checkpoint, read_run
 from megatron_lancet.training.tuning.tuned_plan import TunedPlan
 from tests.damage import leaves, replaced
+from tests.draws import examples
 from tests.unit.report import steps
 
 pytestmark = pytest.mark.slow
@@ -60,10 +61,7 @@ STRANGE = st.one_of(
 
 
 def fuzzed(num_cases):
-    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(
-        max_examples=num_cases, derandomize=True, deadline=None, database=None, suppress_health_check=checks
-    )
+    return examples(num_cases, allowed=[HealthCheck.function_scoped_fixture, HealthCheck.data_too_large])
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Deletes what orders the product's kernels or keeps their memory, one place at a time, until a case fails.
+"""Deletes or misplaces what orders the product's kernels or keeps their memory, one place at a time: a case must fail.
 
 Usage: python -m tests.virtual_gpu.mutants [--json FILE] [--write] [--only TEXT]
 
@@ -17,6 +17,7 @@ import logging
 import re
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +28,8 @@ import torch
 
 from tests.virtual_gpu.case import STREAMS, Case, run
 from tests.virtual_gpu.cases import MUTANT_CASES
+from tests.virtual_gpu.places.misplaced import misplaced
+from tests.virtual_gpu.places.needless import NEEDLESS
 from tests.virtual_gpu.programs import Program, run_program
 
 PRODUCT = Path(__file__).parents[2] / "megatron_lancet"
@@ -44,38 +47,6 @@ NOT_KEEPERS = ("runtime/lane.py", "runtime/pairing.py")
 TOLERANCE = 1e-4
 EXCHANGE_STREAMS = {"comm", "counts"}
 """Where all-to-alls have to run."""
-
-
-_TIMES = "It times a measurement of the profiler. The tensors are its own, and no result depends on the event."
-_STEP_TIMES = "It times a training step for the report. No tensor depends on it."
-_GLOO = "This transport is for gloo, whose collectives complete on the host. CUDA has another."
-
-NEEDLESS: dict[tuple[str, str, str], str] = {
-    ("profiler/links.py", "_between_ms", "end.synchronize()"): _TIMES,
-    ("profiler/slowdown.py", "timed_ms", "pair.end.record()"): _TIMES,
-    ("profiler/slowdown.py", "timed_ms", "pair.end.synchronize()"): _TIMES,
-    (
-        "training/load/rebalance.py",
-        "Rebalancer._rebalance",
-        "torch.cuda.synchronize()",
-    ): "It times the moves of experts between two steps. Whoever uses a moved weight is behind its message already.",
-    ("training/observe/step_recorder.py", "StepRecorder._timed", "pair.end.record()"): _STEP_TIMES,
-    ("training/observe/step_recorder.py", "StepRecorder._read", "duration.end.synchronize()"): _STEP_TIMES,
-    ("runtime/transport/works.py", "WorksTransfer.__init__", "self._buffers = ..."): _GLOO,
-    ("runtime/transport/works.py", "WorksTransfer.wait", "work.wait()"): _GLOO,
-    (
-        "runtime/trace.py",
-        "Trace.begin_step",
-        "torch.cuda.synchronize()  # makes the clocks of host and stream agree about the beginning",
-    ): "It sets the zero of the trace's times. What the step computes does not depend on it.",
-    (
-        "training/megatron/grad_reduction.py",
-        "_ReduceScatter.__init__",
-        "self._sent = ...",
-    ): "Parts that lie side by side are then copied like others before they are sent: slower, with the same result. "
-    "The memory is DDP's buffer, which lives as long as the model.",
-}
-"""Places that may be deleted without harm, with the reason: file in the package, outermost function, first line."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +121,19 @@ def _places(tree: ast.Module, source: str, file: str) -> Iterator[tuple[Mutant, 
     for name, function, owner in _functions(tree):
         for node, text, change, apply in (*_calls(function), *_kept(function, owner, emptied)):
             yield Mutant(file, name, change, text or lines[node.lineno - 1].strip()), apply
+        for block in _blocks(function):
+            for index, statement in enumerate(block):
+                line = lines[statement.lineno - 1].strip()
+                for change, apply in misplaced(file, name, line, block, index):
+                    yield Mutant(file, name, change, line), apply
+
+
+def _blocks(function: _Function) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(function):
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if isinstance(block, list):
+                yield block
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, _Function, ast.ClassDef | None]]:
@@ -300,11 +284,22 @@ def is_needless(mutant: Mutant) -> bool:
     return mutant.place in NEEDLESS
 
 
-def reported_cases() -> dict[str, str]:
-    """The case that catches each mutant of the report; empty where none does."""
+def reported() -> dict[str, dict[str, Any]]:
+    """The rows of the report by mutant."""
     if not REPORT.exists():
         return {}
-    return {row["mutant"]: row["case"] for row in json.loads(REPORT.read_text())["mutants"]}
+    return {row["mutant"]: row for row in json.loads(REPORT.read_text())["mutants"]}
+
+
+def reason(how: str) -> str:
+    """What was found: a problem's kind, kernels and streams, or an error's type and message; not where in the code."""
+    return re.sub(r" \([^()]*\)| of group \d+", "", how)
+
+
+def kind(how: str) -> str:
+    """What found a mutant, in a word of the report."""
+    before, is_told, _ = how.partition(":")
+    return before if is_told else how
 
 
 def survey(only: str) -> list[dict[str, Any]]:
@@ -330,13 +325,16 @@ def as_text(report: dict[str, Any]) -> str:
         "# Mutants on the virtual GPU",
         "",
         "Each place in the product that orders kernels of different streams, or keeps memory for them, was deleted,",
-        "one at a time (`tests/virtual_gpu/mutants.py`). The table names the case of `tests/virtual_gpu/cases.py` that",
-        "fails then and the first thing that it reports. The last column names the streams that make losses or",
-        "gradients wrong in this case if they run as late as the order permits; without a name the deletion is found",
-        "by the order alone. The test suite deletes each place again and runs its case. No device was used.",
+        "one at a time, and some were moved or made to name another stream (`tests/virtual_gpu/mutants.py`). The table",
+        "names the case of `tests/virtual_gpu/cases.py` that fails then and the first thing that it reports. The last",
+        "column names the streams that make losses or gradients wrong in this case if they run as late as the order",
+        "permits; without a name the mutant is found by the order alone. The test suite makes each mutant again, runs",
+        "its case, and expects the same report, and wrong numbers with the first of the late streams. No device was",
+        "used.",
         "",
         f"`{report['command']}`, {report['date']}: {len(rows)} mutants, {len(caught)} caught, "
         f"{len(rows) - len(caught)} not needed.",
+        _counted(caught),
         "",
         "| Place | Change | Case | Reports | Wrong numbers if late |",
         "|---|---|---|---|---|",
@@ -350,6 +348,22 @@ def as_text(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_IN_WORDS = {
+    "race": "missing order",
+    "freed in use": "memory that was freed in use",
+    "all-to-alls on ['comm', 'compute']": "an all-to-all on the compute stream",
+}
+
+
+def _counted(caught: list[dict[str, Any]]) -> str:
+    """How many mutants were found by what."""
+    by_kind = Counter(kind(row["how"]) for row in caught)
+    errors = {name: count for name, count in by_kind.items() if name.endswith("Error")}
+    found = [f"{count} by {_IN_WORDS.get(name, name)}" for name, count in by_kind.most_common() if name not in errors]
+    raised = ", ".join(f"{count} {name}" for name, count in errors.items())
+    return f"Found: {', '.join(found)}, {sum(errors.values())} by a Python error ({raised})."
+
+
 def _shortened(how: str) -> str:
     """What was found, without the callers of the places, and without lines and numbers that change."""
     without_callers = re.sub(r"( < [^()]*)+\)", ")", how).replace("|", "/")
@@ -358,17 +372,18 @@ def _shortened(how: str) -> str:
 
 def wrong_when_late(mutant: Mutant, tree: ast.Module, name: str) -> list[str]:
     """Names of streams that, late, make losses or gradients wrong."""
-    wrong = []
     with mutated(mutant, tree):
-        for stream in STREAMS:
-            case = replace(MUTANT_CASES[name], late=((stream,),))
-            try:
-                found = run(case) if isinstance(case, Case) else run_program(case)
-                if not found.largest_error < TOLERANCE:
-                    wrong.append(stream)
-            except Exception:  # noqa: BLE001 - poisoned counts may raise anything
-                wrong.append(stream)
-    return wrong
+        return [stream for stream in STREAMS if is_wrong_when_late(name, stream)]
+
+
+def is_wrong_when_late(name: str, stream: str) -> bool:
+    """Whether the product as it is now computes something else in a case if a stream is late."""
+    case = replace(MUTANT_CASES[name], late=((stream,),))
+    try:
+        found = run(case) if isinstance(case, Case) else run_program(case)
+    except Exception:  # noqa: BLE001 - poisoned counts may raise anything
+        return True
+    return not found.largest_error < TOLERANCE
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Training steps on the virtual GPU: ordered, equal to stock with late streams, and with few waits of the host."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 WORKER = Path(__file__).with_name("worker.py")
 TIMEOUT_S = 900
 ALL = {**CASES, **TE_CASES}
-TOLERANCE = {"fp32": 1e-5, "bf16": 0.05}
+# About twice the largest deviation of any parameter that was found. In fp32 that is 4.2e-7. In bf16 it is 1.5e-2, of
+# the weight of a norm; half of the parameters are within 2.5e-3. A number of bf16 has 8 bits, so a rounding is up to
+# 2e-3 off, and such a gradient is what is left of sums over all tokens: stock's in bf16 is 1.9e-2 off its own in fp32.
+TOLERANCE = {"fp32": 1e-6, "bf16": 0.03}
+SUPPORT = Path(__file__).parents[2] / "docs" / "support.md"
 COUNTS = "nccl.py", "wait"
 """File and function in which the host waits for token counts."""
 OWN_COUNTS = "nccl.py", "wait_for_own"
@@ -52,14 +57,23 @@ def test_message_that_leaves_before_its_rows_are_made_is_found(results, name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_losses_and_gradients_equal_stocks_with_late_streams(results, name):
+def test_losses_and_gradients_equal_stocks_with_late_streams(results, check_gradients, name):
     case, found = ALL[name], results[name]
     # On a GPU, GEMMs of parts of the rows do not have the bits of all rows.
     is_exact = case.equals_stock and all(plan.num_chunks == 1 and not plan.has_tiles for plan in case.plans)
-    tolerance = 0.0 if is_exact else TOLERANCE["bf16" if case.overrides.get("bf16") else "fp32"]
-    wrong = {parameter: error for parameter, error in found["gradients"].items() if not error <= tolerance}
-    assert not wrong
+    precision = "bf16" if case.overrides.get("bf16") else "fp32"
+    tolerance = 0.0 if is_exact else TOLERANCE[precision]
+    check_gradients(found["gradients"], tolerance, name, precision)
     assert found["loss"] <= tolerance
+
+
+def test_bounds_are_those_of_the_document():
+    (row,) = (line for line in SUPPORT.read_text().splitlines() if line.startswith("| GPUs, NCCL |"))
+    found = re.search(
+        r"gradients exact with one chunk in one piece, else within (\S+) of the norm in fp32, (\S+) in bf16", row
+    )
+    assert found
+    assert [float(bound) for bound in found.groups()] == [TOLERANCE["fp32"], TOLERANCE["bf16"]]
 
 
 @pytest.mark.parametrize("name", ALL)

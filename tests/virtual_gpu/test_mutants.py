@@ -1,18 +1,22 @@
-"""Every place that orders kernels or keeps memory is needed: without it a case fails, the one that the report names."""
+"""Every place that orders kernels or keeps memory is needed: without it the case of the report fails, as it says."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.ranks import launch
 from tests.virtual_gpu import mutants
+from tests.virtual_gpu.places.misplaced import REPLACED, SWAPPED
+from tests.virtual_gpu.places.needless import NEEDLESS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 TIMEOUT_S = 900
 FOUND = {str(mutant): mutant for mutant in mutants.find()}
-REPORTED = mutants.reported_cases()
+REPORTED = mutants.reported()
+CAUGHT = [name for name, row in REPORTED.items() if row["case"]]
 REPEAT = "Run: python -m tests.virtual_gpu.mutants --write"
 
 
@@ -28,19 +32,41 @@ def test_mutants_of_the_product_are_those_of_the_report():
 
 
 def test_mutants_without_a_case_are_listed_with_a_reason():
-    assert {name for name, case in REPORTED.items() if not case} == {
-        name for name, mutant in FOUND.items() if mutants.is_needless(mutant)
-    }, REPEAT
+    assert REPORTED.keys() - CAUGHT == {name for name, mutant in FOUND.items() if mutants.is_needless(mutant)}, REPEAT
 
 
 def test_reasons_name_places_of_the_product():
     places = {(mutant.file, mutant.function, mutant.line) for mutant in FOUND.values()}
-    assert set(mutants.NEEDLESS) <= places
+    assert set(NEEDLESS) <= places
 
 
-@pytest.mark.parametrize("name", [name for name, case in REPORTED.items() if case])
-def test_mutant_is_caught_by_the_case_of_the_report(judged, name):
-    assert judged["caught"].get(name), REPEAT
+def test_misplaced_statements_are_in_the_product():
+    found = Counter((mutant.file, mutant.function, mutant.change) for mutant in FOUND.values())
+    listed = [(place.file, place.function, change[0]) for place, change in (REPLACED | SWAPPED).items()]
+    assert {place: found[place] for place in listed} == dict.fromkeys(listed, 1)
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_mutant_is_caught_for_the_reason_of_the_report(judged, name):
+    assert mutants.reason(judged["caught"][name]) == mutants.reason(REPORTED[name]["how"]), REPEAT
+
+
+@pytest.mark.parametrize("name", [name for name in CAUGHT if REPORTED[name]["wrong_when_late"]])
+def test_mutant_makes_numbers_wrong_if_a_stream_is_late(judged, name):
+    assert judged["wrong_when_late"][name], REPEAT
+
+
+def test_reasons_tell_problems_apart_and_not_where_the_code_is():
+    race = (
+        "race: read by add on comm of group {} ({}:3:launch < comm.py:4:<lambda>) is not ordered after {} on compute "
+        "(b.py:1:f)"
+    )
+    expected = "race: read by add on comm is not ordered after mul on compute"
+    assert mutants.reason(race.format(9, "a.py", "mul")) == expected == mutants.reason(race.format(10, "c.py", "mul"))
+    others = [race.format(9, "a.py", "sum"), race.format(9, "a.py", "mul").replace("on compute", "on counts")]
+    others += ["freed in use: memory of comm (a.py:3:launch)", "wrong numbers", "TypeError: mul", "RuntimeError: mul"]
+    assert expected not in map(mutants.reason, others)
+    assert len(set(map(mutants.reason, others))) == len(others)
 
 
 def test_cases_of_mutants_are_clean_without_them(judged):

@@ -40,16 +40,21 @@ def shown(cases: dict[str, Case]) -> dict[str, Any]:
 
 
 def judged() -> dict[str, Any]:
-    """Every mutant that is in the product, with what the case of the report says; and the cases without a mutant."""
-    cases = mutants.reported_cases()
-    results = {}
+    """Every mutant that is in the product, with what the case of the report says; and the cases without a mutant.
+
+    Of the streams that make numbers wrong in the report if they are late, the first is late in another run.
+    """
+    rows = mutants.reported()
+    caught, wrong_when_late = {}, {}
     for mutant, tree in mutants.find().items():
-        case = cases.get(str(mutant))
-        if case:
+        row = rows.get(str(mutant))
+        if row and row["case"]:
             with mutants.mutated(mutant, tree):
-                results[str(mutant)] = mutants.fails(MUTANT_CASES[case])
+                caught[row["mutant"]] = mutants.fails(MUTANT_CASES[row["case"]])
+                for stream in row["wrong_when_late"][:1]:
+                    wrong_when_late[row["mutant"]] = mutants.is_wrong_when_late(row["case"], stream)
     clean = {name: mutants.fails(case) for name, case in MUTANT_CASES.items()}
-    return {"caught": results, "clean": clean}
+    return {"caught": caught, "wrong_when_late": wrong_when_late, "clean": clean}
 
 
 def main() -> None:

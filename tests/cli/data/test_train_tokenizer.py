@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lancet.data.encode import TokenizerSettings, build_tokenizer
 from megatron_lancet.errors import UsageError
+from tests.draws import examples
 
 SPACE_SYMBOL = "\u2581"
 
@@ -66,7 +67,7 @@ text_without_space_symbol = st.text(st.characters(codec="utf-8", exclude_charact
 )
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@examples(300)
 @given(text=text_without_space_symbol)
 def test_tokenizer_round_trip_of_any_text(tokenizer: Any, text: str) -> None:
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
@@ -21,6 +21,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.plan_file import PlanFile, made_for, read_plan_file, write_plan_file
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Gap, Plan, Segment, fixed_plan
 from tests.damage import leaves, replaced
+from tests.draws import examples
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TOOLS = REPOSITORY / "tools"
@@ -318,7 +319,7 @@ def test_plan_tool_as_a_program_needs_no_torch_and_ends_with_status_2(tmp_path):
 PLAIN = json.loads(synthetic_profile(Machine("dm", chunk_counts=(1, 2))).to_json())
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_damaged_profile_is_refused_in_one_line_or_gives_finite_times(tools, data):
     """Never a traceback, nor a list of 10**12 things. What is refused, is refused because of the profile."""

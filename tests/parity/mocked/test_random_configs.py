@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.draws import factor
 from tests.parity.mocked.random_configs_worker import TOLERANCE
 from tests.ranks import launch
 
-pytestmark = pytest.mark.timeout(420)
+# Hypothesis's mark: make test-nightly picks it, though the worker draws.
+pytestmark = [pytest.mark.hypothesis, pytest.mark.timeout(420 * factor())]
 
 WORKER = Path(__file__).with_name("random_configs_worker.py")
-NUM_EXAMPLES = 30
+NUM_EXAMPLES = 30 * factor()
 
 
-def test_losses_and_gradients_of_random_configurations_equal_stock(tmp_path, check_gradients):
-    arguments = [tmp_path / "result.json", NUM_EXAMPLES]
-    launch.check(launch.run(WORKER, arguments, 1, tmp_path, timeout_s=400, te=True))
+def test_losses_and_gradients_of_random_configurations_equal_stock(tmp_path, check_gradients, new_seed):
+    arguments = [tmp_path / "result.json", NUM_EXAMPLES, *([] if new_seed is None else [new_seed])]
+    launch.check(launch.run(WORKER, arguments, 1, tmp_path, timeout_s=400 * factor(), te=True))
     result = json.loads((tmp_path / "result.json").read_text())
     tried, (parameter, error) = result["tried"], result["worst"]
     check_gradients({parameter: error}, TOLERANCE)

@@ -71,9 +71,30 @@ def test_spans_of_the_computing_thread_do_not_overlap(found):
     assert all(before["end_ms"] <= after["start_ms"] + 1e-9 for before, after in itertools.pairwise(own))
 
 
-def test_spans_cover_the_step_and_no_more(found):
-    busy_ms = sum(span["end_ms"] - span["start_ms"] for span in spans_in(found, "compute", "wait"))
-    assert 0.5 * found["step_ms"] < busy_ms <= found["step_ms"]
+def test_spans_cover_the_step_but_for_batches_and_losses(found, name):
+    """Each op begins where what was before it ended, but for the first behind a new batch, or a loss.
+
+    No share of the step: how long the batch and the loss take is up to the machine.
+    """
+    own = spans_in(found, "compute", "wait")
+    assert own[0]["name"] == "F.embedding"
+    assert own[-1]["name"] == "I.embedding"
+    assert own[0]["start_ms"] >= 0
+    assert own[-1]["end_ms"] <= found["step_ms"]
+    apart = [
+        (before["name"], after["name"])
+        for before, after in itertools.pairwise(own)
+        if after["start_ms"] - before["end_ms"] > 1e-9
+    ]
+    # The thread of a forward that has no backward beside it hands over to itself.
+    hands_over = plan_of(name).is_paired
+    assert [
+        (before, after)
+        for before, after in apart
+        if before not in ("F.head", "I.embedding")
+        and after not in ("F.embedding", "I.head")
+        and not (hands_over and before == after)
+    ] == []
 
 
 def test_trace_has_every_op_of_every_chunk_and_no_other(found, name):

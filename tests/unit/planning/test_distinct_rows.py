@@ -4,7 +4,7 @@ import dataclasses
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
@@ -93,7 +93,6 @@ def test_expected_rows_of_hops_are_those_of_all_choices_of_experts(num_experts, 
         assert of_ranks == pytest.approx((passed - kept,) * num_ranks)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4), st.integers(1, 6))
 def test_what_is_sent_in_a_hop_arrives(weights, topk):
     shares = tuple(weight / sum(weights) for weight in weights)

@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
@@ -24,6 +24,7 @@ from megatron_lancet.planning.profile import ModelFacts
 from megatron_lancet.report.planning.plan_text import head_lines
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
 from tests.damage import leaves, replaced
+from tests.draws import examples
 
 
 def facts(layers="dmmm", **changes) -> ModelFacts:
@@ -80,7 +81,7 @@ def test_plan_file_by_hand_needs_only_a_plan(path):
     assert read_plan_file(write_json(path, by_hand)) == PlanFile(fixed_plan(2))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, len(WHOLE.to_json()) - 3))
 def test_truncated_plan_file_is_refused_by_name(length):
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +94,6 @@ def test_truncated_plan_file_is_refused_by_name(length):
 PLAIN = json.loads(WHOLE.to_json())
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(leaves(PLAIN)), st.sampled_from([{}, [], ["x"], -7, 10**400, True, float("nan"), "\ud800"]))
 def test_wrong_types_and_values_in_a_plan_file_are_record_errors(place, wild):
     """Some places take a wild value: a text any text, a number 10**400 not even that."""

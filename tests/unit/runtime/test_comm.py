@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from megatron_lancet.runtime import comm_stats
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, CountsExchange, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
@@ -116,13 +117,22 @@ def test_a_message_whose_counts_say_that_its_rows_go_in_rounds_is_left_out(launc
     assert received.equal(rows(2)[0])
 
 
-def test_wait_for_a_queued_dispatch_is_exposed_time_of_counts():
+def test_wait_for_a_queued_dispatch_is_exposed_time_of_counts(monkeypatch):
     run = Run(launches_in_callback=True, num_chunks=1)
-    timer = threading.Timer(0.05, run.counts[0].arrive)
-    timer.start()
+    now_s = 100.0
+    monkeypatch.setattr(comm_stats.time, "perf_counter", lambda: now_s)
+
+    def arrive_later() -> bool:
+        nonlocal now_s
+        now_s += 0.05
+        run.counts[0].arrive()
+        return True
+
+    monkeypatch.setattr(run.exchanges[0].launched, "wait", arrive_later)
     run.exchanges[0].wait()
+    assert run.transport.log == ["counts 0", "queued 0", "wait"]
     times = run.stats.take()
-    assert times.counts_exposed_ms >= 40
+    assert times.counts_exposed_ms == pytest.approx(50)
     assert times.num_all_to_alls == 1
     assert times.payload_bytes == 0  # the only rank keeps its rows
 
@@ -200,7 +210,7 @@ def test_counts_are_exposed_on_cuda_while_the_device_has_nothing_to_do(monkeypat
     run = Run(launches_in_callback=False, num_chunks=1)
     run.comm.stats = CommStats(torch.device("cuda"))
 
-    def arrive_ms(timeout_s: float) -> bool:
+    def arrive_ms() -> bool:
         clocks.host_ms += 5.0
         return True
 
@@ -259,10 +269,13 @@ class HopsRun:
         self.comm = Comm(whole, None, cpu_stats(), own_rank=0, hops=Hops(Nodes(2, 2), by_kind))
         self.comm.keeps_one_order = keeps_one_order
         self.counts: list[LoopbackCounts] = []
+        self.exchanges = []
         for chunk in range(num_chunks):
             launched = launch_counts(self.comm, chunk)
             self.counts.append(launched.transfer)
-            self.comm.launch_when_known(op(chunk, "node_dispatch"), rows(chunk), Splits(launched))
+            self.exchanges.append(
+                self.comm.launch_when_known(op(chunk, "node_dispatch"), rows(chunk), Splits(launched))
+            )
 
 
 @pytest.mark.parametrize("keeps_one_order", [False, True])
@@ -274,21 +287,29 @@ def test_message_inside_a_node_does_not_wait_for_one_between_nodes(keeps_one_ord
     assert run.log == ["counts 0", "counts 1", "plain 7", "plain 7"]
 
 
-def test_messages_between_nodes_keep_one_order_where_all_messages_do():
+def test_messages_between_nodes_keep_one_order_where_all_messages_do(monkeypatch):
     """A combine between nodes waits until the dispatches before it have been launched, though no rank needs these."""
     run = HopsRun(launches_in_callback=True, keeps_one_order=True)
-    launched = threading.Event()
+    waits_or_ended = threading.Event()
+    last = run.exchanges[-1].launched
+    wait = last.wait
+
+    def notice_and_wait() -> bool:
+        waits_or_ended.set()
+        return wait()
 
     def launch() -> None:
         run.comm.launch(op(0, "node_combine"), rows(7), SPLITS)
-        launched.set()
+        waits_or_ended.set()
 
+    monkeypatch.setattr(last, "wait", notice_and_wait)
     thread = threading.Thread(target=launch)
     thread.start()
+    waits_or_ended.wait()
     run.counts[1].arrive()
-    assert not launched.wait(0.05)
+    assert run.log == ["counts 0", "counts 1"]
     run.counts[0].arrive()
-    thread.join(5)
+    thread.join()
     assert run.log == ["counts 0", "counts 1", "plain 0", "plain 1", "plain 7"]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lancet.planning.simulation.buckets import Buckets, Reduction, WeightKind
@@ -22,6 +22,7 @@ from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.schedule.timeline import Lane
+from tests.draws import examples
 from tests.fakes import MicroOp, cpu_stats, store_without_autograd
 
 LAYER = 1
@@ -225,7 +226,7 @@ def simulate(backward: BackwardPass, rules: DwRules, part_bytes: int, chunk_byte
     )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(passes_and_rules(), st.integers(1, 60), st.integers(30, 100), st.booleans())
 def test_runtime_and_simulator_run_dws_and_launch_reductions_alike(
     backward_and_rules, part_bytes, chunk_bytes, host_polls

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.ops import Op, Phase
+from tests.draws import examples
 from tests.fakes import cpu_stats, store_without_autograd
 
 WEIGHTS = ("a", "b", "c")
@@ -107,7 +108,7 @@ def _op(index: int) -> Op:
     return Op(1, index, Phase.INPUT_GRAD, "combine")
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(events(), st.integers(1, 5), st.integers(1, 250))
 def test_dw_memory_bound_changes_only_memory_and_order_of_dws(events, window, memory_bytes):
     bounded, free = Run(events, window, memory_bytes), Run(events, window, None)
@@ -121,7 +122,7 @@ def test_dw_memory_bound_changes_only_memory_and_order_of_dws(events, window, me
     assert free.times.num_dw_early == 0
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     events(),
     st.integers(1, 5),
@@ -140,7 +141,6 @@ def test_planned_gaps_change_only_the_order_of_dws(events, window, memory_bytes,
     assert times.num_dw_in_gaps + times.num_dw_early + times.num_dw_late == len(run.puts)
 
 
-@settings(max_examples=100, deadline=None)
 @given(events())
 def test_dws_run_at_once_without_a_window(events):
     run = Run(events, 0, None)

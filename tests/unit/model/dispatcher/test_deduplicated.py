@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.dispatcher.deduplicated import DeduplicatedDispatcher
+from tests.draws import examples
 from tests.unit.model.dispatcher.simulated_ranks import HIDDEN, Comm, Inputs, Seen, group_of, inputs_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -105,7 +106,6 @@ ONE_RANK_SENDS = [torch.ones((2, 4), dtype=torch.bool), torch.zeros((2, 4), dtyp
 @given(worlds())
 @example(ALL_DROPPED)
 @example(ONE_RANK_SENDS)
-@settings(max_examples=100, deadline=None)
 def test_sums_of_outputs_are_the_adjoint_of_copies_of_tokens(maps):
     """<y, A x> = <S y, x> for the rows A x that experts see, and the tokens S y that come back of their outputs y.
 
@@ -130,7 +130,6 @@ def test_sums_of_outputs_are_the_adjoint_of_copies_of_tokens(maps):
 @given(worlds(), st.booleans(), st.integers(0, 3))
 @example(ALL_DROPPED, False, 0)
 @example(ONE_RANK_SENDS, True, 2)
-@settings(max_examples=100, deadline=None)
 def test_experts_see_the_rows_of_the_plain_dispatch(maps, last_expert_first, num_spare):
     """In content and order, to the bit; the sums differ in their order only."""
     inputs = inputs_of(maps)
@@ -145,7 +144,7 @@ def test_experts_see_the_rows_of_the_plain_dispatch(maps, last_expert_first, num
 
 
 @given(worlds(max_chosen=2))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_outputs_and_gradients_of_two_experts_per_token_are_those_of_the_plain_dispatch_to_the_bit(maps):
     inputs = inputs_of(maps)
     (ours, _), (plain, _) = (exchange(kind, inputs) for kind in (DeduplicatedDispatcher, AllToAllDispatcher))

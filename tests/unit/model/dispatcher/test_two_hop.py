@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_lancet.model.dispatcher import two_hop
@@ -22,6 +22,7 @@ from megatron_lancet.model.dispatcher.row_order import RowOrder
 from megatron_lancet.model.dispatcher.two_hop import TwoHopDispatcher
 from megatron_lancet.runtime.comm import RowSplits
 from megatron_lancet.schedule.nodes import Nodes
+from tests.draws import examples
 from tests.unit.model.dispatcher.simulated_ranks import HIDDEN, Comm, Inputs, Seen, group_of, inputs_of
 from tests.unit.model.dispatcher.test_deduplicated import exchange, weighted
 
@@ -208,7 +209,7 @@ def expected_rows(world: World, inputs: Inputs, rank: int, last_expert_first: bo
 @given(worlds(), st.booleans(), st.integers(0, 2))
 @example(ALL_DROPPED, False, 0)
 @example(ONE_RANK_SENDS, True, 2)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_two_hops_compute_what_every_expert_on_every_token_does(world, last_expert_first, num_spare):
     """Experts see their rows to the bit and in stock's order; sums differ in their order only, gradients too."""
     inputs = inputs_of(world.maps)
@@ -245,7 +246,7 @@ def results(outputs: list[torch.Tensor], inputs: Inputs) -> list[torch.Tensor]:
 @given(worlds())
 @example(ALL_DROPPED)
 @example(ONE_RANK_SENDS)
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_sums_of_two_hops_are_the_adjoint_of_their_copies(world):
     """<y, A x> = <S y, x> for the rows A x that experts see, and the tokens S y that come back of their outputs y.
 
@@ -271,7 +272,7 @@ def test_sums_of_two_hops_are_the_adjoint_of_their_copies(world):
 
 
 @given(worlds(max_holders=1, max_chosen=2))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_two_hops_of_two_experts_per_token_equal_the_plain_dispatch_to_the_bit(world):
     inputs = inputs_of(world.maps)
 
@@ -284,7 +285,7 @@ def test_two_hops_of_two_experts_per_token_equal_the_plain_dispatch_to_the_bit(w
 
 @given(worlds())
 @example(ALL_DROPPED)
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_routes_of_all_ranks_are_the_rows_of_the_choice(world):
     """Computed from all choices at once; that one rank receives what another sends is checked where rows move."""
     inputs = inputs_of(world.maps)
@@ -310,7 +311,7 @@ def test_routes_of_all_ranks_are_the_rows_of_the_choice(world):
 
 
 @given(st.lists(st.integers(0, 3), min_size=24, max_size=24), st.permutations(range(3)))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_order_by_other_dimensions_is_that_of_a_stable_sort(sizes, dims):
     sizes_abc = torch.tensor(sizes).view(2, 3, 4)
     parts = sizes_abc.nonzero().repeat_interleave(sizes_abc[sizes_abc > 0], dim=0)  # [m, 3], the part of each row

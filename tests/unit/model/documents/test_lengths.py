@@ -4,7 +4,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -72,7 +72,6 @@ def test_bounds_count_what_precedes_a_part():
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
-@settings(deadline=None)
 def test_parts_of_all_chunks_are_all_positions_once(lengths, data):
     documents, num = Documents((tuple(lengths),)), sum(lengths)
     cuts = sorted({0, num, *data.draw(st.sets(st.integers(0, num), max_size=4))})

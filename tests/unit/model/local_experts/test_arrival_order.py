@@ -4,9 +4,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import examples
 from tests.triton_kernels import loaded_kernels
 
 
@@ -50,7 +51,7 @@ def test_products_are_those_of_each_expert(kernels, rows_by_source, transposed, 
     assert counters.late.tolist() == [0] * len(rows_by_source)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(data=st.data())
 def test_every_row_is_in_one_block_of_its_source_and_expert(kernels, data):
     num_sources, num_experts = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
@@ -17,6 +17,7 @@ from megatron_lancet.model.dispatcher.routes import Routes
 from megatron_lancet.model.tiles.chunk import ChunkInParts
 from megatron_lancet.model.tiles.weight_grads import Factors, GatheredWeightGrads
 from megatron_lancet.schedule.plan import OwnRows, Segment
+from tests.draws import examples
 from tests.unit.model.dispatcher.simulated_ranks import Comm, Inputs, group_of, inputs_of
 from tests.unit.model.dispatcher.test_deduplicated import ALL_DROPPED, ONE_RANK_SENDS, exchange, weighted, worlds
 
@@ -97,7 +98,7 @@ def deliver(chunks: list[ChunkInParts], tile: int, back: bool) -> None:
 @example(ALL_DROPPED, Tiling(2, 2), 0)
 @example(ONE_RANK_SENDS, Tiling(4, 1), 1)
 @example(ONE_TOKEN, Tiling(4, 2), 2)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_parts_give_the_outputs_and_the_weight_gradients_of_all_rows(kind, maps, tiling, num_spare):
     """To the bit: each row goes through its experts once, and comes back to its place; a dW has stock's order of rows.
 

@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.files import RecordError
@@ -15,6 +15,7 @@ from megatron_lancet.planning.simulation.simulator import PlanMismatch, simulate
 from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, fixed_plan
 from megatron_lancet.schedule.timeline import Lane
+from tests.draws import examples
 from tests.unit.planning.strategies import EVEN, UNEVEN, machines_and_plans
 
 FEW = Limits(num_chunks=(1, 2), dw_window_layers=(1,))
@@ -33,7 +34,7 @@ def test_planner_sends_distinct_rows_where_they_are_fewer():
     assert planned.no_overlap == plain.no_overlap == simulate(profile, fixed_plan(1, DwPolicy.NONE)).prediction
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
+@examples(30)
 @given(machines_and_plans(topk=2, shares=(EVEN, UNEVEN, (0.5, 0.3, 0.2))))
 def test_no_plan_is_slower_for_sending_distinct_rows(machine_and_plan):
     machine, plan = machine_and_plan

@@ -2,7 +2,7 @@ import dataclasses
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
@@ -14,6 +14,7 @@ from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.planning.what_if.layout import split_at_stages
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
+from tests.draws import examples
 from tests.unit.planning.strategies import machines
 
 pytestmark = pytest.mark.slow
@@ -22,7 +23,7 @@ CLOSE_MS = 1e-6
 ONE_WAY = Limits(num_chunks=(1, 2), ranges=(OverlapRange.STACK,), chunk_dims=(ChunkDim.BATCH,), dw_window_layers=(1,))
 
 
-@settings(max_examples=15, derandomize=True, deadline=None)
+@examples(15)
 @given(machines(max_layers=2, shares=((0.5, 0.5), (0.7, 0.3))), st.integers(2, 7))
 def test_planner_is_never_worse_than_uniform_plans(machine, num_micro_batches):
     profile = synthetic_profile(dataclasses.replace(machine, num_micro_batches=num_micro_batches))
@@ -35,7 +36,7 @@ def test_planner_is_never_worse_than_uniform_plans(machine, num_micro_batches):
         assert planned.prediction.step_ms <= of_pairs + CLOSE_MS
 
 
-@settings(max_examples=10, derandomize=True, deadline=None)
+@examples(10)
 @given(machines(max_layers=4), st.integers(2, 7))
 def test_pairing_is_never_predicted_slower_than_the_best_plan_without(machine, num_micro_batches):
     profile = synthetic_profile(dataclasses.replace(machine, num_micro_batches=num_micro_batches, stages=()))

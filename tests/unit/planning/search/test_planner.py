@@ -2,7 +2,7 @@ import dataclasses
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
@@ -15,6 +15,7 @@ from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.lowering import COMPUTE, WAIT
 from megatron_lancet.planning.simulation.simulator import Simulator, simulate
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
+from tests.draws import examples
 from tests.unit.planning.strategies import ALONE, EVEN, machines, machines_and_plans
 
 pytestmark = pytest.mark.slow
@@ -70,7 +71,7 @@ def test_planner_keeps_the_multiple_of_tokens():
     assert Exclusion("chunks=4 dim=batch", reason) in planned.excluded
 
 
-@settings(max_examples=20, derandomize=True, deadline=None)
+@examples(20)
 @given(machines(max_layers=3, max_stages=2), st.sampled_from([None, 21_500_000, 35_000_000, 1_000_000]))
 def test_planner_searches_a_small_space_exhaustively(machine, max_memory_bytes):
     profile = synthetic_profile(machine)
@@ -94,7 +95,7 @@ def test_planner_searches_a_small_space_exhaustively(machine, max_memory_bytes):
         assert len(planned.plan.segments) == min(len(plan.segments) for plan in as_fast)
 
 
-@settings(max_examples=25, derandomize=True, deadline=None)
+@examples(25)
 @given(machines(max_layers=4, shares=(EVEN, ALONE)))
 def test_dynamic_program_is_exact_without_deferral(machine):
     """Where ranks are alike and dWs run at once, nothing is carried over a segment's end."""
@@ -107,7 +108,7 @@ def test_dynamic_program_is_exact_without_deferral(machine):
     assert found_ms == pytest.approx(best_ms, abs=CLOSE_MS)
 
 
-@settings(max_examples=15, derandomize=True, deadline=None)
+@examples(15)
 @given(machines(max_layers=6), st.sampled_from([None, 35_000_000, 60_000_000]))
 def test_no_fixed_plan_is_predicted_faster_than_the_planned_one(machine, max_memory_bytes):
     """Also where the space is too large to be searched whole."""
@@ -127,7 +128,7 @@ def test_no_fixed_plan_is_predicted_faster_than_the_planned_one(machine, max_mem
             assert planned.prediction.step_ms <= fixed.step_ms + CLOSE_MS
 
 
-@settings(max_examples=5, derandomize=True, deadline=None)
+@examples(5)
 @given(machines(max_layers=4, max_stages=2))
 def test_planner_is_deterministic(machine):
     plans = [make_plan(synthetic_profile(machine), max_exhaustive=0) for _ in range(2)]
@@ -237,7 +238,6 @@ def test_best_fit_by_hand():
     ]
 
 
-@settings(max_examples=100, deadline=None)
 @given(machines_and_plans(), st.integers(1, 8))
 def test_every_dw_is_in_a_gap_where_the_host_does_not_poll(machine_and_plan, window):
     """Each rank runs exactly these in front of these waits; behind a stage's last wait there is no gap any more."""

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.planning.profile import profile_from_json
@@ -18,6 +18,7 @@ from megatron_lancet.schedule.ops import Phase
 from megatron_lancet.schedule.plan import DwPolicy, fixed_plan
 from megatron_lancet.schedule.reductions import CommPriority, GradientReduction
 from megatron_lancet.schedule.timeline import Lane
+from tests.draws import examples
 from tests.unit.planning.strategies import machines_and_plans
 
 OPS_MS = {"attention": 4.0, "route": 1.0, "preprocess": 1.0, "experts": 6.0, "postprocess": 1.0, "mlp": 5.0}
@@ -176,7 +177,7 @@ def messages(profile):
     return [span for span in timeline.spans if span.lane is Lane.COMM]
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
+@examples(30)
 @given(machines_and_plans())
 def test_one_flow_has_the_times_of_an_unshared_link(machine_and_plan):
     machine, plan = machine_and_plan
@@ -196,7 +197,7 @@ def test_one_flow_has_the_times_of_an_unshared_link(machine_and_plan):
         assert results[0].exposed_ms == pytest.approx(results[1].exposed_ms, abs=1e-6)
 
 
-@settings(max_examples=25, derandomize=True, deadline=None)
+@examples(25)
 @given(machines_and_plans())
 def test_gradients_are_reduced_once_and_make_no_step_faster(machine_and_plan):
     machine, plan = machine_and_plan

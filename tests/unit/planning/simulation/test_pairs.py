@@ -4,7 +4,7 @@ import dataclasses
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
@@ -17,6 +17,7 @@ from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.pairing import PairedTurns
 from megatron_lancet.schedule.plan import DwPolicy, Gap, fixed_plan, paired
 from megatron_lancet.schedule.timeline import Lane
+from tests.draws import examples
 from tests.unit.planning.strategies import machines
 
 NONE, FILL = DwPolicy.NONE, DwPolicy.FILL
@@ -59,7 +60,7 @@ def test_long_messages_make_the_link_the_bound():
     assert times_ms[1] - times_ms[0] == pytest.approx(3 * 4 * 30.0)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(2, 5))
 def test_order_is_that_of_paired_turns(num_layers, k_middle, k_ends, num_micro_batches):
     simulator = Simulator(CostModel(synthetic_profile(Machine(layers="m" * num_layers))))
@@ -93,7 +94,7 @@ def test_order_is_that_of_paired_turns(num_layers, k_middle, k_ends, num_micro_b
     assert len(keys) == len(set(keys))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(machines(), st.integers(1, 2), st.integers(1, 2), st.sampled_from(list(DwPolicy)), st.integers(1, 9))
 def test_timeline_is_the_whole_step(machine, k_middle, k_ends, policy, num_micro_batches):
     """Also beyond the pairs that are played: every op is there as often as there are micro-batches."""
@@ -113,7 +114,7 @@ def test_timeline_is_the_whole_step(machine, k_middle, k_ends, policy, num_micro
         assert max(span.end_ms for span in timeline.spans) <= simulation.prediction.step_ms + 1e-6
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(machines(), st.integers(1, 3), st.sampled_from(list(DwPolicy)))
 def test_pairs_that_are_not_played_are_like_those_that_are(machine, num_more, policy):
     """Of ranks that are alike; others drift apart for a while."""

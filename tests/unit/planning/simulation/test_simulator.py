@@ -2,7 +2,7 @@ import dataclasses
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.files import RecordError
@@ -14,6 +14,7 @@ from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
 from megatron_lancet.schedule.timeline import Lane, RankTimeline
+from tests.draws import examples
 from tests.unit.planning.strategies import ALONE, UNEVEN, machines_and_plans
 
 OPS_MS = {"attention": 4.0, "route": 1.0, "preprocess": 1.0, "experts": 6.0, "postprocess": 1.0, "mlp": 5.0}
@@ -344,7 +345,7 @@ def test_narrower_overlap_ranges_hide_less():
     assert exposed[1] == pytest.approx(3 * exposed[0])
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@examples(60)
 @given(machines_and_plans())
 def test_simulated_schedules_keep_all_dependencies(machine_and_plan):
     machine, plan = machine_and_plan
@@ -373,7 +374,7 @@ def test_simulated_schedules_keep_all_dependencies(machine_and_plan):
         assert prediction.floor_ms <= prediction.step_ms + CLOSE_MS
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@examples(40)
 @given(machines_and_plans())
 def test_simulated_step_is_no_shorter_than_its_messages(machine_and_plan):
     machine, plan = machine_and_plan
@@ -386,7 +387,7 @@ def test_simulated_step_is_no_shorter_than_its_messages(machine_and_plan):
         assert simulation.prediction.step_ms - machine.rest_ms >= link_ms - 1e-6
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
+@examples(30)
 @given(machines_and_plans())
 def test_simulated_ops_run_once(machine_and_plan):
     machine, plan = machine_and_plan

@@ -4,7 +4,7 @@ import dataclasses
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.planning.profile import ChunkRouting, HopRows, OpTime
@@ -17,6 +17,7 @@ from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, Op, OpKind,
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Segment, fixed_plan
 from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.schedule.timeline import Lane
+from tests.draws import examples
 from tests.unit.planning.strategies import machines_and_plans
 
 NODES = Machine(layers="m", shares=(0.25,) * 4, num_nodes=2, topk=4)
@@ -166,7 +167,7 @@ def test_gradient_reductions_share_the_wire_between_nodes_only():
     assert ms["L1.c0.I.node_dispatch"] == pytest.approx(8.0)
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@examples(40)
 @given(machines_and_plans(topk=3, shares=((0.25,) * 4, (0.4, 0.3, 0.2, 0.1))))
 def test_any_machine_and_plan_can_be_simulated_in_two_hops(machine_and_plan):
     machine, plan = machine_and_plan

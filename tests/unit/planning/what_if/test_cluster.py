@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lancet.planning.link_times import LinkTimes
@@ -67,7 +67,6 @@ shares = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=40).map(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(shares, st.integers(1, 64))
 def test_shares_over_other_ranks_sum_to_one_and_are_no_more_uneven(measured, size):
     rebinned = rebinned_share(measured, size)

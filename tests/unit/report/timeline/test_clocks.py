@@ -5,11 +5,12 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lancet.report.timeline.clocks import aligned, clock_corrections_ms
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
+from tests.draws import examples
 
 TOLERANCE_MS = 1e-6
 
@@ -67,7 +68,7 @@ def latencies_ms(starts, ends):
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, 10**6), num_ranks=st.integers(2, 5))
 def test_aligned_clocks_keep_causality_with_bounded_error(seed, num_ranks):
     draw = random.Random(seed + 1)

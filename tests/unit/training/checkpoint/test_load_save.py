@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections import namedtuple
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -155,8 +156,27 @@ def test_megatrons_own_sigterm_handler_is_left_alone(tmp_path):
     assert args.exit_signal_handler
 
 
+class HeldTimer:
+    """Stands for a thread that calls a function later: the test does."""
+
+    def __init__(self, interval_s: float, function: Callable[[], None]) -> None:
+        self.interval_s, self.function = interval_s, function
+        self.daemon = False
+        self.num_starts = 0
+
+    def start(self) -> None:
+        assert self.daemon, "it would keep the process from ending"
+        self.num_starts += 1
+
+
 def test_sigterm_requests_a_stop_once_the_loop_runs(alone, monkeypatch, capfd):
-    monkeypatch.setattr(sigterm, "_PATIENCE_S", 0.05)
+    timers: list[HeldTimer] = []
+
+    def make(interval_s: float, function: Callable[[], None]) -> HeldTimer:
+        timers.append(HeldTimer(interval_s, function))
+        return timers[-1]
+
+    monkeypatch.setattr(sigterm.threading, "Timer", make)
     status = RankStatus()
     stop = StopRequest(status, torch.device("cpu"))
     assert status.on_sigterm is None
@@ -166,7 +186,7 @@ def test_sigterm_requests_a_stop_once_the_loop_runs(alone, monkeypatch, capfd):
     status.on_sigterm()
     status.on_sigterm()
     assert stop.signals_received() == [True]
-    captured = ""
-    while "steps done" not in captured:  # pytest's own timeout bounds it
-        captured += capfd.readouterr().err
-    assert captured == "SIGTERM was received 0.05 s ago, and the run goes on: rank 0, 2 steps done\n"
+    assert [(timer.interval_s, timer.num_starts) for timer in timers] == [(20.0, 1)]
+    assert capfd.readouterr().err == ""
+    timers[0].function()
+    assert capfd.readouterr().err == "SIGTERM was received 20 s ago, and the run goes on: rank 0, 2 steps done\n"

@@ -1,0 +1,77 @@
+"""What Hypothesis draws is the same in every run of ``make test``, and no check of it reads a clock."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests import draws
+
+TESTS = Path(__file__).parents[1]
+OVERRIDES = frozenset(["settings", "seed", "reproduce_failure", "register_random"])
+ALLOWED = {
+    "draws.py": "the profiles",
+    "unit/test_draws.py": "reads the profiles",
+    "parity/mocked/random_configs_worker.py": "a process without pytest, which states both kinds of draws",
+}
+
+
+def overrides(source: str) -> Iterator[str]:
+    """What of Hypothesis a file uses to override the profile."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hypothesis"):
+            yield from (name.name for name in node.names if name.name in OVERRIDES)
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name.split(".")[0] == "hypothesis")
+
+
+def test_no_test_overrides_the_profile():
+    found = {str(path.relative_to(TESTS)): list(overrides(path.read_text())) for path in TESTS.rglob("*.py")}
+    assert {file for file, names in found.items() if names} == set(ALLOWED), "use examples of tests/draws.py"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from hypothesis import given, settings",
+        "from hypothesis import settings as chosen",
+        "import hypothesis",
+        "import hypothesis as h",
+        "from hypothesis._settings import settings",
+        "def test():\n    from hypothesis import seed",
+    ],
+)
+def test_overrides_are_found(source):
+    assert list(overrides(source))
+
+
+def test_uses_of_hypothesis_that_override_nothing_are_not_found():
+    assert not list(overrides("from hypothesis import HealthCheck, example, given\nfrom hypothesis import strategies"))
+
+
+@pytest.mark.parametrize("name", [draws.SAME, draws.NIGHTLY])
+def test_no_profile_reads_a_clock(name):
+    profile = settings.get_profile(name)
+    assert profile.deadline is None
+    assert HealthCheck.too_slow in profile.suppress_health_check
+
+
+def test_this_run_has_a_profile_of_ours_and_the_number_of_examples_goes_with_it():
+    expected = draws.NIGHTLY if draws.is_nightly() else draws.SAME
+    assert settings().show_changed() == settings.get_profile(expected).show_changed()
+    assert draws.factor() == (draws.FACTOR if draws.is_nightly() else 1)
+    chosen = draws.examples(7, [HealthCheck.data_too_large])
+    assert chosen.max_examples == 7 * draws.factor()
+    assert set(chosen.suppress_health_check) == {HealthCheck.too_slow, HealthCheck.data_too_large}
+    assert (chosen.derandomize, chosen.deadline) == (not draws.is_nightly(), None)
+
+
+@pytest.mark.parametrize("seed", [None, "today"])
+def test_nightly_run_that_nobody_could_repeat_is_refused(seed):
+    options = {"hypothesis_profile": draws.NIGHTLY, "hypothesis_seed": seed}
+    with pytest.raises(pytest.UsageError, match="expected a number as --hypothesis-seed of a nightly run"):
+        draws.pytest_configure(SimpleNamespace(getoption=options.get))
+    draws.pytest_configure(SimpleNamespace(getoption={**options, "hypothesis_profile": None}.get))
