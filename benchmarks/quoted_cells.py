@@ -8,6 +8,9 @@ from benchmarks.prediction.errors import MAX_ERROR, MAX_MEDIAN_ERROR, MAX_SLOWER
 from benchmarks.quoted_results import Quoted, predictions
 
 NO_RESULT = "No result is committed yet."
+NOT_RUN = "not run"
+PASSES = "forward and backward"
+"""Heading of a step's time in cases without gradient reduction and optimizer."""
 
 
 def linked(case: str, quoted: Quoted) -> str:

@@ -6,8 +6,9 @@ from benchmarks.causes.summary import summarise as causes_summary
 from benchmarks.evaluation.summary import summarise as evaluation_summary
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CHUNKED, VARIANTS
-from benchmarks.quoted_cells import NO_RESULT, quartiles
-from benchmarks.quoted_results import Quoted, has_result, network_of_load, newest, result
+from benchmarks.quoted_cells import NO_RESULT, PASSES, quartiles
+from benchmarks.quoted_network import network_of_load
+from benchmarks.quoted_results import Quoted, has_result, newest, result
 
 _ABOUT_CAUSES = {
     "rows": "uneven rows",
@@ -20,7 +21,7 @@ _ABOUT_CAUSES = {
 
 def placement() -> str:
     """Experts on the ranks that their load asks for, against the same schedule with Megatron's order."""
-    lines = [["case", "variant", "most loaded rank over the mean", "step", "exposed"]]
+    lines = [["case", "variant", "most loaded rank over the mean", PASSES, "exposed"]]
     lines[0] += ["speed-up (quartiles)", f"against `{CHUNKED}`", "memory", "measured"]
     for case, (quoted, summary) in network_of_load().items():
         assert summary.most_loaded is not None

@@ -48,7 +48,7 @@ class Step:
         self.shape = shape
         self.variant = variant
         self._link = link
-        self.module = model.build(shape)
+        self.module = model.build(shape, variant.delays_wgrad)
         batches = model.make_batches(shape, dist.get_rank())
         if weights is not None:
             self.module.load_state_dict(weights)

@@ -1,4 +1,4 @@
-"""GEMMs: ``csrc/extensions/gemm.cpp``."""
+"""GEMMs: ``csrc/extensions/gemm.cpp``. As compiled kernels they are unknown to autograd, wherever they are called."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +9,7 @@ from tests.te_cpu.enums import torch_dtype
 from tests.te_cpu.fp8.quantize import create_empty_quantized_tensor, is_quantized, quantize, values
 
 
+@torch.no_grad()
 def generic_gemm(
     A: Any,
     transA: bool,
@@ -88,6 +89,7 @@ def _is_per_tensor(tensor: Any) -> bool:
     return is_quantized(tensor) and hasattr(tensor, "_scale_inv")
 
 
+@torch.no_grad()
 def te_general_grouped_gemm(
     A: Sequence[Any],
     transa: bool,
