@@ -34,7 +34,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   build wheel and source distribution, install into an empty environment and run there"
 	@echo "make bench-network   what overlap buys on a shaped network (root, Linux): 1 3/4 hours; BENCH_ARGS=--headline:"
-	@echo "                     11 minutes, --pairing: 20, --dispatch (fewer bytes): 10, --tiles: 8,"
+	@echo "                     16 minutes, --pairing: 28, --dispatch (fewer bytes): 10, --tiles: 8,"
 	@echo "                     --nodes (two hops): 4, --load (experts placed by load): 4, --quick: 2"
 	@echo "make bench-prediction   predicted step times against real ones on the same network (root, Linux): 40 minutes;"
 	@echo "                        BENCH_ARGS=--pairing: 15, --tiles: 14, --dispatch: 13, --nodes: 7"

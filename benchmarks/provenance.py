@@ -17,8 +17,8 @@ UNCOMMITTED_CHANGES = "uncommitted changes"
 NO_COMMIT = "no commit"
 """The file names none."""
 MARKED = Path(__file__).parent / "marked_results.json"
-_DISTURBED = " DISTURBED"
-_IN_ORDER = [f" ({mark})" for mark in (COMMIT_LOST, UNCOMMITTED_CHANGES, NO_COMMIT)] + [_DISTURBED]
+DISTURBED = " DISTURBED"
+_IN_ORDER = [f" ({mark})" for mark in (COMMIT_LOST, UNCOMMITTED_CHANGES, NO_COMMIT)] + [DISTURBED]
 
 
 @cache
@@ -51,7 +51,7 @@ def mark(path: Path, is_disturbed: bool = False) -> str:
     """
     entry = marked().get(path.stem)
     found = f" ({entry['mark']})" if entry else ""
-    return found + (_DISTURBED if is_disturbed or _changed_speed(path) else "")
+    return found + (DISTURBED if is_disturbed or _changed_speed(path) else "")
 
 
 @cache

@@ -1,8 +1,8 @@
 """Tables of the documents that are made from committed results: python -m benchmarks.quoted writes them anew.
 
 A table stands between ``<!-- quoted: NAME -->`` and ``<!-- end -->``. Each case of a benchmark is quoted from the
-newest result file that has it. The tables beside each result are made from its samples, too. Tests compare all of it
-with what this writes.
+newest result file that has it; in the network benchmark whatever its name was (:mod:`benchmarks.quoted_network`). The
+tables beside each result are made from its samples, too. Tests compare all of it with what this writes.
 """
 
 import re
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchmarks import beside
 from benchmarks.harness.tables import markdown
-from benchmarks.network.cases import CASES
-from benchmarks.network.summary import CaseSummary, Row
+from benchmarks.network.cases import CASES, MEGATRON
+from benchmarks.network.summary import Row
 from benchmarks.prediction.errors import (
     MAX_ERROR,
     MAX_EXPOSED_ERROR,
@@ -25,56 +25,46 @@ from benchmarks.priority import summary as priority_summary
 from benchmarks.priority.cases import NO_PRIORITY
 from benchmarks.provenance import mark, together
 from benchmarks.quoted_bins import TABLES as BINS_TABLES
-from benchmarks.quoted_cells import linked
+from benchmarks.quoted_cells import NOT_RUN, linked
 from benchmarks.quoted_dispatch import dispatch, dispatch_memory, dispatch_prediction, dispatch_variants
 from benchmarks.quoted_load import TABLES as LOAD_TABLES
+from benchmarks.quoted_network import Measured, dates, has_step, network, with_sources
 from benchmarks.quoted_nodes import nodes, nodes_prediction, nodes_variants
 from benchmarks.quoted_pairing import pairing, pairing_prediction, pairing_variants
-from benchmarks.quoted_results import Quoted, network, newest_file, predictions, result, rows_of, sourced
+from benchmarks.quoted_results import Quoted, newest_file, predictions, result, sourced
 from benchmarks.quoted_targets import Figure, further_targets, target_row
 from benchmarks.quoted_tiles import TABLES as TILES_TABLES
 
 _REPOSITORY = Path(__file__).parents[1]
 DOCUMENTS = (_REPOSITORY / "docs" / "performance.md", Path(__file__).parent / "RESULTS.md")
-_NO_FIGURE = "not run"
 _PRIORITY = "priority-shipped"
 """Other results of the priority benchmark are of rules that are not in the code."""
 
 
-def _ours(summary: CaseSummary, num_chunks: int, free: bool = False) -> Row | None:
-    """Our whole schedule, along the sequence where the case has no other."""
-    rows, where = rows_of(summary), "free-" if free else ""
-    return rows.get(f"all-{where}k{num_chunks}") or rows.get(f"sequence-{where}k{num_chunks}")
+def _ours(case: Measured, num_chunks: int, free: bool = False) -> str:
+    """Name of our whole schedule, along the sequence where the case has no other."""
+    where = "free-" if free else ""
+    name = f"all-{where}k{num_chunks}"
+    return name if case.rows(name) else f"sequence-{where}k{num_chunks}"
 
 
 def speed() -> str:
-    """Speed-up and cut of every case."""
-    lines = [
-        [
-            "case",
-            "stock waits for",
-            "experts in chunks, k=2",
-            "k=4",
-            "Megatron's overlap",
-            "ours, k=2",
-            "k=4",
-            "measured",
-        ]
-    ]
-    for name, (quoted, summary) in network().items():
-        rows = rows_of(summary)
-        cells = [rows.get("experts-only-k2"), rows.get("experts-only-k4"), rows.get("megatron-overlap")]
-        cells += [_ours(summary, 2), _ours(summary, 4)]
-        texts = [_NO_FIGURE if row is None else f"{row.speedup.median:.2f} ({row.cut:.0%})" for row in cells]
-        lines.append(
-            [
-                f"`{name}`",
-                f"{summary.exposed_share:.1%}",
-                *texts,
-                f"[{quoted.date}](../benchmarks/results/{quoted.file}){quoted.mark}",
-            ]
-        )
-    return markdown(lines)
+    """Speed-up, cut and memory of every case."""
+    lines = [["case", "a step is", "stock waits for", "experts in chunks, k=2", "k=4"]]
+    lines[0] += ["Megatron's overlap, emulated", "ours, k=2", "k=4", "measured"]
+    cases = network()
+    for name, case in cases.items():
+        newest = case.runs[0]
+        names = ["experts-only-k2", "experts-only-k4", MEGATRON, _ours(case, 2), _ours(case, 4)]
+        texts = [_speed_cell(case, one) for one in names]
+        waits = f"{newest.summary.exposed_share:.1%}"
+        lines.append([f"`{name}`", has_step(newest.quoted.case), waits, *texts, dates(case)])
+    return with_sources(lines, cases.values())
+
+
+def _speed_cell(case: Measured, name: str) -> str:
+    row = case.row(name)
+    return NOT_RUN if row is None else case.cell(name, f"{row.cut:.0%}, memory {row.memory_ratio:.2f}")
 
 
 def _figures(
@@ -91,13 +81,14 @@ def _figures(
     """
     figures = []
     for name in cases:
-        quoted, summary = network()[name]
+        case = network()[name]
         for num_chunks in (2, 4):
-            row = _ours(summary, num_chunks, free)
+            variant = _ours(case, num_chunks, free)
+            row = case.row(variant)
             found = None if row is None else value(row)
             if found is not None:
-                rounded = round(found, digits)
-                figures.append(Figure(f"`{name}` k={num_chunks}", rounded, is_met(num_chunks, rounded), quoted.mark))
+                rounded, mark = round(found, digits), case.mark(variant)
+                figures.append(Figure(f"`{name}` k={num_chunks}", rounded, is_met(num_chunks, rounded), mark))
     return figures
 
 
@@ -147,10 +138,15 @@ def targets() -> str:
 def _sequence() -> Iterator[Figure]:
     """Sequence chunks beside batch chunks."""
     for num_chunks in (2, 4):
-        row = rows_of(network()["45"][1]).get(f"sequence-k{num_chunks}")
+        row = network()["45"].row(f"sequence-k{num_chunks}")
         if row is not None:
             found = round(row.memory_ratio, 2)
-            yield Figure(f"`45` along the sequence k={num_chunks}", found, found <= 1.15, network()["45"][0].mark)
+            yield Figure(
+                f"`45` along the sequence k={num_chunks}",
+                found,
+                found <= 1.15,
+                network()["45"].mark(f"sequence-k{num_chunks}"),
+            )
 
 
 def _recompute() -> Iterator[Figure]:
@@ -210,14 +206,14 @@ def _priority() -> list[list[str]]:
 def waiting_cost() -> str:
     """CPU time of stock's step on the shaped link over that on the free one."""
     lines = [["case", "CPU time on the free link", "on the shaped link", "more"]]
-    for name, (quoted, summary) in network().items():
-        rows = rows_of(summary)
+    for name, case in network().items():
         for stock, free in (("stock", "stock-free"), ("stock-sdpa", "stock-sdpa-free")):
-            if stock in rows and free in rows:
-                shaped_ms, free_ms = rows[stock].cpu_ms, rows[free].cpu_ms
+            run = next((run for run in case.runs if {stock, free} <= set(run.rows)), None)
+            if run is not None:
+                shaped_ms, free_ms = run.rows[stock].cpu_ms, run.rows[free].cpu_ms
                 lines.append(
                     [
-                        f"{linked(name, quoted)}, `{stock}`",
+                        f"{linked(name, run.quoted)}, `{stock}`",
                         f"{free_ms:.0f} ms",
                         f"{shaped_ms:.0f} ms",
                         f"{shaped_ms / free_ms - 1:.0%}",

@@ -9,6 +9,9 @@ from benchmarks.provenance import together
 from benchmarks.quoted_results import Quoted, predictions
 
 NO_RESULT = "No result is committed yet."
+NOT_RUN = "not run"
+PASSES = "forward and backward"
+"""Heading of a step's time in cases without gradient reduction and optimizer."""
 
 
 def linked(case: str, quoted: Quoted) -> str:

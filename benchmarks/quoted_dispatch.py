@@ -4,8 +4,9 @@ from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import VARIANTS
 from benchmarks.network.table import fewer_bytes
 from benchmarks.prediction.cases import DISPATCH_CASES
-from benchmarks.quoted_cells import NO_RESULT, linked, prediction_tables, quartiles, ratio
-from benchmarks.quoted_results import network_with_dedup, result, rows_of, sourced
+from benchmarks.quoted_cells import NO_RESULT, PASSES, linked, prediction_tables, quartiles, ratio
+from benchmarks.quoted_network import network_with_dedup
+from benchmarks.quoted_results import result, rows_of, sourced
 
 _MEMORY_KEY = "top_4_peak_mb"
 
@@ -28,7 +29,7 @@ def dispatch() -> str:
 
 def dispatch_variants() -> str:
     """Every variant of every case in which a token may travel once to a rank."""
-    lines = [["case", "variant", "step", "exposed", "step/bound", "sent", "fewer bytes", "speed-up (quartiles)"]]
+    lines = [["case", "variant", PASSES, "exposed", "step/bound", "sent", "fewer bytes", "speed-up (quartiles)"]]
     lines[0] += ["CPU", "memory"]
     for case, (quoted, summary) in network_with_dedup().items():
         for row in summary.rows:

@@ -7,8 +7,9 @@ from benchmarks.evaluation.summary import summarise as evaluation_summary
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CHUNKED, VARIANTS
 from benchmarks.provenance import mark
-from benchmarks.quoted_cells import NO_RESULT, quartiles
-from benchmarks.quoted_results import Quoted, has_result, network_of_load, newest, result, sourced
+from benchmarks.quoted_cells import NO_RESULT, PASSES, quartiles
+from benchmarks.quoted_network import network_of_load
+from benchmarks.quoted_results import Quoted, has_result, newest, result, sourced
 
 _ABOUT_CAUSES = {
     "rows": "uneven rows",
@@ -21,7 +22,7 @@ _ABOUT_CAUSES = {
 
 def placement() -> str:
     """Experts on the ranks that their load asks for, against the same schedule with Megatron's order."""
-    lines = [["case", "variant", "most loaded rank over the mean", "step", "exposed"]]
+    lines = [["case", "variant", "most loaded rank over the mean", PASSES, "exposed"]]
     lines[0] += ["speed-up (quartiles)", f"against `{CHUNKED}`", "memory", "measured"]
     for case, (quoted, summary) in network_of_load().items():
         assert summary.most_loaded is not None

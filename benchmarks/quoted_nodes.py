@@ -4,8 +4,9 @@ from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CHUNKED, VARIANTS
 from benchmarks.network.table import fewer_bytes
 from benchmarks.prediction.cases import NODES_CASES
-from benchmarks.quoted_cells import NO_RESULT, linked, prediction_tables, quartiles, ratio
-from benchmarks.quoted_results import network_of_nodes, predictions, rows_of
+from benchmarks.quoted_cells import NO_RESULT, PASSES, linked, prediction_tables, quartiles, ratio
+from benchmarks.quoted_network import network_of_nodes
+from benchmarks.quoted_results import predictions, rows_of
 
 _SAME_CHUNKS = "two-hop-k2"
 
@@ -34,7 +35,7 @@ def nodes() -> str:
 
 def nodes_variants() -> str:
     """Every variant of every case with two nodes."""
-    lines = [["case", "variant", "step", "exposed", "step/bound", "sent by a node", "fewer bytes"]]
+    lines = [["case", "variant", PASSES, "exposed", "step/bound", "sent by a node", "fewer bytes"]]
     lines[0] += ["speed-up (quartiles)", f"against `{CHUNKED}`", "CPU", "memory"]
     for case, (quoted, summary) in network_of_nodes().items():
         for row in summary.rows:

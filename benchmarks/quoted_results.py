@@ -1,7 +1,6 @@
 """Results that documents quote: each case of a benchmark from the newest committed result file that has it.
 
-Cases with several micro-batches, which pairs need, those with duplicates to save, those of two nodes, and those of
-uneven load are kept apart from the others.
+For the network benchmark, whose cases were measured under several names, see :mod:`benchmarks.quoted_network`.
 """
 
 import json
@@ -11,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.network.cases import CASES, DISPATCH_CASES, LOAD_CASES, NODES_CASES, PAIRED_CASES, TILED_CASES
-from benchmarks.network.summary import CaseSummary, Row, summarise
+from benchmarks.network.summary import CaseSummary, Row
 from benchmarks.prediction import cases as prediction_cases
 from benchmarks.prediction.errors import CaseErrors, compare
 from benchmarks.provenance import mark, source
@@ -22,11 +20,30 @@ _RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Quoted:
-    """A case and the file that it comes from."""
+    """A case and the file that it comes from.
+
+    Attributes:
+        command: that measured it.
+        commit: of the code; None where the file has none.
+        is_dirty: whether tracked files differed from it; None where the file does not say.
+        settings: of allocator and thread pools; None where the file does not say.
+    """
 
     file: str
     date: str
     case: dict[str, Any]
+    command: str = ""
+    commit: str | None = None
+    is_dirty: bool | None = None
+    settings: dict[str, str] | None = None
+
+    @property
+    def code(self) -> str:
+        """What the file says about the code that ran."""
+        if self.commit is None:
+            return "commit not recorded"
+        changes = {True: " with uncommitted changes", False: "", None: ", uncommitted changes not recorded"}
+        return f"commit {self.commit[:7]}{changes[self.is_dirty]}"
 
     @property
     def path(self) -> Path:
@@ -71,57 +88,27 @@ def _files(name: str) -> list[Path]:
 
 
 @cache
+def all_runs(benchmark: str) -> list[Quoted]:
+    """Every measurement of a case of a benchmark, the oldest first."""
+    files = [(json.loads(path.read_text()), path.name) for path in _RESULTS.glob(f"{benchmark}-*.json")]
+    return [
+        Quoted(
+            name,
+            measured["date"],
+            case,
+            measured.get("command", ""),
+            measured.get("commit"),
+            measured.get("is_dirty"),
+            measured.get("settings"),
+        )
+        for measured, name in sorted(files, key=lambda one: (one[0]["date"], one[1]))
+        for case in measured["cases"]
+    ]
+
+
 def newest(benchmark: str) -> dict[str, Quoted]:
     """The newest measurement of each case of a benchmark, by name."""
-    found = {}
-    for measured, name in sorted(
-        ((json.loads(path.read_text()), path.name) for path in _RESULTS.glob(f"{benchmark}-*.json")),
-        key=lambda one: (one[0]["date"], one[1]),
-    ):
-        for case in measured["cases"]:
-            found[case["name"]] = Quoted(name, measured["date"], case)
-    return found
-
-
-@cache
-def _summaries() -> dict[str, tuple[Quoted, CaseSummary]]:
-    found = newest("network")
-    return {name: (found[name], summarise(found[name].case)) for name in CASES if name in found}
-
-
-def network() -> dict[str, tuple[Quoted, CaseSummary]]:
-    """The newest measurement of each case of the network benchmark, in their order, but of those that follow."""
-    others = {*PAIRED_CASES, *DISPATCH_CASES, *NODES_CASES, *LOAD_CASES, *TILED_CASES}
-    return _network_of([name for name in CASES if name not in others])
-
-
-def network_with_pairs() -> dict[str, tuple[Quoted, CaseSummary]]:
-    """The same of those with pairs."""
-    return _network_of(PAIRED_CASES)
-
-
-def network_with_dedup() -> dict[str, tuple[Quoted, CaseSummary]]:
-    """The same of those in which a token may travel once to a rank."""
-    return _network_of(DISPATCH_CASES)
-
-
-def network_of_nodes() -> dict[str, tuple[Quoted, CaseSummary]]:
-    """The same of those in which a token may travel once to a node."""
-    return _network_of(NODES_CASES)
-
-
-def network_of_load() -> dict[str, tuple[Quoted, CaseSummary]]:
-    """The same of those with uneven load, which placed experts even out."""
-    return _network_of(LOAD_CASES)
-
-
-def network_of_tiles() -> dict[str, tuple[Quoted, CaseSummary]]:
-    """The same of those in which rows go to the other rank in tiles."""
-    return _network_of(TILED_CASES)
-
-
-def _network_of(names: Collection[str]) -> dict[str, tuple[Quoted, CaseSummary]]:
-    return {name: found for name, found in _summaries().items() if name in names}
+    return {quoted.case["name"]: quoted for quoted in all_runs(benchmark)}
 
 
 def predictions(names: Collection[str] = prediction_cases.PLAIN.cases) -> list[tuple[Quoted, CaseErrors]]:

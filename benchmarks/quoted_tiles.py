@@ -3,13 +3,13 @@
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CHUNKED, VARIANTS
 from benchmarks.prediction.cases import TILED_CASES
-from benchmarks.quoted_cells import NO_RESULT, linked, prediction_tables, quartiles, ratio
-from benchmarks.quoted_results import network_of_tiles
+from benchmarks.quoted_cells import NO_RESULT, PASSES, linked, prediction_tables, quartiles, ratio
+from benchmarks.quoted_network import network_of_tiles
 
 
 def tiles_variants() -> str:
     """Every variant of the cases with tiles."""
-    lines = [["case", "variant", "step", "exposed", "step/bound", "speed-up (quartiles)", f"against `{CHUNKED}`"]]
+    lines = [["case", "variant", PASSES, "exposed", "step/bound", "speed-up (quartiles)", f"against `{CHUNKED}`"]]
     lines[0] += ["CPU", "memory"]
     for case, (quoted, summary) in network_of_tiles().items():
         for row in summary.rows:

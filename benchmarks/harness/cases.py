@@ -19,6 +19,7 @@ class Shape:
         micro_batches: of a step, on each rank.
         hot_share: share of the routed rows that go to the first expert; None: all experts get the same.
         zipf: exponent s of Zipf's law: expert j gets a share in proportion to 1 / (j + 1)^s; None without one.
+        te: layers of Transformer Engine in place of Megatron's local ones, with stand-ins for its kernels.
     """
 
     layers: int = 4
@@ -32,6 +33,7 @@ class Shape:
     hot_share: float | None = None
     micro_batches: int = 1
     zipf: float | None = None
+    te: bool = False
 
     def expert_shares(self) -> list[float]:
         """Share of the routed rows that each expert is to get; sums to 1."""
@@ -58,6 +60,8 @@ class Variant:
         grad_chunk_bytes: most bytes of a micro-op, where all-to-alls go first; None: whole buckets, when complete.
         overlaps_micro_batches: Megatron's overlap-moe-expert-parallel-comm: the all-to-alls of one micro-batch run
             beside the compute of the next one. It needs at least two.
+        delays_wgrad: Megatron's delay-wgrad-compute beside it: weight gradients run apart from input gradients. It
+            needs layers of Transformer Engine.
         is_placed: experts are on the ranks that ``tools/place_experts.py`` would choose for the case's load.
     """
 
@@ -71,7 +75,15 @@ class Variant:
     overlaps_reduction: bool = False
     grad_chunk_bytes: int | None = None
     overlaps_micro_batches: bool = False
+    delays_wgrad: bool = False
     is_placed: bool = False
+
+    @property
+    def schedule(self) -> str:
+        """What it runs by, for result files: figures of another schedule are not comparable."""
+        if self.overlaps_micro_batches:
+            return f"Megatron's overlap, two streams emulated{', dW apart' if self.delays_wgrad else ''}"
+        return "stock" if self.plan is None else str(self.plan)
 
     @property
     def pairs_micro_batches(self) -> bool:

@@ -32,19 +32,32 @@ class Job:
 
     @property
     def ranks_per_node(self) -> int:
-        """Of the processes that can measure all its cases; see :meth:`by_ranks_per_node`."""
+        """Of the processes that can measure all its cases; see :meth:`by_processes`."""
         (number,) = {case.ranks_per_node for case in self.cases}
         return number
 
-    def by_ranks_per_node(self) -> list["Job"]:
-        """Parts of the job whose cases have equally many ranks, each for processes of its own, with their results."""
+    @property
+    def has_te(self) -> bool:
+        """Whether these processes have Transformer Engine, which Megatron looks for when it is imported."""
+        (has_te,) = {case.shape.te for case in self.cases}
+        return has_te
+
+    def by_processes(self) -> list["Job"]:
+        """Parts of the job, each for processes of its own, with their results.
+
+        The cases of a part have equally many ranks, and all of them have Transformer Engine or none has.
+        """
+
+        def needs(case: Case) -> tuple[int, bool]:
+            return case.ranks_per_node, case.shape.te
+
         return [
             replace(
                 self,
-                cases=[case for case in self.cases if case.ranks_per_node == number],
+                cases=[case for case in self.cases if needs(case) == wanted],
                 result=self.result.with_name(f"{number}-{self.result.name}"),
             )
-            for number in sorted({case.ranks_per_node for case in self.cases})
+            for number, wanted in enumerate(sorted(set(map(needs, self.cases))))
         ]
 
     def write(self, path: Path) -> None:

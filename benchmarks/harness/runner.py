@@ -24,7 +24,7 @@ def measure_in_network(
 ) -> tuple[dict[str, Any], BaseException | None]:
     """Run the ranks in their namespaces; what they measured, and what ended them early: a failure or an interrupt.
 
-    Cases with different numbers of ranks are measured one group after the other, by processes of their own.
+    Cases that need other processes are measured one group after the other: see :meth:`Job.by_processes`.
 
     Args:
         name: of the benchmark.
@@ -44,7 +44,7 @@ def measure_in_network(
     ended_by: BaseException | None = None
     with tempfile.TemporaryDirectory(prefix="lancet-network-") as folder:
         path = Path(folder) / "job.json"
-        for job in make_job(cores, Path(folder) / "result.json").by_ranks_per_node():
+        for job in make_job(cores, Path(folder) / "result.json").by_processes():
             job.write(path)
             try:
                 with Namespaces(ranks_per_node=job.ranks_per_node) as network:

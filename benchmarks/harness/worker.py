@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from benchmarks.harness import te
 from benchmarks.harness.cases import Case
 from benchmarks.harness.job import read_job
 from megatron_lancet.files import atomic_write
@@ -24,20 +25,24 @@ _PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
-def _connected() -> Iterator[tuple[str, str]]:
-    """The ranks, connected; the names of the shaped and of the free interface. Megatron's groups use the shaped one."""
+def _connected(has_te: bool) -> Iterator[tuple[str, str]]:
+    """The ranks, connected; the names of the shaped and of the free interface. Megatron's groups use the shaped one.
+
+    Args:
+        has_te: see :func:`benchmarks.harness.te.platform`.
+    """
     # After the affinity is set: the threads that torch starts inherit it.
+    platform = te.platform(has_te)
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     from benchmarks.training_step.links import groups_on
-    from megatron_lancet.training.platform.cpu import cpu_platform
 
     free, shaped = os.environ["GLOO_SOCKET_IFNAME"], os.environ["LANCET_SHAPED_IFNAME"]
     torch.set_num_threads(1)
     logging.getLogger("megatron").setLevel(logging.ERROR)  # it describes each of the models at length
-    with cpu_platform():
+    with platform:
         dist.init_process_group("gloo", timeout=_TIMEOUT)
         with groups_on(shaped):  # what Megatron itself sends, gradient reductions above all
             parallel_state.initialize_model_parallel(
@@ -67,7 +72,7 @@ def measure(name: str, path: Path) -> None:
         path: of the job.
     """
     job = read_job(path)
-    with _connected() as (shaped, free):
+    with _connected(job.has_te) as (shaped, free):
         bench = importlib.import_module(f"benchmarks.{name}.measure").BENCH(job, shaped, free, _TIMEOUT)
         _measure_cases(job.cases, bench.measure, job.result)
 

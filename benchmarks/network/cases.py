@@ -5,8 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.harness.cases import Case, Shape, Variant, check_saves_rows, select
+from benchmarks.harness.te import check_unpacked
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, OwnRows, fixed_plan, paired
+
+MEGATRON = "megatron-overlap"
+"""Megatron's own overlap, emulated: on a CPU threads stand for its streams."""
 
 
 def _plain_variants() -> list[Variant]:
@@ -14,7 +18,8 @@ def _plain_variants() -> list[Variant]:
     none, batch = DwPolicy.NONE, ChunkDim.BATCH
     return [
         Variant("stock", None),
-        Variant("megatron-overlap", None, overlaps_micro_batches=True),
+        Variant(MEGATRON, None, overlaps_micro_batches=True),
+        Variant(f"{MEGATRON}-delay-wgrad", None, overlaps_micro_batches=True, delays_wgrad=True),
         Variant("experts-only-k2", fixed_plan(2, none, batch, OverlapRange.EXPERTS)),
         Variant("experts-only-k4", fixed_plan(4, none, batch, OverlapRange.EXPERTS)),
         Variant("forward-only-k2", fixed_plan(2, none), blocks_in_backward=True),
@@ -123,10 +128,15 @@ _SCHEDULES = (
 )
 """What depends on the link's rate, without the finer distinctions."""
 _SEQUENCE = ("stock-sdpa", "sequence-k2", "sequence-k4", "stock-sdpa-free", "sequence-free-k2", "sequence-free-k4")
-_ACCUMULATED = ("stock", "megatron-overlap", "all-k2", "all-k4", "stock-free")
+_ACCUMULATED = ("stock", MEGATRON, "all-k2", "all-k4", "stock-free")
 ACCUMULATED = "45-accumulated"
-_PAIRED = ("stock", CHUNKED, "stock-free", "paired-k1", "paired-k1-none", "paired-k2", "paired-mix", "paired-mix-k4")
-_FEW_PAIRED = ("stock", CHUNKED, "stock-free", "paired-k1", "paired-mix")
+_PAIRED = (
+    *("stock", MEGATRON, CHUNKED, "stock-free"),
+    *("paired-k1", "paired-k1-none", "paired-k2", "paired-mix", "paired-mix-k4"),
+)
+_FEW_PAIRED = ("stock", MEGATRON, CHUNKED, "stock-free", "paired-k1", "paired-mix")
+_PAIRED_TE = ("stock", MEGATRON, f"{MEGATRON}-delay-wgrad", CHUNKED, "stock-free", "paired-k1")
+_TE = "45-te-m4"
 _SMALLER = Shape(layers=3, hidden=384, seq_length=256, micro_batches=4)
 """Half the tokens and less than half the weights: a step of four micro-batches takes 4 to 6 s at 45 %."""
 _UNPAIRED_TOP_4 = ("stock", "dw-only", CHUNKED, "all-k4", "stock-free", "dedup-k1", "dedup-k2")
@@ -155,6 +165,13 @@ def _paired_cases() -> list[Case]:
         Case("20-m4", title.format("four", 20), 0.20, _PAIRED, _SMALLER),
         Case("65-m4", title.format("four", 65), 0.65, _PAIRED, _SMALLER),
         Case("45-m8", title.format("eight", 45), 0.45, _FEW_PAIRED, replace(_SMALLER, micro_batches=8)),
+        Case(
+            _TE,
+            f"layers of Transformer Engine with stand-in kernels, {title.format('four', 45)}",
+            0.45,
+            _PAIRED_TE,
+            replace(_SMALLER, te=True),
+        ),
     ]
 
 
@@ -260,9 +277,9 @@ class Preset:
 WHOLE = Preset((), 3, 3, 105)
 PRESETS = {
     "quick": Preset(("45",), 5, 1, 2, few_variants=True),
-    # The case that documents quote first, and the one with Megatron's own overlap.
-    "headline": Preset(("45", ACCUMULATED), 3, 2, 11, few_variants=True),
-    "pairing": Preset(PAIRED_CASES, 5, 1, 20),
+    # The case that documents quote first, the one with Megatron's own overlap, and a whole training step.
+    "headline": Preset(("45", ACCUMULATED, "optimizer"), 3, 2, 16, few_variants=True),
+    "pairing": Preset(PAIRED_CASES, 5, 1, 28),
     "dispatch": Preset(DISPATCH_CASES, 5, 1, 10),
     "nodes": Preset(NODES_CASES, 9, 1, 4),
     "load": Preset(LOAD_CASES, 9, 1, 4),
@@ -293,16 +310,35 @@ def choose(cases: list[str], variants: list[str] | None, preset: Preset = WHOLE)
 def check(cases: Iterable[Case]) -> None:
     """
     Raises:
-        UsageError: a variant overlaps micro-batches where a step has only one, there is nothing to deduplicate, or
-            a node has one rank.
+        UsageError: a variant overlaps micro-batches where a step has only one, needs other layers than the case has,
+            there is nothing to deduplicate, a node has one rank, or Transformer Engine is not unpacked.
     """
     for case in cases:
+        _check_layers(case)
         check_saves_rows(case, {name: VARIANTS[name].dispatch for name in case.variants}, _SAVES_ROWS)
         pairs = [name for name in case.variants if VARIANTS[name].pairs_micro_batches]
         if pairs and case.shape.micro_batches < 2:
             raise UsageError(
                 f"variant {pairs[0]} overlaps two micro-batches, and a step of case {case.name} has "
                 f"{case.shape.micro_batches}. Pass --cases {ACCUMULATED}, or --micro-batches 2 or more."
+            )
+
+
+def _check_layers(case: Case) -> None:
+    if case.shape.te:
+        check_unpacked(case.name)
+        for name in case.variants:
+            if VARIANTS[name].sdpa:
+                raise UsageError(
+                    f"variant {name} changes the attention of Megatron's local layers, and case {case.name} has layers "
+                    "of Transformer Engine. Leave the variant out, or pass another case."
+                )
+        return
+    for name in case.variants:
+        if VARIANTS[name].delays_wgrad:
+            raise UsageError(
+                f"variant {name} needs layers of Transformer Engine, and case {case.name} has Megatron's local ones. "
+                f"Pass --cases {_TE}."
             )
 
 

@@ -63,7 +63,7 @@ class NetworkBench(Bench):
             "rate_bps": rate_bps,
             "expert_shares": ready.expert_shares,
             "sent_rows": asdict(ready.sent_rows),
-            "plans": {name: str(VARIANTS[name].plan or "stock") for name in steps},
+            "plans": {name: VARIANTS[name].schedule for name in steps},
             "largest_errors": {name: ready.errors[name] for name in steps},
             "placements": ready.placements,
             "peak_activation_bytes": {name: ready.peak_bytes[name] for name in steps},

@@ -61,7 +61,8 @@ def _draw_case(axis: Axes, case: CaseSummary) -> None:
     axis.set_yticks(positions, [row.name for row in case.rows], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(left=0)
-    axis.set_xlabel("ms per step", fontsize=8)
+    rest = any(row.rest_ms > 0 for row in case.rows)
+    axis.set_xlabel(f"ms for forward, backward{', reduction and Adam' if rest else ''}", fontsize=8)
     axis.tick_params(axis="x", labelsize=8)
     disturbed = " (DISTURBED)" if case.disturbed else ""
     axis.set_title(f"{case.title}: {case.rate_bps / 1e6:.0f} Mbit/s{disturbed}", fontsize=9, loc="left")

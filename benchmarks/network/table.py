@@ -106,6 +106,11 @@ def description(case: CaseSummary) -> list[str]:
         f"{case.title}: {case.rate_bps / 1e6:.0f} Mbit/s, stock exposes {case.exposed_share:.1%} of its step; "
         f"compute {case.compute_ms:.0f} ms, link {case.link_ms:.0f} ms; experts get {low:.1%} to {high:.1%} of the rows"
     ]
+    rest = any(row.rest_ms > 0 for row in case.rows)
+    lines.append(f"a step is {'forward, backward, gradient reduction and Adam' if rest else 'forward and backward'}")
+    emulated = [row.name for row in case.rows if VARIANTS[row.name].overlaps_micro_batches]
+    if emulated:
+        lines.append(f"{', '.join(emulated)}: an emulation in which threads stand for Megatron's streams")
     if case.link_ms > case.compute_ms:
         lines.append(
             f"the link takes longer than stock's compute: a cut of {case.reachable_cut:.0%} is all that can be reached"

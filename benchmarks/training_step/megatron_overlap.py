@@ -1,10 +1,18 @@
-"""Megatron's own overlap of expert-parallel all-to-alls, on a CPU: its communication stream becomes a thread.
+"""An emulation of Megatron's own overlap of expert-parallel all-to-alls: on a CPU its two streams become threads.
 
 ``--overlap-moe-expert-parallel-comm`` runs the forward pass of a micro-batch beside the backward pass of the one
-before. Dispatches and combines are nodes of Megatron's schedule that run on a CUDA stream of their own, and events make
-other nodes wait for them. A CPU has no streams. Here these nodes run on one thread, in the order in which they were
-launched, and a node that takes the result of another one waits for it first: the order that the events impose on a GPU.
-The thread waits for the link without the interpreter's lock, so that the compute of the main thread goes on.
+before. Megatron's schedule is a list of nodes. Dispatches and combines are enqueued on a CUDA stream of their own, all
+others on the compute stream, and events make a node wait for the node whose result it takes. The host runs ahead of
+both streams, so a dispatch that is enqueued behind the experts' backward runs beside it.
+
+A CPU has no streams. Here the nodes of each stream run on a thread of its own, in the order in which Megatron enqueues
+them, and a node waits for the result that it takes: the order that streams and events impose on a GPU. The host waits
+where Megatron leaves its schedule. The communication thread waits for the link without the interpreter's lock, so
+that the compute thread goes on.
+
+Two things are missing. ``record_stream`` does nothing, since a CPU has no allocator that knows of streams. The input of
+a communication node is not freed, since our transport reports that rows were received, not that they were sent. Neither
+takes time from Megatron's schedule. Memory is measured in steps that free these inputs.
 """
 
 import threading
@@ -17,6 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
+from megatron.core.models.common.utils import TransformerLayerNode
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.transformer import TransformerConfig
 
@@ -33,48 +43,87 @@ def schedule_micro_batches(config: TransformerConfig) -> None:
     config.overlap_moe_expert_parallel_comm = True
 
 
-class CommThread:
-    """The thread that stands for Megatron's communication stream, and how long compute waits for it."""
+class StreamThreads:
+    """The threads that stand for Megatron's streams, and how long compute waits for communication."""
 
     def __init__(self, stats: "ThreadedStats") -> None:
         self._stats = stats
+        self._compute: ThreadPoolExecutor | None = None
+        self._communication: ThreadPoolExecutor | None = None
+        self._enqueued: list[Future[Any]] = []
 
     @contextmanager
-    def runs_communication(self, threaded: bool = True) -> Iterator[None]:
-        """Inside, communication nodes of Megatron's schedule run on the thread.
+    def stand_for_streams(self, threaded: bool = True) -> Iterator[None]:
+        """Inside, nodes of Megatron's schedule run on the threads.
 
         Args:
             threaded: False runs them at once, where only memory matters.
         """
         with ExitStack() as stack:
-            # It tells the allocator which streams use a tensor; a CPU has neither.
             stack.enter_context(replaced(torch.Tensor, "record_stream", lambda *_: None))
             if threaded:
-                name = "megatron-communication"
-                thread = stack.enter_context(ThreadPoolExecutor(1, name, self._stats.on_communication_thread))
-
-                def run(stock: Callable[..., Any], node: Any, *inputs: Any) -> Any:
-                    arrived = self._arrived(inputs)
-                    if not _communicates(node):
-                        return stock(node, *arrived)
-                    # Our transport reports that rows were received, not that they were sent: gloo may still read them.
-                    node.free_input = False
-                    return thread.submit(stock, node, *arrived)
-
+                stack.enter_context(around(TransformerModelChunkSchedulePlan, "run", self._run_plan))
                 for name in ("_forward", "_backward"):
-                    stack.enter_context(around(pipeline_utils.ScheduleNode, name, run))
+                    stack.enter_context(around(pipeline_utils.ScheduleNode, name, self._enqueue_node))
+                stack.enter_context(around(TransformerLayerNode, "backward_dw", self._enqueue_weight_grads))
             else:
                 stack.enter_context(around(pipeline_utils.ScheduleNode, "_forward", _at_once))
             yield
 
+    def _run_plan(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Enqueues all nodes, then waits for them. A node that failed raises here, the first one first."""
+        with (
+            ThreadPoolExecutor(1, "megatron-compute") as compute,
+            ThreadPoolExecutor(1, "megatron-communication", self._stats.on_communication_thread) as communication,
+        ):
+            self._compute, self._communication, self._enqueued = compute, communication, []
+            try:
+                output = stock(*args, **kwargs)
+                for one in self._enqueued:
+                    one.result()
+            finally:
+                self._compute = self._communication = None
+                self._enqueued = []
+        return output.result() if isinstance(output, Future) else output
+
+    def _enqueue_node(self, stock: Callable[..., Any], node: Any, *inputs: Any) -> Any:
+        if self._compute is None or self._communication is None:  # Megatron's loss is no part of a plan
+            return stock(node, *inputs)
+        if _communicates(node):
+            node.free_input = False
+            return self._enqueue(self._communication, lambda: stock(node, *_results(inputs)))
+        return self._enqueue(self._compute, lambda: stock(node, *self._arrived(inputs)))
+
+    def _enqueue_weight_grads(self, stock: Callable[..., Any], node: Any) -> None:
+        if self._compute is None:
+            stock(node)
+        else:
+            self._enqueue(self._compute, lambda: stock(node))
+
+    def _enqueue(self, thread: ThreadPoolExecutor, run: Callable[[], Any]) -> Future[Any]:
+        enqueued = thread.submit(run)
+        self._enqueued.append(enqueued)
+        return enqueued
+
     def _arrived(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The inputs of a node. A single future stands for all results of the node before."""
-        match inputs:
-            case (Future() as result,):
-                with self._stats.main_thread_waits():
-                    found = result.result()
-                return found if isinstance(found, tuple) else (found,)
-        return inputs
+        """The inputs of a compute node, waited for."""
+        if _has_results(inputs):
+            return _results(inputs)
+        with self._stats.compute_waits():
+            return _results(inputs)
+
+
+def _has_results(inputs: tuple[Any, ...]) -> bool:
+    return all(one.done() for one in inputs if isinstance(one, Future))
+
+
+def _results(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs of a node. A single future stands for all results of the node before."""
+    match inputs:
+        case (Future() as result,):
+            found = result.result()
+            return found if isinstance(found, tuple) else (found,)
+    return inputs
 
 
 def _at_once(stock: Callable[..., Any], node: Any, *inputs: Any) -> Any:
@@ -96,7 +145,7 @@ def _communicates(node: Any) -> bool:
 
 
 class ThreadedStats(CommStats):
-    """Waits of the communication thread count as exposed only where the main thread waits for that thread meanwhile.
+    """Waits of the communication thread count as exposed only where compute waits for that thread meanwhile.
 
     Waits of other threads count in full: the thread of our forwards runs in place of the main thread, not beside it.
     """
@@ -122,8 +171,8 @@ class ThreadedStats(CommStats):
         self._waits.extend((counter, start_s, end_s) for counter in counters)
 
     @contextmanager
-    def main_thread_waits(self) -> Iterator[None]:
-        """Around a wait of the main thread for the other one: its waits that ended by then are counted at the end."""
+    def compute_waits(self) -> Iterator[None]:
+        """Around a wait for the communication thread: its waits that ended by then are counted at the end."""
         start_s = time.perf_counter()
         yield
         end_s = time.perf_counter()

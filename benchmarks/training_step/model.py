@@ -48,8 +48,12 @@ class _BlockingBackward(Comm):
         return handle
 
 
-def build(shape: Shape) -> GPTModel:
-    """Megatron's model, on every call with the same weights."""
+def build(shape: Shape, delays_wgrad: bool = False) -> GPTModel:
+    """Megatron's model, on every call with the same weights.
+
+    Args:
+        delays_wgrad: for Megatron's delay-wgrad-compute, which its layers ask for when they are made.
+    """
     torch.manual_seed(_SEED)
     model_parallel_cuda_manual_seed(_SEED, force_reset_rng=True)
     config = TransformerConfig(
@@ -63,6 +67,8 @@ def build(shape: Shape) -> GPTModel:
         moe_router_enable_expert_bias=True,
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",  # noqa: S106
+        moe_grouped_gemm=shape.te,
+        gradient_accumulation_fusion=False,
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         add_bias_linear=False,
         hidden_dropout=0.0,
@@ -70,7 +76,8 @@ def build(shape: Shape) -> GPTModel:
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
     )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    config.delay_wgrad_compute = delays_wgrad  # not as an argument, for the reason of schedule_micro_batches()
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=shape.te, normalization=config.normalization)
     return GPTModel(
         config,
         spec,
@@ -136,7 +143,7 @@ def _reductions_by(scheduler: CommScheduler) -> Iterator[None]:
 
 def wrap(model: GPTModel, variant: Variant) -> DistributedDataParallel:
     """Megatron's DDP around it."""
-    defers = variant.plan is not None and variant.plan.delays_weight_grads
+    defers = variant.delays_wgrad or (variant.plan is not None and variant.plan.delays_weight_grads)
     config = DistributedDataParallelConfig(
         delay_wgrad_compute=defers,
         grad_reduce_in_fp32=True,

@@ -12,7 +12,7 @@ from benchmarks.harness.cases import Shape, Variant
 from benchmarks.training_step import model
 from benchmarks.training_step.links import Link
 from benchmarks.training_step.live_memory import LiveMemory
-from benchmarks.training_step.megatron_overlap import CommThread
+from benchmarks.training_step.megatron_overlap import StreamThreads
 from benchmarks.training_step.placed import bring_gradients_home, place
 from benchmarks.training_step.routing import SentRows, count_sent_rows, set_expert_shares, take_expert_shares
 from benchmarks.training_step.sample import Sample
@@ -48,7 +48,7 @@ class Step:
         self.shape = shape
         self.variant = variant
         self._link = link
-        self.module = model.build(shape)
+        self.module = model.build(shape, variant.delays_wgrad)
         batches = model.make_batches(shape, dist.get_rank())
         if weights is not None:
             self.module.load_state_dict(weights)
@@ -59,7 +59,7 @@ class Step:
         self._context = model.prepare(self.module, variant, link)
         if placements:
             place(self.module, placements)
-        self._comm_thread = CommThread(link.stats) if variant.overlaps_micro_batches else None
+        self._streams = StreamThreads(link.stats) if variant.overlaps_micro_batches else None
         self._ddp = model.wrap(self.module, variant)
         self._forward = model.make_forward(self._ddp, batches[0]) if len(batches) == 1 else None
         self._accumulate = partial(model.run_micro_batches, self._ddp, batches)
@@ -94,8 +94,8 @@ class Step:
     def _running(self, threaded: bool = True) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self._context())
-            if self._comm_thread is not None:
-                stack.enter_context(self._comm_thread.runs_communication(threaded))
+            if self._streams is not None:
+                stack.enter_context(self._streams.stand_for_streams(threaded))
             yield
 
     def _timed(self) -> tuple[Sample, torch.Tensor]:

@@ -172,6 +172,19 @@ def test_megatrons_own_overlap_has_stocks_gradients_and_bytes(tmp_path):
 
 
 @pytest.mark.distributed
+@pytest.mark.alone
+def test_megatrons_delayed_weight_gradients_are_stocks(tmp_path):
+    variants = ["--variants", "megatron-overlap-delay-wgrad", "all-k2"]
+    with started("--cases", "45-te-m4", *variants, "--output", str(tmp_path / "run")) as process:
+        _, errors = process.communicate(timeout=150)
+    assert process.returncode == 0, errors
+    (case,) = json.loads((tmp_path / "run.json").read_text())["cases"]
+    assert case["variants"] == ["stock", "megatron-overlap-delay-wgrad", "all-k2", "stock-free"]
+    assert case["largest_errors"]["megatron-overlap-delay-wgrad"] == 0 < case["largest_errors"]["all-k2"]
+    assert case["plans"]["megatron-overlap-delay-wgrad"] == "Megatron's overlap, two streams emulated, dW apart"
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("moment", "number", "status"),
     [("starting", signal.SIGINT, 130), ("measuring", signal.SIGTERM, 143)],

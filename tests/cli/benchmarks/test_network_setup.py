@@ -17,6 +17,7 @@ from benchmarks.network.__main__ import make_job, parse_arguments
 from benchmarks.network.cases import ACCUMULATED, CASES, PRESETS, VARIANTS, choose, with_references
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.nodes import Nodes
+from tests import te_cpu
 
 REPO = Path(__file__).parents[3]
 BOTH_TOOLS = ("ip", "tc")
@@ -236,9 +237,11 @@ def test_a_quick_run_is_one_case():
     assert [case.name for case in choose([], None)] == list(CASES)
 
 
-def test_a_headline_run_has_its_case_and_megatrons_own_overlap(tmp_path):
+def test_a_headline_run_has_its_case_megatrons_own_overlap_and_a_whole_training_step(tmp_path):
     job = make_job(parse_arguments(["--headline"]), [0, 1], tmp_path / "result.json")
-    assert [case.name for case in job.cases] == ["45", ACCUMULATED]
+    assert [case.name for case in job.cases] == ["45", ACCUMULATED, "optimizer"]
+    assert [case.optimizer for case in job.cases] == [False, False, True]
+    assert {"stock", "all-k2", "all-k4", "stock-free"} <= set(job.cases[2].variants)
     assert {"stock", "experts-only-k2", "all-k2", "all-k4"} <= set(job.cases[0].variants) < set(CASES["45"].variants)
     assert job.cases[1] == CASES[ACCUMULATED]
     assert job.cases[1].shape.micro_batches == 2
@@ -264,8 +267,12 @@ def test_ranks_keep_freed_memory_unless_the_default_is_asked_for(default_malloc,
 
 def test_a_pairing_run_has_steps_of_four_and_eight_micro_batches(tmp_path):
     job = make_job(parse_arguments(["--pairing"]), [0, 1], tmp_path / "result.json")
-    assert [case.shape.micro_batches for case in job.cases] == [4, 4, 4, 8]
-    assert all({"stock", "all-k2", "paired-k1", "paired-mix"} <= set(case.variants) for case in job.cases)
+    assert [case.shape.micro_batches for case in job.cases] == [4, 4, 4, 8, 4]
+    assert all({"stock", "megatron-overlap", "all-k2", "paired-k1"} <= set(case.variants) for case in job.cases)
+    assert all("paired-mix" in case.variants for case in job.cases[:4])
+    with_te = job.cases[4]
+    assert [case for case in job.cases if case.shape.te] == [with_te]
+    assert "megatron-overlap-delay-wgrad" in with_te.variants
     paired = {"paired-k1", "paired-k1-none", "paired-dedup-k1"}
     assert exact_variants(1) == {*paired, "dw-only", "dedup-k1", "two-hop-k1", "placed-k1"}
 
@@ -292,17 +299,31 @@ def test_a_nodes_run_has_both_cases_with_every_dispatch(tmp_path):
     for case in job.cases:
         assert set(case.variants) == own
         assert (case.num_ranks, case.nodes) == (4, Nodes(2, 2))
-    assert (job.ranks_per_node, len(job.by_ranks_per_node())) == (2, 1)
+    assert (job.ranks_per_node, len(job.by_processes())) == (2, 1)
 
 
 def test_cases_with_as_many_ranks_share_processes_and_a_result(tmp_path):
     names = ["--cases", "nodes-top4", "20", "45", "nodes-top8"]
-    parts = make_job(parse_arguments(names), [0, 1], tmp_path / "result.json").by_ranks_per_node()
+    parts = make_job(parse_arguments(names), [0, 1], tmp_path / "result.json").by_processes()
     assert [(job.ranks_per_node, [case.name for case in job.cases]) for job in parts] == [
         (1, ["45", "20"]),
         (2, ["nodes-top4", "nodes-top8"]),
     ]
     assert len({job.result for job in parts}) == 2
+
+
+def test_layers_of_transformer_engine_have_processes_of_their_own(tmp_path):
+    arguments = parse_arguments(["--cases", "45-m4", "45-te-m4", "45-m8"])
+    parts = make_job(arguments, [0, 1], tmp_path / "result.json").by_processes()
+    found = [(job.has_te, [case.name for case in job.cases]) for job in parts]
+    assert found == [(False, ["45-m4", "45-m8"]), (True, ["45-te-m4"])]
+    assert len({job.result for job in parts}) == 2
+
+
+def test_a_case_with_transformer_engine_needs_its_python(tmp_path, monkeypatch):
+    monkeypatch.setattr(te_cpu, "SITE", tmp_path)
+    with pytest.raises(UsageError, match=rf"45-te-m4 .* is not in {tmp_path}\. Run tools/setup_te\.sh \.venv"):
+        make_job(parse_arguments(["--cases", "45-te-m4"]), [0, 1], tmp_path / "result.json")
 
 
 @pytest.mark.parametrize(
@@ -325,6 +346,14 @@ def test_cases_with_as_many_ranks_share_processes_and_a_result(tmp_path):
         (
             ["--cases", "45-top4", "--variants", "two-hop-k2"],
             r"two-hop-k2 sends a token once to a node, .* 45-top4 a node has one rank.*Pass --cases nodes-top4\.",
+        ),
+        (
+            ["--cases", "45-m4", "--variants", "megatron-overlap-delay-wgrad"],
+            r"-delay-wgrad needs layers of Transformer Engine, and case 45-m4 has Megatron's.*Pass --cases 45-te-m4\.",
+        ),
+        (
+            ["--cases", "45-te-m4", "--variants", "sequence-k2"],
+            r"variant stock-sdpa changes the attention .* case 45-te-m4 has layers of Transformer Engine",
         ),
     ],
 )

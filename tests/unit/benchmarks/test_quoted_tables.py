@@ -1,14 +1,16 @@
 """Tables in documents and beside result files are what the committed samples make of them."""
 
 import copy
+import dataclasses
 import json
 import re
 from typing import Any
 
 import pytest
 
-from benchmarks import beside, quoted, quoted_results
+from benchmarks import beside, quoted, quoted_network, quoted_results
 from benchmarks.beside import RESULTS
+from benchmarks.network.cases import CASES, VARIANTS
 from megatron_lancet.files import to_plain
 from megatron_lancet.schedule.plan import fixed_plan, paired
 
@@ -38,7 +40,7 @@ def further_results(tmp_path, monkeypatch):
     """The committed results and more, in which other cases' samples stand for those of pairs, of top-4 and of nodes."""
 
     def cached():
-        for function in (quoted_results.result, quoted_results.newest, quoted_results._summaries):
+        for function in (quoted_results.result, quoted_results.all_runs, quoted_network._runs):
             function.cache_clear()
 
     for path in RESULTS.glob("*.json"):
@@ -47,11 +49,11 @@ def further_results(tmp_path, monkeypatch):
             (tmp_path / path.name).symlink_to(path)
     monkeypatch.setattr(quoted_results, "_RESULTS", tmp_path)
     cached()
-    pairs = with_variant(quoted.network()["45-accumulated"][0].case, "45-m4", "paired-k1")
-    top_4 = with_variant(quoted.network()["20"][0].case, "65-top4", "dedup-k2")
+    measured = quoted_results.newest("network")
+    pairs = with_variant(measured["45-accumulated"].case, "45-m4", "paired-k1")
+    top_4 = with_variant(measured["20"].case, "65-top4", "dedup-k2")
     count_bytes(top_4)
-    nodes = with_variant(quoted.network()["20"][0].case, "nodes-top4", "two-hop-k2")
-    nodes["ranks_per_node"] = 2
+    nodes = with_variant(measured["20"].case, "nodes-top4", "two-hop-k2")
     count_bytes(nodes)
     (prediction,) = (found.case for found, _ in quoted.predictions() if found.case["name"] == "45")
     predicted_pairs = {**prediction, "name": "45-m4", "plans": {**prediction["plans"]}}
@@ -71,12 +73,14 @@ def further_results(tmp_path, monkeypatch):
 
 
 def with_variant(found: dict[str, Any], name: str, variant: str) -> dict[str, Any]:
-    """A copy of the case under another name, with ``variant`` instead of four chunks."""
+    """A copy of the samples as those of the case ``name``, with ``variant`` instead of four chunks."""
     case = copy.deepcopy(found)
-    case["name"], case["variants"] = name, [variant if one == "all-k4" else one for one in case["variants"]]
+    case["variants"] = [variant if one == "all-k4" else one for one in case["variants"]]
     for by_variant in (case["peak_activation_bytes"], *(sweep["samples"] for sweep in case["sweeps"])):
         by_variant[variant] = by_variant.pop("all-k4")
-    return case
+    case["plans"] = {one: VARIANTS[one].schedule for one in case["variants"]}
+    of_case = dataclasses.asdict(CASES[name])
+    return {**case, **{field: of_case[field] for field in of_case if field not in ("variants", "title")}}
 
 
 def count_bytes(case: dict[str, Any]) -> None:
@@ -131,7 +135,9 @@ def test_results_of_two_nodes_get_tables_of_their_own():
 @pytest.mark.usefixtures("further_results")
 def test_results_with_pairs_get_tables_of_their_own():
     (row,) = (line for line in quoted.pairing().splitlines() if "[2026-12-01](" in line)
-    assert row.startswith("| `45-m4` | 42.5% | (1.91) | 1.67 (1.15) | 1.68 (1.12) | ")
+    assert row.startswith(
+        "| `45-m4` | 42.5% | (bound 1.91) | 1.10 (bound 1.73, memory 1.32) | 1.67 (bound 1.15, memory "
+    )
     first = "| [`45-m4`](results/network-2026-12-01.json) | "
     variants = [line for line in quoted.pairing_variants().splitlines() if line.startswith(first)]
     assert [line.removeprefix(first).split("`")[1] for line in variants] == [

@@ -1,0 +1,182 @@
+"""Measurements of the network benchmark that documents quote: by what was measured, not by the name that it had.
+
+A case is its shape, its exposed share, its optimizer, its baseline and its ranks; a variant is its name and the
+schedule that it ran by. Of all committed runs of a case, the newest counts for each variant. Where several runs have
+the variant, their range is quoted beside it. Disturbed runs count, and bring their mark.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from benchmarks.harness.cases import Case, Shape
+from benchmarks.harness.tables import markdown
+from benchmarks.network.cases import (
+    CASES,
+    DISPATCH_CASES,
+    LOAD_CASES,
+    NODES_CASES,
+    PAIRED_CASES,
+    TILED_CASES,
+    VARIANTS,
+)
+from benchmarks.network.summary import CaseSummary, Row, summarise
+from benchmarks.provenance import DISTURBED, link, together
+from benchmarks.quoted_results import Quoted, all_runs, rows_of
+from megatron_lancet.files import from_plain
+
+FOLDER = "../benchmarks/results"
+"""Of the result files, as a document of ``docs`` sees it."""
+_KEEPS_MEMORY = "MALLOC_TRIM_THRESHOLD_"
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """What makes two runs comparable."""
+
+    shape: Shape
+    exposed_share: float | None
+    optimizer: bool
+    baseline: str
+    ranks_per_node: int
+
+
+def _identity(case: Mapping[str, Any]) -> _Identity:
+    """Of a case of a result file; what older files lack is what the benchmark did then."""
+    shape = from_plain(Shape, case["shape"], f"case {case['name']}")
+    return _Identity(shape, case["exposed_share"], case["optimizer"], case["baseline"], case.get("ranks_per_node", 1))
+
+
+def _identity_of(case: Case) -> _Identity:
+    return _Identity(case.shape, case.exposed_share, case.optimizer, case.baseline, case.ranks_per_node)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a case.
+
+    Attributes:
+        rows: its variants by name, without those that ran by another schedule than they would today.
+    """
+
+    quoted: Quoted
+    summary: CaseSummary
+    rows: Mapping[str, Row]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All comparable runs of a case, the newest first."""
+
+    runs: Sequence[Run]
+
+    def rows(self, name: str) -> list[Row]:
+        """Of a variant, the newest first."""
+        return [run.rows[name] for run in self.runs if name in run.rows]
+
+    def row(self, name: str) -> Row | None:
+        """The newest of a variant."""
+        return next(iter(self.rows(name)), None)
+
+    def mark(self, name: str) -> str:
+        """Of a variant's newest run, with the mark of disturbance if any of its runs was disturbed."""
+        marks = [run.quoted.mark for run in self.runs if name in run.rows]
+        return together(marks[:1] + [DISTURBED for mark in marks if DISTURBED in mark])
+
+    def cell(self, name: str, costs: str) -> str:
+        """A variant's newest speed-up, and the range of all its runs.
+
+        Args:
+            costs: what stands in brackets behind it.
+        """
+        speedups = [row.speedup.median for row in self.rows(name)]
+        low, high = (f"{pick(speedups):.2f}" for pick in (min, max))
+        spread = f", {low if low == high else f'{low} to {high}'} in {len(speedups)} runs" if len(speedups) > 1 else ""
+        return f"{speedups[0]:.2f} ({costs}){spread}{self.mark(name)}"
+
+
+@cache
+def _runs() -> list[tuple[_Identity, Run]]:
+    """All comparable ones, the newest first."""
+    found = []
+    for quoted in reversed(all_runs("network")):
+        is_default = quoted.settings is None or _KEEPS_MEMORY in quoted.settings
+        if not is_default or "--rate" in quoted.command.split():  # another allocator, or no target for the rate
+            continue
+        summary = summarise(quoted.case)
+        plans = quoted.case["plans"]
+        rows = {name: row for name, row in rows_of(summary).items() if plans[name] == VARIANTS[name].schedule}
+        found.append((_identity(quoted.case), Run(quoted, summary, rows)))
+    return found
+
+
+def measured(names: Collection[str]) -> dict[str, Measured]:
+    """The runs of each of these cases, in the order of :data:`CASES`, without cases that no file has."""
+    found = {}
+    for name in CASES:
+        runs = [run for identity, run in _runs() if identity == _identity_of(CASES[name])]
+        if name in names and runs:
+            found[name] = Measured(runs)
+    return found
+
+
+def network() -> dict[str, Measured]:
+    """The runs of each case of the network benchmark but of those that follow."""
+    others = {*PAIRED_CASES, *DISPATCH_CASES, *NODES_CASES, *LOAD_CASES, *TILED_CASES}
+    return measured([name for name in CASES if name not in others])
+
+
+def network_with_pairs() -> dict[str, tuple[Quoted, CaseSummary]]:
+    """The newest run under its own name of each case with pairs: every variant of one run."""
+    return _newest_of(PAIRED_CASES)
+
+
+def network_with_dedup() -> dict[str, tuple[Quoted, CaseSummary]]:
+    """The same of those in which a token may travel once to a rank."""
+    return _newest_of(DISPATCH_CASES)
+
+
+def network_of_nodes() -> dict[str, tuple[Quoted, CaseSummary]]:
+    """The same of those in which a token may travel once to a node."""
+    return _newest_of(NODES_CASES)
+
+
+def network_of_load() -> dict[str, tuple[Quoted, CaseSummary]]:
+    """The same of those with uneven load, which placed experts even out."""
+    return _newest_of(LOAD_CASES)
+
+
+def network_of_tiles() -> dict[str, tuple[Quoted, CaseSummary]]:
+    """The same of those in which rows go to the other rank in tiles."""
+    return _newest_of(TILED_CASES)
+
+
+def _newest_of(names: Collection[str]) -> dict[str, tuple[Quoted, CaseSummary]]:
+    found = {}
+    for name, case in measured(names).items():
+        own = [run for run in case.runs if run.quoted.case["name"] == name]
+        if own:
+            found[name] = own[0].quoted, own[0].summary
+    return found
+
+
+def dates(case: Measured) -> str:
+    """The runs of a case as links to their files in a document of ``docs``."""
+    return ", ".join(link(run.quoted.date, run.quoted.path, FOLDER) for run in case.runs)
+
+
+def with_sources(lines: Sequence[Sequence[str]], cases: Collection[Measured]) -> str:
+    """A table, and the files and commands that it is made from."""
+    sources = {run.quoted.file: run.quoted for case in cases for run in case.runs}
+    listed = [
+        f"- {link(file, quoted.path, FOLDER)}, {quoted.date}, {quoted.code}: `{quoted.command}`"
+        for file, quoted in sorted(sources.items())
+    ]
+    return "\n".join([markdown(lines), "", "Made from:", "", *listed])
+
+
+def has_step(case: Mapping[str, Any]) -> str:
+    """What a step of a case of a result file is."""
+    passes = "forward, backward"
+    return f"{passes}, gradient reduction and Adam" if case["optimizer"] else passes.replace(",", " and")
