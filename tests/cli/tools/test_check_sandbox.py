@@ -78,7 +78,7 @@ def listeners(folder: Path):
     with socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix, socket.socket(socket.AF_UNIX) as hidden:
         tcp.bind(("127.0.0.1", 0))
         unix.bind(str(folder / "service"))
-        hidden.bind(f"\\0{abstract}")
+        hidden.bind(f"\0{abstract}")
         for one in (tcp, unix, hidden):
             one.listen()
             one.setblocking(False)

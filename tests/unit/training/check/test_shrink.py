@@ -157,9 +157,7 @@ def test_layers_of_transformer_engine_stay_with_their_grouped_products_or_are_sa
     assert value(local.words, "--transformer-impl") == "local"
     assert "--moe-grouped-gemm" not in local.words
     assert "local layers in place of Transformer Engine's, which need a GPU" in local.changes
-    asked_for = shrink(
-        read_command_line(shlex.split(f"{SMALL} --transformer-impl local")), None, 8, with_te=True, trust_script=False
-    )
+    asked_for = shrink(read_command_line(shlex.split(f"{SMALL} --transformer-impl local")), None, 8, with_te=True)
     assert value(asked_for.words, "--transformer-impl") == "local"
     assert not any("Transformer Engine" in change for change in asked_for.changes)
 
