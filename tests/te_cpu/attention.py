@@ -48,19 +48,8 @@ def context_parallel_attention() -> Iterator[None]:
     """
     from transformer_engine.pytorch.attention.dot_product_attention import backends, context_parallel, utils
 
-    from tests.te_cpu import extension
-
     def choose(stock: Callable[..., Any], params: Any) -> Any:
-        if not params.context_parallel:
-            return stock(params)
-        found = NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
-        if params.qkv_dtype == torch.float32:
-            params = dataclasses.replace(params, qkv_dtype=torch.bfloat16)
-        with (
-            mock.patch.dict(os.environ, NVTE_FUSED_ATTN="1"),
-            replaced(extension, "get_fused_attn_backend", lambda _: found),
-        ):
-            return stock(params)
+        return _with_fused_attention(stock, params) if params.context_parallel else stock(params)
 
     def forward(stock: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         quantized = backends.QuantizedTensorStorage  # these may have any type
@@ -76,6 +65,34 @@ def context_parallel_attention() -> Iterator[None]:
         around(context_parallel, "flash_attn_p2p_communicate", communicate),
     ):
         yield
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Inside the context all attention is the fused one of this file, as where a GPU has cuDNN."""
+    from transformer_engine.pytorch.attention import dot_product_attention
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    chosen = dot_product_attention._attention_backends  # what it found for the last parameters
+    before = dict(chosen)
+    chosen["attention_params"] = None
+    with around(utils, "get_attention_backend", _with_fused_attention):
+        yield
+    chosen.update(before)
+
+
+def _with_fused_attention(stock: Callable[..., Any], params: Any) -> Any:
+    """Transformer Engine's choice where it finds this file's attention; fp32 passes for bf16."""
+    from tests.te_cpu import extension
+
+    found = NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
+    if params.qkv_dtype == torch.float32:
+        params = dataclasses.replace(params, qkv_dtype=torch.bfloat16)
+    with (
+        mock.patch.dict(os.environ, NVTE_FUSED_ATTN="1"),
+        replaced(extension, "get_fused_attn_backend", lambda _: found),
+    ):
+        return stock(params)
 
 
 def get_fused_attn_backend(fused_attn_params: Any) -> tuple[int, str]:

@@ -6,6 +6,7 @@ Any other name can be imported, and raises by its name when it is called.
 from collections.abc import Callable
 from typing import Any
 
+from tests.te_cpu.activation import dswiglu, swiglu  # noqa: F401
 from tests.te_cpu.attention import fused_attn_bwd, fused_attn_fwd, get_fused_attn_backend  # noqa: F401
 from tests.te_cpu.enums import (  # noqa: F401 - names of the extension
     CommOverlap,
@@ -62,6 +63,16 @@ from tests.te_cpu.optimizers import (  # noqa: F401
     multi_tensor_scale_tensor,
     multi_tensor_sgd,
     multi_tensor_unscale_l2norm,
+)
+from tests.te_cpu.rope import fused_rope_backward, fused_rope_forward  # noqa: F401
+from tests.te_cpu.router import (  # noqa: F401
+    fused_moe_aux_loss_bwd,
+    fused_moe_aux_loss_fwd,
+    fused_moe_aux_loss_fwd_graph_safe,
+    fused_score_for_moe_aux_loss_bwd,
+    fused_score_for_moe_aux_loss_fwd,
+    fused_topk_with_score_function_bwd,
+    fused_topk_with_score_function_fwd,
 )
 from tests.te_cpu.rows import (  # noqa: F401
     convert_bshd_to_thd,
