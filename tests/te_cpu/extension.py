@@ -6,7 +6,6 @@ Any other name can be imported, and raises by its name when it is called.
 from collections.abc import Callable
 from typing import Any
 
-from tests.te_cpu.activation import dswiglu, swiglu  # noqa: F401
 from tests.te_cpu.attention import fused_attn_bwd, fused_attn_fwd, get_fused_attn_backend  # noqa: F401
 from tests.te_cpu.enums import (  # noqa: F401 - names of the extension
     CommOverlap,

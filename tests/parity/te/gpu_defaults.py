@@ -49,11 +49,8 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[Cut, ...]]] = {
         {**_LOCAL, "num_layers": 1, "hidden_size": 1024, "persist_layer_norm": True},  # it has no smaller size
         (WHOLE, BATCH, IN_SEQUENCE),
     ),
-    "masked-softmax/bf16": ({**_LOCAL, "bf16": True, "masked_softmax_fusion": True, **_ROPE}, (WHOLE, BATCH)),
-    "gelu": (
-        {**_LOCAL, "moe_layer_freq": [0, 1], "add_bias_linear": True, "bias_activation_fusion": True, **_SHARED},
-        (WHOLE, BATCH, IN_SEQUENCE),
-    ),
+    "masked-softmax": ({**_LOCAL, "masked_softmax_fusion": True, **_ROPE}, (WHOLE, BATCH)),
+    "masked-softmax/bf16": ({**_LOCAL, "bf16": True, "masked_softmax_fusion": True, **_ROPE}, (WHOLE,)),
     "swiglu": ({**_TE, **_SWIGLU, **_SHARED, "bias_activation_fusion": True}, (WHOLE, BATCH, IN_SEQUENCE)),
     "swiglu/local": ({**_LOCAL, **_SWIGLU, "num_moe_experts": 8, "bias_activation_fusion": True}, (WHOLE, BATCH)),
     "bias-dropout": ({**_TE, "bias_dropout_fusion": True, "moe_layer_freq": [0, 1]}, (BATCH, IN_SEQUENCE)),
@@ -72,7 +69,6 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[Cut, ...]]] = {
         },
         (WHOLE, BATCH, IN_SEQUENCE),
     ),
-    "te-activation": ({**_TE, **_SWIGLU, "use_te_activation_func": True}, (WHOLE, BATCH, IN_SEQUENCE)),
     "attention-backend": (
         {**_TE, **_ROPE, "attention_backend": "fused"},
         (WHOLE, BATCH, IN_SEQUENCE),
@@ -114,8 +110,12 @@ def _cases(*models: str) -> tuple[str, ...]:
 
 DEFAULTS: dict[str, Default] = {
     "no_persist_layer_norm": Default({"persist_layer_norm": True}, _cases("persist-norm")),
-    "masked_softmax_fusion": Default({"masked_softmax_fusion": True}, _cases("masked-softmax/bf16")),
-    "bias_gelu_fusion": Default({"bias_activation_fusion": True, "add_bias_linear": True}, _cases("gelu")),
+    "masked_softmax_fusion": Default({"masked_softmax_fusion": True}, _cases("masked-softmax", "masked-softmax/bf16")),
+    "bias_gelu_fusion": Default(
+        {},
+        reason="Megatron's experts refuse it, and so do ours, which run the same function",
+        test="tests/unit/model/local_experts/test_expert_kernels.py::test_fused_gelu_is_refused_by_experts",
+    ),
     "bias_swiglu_fusion": Default(
         {"bias_activation_fusion": True, "gated_linear_unit": True}, _cases("swiglu", "swiglu/local")
     ),
@@ -126,7 +126,11 @@ DEFAULTS: dict[str, Default] = {
     ),
     "cross_entropy_loss_fusion": Default({"cross_entropy_loss_fusion": True}, _cases("cross-entropy")),
     "moe_router_fusion": Default({"moe_router_fusion": True}, _cases("router", "router/sigmoid-seq-aux-loss")),
-    "use_te_activation_func": Default({"use_te_activation_func": True}, _cases("te-activation")),
+    "use_te_activation_func": Default(
+        {},
+        reason="the overlap refuses it",
+        test="tests/unit/training/plan/test_select.py::test_unsupported_settings_are_refused",
+    ),
     "attention_backend": Default({"attention_backend": "fused"}, _cases("attention-backend", "attention-backend/mla")),
     "moe_permute_fusion": Default(
         {"moe_permute_fusion": True}, tuple(name for name in PERMUTATION_CASES if name.startswith("fused-permutation"))
@@ -143,12 +147,12 @@ DEFAULTS: dict[str, Default] = {
     "tp_comm_overlap": Default(
         {},
         reason="its buffers need CUDA's shared memory between devices, and the overlap refuses it",
-        test="tests/unit/training/platform/test_gpu_defaults.py::test_tp_comm_overlap_is_refused_with_a_plan",
+        test="tests/unit/training/plan/test_select.py::test_unsupported_settings_are_refused",
     ),
     "distributed_backend": Default(
         {},
         reason="NCCL needs devices; what each transport does on them is tested on the virtual GPU and in tests/gpu",
-        test="tests/gpu/test_ranks.py::test_two_ranks_train_like_one_process",
+        test="tests/gpu/test_ranks.py::test_gradients_of_ranks_equal_stock",
     ),
 }
 """By the name of Megatron's argument."""

@@ -5,7 +5,7 @@ Usage: gpu_defaults_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.patching import replaced
+from megatron_lancet.patching import around, replaced
 from tests.parity.gradients import gradients_worker
 from tests.parity.gradients.connections import shared_connections
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare
@@ -64,11 +64,21 @@ def persistent_norms() -> Iterator[None]:
 
 @contextmanager
 def masked_softmax() -> Iterator[None]:
-    """Megatron's fused softmax, for sequences of a length that it takes."""
+    """Megatron's fused softmax, for sequences of a length that it takes.
+
+    Fp32 passes for 16 bits where the type is looked at, so that chunks can be compared without roundings to bf16.
+    """
+    from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+
+    def in_16_bits(stock: Callable[..., bool], softmax: Any, *sizes: Any) -> bool:
+        softmax.input_in_float16 = True
+        return stock(softmax, *sizes)
+
     names = "scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda"
     with (
         mock.patch.dict(sys.modules, dict.fromkeys(names, megatron_softmax)),
         mock.patch.object(megatron_softmax, "forward", wraps=megatron_softmax.forward) as forward,
+        around(FusedScaleMaskSoftmax, "is_kernel_available", in_16_bits),
         replaced(gradients_worker, "SEQ_LENGTH", _SOFTMAX_LENGTH),
     ):
         yield
