@@ -12,12 +12,13 @@ from megatron.core.extensions import transformer_engine as megatron_te
 
 from megatron_lancet.patching import replaced
 from megatron_lancet.training.platform.detect import _CPU_SETTINGS, apply_cpu_settings
-from tests.parity.te import gpu_defaults, recompute_and_permutation_worker
-from tests.parity.te.gpu_defaults import DEFAULTS
+from tests.parity.gpu_defaults import cases
+from tests.parity.gpu_defaults.cases import DEFAULTS
+from tests.parity.te import recompute_and_permutation_worker
 from tests.small_gpt import SETTINGS
 
 REPO = Path(__file__).parents[4]
-CASES = {**gpu_defaults.CASES, **recompute_and_permutation_worker.CASES}
+CASES = {**cases.CASES, **recompute_and_permutation_worker.CASES}
 _ARGUMENT_OF = {"bias_activation_fusion": ("bias_gelu_fusion", "bias_swiglu_fusion")}
 """Arguments that become a field of another name."""
 
@@ -43,7 +44,7 @@ def switched_off(monkeypatch: pytest.MonkeyPatch, has_te: bool) -> set[str]:
     return names
 
 
-def missing(switched: set[str], defaults: dict[str, gpu_defaults.Default]) -> set[str]:
+def missing(switched: set[str], defaults: dict[str, cases.Default]) -> set[str]:
     """Of the arguments that a CPU run sets those of which nothing is known."""
     return {name for name in switched if name not in defaults or not (defaults[name].cases or defaults[name].reason)}
 

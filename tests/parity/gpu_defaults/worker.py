@@ -1,6 +1,6 @@
-"""Stock beside ours with what a run on GPUs has on, see ``gpu_defaults.py``.
+"""Stock beside ours with what a run on GPUs has on, see ``cases.py``.
 
-Usage: gpu_defaults_worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
+Usage: worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
 """
 
 import os
@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.patching import around, replaced
+from tests.parity.gpu_defaults import fused_softmax
+from tests.parity.gpu_defaults.cases import CASES, INTERPRETED
 from tests.parity.gradients import gradients_worker
 from tests.parity.gradients.connections import shared_connections
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES, compare
-from tests.parity.te.gpu_defaults import CASES, INTERPRETED
 from tests.ranks.worker import finish, run_on_cpu_with_te
-from tests.te_cpu import megatron_softmax
 from tests.te_cpu.attention import fused_attention
 from tests.te_cpu.dense import check_dense
 
@@ -76,8 +76,8 @@ def masked_softmax() -> Iterator[None]:
 
     names = "scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda"
     with (
-        mock.patch.dict(sys.modules, dict.fromkeys(names, megatron_softmax)),
-        mock.patch.object(megatron_softmax, "forward", wraps=megatron_softmax.forward) as forward,
+        mock.patch.dict(sys.modules, dict.fromkeys(names, fused_softmax)),
+        mock.patch.object(fused_softmax, "forward", wraps=fused_softmax.forward) as forward,
         around(FusedScaleMaskSoftmax, "is_kernel_available", in_16_bits),
         replaced(gradients_worker, "SEQ_LENGTH", _SOFTMAX_LENGTH),
     ):

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.gradient_deviations import TOLERANCE
+from tests.parity.gpu_defaults.cases import CASES
 from tests.parity.gradients.variants import precision_of
-from tests.parity.te.gpu_defaults import CASES
 from tests.ranks import launch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(620)]
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(620)]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Per rank: what the worker found for each case."""
-    worker = Path(__file__).with_name("gpu_defaults_worker.py")
+    worker = Path(__file__).with_name("worker.py")
     return launch.results_of(worker, 2, tmp_path_factory.mktemp("gpu_defaults"), timeout_s=600, te=True)
 
 
