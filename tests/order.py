@@ -20,6 +20,7 @@ LONGEST = (
     "tests/parity/documents/test_documents.py",
     "tests/virtual_gpu/test_mutants.py",
     "tests/parity/te/test_layouts.py",
+    "tests/parity/gpu_defaults/test_gpu_defaults.py",
 )
 """Files that take more than forty seconds, the longest first."""
 SHORT = "tests/unit/"

@@ -35,7 +35,7 @@ from megatron_lancet.model.mtp import OverlappingMTP, OverlappingMTPLayer
 from megatron_lancet.model.ops import trace_ends
 from megatron_lancet.model.recompute import Recompute, recompute_of_layer, recompute_of_mtp
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
-from megatron_lancet.model.te.linear import TELinearPerChunk, call_per_chunk, is_te_linear
+from megatron_lancet.model.te.linear import TELinearPerChunk, call_per_chunk, has_te_linear, is_te_linear
 from megatron_lancet.model.tiles.support import tiles_unsupported
 from megatron_lancet.model.transformer_block import LayersByPlan, OverlappingTransformerBlock
 from megatron_lancet.model.transformer_layer import OverlappingLayer
@@ -284,7 +284,7 @@ def _prepare_layer(layer: Any, number: int, recompute: Recompute, comm: Comm) ->
     config = layer.config
     groups = comm, config.num_moe_experts, stock.ep_size, stock.tp_group
     dispatchers: dict[Dispatch, Dispatcher] = {
-        Dispatch.PLAIN: AllToAllDispatcher(*groups, config.moe_permute_fusion),
+        Dispatch.PLAIN: AllToAllDispatcher(*groups, config.moe_permute_fusion, has_te_linear(layer.mlp.experts)),
         Dispatch.DEDUP: DeduplicatedDispatcher(*groups),
     }
     if comm.nodes is not None:

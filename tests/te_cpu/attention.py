@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 from megatron_lancet.patching import around, replaced
+from tests.te_cpu.dense import check_dense, dense
 from tests.te_cpu.enums import (
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
@@ -47,19 +48,8 @@ def context_parallel_attention() -> Iterator[None]:
     """
     from transformer_engine.pytorch.attention.dot_product_attention import backends, context_parallel, utils
 
-    from tests.te_cpu import extension
-
     def choose(stock: Callable[..., Any], params: Any) -> Any:
-        if not params.context_parallel:
-            return stock(params)
-        found = NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
-        if params.qkv_dtype == torch.float32:
-            params = dataclasses.replace(params, qkv_dtype=torch.bfloat16)
-        with (
-            mock.patch.dict(os.environ, NVTE_FUSED_ATTN="1"),
-            replaced(extension, "get_fused_attn_backend", lambda _: found),
-        ):
-            return stock(params)
+        return _with_fused_attention(stock, params) if params.context_parallel else stock(params)
 
     def forward(stock: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         quantized = backends.QuantizedTensorStorage  # these may have any type
@@ -77,11 +67,40 @@ def context_parallel_attention() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Inside the context all attention is the fused one of this file, as where a GPU has cuDNN."""
+    from transformer_engine.pytorch.attention import dot_product_attention
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    chosen = dot_product_attention._attention_backends  # what it found for the last parameters
+    before = dict(chosen)
+    chosen["attention_params"] = None
+    with around(utils, "get_attention_backend", _with_fused_attention):
+        yield
+    chosen.update(before)
+
+
+def _with_fused_attention(stock: Callable[..., Any], params: Any) -> Any:
+    """Transformer Engine's choice where it finds this file's attention; fp32 passes for bf16."""
+    from tests.te_cpu import extension
+
+    found = NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
+    if params.qkv_dtype == torch.float32:
+        params = dataclasses.replace(params, qkv_dtype=torch.bfloat16)
+    with (
+        mock.patch.dict(os.environ, NVTE_FUSED_ATTN="1"),
+        replaced(extension, "get_fused_attn_backend", lambda _: found),
+    ):
+        return stock(params)
+
+
 def get_fused_attn_backend(fused_attn_params: Any) -> tuple[int, str]:
     """There is no fused attention where the unfused one will do."""
     return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "there is no cuDNN"
 
 
+@dense("cu_seqlens_q", "cu_seqlens_kv", "Bias", "SoftmaxOffset")
 def fused_attn_fwd(
     max_seqlen_q: int,
     max_seqlen_kv: int,
@@ -124,6 +143,7 @@ def fused_attn_fwd(
         **_unsupported(p_dropout, bias_type, attn_mask_type, softmax_type),
     )
     formats = _formats(qkv_layout)
+    _check_parts(qkv_layout, Q, K, V)
     query, key, value = (_heads_first(*pair) for pair in zip((Q, K, V), formats, strict=True))
     scores = _scores(query, key, attn_scale, attn_mask_type, window_size, bottom_right_diagonal)
     lse = scores.logsumexp(dim=-1, keepdim=True)
@@ -132,6 +152,7 @@ def fused_attn_fwd(
     return [_in_format(output, output_format, Q.dtype), lse, torch.zeros(2, dtype=torch.int64)]
 
 
+@dense("cu_seqlens_q", "cu_seqlens_kv", "O", "dO", "Aux_CTX_Tensors")
 def fused_attn_bwd(
     max_seqlen_q: int,
     max_seqlen_kv: int,
@@ -172,6 +193,7 @@ def fused_attn_bwd(
     """
     _refuse(fp8=s_quantizer is not None, **_unsupported(p_dropout, bias_type, attn_mask_type, softmax_type))
     formats = _formats(qkv_layout)
+    _check_parts(qkv_layout, Q, K, V)
     query, key, value = (_heads_first(*pair) for pair in zip((Q, K, V), formats, strict=True))
     output, grad = (
         _heads_first(tensor, NVTE_QKV_Format(int(form)).name.removeprefix("NVTE_"))
@@ -209,6 +231,12 @@ def _formats(layout: int) -> tuple[str, str, str]:
     """SBHD or BSHD of queries, keys and values; parts of one tensor come as views of their own."""
     words = [word.replace("3", "").replace("2", "") for word in NVTE_QKV_Layout(int(layout)).name.split("_")[1:]]
     return words[0], words[1 if len(words) > 1 else 0], words[-1]
+
+
+def _check_parts(layout: int, *parts: torch.Tensor) -> None:
+    """Kernels know the strides of parts of one tensor from the layout; other parts have no gaps."""
+    if not set("23") & set(NVTE_QKV_Layout(int(layout)).name):
+        check_dense("fused attention", "Q, K, V", parts)
 
 
 def _heads_first(tensor: torch.Tensor, form: str) -> torch.Tensor:

@@ -44,6 +44,16 @@ from tests.te_cpu.fp8.quantize import (  # noqa: F401
     split_quantize,
     swizzle_scales_for_gemm_,
 )
+from tests.te_cpu.fused.rope import fused_rope_backward, fused_rope_forward  # noqa: F401
+from tests.te_cpu.fused.router import (  # noqa: F401
+    fused_moe_aux_loss_bwd,
+    fused_moe_aux_loss_fwd,
+    fused_moe_aux_loss_fwd_graph_safe,
+    fused_score_for_moe_aux_loss_bwd,
+    fused_score_for_moe_aux_loss_fwd,
+    fused_topk_with_score_function_bwd,
+    fused_topk_with_score_function_fwd,
+)
 from tests.te_cpu.gemm import (  # noqa: F401
     generic_gemm,
     get_cublasLt_version,

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
+from tests.te_cpu.dense import dense
 from tests.te_cpu.enums import torch_dtype
 from tests.te_cpu.fp8.quantize import create_empty_quantized_tensor, is_quantized, quantize, values
 
 
+@dense("A", "B", "D", "gelu_in", "workspace", "extra_output")
 @torch.no_grad()
 def generic_gemm(
     A: Any,
@@ -89,6 +91,7 @@ def _is_per_tensor(tensor: Any) -> bool:
     return is_quantized(tensor) and hasattr(tensor, "_scale_inv")
 
 
+@dense("A", "B", "D", "bias", "pre_gelu_out", "workspace")
 @torch.no_grad()
 def te_general_grouped_gemm(
     A: Sequence[Any],

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from tests.te_cpu.dense import dense
 from tests.te_cpu.enums import torch_dtype
 from tests.te_cpu.fp8.quantize import quantize
 
@@ -19,6 +20,7 @@ def _output(value: torch.Tensor, out: Any, quantizer: Any, otype: int) -> Any:
     return value if out is None else out.copy_(value)
 
 
+@dense("input", "weight", "bias", "ln_out")
 def layernorm_fwd(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -58,6 +60,7 @@ def layernorm_bwd(
     return dx, (grad * normed).sum(dim=0).to(gamma.dtype), grad.sum(dim=0).to(gamma.dtype)
 
 
+@dense("input", "weight", "ln_out")
 def rmsnorm_fwd(
     input: torch.Tensor,
     weight: torch.Tensor,

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from tests.te_cpu.dense import dense
+
 TensorLists = Sequence[Sequence[torch.Tensor]]
 
 
@@ -14,6 +16,7 @@ def _tuples(tensor_lists: TensorLists) -> Iterable[tuple[torch.Tensor, ...]]:
     return zip(*tensor_lists, strict=True)
 
 
+@dense("noop_flag", "tensor_lists")
 def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, scale: float) -> None:
     """Writes the scaled first list into the second; ``noop_flag`` becomes 1 where a value is not finite."""
     for source, target in _tuples(tensor_lists):
@@ -22,6 +25,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: T
         target.copy_(source.float() * scale)
 
 
+@dense("is_infinite", "tensor_lists", "scale")
 def multi_tensor_scale_tensor(
     chunk_size: int, is_infinite: torch.Tensor, tensor_lists: TensorLists, scale: torch.Tensor
 ) -> None:
@@ -29,6 +33,7 @@ def multi_tensor_scale_tensor(
     multi_tensor_scale(chunk_size, is_infinite, tensor_lists, scale.item())
 
 
+@dense("noop_flag", "tensor_lists")
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, per_tensor_python: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,6 +44,7 @@ def multi_tensor_l2norm(
     return norms.norm().reshape(1), norms if per_tensor_python else torch.empty(0)
 
 
+@dense("noop_flag", "tensor_lists", "inv_scale")
 def multi_tensor_unscale_l2norm(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -77,6 +83,7 @@ def _adam(
     return weight - lr * update
 
 
+@dense("noop_flag", "tensor_lists")
 def multi_tensor_adam(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -99,6 +106,7 @@ def multi_tensor_adam(
         param.copy_(new)
 
 
+@dense("noop_flag", "tensor_lists", "lr", "step", "inv_scale")
 def multi_tensor_adam_capturable(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -122,6 +130,7 @@ def multi_tensor_adam_capturable(
     multi_tensor_adam(chunk_size, noop_flag, tensor_lists, *settings)
 
 
+@dense("noop_flag", "tensor_lists", "lr", "step", "inv_scale")
 def multi_tensor_adam_capturable_master(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -141,6 +150,7 @@ def multi_tensor_adam_capturable_master(
     multi_tensor_adam_capturable(chunk_size, noop_flag, tensor_lists, *settings)
 
 
+@dense("noop_flag", "tensor_lists")
 def multi_tensor_adam_param_remainder(
     chunk_size: int,
     noop_flag: torch.Tensor,
@@ -167,6 +177,7 @@ def multi_tensor_adam_param_remainder(
         param.view(torch.int16).copy_((bits >> 16) + (remainder < 0).int())
 
 
+@dense("noop_flag", "tensor_lists")
 def multi_tensor_sgd(
     chunk_size: int,
     noop_flag: torch.Tensor,

@@ -2,10 +2,13 @@
 
 import torch
 
+from tests.te_cpu.dense import dense
+
 _MASKED = -10000.0
 """Score of a masked key, as in Megatron's kernels: where all keys are masked, each gets the same weight."""
 
 
+@dense("input")
 def scaled_softmax_forward(input: torch.Tensor, scale: float) -> torch.Tensor:
     """Softmax of scaled scores."""
     return torch.softmax(input.float() * scale, dim=-1).to(input.dtype)
@@ -16,11 +19,13 @@ def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale
     return torch.softmax((input.float() * scale).masked_fill(mask.bool(), _MASKED), dim=-1).to(input.dtype)
 
 
+@dense("input")
 def scaled_upper_triang_masked_softmax_forward(input: torch.Tensor, scale: float) -> torch.Tensor:
     """The same for causal attention of [batch * heads, queries, keys], as many queries as keys."""
     return scaled_aligned_causal_masked_softmax_forward(input, scale)
 
 
+@dense("input")
 def scaled_aligned_causal_masked_softmax_forward(input: torch.Tensor, scale: float) -> torch.Tensor:
     """The same for causal attention whose last query sees all keys."""
     num_queries, num_keys = input.shape[-2:]

@@ -41,6 +41,26 @@ class _PositionedYarnRotary(YarnRotaryEmbedding):
             return _at_positions(embedding, self.chunk), scale
         return super().forward(max_seq_len, offset + (0 if self.chunk is None else self.chunk.start), *args, **kwargs)
 
+    def get_cached_cos_sin(
+        self, seq_len: int, offset: int = 0, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines that the fused kernel takes, with ``--apply-rope-fusion`` in place of ``forward``."""
+        chunk = self.chunk
+        if chunk is None:
+            return self._cached_cos_sin(seq_len, offset, *args, **kwargs)
+        assert chunk.documents is None, "attention of documents does not fuse it"
+        # They are kept for positions from the offset on, and made by ``forward``, which must not add a chunk's start.
+        self.chunk = None
+        try:
+            cos, sin = self._cached_cos_sin(chunk.start + seq_len, offset, *args, **kwargs)
+        finally:
+            self.chunk = chunk
+        return cos[chunk.start :], sin[chunk.start :]
+
+    def _cached_cos_sin(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor] = super().get_cached_cos_sin(*args, **kwargs)
+        return found
+
 
 def _at_positions(embedding: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     assert chunk.documents is not None

@@ -51,16 +51,25 @@ class AllToAllDispatcher:
     """Moves the rows of chunks between tokens' ranks and experts' ranks."""
 
     def __init__(
-        self, comm: Comm, num_experts: int, num_ranks: int, expert_tp_group: dist.ProcessGroup, fused: bool = False
+        self,
+        comm: Comm,
+        num_experts: int,
+        num_ranks: int,
+        expert_tp_group: dist.ProcessGroup,
+        fused: bool = False,
+        dense: bool = False,
     ) -> None:
         """
         Args:
             num_ranks: P.
             expert_tp_group: the V ranks that hold the parts of the same experts.
             fused: use Transformer Engine's kernels to permute and to sort rows.
+            dense: the experts' kernels need rows without gaps. Others read rows that are in order already where they
+                lie in the message, which saves a copy.
         """
         self._comm = comm
         self._fused = fused
+        self._dense = dense
         self._num_ranks = num_ranks
         self._num_local_experts = num_experts // num_ranks
         self._tp_group = expert_tp_group
@@ -169,7 +178,7 @@ class AllToAllDispatcher:
                 for rows in (tokens, probs)
             )
         if not self._needs_sort(routes, last_expert_first):
-            return tokens, probs
+            return (tokens.contiguous(), probs.contiguous()) if self._dense else (tokens, probs)
         if not self._fused:
             order = routes.expert_order(last_expert_first)
             return order.apply(tokens), order.apply(probs)

@@ -46,6 +46,11 @@ def is_te_linear(module: torch.nn.Module) -> bool:
     return type(module) in _CLASSES
 
 
+def has_te_linear(module: torch.nn.Module) -> bool:
+    """Whether ``module`` has such a part. Transformer Engine reads rows by their address, or makes them dense first."""
+    return any(isinstance(part, TELinearPerChunk) or is_te_linear(part) for part in module.modules())
+
+
 def call_per_chunk(module: torch.nn.Module) -> "TELinearPerChunk":
     """Makes a module for which :func:`is_te_linear` holds ready to be called several times in a micro-batch."""
     stock: Any = type(module)

@@ -79,9 +79,12 @@ _WHOLE_DEDUP = {"k=1 dedup": dedup(plan_of(1))}
 _SEQUENCE = {"k=2 sequence": plan_of(2, dim="sequence")}
 MTP: dict[str, Any] = {"mtp_num_layers": 1}
 _NO_CACHE: dict[str, Any] = {"disable_parameter_transpose_cache": True}
+_ONE_EXPERT: dict[str, Any] = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
+"""On each rank: received rows are those of one expert, and nothing sorts them."""
 _IN_FP32 = _fp8("delayed", bf16=False, fp8_amax_history_len=3, fp8_amax_compute_algo="max")
 RECIPES = {
     "delayed": Recipe(_fp8("delayed"), _WHOLE | _WHOLE_DEDUP | _TWO | _FOUR),
+    "delayed-one-expert": Recipe(_fp8("delayed", **_ONE_EXPERT), _WHOLE | _WHOLE_DEDUP),
     "delayed-recompute": Recipe(_fp8("delayed", **RECOMPUTE), _WHOLE),
     "delayed-selective-recompute": Recipe(_fp8("delayed", **SELECTIVE), _WHOLE),
     "delayed-e4m3": Recipe(_fp8("delayed", "e4m3"), _WHOLE),

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tests.te_cpu.dense import dense
 from tests.te_cpu.fp8.casting import from_fp8, largest, matrix, scale_from_amax, to_fp8, transposed_shape
 
 
@@ -98,17 +99,20 @@ def values(tensor: Any, rowwise: bool) -> torch.Tensor:
     return from_fp8(transpose, tensor._fp8_dtype).t() * tensor._scale_inv
 
 
+@dense("input", "out")
 def fp8_transpose(input: torch.Tensor, dtype: int, *, out: torch.Tensor | None) -> torch.Tensor:
     """The bytes of a tensor, seen as a matrix of its last dimension, with this dimension first."""
     result = input.reshape(-1, input.shape[-1]).t().contiguous().reshape(transposed_shape(input.shape))
     return result if out is None else out.copy_(result.view(out.shape))
 
 
+@dense("amax")
 def compute_amax(input: torch.Tensor, amax: torch.Tensor) -> None:
     """Writes the largest absolute value of a tensor into ``amax``."""
     amax.copy_(input.detach().abs().max().reshape(amax.shape) if input.numel() else torch.zeros_like(amax))
 
 
+@dense("amax_reduction_buffer", "amax_histories", "scales")
 def fused_amax_and_scale_update_after_reduction(
     amax_reduction_buffer: torch.Tensor,
     amax_histories: Sequence[torch.Tensor],

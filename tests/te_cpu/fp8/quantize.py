@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tests.te_cpu.dense import dense
 from tests.te_cpu.enums import torch_dtype
 from tests.te_cpu.fp8 import blockwise, mxfp8, per_tensor
 
@@ -56,6 +57,7 @@ def create_empty_quantized_tensor(
     return _format_of(quantizer).create(quantizer, list(shape), dtype)
 
 
+@dense("output", "noop")
 def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
     """Casts a tensor, into ``output`` where there is one; ``noop`` that is not 0 leaves that as it is."""
     chosen = _format_of(quantizer)
@@ -66,6 +68,7 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
     return output
 
 
+@dense("input")
 def dequantize(input: Any, otype: int) -> torch.Tensor:
     """The values of a quantized tensor; of column-wise data where there are no other."""
     rowwise = getattr(input, "_data", getattr(input, "_rowwise_data", None)) is not None
@@ -88,17 +91,20 @@ def split_quantize(
     return multi_tensor_quantize(tensor.split(list(split_sections)), quantizer_list)
 
 
+@dense("tensor_list")
 def multi_tensor_quantize(tensor_list: Sequence[torch.Tensor], quantizer_list: Sequence[Any]) -> list[Any]:
     """Casts each tensor by a quantizer of its own."""
     return [quantize(tensor, quantizer) for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)]
 
 
+@dense("tensor")
 def swizzle_scales_for_gemm_(tensor: Any) -> None:
     """Says that scales are in the order of the GEMM, which here is the order that they have."""
     if hasattr(tensor, "_with_gemm_swizzled_scales"):
         tensor._with_gemm_swizzled_scales = True
 
 
+@dense("tensors")
 def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], rowwise_usage: bool, columnwise_usage: bool) -> None:
     """The same for several tensors."""
     for tensor in tensors:

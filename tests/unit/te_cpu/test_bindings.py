@@ -111,5 +111,5 @@ def test_te_stand_in_has_the_members_of_the_enumeration(name):
 
 
 def test_te_stand_in_raises_what_it_lacks_by_name():
-    with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.fused_rope_forward"):
-        extension.fused_rope_forward()
+    with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.fused_qkv_rope_forward"):
+        extension.fused_qkv_rope_forward()

@@ -60,3 +60,14 @@ def test_kernels_of_sixteen_experts_by_forward_backward_and_weight_gradients(one
             pair.run(rows)
             found[way] = kernels_of(pair, rows)
     assert found == expected
+
+
+def test_fused_gelu_is_refused_by_experts(one_rank):
+    """By Megatron's, and by ours in either order: it has no such function that weighs rows by probabilities."""
+    pair = Pair(2, add_bias_linear=True, bias_activation_fusion=True)
+    tokens, probs, _ = pair.inputs([3, 3])
+    for experts, may_group in ((pair.stock, None), (pair.ours, False), (pair.ours, True)):
+        if may_group is not None:
+            experts.may_group = may_group
+        with pytest.raises(ValueError, match="Only support fusion of swiglu and quick_gelu"):
+            experts(tokens, torch.tensor([3, 3]), probs)

@@ -250,6 +250,7 @@ REFUSED: list[tuple[list, str]] = [
     (["--transformer-impl", "inference_optimized"], "--transformer-impl inference_optimized .*transformer_engine or"),
     ([*TE, "--tp-comm-overlap"], "--tp-comm-overlap .*userbuffers hold whole micro-batches"),
     ([*TE, "--use-transformer-engine-op-fuser"], "--use-transformer-engine-op-fuser"),
+    ([*TE, "--use-te-activation-func"], "--use-te-activation-func"),
     ([*TE, "--fused-residual-rmsnorm"], "--fused-residual-rmsnorm"),
     ([*TE, "--moe-mlp-glu-interleave-size", 8], "--moe-mlp-glu-interleave-size .*--moe-grouped-gemm"),
     (FP8, "--fp8-format .*pass --transformer-impl transformer_engine"),

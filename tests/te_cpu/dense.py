@@ -1,0 +1,69 @@
+"""What a kernel takes for granted that reads memory from an address on: elements without gaps, of the type it expects.
+
+Most functions of the extension hand ``data_ptr()`` and sizes to their kernels, and no strides. A tensor with gaps gives
+wrong numbers there and no error; the plain torch of a stand-in would honour its strides.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_BUFFERS = (
+    *("_data", "_transpose", "_scale_inv"),
+    *("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv"),
+)
+"""Attributes of a quantized tensor whose addresses a kernel gets."""
+
+
+class NotDenseError(AssertionError):
+    """A kernel would read a tensor as if its rows lay one behind the other, and they don't."""
+
+
+def dense(*parameters: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Marks a stand-in whose C++ reads or writes these parameters by address alone, and checks each call.
+
+    A parameter may be a tensor, a quantized tensor, a list of them at any depth, or None.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+        assert set(parameters) <= signature.parameters.keys(), function.__name__
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind(*args, **kwargs).arguments
+            for name in parameters:
+                check_dense(function.__name__, name, arguments.get(name))
+            return function(*args, **kwargs)
+
+        vars(checked)["dense_parameters"] = parameters
+        return checked
+
+    return decorate
+
+
+def check_dense(function: str, parameter: str, value: Any) -> None:
+    """
+    Raises:
+        NotDenseError: a tensor of the value has gaps, or its dimensions are in another order.
+    """
+    for tensor in buffers(value):
+        if not tensor.is_contiguous():
+            raise NotDenseError(
+                f"{function} reads {parameter} by its address, without strides: the tensor of shape "
+                f"{list(tensor.shape)} has strides {list(tensor.stride())}"
+            )
+
+
+def buffers(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a value whose addresses a kernel gets."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from buffers(item)
+    elif hasattr(value, "_quantizer"):
+        yield from (vars(value)[name] for name in _BUFFERS if isinstance(vars(value).get(name), torch.Tensor))
+    elif isinstance(value, torch.Tensor):
+        yield value
