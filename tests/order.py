@@ -19,6 +19,7 @@ LONGEST = (
     "tests/parity/batches/test_document_runs.py",
     "tests/parity/documents/test_documents.py",
     "tests/virtual_gpu/test_mutants.py",
+    "tests/parity/stock_overlap/test_stock_overlap.py",
     "tests/parity/te/test_layouts.py",
     "tests/parity/gpu_defaults/test_gpu_defaults.py",
 )

@@ -24,7 +24,13 @@ def replaced_names() -> list[tuple[object, str]]:
         (token_dispatcher, "maybe_move_tensor_to_cpu"),
         (dataset_utils, "compile_helpers"),
     ]
-    return [*names, (torch.Tensor, "cuda"), (torch.Tensor, "type"), (torch.nn.Module, "cuda")]
+    return [
+        *names,
+        (torch.Tensor, "cuda"),
+        (torch.Tensor, "type"),
+        (torch.Tensor, "record_stream"),
+        (torch.nn.Module, "cuda"),
+    ]
 
 
 def test_cpu_platform_restores_torch_and_megatron():
@@ -114,3 +120,24 @@ def test_cpu_platform_keeps_settings_of_transformer_engine_where_it_is_installed
 def test_cpu_platform_refuses_flags_without_cpu_counterpart(gpu_script, words):
     with pytest.raises(UsageError, match="this machine has none"):
         apply_cpu_settings(gpu_script(*words))
+
+
+def test_type_of_a_subclass_of_tensor_names_cuda_once():
+    """A subclass that forwards torch's functions, as Megatron's sharded weights do, asks twice."""
+
+    class Weight(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+        def type(self, *args):
+            return super().type(*args)
+
+    with stand_ins.cpu_platform():
+        assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+        assert torch.ones(1).as_subclass(Weight).type() == "torch.cuda.FloatTensor"
+
+
+def test_streams_of_a_cpu_keep_no_tensor():
+    with stand_ins.cpu_platform():
+        torch.ones(1).record_stream(torch.cuda.current_stream())
