@@ -11,13 +11,20 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.demo.claim import claim, closing_text, conditions, files_of  # noqa: E402 the repository is in the path only now
+from benchmarks.demo.claim import (  # noqa: E402 the repository is in the path only now
+    claim,
+    closing_text,
+    conditions,
+    disturbance_text,
+    files_of,
+)
 from benchmarks.demo.folder import Folder  # noqa: E402
 from benchmarks.harness.origin import described  # noqa: E402
 from megatron_lancet.cli.training_process import say  # noqa: E402
@@ -67,7 +74,7 @@ def parts(result: Mapping[str, Any]) -> dict[str, str]:
         result: content of a result file.
     """
     summary = {**result, "origin": result}
-    disturbed = f" DISTURBED: {summary['other_load']}." if summary["other_load"] else ""
+    disturbed = f" DISTURBED: {doubts}." if (doubts := disturbance_text(summary)) else ""
     where = described({**result, "versions": {}, "settings": {}})  # the file has them
     samples = f"[samples](benchmarks/results/{_name(result)})"
     quote = f"**{claim(summary)}** {conditions(summary)} ({where}; {summary['link']}; {samples}.{disturbed})"
@@ -89,10 +96,15 @@ def with_figures(text: str, result: Mapping[str, Any]) -> str:
     for name, content in parts(result).items():
         begin, end = f"<!-- demo {name}: docs/demo_figures.py -->\n", f"\n<!-- end of demo {name} -->"
         place = re.compile(f"(?<={re.escape(begin)}).*?(?={re.escape(end)})", re.DOTALL)
-        text, found = place.subn(lambda _, content=content: content, text)
+        found = len(place.findall(text))
         if found != 1:
             raise ValueError(f"the README has {found} places for the demo's {name}")
+        text = place.sub(partial(_replaced, content), text)
     return text
+
+
+def _replaced(content: str, _: re.Match[str]) -> str:
+    return content
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.demo.folder import REPOSITORY
-from benchmarks.demo.link import IN_USER_NAMESPACE, NAMESPACES, PACED, enter_user_namespace
+from benchmarks.demo.links.link import IN_USER_NAMESPACE, NAMESPACES, PACED, enter_user_namespace
 from benchmarks.harness.runner import exit_on_signals
 from megatron_lancet.cli.arguments import positive_float, positive_int
 from megatron_lancet.errors import run_command

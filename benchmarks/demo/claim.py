@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.demo.folder import Folder
-from benchmarks.demo.link import PACED
+from benchmarks.demo.links.link import PACED
 from megatron_lancet.report.train_log import results_text
 
 _ATTENTION = {
@@ -53,6 +53,13 @@ def conditions(summary: Mapping[str, Any]) -> str:
     )
 
 
+def disturbance_text(summary: Mapping[str, Any]) -> str:
+    """What makes the figures doubtful: other load, or a machine whose speed changed; empty if nothing does."""
+    speed = summary["origin"].get("machine_speed")
+    changed = [f"the machine's speed changed by {speed['change']:.0%}"] if speed and speed["is_disturbed"] else []
+    return "; ".join([*([summary["other_load"]] if summary["other_load"] else []), *changed])
+
+
 def attention_text(summary: Mapping[str, Any]) -> str:
     """The core attention of both variants in words."""
     return _ATTENTION.get(summary["attention"], summary["attention"])
@@ -75,14 +82,14 @@ def closing_text(summary: Mapping[str, Any], files: Mapping[str, str]) -> str:
         f"{summary['reduced_ms']:.0f} ms of ours",
         f"  attention          {attention_text(summary)}, in both",
         "  allocator          glibc keeps freed memory between steps, in both: MALLOC_ settings in the summary",
-        *([f"  DISTURBED          {summary['other_load']}"] if summary["other_load"] else []),
+        *([f"  DISTURBED          {disturbed}"] if (disturbed := disturbance_text(summary)) else []),
         *(f"  {what:<18} {path}" for what, path in files.items()),
         "",
         textwrap.fill(f"{claim(summary)} {conditions(summary)}", _COLUMNS),
     ]
-    if summary["other_load"]:
+    if disturbed:
         lines.append(
-            "(Something else used the processor meanwhile: run it again when nothing does, for its true figures.)"
+            "(The machine was not quiet. Run the demo again when nothing else uses the processor, for true figures.)"
         )
     return "\n".join(lines)
 

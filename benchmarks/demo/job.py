@@ -15,7 +15,7 @@ from subprocess import STDOUT
 from typing import Any
 
 from benchmarks.demo.folder import REPOSITORY
-from benchmarks.demo.link import Link, rank_cores
+from benchmarks.demo.links.link import Link, rank_cores
 from benchmarks.demo.rank import READY
 from benchmarks.demo.steps import RankStep
 from benchmarks.harness.namespaces import NUM_NODES, uninterrupted

@@ -133,7 +133,7 @@ def _train(args: argparse.Namespace, status: Any) -> None:
 
     check_versions()
     with platform() as found, ExitStack() as stack:
-        from benchmarks.demo.rank_link import RankLink, StockTrace
+        from benchmarks.demo.links.rank_link import RankLink, StockTrace
         from megatron_lancet.patching import around
         from megatron_lancet.training import job
         from megatron_lancet.training.megatron import patches

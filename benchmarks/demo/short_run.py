@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.demo.claim import closing_text, files_of
 from benchmarks.demo.data import prepare, write_sample
 from benchmarks.demo.folder import Folder, open_folder, shown, write_json
-from benchmarks.demo.link import link, rank_cores
+from benchmarks.demo.links.link import link, rank_cores
 from benchmarks.demo.steps import OURS, STOCK, Comparison
 from benchmarks.demo.training import EXPOSED_SHARE, Training
 from benchmarks.harness.disturbance import cpu_times, disturbance
@@ -67,7 +67,7 @@ def run_short(
 
     Args:
         root: output folder.
-        link_kind: see :func:`benchmarks.demo.link.link`.
+        link_kind: see :func:`benchmarks.demo.links.link.link`.
         rate_bps: of the link, in bits per second; None to set it by what stock waits.
         extra: further flags of Megatron, for both variants.
 

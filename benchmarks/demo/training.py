@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from benchmarks.demo.display import Display
 from benchmarks.demo.folder import Folder
 from benchmarks.demo.job import Job
-from benchmarks.demo.link import Link
+from benchmarks.demo.links.link import Link
 from benchmarks.demo.steps import OURS, STOCK, Comparison, RankStep, Step, medians
 from benchmarks.harness.namespaces import NUM_NODES
 from benchmarks.harness.rate import RateSearch

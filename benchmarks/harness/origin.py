@@ -61,7 +61,7 @@ def described(found: Mapping[str, Any]) -> str:
 
     The first result files have the version of torch alone, and neither commit nor settings.
     """
-    machine, versions = found["machine"], found.get("versions") or {"torch": found["torch"]}
+    machine, versions = found["machine"], found["versions"] if "versions" in found else {"torch": found["torch"]}
     settings = [f"`{name}={value}`" for name, value in found.get("settings", {}).items()]
     parts = [
         f"`{found['command']}`",

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.harness import te
+from benchmarks import te_layers as te
 from benchmarks.harness.cases import Case
 from benchmarks.harness.job import read_job
 from megatron_lancet.files import atomic_write
@@ -29,7 +29,7 @@ def _connected(has_te: bool) -> Iterator[tuple[str, str]]:
     """The ranks, connected; the names of the shaped and of the free interface. Megatron's groups use the shaped one.
 
     Args:
-        has_te: see :func:`benchmarks.harness.te.platform`.
+        has_te: see :func:`benchmarks.te_layers.platform`.
     """
     # After the affinity is set: the threads that torch starts inherit it.
     platform = te.platform(has_te)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.harness.cases import Case, Shape, Variant, check_saves_rows, select
-from benchmarks.harness.te import check_unpacked
+from benchmarks.te_layers import check_unpacked
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, OwnRows, fixed_plan, paired
 

@@ -19,14 +19,15 @@ PROCESSES = {
     *("Popen", "os.posix_spawn", "os.posix_spawnp"),
 }
 STARTS = {
-    "megatron_lancet/training/check/script.py": "a launch script, isolated or by --trust-script",
-    "megatron_lancet/training/check/sandbox.py": "the same, as the one who isolates it",
+    "megatron_lancet/training/check/isolated/script.py": "a launch script, isolated or by --trust-script",
+    "megatron_lancet/training/check/isolated/sandbox.py": "the same, as the one who isolates it",
     "megatron_lancet/cli/training_process.py": "our own training",
     "tools/check_gpu.py": "our own tests and benchmarks",
     **dict.fromkeys(
         (
             *("benchmarks/harness/origin.py", "benchmarks/harness/namespaces.py", "benchmarks/harness/ranks.py"),
-            *("benchmarks/parts/wire_sharing.py", "benchmarks/parts/wire_training.py", "benchmarks/demo/link.py"),
+            "benchmarks/harness/machine_speed.py",
+            *("benchmarks/parts/wire_sharing.py", "benchmarks/parts/wire_training.py", "benchmarks/demo/links/link.py"),
             *("benchmarks/demo/data.py", "benchmarks/demo/job.py", "benchmarks/causes/inject.py"),
             *("benchmarks/from_trace/tracelens_figures.py", "benchmarks/from_trace/hta_overlap.py"),
         ),

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.check.script import NotIsolatedError, Started, run_script
-from megatron_lancet.training.check.stand_ins import LAUNCHED_BY, RECORD, program_of
+from megatron_lancet.training.check.isolated.script import NotIsolatedError, Started, run_script
+from megatron_lancet.training.check.isolated.stand_ins import LAUNCHED_BY, RECORD, program_of
 
 TRUST_FLAG = "--trust-script"
 _OWN_VARIABLES = (

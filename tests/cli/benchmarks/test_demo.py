@@ -132,7 +132,7 @@ def test_demo_without_root_makes_its_namespaces_in_one_of_users(tmp_path):
     program.chmod(0o755)
     script = (
         f"import os, sys; sys.executable = {str(program)!r}; os.geteuid = lambda: 1000\n"
-        "from benchmarks.demo.link import enter_user_namespace\n"
+        "from benchmarks.demo.links.link import enter_user_namespace\n"
         "enter_user_namespace('auto', ['--rate', '9'])"
     )
     started = subprocess.run(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import provenance
-from benchmarks.beside import RESULTS
+from benchmarks.quoted import provenance
+from benchmarks.quoted.beside import RESULTS
 
 REPO = Path(__file__).parents[3]
 

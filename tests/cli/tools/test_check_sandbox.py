@@ -11,8 +11,8 @@ import pytest
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.training.check import launch as launches
+from megatron_lancet.training.check.isolated.script import NotIsolatedError
 from megatron_lancet.training.check.launch import launch_of_script
-from megatron_lancet.training.check.script import NotIsolatedError
 
 LAUNCH = "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 2"
 KINDS = ("tmp", "home", "current", "shm", "mounted")

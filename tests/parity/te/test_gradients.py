@@ -65,7 +65,10 @@ def test_te_gradients_of_paired_plans_equal_stock(results, case, check_gradients
 
 @pytest.mark.parametrize("case", GUARDED)
 def test_te_gradients_of_chunks_in_rounds_equal_stock(results, case, check_gradients):
-    """With fp8, scales see the rows of all rounds; a weight's gradient is a sum over rounds, each rounded to bf16."""
+    """With fp8, scales see the rows of all rounds; a weight's gradient is a sum over rounds, each rounded to bf16.
+
+    A GEMM over the rows of a round may sum in another order than one over all rows: that depends on the processor.
+    """
     first, second = results
     assert first[case]["collectives"] == second[case]["collectives"]
     for rank, result in enumerate(results):
@@ -73,9 +76,8 @@ def test_te_gradients_of_chunks_in_rounds_equal_stock(results, case, check_gradi
         of_experts = {name: error for name, error in found["gradients"].items() if ".experts." in name}
         check_gradients(of_experts, 2**-8 if "bf16" in case else TOLERANCE, f"rank {rank}", precision_of(case))
         others = {name: error for name, error in found["gradients"].items() if name not in of_experts}
-        bound = 0.0 if case.endswith("/k=1") else TOLERANCE
-        check_gradients(others, bound, f"rank {rank}", precision_of(case))
-        assert found["loss"] <= bound
+        check_gradients(others, TOLERANCE, f"rank {rank}", precision_of(case))
+        assert found["loss"] <= TOLERANCE
         assert found["reports"] == dict.fromkeys(found["parameters"], 1)
         assert found["peak_expert_rows"] <= MOST_ROWS
         assert found["num_split_chunks"] == found["num_chunks"] > 0

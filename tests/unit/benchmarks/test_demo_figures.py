@@ -16,11 +16,11 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from benchmarks.demo.__main__ import parse_arguments
 from benchmarks.demo.claim import claim, conditions
 from benchmarks.demo.display import Display
-from benchmarks.demo.paced import Pace, PacedTransport, PacedWire
+from benchmarks.demo.links.paced import Pace, PacedTransport, PacedWire
+from benchmarks.demo.links.rank_link import RankLink
+from benchmarks.demo.links.reductions import Reductions, reduced_bytes
 from benchmarks.demo.picture import draw
 from benchmarks.demo.rank import core_attention
-from benchmarks.demo.rank_link import RankLink
-from benchmarks.demo.reductions import Reductions, reduced_bytes
 from benchmarks.demo.steps import OURS, STOCK, Comparison, RankStep, Step
 from benchmarks.demo.training import common_attention, turns, unmeasured_steps
 from megatron_lancet.errors import UsageError

@@ -15,7 +15,6 @@ from benchmarks.training_step import megatron_overlap
 from benchmarks.training_step.megatron_overlap import StreamThreads, ThreadedStats
 from megatron_lancet.training.platform.cpu import cpu_platform
 
-LIMIT_S = 20
 MAIN, COMPUTE, COMMUNICATION = "MainThread", "megatron-compute_0", "megatron-communication_0"
 
 
@@ -103,7 +102,7 @@ def test_a_dispatch_starts_beside_compute_that_was_enqueued_in_front_of_it(sched
 
     def enqueue() -> Any:
         attention = schedule.node("attention")
-        backward = schedule.node("experts' backward", does=lambda: found.append(started.wait(LIMIT_S)))
+        backward = schedule.node("experts' backward", does=lambda: found.append(started.wait()))
         dispatch = schedule.node("dispatch", True, does=started.set)
         routed = attention.forward(torch.zeros(1))
         backward.forward(torch.zeros(1))
@@ -139,7 +138,7 @@ def test_what_is_no_part_of_a_plan_runs_at_once(schedule):
 
 def test_waits_are_exposed_while_compute_waits_for_the_result(schedule):
     def sends() -> None:
-        assert schedule.stats.is_waiting.wait(LIMIT_S)
+        assert schedule.stats.is_waiting.wait()
         schedule.waits_for_the_link()
 
     def enqueue() -> Any:
@@ -158,7 +157,7 @@ def test_waits_beside_compute_are_not_exposed(schedule):
 
     def enqueue() -> Any:
         dispatched = schedule.node("dispatch", True, does=sends).forward(torch.zeros(1))
-        schedule.node("compute", does=lambda: sent.wait(LIMIT_S)).forward(torch.zeros(1))
+        schedule.node("compute", does=lambda: sent.wait()).forward(torch.zeros(1))
         return schedule.node("experts").forward(dispatched)
 
     assert schedule.run(enqueue).item() == 2

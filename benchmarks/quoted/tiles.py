@@ -3,8 +3,8 @@
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CHUNKED, VARIANTS
 from benchmarks.prediction.cases import TILED_CASES
-from benchmarks.quoted_cells import NO_RESULT, PASSES, linked, prediction_tables, quartiles, ratio
-from benchmarks.quoted_network import network_of_tiles
+from benchmarks.quoted.cells import NO_RESULT, PASSES, linked, prediction_tables, quartiles, ratio
+from benchmarks.quoted.network import network_of_tiles
 
 
 def tiles_variants() -> str:

@@ -22,8 +22,8 @@ from benchmarks.network.cases import (
     VARIANTS,
 )
 from benchmarks.network.summary import CaseSummary, Row, summarise
-from benchmarks.provenance import DISTURBED, link, together
-from benchmarks.quoted_results import Quoted, all_runs, rows_of
+from benchmarks.quoted.provenance import DISTURBED, link, together
+from benchmarks.quoted.results import Quoted, all_runs, rows_of
 from megatron_lancet.files import from_plain
 
 FOLDER = "../benchmarks/results"

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from benchmarks import provenance
-from benchmarks.beside import RESULTS
 from benchmarks.harness import machine_speed, origin
 from benchmarks.harness.machine_speed import Speed
+from benchmarks.quoted import provenance
+from benchmarks.quoted.beside import RESULTS
 
 PATHS = sorted(RESULTS.glob("*.json"))
 LAST_MARKED_DAY = "2026-11-23"

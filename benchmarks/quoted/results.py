@@ -1,6 +1,6 @@
 """Results that documents quote: each case of a benchmark from the newest committed result file that has it.
 
-For the network benchmark, whose cases were measured under several names, see :mod:`benchmarks.quoted_network`.
+For the network benchmark, whose cases were measured under several names, see :mod:`benchmarks.quoted.network`.
 """
 
 import json
@@ -13,9 +13,9 @@ from typing import Any
 from benchmarks.network.summary import CaseSummary, Row
 from benchmarks.prediction import cases as prediction_cases
 from benchmarks.prediction.errors import CaseErrors, compare
-from benchmarks.provenance import mark, source
+from benchmarks.quoted.provenance import mark, source
 
-_RESULTS = Path(__file__).parent / "results"
+_RESULTS = Path(__file__).parents[1] / "results"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.distributed import param_and_grad_buffer
 
-from benchmarks.demo.paced import PacedWire
+from benchmarks.demo.links.paced import PacedWire
 from megatron_lancet.patching import around
 
 _BUCKETS = param_and_grad_buffer._ParamAndGradBucketGroup

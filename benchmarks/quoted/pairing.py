@@ -3,8 +3,8 @@
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CHUNKED, PAIRED_CASES, VARIANTS
 from benchmarks.prediction.cases import PAIRED_CASES as PREDICTED_CASES
-from benchmarks.quoted_cells import NO_RESULT, NOT_RUN, PASSES, linked, prediction_tables, quartiles, ratio
-from benchmarks.quoted_network import Measured, dates, measured, network_with_pairs, with_sources
+from benchmarks.quoted.cells import NO_RESULT, NOT_RUN, PASSES, linked, prediction_tables, quartiles, ratio
+from benchmarks.quoted.network import Measured, dates, measured, network_with_pairs, with_sources
 
 
 def pairing() -> str:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from benchmarks.demo.paced import Pace, PacedTransport, PacedWire
-from benchmarks.demo.reductions import Reductions
+from benchmarks.demo.links.paced import Pace, PacedTransport, PacedWire
+from benchmarks.demo.links.reductions import Reductions
 from benchmarks.training_step.links import groups_on
 from benchmarks.training_step.stock_messages import StockMessages
 from megatron_lancet.patching import around

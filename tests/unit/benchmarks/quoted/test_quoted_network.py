@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import quoted, quoted_network, quoted_results
 from benchmarks.network.cases import CASES, VARIANTS
+from benchmarks.quoted import network as quoted_network
+from benchmarks.quoted import results as quoted_results
+from benchmarks.quoted import tables as quoted
 from benchmarks.training_step.sample import SAMPLE_FIELDS
 
 DEFAULT = {"MALLOC_TRIM_THRESHOLD_": "8589934592"}

@@ -2,8 +2,8 @@
 
 from benchmarks.bins.summary import summarise
 from benchmarks.harness.tables import markdown
-from benchmarks.quoted_cells import NO_RESULT, quartiles
-from benchmarks.quoted_results import newest
+from benchmarks.quoted.cells import NO_RESULT, quartiles
+from benchmarks.quoted.results import newest
 
 
 def bins() -> str:

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import beside, quoted, quoted_network, quoted_results
-from benchmarks.beside import RESULTS
 from benchmarks.network.cases import CASES, VARIANTS
+from benchmarks.quoted import beside
+from benchmarks.quoted import network as quoted_network
+from benchmarks.quoted import results as quoted_results
+from benchmarks.quoted import tables as quoted
+from benchmarks.quoted.beside import RESULTS
 from megatron_lancet.files import to_plain
 from megatron_lancet.schedule.plan import fixed_plan, paired
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Sequence
 from benchmarks.harness.samples import Spread
 from benchmarks.harness.tables import markdown
 from benchmarks.prediction.errors import MAX_ERROR, MAX_MEDIAN_ERROR, MAX_SLOWER, CaseErrors, Comparison, totals
-from benchmarks.provenance import together
-from benchmarks.quoted_results import Quoted, predictions
+from benchmarks.quoted.provenance import together
+from benchmarks.quoted.results import Quoted, predictions
 
 NO_RESULT = "No result is committed yet."
 NOT_RUN = "not run"

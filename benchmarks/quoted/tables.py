@@ -1,7 +1,7 @@
 """Tables of the documents that are made from committed results: python -m benchmarks.quoted writes them anew.
 
 A table stands between ``<!-- quoted: NAME -->`` and ``<!-- end -->``. Each case of a benchmark is quoted from the
-newest result file that has it; in the network benchmark whatever its name was (:mod:`benchmarks.quoted_network`). The
+newest result file that has it; in the network benchmark whatever its name was (:mod:`benchmarks.quoted.network`). The
 tables beside each result are made from its samples, too. Tests compare all of it with what this writes.
 """
 
@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import beside
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CASES, MEGATRON
 from benchmarks.network.summary import Row
@@ -23,20 +22,21 @@ from benchmarks.prediction.errors import (
 )
 from benchmarks.priority import summary as priority_summary
 from benchmarks.priority.cases import NO_PRIORITY
-from benchmarks.provenance import mark, together
-from benchmarks.quoted_bins import TABLES as BINS_TABLES
-from benchmarks.quoted_cells import NOT_RUN, linked
-from benchmarks.quoted_dispatch import dispatch, dispatch_memory, dispatch_prediction, dispatch_variants
-from benchmarks.quoted_load import TABLES as LOAD_TABLES
-from benchmarks.quoted_network import Measured, dates, has_step, network, with_sources
-from benchmarks.quoted_nodes import nodes, nodes_prediction, nodes_variants
-from benchmarks.quoted_pairing import pairing, pairing_prediction, pairing_variants
-from benchmarks.quoted_results import Quoted, newest_file, predictions, result, sourced
-from benchmarks.quoted_targets import Figure, further_targets, target_row
-from benchmarks.quoted_tiles import TABLES as TILES_TABLES
+from benchmarks.quoted import beside
+from benchmarks.quoted.bins import TABLES as BINS_TABLES
+from benchmarks.quoted.cells import NOT_RUN, linked
+from benchmarks.quoted.dispatch import dispatch, dispatch_memory, dispatch_prediction, dispatch_variants
+from benchmarks.quoted.load import TABLES as LOAD_TABLES
+from benchmarks.quoted.network import Measured, dates, has_step, network, with_sources
+from benchmarks.quoted.nodes import nodes, nodes_prediction, nodes_variants
+from benchmarks.quoted.pairing import pairing, pairing_prediction, pairing_variants
+from benchmarks.quoted.provenance import mark, together
+from benchmarks.quoted.results import Quoted, newest_file, predictions, result, sourced
+from benchmarks.quoted.targets import Figure, further_targets, target_row
+from benchmarks.quoted.tiles import TABLES as TILES_TABLES
 
-_REPOSITORY = Path(__file__).parents[1]
-DOCUMENTS = (_REPOSITORY / "docs" / "performance.md", Path(__file__).parent / "RESULTS.md")
+_REPOSITORY = Path(__file__).parents[2]
+DOCUMENTS = (_REPOSITORY / "docs" / "performance.md", _REPOSITORY / "benchmarks" / "RESULTS.md")
 _PRIORITY = "priority-shipped"
 """Other results of the priority benchmark are of rules that are not in the code."""
 
@@ -336,7 +336,3 @@ def main() -> None:
     beside.write()
     for document in DOCUMENTS:
         document.write_text(with_tables(document.read_text()))
-
-
-if __name__ == "__main__":
-    main()

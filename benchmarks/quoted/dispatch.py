@@ -4,9 +4,9 @@ from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import VARIANTS
 from benchmarks.network.table import fewer_bytes
 from benchmarks.prediction.cases import DISPATCH_CASES
-from benchmarks.quoted_cells import NO_RESULT, PASSES, linked, prediction_tables, quartiles, ratio
-from benchmarks.quoted_network import network_with_dedup
-from benchmarks.quoted_results import result, rows_of, sourced
+from benchmarks.quoted.cells import NO_RESULT, PASSES, linked, prediction_tables, quartiles, ratio
+from benchmarks.quoted.network import network_with_dedup
+from benchmarks.quoted.results import result, rows_of, sourced
 
 _MEMORY_KEY = "top_4_peak_mb"
 

@@ -4,9 +4,9 @@ from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CHUNKED, VARIANTS
 from benchmarks.network.table import fewer_bytes
 from benchmarks.prediction.cases import NODES_CASES
-from benchmarks.quoted_cells import NO_RESULT, PASSES, linked, prediction_tables, quartiles, ratio
-from benchmarks.quoted_network import network_of_nodes
-from benchmarks.quoted_results import predictions, rows_of
+from benchmarks.quoted.cells import NO_RESULT, PASSES, linked, prediction_tables, quartiles, ratio
+from benchmarks.quoted.network import network_of_nodes
+from benchmarks.quoted.results import predictions, rows_of
 
 _SAME_CHUNKS = "two-hop-k2"
 

@@ -17,7 +17,7 @@ from benchmarks.prediction import errors as prediction_errors
 from benchmarks.prediction import table as prediction_table
 from benchmarks.priority import summary as priority_summary
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 MAKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "network": (network_summary.summarise, network_table.as_markdown),
     "prediction": (prediction_errors.compare, prediction_table.as_markdown),

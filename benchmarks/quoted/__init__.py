@@ -1,0 +1,1 @@
+"""Tables of the documents that are made from committed results."""

@@ -1,0 +1,1 @@
+"""Runs a launch script without what it could change: no network, no writes, no training."""
