@@ -10,6 +10,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, OwnRows, fixed_plan, paired
 
 MEGATRON = "megatron-overlap"
+MEGATRON_DELAYED = f"{MEGATRON}-delay-wgrad"
 """Megatron's own overlap, emulated: on a CPU threads stand for its streams."""
 
 
@@ -19,7 +20,7 @@ def _plain_variants() -> list[Variant]:
     return [
         Variant("stock", None),
         Variant(MEGATRON, None, overlaps_micro_batches=True),
-        Variant(f"{MEGATRON}-delay-wgrad", None, overlaps_micro_batches=True, delays_wgrad=True),
+        Variant(MEGATRON_DELAYED, None, overlaps_micro_batches=True, delays_wgrad=True),
         Variant("experts-only-k2", fixed_plan(2, none, batch, OverlapRange.EXPERTS)),
         Variant("experts-only-k4", fixed_plan(4, none, batch, OverlapRange.EXPERTS)),
         Variant("forward-only-k2", fixed_plan(2, none), blocks_in_backward=True),
@@ -135,8 +136,8 @@ _PAIRED = (
     *("paired-k1", "paired-k1-none", "paired-k2", "paired-mix", "paired-mix-k4"),
 )
 _FEW_PAIRED = ("stock", MEGATRON, CHUNKED, "stock-free", "paired-k1", "paired-mix")
-_PAIRED_TE = ("stock", MEGATRON, f"{MEGATRON}-delay-wgrad", CHUNKED, "stock-free", "paired-k1")
-_TE = "45-te-m4"
+_PAIRED_TE = ("stock", MEGATRON, MEGATRON_DELAYED, CHUNKED, "stock-free", "paired-k1")
+TE_CASE = "45-te-m4"
 _SMALLER = Shape(layers=3, hidden=384, seq_length=256, micro_batches=4)
 """Half the tokens and less than half the weights: a step of four micro-batches takes 4 to 6 s at 45 %."""
 _UNPAIRED_TOP_4 = ("stock", "dw-only", CHUNKED, "all-k4", "stock-free", "dedup-k1", "dedup-k2")
@@ -166,7 +167,7 @@ def _paired_cases() -> list[Case]:
         Case("65-m4", title.format("four", 65), 0.65, _PAIRED, _SMALLER),
         Case("45-m8", title.format("eight", 45), 0.45, _FEW_PAIRED, replace(_SMALLER, micro_batches=8)),
         Case(
-            _TE,
+            TE_CASE,
             f"layers of Transformer Engine with stand-in kernels, {title.format('four', 45)}",
             0.45,
             _PAIRED_TE,
@@ -338,7 +339,7 @@ def _check_layers(case: Case) -> None:
         if VARIANTS[name].delays_wgrad:
             raise UsageError(
                 f"variant {name} needs layers of Transformer Engine, and case {case.name} has Megatron's local ones. "
-                f"Pass --cases {_TE}."
+                f"Pass --cases {TE_CASE}."
             )
 
 

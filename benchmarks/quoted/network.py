@@ -161,9 +161,13 @@ def _newest_of(names: Collection[str]) -> dict[str, tuple[Quoted, CaseSummary]]:
     return found
 
 
-def dates(case: Measured) -> str:
-    """The runs of a case as links to their files in a document of ``docs``."""
-    return ", ".join(link(run.quoted.date, run.quoted.path, FOLDER) for run in case.runs)
+def dates(case: Measured, folder: str = FOLDER) -> str:
+    """The runs of a case as links to their files.
+
+    Args:
+        folder: of the files, as the document sees it.
+    """
+    return ", ".join(link(run.quoted.date, run.quoted.path, folder) for run in case.runs)
 
 
 def with_sources(lines: Sequence[Sequence[str]], cases: Collection[Measured]) -> str:

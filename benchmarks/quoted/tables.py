@@ -26,6 +26,7 @@ from benchmarks.quoted import beside
 from benchmarks.quoted.bins import TABLES as BINS_TABLES
 from benchmarks.quoted.cells import NOT_RUN, linked
 from benchmarks.quoted.dispatch import dispatch, dispatch_memory, dispatch_prediction, dispatch_variants
+from benchmarks.quoted.headline import headline
 from benchmarks.quoted.load import TABLES as LOAD_TABLES
 from benchmarks.quoted.network import Measured, dates, has_step, network, with_sources
 from benchmarks.quoted.nodes import nodes, nodes_prediction, nodes_variants
@@ -36,7 +37,11 @@ from benchmarks.quoted.targets import Figure, further_targets, target_row
 from benchmarks.quoted.tiles import TABLES as TILES_TABLES
 
 _REPOSITORY = Path(__file__).parents[2]
-DOCUMENTS = (_REPOSITORY / "docs" / "performance.md", _REPOSITORY / "benchmarks" / "RESULTS.md")
+DOCUMENTS = (
+    _REPOSITORY / "README.md",
+    _REPOSITORY / "docs" / "performance.md",
+    _REPOSITORY / "benchmarks" / "RESULTS.md",
+)
 _PRIORITY = "priority-shipped"
 """Other results of the priority benchmark are of rules that are not in the code."""
 
@@ -301,6 +306,7 @@ def weight_grad() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "headline": headline,
     "speed": speed,
     "pairing": pairing,
     "pairing-variants": pairing_variants,
