@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from benchmarks.harness.samples import Spread
 from benchmarks.harness.tables import markdown
 from benchmarks.prediction.errors import MAX_ERROR, MAX_MEDIAN_ERROR, MAX_SLOWER, CaseErrors, Comparison, totals
-from benchmarks.quoted.provenance import together
+from benchmarks.provenance import together
 from benchmarks.quoted.results import Quoted, predictions
 
 NO_RESULT = "No result is committed yet."

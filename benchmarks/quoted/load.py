@@ -6,9 +6,9 @@ from benchmarks.causes.summary import summarise as causes_summary
 from benchmarks.evaluation.summary import summarise as evaluation_summary
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CHUNKED, VARIANTS
+from benchmarks.provenance import mark
 from benchmarks.quoted.cells import NO_RESULT, PASSES, quartiles
 from benchmarks.quoted.network import network_of_load
-from benchmarks.quoted.provenance import mark
 from benchmarks.quoted.results import Quoted, has_result, newest, result, sourced
 
 _ABOUT_CAUSES = {

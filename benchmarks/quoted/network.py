@@ -22,7 +22,7 @@ from benchmarks.network.cases import (
     VARIANTS,
 )
 from benchmarks.network.summary import CaseSummary, Row, summarise
-from benchmarks.quoted.provenance import DISTURBED, link, together
+from benchmarks.provenance import DISTURBED, link, together
 from benchmarks.quoted.results import Quoted, all_runs, rows_of
 from megatron_lancet.files import from_plain
 

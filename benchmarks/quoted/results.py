@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.network.summary import CaseSummary, Row
 from benchmarks.prediction import cases as prediction_cases
 from benchmarks.prediction.errors import CaseErrors, compare
-from benchmarks.quoted.provenance import mark, source
+from benchmarks.provenance import mark, source
 
 _RESULTS = Path(__file__).parents[1] / "results"
 

@@ -22,6 +22,7 @@ from benchmarks.prediction.errors import (
 )
 from benchmarks.priority import summary as priority_summary
 from benchmarks.priority.cases import NO_PRIORITY
+from benchmarks.provenance import mark, together
 from benchmarks.quoted import beside
 from benchmarks.quoted.bins import TABLES as BINS_TABLES
 from benchmarks.quoted.cells import NOT_RUN, linked
@@ -31,7 +32,6 @@ from benchmarks.quoted.load import TABLES as LOAD_TABLES
 from benchmarks.quoted.network import Measured, dates, has_step, network, with_sources
 from benchmarks.quoted.nodes import nodes, nodes_prediction, nodes_variants
 from benchmarks.quoted.pairing import pairing, pairing_prediction, pairing_variants
-from benchmarks.quoted.provenance import mark, together
 from benchmarks.quoted.results import Quoted, newest_file, predictions, result, sourced
 from benchmarks.quoted.targets import Figure, further_targets, target_row
 from benchmarks.quoted.tiles import TABLES as TILES_TABLES

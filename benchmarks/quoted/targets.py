@@ -12,6 +12,7 @@ from benchmarks.network.cases import CHUNKED, VARIANTS
 from benchmarks.network.summary import CaseSummary
 from benchmarks.prediction import cases as prediction_cases
 from benchmarks.prediction.errors import MAX_ERROR, MAX_MEDIAN_ERROR, MAX_SLOWER, CaseErrors, Comparison, totals
+from benchmarks.provenance import together
 from benchmarks.quoted.network import (
     network_of_load,
     network_of_nodes,
@@ -19,7 +20,6 @@ from benchmarks.quoted.network import (
     network_with_dedup,
     network_with_pairs,
 )
-from benchmarks.quoted.provenance import together
 from benchmarks.quoted.results import newest, predictions, result, rows_of
 
 _PAIRED_BOUNDS = {"45-m4": 1.10, "45-m8": 1.07, "20-m4": 1.03, "65-m4": 1.04}

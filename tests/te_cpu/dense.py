@@ -7,9 +7,12 @@ wrong numbers there and no error; the plain torch of a stand-in would honour its
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from megatron_lancet.patching import around
 
 _BUFFERS = (
     *("_data", "_transpose", "_scale_inv"),
@@ -67,3 +70,22 @@ def buffers(value: Any) -> Iterator[torch.Tensor]:
         yield from (vars(value)[name] for name in _BUFFERS if isinstance(vars(value).get(name), torch.Tensor))
     elif isinstance(value, torch.Tensor):
         yield value
+
+
+@contextmanager
+def dense_gating_gradients() -> Iterator[None]:
+    """Inside, stock's gating gets a contiguous gradient where Transformer Engine's GEMM reads it by its address.
+
+    With sinkhorn Megatron 0.19.2 hands the GEMM a transposed one, which gives wrong numbers on a device. No reference.
+    """
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    def gating(stock, router, input):
+        logits = stock(router, input)
+        if logits.requires_grad and moe_utils.te_general_gemm is not None:
+            logits.register_hook(torch.Tensor.contiguous)
+        return logits
+
+    with around(TopKRouter, "gating", gating):
+        yield

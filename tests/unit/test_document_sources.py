@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.quoted import provenance
+from benchmarks import provenance
 from tests.unit.test_documents import DOCUMENTS, REPOSITORY
 
 RESULT = re.compile(r"\]\((?:\.\./)*(?:benchmarks/)?results/([\w-]+)\.\w+\)")

@@ -13,6 +13,7 @@ hidden.
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import (
     compute_routing_scores_for_aux_loss,
     topk_routing_with_score_function,
@@ -75,6 +76,14 @@ class ChunkedTopKRouter(TopKRouter):
         """
         probs, routing_map = self._forward(input, padding_mask, chunk)
         return (probs, routing_map) if self.places is None else self.places.routed(probs, routing_map)
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Returns Megatron's logits [s, b, E], whose gradient is contiguous where Transformer Engine's GEMM reads it.
+
+        The GEMM takes no strides. With sinkhorn and without fused permutation Megatron hands it a transposed gradient.
+        """
+        logits = super().gating(input)
+        return logits if moe_utils.te_general_gemm is None else _ContiguousGrad.apply(logits)
 
     def _forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None, chunk: Chunk | None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.quoted import provenance
+from benchmarks import provenance
 from benchmarks.quoted.beside import RESULTS
 
 REPO = Path(__file__).parents[3]

@@ -60,6 +60,7 @@ from tests.parity.load import guarded
 from tests.parity.tiles import cases as tiled
 from tests.ranks.worker import finish, run_on_cpu
 from tests.small_gpt import EXPERTS, SEQ_LENGTH, VOCAB, small_gpt, small_hybrid, transformer_config
+from tests.te_cpu.dense import dense_gating_gradients
 
 MICRO_BATCH, NUM_MICRO_BATCHES = 4, 2
 NUM_IN_FIRST_STEP = 1
@@ -248,7 +249,8 @@ def stock_run(overrides) -> StockRun:
     )
     key = repr((overrides, layout, micro_batches.__qualname__, MICRO_BATCH))
     if key not in _STOCK_RUNS:
-        _STOCK_RUNS[key] = run_stock(overrides)
+        with dense_gating_gradients():
+            _STOCK_RUNS[key] = run_stock(overrides)
     return _STOCK_RUNS[key]
 
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from benchmarks import provenance
 from benchmarks.harness import machine_speed, origin
 from benchmarks.harness.machine_speed import Speed
-from benchmarks.quoted import provenance
 from benchmarks.quoted.beside import RESULTS
 
 PATHS = sorted(RESULTS.glob("*.json"))
