@@ -42,9 +42,14 @@ def test_a_changed_figure_is_written_anew(result):
 
 
 def test_disturbed_run_is_marked_in_the_sentence_and_in_the_output(result):
-    quiet, disturbed = ({**result, "other_load": load} for load in (None, "4.0% used by others"))
+    steady, slower = ({**result["machine_speed"], "is_disturbed": changed, "change": 0.2} for changed in (False, True))
+    quiet = {**result, "other_load": None, "machine_speed": steady}
     assert not any("DISTURBED" in part for part in parts(quiet).values())
-    assert all(re.search(r"DISTURBED:? +4\.0%", part.replace("\n> ", " ")) for part in parts(disturbed).values())
+    for disturbed, words in (
+        ({**quiet, "other_load": "4.0% used by others"}, r"DISTURBED:? +4\.0%"),
+        ({**quiet, "machine_speed": slower}, r"DISTURBED:? +the machine's speed changed by 20%"),
+    ):
+        assert all(re.search(words, " ".join(part.replace("\n> ", " ").split())) for part in parts(disturbed).values())
 
 
 def test_run_is_recorded_under_its_date(result, tmp_path):

@@ -53,7 +53,12 @@ def further_results(tmp_path, monkeypatch):
     monkeypatch.setattr(quoted_results, "_RESULTS", tmp_path)
     cached()
     measured = quoted_results.newest("network")
-    pairs = with_variant(measured["45-accumulated"].case, "45-m4", "paired-k1")
+    (accumulated,) = (
+        run.case
+        for run in quoted_results.all_runs("network")
+        if (run.file, run.case["name"]) == ("network-2026-11-22.json", "45-accumulated")
+    )
+    pairs = with_variant(accumulated, "45-m4", "paired-k1")
     top_4 = with_variant(measured["20"].case, "65-top4", "dedup-k2")
     count_bytes(top_4)
     nodes = with_variant(measured["20"].case, "nodes-top4", "two-hop-k2")
