@@ -23,7 +23,7 @@ NIGHTLY := runs/nightly
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text twice, stock and ours, on a link that is really waited for, and"
-	@echo "             show both: three minutes; DEMO=long trains a larger one for longer, without comparison"
+	@echo "             show both: three to five minutes; DEMO=long trains a larger one for longer, without comparison"
 	@echo "make test    run the test suite"
 	@echo "             (PYTEST_ARGS=\"tests/unit/planning -k lowering\": a part of it, in one process)"
 	@echo "make test-quick  unit tests and a few comparisons with stock Megatron: at most four minutes on two idle cores"
