@@ -14,9 +14,8 @@ from megatron_lancet.training.check.worker import Prepare, Task
 
 _STOCK = ["--lancet-plan", "off"]
 SEEDS = (1, 2)
-"""Seeds of the samples. The second one is drawn where the first one shows a difference: does that depend on them?"""
-_NO_PADDING = "samples with padding are compared for stock only"
-_NO_OVERLAP = "stock modules: there is nothing to overlap, or the launch asks for what the overlap does not do"
+"""Seeds of the samples. If the first shows a difference, the second shows whether it depends on the samples."""
+_NO_OVERLAP = "stock modules: nothing to overlap, or the launch uses a feature that the overlap does not support"
 _FEATURES = {
     "the distributed optimizer": ("--use-distributed-optimizer", "--overlap-param-gather"),
     "overlapped reductions": ("--overlap-grad-reduce", "--overlap-param-gather"),
@@ -33,12 +32,12 @@ _FEATURES = {
 
 
 class Verdict(StrEnum):
-    """What a check says of a launch."""
+    """The result of a check."""
 
     EQUAL = "equal"
     DIFFERS = "differs"
     NOT_COMPARED = "not compared"
-    """Stock is equal, and the overlap, which was to be compared, did not run."""
+    """Stock is equal, but the requested overlap did not run."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,12 @@ class Finding:
     Attributes:
         stock: stock Megatron with the layout, compared with one rank.
         ours: the overlap, compared with stock with the same layout; None where it did not run.
-        why_not_ours: why it did not; empty where it did.
+        why_not_ours: why it did not; empty if it did.
         guilt: of stock's difference; None without one.
-        stock_seeds: seeds of the samples that show a difference of stock. One is enough for a difference.
-        our_seeds: those that show one of the overlap.
+        stock_seeds: seeds whose samples show a difference of stock. One suffices for a difference.
+        our_seeds: seeds whose samples show a difference of the overlap.
         num_runs: runs that the check took.
-        with_ours: whether the overlap was to be compared.
+        with_ours: whether a comparison of the overlap was requested.
     """
 
     shrunk: Shrunk
@@ -83,12 +82,12 @@ class Finding:
 
     @property
     def differs(self) -> bool:
-        """Whether stock or the overlap does, with any seed."""
+        """Whether stock or the overlap differs with any seed."""
         return self.stock.differs or (self.ours is not None and self.ours.differs)
 
     @property
     def verdict(self) -> Verdict:
-        """What the check says of the launch."""
+        """The result of the check."""
         if self.differs:
             return Verdict.DIFFERS
         return Verdict.NOT_COMPARED if self.with_ours and self.ours is None else Verdict.EQUAL
@@ -186,18 +185,14 @@ def check(shrunk: Shrunk, folder: Path, with_ours: bool = True, **settings: obje
         RefusedRunError, FailedRunError: stock does not run on one rank or with the layout, or the overlap fails.
     """
     checker = Checker(shrunk, folder, **settings)  # type: ignore[arg-type]
-    padding = bool(settings.get("padding"))
     stock, stock_seeds = _with_seeds(lambda seed: checker.stock(shrunk.words, shrunk.layout, seed))
     guilt = checker.guilt(stock_seeds[0]) if stock_seeds else None
-    compared: tuple[Comparison | None, tuple[int, ...], str] = (None, (), "--stock-only")
-    if with_ours:
-        compared = (None, (), _NO_PADDING) if padding else _ours(checker, shrunk)
-    ours, our_seeds, why = compared
+    ours, our_seeds, why = _ours(checker, shrunk) if with_ours else (None, (), "--stock-only")
     return Finding(shrunk, stock, ours, why, guilt, stock_seeds, our_seeds, checker.num_runs, with_ours)
 
 
 def _with_seeds(compared: Callable[[int], Comparison]) -> tuple[Comparison, tuple[int, ...]]:
-    """A comparison, and the seeds that show a difference: the others are compared only where the first one does."""
+    """Returns the first seed's comparison and the seeds that differ; other seeds run only if the first one differs."""
     first = compared(SEEDS[0])
     if not first.differs:
         return first, ()

@@ -27,17 +27,17 @@ def report(finding: Finding, seconds: float) -> str:
 
 def _verdict(finding: Finding) -> str:
     if finding.verdict == Verdict.NOT_COMPARED:
-        return f"{finding.verdict}: stock is equal, and nothing is known of the overlap"
+        return f"{finding.verdict}: stock is equal, but the overlap did not run"
     left_out = "" if finding.with_ours else " (stock only)"
     return f"{finding.verdict}{left_out}"
 
 
 def _of_seeds(seeds: tuple[int, ...]) -> Iterator[str]:
-    """Yields which samples show a difference."""
+    """Yields the lines about the seeds that show a difference."""
     others = [str(seed) for seed in SEEDS if seed not in seeds]
     if seeds and others:
         yield f"  with seed {', '.join(map(str, seeds))} of the samples, not with {', '.join(others)}:"
-        yield "  a fault that needs these samples, or a token that rounding sent to another expert"
+        yield "  a fault that needs these samples, or a token routed to another expert by rounding"
     elif seeds:
         yield f"  with each seed of the samples ({', '.join(map(str, seeds))})"
 

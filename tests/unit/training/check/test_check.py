@@ -1,4 +1,4 @@
-"""What a check makes of the outcomes of its runs, which are made up here."""
+"""Findings of a check, from made-up outcomes of its runs."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ STOCK_ON_RANKS, OVERLAP = "stock on ranks", "overlap"
 
 @pytest.fixture
 def found(monkeypatch, tmp_path):
-    """Checks with runs of which those in ``wrong``, as (kind, seed), have a wrong gradient."""
+    """Checks in which the runs in ``wrong``, as (kind, seed), have a wrong gradient."""
 
     def make(wrong: set[tuple[str, int]], ours: str = "runs", **settings: object) -> Finding:
         def run(self: Checker, words: list[str], layout: Layout, flags: list[str], seed: int) -> Outcome:
@@ -29,7 +29,7 @@ def found(monkeypatch, tmp_path):
             if is_ours and ours == "refused":
                 raise RefusedRunError("no chunks")
             kind = OVERLAP if is_ours else STOCK_ON_RANKS if layout.num_ranks > 1 else "stock on one rank"
-            # A fault of stock is in the overlap's runs as well.
+            # A stock fault also affects the overlap's runs.
             is_wrong = (kind, seed) in wrong or (is_ours and (STOCK_ON_RANKS, seed) in wrong)
             value = torch.tensor([1.5 if is_wrong else 1.0])
             return Outcome({"lm loss": 1.0}, 1.0, {"weight": value}, {}, overlaps=is_ours and ours == "runs")
@@ -79,14 +79,14 @@ def test_overlap_that_was_not_compared_has_a_status_of_its_own(found, ours, why)
     finding = found(set(), ours)
     assert finding.verdict == Verdict.NOT_COMPARED
     assert why in report(finding, 1.0)
-    assert last_line(finding).startswith("not compared: stock is equal, and nothing is known of the overlap: ")
+    assert last_line(finding).startswith("not compared: stock is equal, but the overlap did not run: ")
     assert record(finding, 1.0)["verdict"] == "not compared"
     assert EXIT_CODES[finding.verdict] == 3
     assert found({(STOCK_ON_RANKS, 1), (STOCK_ON_RANKS, 2)}, ours).verdict == Verdict.DIFFERS
 
 
-def test_padding_leaves_the_overlap_uncompared(found):
-    assert found(set(), padding=True).verdict == Verdict.NOT_COMPARED
+def test_overlap_is_compared_with_padding_too(found):
+    assert found({(OVERLAP, 1)}, padding=True).verdict == Verdict.DIFFERS
 
 
 def test_overlap_that_was_left_out_on_demand_is_no_fault(found):
