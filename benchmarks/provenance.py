@@ -1,7 +1,7 @@
-"""Which committed results can be traced to a commit, and the marks that stand where the others are quoted.
+"""Marks where documents quote a committed result that cannot be traced to a commit.
 
-``marked_results.json`` lists the results that can't, and why. A test compares it with the history; no measurement of
-today may be added to it.
+``marked_results.json`` lists these results and the reasons. A test compares it with the history; new measurements may
+not be added to it.
 """
 
 import json
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 COMMIT_LOST = "commit lost"
-"""The file names a commit that is not in the history."""
+"""The file's commit is not in the history."""
 UNCOMMITTED_CHANGES = "uncommitted changes"
-"""Tracked files differed from the commit that the file names."""
+"""Tracked files differed from the file's commit."""
 NO_COMMIT = "no commit"
-"""The file names none."""
+"""The file has no commit."""
 MARKED = Path(__file__).parent / "marked_results.json"
 DISTURBED = " DISTURBED"
 _IN_ORDER = [f" ({mark})" for mark in (COMMIT_LOST, UNCOMMITTED_CHANGES, NO_COMMIT)] + [DISTURBED]
@@ -23,16 +23,16 @@ _IN_ORDER = [f" ({mark})" for mark in (COMMIT_LOST, UNCOMMITTED_CHANGES, NO_COMM
 
 @cache
 def marked() -> dict[str, dict[str, str]]:
-    """By the name of a result file without suffix, its ``mark`` and the ``reason``."""
+    """Returns the ``mark`` and the ``reason`` of each listed result, by file name without suffix."""
     found: dict[str, dict[str, str]] = json.loads(MARKED.read_text())
     return found
 
 
 def due_mark(result: Mapping[str, Any], history: Collection[str]) -> str | None:
-    """The mark that a result must have; None where it can be traced.
+    """Returns the mark that a result must have; None if it can be traced.
 
     Args:
-        history: the commits in front of the one that is checked out, and that one.
+        history: the checked-out commit and its ancestors.
     """
     commit = result.get("commit")
     if commit is None:
@@ -43,11 +43,11 @@ def due_mark(result: Mapping[str, Any], history: Collection[str]) -> str | None:
 
 
 def mark(path: Path, is_disturbed: bool = False) -> str:
-    """What stands behind a link to a result, for instance `` (commit lost) DISTURBED``; nothing if all is well.
+    """Returns the text after a link to a result, for instance `` (commit lost) DISTURBED``; empty without a mark.
 
     Args:
-        path: of the result's JSON file.
-        is_disturbed: something else used the processor. A machine whose speed changed during the run counts as well.
+        path: the result's JSON file.
+        is_disturbed: something else used the processor. A changed machine speed is detected from the file.
     """
     entry = marked().get(path.stem)
     found = f" ({entry['mark']})" if entry else ""
@@ -61,25 +61,25 @@ def _changed_speed(path: Path) -> bool:
 
 
 def together(marks: Iterable[str]) -> str:
-    """The marks of a figure that comes from several results."""
+    """Returns the marks of a figure that comes from several results."""
     found = [*marks]
     return "".join(one for one in _IN_ORDER if any(one in marks for marks in found))
 
 
 def link(text: str, path: Path, folder: str) -> str:
-    """A link to a result, and its marks.
+    """Returns a link to a result, and its marks.
 
     Args:
-        path: of the result's JSON file.
-        folder: of the results, as the document sees it.
+        path: the result's JSON file.
+        folder: path from the document to the results.
     """
     return f"[{text}]({folder}/{path.name}){mark(path)}"
 
 
 def source(path: Path, folder: str = "results") -> str:
-    """A sentence that names the result of the table above it.
+    """Returns a sentence that names the source of the table above it.
 
     Args:
-        folder: of the results, as the document sees it.
+        folder: path from the document to the results.
     """
     return f"Samples: {link(path.name, path, folder)}."

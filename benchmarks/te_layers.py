@@ -1,4 +1,4 @@
-"""Layers of Transformer Engine in a benchmark's ranks: its own Python, and plain torch for its compiled kernels."""
+"""Transformer Engine layers in a benchmark's ranks: its own Python, with plain torch for its compiled kernels."""
 
 from contextlib import AbstractContextManager
 
@@ -9,23 +9,23 @@ from tests import te_cpu
 def check_unpacked(case: str) -> None:
     """
     Args:
-        case: the name of one that needs Transformer Engine.
+        case: name of a case that needs Transformer Engine.
 
     Raises:
         UsageError: its Python is not where ``make`` unpacks it.
     """
     if not (te_cpu.SITE / "transformer_engine").is_dir():
         raise UsageError(
-            f"case {case} has layers of Transformer Engine, whose Python is not in {te_cpu.SITE}. "
+            f"case {case} needs Transformer Engine, but its Python is not in {te_cpu.SITE}. "
             "Run tools/setup_te.sh .venv, as make does."
         )
 
 
 def platform(has_te: bool) -> AbstractContextManager[None]:
-    """Megatron's settings for a CPU. To be called before anything imports Megatron.
+    """Sets up Megatron for a CPU. Call it before anything imports Megatron.
 
     Args:
-        has_te: Megatron finds Transformer Engine, with the stand-ins of the tests for its kernels.
+        has_te: make Transformer Engine available, with the tests' stand-ins for its kernels.
     """
     if has_te:
         te_cpu.install()

@@ -1,8 +1,8 @@
 """Puts a run of the short demo into the repository and the README: python docs/demo_figures.py runs/demo/summary.json
 
 It copies the run's summary to ``benchmarks/results/demo-DATE.json`` and its picture to ``docs/demo_steps.png``, and
-writes the README's sentence and output from that file. Without an argument it writes the README anew from the newest
-such file. Run ``make demo`` on a quiet machine first: the demo says DISTURBED where something else used its cores.
+writes the README's sentence and output from that file. Without an argument it rewrites the README from the newest such
+file. Run ``make demo`` on a quiet machine first: the demo prints DISTURBED if something else used its cores.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks.demo.claim import (  # noqa: E402 the repository is in the path only now
+from benchmarks.demo.claim import (  # noqa: E402 needs the repository in the path
     claim,
     closing_text,
     conditions,
@@ -34,7 +34,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 PICTURE = REPOSITORY / "docs" / "demo_steps.png"
 README = REPOSITORY / "README.md"
 _SHOWN_FOLDER = Path("runs/demo")
-"""In the README, wherever the run was."""
+"""Folder in the README, regardless of the run's folder."""
 _COLUMNS = 118
 
 
@@ -50,7 +50,7 @@ def record(summary: Path, results: Path = RESULTS, picture: Path = PICTURE) -> P
     except OSError as error:
         raise UsageError(f"expected summary.json of the short demo in {folder.root}. Run make demo first.") from error
     if "samples" not in found:
-        raise UsageError(f"{folder.summary} has no samples: it is of the long demo, or of an older one. Run make demo.")
+        raise UsageError(f"{folder.summary} has no samples: it is from the long demo or an older demo. Run make demo.")
     origin = found.pop("origin")
     path = results / _name(origin)
     path.write_text(json.dumps({**origin, **found}) + "\n")
@@ -63,15 +63,15 @@ def _name(origin: Mapping[str, Any]) -> str:
 
 
 def newest(results: Path = RESULTS) -> Path:
-    """The result file that the README quotes."""
+    """Returns the result file that the README quotes."""
     return max(results.glob("demo-*.json"))
 
 
 def parts(result: Mapping[str, Any]) -> dict[str, str]:
-    """What is between the marks of each name in the README.
+    """Returns the README's text between the markers, by name.
 
     Args:
-        result: content of a result file.
+        result: contents of a result file.
     """
     summary = {**result, "origin": result}
     disturbed = f" DISTURBED: {doubts}." if (doubts := disturbance_text(summary)) else ""
@@ -88,10 +88,10 @@ def parts(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def with_figures(text: str, result: Mapping[str, Any]) -> str:
-    """``text``, the README, with the parts of a result file.
+    """Returns ``text``, the README, with the parts of a result file.
 
     Raises:
-        ValueError: it has no place for one of them.
+        ValueError: the README lacks the markers of a part.
     """
     for name, content in parts(result).items():
         begin, end = f"<!-- demo {name}: docs/demo_figures.py -->\n", f"\n<!-- end of demo {name} -->"

@@ -189,7 +189,7 @@ class LancetConfig(CheckedFlags):
         AttentionChoice.AUTO,
         **words(AttentionChoice),
         help="core attention: stock (Megatron's), sdpa (torch's fused kernel), auto (default): stock unless sequence "
-        "chunks, context parallelism or multi-latent attention need sdpa. With --lancet-plan off, too.",
+        "chunks, context parallelism or multi-latent attention need sdpa. Also applies with --lancet-plan off.",
     )
     dw_policy: DwPolicy | None = flag(
         None,

@@ -1,4 +1,4 @@
-"""Inputs that Megatron's own training script does not pass: a mask of padding, pairs of rotary embeddings."""
+"""Inputs that Megatron's own training script does not pass: padding masks, pairs of rotary embeddings."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import torch
 
 _FIRST_TOKEN = 22
-"""Smaller tokens are padding: about a third, anywhere in a sample, and on each rank others."""
+"""Smaller tokens are padding: about a third, anywhere in a sample, different on each rank."""
 
 
 def take_inputs(overrides: dict[str, Any]) -> Callable[[torch.nn.Module], None]:
-    """Takes the settings ``padded`` and ``rotary_pair`` out of the overrides of a config.
+    """Removes the settings ``padded`` and ``rotary_pair`` from the overrides of a config.
 
     Returns:
-        What makes a model get such inputs.
+        A function that makes a model receive such inputs.
     """
     padded, rotary_pair = overrides.pop("padded", False), overrides.pop("rotary_pair", False)
 

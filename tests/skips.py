@@ -14,7 +14,7 @@ ALLOWED = {
     r"no Chromium": "CI installs it from the distribution, whose servers may not answer",
     r"can't make the test network": "a container may be started without the right to make network namespaces",
     r"the network benchmark needs root": "the user of a hosted CI service's runner is not root",
-    r"no full history of git here": "a source distribution has none, a shallow clone a part; CI takes the whole one",
+    r"no full history of git here": "source distributions have none, shallow clones only a part; CI has all of it",
     r"this kernel allows no user namespaces": "a container or a distribution may forbid them",
 }
 """What the reason of a skip begins with, as a regular expression: why CI goes on without the test."""

@@ -3,10 +3,10 @@
     lancet-check examples/qwen3_30b_a3b.sh
     lancet-check --json found.json --num-layers 16 --hidden-size 1024 ... (flags of Megatron)
 
-A script is run to see what it starts, with files read-only and without network: docs/security.md.
+A script runs with stand-ins for launchers, read-only files and no network: docs/security.md.
 The launch is shrunk: few layers, small sizes, two ranks on each parallel axis; axes, routers, recompute, losses stay.
-Ends with status 0 if everything is equal, 1 if something differs, 2 for a launch that is not checked, and 3 if stock is
-equal and the overlap could not be compared. What is and is not checked: docs/check.md.
+Exits with status 0 if everything is equal, 1 if something differs, 2 if the launch was not checked, and 3 if stock is
+equal but the overlap was not compared. Coverage: docs/check.md.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """What ``lancet-check`` finds: ``python -m benchmarks.checks [--random N] [--output FILE]``.
 
-Each known bug must be found, with its axis and with the name of what is wrong; launches drawn at random must be equal,
-or have stock equal and nothing to overlap. Ends with status 1 otherwise.
+Each known bug must be found with its axis and the name of a wrong tensor. In each random launch, ours must equal stock,
+or stock is equal and there is no overlap to compare. Exits with status 1 otherwise.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from megatron_lancet.training.check.words import read_command_line
 _TIMEOUT_S = 300.0
 _MAX_RANKS = 8
 _NO_ALARM = (Verdict.EQUAL, Verdict.NOT_COMPARED)
-"""States of a launch drawn at random that are right: some have nothing to overlap."""
+"""Passing verdicts of a random launch; some launches have no overlap."""
 
 
 def check_bug(bug: Bug) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def main() -> int:
 
 
 def summary(bugs: Sequence[Mapping[str, Any]], drawn: Sequence[Mapping[str, Any]]) -> str:
-    """The last line: how many cases and distinct faults were found, and what the launches drawn at random gave."""
+    """Returns the last line: the numbers of found cases and distinct faults, and the verdicts of random launches."""
     same = {bug.name: bug.same_fault_as or bug.name for bug in BUGS}
     found = [one["name"] for one in bugs if one["found"]]
     num_distinct = len({same[name] for name in found})

@@ -2,7 +2,7 @@
 
 Those of Megatron that are fixed in the installed version are put back, from their descriptions, into the ranks of the
 launch; one rank alone does not have them. Those of the overlap are put into its modules, which stock does not run.
-#6470 brings the repair of #5916 to another branch of Megatron: it is the same fault, put back in another way.
+#6470 ports the fix of #5916 to another branch of Megatron: the same fault, put back in a different way.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ class Bug:
         prepare: puts it back; None if the installed version has it.
         padding: whether samples need padding.
         is_ours: whether it is one of the overlap: stock is right.
-        same_fault_as: name of a bug above that computes the same wrong values; empty for a fault of its own.
+        same_fault_as: name of an earlier bug that computes the same wrong values; empty for a distinct fault.
     """
 
     name: str

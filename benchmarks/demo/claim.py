@@ -1,4 +1,4 @@
-"""What the short demo claims: a sentence with its conditions, made of summary.json."""
+"""The short demo's claim: a sentence and its conditions, built from summary.json."""
 
 import textwrap
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _COLUMNS = 118
 
 
 def headline(summary: Mapping[str, Any]) -> str:
-    """The figures without their conditions."""
+    """Returns the figures without their conditions."""
     low, high = summary["speedup_quartiles"]
     return (
         f"stock waited {_share(summary, 'stock_'):.0f} % of its step, ours {_share(summary):.0f} %: "
@@ -26,7 +26,7 @@ def headline(summary: Mapping[str, Any]) -> str:
 
 
 def claim(summary: Mapping[str, Any]) -> str:
-    """The figures and the link that they hold for, in a sentence."""
+    """Returns one sentence with the figures and their link."""
     low, high = summary["speedup_quartiles"]
     difference = summary["max_loss_difference"]
     equality = f"to {difference:.0e}".replace("e-0", "e-") if difference else "to the bit"
@@ -44,7 +44,7 @@ def claim(summary: Mapping[str, Any]) -> str:
 
 
 def conditions(summary: Mapping[str, Any]) -> str:
-    """What both variants have in common, what ours runs, and over how many steps."""
+    """Returns the setup that both variants share, our plan and the number of steps."""
     plan = " ".join(summary["plan"].split()[:2])
     return (
         f"Both run the same attention kernel ({attention_text(summary)}), reduce gradients over the link of the "
@@ -54,22 +54,22 @@ def conditions(summary: Mapping[str, Any]) -> str:
 
 
 def disturbance_text(summary: Mapping[str, Any]) -> str:
-    """What makes the figures doubtful: other load, or a machine whose speed changed; empty if nothing does."""
+    """Returns reasons to doubt the figures: other load, a changed machine speed; empty if there are none."""
     speed = summary["origin"].get("machine_speed")
     changed = [f"the machine's speed changed by {speed['change']:.0%}"] if speed and speed["is_disturbed"] else []
     return "; ".join([*([summary["other_load"]] if summary["other_load"] else []), *changed])
 
 
 def attention_text(summary: Mapping[str, Any]) -> str:
-    """The core attention of both variants in words."""
+    """Describes the core attention of both variants."""
     return _ATTENTION.get(summary["attention"], summary["attention"])
 
 
 def closing_text(summary: Mapping[str, Any], files: Mapping[str, str]) -> str:
-    """The last lines of the demo.
+    """Returns the last lines of the demo.
 
     Args:
-        files: paths of what was written, by what it is.
+        files: paths of the output files, by kind.
     """
     wanted = summary["wanted_share"]
     setting = "as asked for" if wanted is None else f"set so that stock waits for {100 * wanted:.0f} % of its step"
@@ -95,12 +95,12 @@ def closing_text(summary: Mapping[str, Any], files: Mapping[str, str]) -> str:
 
 
 def _share(summary: Mapping[str, Any], prefix: str = "") -> float:
-    """Percentage of a step in which compute waits for all-to-alls."""
+    """Returns the percentage of a step in which compute waits for all-to-alls."""
     return 100 * float(summary[f"{prefix}exposed_ms"] / summary[f"{prefix}step_ms"])
 
 
 def files_of(folder: Folder) -> dict[str, Path]:
-    """What the demo writes for its user, by the names of :func:`closing_text`."""
+    """Returns the demo's output files, by the names in :func:`closing_text`."""
     return {
         "both steps": folder.timelines,
         "loss curve": folder.picture,

@@ -3,7 +3,7 @@
 ``python -m benchmarks.demo.rank --core 0 --records 5 [--interface NAME] [--trace 9 13] -- MEGATRON'S FLAGS``
 
 Lines that come on standard input say up to which step the rank may go, and how fast the link is. A line of JSON for
-what each step took goes to the file descriptor ``--records``, after a line ``ready`` with the model's core attention.
+each step's times goes to the file descriptor ``--records``, after a line ``ready`` with the model's core attention.
 """
 
 import argparse
@@ -32,8 +32,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 READY = "ready"
-"""Begins the first line that a rank writes: all that comes before its first step is done. The rest of the line names
-the class of the model's core attention."""
+"""First word of a rank's first line, written when setup is done. The rest of the line is the class of the model's core
+attention."""
 
 
 class Gate:
@@ -122,7 +122,7 @@ class Observer:
 
 
 def core_attention(stages: Sequence[Any]) -> str:
-    """The class of the core attention of a model's layers; of several classes their names."""
+    """Returns the class name of the core attention in a model's layers; joins several names with +."""
     attentions = (getattr(module, "core_attention", None) for stage in stages for module in stage.modules())
     return "+".join(sorted({type(found).__name__ for found in attentions if found is not None}))
 

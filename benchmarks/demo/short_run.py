@@ -75,7 +75,7 @@ def run_short(
         UsageError: the folder or the machine can't be used, a training failed, or the losses are not equal.
     """
     start_s = time.monotonic()
-    # Of now: the commit may be another at the end.
+    # Recorded at the start: the commit may change during the run.
     started = origin("benchmarks.demo", environment=rank_environment(0))
     folder = open_folder(root)
     prepared = prepare(folder, vocab_size, corpus_megabytes)

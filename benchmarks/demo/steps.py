@@ -130,7 +130,7 @@ class Comparison:
 
     @property
     def speedup(self) -> Spread:
-        """Stock's step time over ours in the step of the same number, which ran in the turn before or behind."""
+        """Stock's step time over ours for the step with the same number, in the turn before or after."""
         pairs = zip(self.measured(STOCK), self.measured(OURS), strict=True)
         return spread([stock.step_ms / ours.step_ms for stock, ours in pairs])
 
@@ -160,8 +160,8 @@ class Comparison:
         Returns:
             ``step_ms``, ``exposed_ms``, ``reduced_ms`` and ``tokens_per_s`` of ours, ``stock_step_ms``,
             ``stock_exposed_ms`` and ``stock_reduced_ms``, all medians of the same ``num_measured_steps``; ``speedup``,
-            the median of the pairs' ratios, and its ``speedup_quartiles``; ``max_loss_difference``, relative. And what
-            they are made of: ``measured_steps``, numbers from 1, and the ``samples`` of all steps, ranks and
+            the median of the pairs' ratios, and its ``speedup_quartiles``; ``max_loss_difference``, relative. The
+            raw data: ``measured_steps``, numbers from 1, and the ``samples`` of all steps, ranks and
             ``sample_fields``.
         """
         ours, stock = (medians(self.measured(variant)) for variant in (OURS, STOCK))
@@ -185,7 +185,7 @@ class Comparison:
 
     @staticmethod
     def read(summary: Mapping[str, Any]) -> "Comparison":
-        """The steps of a :meth:`summary`, without timelines."""
+        """Returns the steps of a :meth:`summary`, without timelines."""
         counted, all_steps = set(summary["measured_steps"]), range(1, summary["iterations"] + 1)
         found = Comparison([number for number in all_steps if number not in counted])
         for variant, steps in summary["samples"].items():

@@ -24,7 +24,7 @@ _NUM_WARM_UP = 2
 """Unmeasured steps of a process that has just started."""
 SAMPLES_PER_RANK = 4
 # A row of a message takes CPU time from the core that a rank has, and a chunk one more launch of each op: wide experts
-# and long samples leave both a small part of the step.
+# and long samples keep both a small part of the step.
 MODEL_FLAGS = (
     "--num-layers 3 --hidden-size 256 --ffn-hidden-size 576 --num-attention-heads 4 --seq-length 512 "
     "--max-position-embeddings 512 --position-embedding-type rope --swiglu --normalization RMSNorm "
@@ -37,8 +37,8 @@ TRAINING_FLAGS = (
     "--lr-warmup-fraction 0.08 --clip-grad 1.0 --weight-decay 0.1 --adam-beta2 0.95 "
     "--split 95,5,0 --eval-iters 4 --log-interval 1 --num-workers 0"
 )
-# Chunks along the batch leave Megatron's core attention as it is. Chunks along the sequence need torch's fused kernel,
-# which computes no scores of later positions: stock would have to run it, too.
+# Chunks along the batch keep Megatron's core attention. Chunks along the sequence need torch's fused kernel, which
+# skips scores of later positions: stock would then have to run it too.
 PLAN_FLAGS = {STOCK: ("--lancet-plan", "off"), OURS: ("--lancet-num-chunks", "2", "--lancet-chunk-dim", "batch")}
 
 
@@ -67,7 +67,7 @@ def unmeasured_steps(middle: int) -> list[int]:
 
 
 def common_attention(stock: str, ours: str) -> str:
-    """The class of both variants' core attention.
+    """Returns the class of both variants' core attention.
 
     Raises:
         UsageError: they differ.
@@ -75,7 +75,7 @@ def common_attention(stock: str, ours: str) -> str:
     if stock != ours:
         raise UsageError(
             f"stock runs {stock} and ours {ours}: times with different attention kernels can't be compared. Drop the "
-            "flags behind -- that choose one, or pass --lancet-attention sdpa there, which holds for both."
+            "flags after -- that choose one, or pass --lancet-attention sdpa there for both."
         )
     return stock
 
@@ -84,8 +84,8 @@ class Training:
     """Both variants, step by step.
 
     Attributes:
-        rate_bps: of the link, in bits per second.
-        attention: class of the core attention that both have.
+        rate_bps: rate of the link in bits per second.
+        attention: class of both variants' core attention.
         comparison: their steps.
     """
 

@@ -19,7 +19,7 @@ class Shape:
         micro_batches: of a step, on each rank.
         hot_share: share of the routed rows that go to the first expert; None: all experts get the same.
         zipf: exponent s of Zipf's law: expert j gets a share in proportion to 1 / (j + 1)^s; None without one.
-        te: layers of Transformer Engine in place of Megatron's local ones, with stand-ins for its kernels.
+        te: Transformer Engine layers instead of Megatron's local layers, with stand-ins for its kernels.
     """
 
     layers: int = 4
@@ -60,8 +60,8 @@ class Variant:
         grad_chunk_bytes: most bytes of a micro-op, where all-to-alls go first; None: whole buckets, when complete.
         overlaps_micro_batches: Megatron's overlap-moe-expert-parallel-comm: the all-to-alls of one micro-batch run
             beside the compute of the next one. It needs at least two.
-        delays_wgrad: Megatron's delay-wgrad-compute beside it: weight gradients run apart from input gradients. It
-            needs layers of Transformer Engine.
+        delays_wgrad: adds Megatron's delay-wgrad-compute: weight gradients run apart from input gradients. Needs
+            Transformer Engine layers.
         is_placed: experts are on the ranks that ``tools/place_experts.py`` would choose for the case's load.
     """
 
@@ -80,7 +80,7 @@ class Variant:
 
     @property
     def schedule(self) -> str:
-        """What it runs by, for result files: figures of another schedule are not comparable."""
+        """Schedule name for result files; figures of different schedules are not comparable."""
         if self.overlaps_micro_batches:
             return f"Megatron's overlap, two streams emulated{', dW apart' if self.delays_wgrad else ''}"
         return "stock" if self.plan is None else str(self.plan)

@@ -32,20 +32,20 @@ class Job:
 
     @property
     def ranks_per_node(self) -> int:
-        """Of the processes that can measure all its cases; see :meth:`by_processes`."""
+        """Ranks per node of all its cases; see :meth:`by_processes`."""
         (number,) = {case.ranks_per_node for case in self.cases}
         return number
 
     @property
     def has_te(self) -> bool:
-        """Whether these processes have Transformer Engine, which Megatron looks for when it is imported."""
+        """Whether its processes have Transformer Engine, which Megatron looks up at import."""
         (has_te,) = {case.shape.te for case in self.cases}
         return has_te
 
     def by_processes(self) -> list["Job"]:
-        """Parts of the job, each for processes of its own, with their results.
+        """Splits the job into parts, each with its own processes and result file.
 
-        The cases of a part have equally many ranks, and all of them have Transformer Engine or none has.
+        All cases of a part have the same number of ranks, and either all or none have Transformer Engine.
         """
 
         def needs(case: Case) -> tuple[int, bool]:

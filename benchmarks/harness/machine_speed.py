@@ -1,7 +1,7 @@
-"""How fast one thread of this machine computes and copies, so that a slower host shows. No torch.
+"""Measures compute and copy speed of one thread, to detect a slower host. Does not import torch.
 
-A process of its own multiplies two matrices and copies an array, always the same ones, on one thread as a rank does.
-Its figures compare hosts, and the start of a benchmark with its end; they are no limits of the machine.
+A separate process multiplies two fixed matrices and copies a fixed array on one thread, as a rank does. Its figures
+compare hosts, and the start of a benchmark with its end; they are not limits of the machine.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_CHANGE = 0.1
-"""Of either speed, between the start and the end of a benchmark. Above, its figures count as disturbed."""
+"""Largest relative change of either speed during a benchmark. Beyond it, the figures count as disturbed."""
 _MATRIX_SIZE = 1024
 _COPIED_BYTES = 128 << 20
 _WARM_UP, _REPEATS = 2, 7
@@ -25,11 +25,11 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one thread.
+    """Speed of one thread.
 
     Attributes:
-        gemm_gflops: in a product of two fp32 matrices of 1024 x 1024, in 10^9 operations per second.
-        copy_gb_per_s: bytes of an array of 128 MiB over the time of its copy.
+        gemm_gflops: 10^9 operations per second in a product of two 1024 x 1024 fp32 matrices.
+        copy_gb_per_s: size of a 128 MiB array over the time of its copy.
     """
 
     gemm_gflops: float
@@ -37,14 +37,14 @@ class Speed:
 
 
 def measured() -> Speed:
-    """As of now: the medians of some turns. Takes about a second."""
+    """Measures the current speed: medians of several repeats. Takes about a second."""
     command = [sys.executable, str(Path(__file__))]
     done = subprocess.run(command, env={**os.environ, **_ONE_THREAD}, stdout=subprocess.PIPE, text=True, check=True)
     return Speed(**json.loads(done.stdout))
 
 
 def compared(before: Speed, after: Speed) -> dict[str, Any]:
-    """Both speeds, by how much the one that changed more did, and whether that is too much; for the result file."""
+    """Returns both speeds, the larger relative change and whether it exceeds the limit, for the result file."""
     first, last = asdict(before), asdict(after)
     change = max(abs(last[name] / first[name] - 1) for name in first)
     return {
@@ -55,7 +55,7 @@ def compared(before: Speed, after: Speed) -> dict[str, Any]:
 
 
 def described(found: Mapping[str, Any]) -> str:
-    """What :func:`compared` found, as a sentence."""
+    """Describes the result of :func:`compared` in a sentence."""
     gemm, copy = (
         f"{found[f'{name}_before']:.1f} {unit} at the start and {found[f'{name}_after']:.1f} at the end"
         for name, unit in (("gemm_gflops", "GFLOP/s"), ("copy_gb_per_s", "GB/s"))

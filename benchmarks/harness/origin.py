@@ -26,9 +26,9 @@ def origin(
     environment: Mapping[str, str] | None = None,
     packages: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Command, date, commit, machine, its speed, versions and settings, as of the start of a benchmark.
+    """Returns command, date, commit, machine, its speed, versions and settings at the start of a benchmark.
 
-    What it returns is written only after :func:`finished` has measured the machine's speed again.
+    Before writing it, call :func:`finished`, which measures the machine's speed again.
 
     Args:
         module: that ``python -m`` ran.
@@ -51,15 +51,15 @@ def origin(
 
 
 def finished(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`origin` found, with the machine's speed as of now, the end of the benchmark: for the result file."""
+    """Adds the machine's speed at the end of the benchmark to the result of :func:`origin`, for the result file."""
     before = machine_speed.Speed(**found["machine_speed"])
     return {**found, "machine_speed": machine_speed.compared(before, machine_speed.measured())}
 
 
 def described(found: Mapping[str, Any]) -> str:
-    """What :func:`finished` returned, without the machine's speed, in a line of markdown.
+    """Describes the result of :func:`finished` in a line of markdown, without the machine's speed.
 
-    The first result files have the version of torch alone, and neither commit nor settings.
+    The first result files have only the version of torch, and neither commit nor settings.
     """
     machine, versions = found["machine"], found["versions"] if "versions" in found else {"torch": found["torch"]}
     settings = [f"`{name}={value}`" for name, value in found.get("settings", {}).items()]
@@ -75,7 +75,7 @@ def described(found: Mapping[str, Any]) -> str:
 
 
 def first_lines(found: Mapping[str, Any]) -> str:
-    """The same, and the machine's speed in a second paragraph: results from before 2026-11-25 have none."""
+    """Adds a paragraph with the machine's speed, which older results lack."""
     speed = found.get("machine_speed")
     return described(found) + ("" if speed is None else f"\n\n{machine_speed.described(speed)}")
 

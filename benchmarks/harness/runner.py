@@ -24,7 +24,7 @@ def measure_in_network(
 ) -> tuple[dict[str, Any], BaseException | None]:
     """Run the ranks in their namespaces; what they measured, and what ended them early: a failure or an interrupt.
 
-    Cases that need other processes are measured one group after the other: see :meth:`Job.by_processes`.
+    Cases that need different processes are measured group by group; see :meth:`Job.by_processes`.
 
     Args:
         name: of the benchmark.

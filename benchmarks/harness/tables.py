@@ -32,7 +32,7 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
 
 
 def document(result: dict[str, Any], summaries: Sequence[Any], as_markdown: Callable[[Sequence[Any]], str]) -> str:
-    """What stands beside the samples of a result: where they come from, and the tables."""
+    """Returns the document of a result: the origin of its samples, and the tables."""
     return f"{first_lines(result)}\n\n{as_markdown(summaries)}"
 
 
@@ -47,7 +47,7 @@ def write_results(
     """Print the tables and write them, all samples, and a picture if there is one.
 
     Args:
-        result: what :func:`benchmarks.harness.origin.finished` returned, and ``cases``, as the ranks measured them.
+        result: the origin from :func:`benchmarks.harness.origin.finished`, and the measured ``cases``.
         output: path of the files, without a suffix.
     """
     summaries = [summarise(case) for case in result["cases"]]

@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def _connected(has_te: bool) -> Iterator[tuple[str, str]]:
-    """The ranks, connected; the names of the shaped and of the free interface. Megatron's groups use the shaped one.
+    """Connects the ranks; yields the shaped and the free interface. Megatron's groups use the shaped interface.
 
     Args:
         has_te: see :func:`benchmarks.te_layers.platform`.

@@ -11,7 +11,7 @@ from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapR
 
 MEGATRON = "megatron-overlap"
 MEGATRON_DELAYED = f"{MEGATRON}-delay-wgrad"
-"""Megatron's own overlap, emulated: on a CPU threads stand for its streams."""
+"""Megatron's own overlap, emulated: on a CPU, threads replace its streams."""
 
 
 def _plain_variants() -> list[Variant]:
@@ -278,7 +278,7 @@ class Preset:
 WHOLE = Preset((), 3, 3, 105)
 PRESETS = {
     "quick": Preset(("45",), 5, 1, 2, few_variants=True),
-    # The case that documents quote first, the one with Megatron's own overlap, and a whole training step.
+    # The case quoted first in the documents, a case with Megatron's own overlap, and a full training step.
     "headline": Preset(("45", ACCUMULATED, "optimizer"), 3, 2, 16, few_variants=True),
     "pairing": Preset(PAIRED_CASES, 5, 1, 28),
     "dispatch": Preset(DISPATCH_CASES, 5, 1, 10),
@@ -311,8 +311,8 @@ def choose(cases: list[str], variants: list[str] | None, preset: Preset = WHOLE)
 def check(cases: Iterable[Case]) -> None:
     """
     Raises:
-        UsageError: a variant overlaps micro-batches where a step has only one, needs other layers than the case has,
-            there is nothing to deduplicate, a node has one rank, or Transformer Engine is not unpacked.
+        UsageError: a variant overlaps micro-batches but a step has only one, a variant needs different layers than the
+            case has, nothing can be deduplicated, a node has one rank, or Transformer Engine is not unpacked.
     """
     for case in cases:
         _check_layers(case)
@@ -331,14 +331,14 @@ def _check_layers(case: Case) -> None:
         for name in case.variants:
             if VARIANTS[name].sdpa:
                 raise UsageError(
-                    f"variant {name} changes the attention of Megatron's local layers, and case {case.name} has layers "
-                    "of Transformer Engine. Leave the variant out, or pass another case."
+                    f"variant {name} changes the attention of Megatron's local layers, but case {case.name} has "
+                    "Transformer Engine layers. Leave out the variant, or pass another case."
                 )
         return
     for name in case.variants:
         if VARIANTS[name].delays_wgrad:
             raise UsageError(
-                f"variant {name} needs layers of Transformer Engine, and case {case.name} has Megatron's local ones. "
+                f"variant {name} needs Transformer Engine layers, but case {case.name} has Megatron's local layers. "
                 f"Pass --cases {TE_CASE}."
             )
 

@@ -26,11 +26,11 @@ def new_parser(description: str | None, repeats: int | None = None) -> argparse.
 
 
 def parsed(parser: argparse.ArgumentParser, name: str, packages: Sequence[str] = ()) -> argparse.Namespace:
-    """The command line, and as ``origin`` where the results come from, as of now; None on a rank that writes none.
+    """Parses the command line; sets ``origin`` to the results' origin, or to None on a rank that writes no results.
 
     Args:
-        name: of the script, without suffix.
-        packages: whose versions matter, beside torch and Megatron.
+        name: the script's name without suffix.
+        packages: packages to record the versions of, in addition to torch and Megatron.
     """
     args = parser.parse_args()
     writes = args.output is not None and os.environ.get("RANK", "0") == "0"
@@ -71,10 +71,10 @@ def rounded(samples: Mapping[str, Sequence[float]], digits: int) -> dict[str, li
 
 
 def write_result(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
-    """Write where the result comes from, and the result; nothing without ``--output``.
+    """Write the result and its origin; nothing without ``--output``.
 
     Args:
-        args: what :func:`parsed` returned.
+        args: the result of :func:`parsed`.
     """
     if args.origin is not None:
         found = finished(args.origin)

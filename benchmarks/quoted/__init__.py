@@ -1,1 +1,1 @@
-"""Tables of the documents that are made from committed results."""
+"""Tables in the documents, generated from committed results."""

@@ -1,4 +1,4 @@
-"""python -m benchmarks.quoted: writes the documents' tables anew."""
+"""python -m benchmarks.quoted: regenerates the documents' tables."""
 
 from benchmarks.quoted.tables import main
 

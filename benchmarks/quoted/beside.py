@@ -1,4 +1,4 @@
-"""The tables beside the samples of a result: made anew from the samples, by today's code."""
+"""Regenerates the tables next to a result's samples from the samples, with the current code."""
 
 import json
 from collections.abc import Callable
@@ -27,14 +27,14 @@ MAKERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "bins": (bins_summary.summarise, bins_summary.as_markdown),
     "from_trace": (from_trace_summary.compare, from_trace_table.as_markdown),
 }
-"""By the name of a benchmark: what summarises a case, and what makes tables of the summaries."""
+"""By benchmark name: the function that summarises a case, and the function that formats the summaries as tables."""
 
 
 def made(path: Path) -> str:
-    """The text for a result's ``.md``.
+    """Returns the text of a result's ``.md`` file.
 
     Args:
-        path: of that file; the samples are beside it.
+        path: the ``.md`` file; the samples are next to it.
     """
     summarise, as_markdown = MAKERS[path.name.partition("-")[0]]
     result = json.loads(path.with_suffix(".json").read_text())
@@ -42,6 +42,6 @@ def made(path: Path) -> str:
 
 
 def write() -> None:
-    """All of them."""
+    """Writes the tables of all results."""
     for path in RESULTS.glob("*.md"):
         path.write_text(made(path))

@@ -11,7 +11,7 @@ from benchmarks.quoted.results import Quoted, predictions
 NO_RESULT = "No result is committed yet."
 NOT_RUN = "not run"
 PASSES = "forward and backward"
-"""Heading of a step's time in cases without gradient reduction and optimizer."""
+"""Heading of the step time in cases without gradient reduction and optimizer."""
 
 
 def linked(case: str, quoted: Quoted) -> str:

@@ -1,4 +1,4 @@
-"""The table on the front page: our schedules and Megatron's own overlap, where stock waits for 45 % of its passes."""
+"""The table on the front page: our schedules and Megatron's own overlap, with stock waiting for 45 % of its passes."""
 
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import ACCUMULATED, CHUNKED, MEGATRON, MEGATRON_DELAYED, PAIRED_CASES, TE_CASE
@@ -6,7 +6,7 @@ from benchmarks.quoted.cells import NOT_RUN
 from benchmarks.quoted.network import Measured, dates, measured
 
 _FOLDER = "benchmarks/results"
-"""Of the result files, as the front page sees it."""
+"""Path from the front page to the result files."""
 _STEPS = {
     "45": "one micro-batch, forward and backward",
     "optimizer": "the same, with gradient reduction and Adam",
@@ -15,7 +15,7 @@ _STEPS = {
     "45-m8": "eight, the same model",
     TE_CASE: "four, Transformer Engine's layers with stand-in kernels",
 }
-"""What a step is, by case."""
+"""Description of a step, by case."""
 _COLUMNS = {
     CHUNKED: "two chunks",
     "paired-k1": "pairs, no chunks",
@@ -25,7 +25,7 @@ _COLUMNS = {
 
 
 def headline() -> str:
-    """Speed-up and memory of four schedules over stock's, with the range of several runs."""
+    """Returns speed-up and memory of four schedules over stock, with the range of several runs."""
     cases = measured(("45", "optimizer", ACCUMULATED, *PAIRED_CASES))
     lines = [["a step is", "stock waits for", *_COLUMNS.values(), "measured"]]
     for name, text in _STEPS.items():

@@ -1,8 +1,8 @@
-"""Measurements of the network benchmark that documents quote: by what was measured, not by the name that it had.
+"""Network benchmark results that documents quote, matched by configuration and not by case name.
 
-A case is its shape, its exposed share, its optimizer, its baseline and its ranks; a variant is its name and the
-schedule that it ran by. Of all committed runs of a case, the newest counts for each variant. Where several runs have
-the variant, their range is quoted beside it. Disturbed runs count, and bring their mark.
+Runs of a case match in shape, exposed share, optimizer, baseline and ranks; runs of a variant match in name and
+schedule. For each variant, documents quote the newest committed run of the case. If several runs have the variant,
+they also quote the range. Disturbed runs count, and keep their mark.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -27,13 +27,13 @@ from benchmarks.quoted.results import Quoted, all_runs, rows_of
 from megatron_lancet.files import from_plain
 
 FOLDER = "../benchmarks/results"
-"""Of the result files, as a document of ``docs`` sees it."""
+"""Path from a document in ``docs`` to the result files."""
 _KEEPS_MEMORY = "MALLOC_TRIM_THRESHOLD_"
 
 
 @dataclass(frozen=True)
 class _Identity:
-    """What makes two runs comparable."""
+    """Properties that match in comparable runs."""
 
     shape: Shape
     exposed_share: float | None
@@ -43,7 +43,7 @@ class _Identity:
 
 
 def _identity(case: Mapping[str, Any]) -> _Identity:
-    """Of a case of a result file; what older files lack is what the benchmark did then."""
+    """Returns a case's identity; fields that older files lack get the values of that time."""
     shape = from_plain(Shape, case["shape"], f"case {case['name']}")
     return _Identity(shape, case["exposed_share"], case["optimizer"], case["baseline"], case.get("ranks_per_node", 1))
 
@@ -57,7 +57,7 @@ class Run:
     """One run of a case.
 
     Attributes:
-        rows: its variants by name, without those that ran by another schedule than they would today.
+        rows: its variants by name, except variants whose schedule has changed since.
     """
 
     quoted: Quoted
@@ -67,28 +67,28 @@ class Run:
 
 @dataclass(frozen=True)
 class Measured:
-    """All comparable runs of a case, the newest first."""
+    """All comparable runs of a case, newest first."""
 
     runs: Sequence[Run]
 
     def rows(self, name: str) -> list[Row]:
-        """Of a variant, the newest first."""
+        """Returns a variant's rows, newest first."""
         return [run.rows[name] for run in self.runs if name in run.rows]
 
     def row(self, name: str) -> Row | None:
-        """The newest of a variant."""
+        """Returns a variant's newest row."""
         return next(iter(self.rows(name)), None)
 
     def mark(self, name: str) -> str:
-        """Of a variant's newest run, with the mark of disturbance if any of its runs was disturbed."""
+        """Returns the marks of a variant's newest run, and DISTURBED if any of its runs was disturbed."""
         marks = [run.quoted.mark for run in self.runs if name in run.rows]
         return together(marks[:1] + [DISTURBED for mark in marks if DISTURBED in mark])
 
     def cell(self, name: str, costs: str) -> str:
-        """A variant's newest speed-up, and the range of all its runs.
+        """Returns a variant's newest speed-up, and the range of all its runs.
 
         Args:
-            costs: what stands in brackets behind it.
+            costs: text in parentheses after the speed-up.
         """
         speedups = [row.speedup.median for row in self.rows(name)]
         low, high = (f"{pick(speedups):.2f}" for pick in (min, max))
@@ -98,7 +98,7 @@ class Measured:
 
 @cache
 def _runs() -> list[tuple[_Identity, Run]]:
-    """All comparable ones, the newest first."""
+    """Returns all comparable runs, newest first."""
     found = []
     for quoted in reversed(all_runs("network")):
         is_default = quoted.settings is None or _KEEPS_MEMORY in quoted.settings
@@ -112,7 +112,7 @@ def _runs() -> list[tuple[_Identity, Run]]:
 
 
 def measured(names: Collection[str]) -> dict[str, Measured]:
-    """The runs of each of these cases, in the order of :data:`CASES`, without cases that no file has."""
+    """Returns the runs of these cases, in the order of :data:`CASES`; omits cases that no file has."""
     found = {}
     for name in CASES:
         runs = [run for identity, run in _runs() if identity == _identity_of(CASES[name])]
@@ -122,33 +122,33 @@ def measured(names: Collection[str]) -> dict[str, Measured]:
 
 
 def network() -> dict[str, Measured]:
-    """The runs of each case of the network benchmark but of those that follow."""
+    """Returns the runs of each network case, except the cases of the functions below."""
     others = {*PAIRED_CASES, *DISPATCH_CASES, *NODES_CASES, *LOAD_CASES, *TILED_CASES}
     return measured([name for name in CASES if name not in others])
 
 
 def network_with_pairs() -> dict[str, tuple[Quoted, CaseSummary]]:
-    """The newest run under its own name of each case with pairs: every variant of one run."""
+    """Returns the newest run of each case with pairs, under its current name: all variants from one run."""
     return _newest_of(PAIRED_CASES)
 
 
 def network_with_dedup() -> dict[str, tuple[Quoted, CaseSummary]]:
-    """The same of those in which a token may travel once to a rank."""
+    """Returns the same for cases with one copy of a token per rank."""
     return _newest_of(DISPATCH_CASES)
 
 
 def network_of_nodes() -> dict[str, tuple[Quoted, CaseSummary]]:
-    """The same of those in which a token may travel once to a node."""
+    """Returns the same for cases with one copy of a token per node."""
     return _newest_of(NODES_CASES)
 
 
 def network_of_load() -> dict[str, tuple[Quoted, CaseSummary]]:
-    """The same of those with uneven load, which placed experts even out."""
+    """Returns the same for cases with uneven load, which placed experts balance."""
     return _newest_of(LOAD_CASES)
 
 
 def network_of_tiles() -> dict[str, tuple[Quoted, CaseSummary]]:
-    """The same of those in which rows go to the other rank in tiles."""
+    """Returns the same for cases that send rows in tiles."""
     return _newest_of(TILED_CASES)
 
 
@@ -162,16 +162,16 @@ def _newest_of(names: Collection[str]) -> dict[str, tuple[Quoted, CaseSummary]]:
 
 
 def dates(case: Measured, folder: str = FOLDER) -> str:
-    """The runs of a case as links to their files.
+    """Returns the runs of a case as links to their files.
 
     Args:
-        folder: of the files, as the document sees it.
+        folder: path from the document to the files.
     """
     return ", ".join(link(run.quoted.date, run.quoted.path, folder) for run in case.runs)
 
 
 def with_sources(lines: Sequence[Sequence[str]], cases: Collection[Measured]) -> str:
-    """A table, and the files and commands that it is made from."""
+    """Returns a table and its source files and commands."""
     sources = {run.quoted.file: run.quoted for case in cases for run in case.runs}
     listed = [
         f"- {link(file, quoted.path, FOLDER)}, {quoted.date}, {quoted.code}: `{quoted.command}`"
@@ -181,6 +181,6 @@ def with_sources(lines: Sequence[Sequence[str]], cases: Collection[Measured]) ->
 
 
 def has_step(case: Mapping[str, Any]) -> str:
-    """What a step of a case of a result file is."""
+    """Describes a step of a case in a result file."""
     passes = "forward, backward"
     return f"{passes}, gradient reduction and Adam" if case["optimizer"] else passes.replace(",", " and")

@@ -1,4 +1,4 @@
-"""Tables of pairing: each backward beside the next forward, in steps of several micro-batches."""
+"""Tables of pairing: each backward overlaps the next forward, in steps of several micro-batches."""
 
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CHUNKED, PAIRED_CASES, VARIANTS
@@ -8,7 +8,7 @@ from benchmarks.quoted.network import Measured, dates, measured, network_with_pa
 
 
 def pairing() -> str:
-    """Speed-up, step over bound and memory of Megatron's overlap, of chunks without pairs and of those with pairs."""
+    """Returns speed-up, step over bound and memory of Megatron's overlap, and of our chunks with and without pairs."""
     cases = measured(PAIRED_CASES)
     if not cases:
         return NO_RESULT
@@ -38,7 +38,7 @@ def _cell(case: Measured, name: str) -> str:
 
 
 def pairing_variants() -> str:
-    """Every variant of every case with several micro-batches."""
+    """Returns all variants of all cases with several micro-batches."""
     lines = [["case", "variant", PASSES, "exposed", "step/bound", "steady/bound", "speed-up (quartiles)"]]
     lines[0] += [f"against `{CHUNKED}`", "CPU", "memory"]
     for case, (quoted, summary) in network_with_pairs().items():
@@ -54,5 +54,5 @@ def pairing_variants() -> str:
 
 
 def pairing_prediction() -> str:
-    """Errors of predicted steps with several micro-batches, and what the planner chose."""
+    """Returns errors of predicted steps with several micro-batches, and the planner's choices."""
     return prediction_tables(PREDICTED_CASES, lambda errors: errors.paired, "configurations with pairing")

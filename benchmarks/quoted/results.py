@@ -1,6 +1,6 @@
-"""Results that documents quote: each case of a benchmark from the newest committed result file that has it.
+"""Results that documents quote: each case of a benchmark from the newest committed result file with that case.
 
-For the network benchmark, whose cases were measured under several names, see :mod:`benchmarks.quoted.network`.
+Cases of the network benchmark have had several names; for these, see :mod:`benchmarks.quoted.network`.
 """
 
 import json
@@ -20,13 +20,13 @@ _RESULTS = Path(__file__).parents[1] / "results"
 
 @dataclass(frozen=True)
 class Quoted:
-    """A case and the file that it comes from.
+    """A case and its file.
 
     Attributes:
-        command: that measured it.
-        commit: of the code; None where the file has none.
-        is_dirty: whether tracked files differed from it; None where the file does not say.
-        settings: of allocator and thread pools; None where the file does not say.
+        command: the command that measured it.
+        commit: commit of the code; None if not recorded.
+        is_dirty: whether tracked files differed from the commit; None if not recorded.
+        settings: settings of allocator and thread pools; None if not recorded.
     """
 
     file: str
@@ -39,7 +39,7 @@ class Quoted:
 
     @property
     def code(self) -> str:
-        """What the file says about the code that ran."""
+        """The recorded version of the code."""
         if self.commit is None:
             return "commit not recorded"
         changes = {True: " with uncommitted changes", False: "", None: ", uncommitted changes not recorded"}
@@ -47,12 +47,12 @@ class Quoted:
 
     @property
     def path(self) -> Path:
-        """Of the file."""
+        """Path of the file."""
         return _RESULTS / self.file
 
     @property
     def mark(self) -> str:
-        """Of a result that can't be traced to a commit, and of disturbed figures."""
+        """Marks of a result without a traceable commit, and of disturbed figures."""
         found = (
             [self.case["disturbance"]]
             if "disturbance" in self.case
@@ -63,23 +63,23 @@ class Quoted:
 
 @cache
 def result(name: str) -> dict[str, Any]:
-    """The newest result whose file is called so, followed by a date."""
+    """Returns the newest result named ``name`` plus a date."""
     path = newest_file(name)
     return {"file": path.name, **json.loads(path.read_text())}
 
 
 def sourced(table: str, name: str) -> str:
-    """The table that is made of the newest result of that name, with a sentence behind it that names the file."""
+    """Returns the table with a sentence after it that names its source, the newest result named ``name``."""
     return f"{table}\n\n{source(newest_file(name))}"
 
 
 def newest_file(name: str) -> Path:
-    """The newest result file that is called so, followed by a date."""
+    """Returns the newest result file named ``name`` plus a date."""
     return _files(name)[-1]
 
 
 def has_result(name: str) -> bool:
-    """Whether such a file is committed."""
+    """Returns whether a result named ``name`` is committed."""
     return bool(_files(name))
 
 
@@ -89,7 +89,7 @@ def _files(name: str) -> list[Path]:
 
 @cache
 def all_runs(benchmark: str) -> list[Quoted]:
-    """Every measurement of a case of a benchmark, the oldest first."""
+    """Returns all measured cases of a benchmark, oldest first."""
     files = [(json.loads(path.read_text()), path.name) for path in _RESULTS.glob(f"{benchmark}-*.json")]
     return [
         Quoted(
@@ -107,16 +107,16 @@ def all_runs(benchmark: str) -> list[Quoted]:
 
 
 def newest(benchmark: str) -> dict[str, Quoted]:
-    """The newest measurement of each case of a benchmark, by name."""
+    """Returns the newest measurement of each case of a benchmark, by name."""
     return {quoted.case["name"]: quoted for quoted in all_runs(benchmark)}
 
 
 def predictions(names: Collection[str] = prediction_cases.PLAIN.cases) -> list[tuple[Quoted, CaseErrors]]:
-    """The newest measurement of each of these cases of the prediction benchmark, in the order of the cases."""
+    """Returns the newest measurement of each of these prediction cases, in the order of the cases."""
     found = newest("prediction")
     return [(found[name], compare(found[name].case)) for name in prediction_cases.CASES if name in {*names} & {*found}]
 
 
 def rows_of(summary: CaseSummary) -> dict[str, Row]:
-    """A case's variants by name."""
+    """Returns a case's variants by name."""
     return {row.name: row for row in summary.rows}

@@ -1,8 +1,8 @@
 """Tables of the documents that are made from committed results: python -m benchmarks.quoted writes them anew.
 
 A table stands between ``<!-- quoted: NAME -->`` and ``<!-- end -->``. Each case of a benchmark is quoted from the
-newest result file that has it; in the network benchmark whatever its name was (:mod:`benchmarks.quoted.network`). The
-tables beside each result are made from its samples, too. Tests compare all of it with what this writes.
+newest result file that has it; network cases match under any name (:mod:`benchmarks.quoted.network`). The tables next
+to each result also come from its samples. Tests compare all tables with the output of this script.
 """
 
 import re
@@ -47,14 +47,14 @@ _PRIORITY = "priority-shipped"
 
 
 def _ours(case: Measured, num_chunks: int, free: bool = False) -> str:
-    """Name of our whole schedule, along the sequence where the case has no other."""
+    """Returns the name of our full schedule; along the sequence if the case has no other."""
     where = "free-" if free else ""
     name = f"all-{where}k{num_chunks}"
     return name if case.rows(name) else f"sequence-{where}k{num_chunks}"
 
 
 def speed() -> str:
-    """Speed-up, cut and memory of every case."""
+    """Returns speed-up, cut and memory of each case."""
     lines = [["case", "a step is", "stock waits for", "experts in chunks, k=2", "k=4"]]
     lines[0] += ["Megatron's overlap, emulated", "ours, k=2", "k=4", "measured"]
     cases = network()
@@ -98,7 +98,7 @@ def _figures(
 
 
 def targets() -> str:
-    """The targets, and every figure that misses one."""
+    """Returns the targets, and each figure that misses its target."""
     at = {share: [name for name in network() if CASES[name].exposed_share == share] for share in (0.2, 0.45, 0.65)}
     everywhere = list(network())
     percent, ratio = "{:.1%}".format, "{:.2f}".format
@@ -186,7 +186,7 @@ def _prediction() -> list[list[str]]:
 
 
 def _priority() -> list[list[str]]:
-    """All-to-alls first: against Megatron's ``--overlap-grad-reduce``, and against our schedule without the flag."""
+    """Compares all-to-alls first with Megatron's ``--overlap-grad-reduce`` and our schedule without the flag."""
     against_overlap, against_none, unflagged = [], [], []
     measured = result(_PRIORITY)
     for case in measured["cases"]:
@@ -338,7 +338,7 @@ def with_tables(text: str) -> str:
 
 
 def main() -> None:
-    """Write all documents, and the tables beside the results."""
+    """Write all documents, and the tables next to the results."""
     beside.write()
     for document in DOCUMENTS:
         document.write_text(with_tables(document.read_text()))

@@ -1,4 +1,4 @@
-"""Rows of the table of targets: what was aimed for, and each figure that misses it."""
+"""Rows of the table of targets: each target and the figures that miss it."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ _RATIO, _PERCENT = "{:.2f}".format, "{:.1%}".format
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured figure that is compared with its target."""
+    """A measured figure to compare with its target."""
 
     where: str
     value: float
@@ -39,7 +39,7 @@ class Figure:
 
 
 def target_row(target: str, figures: Sequence[Figure], text: Callable[[float], str]) -> list[str]:
-    """The cells of a target: text, number of misses, the misses, and the range of the figures that meet it."""
+    """Returns a target's cells: text, number of misses, the misses, and the range of the figures that meet it."""
     missed = [f"{figure.where} {text(figure.value)}{figure.mark}" for figure in figures if not figure.is_met]
     met = [figure for figure in figures if figure.is_met]
     others = ""
@@ -50,7 +50,7 @@ def target_row(target: str, figures: Sequence[Figure], text: Callable[[float], s
 
 
 def further_targets() -> list[list[str]]:
-    """Targets of every benchmark but those of the schedule with chunks alone."""
+    """Returns the targets of all benchmarks, except targets of the chunked schedule alone."""
     return [*_pairs(), *_dispatch(), *_tiles(), *_load(), *_predictions(), *_causes(), *_bins(), *_from_trace()]
 
 

@@ -1,18 +1,18 @@
-"""An emulation of Megatron's own overlap of expert-parallel all-to-alls: on a CPU its two streams become threads.
+"""An emulation of Megatron's own overlap of expert-parallel all-to-alls: on a CPU, threads replace its two streams.
 
 ``--overlap-moe-expert-parallel-comm`` runs the forward pass of a micro-batch beside the backward pass of the one
-before. Megatron's schedule is a list of nodes. Dispatches and combines are enqueued on a CUDA stream of their own, all
-others on the compute stream, and events make a node wait for the node whose result it takes. The host runs ahead of
-both streams, so a dispatch that is enqueued behind the experts' backward runs beside it.
+before. Megatron's schedule is a list of nodes. It enqueues dispatches and combines on the communication stream and all
+other nodes on the compute stream; events make a node wait for its inputs. The host runs ahead of both streams, so a
+dispatch enqueued after the experts' backward overlaps it.
 
-A CPU has no streams. Here the nodes of each stream run on a thread of its own, in the order in which Megatron enqueues
-them, and a node waits for the result that it takes: the order that streams and events impose on a GPU. The host waits
-where Megatron leaves its schedule. The communication thread waits for the link without the interpreter's lock, so
-that the compute thread goes on.
+A CPU has no streams. Here one thread per stream runs its nodes in the order in which Megatron enqueues them, and a node
+waits for its inputs. A GPU's streams and events impose the same order. The host waits at the end of Megatron's
+schedule. The communication thread releases the interpreter's lock while it waits for the link, so the compute thread
+continues.
 
-Two things are missing. ``record_stream`` does nothing, since a CPU has no allocator that knows of streams. The input of
-a communication node is not freed, since our transport reports that rows were received, not that they were sent. Neither
-takes time from Megatron's schedule. Memory is measured in steps that free these inputs.
+Two things are missing. ``record_stream`` does nothing, since a CPU's allocator has no streams. The input of a
+communication node is not freed, since our transport reports when rows were received, not when they were sent. Neither
+slows Megatron's schedule. Memory is measured in steps that free these inputs.
 """
 
 import threading
@@ -44,7 +44,7 @@ def schedule_micro_batches(config: TransformerConfig) -> None:
 
 
 class StreamThreads:
-    """The threads that stand for Megatron's streams, and how long compute waits for communication."""
+    """Threads that replace Megatron's streams; measures how long compute waits for communication."""
 
     def __init__(self, stats: "ThreadedStats") -> None:
         self._stats = stats
@@ -54,7 +54,7 @@ class StreamThreads:
 
     @contextmanager
     def stand_for_streams(self, threaded: bool = True) -> Iterator[None]:
-        """Inside, nodes of Megatron's schedule run on the threads.
+        """Runs the nodes of Megatron's schedule on the threads.
 
         Args:
             threaded: False runs them at once, where only memory matters.
@@ -71,7 +71,7 @@ class StreamThreads:
             yield
 
     def _run_plan(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Enqueues all nodes, then waits for them. A node that failed raises here, the first one first."""
+        """Enqueues all nodes, then waits for them. Raises the error of the first failed node."""
         with (
             ThreadPoolExecutor(1, "megatron-compute") as compute,
             ThreadPoolExecutor(1, "megatron-communication", self._stats.on_communication_thread) as communication,
@@ -87,7 +87,7 @@ class StreamThreads:
         return output.result() if isinstance(output, Future) else output
 
     def _enqueue_node(self, stock: Callable[..., Any], node: Any, *inputs: Any) -> Any:
-        if self._compute is None or self._communication is None:  # Megatron's loss is no part of a plan
+        if self._compute is None or self._communication is None:  # Megatron's loss is not part of a plan
             return stock(node, *inputs)
         if _communicates(node):
             node.free_input = False
@@ -106,7 +106,7 @@ class StreamThreads:
         return enqueued
 
     def _arrived(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The inputs of a compute node, waited for."""
+        """Waits for the inputs of a compute node and returns them."""
         if _has_results(inputs):
             return _results(inputs)
         with self._stats.compute_waits():
@@ -118,7 +118,7 @@ def _has_results(inputs: tuple[Any, ...]) -> bool:
 
 
 def _results(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs of a node. A single future stands for all results of the node before."""
+    """Returns the inputs of a node. A single future holds all results of the previous node."""
     match inputs:
         case (Future() as result,):
             found = result.result()
@@ -145,7 +145,7 @@ def _communicates(node: Any) -> bool:
 
 
 class ThreadedStats(CommStats):
-    """Waits of the communication thread count as exposed only where compute waits for that thread meanwhile.
+    """Counts waits of the communication thread as exposed only while compute waits for that thread.
 
     Waits of other threads count in full: the thread of our forwards runs in place of the main thread, not beside it.
     """
@@ -172,7 +172,7 @@ class ThreadedStats(CommStats):
 
     @contextmanager
     def compute_waits(self) -> Iterator[None]:
-        """Around a wait for the communication thread: its waits that ended by then are counted at the end."""
+        """Wraps a wait for the communication thread; counts the thread's finished waits at the end."""
         start_s = time.perf_counter()
         yield
         end_s = time.perf_counter()

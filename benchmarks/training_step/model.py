@@ -49,10 +49,10 @@ class _BlockingBackward(Comm):
 
 
 def build(shape: Shape, delays_wgrad: bool = False) -> GPTModel:
-    """Megatron's model, on every call with the same weights.
+    """Builds Megatron's model, with the same weights on every call.
 
     Args:
-        delays_wgrad: for Megatron's delay-wgrad-compute, which its layers ask for when they are made.
+        delays_wgrad: enables Megatron's delay-wgrad-compute, which its layers read when they are built.
     """
     torch.manual_seed(_SEED)
     model_parallel_cuda_manual_seed(_SEED, force_reset_rng=True)
@@ -76,7 +76,7 @@ def build(shape: Shape, delays_wgrad: bool = False) -> GPTModel:
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
     )
-    config.delay_wgrad_compute = delays_wgrad  # not as an argument, for the reason of schedule_micro_batches()
+    config.delay_wgrad_compute = delays_wgrad  # not an argument: see schedule_micro_batches()
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=shape.te, normalization=config.normalization)
     return GPTModel(
         config,

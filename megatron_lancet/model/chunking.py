@@ -26,7 +26,7 @@ KeysAndValues = defaultdict[int, tuple[Prefix, Prefix]]
 """Keys and values of the chunks so far, by layer number."""
 
 type Rotary = torch.Tensor | tuple[Rotary | None, ...]
-"""A rotary embedding, or several: of queries and of keys, or of local and of global attention."""
+"""A rotary embedding or several: for queries and keys, or for local and global attention."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Chunk:
             attention needs no others.
         attention_mask: [b or 1, 1, S, S] or None, True where attention is not allowed.
         rotary_pos_emb: rotary embedding of the chunk's positions, [s, 1, 1, R], the same for all samples, or with
-            documents [s, b, 1, R], or a tuple of such. None where attention has its own, or none.
+            documents [s, b, 1, R]; or a tuple of them. None if attention has its own, or none.
         attention_bias: added to the attention scores, broadcast over samples, or None.
         documents: those of the chunk's samples, on whole sequences; None where a sample is one.
         positions: with documents the position of each token in its own, [s, b].
-        padding_mask: [s, b], True where a token is padding, which routers do not count; None where none is.
+        padding_mask: [s, b], True for padding tokens, which routers do not count; None without padding.
     """
 
     index: int
@@ -139,7 +139,7 @@ def whole_micro_batch(
 
     Args:
         attention_mask: [B or 1, 1, S, S] or None.
-        rotary_pos_emb: of positions from 0 on, [S or longest document, 1, 1, R], a tuple of such, or None.
+        rotary_pos_emb: for positions from 0, [S or longest document, 1, 1, R], a tuple of them, or None.
         attention_bias: see :class:`Chunk`.
         packed: its documents; None where a sample is one.
         padding_mask: see :class:`Chunk`.
@@ -154,7 +154,7 @@ def whole_micro_batch(
 
 
 def _rotary_at(rotary: Rotary | None, packed: PackedMicroBatch) -> Rotary | None:
-    """A rotary embedding at each position of documents; of a tuple a tuple of them."""
+    """Returns a rotary embedding at each position of the documents; for a tuple, a tuple."""
     if isinstance(rotary, tuple):
         return tuple(_rotary_at(one, packed) for one in rotary)
     return packed.rotary(rotary)
@@ -165,8 +165,7 @@ def make_chunks(parts: Sequence[torch.Tensor], segment: Segment, whole: Chunk) -
 
     Args:
         parts: hidden states of the chunks, from :func:`split_hidden`.
-        whole: the micro-batch. With sequence chunks its mask is the causal one, or attention does not read it: see
-            ``attention/masks.py``.
+        whole: the micro-batch. With sequence chunks its mask is causal or not read: see ``attention/masks.py``.
     """
     sizes = [part.size(_DIMS[segment.chunk_dim]) for part in parts]
     starts = list(accumulate(sizes[:-1], initial=0))
@@ -216,7 +215,7 @@ def _split_samples(tensor: torch.Tensor | None, sizes: Sequence[int], dim: int) 
 
 
 def _split_positions(tensor: torch.Tensor | None, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
-    """A tensor's part of each sequence chunk."""
+    """Splits a tensor into the positions of each sequence chunk."""
     ends = list(accumulate(sizes))
     return [None if tensor is None else tensor[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
@@ -224,7 +223,7 @@ def _split_positions(tensor: torch.Tensor | None, sizes: Sequence[int]) -> Seque
 def _split_rotary(
     rotary: Rotary | None, split: Callable[[torch.Tensor | None], Sequence[torch.Tensor | None]]
 ) -> Sequence[Rotary | None]:
-    """A rotary embedding's part of each chunk; of a tuple a tuple of the parts."""
+    """Splits a rotary embedding into the chunks' parts; for a tuple, into tuples."""
     if isinstance(rotary, tuple):
         return list(zip(*(_split_rotary(one, split) for one in rotary), strict=True))
     return split(rotary)

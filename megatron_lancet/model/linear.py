@@ -97,7 +97,7 @@ def _accumulate_fused(grad_TO: torch.Tensor, input_TI: torch.Tensor, main_grad_O
     kernels = layers.fused_weight_gradient_mlp_cuda  # Megatron refuses the flag without it
     in_fp32 = main_grad_OI.dtype is torch.float32
     accumulate = kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16
-    # It reads by address alone: Megatron's preparation of both has made them dense.
+    # The kernel ignores strides; Megatron's preparation makes both inputs contiguous.
     accumulate(input_TI, grad_TO, main_grad_OI)
 
 

@@ -60,7 +60,7 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
     Attributes:
         depths: one, or several of a repeated layer.
         document_cost: see :class:`LayersByPlan`.
-        checked_limits: see there.
+        checked_limits: see :class:`LayersByPlan`.
     """
 
     document_cost: DocumentCost | None = None
@@ -96,7 +96,7 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
             decoder_input: embeddings of the next tokens, [S, B, H].
             attention_mask: [B or 1, 1, S, S] or None, True where attention is not allowed.
             packed_seq_params: see :meth:`LayersByPlan.run_layers`.
-            padding_mask: see there; Megatron has shifted it as it shifts the tokens.
+            padding_mask: see :meth:`LayersByPlan.run_layers`; Megatron shifts it like the tokens.
 
         Raises:
             UsageError: an input that can't be cut into chunks, or a hook that would not run.

@@ -117,10 +117,10 @@ def two_runs() -> tuple[AbstractContextManager[None], AbstractContextManager[Non
 
 
 def _copies(states: Mapping[str, Any]) -> dict[str, Any]:
-    """The random states of Megatron's tracker, as they are now.
+    """Copies the random states of Megatron's tracker.
 
-    With ``--te-rng-tracker``, and where CUDA graphs are used, they are generators, which advance when they are drawn
-    from; else they are tensors that nobody changes.
+    With ``--te-rng-tracker`` or CUDA graphs they are generators, which advance on each draw; otherwise they are tensors
+    that never change.
     """
     return {name: one.clone_state() if isinstance(one, torch.Generator) else one for name, one in states.items()}
 

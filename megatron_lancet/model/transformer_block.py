@@ -102,7 +102,7 @@ class LayersByPlan:
         overlaps_evaluation: whether forward passes without gradients run by the plan, too.
         takes_documents: whether all attentions are prepared for packed documents.
         document_cost: what positions of documents cost; None where there are none.
-        checked_limits: the limits for which a mask was looked at.
+        checked_limits: mask limits checked before.
     """
 
     checked_limits: Set[MaskLimit] = frozenset()
@@ -148,15 +148,15 @@ class LayersByPlan:
                 also [B * S, 1, H], sample after sample.
             attention_mask: [B or 1, 1, S, S] or None, True where attention is not allowed.
             packed_seq_params: the documents of packed samples; None where a sample is one.
-            padding_mask: [B, S] or None, True where a token is padding.
+            padding_mask: [B, S] or None, True for padding tokens.
             others: other inputs of Megatron's forward pass, which must be None.
 
         Returns:
             The output of the last layer, of the input's shape.
 
         Raises:
-            UsageError: an input that can't be cut into chunks, or a mask or documents that the layers are not prepared
-                for, or that don't fit the input.
+            UsageError: an input can't be cut into chunks, or the layers don't support a mask or documents, or these
+                don't fit the input.
         """
         refuse_arguments(others)
         hidden = hidden_states if self.pre_process else self.input_tensor

@@ -213,8 +213,8 @@ def _check_local_modules(args: argparse.Namespace) -> None:
     for flag, is_set in {"--qk-clip": args.qk_clip, "--log-max-attention-logit": args.log_max_attention_logit}.items():
         if is_set and is_local:
             raise UsageError(
-                f"{flag} reads the largest logits of Transformer Engine's attention, and --transformer-impl is local, "
-                "as it is on a CPU without Transformer Engine: drop the flag, or pass --transformer-impl "
+                f"{flag} reads the largest logits of Transformer Engine's attention, but --transformer-impl is local, "
+                "as on every CPU without Transformer Engine. Drop the flag, or pass --transformer-impl "
                 "transformer_engine."
             )
     if args.multi_latent_attention and args.q_lora_rank is None and args.qk_layernorm and is_local:

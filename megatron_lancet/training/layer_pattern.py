@@ -43,11 +43,11 @@ def check_hybrid_pattern(args: argparse.Namespace) -> None:
             "--hybrid-layer-pattern builds layers of Transformer Engine only, and --transformer-impl is local, as it "
             "is in every run without a GPU. Run it on GPUs without --transformer-impl local, or train a GPT."
         )
-    if args.overlap_moe_expert_parallel_comm:  # the mapping to a plan would have cleared it
+    if args.overlap_moe_expert_parallel_comm:  # mapping it to a plan would clear it
         raise UsageError(
             "--overlap-moe-expert-parallel-comm does not work with --hybrid-layer-pattern on Megatron's own modules: "
-            "its hybrid model has no such schedule. Drop the flag, or let a plan overlap: *, +, E and - layers with "
-            "expert parallelism, without --lancet-plan off."
+            "its hybrid model has no such schedule. Drop the flag, or overlap by a plan: it needs *, +, E and - "
+            "layers only, expert parallelism, and no --lancet-plan off."
         )
 
 

@@ -1,4 +1,4 @@
-"""Runs of pytest with a test of Hypothesis: the same draws whatever the environment is, new ones for a nightly seed."""
+"""Runs of pytest with a Hypothesis test: the same draws in every environment, new draws for a nightly seed."""
 
 import os
 import subprocess
@@ -53,7 +53,7 @@ def drawn(tmp_path):
 def test_draws_are_the_same_in_any_environment_and_for_a_test_alone(drawn):
     first, output = drawn()
     assert {name: len(numbers) for name, numbers in first.items()} == {"usual": 100, "five": 5}
-    assert "draws of Hypothesis: the same in every run" in output
+    assert "Hypothesis draws: the same in every run" in output
     alone, _ = drawn("--hypothesis-seed", "3", *ALONE, CI="true", PYTHONHASHSEED="7")
     assert alone == {"five": first["five"]}
 
@@ -62,7 +62,7 @@ def test_nightly_draws_are_more_and_those_of_the_printed_seed(drawn):
     nightly = ["--hypothesis-profile", "nightly", "--hypothesis-seed"]
     first, output = drawn(*nightly, "1")
     assert {name: len(numbers) for name, numbers in first.items()} == {"usual": 1000, "five": 50}
-    assert "draws of Hypothesis: new, 10 times as many; repeat them with make test-nightly SEED=1" in output
+    assert "Hypothesis draws: new, 10 times as many; repeat with make test-nightly SEED=1" in output
     again, _ = drawn(*nightly, "1", *ALONE)
     assert again == {"five": first["five"]}
     other, _ = drawn(*nightly, "2", *ALONE)

@@ -215,10 +215,10 @@ def test_greedy_generation_is_what_the_model_says_of_the_text_on_one_and_two_ran
 
 
 def likeliest(checkpoints, tokens):
-    """The likeliest token behind the prompt and behind each of ``tokens`` but the last, by Megatron's model alone.
+    """Returns the likeliest tokens after the prompt and each of ``tokens`` except the last, from Megatron's model.
 
-    One pass over the whole text, with a mask of the test's: what is generated token by token must be what the model
-    says about the finished text.
+    It runs one pass over the full text with the test's own mask: tokens generated one by one must equal the model's
+    predictions for the finished text.
     """
     from megatron_lancet.inference.session import Session
 

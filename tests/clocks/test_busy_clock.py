@@ -1,4 +1,4 @@
-"""What Linux's scheduler tells of a thread that sleeps, and of one that works."""
+"""Figures of Linux's scheduler for a sleeping thread and for a working thread."""
 
 import time
 from pathlib import Path
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.alone
 def test_a_sleep_in_an_op_is_blocked_and_work_is_not():
     trace = Trace(torch.device("cpu"), 0)
     until_s = time.thread_time() + 0.03
-    while time.thread_time() < until_s:  # on a busy machine it takes longer, but waits for a core
+    while time.thread_time() < until_s:  # takes longer on a busy machine, but then waits for a core
         pass
     trace.end("works")
     time.sleep(0.05)

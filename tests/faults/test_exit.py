@@ -37,7 +37,7 @@ def test_signal_ends_a_rank_with_one_line(number):
 
 
 def test_signal_ends_a_rank_whose_main_thread_waits():
-    """With a long switch interval the other thread runs when the main thread lets it, which is when that one waits."""
+    """With a long switch interval, the other thread runs only while the main thread waits."""
     body = """
         def interrupt():
             gate.acquire()
@@ -54,8 +54,8 @@ def test_signal_ends_a_rank_whose_main_thread_waits():
 
 
 def test_later_signal_handler_takes_precedence():
-    """Megatron's --exit-signal-handler saves a checkpoint at SIGTERM. The rank's own thread has seen the signal, too,
-    when ``run_rank`` returns."""
+    """Megatron's --exit-signal-handler saves a checkpoint at SIGTERM. The rank's own thread has also seen the
+    signal when ``run_rank`` returns."""
     body = """
         signal.signal(signal.SIGTERM, lambda *_: print("saved", flush=True))
         signal.raise_signal(signal.SIGTERM)

@@ -69,11 +69,11 @@ def context_parallel_attention() -> Iterator[None]:
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Inside the context all attention is the fused one of this file, as where a GPU has cuDNN."""
+    """Makes all attention use this file's fused kernel, as on a GPU with cuDNN."""
     from transformer_engine.pytorch.attention import dot_product_attention
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
-    chosen = dot_product_attention._attention_backends  # what it found for the last parameters
+    chosen = dot_product_attention._attention_backends  # its choice for the last parameters
     before = dict(chosen)
     chosen["attention_params"] = None
     with around(utils, "get_attention_backend", _with_fused_attention):
@@ -82,7 +82,7 @@ def fused_attention() -> Iterator[None]:
 
 
 def _with_fused_attention(stock: Callable[..., Any], params: Any) -> Any:
-    """Transformer Engine's choice where it finds this file's attention; fp32 passes for bf16."""
+    """Returns Transformer Engine's choice if this file's attention is available; treats fp32 as bf16."""
     from tests.te_cpu import extension
 
     found = NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
@@ -234,7 +234,7 @@ def _formats(layout: int) -> tuple[str, str, str]:
 
 
 def _check_parts(layout: int, *parts: torch.Tensor) -> None:
-    """Kernels know the strides of parts of one tensor from the layout; other parts have no gaps."""
+    """Kernels derive strides from the layout for parts of one tensor; other parts must have no gaps."""
     if not set("23") & set(NVTE_QKV_Layout(int(layout)).name):
         check_dense("fused attention", "Q, K, V", parts)
 

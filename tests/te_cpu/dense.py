@@ -1,7 +1,7 @@
-"""What a kernel takes for granted that reads memory from an address on: elements without gaps, of the type it expects.
+"""Checks for kernels that read memory by address: their tensors must be dense and of the expected type.
 
-Most functions of the extension hand ``data_ptr()`` and sizes to their kernels, and no strides. A tensor with gaps gives
-wrong numbers there and no error; the plain torch of a stand-in would honour its strides.
+Most functions of the extension pass ``data_ptr()`` and sizes to their kernels, but no strides. A tensor with gaps then
+gives wrong numbers without an error, while the plain torch of a stand-in would use its strides.
 """
 
 import functools
@@ -18,15 +18,15 @@ _BUFFERS = (
     *("_data", "_transpose", "_scale_inv"),
     *("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv"),
 )
-"""Attributes of a quantized tensor whose addresses a kernel gets."""
+"""Attributes of a quantized tensor that a kernel reads by address."""
 
 
 class NotDenseError(AssertionError):
-    """A kernel would read a tensor as if its rows lay one behind the other, and they don't."""
+    """A kernel would read a tensor as dense, but it is not."""
 
 
 def dense(*parameters: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Marks a stand-in whose C++ reads or writes these parameters by address alone, and checks each call.
+    """Marks parameters that a stand-in's C++ reads or writes by address alone, and checks each call.
 
     A parameter may be a tensor, a quantized tensor, a list of them at any depth, or None.
     """
@@ -62,7 +62,7 @@ def check_dense(function: str, parameter: str, value: Any) -> None:
 
 
 def buffers(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a value whose addresses a kernel gets."""
+    """Yields the tensors of a value that a kernel reads by address."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from buffers(item)
@@ -74,9 +74,9 @@ def buffers(value: Any) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def dense_gating_gradients() -> Iterator[None]:
-    """Inside, stock's gating gets a contiguous gradient where Transformer Engine's GEMM reads it by its address.
+    """Gives stock's gating a contiguous gradient where Transformer Engine's GEMM reads it by address.
 
-    With sinkhorn Megatron 0.19.2 hands the GEMM a transposed one, which gives wrong numbers on a device. No reference.
+    With sinkhorn, Megatron 0.19.2 passes a transposed gradient, which gives wrong numbers on a device: no reference.
     """
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.router import TopKRouter

@@ -1,4 +1,4 @@
-"""GEMMs: ``csrc/extensions/gemm.cpp``. As kernels they leave no trace for autograd, also where gradients are on."""
+"""GEMMs: ``csrc/extensions/gemm.cpp``. Autograd does not record them, as it does not record kernels."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -33,7 +33,7 @@ def fused_multi_row_unpadding(
 
 
 def _check_matrices(input: torch.Tensor, output: torch.Tensor) -> None:
-    """The kernel writes elements of the input's type, whatever the output's is."""
+    """The kernel writes the input's type, regardless of the output's type."""
     assert input.dim() == output.dim() == 2
     assert input.dtype is output.dtype
 

@@ -11,7 +11,7 @@ from megatron_lancet.files import atomic_outputs, atomic_write
 
 
 def send_and_wait(number: signal.Signals) -> None:
-    """Sends a signal to the process; returns when any of its threads has received it."""
+    """Sends a signal to the process; returns after one of its threads has received it."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     previous = signal.set_wakeup_fd(write_end)

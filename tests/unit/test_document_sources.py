@@ -1,4 +1,4 @@
-"""Measured numbers in documents name the result that they come from, with a mark where no commit stands for it."""
+"""Measured numbers in documents link to their result, with a mark if it has no traceable commit."""
 
 import re
 from itertools import groupby
@@ -10,13 +10,13 @@ from benchmarks import provenance
 from tests.unit.test_documents import DOCUMENTS, REPOSITORY
 
 RESULT = re.compile(r"\]\((?:\.\./)*(?:benchmarks/)?results/([\w-]+)\.\w+\)")
-"""A link to a committed result, or to its tables or picture."""
+"""A link to a committed result, its tables or its picture."""
 NUMBER = re.compile(r"\d\.\d|\de[+-]\d|\d ?(?:%|ms\b|us\b|s\b|[kMG]B\b)")
 COMMAND = re.compile(r"(?:`|```\n)(?:\w+=\S+ |sudo )*(?:python|make|torchrun|sh) ")
 DATE = re.compile(r"20\d\d-\d\d-\d\d")
 NO_SAMPLES = re.compile(r"[Nn]o\s+samples\s+(?:are\s+committed|were\s+kept)")
 FEWEST_NUMBERS = 3
-"""Of a table of numbers."""
+"""Fewest numeric cells in a table of numbers."""
 NOT_MEASURED = {
     ("docs/performance.md", "Targets and misses"): "figures of the tables above it, by case",
     ("docs/planner.md", "Dispatch"): "calculated: evenly random choices of experts",
@@ -26,7 +26,7 @@ NOT_MEASURED = {
     ("docs/design/dispatch.md", "Where it pays"): "calculated, by the program below it",
     ("examples/README.md", "Launch scripts"): "sizes of models",
 }
-"""Tables of numbers that were not measured, by document and heading, and what they hold."""
+"""Contents of tables with unmeasured numbers, by document and heading."""
 
 
 def name_of(document: Path) -> str:
@@ -34,7 +34,7 @@ def name_of(document: Path) -> str:
 
 
 def lacking_marks(text: str, marks: dict[str, str]) -> list[tuple[str, str]]:
-    """Results that a paragraph, a heading or a row of a table links to, without their mark behind one of the links."""
+    """Returns results that a paragraph, heading or table row links to without their mark after a link."""
     return [
         (name, place.strip())
         for place in re.split(r"\n\s*\n|\n(?=\||#)", text)
@@ -61,7 +61,7 @@ def test_each_place_that_quotes_a_marked_result_needs_the_mark():
 
 
 def parts(text: str) -> list[tuple[str, str]]:
-    """A document's tables, headings and what is between them, in their order, with their kind."""
+    """Splits a document into tables, headings and other text, in order, with their kind."""
     kinds, in_code = [], False
     for line in text.splitlines():
         in_code ^= line.startswith("```")
@@ -71,9 +71,9 @@ def parts(text: str) -> list[tuple[str, str]]:
 
 
 def tables_without_source(text: str) -> list[str]:
-    """Headings of tables with numbers that name no result: by a link in the table, or up to the next table or heading.
+    """Returns headings of number tables without a link to a result in the table or the adjacent text.
 
-    A text that says that there are no samples stands for the link, if it has the command and the date.
+    A statement that no samples are committed replaces the link if the text has the command and the date.
     """
     found, heading = [], ""
     ordered = [("", ""), *parts(text), ("", "")]

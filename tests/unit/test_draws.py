@@ -1,4 +1,4 @@
-"""What Hypothesis draws is the same in every run of ``make test``, and no check of it reads a clock."""
+"""Hypothesis draws the same examples in every run of ``make test``, and no health check reads a clock."""
 
 import ast
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ OVERRIDES = frozenset(["settings", "seed", "reproduce_failure", "register_random
 ALLOWED = {
     "draws.py": "the profiles",
     "unit/test_draws.py": "reads the profiles",
-    "parity/mocked/random_configs_worker.py": "a process without pytest, which states both kinds of draws",
+    "parity/mocked/random_configs_worker.py": "a process without pytest, which has both kinds of draws",
 }
 
 
 def overrides(source: str) -> Iterator[str]:
-    """What of Hypothesis a file uses to override the profile."""
+    """Yields the names from Hypothesis that a file uses to override the profile."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hypothesis"):
             yield from (name.name for name in node.names if name.name in OVERRIDES)
@@ -30,7 +30,7 @@ def overrides(source: str) -> Iterator[str]:
 
 def test_no_test_overrides_the_profile():
     found = {str(path.relative_to(TESTS)): list(overrides(path.read_text())) for path in TESTS.rglob("*.py")}
-    assert {file for file, names in found.items() if names} == set(ALLOWED), "use examples of tests/draws.py"
+    assert {file for file, names in found.items() if names} == set(ALLOWED), "use examples from tests/draws.py"
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,6 @@ def test_this_run_has_a_profile_of_ours_and_the_number_of_examples_goes_with_it(
 @pytest.mark.parametrize("seed", [None, "today"])
 def test_nightly_run_that_nobody_could_repeat_is_refused(seed):
     options = {"hypothesis_profile": draws.NIGHTLY, "hypothesis_seed": seed}
-    with pytest.raises(pytest.UsageError, match="expected a number as --hypothesis-seed of a nightly run"):
+    with pytest.raises(pytest.UsageError, match="expected a number for --hypothesis-seed in a nightly run"):
         draws.pytest_configure(SimpleNamespace(getoption=options.get))
     draws.pytest_configure(SimpleNamespace(getoption={**options, "hypothesis_profile": None}.get))

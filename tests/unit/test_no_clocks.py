@@ -1,4 +1,4 @@
-"""Unit tests read no clock and wait for no time to pass: what they check does not depend on the machine's load."""
+"""Unit tests read no clock and wait for no time to pass, so their results do not depend on the machine's load."""
 
 import ast
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ import pytest
 UNIT = Path(__file__).parent
 STAND_INS = UNIT.parent.glob("*.py")
 READS = frozenset(["now", "today", "utcnow", "Timer", "alarm", "setitimer", "sleep"])
-"""Names of classes and methods that read a clock or wait for it, besides all of the module ``time``."""
+"""Classes and methods that read or wait for a clock, in addition to the module ``time``."""
 WAITS = {"wait": 0, "wait_for": 1, "join": 0, "acquire": 1, "result": 0, "get": 9, "select": 3}
-"""Methods that may have a limit, and its place among the arguments; that of ``get`` has to be named."""
+"""Methods that may have a timeout, and its position in the arguments; ``get`` needs the keyword."""
 
 
 def clocks(source: str) -> Iterator[str]:
-    """What of a file reads a clock or waits for one."""
+    """Yields code that reads or waits for a clock."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (f"import {name.name}" for name in node.names if name.name == "time")
@@ -29,7 +29,7 @@ def clocks(source: str) -> Iterator[str]:
 
 
 def has_limit(call: ast.Call, place: int) -> bool:
-    """Whether a wait ends after a number of seconds, or one that a name tells (``_s``)."""
+    """Returns whether a wait has a timeout: a number, or a name that ends in ``_s`` or ``timeout``."""
     limits = [*call.args[place : place + 1], *(word.value for word in call.keywords if word.arg == "timeout")]
     return any(isinstance(limit, ast.Constant | ast.Name) and is_time(limit) for limit in limits)
 
@@ -44,7 +44,7 @@ def test_unit_tests_and_their_stand_ins_read_no_clock():
     found = {str(path.relative_to(UNIT.parent)): list(clocks(path.read_text())) for path in UNIT.rglob("*.py")}
     found |= {path.name: list(clocks(path.read_text())) for path in STAND_INS}
     wrong = {file: uses for file, uses in found.items() if uses}
-    assert wrong == {}, "use a clock of the test's, or an event; a test that is about time goes to tests/clocks"
+    assert wrong == {}, "use a test clock or an event; a test about time belongs in tests/clocks"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ PROCESSES = {
 }
 STARTS = {
     "megatron_lancet/training/check/isolated/script.py": "a launch script, isolated or by --trust-script",
-    "megatron_lancet/training/check/isolated/sandbox.py": "the same, as the one who isolates it",
+    "megatron_lancet/training/check/isolated/sandbox.py": "the same script, as its sandbox",
     "megatron_lancet/cli/training_process.py": "our own training",
     "tools/check_gpu.py": "our own tests and benchmarks",
     **dict.fromkeys(
@@ -34,7 +34,7 @@ STARTS = {
         "our own benchmarks, git and ip",
     ),
 }
-"""Files that start processes, and what they start: none starts what it reads, but the first two."""
+"""Files that start processes, and what they start: only the first two run a file they read."""
 
 UNPICKLER = "import pickle\nclass Own(pickle.Unpickler):\n    def find_class(self, module, name):\n        {}"
 
@@ -132,7 +132,7 @@ def call_dangers(call: ast.Call) -> list[str]:
 
 
 def starts(text: str) -> list[str]:
-    """Calls that start a process, as ``line: what``: a script may be behind any of them."""
+    """Returns calls that start a process, as ``line: call``: any of them may run a script."""
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     names = [(call.lineno, dotted(call.func)) for call in calls]
     return [f"{line}: {name}" for line, name in names if name in PROCESSES or name.startswith(("os.exec", "os.spawn"))]

@@ -1,4 +1,4 @@
-"""Deletes or misplaces what orders the product's kernels or keeps their memory, one place at a time: a case must fail.
+"""Deletes or misplaces statements that order kernels or keep memory, one place at a time: a case must fail.
 
 Usage: python -m tests.virtual_gpu.mutants [--json FILE] [--write] [--only TEXT]
 
@@ -285,19 +285,19 @@ def is_needless(mutant: Mutant) -> bool:
 
 
 def reported() -> dict[str, dict[str, Any]]:
-    """The rows of the report by mutant."""
+    """Returns the rows of the report by mutant."""
     if not REPORT.exists():
         return {}
     return {row["mutant"]: row for row in json.loads(REPORT.read_text())["mutants"]}
 
 
 def reason(how: str) -> str:
-    """What was found: a problem's kind, kernels and streams, or an error's type and message; not where in the code."""
+    """Returns a problem's kind, kernels and streams, or an error's type and message, without code locations."""
     return re.sub(r" \([^()]*\)| of group \d+", "", how)
 
 
 def kind(how: str) -> str:
-    """What found a mutant, in a word of the report."""
+    """Returns the kind of problem in a report."""
     before, is_told, _ = how.partition(":")
     return before if is_told else how
 
@@ -356,7 +356,7 @@ _IN_WORDS = {
 
 
 def _counted(caught: list[dict[str, Any]]) -> str:
-    """How many mutants were found by what."""
+    """Counts the found mutants by kind of problem."""
     by_kind = Counter(kind(row["how"]) for row in caught)
     errors = {name: count for name, count in by_kind.items() if name.endswith("Error")}
     found = [f"{count} by {_IN_WORDS.get(name, name)}" for name, count in by_kind.most_common() if name not in errors]
@@ -377,7 +377,7 @@ def wrong_when_late(mutant: Mutant, tree: ast.Module, name: str) -> list[str]:
 
 
 def is_wrong_when_late(name: str, stream: str) -> bool:
-    """Whether the product as it is now computes something else in a case if a stream is late."""
+    """Returns whether a late stream changes the results of a case with the current code."""
     case = replace(MUTANT_CASES[name], late=((stream,),))
     try:
         found = run(case) if isinstance(case, Case) else run_program(case)

@@ -1,4 +1,4 @@
-"""Every place that orders kernels or keeps memory is needed: without it the case of the report fails, as it says."""
+"""Every place that orders kernels or keeps memory is needed: without it, the report's case fails as reported."""
 
 import json
 from collections import Counter

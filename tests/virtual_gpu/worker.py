@@ -40,9 +40,9 @@ def shown(cases: dict[str, Case]) -> dict[str, Any]:
 
 
 def judged() -> dict[str, Any]:
-    """Every mutant that is in the product, with what the case of the report says; and the cases without a mutant.
+    """Runs each mutant of the product in the report's case, and the cases without a mutant.
 
-    Of the streams that make numbers wrong in the report if they are late, the first is late in another run.
+    Another run delays the first stream that makes numbers wrong in the report.
     """
     rows = mutants.reported()
     caught, wrong_when_late = {}, {}

@@ -1,4 +1,4 @@
-"""A link that takes as long as one of a given rate, for machines that allow no network namespaces."""
+"""A transport with the delays of a link of a given rate, for machines without network namespaces."""
 
 import queue
 import threading
@@ -35,7 +35,7 @@ class _Message:
         launch: called when the message has passed the link.
         num_bytes: bytes that leave this rank.
         launched_s: when it was launched here.
-        sent: receives what ``launch`` returned, or what it raised.
+        sent: receives the result or the exception of ``launch``.
     """
 
     launch: Callable[[], Any]
@@ -45,7 +45,7 @@ class _Message:
 
 
 class PacedWire:
-    """A rank's end of a link: its messages leave one after the other, each when its bytes would have passed."""
+    """A rank's end of a link: sends messages one after another, each after the transfer time of its bytes."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -53,20 +53,20 @@ class PacedWire:
         threading.Thread(target=self._send_all, name="paced link", daemon=True).start()
 
     def send[Sent](self, num_bytes: int, launch: Callable[[], Sent]) -> "tuple[float, Future[Sent]]":
-        """Puts a message behind those that were put here before.
+        """Queues a message.
 
         Args:
             num_bytes: bytes that leave this rank.
-            launch: called on another thread when they have passed the link.
+            launch: called on another thread after their transfer time.
 
         Returns:
-            When the message was put here, and what ``launch`` will have returned.
+            When the message was queued, and the future result of ``launch``.
         """
         message = _Message(launch, num_bytes, time.perf_counter(), Future())
         self._messages.put(message)
         return message.launched_s, message.sent
 
-    @torch.no_grad()  # a setting of each thread; messages are launched without autograd
+    @torch.no_grad()  # set per thread; messages are launched without autograd
     def _send_all(self) -> None:
         free_s = 0.0
         while True:
@@ -75,7 +75,7 @@ class PacedWire:
             time.sleep(max(0.0, free_s - time.perf_counter()))
             try:
                 message.sent.set_result(message.launch())
-            except Exception as error:  # noqa: BLE001 raised again where the message is waited for
+            except Exception as error:  # noqa: BLE001 raised again by the wait for the message
                 message.sent.set_exception(error)
 
 
@@ -103,7 +103,7 @@ class _PacedTransfer:
 class PacedTransport(Transport):
     """A transport whose messages pass a paced link first.
 
-    They are handed to the transport below afterwards, which moves them through the machine's memory. Token counts,
+    The transport below then moves them through the machine's memory. Token counts,
     which are a few bytes, are not held back.
     """
 

@@ -1,4 +1,4 @@
-"""The link of a rank: over it go the all-to-alls of both variants, by the same connections, and their reductions."""
+"""A rank's link: it carries the reductions and the all-to-alls of both variants, over the same connections."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -28,11 +28,11 @@ _CPU = torch.device("cpu")
 
 
 class RankLink:
-    """Where messages of a rank go: to an interface whose rate the kernel caps, or through a paced transport.
+    """A rank's route for messages: an interface whose rate the kernel caps, or a paced transport.
 
     Attributes:
-        pace: of the paced transport.
-        reductions: those of gradients, on the same link.
+        pace: rate of the paced transport.
+        reductions: gradient reductions on the same link.
     """
 
     def __init__(self, interface: str | None) -> None:
@@ -60,7 +60,7 @@ class RankLink:
 
     @contextmanager
     def carries_reductions(self) -> Iterator[None]:
-        """Inside, gradient reductions take the link, and what else Megatron sends in groups of its own."""
+        """Sends gradient reductions and all other traffic of Megatron's own groups over the link."""
 
         def connect(stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             with self.groups():

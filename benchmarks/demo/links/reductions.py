@@ -1,4 +1,4 @@
-"""The gradient reductions of a rank: on the link of the all-to-alls, and timed."""
+"""A rank's gradient reductions, timed and on the link of the all-to-alls."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,15 +15,15 @@ _BUCKETS = param_and_grad_buffer._ParamAndGradBucketGroup
 
 
 class Reductions:
-    """Times the waits for Megatron's gradient reductions; on a paced link it also holds them back.
+    """Times the waits for Megatron's gradient reductions, and delays them on a paced link.
 
-    Where the kernel caps the rate of a link, reductions take it because Megatron's process groups are made on it.
+    If the kernel caps the rate of the link, Megatron's process groups are created on it, so reductions use it.
     """
 
     def __init__(self, wire: PacedWire | None) -> None:
         """
         Args:
-            wire: the paced link; None where the kernel caps the rate.
+            wire: the paced link; None if the kernel caps the rate.
         """
         self._wire = wire
         self._held: dict[Any, Future[None]] = {}
@@ -31,12 +31,12 @@ class Reductions:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, the reductions of Megatron's DDP are timed, and held back on a paced link."""
+        """Times the reductions of Megatron's DDP, and delays them on a paced link."""
         with around(_BUCKETS, "start_grad_sync", self._start), around(_BUCKETS, "finish_grad_sync", self._finish):
             yield
 
     def take_waited_ms(self) -> float:
-        """How long this rank has waited for reductions since the last call."""
+        """Returns the time this rank has waited for reductions since the last call."""
         waited_ms, self._waited_ms = self._waited_ms, 0.0
         return waited_ms
 
@@ -47,7 +47,7 @@ class Reductions:
 
     def _finish(self, stock: Callable[..., None], buckets: Any, *args: Any, **kwargs: Any) -> None:
         start_s = time.perf_counter()
-        stock(buckets, *args, **kwargs)  # starts the reduction, too, without --overlap-grad-reduce
+        stock(buckets, *args, **kwargs)  # also starts the reduction without --overlap-grad-reduce
         held = self._held.pop(buckets, None)
         if held is not None:
             held.result()
@@ -55,8 +55,8 @@ class Reductions:
 
 
 def reduced_bytes(buckets: Any) -> int:
-    """Bytes that leave a rank in the reduction of a group of buckets, which goes around a ring."""
+    """Returns the bytes a rank sends in the ring reduction of a group of buckets."""
     is_sharded = buckets.ddp_config.use_distributed_optimizer
     group = buckets.intra_distributed_optimizer_instance_group if is_sharded else buckets.data_parallel_group
-    num_ranks, rounds = group.size(), 1 if is_sharded else 2  # a reduce-scatter, and an all-gather behind it
+    num_ranks, rounds = group.size(), 1 if is_sharded else 2  # a reduce-scatter, then an all-gather
     return sum(rounds * bucket.grad_data.nbytes * (num_ranks - 1) // num_ranks for bucket in buckets.buckets)

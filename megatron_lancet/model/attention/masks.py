@@ -1,8 +1,8 @@
-"""What an attention mask may say where attention does not read all of it.
+"""Checks attention masks where attention does not read all of them.
 
-Sequence chunks see all earlier positions and no later ones, and take no mask. With context parallelism a slice of the
-sequence sees no position after its own. Megatron passes a mask in each micro-batch. It is looked at once, because that
-makes the host wait for the device.
+Sequence chunks attend to all earlier positions and no later ones, and take no mask. With context parallelism, a slice
+of the sequence attends to no later position. Megatron passes a mask with each micro-batch. Each limit is checked on one
+mask only, because the check makes the host wait for the device.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -19,14 +19,14 @@ from megatron_lancet.model.documents.packed import own_positions
 from megatron_lancet.schedule.plan import ChunkDim, Segment
 
 _PIECE = 2**24
-"""Entries of a mask that are compared at a time."""
+"""Mask entries compared at a time."""
 
 
 class MaskLimit(Enum):
-    """What a mask may say; the value says it in an error."""
+    """A limit on masks; the value describes it in errors."""
 
-    CAUSAL = "sequence chunks see all earlier positions and no later ones"
-    NO_LATER = "local layers with --context-parallel-size see no later positions"
+    CAUSAL = "sequence chunks attend to all earlier positions and no later ones"
+    NO_LATER = "local layers with --context-parallel-size attend to no later positions"
 
 
 _ADVICE = {
@@ -38,19 +38,19 @@ _ADVICE = {
 def look_once(
     mask: torch.Tensor | None, checked: Set[MaskLimit], in_layers: Iterable[tuple[Segment, Any]], num_positions: int
 ) -> Set[MaskLimit]:
-    """Looks at a micro-batch's mask if it is the first one under a limit; the host waits for the device then.
+    """Checks a micro-batch's mask against limits not checked before; the host then waits for the device.
 
     Args:
         mask: [B or 1, 1, s, S], True where attention is not allowed, or None.
-        checked: the limits for which a mask was looked at.
+        checked: limits checked before.
         in_layers: Megatron's layers, each with its segment of the plan.
-        num_positions: of the hidden states on this rank.
+        num_positions: sequence length of the hidden states on this rank.
 
     Returns:
-        The limits for which a mask was looked at, with those of this one.
+        All limits checked so far.
 
     Raises:
-        UsageError: attention would not do what the mask says.
+        UsageError: attention would not follow the mask.
     """
     if mask is None:
         return checked
@@ -62,7 +62,7 @@ def look_once(
 
 
 def _limit(segment: Segment, layer: Any) -> MaskLimit | None:
-    """The limit of a layer's attention; None where it reads all of its mask, or where stock reads none.
+    """Returns the limit of a layer's attention; None if it reads the whole mask, or if stock reads none.
 
     Transformer Engine's causal attention ignores masks.
     """
@@ -80,7 +80,7 @@ def _check(mask: torch.Tensor, limit: MaskLimit, num_positions: int, config: Tra
     whole = num_positions * config.context_parallel_size
     own = [(0, whole)] if config.context_parallel_size == 1 else own_positions(whole, config)
     if mask.dtype is not torch.bool or mask.shape[-2:] != (num_positions, whole):
-        found = f"is {mask.dtype} {list(mask.shape)} and not torch.bool [B or 1, 1, {num_positions}, {whole}]"
+        found = f"is {mask.dtype} {list(mask.shape)}, not torch.bool [B or 1, 1, {num_positions}, {whole}]"
         raise _refusal(limit, found)
     is_wrong = torch.zeros((), dtype=torch.bool, device=mask.device)
     for _, wrong in _wrong(mask, limit, own):
@@ -92,16 +92,16 @@ def _check(mask: torch.Tensor, limit: MaskLimit, num_positions: int, config: Tra
     position = int(query[row])
     verb = "allows" if key > position else "forbids"
     of_sample = f" of sample {sample[0]}" if sample else ""
-    raise _refusal(limit, f"{verb} position {position}{of_sample} to see position {key}")
+    raise _refusal(limit, f"{verb} position {position}{of_sample} to attend to position {key}")
 
 
 def _wrong(
     mask: torch.Tensor, limit: MaskLimit, own: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pieces of a mask: their queries' positions [q], and the entries that the limit excludes, [..., q, S].
+    """Yields pieces of a mask: query positions [q], and the entries that break the limit, [..., q, S].
 
     Args:
-        own: first positions, and those behind the last ones, of the mask's rows.
+        own: position ranges (start, stop) of the mask's rows.
     """
     keys = torch.arange(mask.size(-1), device=mask.device)
     queries = torch.cat([keys[start:stop] for start, stop in own])
@@ -113,22 +113,20 @@ def _wrong(
 
 def _refusal(limit: MaskLimit, found: str) -> UsageError:
     return UsageError(
-        f"{limit.value}, and the attention mask of the first micro-batch {found}. Pass the causal mask or None, keep "
-        f"documents apart by --dataloader-inter-document-masking, or pass {_ADVICE[limit]}."
+        f"{limit.value}, but the first micro-batch's attention mask {found}. Pass the causal mask or None, separate "
+        f"documents with --dataloader-inter-document-masking, or pass {_ADVICE[limit]}."
     )
 
 
 def check_mask_type(attention: Any) -> None:
-    """
-    Args:
-        attention: Megatron's self-attention, which is to run by a kernel that is always causal.
+    """Checks the mask type of Megatron's self-attention before it gets a kernel that is always causal.
 
     Raises:
-        UsageError: the model spec built it with another type of mask.
+        UsageError: the model spec builds it with another mask type.
     """
     if attention.attn_mask_type is not AttnMaskType.causal:
         raise UsageError(
-            "sequence chunks, documents and --lancet-attention sdpa need self-attention with the mask type causal, "
-            f"and the model spec built layer {attention.layer_number}'s with {attention.attn_mask_type.name}. Set "
+            "sequence chunks, documents and --lancet-attention sdpa need causal self-attention, but the model "
+            f"spec builds layer {attention.layer_number} with AttnMaskType.{attention.attn_mask_type.name}. Set "
             "AttnMaskType.causal there, or pass --lancet-chunk-dim batch --lancet-attention stock."
         )

@@ -44,12 +44,12 @@ class _PositionedYarnRotary(YarnRotaryEmbedding):
     def get_cached_cos_sin(
         self, seq_len: int, offset: int = 0, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines that the fused kernel takes, with ``--apply-rope-fusion`` in place of ``forward``."""
+        """Returns cosines and sines for the fused kernel; ``--apply-rope-fusion`` calls it instead of ``forward``."""
         chunk = self.chunk
         if chunk is None:
             return self._cached_cos_sin(seq_len, offset, *args, **kwargs)
-        assert chunk.documents is None, "attention of documents does not fuse it"
-        # They are kept for positions from the offset on, and made by ``forward``, which must not add a chunk's start.
+        assert chunk.documents is None, "document attention does not fuse it"
+        # Megatron caches them from the offset on. ``forward`` computes them and must not add a chunk's start.
         self.chunk = None
         try:
             cos, sin = self._cached_cos_sin(chunk.start + seq_len, offset, *args, **kwargs)

@@ -64,8 +64,8 @@ class AllToAllDispatcher:
             num_ranks: P.
             expert_tp_group: the V ranks that hold the parts of the same experts.
             fused: use Transformer Engine's kernels to permute and to sort rows.
-            dense: the experts' kernels need rows without gaps. Others read rows that are in order already where they
-                lie in the message, which saves a copy.
+            dense: experts' kernels need contiguous rows. Other kernels read sorted rows directly from the message,
+                which saves a copy.
         """
         self._comm = comm
         self._fused = fused

@@ -1,4 +1,4 @@
-"""Padding, whose tokens go to experts as all others do; balancing losses and counts of tokens leave them out.
+"""Padding masks: padding tokens go to experts like all others; balancing losses and token counts exclude them.
 
 Legend of shapes: S positions on this rank, B micro-batch size, H hidden size.
 """
@@ -12,14 +12,14 @@ from megatron_lancet.model.documents.packed import PackedMicroBatch
 def padding_of(
     padding_mask: torch.Tensor | None, hidden_SBH: torch.Tensor, packed: PackedMicroBatch | None
 ) -> torch.Tensor | None:
-    """Which tokens of a micro-batch are padding, [S, B] bool; None where Megatron passes no mask.
+    """Returns which tokens of a micro-batch are padding, [S, B] bool; None if Megatron passes no mask.
 
     Args:
-        padding_mask: [B, S], True where a token is padding; [1, B * S] where documents came in this form.
-        packed: the documents; None where a sample is one.
+        padding_mask: [B, S], True for padding tokens; [1, B * S] for flat documents.
+        packed: the documents; None if each sample is a document.
 
     Raises:
-        UsageError: the mask is not of this rank's tokens.
+        UsageError: the mask's shape does not match this rank's tokens.
     """
     if padding_mask is None:
         return None
@@ -28,9 +28,9 @@ def padding_of(
         padding_mask = padding_mask.view(shape)
     if padding_mask.shape != shape:
         raise UsageError(
-            f"the layers got a padding_mask of shape {list(padding_mask.shape)}, and this rank has {shape[0]} samples "
-            f"of {shape[1]} positions. Pass a mask of shape {list(shape)}: under --sequence-parallel Megatron cuts it "
-            "in the first pipeline stage of a GPT model only."
+            f"the layers got a padding_mask of shape {list(padding_mask.shape)}, but this rank has {shape[0]} samples "
+            f"of {shape[1]} positions. Pass a mask of shape {list(shape)}: with --sequence-parallel Megatron splits it "
+            "only in the first pipeline stage of a GPT model."
         )
     return padding_mask.transpose(0, 1).bool().contiguous()
 
@@ -38,6 +38,6 @@ def padding_of(
 def padding_for_stock(
     padding_mask: torch.Tensor | None, hidden_SBH: torch.Tensor, packed: PackedMicroBatch
 ) -> torch.Tensor | None:
-    """The mask of :func:`padding_of` as Megatron's own layers take it, [B, S]."""
+    """Returns the mask of :func:`padding_of` in the layout of Megatron's own layers, [B, S]."""
     padding_SB = padding_of(padding_mask, hidden_SBH, packed)
     return None if padding_SB is None else padding_SB.T

@@ -3,8 +3,8 @@
 Top-k routing looks at one token at a time, so chunks route like the whole. The balancing losses do not: they are
 products of sums over all tokens of the micro-batch. So each chunk's logits are kept until the last chunk arrives, and
 Megatron's own loss functions then see exactly the tensors that they see without chunks: once per micro-batch, tokens
-in the same order, logged once. Where Megatron passes a mask of padding, they leave padding out. The locality loss
-(``locality.py``) sees the same tokens, where a run asks for one.
+in the same order, logged once. If Megatron passes a padding mask, they exclude padding. The optional locality loss
+(``locality.py``) uses the same tokens.
 
 Legend of shapes: S sequence length, B micro-batch size, s / b those of a chunk, T = S * B, t = s * b, E experts, H
 hidden.
@@ -54,7 +54,7 @@ class ChunkedTopKRouter(TopKRouter):
     """None for no such loss."""
 
     def begin_micro_batch(self, documents: Documents | None = None) -> None:
-        """Drops logits of the last micro-batch, which are left only if its forward pass failed.
+        """Drops logits of the last micro-batch, which remain only if its forward pass failed.
 
         Args:
             documents: those of the micro-batch; None where a sample is one.
@@ -78,9 +78,9 @@ class ChunkedTopKRouter(TopKRouter):
         return (probs, routing_map) if self.places is None else self.places.routed(probs, routing_map)
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns Megatron's logits [s, b, E], whose gradient is contiguous where Transformer Engine's GEMM reads it.
+        """Returns Megatron's logits [s, b, E]; their gradient is contiguous if Transformer Engine's GEMM reads it.
 
-        The GEMM takes no strides. With sinkhorn and without fused permutation Megatron hands it a transposed gradient.
+        The GEMM ignores strides. With sinkhorn and without fused permutation, Megatron gives it a transposed gradient.
         """
         logits = super().gating(input)
         return logits if moe_utils.te_general_gemm is None else _ContiguousGrad.apply(logits)
@@ -90,7 +90,7 @@ class ChunkedTopKRouter(TopKRouter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if chunk is None:
             return super().forward(input, padding_mask)
-        assert padding_mask is None, "a chunk has its own"
+        assert padding_mask is None, "each chunk has its own mask"
         if chunk.num_chunks == 1:
             return super().forward(input, chunk.padding_mask)
         self._maintain_float32_expert_bias()
@@ -125,10 +125,10 @@ class ChunkedTopKRouter(TopKRouter):
 
         Args:
             all_TE: logits of all tokens.
-            padding_mask: which of them are padding, or None.
+            padding_mask: True for padding tokens, or None.
 
         Raises:
-            UsageError: there is a mask: the loss is a mean over all tokens.
+            UsageError: a mask is passed, but the loss is a mean over all tokens.
         """
         if self.locality is None or not (self.training and torch.is_grad_enabled()):
             return probs
@@ -162,8 +162,8 @@ class ChunkedTopKRouter(TopKRouter):
             return super()._apply_seq_aux_loss(*inputs)
         if with_padding_mask:
             raise UsageError(
-                "--moe-router-load-balancing-type seq_aux_loss of documents does not work with a padding_mask: it is "
-                "a mean over documents of all their tokens. Drop the mask, or pass aux_loss."
+                "--moe-router-load-balancing-type seq_aux_loss of documents does not work with a padding_mask: the "
+                "loss counts all tokens of each document. Drop the mask, or pass aux_loss."
             )
         loss = balancing_loss(scores_for_aux_loss, routing_map, self._documents, self.config, self.tp_cp_group, coeff)
         return self.attach_and_log_load_balancing_loss(
@@ -189,8 +189,8 @@ class ChunkedTopKRouter(TopKRouter):
 
         Args:
             routing_map: [t, E] bool.
-            padding_mask: [t], True where a token is not to be counted. Megatron passes it on to its own method, which
-                needs a second dimension to combine it with the map.
+            padding_mask: [t], True for tokens to exclude. Megatron's own method needs a second dimension to combine it
+                with the map.
         """
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask.unsqueeze(-1))
 

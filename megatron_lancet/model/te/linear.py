@@ -47,7 +47,7 @@ def is_te_linear(module: torch.nn.Module) -> bool:
 
 
 def has_te_linear(module: torch.nn.Module) -> bool:
-    """Whether ``module`` has such a part. Transformer Engine reads rows by their address, or makes them dense first."""
+    """Returns whether ``module`` has such a part. Transformer Engine ignores strides, or makes rows contiguous."""
     return any(isinstance(part, TELinearPerChunk) or is_te_linear(part) for part in module.modules())
 
 

@@ -1,7 +1,7 @@
 """What a launch script would start: it is run with stand-ins for launchers, which write their command line down.
 
-The script runs in namespaces of its own (:mod:`sandbox`): it sees files read-only and no network, so that whatever it
-does by commands without a stand-in has no effect either. Where that is impossible, the user is asked.
+The script runs in its own namespaces (:mod:`sandbox`), with read-only files and no network. Commands without a stand-in
+therefore have no effect either. If this is impossible, the user is asked.
 """
 
 import os
@@ -21,7 +21,7 @@ _OWN_VARIABLES = (
     *(RECORD, LAUNCHED_BY),
 )
 _OF_A_MODEL = ("--num-layers", "--use-checkpoint-args", "--yaml-cfg")
-"""Flags that a training of Megatron has, and other programs that a script starts by a launcher have not."""
+"""Flags that distinguish a Megatron training from other programs that a script launches."""
 
 _OF_A_CLUSTER = {
     **{"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "NODE_RANK": "0", "RDZV_ENDPOINT": "localhost:29500"},
@@ -49,10 +49,10 @@ def read_launch(words: Sequence[str], trusted: bool = False) -> Launch:
     """Reads a launch: a script and its arguments, or flags of Megatron.
 
     Args:
-        trusted: whether the script runs as the user's own, without isolation.
+        trusted: whether the script runs with the user's rights, without isolation.
 
     Raises:
-        UsageError: there is no such script, it starts no training, or it can't be isolated and is not trusted.
+        UsageError: the script is missing, starts no training, or is not trusted and can't be isolated.
     """
     if not words:
         raise UsageError("expected a launch script, or flags of Megatron, found nothing.")
@@ -69,7 +69,7 @@ def launch_of_script(script: Path, arguments: Sequence[str], trusted: bool = Fal
     """Runs a script with stand-ins for everything that it starts.
 
     Raises:
-        UsageError: it starts no training within a minute, or it can't be isolated and is not trusted.
+        UsageError: it starts no training within a minute, or is not trusted and can't be isolated.
     """
     try:
         started, output = run_script(script, arguments, _OF_A_CLUSTER, isolated=not trusted)
@@ -79,29 +79,29 @@ def launch_of_script(script: Path, arguments: Sequence[str], trusted: bool = Fal
     if not started:
         tail = " ".join(output.strip().splitlines()[-2:]) or "nothing"
         raise UsageError(
-            f"{script} started no training: expected torchrun, python -m torch.distributed.run, srun or mpirun of a "
+            f"{script} started no training: expected torchrun, python -m torch.distributed.run, srun or mpirun with a "
             f"Python file, or python pretrain_*.py. It printed: {tail}"
         )
     return _launch(_training(started), script)
 
 
 def _ask(script: Path, reason: str) -> None:
-    """Asks whether a script may run without isolation.
+    """Asks the user whether a script may run without isolation.
 
     Raises:
-        UsageError: it may not, or there is nobody to ask.
+        UsageError: the user declines, or there is no terminal.
     """
-    told = f"{script} is run to see what it starts, and can't be kept from the user's files and network here ({reason})"
+    told = f"{script} must run to find its training, but can't be isolated from your files and network here ({reason})"
     if sys.stdin.isatty() and sys.stderr.isatty():
-        print(f"{told}. Run it all the same? [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"{told}. Run it anyway? [y/N] ", end="", file=sys.stderr, flush=True)  # noqa: T201
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return
-        raise UsageError(f"{script} was not run. Pass the flags of Megatron instead.")
-    raise UsageError(f"{told}. Pass {TRUST_FLAG} if you would start it yourself, or the flags of Megatron instead.")
+        raise UsageError(f"{script} was not run. Pass Megatron's flags instead.")
+    raise UsageError(f"{told}. Pass {TRUST_FLAG} if you trust the script, or pass Megatron's flags instead.")
 
 
 def _training(started: Sequence[Started]) -> Started:
-    """The first one that has a model's flags; the first one if none has."""
+    """Returns the first program with a model's flags, else the first program."""
     have_model = (one for one in started if any(word.partition("=")[0] in _OF_A_MODEL for word in one.words))
     return next(have_model, started[0])
 
@@ -119,7 +119,7 @@ def _launch(started: Started, script: Path) -> Launch:
 
 
 def _num_ranks(started: Started, position: int) -> int | None:
-    """Ranks that torchrun's options ask for; else the launcher above it, or the environment; None if none says."""
+    """Returns the ranks set by torchrun's options, else by its launcher or the environment; None if none sets them."""
     words = " ".join(started.words[:position])
     options = dict(re.findall(r"--(nnodes|nproc[-_]per[-_]node|num[-_]nodes|num[-_]gpus)[ =](\S+)", words))
     options = {name.replace("_", "-"): value for name, value in options.items()}

@@ -54,10 +54,10 @@ def run_ranks(task: Task, num_ranks: int, timeout_s: float) -> None:
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """A port on which rank 0 listens, and which the system gives to nobody else inside the context.
+    """Yields a port for rank 0 that the system gives to no other process inside the context.
 
-    A socket that is bound to it, and does not listen, holds it. Linux lets another one listen beside it if both may
-    reuse addresses, as torch's store does.
+    A bound socket that does not listen holds the port. Linux lets a second socket listen on it if both may reuse
+    addresses, as torch's store does.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -21,11 +21,11 @@ from megatron_lancet.training.platform.detect import has_transformer_engine
 from megatron_lancet.training.process.console import say
 
 EXIT_CODES = {Verdict.EQUAL: 0, Verdict.DIFFERS: 1, Verdict.NOT_COMPARED: 3}
-"""Exit status of each verdict. 2 is that of a launch that is not checked."""
+"""Exit status of each verdict. Status 2 means that the launch was not checked."""
 
 
 def run_check(options: argparse.Namespace, launch_words: list[str]) -> int:
-    """Checks a launch; returns the exit status, by :data:`EXIT_CODES`.
+    """Checks a launch; returns the exit status from :data:`EXIT_CODES`.
 
     Raises:
         UsageError: there is no such launch, or it is not checked or refused.

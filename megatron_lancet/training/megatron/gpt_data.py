@@ -158,8 +158,8 @@ def forward_step(
     """Run one micro-batch through this stage; returns its output and the function that computes the loss from it.
 
     Args:
-        return_schedule_plan: Megatron's own overlap (``--overlap-moe-expert-parallel-comm``) sets it. The step then
-            runs nothing and returns Megatron's schedule of the micro-batch in place of the output.
+        return_schedule_plan: set by Megatron's own overlap (``--overlap-moe-expert-parallel-comm``). The step then
+            runs nothing and returns Megatron's schedule of the micro-batch instead of the output.
         bins: how documents were dealt to micro-batches; None for samples of one length.
     """
     timers = get_timers()

@@ -88,7 +88,7 @@ def bounded_expert_groups(max_ctas: int | None) -> AbstractContextManager[None]:
 
 
 def core_attention_without_te(needed: bool) -> AbstractContextManager[None]:
-    """Lets the local spec build torch's fused attention, where it is asked for or Megatron's own lacks something."""
+    """Makes the local spec build torch's fused attention if it is requested or Megatron's own lacks a feature."""
     if not needed:
         return nullcontext()
     return around(LocalSpecProvider, "core_attention", lambda stock, self: SdpaAttention)

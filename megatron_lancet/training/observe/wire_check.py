@@ -194,7 +194,7 @@ class StepState:
         self._random = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self._on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
-        # With --te-rng-tracker they are generators, which advance when they are drawn from.
+        # With --te-rng-tracker the states are generators, which advance on each draw.
         self._tracked = {name: _state_of(one) for name, one in tracked.items()}
         modules = [module for stage in stages for module in stage.modules()]
         self._buffers = [

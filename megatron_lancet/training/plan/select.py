@@ -80,7 +80,7 @@ def choose_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan | 
 
 
 def _attention_note(config: LancetConfig) -> str:
-    """What stock modules have in place of Megatron's core attention, where the user asks for it."""
+    """Returns a note for stock modules if the user selects torch's fused attention."""
     return " with torch's fused attention" if config.attention is AttentionChoice.SDPA else ""
 
 

@@ -158,7 +158,7 @@ def cpu_platform() -> Iterator[None]:
             stack.enter_context(around(torch, name, _create_on_cpu))
         stack.enter_context(around(torch.Tensor, "type", _type_as_on_gpu))
         stack.enter_context(replaced(torch.Tensor, "cuda", lambda value, *_, **__: value))
-        # It tells the allocator which streams still use a tensor; a CPU's allocator has no streams.
+        # It marks the streams that still use a tensor; a CPU's allocator has no streams.
         stack.enter_context(replaced(torch.Tensor, "record_stream", _constant(None)))
         stack.enter_context(replaced(torch.nn.Module, "cuda", lambda value, *_, **__: value))
         # DataLoader pins memory where an accelerator is available; none is.

@@ -75,7 +75,7 @@ def test_short_demo_compares_stock_and_ours_and_keeps_what_the_demo_had(finished
     assert (summary["attention"], summary["wanted_share"]) == ("DotProductAttention", None)
     # 8 samples of 32 tokens, top-2: in a step about 256 rows of 32 values go to the other rank, 4 times.
     assert summary["stock_exposed_ms"] > 0.8 * 256 / 2 * 32 * 4 * 4 * 8 / 50e3, "the link was not waited for"
-    # Half of the gradients is sent and then half of their sum: those of embeddings and attention, 4 bytes each.
+    # Sends half of the gradients of embeddings and attention, then half of their sum, 4 bytes each.
     num_reduced = 500 * 32 + 4 * 32 * 32
     assert min(summary["stock_reduced_ms"], summary["reduced_ms"]) > num_reduced * 4 * 8 / 50e3
     assert summary["num_measured_steps"] == 6

@@ -1,4 +1,4 @@
-"""The commit that a result names is in the history, or documents quote the result with a mark."""
+"""A result's commit is in the history, or documents quote the result with a mark."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ def git(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def history() -> set[str]:
-    """All commits up to the one that is checked out."""
+    """Returns the checked-out commit and its ancestors."""
     if not (REPO / ".git").exists() or git("rev-parse", "--is-shallow-repository") == "true":
         pytest.skip("no full history of git here")
     return set(git("rev-list", "HEAD").splitlines())

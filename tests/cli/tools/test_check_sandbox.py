@@ -1,4 +1,4 @@
-"""Launch scripts that do harm by commands without a stand-in: nothing of it may have an effect."""
+"""Launch scripts with harmful commands that have no stand-in: none may have an effect."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ def state(folder: Path) -> dict[str, tuple[str, int]]:
 
 @contextmanager
 def mounted(folder: Path):
-    """A file system of its own at the folder, where this user may mount one: a bind of its parent does not hold it."""
+    """Mounts a separate file system at the folder if the user may mount: a bind of its parent does not include it."""
     folder.mkdir()
     is_mounted = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder)], capture_output=True, check=False)
     try:
@@ -73,7 +73,7 @@ def mounted(folder: Path):
 
 @contextmanager
 def listeners(folder: Path):
-    """Sockets on which this process listens: on the loopback, at a path, and with an abstract name."""
+    """Listening sockets of this process: on the loopback, at a path, and with an abstract name."""
     abstract = f"lancet-{os.getpid()}"
     with socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix, socket.socket(socket.AF_UNIX) as hidden:
         tcp.bind(("127.0.0.1", 0))
@@ -137,7 +137,7 @@ def test_python_under_a_launcher_never_trains(tmp_path, monkeypatch):
 
 @pytest.fixture
 def _without_namespaces(monkeypatch):
-    """A machine that isolates nothing."""
+    """A machine without isolation."""
     run_script = launches.run_script
 
     def run(script, arguments, defaults, isolated):
@@ -166,7 +166,7 @@ def test_script_that_cannot_be_isolated_needs_consent(tmp_path, monkeypatch, cap
     script.write_text(LAUNCH)
     if runs:
         assert launch_of_script(script, []).num_ranks == 8
-        assert "(Operation not permitted). Run it all the same? [y/N]" in capsys.readouterr().err
+        assert "(Operation not permitted). Run it anyway? [y/N]" in capsys.readouterr().err
         return
     with pytest.raises(UsageError, match="--trust-script" if answer is None else "was not run"):
         launch_of_script(script, [])

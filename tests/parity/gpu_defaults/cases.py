@@ -1,7 +1,7 @@
-"""What a run on GPUs has on and one on a CPU switches off, and the comparisons with stock in which it is on.
+"""Settings that GPU runs enable and CPU runs disable, and the comparisons with stock that enable them.
 
-``training/platform/detect.py`` switches these arguments of Megatron off, and so do the models of most tests. A unit
-test holds that each of them is here, and that each has a case or a reason why none can be.
+``training/platform/detect.py`` disables these arguments of Megatron, and so do the models of most tests. A unit test
+checks that each argument is listed here, with a case or the reason why it has none.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from tests.parity.te.recompute_and_permutation_worker import CASES as PERMUTATIO
 from tests.parity.te.variants import FUSED, TE
 
 Cut = tuple[int, dict[str, str]]
-"""Chunks, and further fields of the plan."""
+"""Number of chunks, and other fields of the plan."""
 WHOLE: Cut = (1, {})
 BATCH: Cut = (2, {})
 IN_SEQUENCE: Cut = (2, SEQUENCE)
@@ -24,18 +24,18 @@ _SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.sil
 _SHARED = {"moe_shared_expert_intermediate_size": 48}
 _ROPE = {"num_query_groups": 2, "position_embedding_type": "rope"}
 _YARN = {**MLA, "rope_type": "yarn", "v_head_dim": 8}
-"""Triton's blocks have sizes that are powers of 2."""
+"""Triton's block sizes are powers of 2."""
 _ONE_EXPERT = VARIANTS["one-expert-per-rank"]
 
 
 class Default(NamedTuple):
-    """An argument of Megatron that a CPU run sets to something else.
+    """An argument of Megatron that a CPU run changes.
 
     Attributes:
-        on: fields of the configuration that each case has at least.
-        cases: names in :data:`CASES`, or of another file.
+        on: configuration fields that each case must set.
+        cases: names in :data:`CASES`, or in another file.
         reason: why there is no case.
-        test: in place of cases, a test of what is done with the argument: file and name.
+        test: file and name of a test of the argument, if it has no cases.
     """
 
     on: dict[str, Any]
@@ -46,7 +46,7 @@ class Default(NamedTuple):
 
 MODELS: dict[str, tuple[dict[str, Any], tuple[Cut, ...]]] = {
     "persist-norm": (
-        {**_LOCAL, "num_layers": 1, "hidden_size": 1024, "persist_layer_norm": True},  # it has no smaller size
+        {**_LOCAL, "num_layers": 1, "hidden_size": 1024, "persist_layer_norm": True},  # the smallest size
         (WHOLE, BATCH, IN_SEQUENCE),
     ),
     "masked-softmax": ({**_LOCAL, "masked_softmax_fusion": True, **_ROPE}, (WHOLE, BATCH)),
@@ -85,7 +85,7 @@ FEW_TOKENS: dict[str, tuple[dict[str, Any], tuple[Cut, ...]]] = {
         (IN_SEQUENCE,),
     ),
 }
-"""By kernels that Triton's interpreter runs: it needs milliseconds for each position and head."""
+"""Cases with kernels in Triton's interpreter, which needs milliseconds per position and head."""
 
 
 def _named(
@@ -100,7 +100,7 @@ def _named(
 
 INTERPRETED = _named(FEW_TOKENS)
 CASES = {**_named(MODELS), **INTERPRETED}
-"""Overrides of the configuration, chunks, further fields of the plan."""
+"""Overrides of the configuration, number of chunks, other fields of the plan."""
 
 
 def _cases(*models: str) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ DEFAULTS: dict[str, Default] = {
     "masked_softmax_fusion": Default({"masked_softmax_fusion": True}, _cases("masked-softmax", "masked-softmax/bf16")),
     "bias_gelu_fusion": Default(
         {},
-        reason="Megatron's experts refuse it, and so do ours, which run the same function",
+        reason="Megatron's experts refuse it; ours run the same function and refuse it too",
         test="tests/unit/model/local_experts/test_expert_kernels.py::test_fused_gelu_is_refused_by_experts",
     ),
     "bias_swiglu_fusion": Default(
@@ -151,8 +151,8 @@ DEFAULTS: dict[str, Default] = {
     ),
     "distributed_backend": Default(
         {},
-        reason="NCCL needs devices; what each transport does on them is tested on the virtual GPU and in tests/gpu",
+        reason="NCCL needs devices; transports on devices are tested on the virtual GPU and in tests/gpu",
         test="tests/gpu/test_ranks.py::test_gradients_of_ranks_equal_stock",
     ),
 }
-"""By the name of Megatron's argument."""
+"""By name of Megatron's argument."""

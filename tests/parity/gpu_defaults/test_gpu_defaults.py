@@ -1,4 +1,4 @@
-"""Gradients with what a run on GPUs has on and a CPU run switches off: ours against stock, EP=2 on two ranks."""
+"""Gradients with settings that GPU runs enable and CPU runs disable: ours against stock, EP=2 on two ranks."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(620)]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Per rank: what the worker found for each case."""
+    """Per rank: the worker's result for each case."""
     worker = Path(__file__).with_name("worker.py")
     return launch.results_of(worker, 2, tmp_path_factory.mktemp("gpu_defaults"), timeout_s=600, te=True)
 

@@ -1,4 +1,4 @@
-"""Stock beside ours with what a run on GPUs has on, see ``cases.py``.
+"""Compares stock with ours under settings that GPU runs enable; see ``cases.py``.
 
 Usage: worker.py RESULT.json. Each rank writes RESULT.json.<rank>.
 """
@@ -25,11 +25,11 @@ from tests.te_cpu.dense import check_dense
 
 FEW = {"MICRO_BATCH": 2, "NUM_MICRO_BATCHES": 1, "SEQ_LENGTH": 8}
 _SOFTMAX_LENGTH = 32
-"""Megatron's fused softmax takes more than 16 keys."""
+"""Megatron's fused softmax needs more than 16 keys."""
 
 
 class FastLayerNorm(torch.autograd.Function):
-    """Apex's persistent LayerNorm, which reads by address: its C++ checks that tensors are dense."""
+    """Apex's persistent LayerNorm, which reads by address; its C++ checks that tensors are dense."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -48,7 +48,7 @@ class FastLayerNorm(torch.autograd.Function):
 
 @contextmanager
 def persistent_norms() -> Iterator[None]:
-    """Local layers have Megatron's fused norms, as where apex is."""
+    """Gives local layers Megatron's fused norms, as with apex."""
     from megatron.core.fusions import fused_layer_norm
     from megatron.core.models import backends
     from megatron.core.models.gpt import gpt_layer_specs
@@ -64,9 +64,9 @@ def persistent_norms() -> Iterator[None]:
 
 @contextmanager
 def masked_softmax() -> Iterator[None]:
-    """Megatron's fused softmax, for sequences of a length that it takes.
+    """Enables Megatron's fused softmax, with sequences of a supported length.
 
-    Fp32 passes for 16 bits where the type is looked at, so that chunks can be compared without roundings to bf16.
+    The type check accepts fp32 as 16 bits, so chunks compare without rounding to bf16.
     """
     from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 
@@ -82,15 +82,15 @@ def masked_softmax() -> Iterator[None]:
         replaced(gradients_worker, "SEQ_LENGTH", _SOFTMAX_LENGTH),
     ):
         yield
-    assert forward.called, "Megatron took its unfused softmax"
+    assert forward.called, "Megatron used its unfused softmax"
 
 
 @contextmanager
 def attention_of_a_gpu() -> Iterator[None]:
-    """Transformer Engine may take any attention, and finds a fused one."""
+    """Lets Transformer Engine choose any attention, including a fused kernel."""
     with mock.patch.dict(os.environ), fused_attention():
         for kind in ("FLASH", "FUSED", "UNFUSED"):
-            os.environ.pop(f"NVTE_{kind}_ATTN", None)  # Megatron sets them when it builds a model
+            os.environ.pop(f"NVTE_{kind}_ATTN", None)  # Megatron sets these when it builds a model
         yield
 
 

@@ -35,7 +35,7 @@ def naive_aux_loss(stack: ExitStack) -> None:
 
 
 def padding_is_counted(stack: ExitStack) -> None:
-    """Negative control: routers do not learn which tokens are padding."""
+    """Negative control: routers get no padding mask."""
     from megatron_lancet.model import transformer_block
 
     stack.enter_context(replaced(transformer_block, "padding_of", lambda *_: None))

@@ -126,13 +126,13 @@ PADDED: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     ("padding-hybrid", {**HYBRID, **_PADDED}, 3, {"over": "gate"}),
     ("padding-capacity", {**CAPACITY, **_PADDED}, 3, {"over": "experts"}),
 ]
-"""Routers that do not count some tokens, beside :data:`CUTS`."""
+"""Routers that skip padding tokens, in addition to :data:`CUTS`."""
 _PAIR = {"position_embedding_type": "rope", "rotary_pair": True}
 ROTARY_PAIRS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     ("rotary-pair-mtp", {**_PAIR, **MTP["mtp-1"]}, 3, {}),
     ("rotary-pair-recompute", {**_PAIR, **FULL}, 3, SEQUENCE),
 ]
-"""Queries and keys with rotary embeddings of their own."""
+"""Queries and keys with separate rotary embeddings."""
 
 SEQUENCE_MATTERS = (
     "two-aux-losses",

@@ -12,7 +12,7 @@ from tests.draws import factor
 from tests.parity.mocked.random_configs_worker import TOLERANCE
 from tests.ranks import launch
 
-# Hypothesis's mark: make test-nightly picks it, though the worker draws.
+# Hypothesis's mark makes make test-nightly select the test, although the worker draws.
 pytestmark = [pytest.mark.hypothesis, pytest.mark.timeout(420 * factor())]
 
 WORKER = Path(__file__).with_name("random_configs_worker.py")

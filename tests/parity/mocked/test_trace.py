@@ -72,9 +72,9 @@ def test_spans_of_the_computing_thread_do_not_overlap(found):
 
 
 def test_spans_cover_the_step_but_for_batches_and_losses(found, name):
-    """Each op begins where what was before it ended, but for the first behind a new batch, or a loss.
+    """Each op starts at the end of the previous op, except the first op after a new batch or a loss.
 
-    No share of the step: how long the batch and the loss take is up to the machine.
+    The test checks no share of the step: the times of batch and loss depend on the machine.
     """
     own = spans_in(found, "compute", "wait")
     assert own[0]["name"] == "F.embedding"
@@ -86,7 +86,7 @@ def test_spans_cover_the_step_but_for_batches_and_losses(found, name):
         for before, after in itertools.pairwise(own)
         if after["start_ms"] - before["end_ms"] > 1e-9
     ]
-    # The thread of a forward that has no backward beside it hands over to itself.
+    # The thread of a forward without a concurrent backward hands over to itself.
     hands_over = plan_of(name).is_paired
     assert [
         (before, after)

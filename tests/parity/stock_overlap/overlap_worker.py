@@ -1,7 +1,7 @@
-"""Runs of stock modules: each as ``pretrain_gpt_moe.py`` starts it, and as Megatron's own script does, without ours.
+"""Runs stock modules as ``pretrain_gpt_moe.py`` starts them, and as Megatron's own script does without our code.
 
 Usage: overlap_worker.py RESULT.json RUNS.json. RUNS.json has for each name: ``ours`` or ``stock``, a command line, and
-whether the run ends before it uses the GPU that it asks for. All runs share one process and its default process group.
+whether the run ends before it uses the GPU its flags need. All runs share one process and its default process group.
 Each rank writes RESULT.json.<rank>.
 """
 
@@ -25,7 +25,7 @@ from tests.ranks.worker import finish, run_on_cpu_with_te
 
 
 def datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
-    """Megatron's data sets, on every rank."""
+    """Builds Megatron's data sets, on every rank."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.training import get_args, get_tokenizer
@@ -47,7 +47,7 @@ def datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
     return BlendedMegatronDatasetBuilder(GPTDataset, num_samples, lambda: True, config).build()
 
 
-setattr(datasets, "is_distributed", True)  # noqa: B010 - mypy knows no attributes of functions
+setattr(datasets, "is_distributed", True)  # noqa: B010 - mypy rejects attributes of functions
 
 
 def loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -57,7 +57,7 @@ def loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
-    """What Megatron's loop expects of a script, as its own keeps to it."""
+    """Forward step with the interface of Megatron's own script."""
     sample = next(iterator)
     inputs = [sample["tokens"], sample["position_ids"], sample.get("attention_mask")]
     run = model.build_schedule_plan if return_schedule_plan else model
@@ -65,7 +65,7 @@ def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) 
 
 
 def as_stock() -> None:
-    """What Megatron's script does between its imports and its end, for the arguments in ``sys.argv``."""
+    """Runs the main part of Megatron's script with the arguments in ``sys.argv``."""
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
@@ -91,7 +91,7 @@ def as_ours() -> None:
 
 @contextmanager
 def anew() -> Iterator[None]:
-    """Megatron's global state is as in a new process, but for the default process group, which stays."""
+    """Gives Megatron the global state of a new process, but keeps the default process group."""
     from megatron.core.pipeline_parallel import utils
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.training import training
@@ -109,7 +109,7 @@ def anew() -> Iterator[None]:
 
 @contextmanager
 def gpu_flags_kept() -> Iterator[None]:
-    """The CPU's settings refuse no CUDA graphs: Megatron captures them only after steps of warm-up."""
+    """Lets CPU settings accept CUDA graphs: Megatron captures them only after warm-up steps."""
     from megatron_lancet.training import job
     from megatron_lancet.training.platform import detect
 
@@ -123,7 +123,7 @@ def gpu_flags_kept() -> Iterator[None]:
 
 
 def outcome(run: Callable[[], None], command: list[str], only_warms_up: bool) -> dict[str, Any]:
-    """What a run did, or why it was refused.
+    """Executes a run and returns its outcome.
 
     Returns:
         Losses, packages of the model's classes and the number of Megatron's schedules, or the refusal.
@@ -148,7 +148,7 @@ def outcome(run: Callable[[], None], command: list[str], only_warms_up: bool) ->
         try:
             run()
         except UsageError as refusal:
-            assert not losses, "refused after it had begun"
+            assert not losses, "refused after its start"
             return {"refused": str(refusal)}
     packages = sorted({name.partition(".")[0] for name in classes})
     return {"losses": losses, "packages": packages, "num_schedules": len(schedules)}
@@ -162,7 +162,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     with around(job.dist, "destroy_process_group", lambda stock, group=None: group and stock(group)):
         for name, (entry, command, only_warms_up) in runs.items():
-            # Megatron asks for it with tensor parallelism, and must not find it with FSDP.
+            # Megatron requires 1 with tensor parallelism and forbids it with FSDP.
             os.environ[CONNECTIONS] = "1" if "--tensor-model-parallel-size" in command else "32"
             run = as_ours if entry == "ours" else as_stock
             results[name] = outcome(run, command, only_warms_up)

@@ -1,7 +1,7 @@
-"""Runs of stock modules with Megatron's own overlap, and which of Megatron's flags each of them is for.
+"""Runs of stock modules with Megatron's own overlap, and the Megatron flags that each run covers.
 
-``FLAGS`` has each flag of Megatron's parser that is about overlap, and ``REASONS`` each flag for which a run keeps
-stock modules. Each names the rows that set it, or says why no row can: ``tests/unit/training/plan/test_own_overlap``
+``FLAGS`` lists the overlap flags of Megatron's parser, and ``REASONS`` the flags for which a run keeps stock modules.
+Each flag has the row that sets it, or the reason why no row can. ``tests/unit/training/plan/test_own_overlap``
 compares both with the parser and the program's table.
 """
 
@@ -21,20 +21,19 @@ PIECES = "--no-tp-comm-overlap-ag --no-tp-comm-overlap-rs --tp-comm-overlap-rs-d
 HOOKS = "--save-activations-interval 5 --save-dgrads-interval 5 --save-tokens-per-expert-interval 5"
 FSDP = "--use-megatron-fsdp --megatron-fsdp-enable-fine-grained-param-gather"
 FOLDER = "FOLDER"
-"""Stands for a folder of the test among a row's flags."""
+"""Placeholder for a folder of the test in a row's flags."""
 BINS = "--lancet-bins balanced --calculate-per-token-loss"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A run of two steps, compared to the bit with a reference.
+    """A run of two steps that must equal a reference bitwise.
 
     Attributes:
-        flags: beside those of all rows; without ``--lancet-plan``.
+        flags: flags in addition to the common flags of all rows; without ``--lancet-plan``.
         num_ranks: 2 or 4.
         is_off: whether ``--lancet-plan off`` selects stock modules; otherwise the flags do, and the plan is ``auto``.
-        without: flags that the reference lacks: it is this run without them. None: the reference is Megatron's own
-            script.
+        without: the reference is this run without these flags. None: the reference is Megatron's own script.
         only_warms_up: the run ends before it uses the GPU that one of its flags needs.
     """
 
@@ -46,14 +45,14 @@ class Row:
 
     @property
     def num_schedules(self) -> int:
-        """Of each rank: one for each micro-batch, step and virtual stage. None without Megatron's own pairing."""
+        """Schedules per rank: one per micro-batch, step and virtual stage. 0 without Megatron's own pairing."""
         stages = 2 if "--num-virtual-stages-per-pipeline-rank" in self.flags else 1
         return 2 * 4 * stages if OWN in self.flags else 0
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A run that ends in one line before it builds a model."""
+    """A run that ends with a one-line error before it builds a model."""
 
     flags: str
     message: str
@@ -63,7 +62,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class NoRow:
-    """Why no run sets a flag."""
+    """The reason why no run sets a flag."""
 
     why: str
 
@@ -92,7 +91,7 @@ ROWS = {
     ),
     "embedding's dW": Row(f"{PP2} --defer-embedding-wgrad-compute --wgrad-deferral-limit 2"),
     "userbuffers": Row(f"{TP2} {BULK} {PIECES}"),
-    # Reasons for which a run of --lancet-plan auto keeps stock modules, with Megatron's own pairing.
+    # Runs of --lancet-plan auto that keep stock modules for a reason, with Megatron's own pairing.
     "reason: layers": Row(
         f"{EP2} {OWN} --spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_with_transformer_engine_spec",
         is_off=False,
@@ -184,9 +183,9 @@ FLAGS: dict[str, str | NoRow] = {
     "--no-overlap-p2p-communication": "pipeline without",
     "--defer-embedding-wgrad-compute": "embedding's dW",
     "--wgrad-deferral-limit": "embedding's dW",
-    # A CPU run switches userbuffers off: what is compared is that.
+    # A CPU run disables userbuffers; this row tests that.
     **dict.fromkeys(("--tp-comm-overlap", *BULK.split(), *PIECES.split()), "userbuffers"),
-    "--tp-comm-overlap-cfg": NoRow("sizes of userbuffers, which are CUDA's"),
+    "--tp-comm-overlap-cfg": NoRow("sizes of userbuffers, which need CUDA"),
     "--cuda-graph-modules": "reason: CUDA graphs",
     "--overlap-cpu-optimizer-d2h-h2d": "optimizer",
     "--use-nccl-ub": "NCCL's userbuffers",
@@ -195,10 +194,10 @@ FLAGS: dict[str, str | NoRow] = {
     "--high-priority-stream-groups": NoRow("priorities of NCCL's streams"),
     "--inference-dynamic-batching-async-sched-mode": NoRow("inference"),
 }
-"""Row of ``ROWS``, or of ``REFUSED`` where there is none, that sets the flag."""
+"""The row of ``ROWS``, or else of ``REFUSED``, that sets the flag."""
 
 _OTHER_LAYERS = NoRow("its kernels need a GPU")
-_FUSED = NoRow("Megatron runs it in MXFP8 and NVFP4 only, by the op fuser's kernels")
+_FUSED = NoRow("Megatron runs it only in MXFP8 and NVFP4, with the op fuser's kernels")
 REASONS: dict[str, str | NoRow] = {
     "--spec": "reason: layers",
     **dict.fromkeys(
@@ -222,9 +221,9 @@ REASONS: dict[str, str | NoRow] = {
     "--external-cuda-graph": "oldest name of graphs",
     "--use-megatron-fsdp": "FSDP",
     "--use-torch-fsdp2": "torch's FSDP",
-    "--tp-comm-overlap": NoRow("a CPU run switches it off, and has a plan then"),
-    "--use-te-activation-func": NoRow("a CPU run switches it off, and has a plan then"),
-    "--transformer-impl": NoRow("a CPU run takes local layers in place of inference_optimized, and has a plan then"),
+    "--tp-comm-overlap": NoRow("a CPU run disables it and then has a plan"),
+    "--use-te-activation-func": NoRow("a CPU run disables it and then has a plan"),
+    "--transformer-impl": NoRow("a CPU run uses local layers instead of inference_optimized and then has a plan"),
     "--cpu-offloading-num-layers": "offloading",
     "--fine-grained-activation-offloading": NoRow("it sets the affinity of a GPU's host threads"),
     "--init-model-with-meta-device": "empty weights",
@@ -242,16 +241,16 @@ REASONS: dict[str, str | NoRow] = {
     "--batch-invariant-mode": "batch invariance",
     "--moe-use-upcycling": "upcycling",
     "--hybrid-layer-pattern": "other layers",
-    "--use-transformer-engine-op-fuser": NoRow("Megatron asserts that its kernels are there: GPUs of capability 10"),
+    "--use-transformer-engine-op-fuser": NoRow("Megatron requires its kernels: GPUs of capability 10"),
     "--fused-residual-rmsnorm": NoRow("its kernel has no stand-in on a CPU"),
     "--tensor-parallel-num-weight-shards": NoRow("its gathers are NCCL's"),
     "--expert-tensor-parallel-num-weight-shards": NoRow("its gathers are NCCL's"),
     "--te-precision-config-file": NoRow("it needs the package pyyaml"),
-    "--fake-process-group": NoRow("no rank would get another's rows"),
+    "--fake-process-group": NoRow("no rank would receive another rank's rows"),
     "--lazy-mpu-init": NoRow("leaves Megatron without process groups"),
-    "--dataloader-inter-document-masking": NoRow("with context parallelism stock modules are refused, too"),
+    "--dataloader-inter-document-masking": NoRow("with context parallelism, stock modules are also refused"),
     "--heterogeneous-layers-config-path": _OTHER_LAYERS,
     "--heterogeneous-layers-config-encoded-json": _OTHER_LAYERS,
     "--experimental-attention-variant": _OTHER_LAYERS,
 }
-"""As ``FLAGS``, for each flag of the program's table of what the overlapping block does not support."""
+"""Same as ``FLAGS``, for the flags in the program's table of settings that the overlapping block does not support."""

@@ -1,4 +1,4 @@
-"""Stock modules with Megatron's own overlap train as Megatron's own script does, or the run is refused in one line."""
+"""Stock modules with Megatron's own overlap train like Megatron's own script, or fail with a one-line error."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.ranks.pretraining import SHORT_RUN, TINY_MODEL
 pytestmark = pytest.mark.distributed
 
 WORKER = Path(__file__).with_name("overlap_worker.py")
-# Megatron's own pairing needs layers of Transformer Engine in bf16; a step has four micro-batches.
+# Megatron's own pairing needs Transformer Engine layers in bf16; a step has four micro-batches.
 SETTINGS = (
     "--transformer-impl transformer_engine --moe-grouped-gemm --disable-bias-linear --normalization RMSNorm --swiglu "
     "--position-embedding-type rope --bf16 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2 "
@@ -24,7 +24,7 @@ MEGATRONS = [*TINY_MODEL, *SHORT_RUN[: SHORT_RUN.index(OURS[0])], *SETTINGS]
 
 
 def runs_of(name: str, row: Row | Refused, data: Path) -> dict[str, tuple[str, list[str], bool]]:
-    """The run of a row and its reference, as the worker takes them."""
+    """Returns a row's run and its reference, in the worker's format."""
     command = [*map(str, MEGATRONS), "--data-path", str(data), *row.flags.replace(FOLDER, str(data.parent)).split()]
     ours = [*OURS, *(["--lancet-plan", "off"] if row.is_off else [])]
     if isinstance(row, Refused):
@@ -38,7 +38,7 @@ def runs_of(name: str, row: Row | Refused, data: Path) -> dict[str, tuple[str, l
 
 @pytest.fixture(scope="module")
 def results(token_data, tmp_path_factory) -> dict[str, Any]:
-    """What the last rank recorded of each run: it knows the losses also with pipeline stages."""
+    """Each run's results on the last rank, which has the losses even with pipeline stages."""
     found: dict[str, Any] = {}
     for num_ranks in (2, 4):
         folder = tmp_path_factory.mktemp(f"ranks{num_ranks}")
@@ -60,7 +60,7 @@ def test_stock_modules_with_megatrons_own_overlap_train_as_their_reference(resul
 
 
 def test_losses_of_rows_differ_where_their_data_or_models_do(results):
-    """The comparison would see another model: these rows differ from each other."""
+    """Negative control: these rows differ from each other, so the comparison detects a different model."""
     names = ["pairs", "pairs, early release", "pairs of documents", "pairs of bins", "reason: experts", "userbuffers"]
     assert len({json.dumps(results[name]["losses"]) for name in names}) == len(names)
 

@@ -80,7 +80,7 @@ _SEQUENCE = {"k=2 sequence": plan_of(2, dim="sequence")}
 MTP: dict[str, Any] = {"mtp_num_layers": 1}
 _NO_CACHE: dict[str, Any] = {"disable_parameter_transpose_cache": True}
 _ONE_EXPERT: dict[str, Any] = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
-"""On each rank: received rows are those of one expert, and nothing sorts them."""
+"""One expert per rank: all received rows are its rows, and nothing sorts them."""
 _IN_FP32 = _fp8("delayed", bf16=False, fp8_amax_history_len=3, fp8_amax_compute_algo="max")
 RECIPES = {
     "delayed": Recipe(_fp8("delayed"), _WHOLE | _WHOLE_DEDUP | _TWO | _FOUR),

@@ -16,7 +16,7 @@ WHOLE, WHOLE_DEDUP = "k=1", "k=1 dedup"
 NUM_WEIGHTS = 18
 """Three layers of two linears in attention and two in each of a rank's two experts."""
 OTHER_NUM_WEIGHTS = {
-    "one-expert": NUM_WEIGHTS * 2 // 3,  # two linears less in each layer
+    "one-expert": NUM_WEIGHTS * 2 // 3,  # two linears fewer in each layer
     "first-last-bf16": NUM_WEIGHTS // 3,  # one layer
     "fp8-weights": 0,
     "mtp": NUM_WEIGHTS + 6 + 1,  # a layer and a projection more

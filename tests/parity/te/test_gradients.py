@@ -67,7 +67,7 @@ def test_te_gradients_of_paired_plans_equal_stock(results, case, check_gradients
 def test_te_gradients_of_chunks_in_rounds_equal_stock(results, case, check_gradients):
     """With fp8, scales see the rows of all rounds; a weight's gradient is a sum over rounds, each rounded to bf16.
 
-    A GEMM over the rows of a round may sum in another order than one over all rows: that depends on the processor.
+    On some processors, a GEMM over the rows of a round sums in a different order than a GEMM over all rows.
     """
     first, second = results
     assert first[case]["collectives"] == second[case]["collectives"]

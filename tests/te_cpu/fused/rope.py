@@ -9,15 +9,15 @@ from tests.te_cpu.enums import NVTE_QKV_Format
 def _rotated(
     tensor: torch.Tensor, freqs: torch.Tensor, form: int, interleaved: bool, cp_size: int, backward: bool
 ) -> torch.Tensor:
-    """The first channels of each head turned by the frequencies of its position, or turned back; others as they are."""
+    """Rotates the first channels of each head by its position's frequencies, or back; keeps the other channels."""
     name = NVTE_QKV_Format(int(form)).name
     if name not in ("NVTE_SBHD", "NVTE_BSHD") or cp_size > 1:
         raise NotImplementedError(f"fused RoPE of {name} tensors on {cp_size} ranks has no stand-in on a CPU")
     assert freqs.dim() == 4
-    assert freqs.shape[1:3] == (1, 1), "positions are the same in all samples"
+    assert freqs.shape[1:3] == (1, 1), "all samples must have the same positions"
     assert freqs.dtype is torch.float32
     dim = 0 if name == "NVTE_SBHD" else 1
-    assert tensor.size(dim) <= freqs.size(0), "there are frequencies for every position"
+    assert tensor.size(dim) <= freqs.size(0), "every position needs frequencies"
     angles = freqs[: tensor.size(dim)]
     angles = angles if dim == 0 else angles.transpose(0, 1)
     channels = freqs.size(3)
@@ -28,7 +28,7 @@ def _rotated(
 
 
 def _quarter(values: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Pairs of channels turned by 90 degrees; turned back it is the negative of this."""
+    """Rotates pairs of channels by 90 degrees; the inverse rotation is the negative."""
     if interleaved:
         return torch.stack([-values[..., 1::2], values[..., ::2]], dim=-1).flatten(-2)
     first, second = values.chunk(2, dim=-1)
@@ -46,7 +46,7 @@ def fused_rope_forward(
     cp_size: int,
     cp_rank: int,
 ) -> torch.Tensor:
-    """Heads [s, b, h, d] or [b, s, h, d] at the positions of the frequencies [s or more, 1, 1, d or less]."""
+    """Rotates heads [s, b, h, d] or [b, s, h, d] by the frequencies [s or more, 1, 1, d or less]."""
     assert start_positions is None
     return _rotated(input, freqs, qkv_format, interleaved, cp_size, backward=False)
 
@@ -62,6 +62,6 @@ def fused_rope_backward(
     cp_size: int,
     cp_rank: int,
 ) -> torch.Tensor:
-    """The gradient of the input."""
+    """Returns the gradient of the input."""
     assert start_positions is None
     return _rotated(output_grads, freqs, qkv_format, interleaved, cp_size, backward=True)

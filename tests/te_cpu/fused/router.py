@@ -1,4 +1,4 @@
-"""The fused router: ``csrc/extensions/router.cpp``. What goes to the backward pass is the logits in fp32."""
+"""The fused router: ``csrc/extensions/router.cpp``. It saves the logits in fp32 for backward."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ def _scores(logits: torch.Tensor, score_function: str) -> torch.Tensor:
 
 
 def _chosen(scores: torch.Tensor, topk: int) -> torch.Tensor:
-    """True for each token's experts, [tokens, experts]."""
+    """Returns True for each token's experts, [tokens, experts]."""
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(topk, dim=-1).indices, value=True)
 
 
@@ -70,7 +70,7 @@ def fused_topk_with_score_function_fwd(
     routing_map_format: int = 0,
     topk_indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Probabilities of each token's experts, 0 for others; the choice; and what the backward pass needs."""
+    """Returns probabilities, 0 outside of the choice; the choice; and the values for backward."""
     _refuse(groups=group_topk, bitmaps=routing_map_format, indices=topk_indices is not None)
     values = logits.float()
     scores = _scores(values, score_function)
@@ -105,7 +105,7 @@ def fused_topk_with_score_function_bwd(
 def fused_score_for_moe_aux_loss_fwd(
     logits: torch.Tensor, topk: int, score_function: str, routing_map_format: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores of all experts in fp32, the choice without a bias, and what the backward pass needs."""
+    """Returns scores of all experts in fp32, the choice without a bias, and the values for backward."""
     _refuse(bitmaps=routing_map_format)
     values = logits.float()
     scores = _normed_scores(values, score_function)
@@ -135,7 +135,7 @@ def fused_moe_aux_loss_fwd(
     topk: int,
     coeff: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The balancing loss of scores [rows, columns], and its coefficient."""
+    """Returns the balancing loss of scores [rows, columns], and its coefficient."""
     factor = torch.tensor([num_experts * coeff / (topk * total_num_tokens**2), 0.0])
     return (factor[0] * (probs.float().sum(dim=0) * tokens_per_expert).sum()).to(probs.dtype), factor
 
@@ -151,7 +151,7 @@ def fused_moe_aux_loss_fwd_graph_safe(
     topk: int,
     coeff: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with a number of tokens that lies in a tensor."""
+    """Same, with the number of tokens in a tensor."""
     assert total_num_tokens.dtype is torch.int64
     sizes = num_experts, num_rows, num_cols, topk, coeff
     result: tuple[torch.Tensor, torch.Tensor] = fused_moe_aux_loss_fwd(
@@ -168,6 +168,6 @@ def fused_moe_aux_loss_bwd(
     num_cols: int,
     grad_aux_loss: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of the scores."""
+    """Returns the gradient of the scores."""
     of_column = Const_buf[0] * tokens_per_expert * grad_aux_loss.float()
     return of_column.to(grad_aux_loss.dtype).expand(num_rows, num_cols).contiguous()

@@ -92,7 +92,7 @@ def test_loss_difference_is_the_largest_of_all_steps_also_of_warm_up(comparison)
 
 
 def of_demo(comparison: Comparison, **changes: Any) -> dict[str, Any]:
-    """What the claim is made of."""
+    """Returns the claim's input."""
     rest = {"link": "namespaces, 50 Mbit/s", "wanted_share": 0.45, "attention": "DotProductAttention"}
     return {**comparison.summary(), **rest, "plan": "chunks=2 dim=batch range=stack", **changes}
 
@@ -231,7 +231,7 @@ def test_paced_transport_hands_messages_on_in_their_order_and_raises_what_they_r
 
 
 def buckets(num_ranks: int, is_sharded: bool = False) -> Any:
-    """A group of two buckets, of 40 and 60 floats."""
+    """Returns a group of two buckets of 40 and 60 floats."""
     group = SimpleNamespace(size=lambda: num_ranks)
     found = object.__new__(_ParamAndGradBucketGroup)
     found.ddp_config = SimpleNamespace(use_distributed_optimizer=is_sharded)
@@ -247,7 +247,7 @@ def test_reduction_sends_each_part_once_around_the_ring_and_its_sum_again():
 
 
 class Wire:
-    """A paced link that notes what it gets. A message has passed it when the reduction is waited for."""
+    """A paced link that records its messages. A message has been sent once the reduction is waited for."""
 
     def __init__(self) -> None:
         self.sent: list[int] = []
@@ -292,7 +292,7 @@ def test_reductions_pass_the_paced_link_once_and_are_waited_for(overlaps):
 
 
 def test_megatrons_groups_are_made_on_the_link(monkeypatch):
-    """In namespaces the kernel caps it; the variable names the interface of groups that are made meanwhile."""
+    """In namespaces the kernel caps the link; the variable sets the interface of new groups."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "free")
     seen = []
 

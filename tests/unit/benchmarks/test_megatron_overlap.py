@@ -1,4 +1,4 @@
-"""Megatron's streams as threads: what runs where, in which order, beside what, and which waits count as exposed."""
+"""Megatron's streams as threads: thread, order and overlap of each node, and which waits count as exposed."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ MAIN, COMPUTE, COMMUNICATION = "MainThread", "megatron-compute_0", "megatron-com
 
 
 class Clock:
-    """Stands for the module ``time``. It moves when it is told to."""
+    """Replaces the module ``time``. Tests advance it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -29,7 +29,7 @@ class Clock:
 
 
 class Stats(ThreadedStats):
-    """Says when compute has begun to wait."""
+    """Signals that compute has started to wait."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -43,7 +43,7 @@ class Stats(ThreadedStats):
 
 
 class Schedule:
-    """Nodes of a schedule that note what ran on which thread."""
+    """Schedule whose nodes record their threads."""
 
     def __init__(self) -> None:
         self.stats = Stats()
@@ -65,12 +65,12 @@ class Schedule:
         return pipeline_utils.ScheduleNode(forward, stream, torch.cuda.Event(), name=name)
 
     def waits_for_the_link(self) -> None:
-        """What a dispatch does that is on its way for a second."""
+        """Acts as a dispatch that takes a second."""
         with self.stats.waiting("exposed_ms"):
             self.clock.now_s += 1
 
     def run(self, enqueue: Callable[[], Any]) -> Any:
-        """What Megatron gets of a plan whose ``run`` calls ``enqueue``."""
+        """Returns the result of a plan whose ``run`` calls ``enqueue``."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(TransformerModelChunkSchedulePlan, "run", staticmethod(enqueue))
             with StreamThreads(self.stats).stand_for_streams():
@@ -96,7 +96,7 @@ def test_nodes_run_on_the_thread_of_their_stream_and_wait_for_what_they_take(sch
 
 
 def test_a_dispatch_starts_beside_compute_that_was_enqueued_in_front_of_it(schedule):
-    """Megatron enqueues a forward dispatch behind the experts' backward, whose result it does not take."""
+    """Megatron enqueues a forward dispatch after the experts' backward, which is not its input."""
     started = threading.Event()
     found: list[bool] = []
 

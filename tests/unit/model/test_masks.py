@@ -1,4 +1,4 @@
-"""What attention masks may say, and that one of them is looked at, once."""
+"""Supported attention masks; a mask is checked once."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ AFTER_ATTENTION = fixed_plan(2, DwPolicy.NONE, ChunkDim.SEQUENCE, OverlapRange.G
 TOKENS = torch.zeros(2, SEQ_LENGTH, dtype=torch.long)
 CAUSAL = ~torch.ones(SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).tril()[None, None]
 UNREADABLE = CAUSAL.to("meta")
-"""A tensor whose values nobody can look at."""
+"""A tensor without readable values."""
 
 
 def prepared(plan, sdpa=False, mask_type=None, **settings):
@@ -46,22 +46,22 @@ def changed(sample: int, query: int, key: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("mask", "found"),
     [
-        (changed(1, 5, 2), "forbids position 5 of sample 1 to see position 2"),
-        (changed(0, 5, 9), "allows position 5 of sample 0 to see position 9"),
-        (torch.zeros_like(CAUSAL), "allows position 0 of sample 0 to see position 1"),
-        (CAUSAL.float(), r"is torch\.float32 \[1, 1, 16, 16\] and not torch\.bool"),
-        (torch.zeros(2, 1, 1, SEQ_LENGTH, dtype=torch.bool), r"is torch\.bool \[2, 1, 1, 16\] and not"),
+        (changed(1, 5, 2), "forbids position 5 of sample 1 to attend to position 2"),
+        (changed(0, 5, 9), "allows position 5 of sample 0 to attend to position 9"),
+        (torch.zeros_like(CAUSAL), "allows position 0 of sample 0 to attend to position 1"),
+        (CAUSAL.float(), r"is torch\.float32 \[1, 1, 16, 16\], not torch\.bool"),
+        (torch.zeros(2, 1, 1, SEQ_LENGTH, dtype=torch.bool), r"is torch\.bool \[2, 1, 1, 16\], not"),
     ],
     ids=["document", "later", "bidirectional", "float", "padding"],
 )
 def test_a_mask_that_sequence_chunks_would_ignore_is_refused_by_the_model(one_rank, mask, found):
-    message = rf"^sequence chunks see all earlier .* {found}.*Pass the causal mask or None, .* --lancet-chunk-dim batch"
+    message = rf"^sequence chunks attend to all .* {found}.*Pass the causal mask or None, .* --lancet-chunk-dim batch"
     with pytest.raises(UsageError, match=message), replaced(masks, "_PIECE", 100):
         prepared(SEQUENCE)(TOKENS, TOKENS, mask)
 
 
 def test_predictions_refuse_it_as_well(one_rank):
-    """They may be the only layers of a stage."""
+    """Prediction layers may be the only layers of a stage."""
     model = prepared(SEQUENCE, mtp_num_layers=1)
     hidden = torch.zeros(SEQ_LENGTH, 2, model.config.hidden_size)
     prediction = model.mtp.layers[0]
@@ -89,7 +89,7 @@ def test_a_mask_that_attention_reads_is_not_looked_at(one_rank, plan, sdpa):
 
 
 @pytest.mark.parametrize(
-    ("mask", "found"), [(changed(0, 7, 1), None), (changed(1, 7, 12), "position 7 of sample 1 to see position 12")]
+    ("mask", "found"), [(changed(0, 7, 1), None), (changed(1, 7, 12), "7 of sample 1 to attend to position 12")]
 )
 def test_slices_of_a_context_parallel_rank_see_no_later_position(one_rank, monkeypatch, mask, found):
     own = [(4, 8), (8, 12)]
@@ -105,7 +105,7 @@ def test_slices_of_a_context_parallel_rank_see_no_later_position(one_rank, monke
     if found is None:
         assert look_at_rows() == {masks.MaskLimit.NO_LATER}
     else:
-        with pytest.raises(UsageError, match=rf"with --context-parallel-size see no later .* {found}"):
+        with pytest.raises(UsageError, match=rf"with --context-parallel-size attend to no later .* {found}"):
             look_at_rows()
 
 
@@ -116,9 +116,9 @@ def test_attention_of_another_mask_type_is_refused_where_the_kernel_is_causal(on
     from megatron_lancet.model.gpt import set_plan
 
     for mask_type in (AttnMaskType.no_mask, AttnMaskType.padding, AttnMaskType.padding_causal):
-        with pytest.raises(UsageError, match=rf"the model spec built layer 2's with {mask_type.name}\. Set"):
+        with pytest.raises(UsageError, match=rf"model spec builds layer 2 with AttnMaskType\.{mask_type.name}\. Set"):
             prepared(plan, sdpa, mask_type)
     model = prepared(BATCH, False, AttnMaskType.no_mask)
-    with pytest.raises(UsageError, match="layer 2's with no_mask"):
+    with pytest.raises(UsageError, match=r"layer 2 with AttnMaskType\.no_mask"):
         set_plan(model, replace(SEQUENCE, dw_window=0))
     assert [one.segment for one in model.decoder.segments] == list(BATCH.segments)

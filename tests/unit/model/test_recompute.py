@@ -192,7 +192,7 @@ def test_outputs_are_dropped_in_stock_on_request_only():
 
 
 class GraphSafeTracker:
-    """Megatron's tracker of random states where these are generators, as with ``--te-rng-tracker``."""
+    """Megatron's tracker with generators as random states, as with ``--te-rng-tracker``."""
 
     def __init__(self) -> None:
         self.states_ = {"model-parallel-rng": torch.Generator().manual_seed(5)}

@@ -1,4 +1,4 @@
-"""Rotary embeddings of multi-latent attention are those of a chunk's positions, by either method that it calls."""
+"""Rotary embeddings of multi-latent attention match the chunk's positions, with both of its methods."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ import torch
 from megatron_lancet.training.platform.cpu import cpu_platform
 
 LONGEST = 24
-"""Positions; the embedding is made for fewer, so that the fused kernel's tables are made again."""
+"""Number of positions; the embedding is built for fewer, so the fused kernel's tables are rebuilt."""
 CHANNELS = 8
 
 
@@ -27,7 +27,7 @@ def yarn():
 
 
 def positioned(rotary):
-    """The embedding as a plan with sequence chunks has it."""
+    """Returns the embedding as in a plan with sequence chunks."""
     from megatron_lancet.model.attention import switchable
 
     names = {"YarnRotaryEmbedding": "_PositionedYarnRotary", "RotaryEmbedding": "_PositionedRotary"}
@@ -36,7 +36,7 @@ def positioned(rotary):
 
 
 def chunks(*sizes: int):
-    """Sequence chunks that follow each other, and their sizes."""
+    """Returns consecutive sequence chunks with their sizes."""
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [(SimpleNamespace(start=start, documents=None), size) for start, size in zip(starts, sizes, strict=True)]
 
@@ -47,7 +47,7 @@ def test_fused_cosines_and_sines_are_those_of_the_chunks_positions(platform, siz
     embedding, scale = yarn()(LONGEST)
     cosines, sines = ((turned * scale).to(dtype) for turned in (embedding.cos(), embedding.sin()))
     rotary = positioned(yarn())
-    for _ in range(2):  # layers, or micro-batches: what a longer chunk has left behind must not move a shorter one
+    for _ in range(2):  # layers or micro-batches: the cache of a longer chunk must not shift a shorter chunk
         for chunk, size in chunks(*sizes):
             rotary.chunk = chunk
             found = rotary.get_cached_cos_sin(size, dtype=dtype, packed_seq=False)
@@ -70,4 +70,4 @@ def test_unfused_embedding_without_yarn_is_that_of_the_chunks_positions(platform
     for chunk, size in chunks(3, 14, 7) * 2:
         rotary.chunk = chunk
         assert rotary(size).equal(embedding[chunk.start : chunk.start + size])
-    assert not hasattr(rotary, "get_cached_cos_sin"), "a fused kernel could take it, and needs positions, too"
+    assert not hasattr(rotary, "get_cached_cos_sin"), "a fused kernel could use it, and would also need positions"

@@ -1,4 +1,4 @@
-"""The stand-ins check what their C++ takes for granted: which tensors it reads by address alone."""
+"""The stand-ins check that tensors are dense where their C++ reads by address alone."""
 
 import functools
 import inspect
@@ -17,9 +17,9 @@ ELSEWHERE = {
     "rng_gen": "a generator",
     "fused_attn_params": "sizes",
 }
-"""Parameters that are no tensors of values."""
+"""Parameters that are not value tensors."""
 BY_LAYOUT = {"fused_attn_fwd": {"Q", "K", "V"}, "fused_attn_bwd": {"Q", "K", "V"}}
-"""Parts of one tensor lie as the layout says; the functions check the others themselves."""
+"""The layout gives the strides of parts of one tensor; the functions check other tensors."""
 _NAMES = {"fused_attn_fwd": {"cu_seqlens_q_padded", "cu_seqlens_kv_padded", "page_table_k", "page_table_v"}}
 UNUSED = {**_NAMES, "fused_attn_bwd": {"cu_seqlens_q_padded", "cu_seqlens_kv_padded"}}
 """Parameters that the stand-in does not read."""
@@ -27,7 +27,7 @@ UNUSED = {**_NAMES, "fused_attn_bwd": {"cu_seqlens_q_padded", "cu_seqlens_kv_pad
 
 @functools.cache
 def sources() -> str:
-    """The C++ of the functions that Python calls."""
+    """Returns the C++ of the functions that Python calls."""
     (archive,) = (te_cpu.SITE / "sdist").glob("transformer_engine_torch-*.tar.gz")
     with tarfile.open(archive) as files:
         names = [name for name in files.getnames() if re.search(r"/csrc/extensions/.*\.cpp$", name)]
@@ -35,7 +35,7 @@ def sources() -> str:
 
 
 def definition(function: str) -> tuple[list[str], str] | None:
-    """Parameters and body of a function, as they stand in the C++."""
+    """Returns the parameters and body of a C++ function."""
     for found in re.finditer(rf"^[\w:<>, ]+\s\*?{function}\(", sources(), re.MULTILINE):
         end = closing(sources(), found.end() - 1, "()")
         begin = sources().index("{", end)
@@ -60,7 +60,7 @@ def closing(text: str, start: int, pair: str) -> int:
 
 
 def read_by_address(function: str) -> set[int] | None:
-    """Places of the tensors that C++ neither makes dense nor knows strides of; None where there is no such function."""
+    """Returns positions of tensors without ``contiguous`` or strides in C++; None if there is no such function."""
     found = definition(function)
     if found is None:
         return None
@@ -91,14 +91,14 @@ def test_te_stand_in_checks_each_tensor_that_its_kernel_reads_by_address(name):
     parameters = list(inspect.signature(function).parameters)
     needed = {parameters[place] for place in places} - ELSEWHERE.keys()
     checked = set(getattr(function, "dense_parameters", ())) | BY_LAYOUT.get(name, set()) | UNUSED.get(name, set())
-    assert needed <= checked, f"{name} hands addresses of {sorted(needed - checked)} to its kernel"
+    assert needed <= checked, f"{name} passes addresses of {sorted(needed - checked)} to its kernel"
 
 
 def test_kernels_that_read_by_address_are_found_in_the_sources():
-    """A search that finds nothing would let every stand-in pass."""
+    """Negative control: an empty search would pass every stand-in."""
     assert read_by_address("fused_multi_row_padding") == {0, 1}
-    assert read_by_address("layernorm_bwd") == set()  # it makes all of its tensors dense
-    assert read_by_address("fused_rope_forward") == {1, 2, 5}  # the input has strides there
+    assert read_by_address("layernorm_bwd") == set()  # makes all tensors dense
+    assert read_by_address("fused_rope_forward") == {1, 2, 5}  # the input has strides
     assert sum(read_by_address(name) is not None for name in ours()) >= 40
 
 

@@ -1,4 +1,4 @@
-"""Mistakes in the order of kernels that no deletion makes: another stream, or a statement too early or too late."""
+"""Errors in kernel order that deletions do not cover: a wrong stream, or a statement too early or too late."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ class Place(NamedTuple):
     Attributes:
         file: path in the package.
         function: qualified name of the outermost function.
-        line: beginning of the statement's first line.
+        line: prefix of the statement's first line.
     """
 
     file: str
@@ -42,7 +42,7 @@ REPLACED: dict[Place, tuple[str, str]] = {
         "self._dw_stream.wait_stream(self._ddp_stream)",
     ),
 }
-"""What is wrong if the place says something else, and that; a context keeps its body."""
+"""The fault and the statement that replaces the place; a context keeps its body."""
 SWAPPED: dict[Place, tuple[str, int]] = {
     Place(*_LAUNCH, "times.end.record()"): ("recorded before the message", -1),
     Place(*_COUNTS, "self._times.end.record()"): ("recorded before the copy", -1),
@@ -50,13 +50,13 @@ SWAPPED: dict[Place, tuple[str, int]] = {
     Place(_NCCL, "_StreamCounts.wait", "self._times.end.synchronize()"): ("behind the read", 1),
     Place(_NCCL, "_StreamCounts.wait_for_own", "self._times.start.synchronize()"): ("behind the read", 1),
 }
-"""What is wrong if the place is exchanged with a neighbour, and with which one."""
+"""The fault if the place is swapped with a neighbour, and the neighbour's offset."""
 
 
 def misplaced(
     file: str, function: str, line: str, block: list[ast.stmt], index: int
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The mutants of a statement, if it is in one of the lists: what is wrong, and the change of its block."""
+    """Yields the mutants of a statement in these lists: the fault, and a function that changes the block."""
     for place, (change, instead) in REPLACED.items():
         if is_at(place, file, function, line):
             yield change, partial(_replace, block, index, instead)

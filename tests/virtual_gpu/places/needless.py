@@ -1,4 +1,4 @@
-"""Places in the product that order kernels or keep memory, and that may be deleted without harm."""
+"""Places that order kernels or keep memory but can be deleted without harm."""
 
 _TIMES = "It times a measurement of the profiler. The tensors are its own, and no result depends on the event."
 _STEP_TIMES = "It times a training step for the report. No tensor depends on it."
@@ -29,4 +29,4 @@ NEEDLESS: dict[tuple[str, str, str], str] = {
     ): "Parts that lie side by side are then copied like others before they are sent: slower, with the same result. "
     "The memory is DDP's buffer, which lives as long as the model.",
 }
-"""Places that may be deleted without harm, with the reason: file in the package, outermost function, first line."""
+"""The reason why a place can be deleted, by file in the package, outermost function and first line."""

@@ -1,1 +1,1 @@
-"""Runs a launch script without what it could change: no network, no writes, no training."""
+"""Runs a launch script in isolation: no network, no writes, no training."""

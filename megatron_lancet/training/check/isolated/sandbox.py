@@ -1,12 +1,12 @@
-"""Runs a command that can change nothing of the user's: ``python sandbox.py SCRATCH RECORD_FD COMMAND ...``.
+"""Runs a command that cannot change the user's files: ``python sandbox.py SCRATCH RECORD_FD COMMAND ...``.
 
-The command sees all files, read-only, and no device beside ``/dev/null`` and its like. It has processes, a host name
-and an empty network of its own, and no capability. It can't connect to a Unix socket. What it writes into the current
-folder, ``$HOME``, ``/tmp``, ``/dev/shm`` and ``SCRATCH`` goes into memory and is lost with it. At its end
-``SCRATCH/record`` is copied to the descriptor, or a line of JSON with ``error``, if the system does not allow all of
-this: then the command has not run.
+The command sees all files read-only, and no devices except ``/dev/null`` and similar ones. It has its own processes,
+host name and empty network, and no capabilities. It cannot connect to Unix sockets. Its writes to the current folder,
+``$HOME``, ``/tmp``, ``/dev/shm`` and ``SCRATCH`` go to memory and are lost when it ends. Then ``SCRATCH/record`` is
+copied to the descriptor. If the system does not allow all of this, the command does not run, and the descriptor gets a
+line of JSON with ``error``.
 
-The file runs by itself, in an interpreter of its own, and needs Linux 5.12. It imports nothing of the project.
+This file runs in its own interpreter and needs Linux 5.12. It imports nothing from the project.
 """
 
 import ctypes
@@ -22,12 +22,12 @@ from contextlib import suppress
 from pathlib import Path
 
 NOT_ISOLATED = 125
-"""Exit status of the process that gives the command its rights, where it fails."""
+"""Exit status if the isolation fails."""
 RECORD, WORK, TEMPORARY = "record", "work", "tmp"
 """Names in the scratch folder."""
 _MAX_RECORD_BYTES = 1 << 24
 _SIZES = "mode=0755,size=256m,nr_inodes=100k"
-"""Of a file system in memory, which a script may fill."""
+"""Limits of an in-memory file system, which a script may fill."""
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_MOVE, _MS_REC, _MS_PRIVATE = (
     *(1, 2, 4, 8, 1 << 12, 1 << 13, 1 << 14, 1 << 18),
@@ -42,12 +42,12 @@ _CALLS = {
     "x86_64": (0xC000003E, 41, 53, (248, 249, 250)),
     "aarch64": (0xC00000B7, 198, 199, (217, 218, 219)),
 }
-"""Each machine's number for the kernel's filters, and of the calls for a socket, a pair of sockets, and keys."""
+"""For each machine: its number in kernel filters, and the numbers of socket, socketpair and the key calls."""
 _IO_URING_SETUP = 425
 _OTHER_TABLES = 0x40000000
-"""System calls from here on are of the x32 table, which has other numbers."""
+"""System calls from this number on belong to the x32 table, which has other numbers."""
 _OWN_FAMILIES = (2, 10, 16)
-"""IPv4, IPv6 and netlink, which see the command's own network alone."""
+"""IPv4, IPv6 and netlink, which reach only the command's own network."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -78,7 +78,7 @@ def _prctl(option: int, first: int, second: object = 0) -> None:
 
 
 def enter_namespaces() -> None:
-    """Leaves the network, the processes and the mounts of the caller; by a user namespace, where that takes one."""
+    """Leaves the caller's network, processes and mounts; uses a user namespace if that needs one."""
     own = os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWPID | os.CLONE_NEWIPC | os.CLONE_NEWUTS
     user, group = os.geteuid(), os.getegid()
     try:
@@ -92,10 +92,10 @@ def enter_namespaces() -> None:
 
 
 def close_files(scratch: Path) -> Path:
-    """Makes all mounts read-only and their devices void, and mounts what the command may write.
+    """Makes all mounts read-only, disables their devices, and mounts the folders that the command may write to.
 
     Returns:
-        Where the command starts: the current folder, or one with links to its entries.
+        The command's start folder: the current folder, or a folder with links to its entries.
     """
     current = Path.cwd()
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
@@ -114,7 +114,7 @@ def close_files(scratch: Path) -> Path:
 
 
 def _mount_devices(devices: Path) -> None:
-    """Mounts a ``/dev`` with what scripts use."""
+    """Mounts a ``/dev`` with the devices that scripts use."""
     devices.mkdir()
     _mount("tmpfs", str(devices), "tmpfs", _MS_NOSUID | _MS_NODEV, _SIZES)
     for name in _DEVICES:
@@ -128,10 +128,10 @@ def _mount_devices(devices: Path) -> None:
 
 
 def _mount_copies(folders: list[Path], scratch: Path) -> list[Path]:
-    """Mounts overlays on folders, so that what is written there goes into memory; returns those that got one.
+    """Mounts overlays on folders, which keep writes in memory; returns the folders with an overlay.
 
-    An overlay would hide other mounts below it, and a kernel may refuse one of some file systems: such folders stay
-    read-only. The last one may hide the scratch folder, in which the others keep what is written.
+    An overlay would hide other mounts below it, and a kernel may refuse an overlay of some file systems: such folders
+    stay read-only. The last overlay may hide the scratch folder, where the others keep their writes.
     """
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     points = [Path(re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), line.split()[4])) for line in lines]
@@ -154,15 +154,15 @@ def _mount_copies(folders: list[Path], scratch: Path) -> list[Path]:
 
 
 def link_entries(folder: Path, work: Path) -> None:
-    """Makes the entries of a folder seen in another one."""
+    """Links the entries of a folder into another folder."""
     for entry in folder.iterdir():
         (work / entry.name).symlink_to(entry)
 
 
 def drop_rights() -> None:
-    """Gives up all capabilities, for good, and the system calls that reach beyond the namespaces."""
+    """Permanently drops all capabilities, and blocks system calls that reach beyond the namespaces."""
     _prctl(_NO_NEW_PRIVS, 1)
-    with suppress(OSError):  # one beyond the kernel's last capability
+    with suppress(OSError):  # fails after the kernel's last capability
         for capability in range(64):
             _prctl(_CAPBSET_DROP, capability)
     _prctl(_CAP_AMBIENT, _CAP_AMBIENT_CLEAR_ALL)
@@ -175,22 +175,22 @@ def drop_rights() -> None:
 
 
 def filter_of_calls(machine: str) -> list[tuple[int, int, int, int]]:
-    """Instructions of a filter of system calls: (code, jump if true, jump if false, value).
+    """Returns the instructions of a system-call filter: (code, jump if true, jump if false, value).
 
-    Refused are sockets of other families than those that see the command's own network alone, pairs of sockets that can
-    send to others, the kernel's keys, ``io_uring``, which makes sockets by itself, and calls of other tables.
+    The filter refuses sockets outside :data:`_OWN_FAMILIES`, socket pairs that can send to other sockets, the kernel's
+    keys, ``io_uring``, which can create sockets, and calls from other tables.
 
     Raises:
-        OSError: the numbers of this machine's system calls are not known.
+        OSError: the system-call numbers of this machine are unknown.
     """
     if machine not in _CALLS:
-        raise OSError(f"system calls of {machine} are not known")
+        raise OSError(f"system calls of {machine} are unknown")
     architecture, socket, socketpair, keys = _CALLS[machine]
     load, equal, at_least, both, end = 0x20, 0x15, 0x35, 0x54, 0x06
     refuse, allow = (end, 0, 0, 0x00050000 | 13), (end, 0, 0, 0x7FFF0000)  # EACCES
 
     def only(offset: int, mask: int, values: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
-        """Allows an argument that has one of the values behind the mask."""
+        """Allows an argument whose masked value is one of the values."""
         tests = [(equal, len(values) - index, 0, value) for index, value in enumerate(values)]
         return [(load, 0, 0, offset), (both, 0, 0, mask), *tests, refuse, allow]
 
@@ -207,7 +207,7 @@ def filter_of_calls(machine: str) -> list[tuple[int, int, int, int]]:
 
 
 def run_as_first_process(command: list[str], work: Path, record_fd: int) -> None:
-    """Runs the command under this process, the first one of its namespace, and ends with the last of its children."""
+    """Runs the command as a child of this process, the first of its namespace, and exits after the last child."""
     try:
         _prctl(_PDEATHSIG, signal.SIGKILL)
         _mount("proc", "/proc", "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
@@ -225,7 +225,7 @@ def run_as_first_process(command: list[str], work: Path, record_fd: int) -> None
 
 
 def read_record(path: Path) -> bytes:
-    """What the command wrote down, if that is a file: it may be anything, and this process has more rights."""
+    """Returns the record if it is a regular file: the command may write anything, and this process has more rights."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -244,7 +244,7 @@ def _write(descriptor: int, text: bytes) -> None:
 
 
 def main() -> None:
-    """Runs the command, and ends with it."""
+    """Runs the command and exits after it."""
     scratch, record_fd, command = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     os.set_inheritable(record_fd, False)
     try:

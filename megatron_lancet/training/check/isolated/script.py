@@ -1,4 +1,4 @@
-"""Runs a launch script with stand-ins for what it starts, by itself: it can change nothing outside of a folder."""
+"""Runs a launch script in isolation, with stand-ins for what it starts; it can change nothing outside a folder."""
 
 import json
 import os
@@ -19,11 +19,11 @@ from megatron_lancet.training.check.isolated.stand_ins import RECORD, write_stan
 
 LIMIT_S = 60.0
 _NO_CLOBBER = {"SHELLOPTS": "noclobber"}
-"""Makes bash refuse to write over files: without isolation the script must not empty the log of an earlier run."""
+"""Makes bash refuse to overwrite files: without isolation, the script must not empty the log of an earlier run."""
 
 
 class NotIsolatedError(Exception):
-    """The machine does not let the script run by itself; the text says why. The script has not run."""
+    """The machine cannot isolate the script, which did not run; the text gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Started:
     """A program that a script started.
 
     Attributes:
-        words: command line behind Python's name.
-        launched_by: the launcher above it and that one's options; empty without one.
+        words: command line after Python's name.
+        launched_by: its launcher with the launcher's options; empty without a launcher.
     """
 
     words: list[str]
@@ -43,19 +43,19 @@ class Started:
 def run_script(
     script: Path, arguments: Sequence[str], defaults: Mapping[str, str], isolated: bool
 ) -> tuple[list[Started], str]:
-    """Runs a script; returns the launches that it started, in their order, and what it printed.
+    """Runs a script; returns the launches that it started, in order, and its output.
 
     Args:
-        defaults: variables that are set where the environment lacks them.
-        isolated: whether it runs in namespaces of its own, where it sees files read-only and no network.
+        defaults: variables to set if the environment lacks them.
+        isolated: whether it runs in its own namespaces, with read-only files and no network.
 
     Raises:
-        NotIsolatedError: that is impossible on this machine.
-        UsageError: the script still ran after a minute, or there is no bash.
+        NotIsolatedError: this machine cannot isolate it.
+        UsageError: the script runs for more than a minute, or bash is not installed.
     """
     bash = shutil.which("bash")
     if bash is None:
-        raise UsageError("launch scripts are run by bash, which is not installed. Pass the flags of Megatron instead.")
+        raise UsageError("launch scripts need bash, which is not installed. Pass Megatron's flags instead.")
     with tempfile.TemporaryDirectory(prefix="lancet-launch") as name, tempfile.TemporaryFile() as record:
         folder = Path(name).resolve()
         stubs, scratch = folder / "stubs", folder / "scratch"
@@ -72,7 +72,7 @@ def run_script(
 
 
 def _variables(stubs: Path, scratch: Path, isolated: bool) -> dict[str, str]:
-    """Variables that lead to the stand-ins."""
+    """Returns the variables that select the stand-ins."""
     return {
         "PATH": os.pathsep.join([str(stubs), os.environ.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join([str(stubs), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -83,7 +83,7 @@ def _variables(stubs: Path, scratch: Path, isolated: bool) -> dict[str, str]:
 
 def _run_isolated(command: list[str], environment: dict[str, str], scratch: Path, record: IO[bytes]) -> tuple[str, str]:
     if sys.platform != "linux":
-        raise NotIsolatedError("it is no Linux")
+        raise NotIsolatedError("the system is not Linux")
     helper = [sys.executable, "-I", "-S", sandbox.__file__, str(scratch), str(record.fileno())]
     status, output = _run([*helper, *command], command[1], environment, Path.cwd(), (record.fileno(),))
     record.seek(0)
@@ -123,9 +123,9 @@ def _run(
     try:
         output, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        raise UsageError(f"{script} still ran after {LIMIT_S:g} s, without any training.") from None
+        raise UsageError(f"{script} ran for over {LIMIT_S:g} s without any training. Pass Megatron's flags.") from None
     finally:
-        with suppress(ProcessLookupError):  # also what the script left in the background
+        with suppress(ProcessLookupError):  # includes the script's background processes
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     return process.returncode, output
@@ -136,4 +136,4 @@ def _started(line: str, script: Path) -> Started:
         found: dict[str, Any] = json.loads(line)
         return Started(list(found["words"]), dict(found["environment"]), str(found["launched_by"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{script} wrote into the record of its launches ({RECORD}); it must not.") from error
+        raise UsageError(f"{script} wrote to the record of its launches ({RECORD}). Remove that write.") from error

@@ -1,4 +1,4 @@
-"""Commands that stand in for launchers, and a start of Python that writes a launch down in place of running it."""
+"""Stand-ins for launchers, and a Python startup hook that records a launch instead of running it."""
 
 import stat
 import sys
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 RECORD = "LANCET_LAUNCH_RECORD"
-"""Variable that names the file of launches: a line of JSON for each."""
+"""Variable with the path of the launch record, which has one line of JSON per launch."""
 LAUNCHED_BY = "LANCET_LAUNCHED_BY"
-"""Variable with the launcher that a process was started by, and its options."""
+"""Variable with the launcher of a process, and the launcher's options."""
 LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "deepspeed", "deepspeed.launcher.runner")
 
 _LAUNCHERS = ("torchrun", "deepspeed", "ft_launcher")
 _PYTHONS = ("python", "python3")
 _WRAPPERS = ("srun", "mpirun", "mpiexec", "singularity", "apptainer", "enroot", "docker", "podman")
-"""Launchers and containers that run what follows their options."""
+"""Launchers and containers that run the command after their options."""
 _PREFIXES = ("sudo", "numactl", "nohup")
-"""Commands that run what follows their options, and launch nothing."""
+"""Commands that run the command after their options and are not launchers."""
 _WITHOUT_EFFECT = (
     *("rm", "mv", "cp", "ln", "chmod", "chown", "wget", "curl", "git", "ssh", "scp", "rsync", "pip", "pip3", "conda"),
     *("module", "sbatch", "scancel", "pkill", "killall", "kill", "sleep", "apt", "apt-get", "ray", "uv"),
@@ -24,10 +24,10 @@ _WITHOUT_EFFECT = (
 _MAKES_FILES = ("mkdir", "touch")
 _SHELLS = ("bash", "sh", "env")
 
-_RECORDER = f'''"""Writes the command line of a launch down, in place of what it starts."""
+_RECORDER = f'''"""Records the command line of a launch instead of running it."""
 import json, os, sys
 def _program(words):
-    """Module and file that Python was told to run; empty for code and for input."""
+    """Returns the module and file that Python runs; empty for code and standard input."""
     words = iter(words)
     for word in words:
         if word == "-m":
@@ -93,14 +93,14 @@ _ATTEMPT = """#!/bin/sh
 {command} "$@" 2>/dev/null
 exit 0
 """
-"""Of commands whose failure on a read-only file must not end a script that checks for failures."""
+"""For commands whose failure on a read-only file must not end a script that stops on errors."""
 
 
 def write_stand_ins(folder: Path, bash: str, may_write: bool) -> None:
-    """Writes the commands into a folder.
+    """Writes the stand-ins into a folder.
 
     Args:
-        may_write: whether commands that make files and folders do so: where that has no effect on the user's.
+        may_write: whether stand-ins may create files and folders: only if this does not affect the user's.
     """
     python = folder / "python"
     (folder / "sitecustomize.py").write_text(_RECORDER)
@@ -128,7 +128,7 @@ def write_stand_ins(folder: Path, bash: str, may_write: bool) -> None:
 
 
 def program_of(words: Sequence[str]) -> int | None:
-    """Where the training program stands in a launch: a file of Python, or the name of a module; None without one."""
+    """Returns the index of the training program in a launch, a Python file or module name; None without one."""
     for index, word in enumerate(words):
         before = words[index - 1] if index else ""
         if word.endswith(".py") or (before in ("-m", "--module") and word not in LAUNCHER_MODULES):

@@ -1,4 +1,4 @@
-"""The README's sentence and output of the demo are what the committed result file makes of them."""
+"""The README's sentence and output of the demo match the committed result file."""
 
 import copy
 import json
@@ -20,7 +20,7 @@ def result() -> dict[str, Any]:
 
 def test_readme_quotes_the_committed_demo(result):
     text = README.read_text()
-    assert with_figures(text, result) == text, "python docs/demo_figures.py writes the README anew"
+    assert with_figures(text, result) == text, "run python docs/demo_figures.py"
 
 
 def test_committed_demo_is_made_of_its_samples(result):
@@ -66,7 +66,7 @@ def test_run_is_recorded_under_its_date(result, tmp_path):
     assert json.loads(path.read_text()) == {**result, "date": "2031-02-03"}
     assert picture.read_bytes() == b"a picture"
     (run / "summary.json").write_text(json.dumps({"iterations": 500}))
-    with pytest.raises(UsageError, match="has no samples: it is of the long demo"):
+    with pytest.raises(UsageError, match="has no samples: it is from the long demo"):
         record(run, results, picture)
     with pytest.raises(UsageError, match=r"expected summary\.json of the short demo"):
         record(tmp_path / "nothing", results, picture)

@@ -1,4 +1,4 @@
-"""Where results come from: marks of those that no commit stands for, and the speed of the machine that measured."""
+"""The origin of results: marks of results without a commit, and the speed of the measuring machine."""
 
 import json
 
@@ -13,12 +13,12 @@ PATHS = sorted(RESULTS.glob("*.json"))
 LAST_MARKED_DAY = "2026-11-23"
 LAST_DAY_WITHOUT_SPEED = "2026-11-24"
 MOST_MARKED = 27
-"""Results of the first three days. The number only falls, as they are measured again."""
+"""Results of the first three days. The number only falls, as results are measured again."""
 
 
 def test_list_of_marked_results_is_closed():
     marked = provenance.marked()
-    assert set(marked) <= {path.stem for path in PATHS}, "an entry for a file that is not there"
+    assert set(marked) <= {path.stem for path in PATHS}, "an entry for a missing file"
     assert len(marked) <= MOST_MARKED, "measure from a clean commit instead"
     for name, entry in marked.items():
         dates = (name[-len(LAST_MARKED_DAY) :], json.loads((RESULTS / f"{name}.json").read_text()).get("date", ""))
@@ -29,9 +29,9 @@ def test_list_of_marked_results_is_closed():
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_result_says_where_it_comes_from_or_is_marked(path):
-    """As far as the file itself shows; whether its commit is in the history is for tests/cli."""
+    """Checks only the file; tests/cli checks that its commit is in the history."""
     result = json.loads(path.read_text())
-    assert path.stem.endswith(result.get("date", "")), "the name has another date than the file"
+    assert path.stem.endswith(result.get("date", "")), "the dates of name and file differ"
     commit = result.get("commit")
     due = provenance.due_mark(result, [] if commit is None else [commit])
     listed = provenance.marked().get(path.stem, {}).get("mark")

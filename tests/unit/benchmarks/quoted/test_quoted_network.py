@@ -1,4 +1,4 @@
-"""Which measurement of the network benchmark is quoted, on made-up result files."""
+"""Choice of the quoted network measurement, on made-up result files."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ STEP_MS = 100.0
 
 
 def made_up(name: str, speedups: dict[str, float], disturbed: bool = False, **changed: Any) -> dict[str, Any]:
-    """A case of a result file in which variants have these speed-ups."""
+    """Returns a case of a result file whose variants have these speed-ups."""
     step_ms = {"stock": STEP_MS, "stock-free": STEP_MS, **{one: STEP_MS / found for one, found in speedups.items()}}
     values = {**dict.fromkeys(SAMPLE_FIELDS, 1.0), "forward_ms": 40.0, "backward_ms": 60.0}
     samples = {one: [[list({**values, "step_ms": ms}.values())] * 2] * 2 for one, ms in step_ms.items()}
@@ -36,7 +36,7 @@ def made_up(name: str, speedups: dict[str, float], disturbed: bool = False, **ch
 
 @pytest.fixture
 def commit(tmp_path, monkeypatch):
-    """Writes a result file; files are read anew by what follows."""
+    """Writes a result file and clears the cache of read files."""
     monkeypatch.setattr(quoted_results, "_RESULTS", tmp_path)
 
     def forget() -> None:
@@ -84,7 +84,7 @@ def test_what_is_not_comparable_is_not_quoted(commit):
     commit("2026-01-05", another_plan)
     (row,) = quoted_network.network()["45"].rows("all-k2")
     assert row.speedup.median == pytest.approx(1.6)
-    assert "forward, backward, gradient reduction and Adam" in quoted.speed(), "by the optimizer it is another case"
+    assert "forward, backward, gradient reduction and Adam" in quoted.speed(), "the optimizer makes it a different case"
 
 
 def test_files_older_than_a_setting_had_its_default(commit):

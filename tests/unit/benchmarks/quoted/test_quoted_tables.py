@@ -81,7 +81,7 @@ def further_results(tmp_path, monkeypatch):
 
 
 def with_variant(found: dict[str, Any], name: str, variant: str) -> dict[str, Any]:
-    """A copy of the samples as those of the case ``name``, with ``variant`` instead of four chunks."""
+    """Returns a copy of the samples as case ``name``, with ``variant`` instead of four chunks."""
     case = copy.deepcopy(found)
     case["variants"] = [variant if one == "all-k4" else one for one in case["variants"]]
     for by_variant in (case["peak_activation_bytes"], *(sweep["samples"] for sweep in case["sweeps"])):
@@ -163,20 +163,20 @@ def test_results_with_pairs_get_tables_of_their_own():
 
 @pytest.mark.usefixtures("further_results")
 def test_results_with_tables_of_their_own_enter_no_other():
-    # The tables of targets and of the front page have rows of several benchmarks.
+    # The tables of targets and of the front page combine several benchmarks.
     own = [name for name in quoted.TABLES if name.startswith(("pairing", "dispatch", "nodes", "targets", "headline"))]
     for document in quoted.DOCUMENTS:
         text = document.read_text()
         for name in own:
             text = re.sub(rf"<!-- quoted: {name} -->\n.*?\n<!-- end -->", "", text, flags=re.DOTALL)
-        # The file of activation memory has figures of top-4 more, and these alone belong to a table of their own.
+        # The newer file of activation memory only adds figures of top-4, which have their own table.
         made = quoted.with_tables(text)
         assert made.replace("activation-memory-2026-12-01", "activation-memory-2026-11-23") == text
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.md")), ids=lambda path: path.stem)
 def test_tables_beside_a_result_and_their_first_lines_are_made_from_its_file(path):
-    assert path.read_text() == beside.made(path), "python -m benchmarks.quoted writes the tables anew"
+    assert path.read_text() == beside.made(path), "run python -m benchmarks.quoted"
 
 
 def test_figures_that_miss_what_was_wanted_are_listed_with_their_mark():

@@ -1,4 +1,4 @@
-"""Received rows for kernels that read by address: without gaps, and without the message that brought them."""
+"""Received rows for kernels that read by address: dense, and without a reference to their message."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ NUM_RANKS, HIDDEN = 2, 8
 
 
 def received(num_experts: int, dtype: torch.dtype):
-    """Tokens and probabilities as they come out of a packed message, and their routes."""
+    """Returns tokens and probabilities from a packed message, their values, and their routes."""
     routes = Routes.even(3, NUM_RANKS, num_experts // NUM_RANKS, 1, torch.device("cpu"))
     num_rows = int(routes.rows_per_expert.sum())
     sent = torch.randn(num_rows, HIDDEN).to(dtype), torch.rand(num_rows)

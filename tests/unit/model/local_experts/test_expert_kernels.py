@@ -63,7 +63,7 @@ def test_kernels_of_sixteen_experts_by_forward_backward_and_weight_gradients(one
 
 
 def test_fused_gelu_is_refused_by_experts(one_rank):
-    """By Megatron's, and by ours in either order: it has no such function that weighs rows by probabilities."""
+    """Megatron has no fused GELU that weights rows by probability; ours refuse it in either order."""
     pair = Pair(2, add_bias_linear=True, bias_activation_fusion=True)
     tokens, probs, _ = pair.inputs([3, 3])
     for experts, may_group in ((pair.stock, None), (pair.ours, False), (pair.ours, True)):

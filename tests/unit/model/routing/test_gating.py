@@ -1,4 +1,4 @@
-"""The gradient that Transformer Engine's GEMM gets in the gating: it reads memory by its address, without strides."""
+"""The gradient input of Transformer Engine's GEMM in the gating: the GEMM reads by address, without strides."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ TOKENS, SAMPLES, HIDDEN, NUM_EXPERTS = 6, 4, 32, 8
 
 
 def gemm(left, right, dtype, layout="TN", bias=None, grad=False):
-    """What of Transformer Engine's GEMM the gating uses."""
+    """Implements the part of Transformer Engine's GEMM that the gating uses."""
     assert right.is_contiguous(), f"strides {right.stride()} would be ignored"
     if layout == "TN":
         return [right.to(dtype) @ left.to(dtype).t()]
@@ -48,6 +48,6 @@ def test_gating_of_a_whole_micro_batch_gets_a_contiguous_gradient_with_sinkhorn(
 
 
 def test_stock_hands_the_gemm_a_transposed_gradient(config, monkeypatch):
-    """If this fails, Megatron has changed and the router's ``gating`` may be stock's."""
+    """If this fails, Megatron has changed, and the router may use stock's ``gating``."""
     with pytest.raises(AssertionError, match="would be ignored"):
         backward(lambda: TopKRouter(config, moe_utils.get_default_pg_collection()), monkeypatch)

@@ -1,4 +1,4 @@
-"""Padding in routers: what is counted, and what is refused. Losses and gradients are compared with stock elsewhere."""
+"""Padding in routers: counts and refusals. Other tests compare losses and gradients with stock."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def hidden_states():
     ids=["whole", "batch", "sequence"],
 )
 def test_experts_counts_leave_padding_out(router, segment):
-    """Stock itself can't: it combines [T, E] with [T]."""
+    """Stock fails: it combines [T, E] with [T]."""
     made = router(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
     parts = split_hidden(hidden_states(), segment)
     expected = torch.zeros(NUM_EXPERTS)

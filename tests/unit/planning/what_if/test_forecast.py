@@ -102,7 +102,7 @@ def test_forecast_with_more_skew_is_never_faster(exponent, more, ep_size, planne
 
 
 def test_forecast_of_thousands_of_ranks_simulates_a_few_of_them():
-    """Each plan of each layout once, and ranks that receive about the same rows once."""
+    """Simulates each plan of each layout once, and ranks with about the same received rows once."""
     simulated: list[int] = []
 
     def predict(stock, simulator, plan):

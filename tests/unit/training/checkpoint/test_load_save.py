@@ -157,7 +157,7 @@ def test_megatrons_own_sigterm_handler_is_left_alone(tmp_path):
 
 
 class HeldTimer:
-    """Stands for a thread that calls a function later: the test does."""
+    """Replaces a timer thread; the test calls the function."""
 
     def __init__(self, interval_s: float, function: Callable[[], None]) -> None:
         self.interval_s, self.function = interval_s, function
@@ -165,7 +165,7 @@ class HeldTimer:
         self.num_starts = 0
 
     def start(self) -> None:
-        assert self.daemon, "it would keep the process from ending"
+        assert self.daemon, "it would prevent the process from exiting"
         self.num_starts += 1
 
 

@@ -80,7 +80,7 @@ def test_a_pass_that_was_undone_leaves_nothing(monkeypatch, num_before):
 
 
 def test_random_states_that_are_generators_are_put_back(monkeypatch):
-    """As with --te-rng-tracker; the objects stay, because modules and CUDA graphs know them."""
+    """As with --te-rng-tracker; the objects stay, because modules and CUDA graphs refer to them."""
     generator = torch.Generator().manual_seed(3)
     states = {"model-parallel-rng": generator}
     tracker = SimpleNamespace(get_states=lambda: dict(states), set_states=states.update)

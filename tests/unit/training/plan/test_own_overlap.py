@@ -1,4 +1,4 @@
-"""Stock modules and Megatron's own overlap: no flag and no reason without a row, and the step as Megatron calls it."""
+"""Stock modules and Megatron's own overlap: every flag and reason has a row; the step works as Megatron calls it."""
 
 import argparse
 import copy
@@ -29,7 +29,7 @@ VALUES = {
     "--hybrid-layer-pattern": ["ME"],
     "--cuda-graph-impl": ["transformer_engine"],
 }
-"""Values that are refused, where any other value is not."""
+"""The refused values of flags with other valid values."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_rows_set_the_flags_that_they_are_named_for(parser):
 
 @pytest.mark.parametrize("flag", REASONS)
 def test_reason_leaves_overlap_to_megatron(parser, flag):
-    """Each reason by itself: no plan, all of Megatron's own overlap flags as they were, and a line with the reason."""
+    """Each reason alone: no plan, unchanged overlap flags of Megatron, and a line with the reason."""
     words = [flag, *VALUES[flag]] if flag in VALUES else words_for(parser._option_string_actions[flag], flag)
     args = parser.parse_args([*RUN, *NEEDS.get(flag, []), *words, *OVERLAP_FLAGS])
     args.rank, args.world_size = 0, 2
@@ -69,7 +69,7 @@ def test_reason_leaves_overlap_to_megatron(parser, flag):
     before = copy.deepcopy(vars(args))
     assert map_overlap_flags(args, LancetConfig()) is None
     assert vars(args) == before
-    # Documents cut over ranks are refused in stock modules, too: there is no run whose overlap could be Megatron's.
+    # Stock modules also refuse documents split across ranks, so no run could use Megatron's overlap.
     if flag != "--dataloader-inter-document-masking":
         plan, line = choose_plan(args, LancetConfig())
         assert plan is None
@@ -78,7 +78,7 @@ def test_reason_leaves_overlap_to_megatron(parser, flag):
 
 
 class _Schedule(AbstractSchedulePlan):
-    """What Megatron's model returns for a micro-batch."""
+    """The schedule of Megatron's model for a micro-batch."""
 
     @staticmethod
     def run(*_, **__):
@@ -86,7 +86,7 @@ class _Schedule(AbstractSchedulePlan):
 
 
 class _Model(torch.nn.Module):
-    """Megatron's model as its loop hands it to a step, without DDP, FSDP or Float16Module around it."""
+    """Megatron's model as its loop passes it to a step, but without DDP, FSDP or Float16Module."""
 
     vp_stage = None
 
@@ -105,7 +105,7 @@ class _Model(torch.nn.Module):
 
 @pytest.fixture
 def batch(monkeypatch):
-    """A micro-batch of two samples, and what Megatron's globals are for a step."""
+    """A micro-batch of two samples, and Megatron's globals for a step."""
     batch = dict.fromkeys(gpt_data._BATCH_KEYS)
     batch |= {"tokens": torch.zeros(2, 3), "labels": torch.ones(2, 3), "loss_mask": torch.ones(2, 3)}
     timer = SimpleNamespace(start=lambda: None, stop=lambda: None)
@@ -119,7 +119,7 @@ def batch(monkeypatch):
 
 @pytest.mark.parametrize("bins", [None, BinsChoice.PADDED])
 def test_step_returns_megatrons_schedule_with_the_inputs_of_its_forward(batch, bins):
-    """Megatron asks for it in the same way with CUDA graphs and FSDP, which no test machine runs."""
+    """Megatron makes the same call with CUDA graphs and FSDP, which no test machine runs."""
     model = _Model()
     output, _ = gpt_data.forward_step(iter([]), model, bins=bins)
     schedule, loss_of = gpt_data.forward_step(iter([]), model, return_schedule_plan=True, bins=bins)

@@ -123,7 +123,7 @@ def test_cpu_platform_refuses_flags_without_cpu_counterpart(gpu_script, words):
 
 
 def test_type_of_a_subclass_of_tensor_names_cuda_once():
-    """A subclass that forwards torch's functions, as Megatron's sharded weights do, asks twice."""
+    """A subclass that forwards torch's functions, like Megatron's sharded weights, calls ``type`` twice."""
 
     class Weight(torch.Tensor):
         @classmethod

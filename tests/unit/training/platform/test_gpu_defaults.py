@@ -1,4 +1,4 @@
-"""What a GPU run has on and a CPU run switches off is compared with stock switched on, or has a reason why not."""
+"""Settings that GPU runs enable and CPU runs disable have a comparison with stock, or a reason for none."""
 
 import argparse
 import ast
@@ -20,11 +20,11 @@ from tests.small_gpt import SETTINGS
 REPO = Path(__file__).parents[4]
 CASES = {**cases.CASES, **recompute_and_permutation_worker.CASES}
 _ARGUMENT_OF = {"bias_activation_fusion": ("bias_gelu_fusion", "bias_swiglu_fusion")}
-"""Arguments that become a field of another name."""
+"""Arguments whose configuration field has a different name."""
 
 
 class Recorded(argparse.Namespace):
-    """Arguments that know which of them were set since they were parsed."""
+    """Arguments that record changes after parsing."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -32,7 +32,7 @@ class Recorded(argparse.Namespace):
 
 
 def switched_off(monkeypatch: pytest.MonkeyPatch, has_te: bool) -> set[str]:
-    """Names of the arguments that the CPU's settings set."""
+    """Returns the names of the arguments that the CPU settings change."""
     from megatron.training.arguments import parse_args
 
     monkeypatch.setattr(sys, "argv", ["pretrain", "--transformer-impl", "transformer_engine"])
@@ -45,7 +45,7 @@ def switched_off(monkeypatch: pytest.MonkeyPatch, has_te: bool) -> set[str]:
 
 
 def missing(switched: set[str], defaults: dict[str, cases.Default]) -> set[str]:
-    """Of the arguments that a CPU run sets those of which nothing is known."""
+    """Returns changed arguments without a case or a reason."""
     return {name for name in switched if name not in defaults or not (defaults[name].cases or defaults[name].reason)}
 
 
@@ -73,7 +73,7 @@ def test_named_comparison_exists_and_has_the_setting_on(name):
         overrides = CASES[case][0]
         assert {field: overrides[field] for field in default.on} == default.on
     if name != "bias_dropout_fusion" and default.cases:
-        assert any(CASES[case][1] > 1 for case in default.cases), "one chunk alone shows little"
+        assert any(CASES[case][1] > 1 for case in default.cases), "needs a case with several chunks"
 
 
 @pytest.mark.parametrize("name", [name for name, default in DEFAULTS.items() if default.reason])
@@ -84,7 +84,7 @@ def test_what_has_a_reason_has_a_test_of_what_is_done_with_it(name):
 
 
 def test_no_layer_of_megatron_reads_use_flash_attn():
-    """An argument reaches layers as a field of their configuration."""
+    """Layers read arguments from fields of their configuration."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     names = {field.name for field in fields(MLATransformerConfig)}
