@@ -93,7 +93,8 @@ def test_sigterm_that_is_handled_does_not_end_the_rank():
             others_are_done.wait()
         def load():
             started.release()
-            time.sleep(60)
+            while True:  # a signal just before a long sleep would be handled only after it
+                time.sleep(0.05)
         writer, loader = fork.Process(target=write), fork.Process(target=load, daemon=True)
         for child in (writer, loader):
             child.start()
