@@ -1,6 +1,5 @@
 """Reads off a profiler trace how long messages were on the wire, and how long no kernel of the model ran meanwhile."""
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +8,8 @@ from benchmarks.gpu.intervals import Span, length, uncovered
 
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of what runs on the device, in the traces that torch.profiler exports."""
-_PAUSE = "spin_kernel"
-"""Part of the name of the kernel behind ``torch.cuda._sleep``, the mocked group's time on the wire."""
+_MESSAGE = "paced_copy_kernel"
+"""Part of the name of the kernel that is a mocked message (``megatron_lancet/mock/paced_kernel.py``)."""
 _US_PER_MS = 1e3
 
 
@@ -30,8 +29,8 @@ class Communication:
 def communication_of(trace: Mapping[str, Any]) -> Communication:
     """Splits the device's work into messages and compute.
 
-    A message is a pause of the mocked link and the piece of work right behind it on the same stream, which moves the
-    rows. The stream may be one of messages, or the one that computes, where stock's synchronous collectives are.
+    A message is one or more kernels of the mocked link. Their stream may be one of messages, or the one that computes,
+    where stock's synchronous collectives are. A kernel that waits for the link counts as on its way.
 
     Args:
         trace: of one step, as exported by ``torch.profiler``; times in microseconds.
@@ -39,21 +38,17 @@ def communication_of(trace: Mapping[str, Any]) -> Communication:
     Raises:
         ValueError: there is no message in it.
     """
-    by_stream: dict[Any, list[tuple[Span, bool]]] = defaultdict(list)
+    messages: list[Span] = []
+    compute: list[Span] = []
+    streams = set()
     for event in trace["traceEvents"]:
         if event.get("ph") == "X" and event.get("cat") in _DEVICE_WORK:
             span = event["ts"], event["ts"] + event["dur"]
-            by_stream[event["args"]["stream"]].append((span, _PAUSE in event["name"]))
-    messages: list[Span] = []
-    compute: list[Span] = []
-    for pieces in by_stream.values():
-        is_behind_pause = False
-        for span, is_pause in sorted(pieces):
-            (messages if is_pause or is_behind_pause else compute).append(span)
-            is_behind_pause = is_pause
+            (messages if _MESSAGE in event["name"] else compute).append(span)
+            streams.add(event["args"]["stream"])
     if not messages:
         raise ValueError(
-            f"the trace has {sum(map(len, by_stream.values()))} pieces of work on {len(by_stream)} streams, but no "
-            f"{_PAUSE}: no message of a mocked link was recorded. Was the link free?"
+            f"the trace has {len(compute)} pieces of work on {len(streams)} streams, but no {_MESSAGE}: no message of "
+            "a mocked link was recorded. Was the link free?"
         )
     return Communication(length(messages) / _US_PER_MS, uncovered(messages, compute) / _US_PER_MS)

@@ -1,5 +1,6 @@
 """A link on a device: messages that take the link's time, and SMs and memory bandwidth as NCCL's kernels do."""
 
+import itertools
 import threading
 from typing import Any
 
@@ -12,6 +13,8 @@ from megatron_lancet.mock.transfer import Transfer
 
 NUM_SMS = 16
 """SMs of a message, where a run says nothing else."""
+_SMALL_BYTES = 1 << 20
+"""Parts of a message that lie side by side and have no more bytes are one kernel: the host launches NCCL's once, too."""
 
 
 class PacedLink:
@@ -49,7 +52,7 @@ class PacedLink:
             return
         self.check()
         copies, staged = _dense(transfer)
-        copies = [pair for pair in copies if pair[0].numel()] or copies[:1]
+        copies = _joined([pair for pair in copies if pair[0].numel()] or copies[:1])
         duration_us = self.link.time_us(bytes_to_others) - self.link.latency_us
         paces = paces_of(self.link.latency_us, duration_us, [target.numel() for target, _ in copies])
         if paces[0].claimed_ns > MAX_WAIT_NS:
@@ -124,6 +127,20 @@ def _dense(transfer: Transfer) -> tuple[_Pairs, _Pairs]:
         sent = source.data.to(target.dtype).contiguous()
         copies.append((_as_bytes(received), _as_bytes(sent)))
     return copies, staged
+
+
+def _joined(copies: _Pairs) -> _Pairs:
+    """One copy in place of several small ones, if their targets are the parts of one, as in an all-gather."""
+    targets, sources = ([*tensors] for tensors in zip(*copies, strict=True))
+    are_neighbours = all(
+        one.data_ptr() + one.numel() == other.data_ptr()
+        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        for one, other in itertools.pairwise(targets)
+    )
+    num_bytes = sum(target.numel() for target in targets)
+    if len(copies) == 1 or not are_neighbours or num_bytes > _SMALL_BYTES:
+        return copies
+    return [(targets[0].as_strided((num_bytes,), (1,)), torch.cat(sources))]
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,7 @@ def _change_megatron(
     stack: ExitStack, args: argparse.Namespace, config: LancetConfig, stop: StopRequest | None
 ) -> None:
     """Change Megatron's process groups, checkpoints and SIGTERM handling for the length of ``stack``."""
-    stack.enter_context(mock.mocked_world_of(args))
+    stack.enter_context(mock.mocked_world_of(args, config.comm_sms))
     stack.enter_context(patches.bounded_expert_groups(config.comm_sms))
     stack.enter_context(Checkpoints(args).watched())
     stack.enter_context(checkpoint_patches.arguments_before_loading(functools.partial(check_checkpoint, args)))

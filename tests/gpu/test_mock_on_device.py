@@ -1,16 +1,17 @@
-"""The mocked world on one device: the pause is on a stream, and compute waits for the rows."""
+"""The mocked world on one device: messages are on their streams, and compute waits for the rows."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.mock.mock_world import MockedNodes, free_link, mock_world
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.nccl import StreamTransport
 from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.virtual_gpu.link import KERNEL
 from megatron_lancet.virtual_gpu.log import CollectiveBegins, StreamWaits
 from tests.gpu.devices import ON_BOTH, ON_DEVICE_ONLY, on_both_with_late
 
@@ -71,7 +72,7 @@ def test_stream_transport_over_a_mocked_link(device, world):
     assert times.num_all_to_alls == 2
     assert times.payload_bytes == 2 * 64 * 32 * 4 * 7 / 8
     if not device.is_virtual:
-        assert times.all_to_all_ms > 20  # two pauses; half of them is asked for, since clocks of devices change
+        assert times.all_to_all_ms >= 40  # two latencies
 
 
 @ON_BOTH
@@ -93,3 +94,47 @@ def test_mocked_rows_take_the_time_of_the_link(world):
     assert early.eq(0).all()
     assert late.eq(1).all()
     assert work.get_future().wait()[0].equal(sent)
+
+
+@ON_BOTH
+def test_free_link_is_for_messages_that_are_issued_inside(device, world):
+    x = torch.ones(8, device="cuda")
+    with device.watch():
+        with free_link():
+            dist.all_to_all_single(torch.empty_like(x), x, group=world)
+            free = _num_messages(device)
+        dist.all_to_all_single(torch.empty_like(x), x, group=world)
+        paced = _num_messages(device)
+    if device.is_virtual:
+        assert (free, paced) == (0, 1)
+
+
+def _num_messages(device) -> int:
+    return sum(getattr(entry, "name", None) == KERNEL for entry in device.gpu.log) if device.is_virtual else 0
+
+
+@ON_BOTH
+def test_groups_share_a_link_on_the_device(device, world):
+    """Also a synchronous message and an asynchronous one."""
+    other = dist.new_group(range(NUM_RANKS))
+    x = torch.ones(8, device="cuda")
+    with device.watch():
+        work = dist.all_to_all_single(torch.empty_like(x), x, group=other, async_op=True)
+        with torch.cuda.stream(other._stream):
+            _, end_ns = other._link.last_times_ns()
+        dist.all_to_all_single(torch.empty_like(x), x, group=world)
+        start_ns, _ = world._link.last_times_ns()
+        work.wait()
+    assert start_ns >= end_ns - 1_000
+
+
+@ON_BOTH
+def test_groups_inside_a_node_have_a_link_of_their_own(device):
+    fast = Link(latency_us=1)
+    with mock_world(NUM_RANKS, SLOW, nodes=MockedNodes(4, fast)), device.mocked_link():
+        inside, across = dist.new_group([0, 1]), dist.new_group([0, 4])
+        assert inside._link is not across._link
+        assert across._link is dist.group.WORLD._link
+        assert (inside._link.link, across._link.link) == (fast, SLOW)
+        assert dist.new_group([0, 2])._link is inside._link
+        dist.all_reduce(torch.ones(1, device="cuda"), group=inside)

@@ -12,7 +12,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import Plan
 
 FLAG = "--lancet-comm-sms"
-_OWN_BACKEND = "nccl"
+_NCCL, _MOCK = "nccl", "mock"
 _AT_LEAST = ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
 """Variables with which NCCL takes at least so many SMs, whatever a communicator's bound is."""
 
@@ -20,7 +20,7 @@ _AT_LEAST = ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_P2P_NCHANNELS")
 def check_comm_sms(
     args: argparse.Namespace, config: LancetConfig, plan: Plan | None, device: torch.device | None
 ) -> None:
-    """Checks that NCCL will keep to the bound.
+    """Checks that NCCL, or the mocked link of a GPU, will keep to the bound.
 
     Args:
         args: Megatron's arguments, validated.
@@ -43,16 +43,30 @@ def _obstacles(args: argparse.Namespace, num_sms: int, plan: Plan | None, device
             "this run has stock Megatron modules: it was given --lancet-plan off or has no expert parallelism "
             f"(--expert-model-parallel-size is {args.expert_model_parallel_size}). Drop one of the two."
         )
-    if args.distributed_backend != _OWN_BACKEND:
+    is_mocked = args.distributed_backend == _MOCK
+    if args.distributed_backend not in (_NCCL, _MOCK):
         yield (
             f"it bounds kernels of NCCL, and --distributed-backend is {args.distributed_backend}, whose messages take "
             "no SMs. Drop the flag."
         )
+    if is_mocked and device is not None and device.type != "cuda":
+        yield "messages of a mocked world take SMs on a GPU only, and this run is on a CPU. Drop the flag."
     if num_sms & (num_sms - 1):
         yield (
             "NCCL rounds the SMs of an all-to-all up to a power of two, "
             f"{1 << num_sms.bit_length()} here. Pass {1 << num_sms.bit_length() - 1} or {1 << num_sms.bit_length()}."
         )
+    if not is_mocked:
+        yield from _obstacles_of_the_environment(num_sms)
+    if device is not None and device.type == "cuda":
+        num_device_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        if num_sms > num_device_sms:
+            yield f"the GPU has {num_device_sms} SMs. Pass fewer, or drop the flag."
+        if not is_mocked:
+            yield from _obstacles_of_torch()
+
+
+def _obstacles_of_the_environment(num_sms: int) -> Iterator[str]:
     largest = os.environ.get("NCCL_MAX_CTAS")
     if largest not in (None, "", str(num_sms)):
         yield f"NCCL_MAX_CTAS is {largest}, which takes precedence in NCCL. Unset one of the two."
@@ -60,13 +74,9 @@ def _obstacles(args: argparse.Namespace, num_sms: int, plan: Plan | None, device
         least = os.environ.get(name, "")
         if least.isdigit() and int(least) > num_sms:
             yield f"{name} is {least}, so NCCL takes at least as many. Unset one of the two."
-    if device is not None and device.type == "cuda":
-        yield from _obstacles_of_the_device(num_sms, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _obstacles_of_the_device(num_sms: int, num_device_sms: int) -> Iterator[str]:
-    if num_sms > num_device_sms:
-        yield f"the GPU has {num_device_sms} SMs. Pass fewer, or drop the flag."
+def _obstacles_of_torch() -> Iterator[str]:
     options = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None)
     if options is None or not hasattr(getattr(options(), "config", None), "max_ctas"):
         yield (

@@ -10,6 +10,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.mock_group import BACKEND
 from megatron_lancet.mock.mock_world import MockedNodes, mock_world
+from megatron_lancet.mock.paced_link import NUM_SMS
 from megatron_lancet.training.megatron.mock_patches import megatron_in_mocked_world
 from megatron_lancet.training.platform.launcher import FLAG as NODES_FLAG
 
@@ -104,10 +105,13 @@ def _unsupported(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def mocked_world_of(args: argparse.Namespace) -> Iterator[None]:
+def mocked_world_of(args: argparse.Namespace, comm_sms: int | None = None) -> Iterator[None]:
     """Inside the context the world of the run is mocked, if the run asks for it; else Megatron creates the world.
 
     Megatron initialises ``torch.distributed`` only if it is not initialised yet.
+
+    Args:
+        comm_sms: SMs that a message on a GPU may take, at most; None for the mock's own choice.
     """
     if not is_mocked(args):
         yield
@@ -116,7 +120,8 @@ def mocked_world_of(args: argparse.Namespace) -> Iterator[None]:
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     inside, link = args.lancet_mock_node_link, args.lancet_mock_link or Link()
     nodes = MockedNodes(args.lancet_ranks_per_node, inside) if inside is not None else None
-    with megatron_in_mocked_world(_add_backend), mock_world(args.world_size, link, timeout, nodes):
+    mocked = mock_world(args.world_size, link, timeout, nodes, comm_sms or NUM_SMS)
+    with megatron_in_mocked_world(_add_backend), mocked:
         yield
 
 

@@ -134,6 +134,16 @@ def test_dense_and_other_tensors_arrive(gpu, link, dtype, late):
     assert sum(name == KERNEL for name, _ in kernels_of(gpu)) == 5, "one for each tensor that has elements"
 
 
+@pytest.mark.parametrize(("num_rows", "num_kernels"), [(4, 1), (1 << 18, 8)])
+def test_small_parts_that_lie_side_by_side_are_one_kernel(gpu, link, num_rows, num_kernels):
+    with gpu.watch():
+        sent, received = torch.arange(num_rows, device="cuda"), torch.zeros(8 * num_rows + 1, device="cuda").long()
+        link.send(Transfer([(part, sent) for part in received[:-1].view(8, -1)]), NUM_BYTES)
+        assert received[:-1].view(8, -1).eq(sent).all()
+        assert received[-1] == 0
+        assert sum(name == KERNEL for name, _ in kernels_of(gpu)) == num_kernels
+
+
 def test_reductions_go_over_the_link_and_are_reduced_behind_it(gpu, link):
     with gpu.watch():
         x, y = torch.ones(4, device="cuda"), torch.ones(2, 2, device="cuda").t()

@@ -11,7 +11,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.mock import mock_group
 from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.loopback_counts import counts_of_all_ranks
-from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.mock.mock_world import MockedNodes, free_link, mock_world
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.transport.base import ReadyEvent
@@ -194,6 +194,28 @@ def test_mock_groups_can_have_their_own_links():
         x = torch.ones(1)
         dist.all_reduce(x, group=fast)
         assert x.item() == 2
+
+
+def test_free_link_is_for_messages_of_the_host_that_are_issued_inside():
+    with mock_world(2, NEVER):
+        late = dist.all_reduce(torch.ones(1), async_op=True)
+        with free_link():
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            assert x.item() == 2
+        assert not late.is_completed()
+        assert not dist.all_reduce(torch.ones(1), async_op=True).is_completed()
+
+
+def test_equal_links_are_one_link_on_a_device():
+    other = Link(latency_us=7)
+    with mock_world(4, SOON, nodes=MockedNodes(2, SOON), num_sms=3):
+        world, inside, across = dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0, 2])
+        first, second = (dist.new_group([0, 1], pg_options=link) for link in (other, Link(latency_us=7)))
+        assert world._link is across._link
+        assert inside._link is not across._link, "equal, but another wire"
+        assert first._link is second._link
+        assert {group._link.num_sms for group in (world, inside, first)} == {3}
 
 
 def test_mock_all_to_all_is_invisible_to_autograd():

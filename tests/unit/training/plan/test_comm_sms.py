@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 
 from megatron_lancet.config import LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.patching import around
 from megatron_lancet.profiler import facts
@@ -24,6 +25,7 @@ from megatron_lancet.training.megatron import patches, seams
 from megatron_lancet.training.megatron.patches import bounded_expert_groups
 from megatron_lancet.training.plan.comm_sms import check_comm_sms
 from megatron_lancet.training.plan.support import overlap_blockers
+from megatron_lancet.training.platform.mock import mocked_world_of
 
 BOUND = LancetConfig(comm_sms=8)
 GPU = torch.device("cuda", 0)
@@ -125,7 +127,8 @@ def test_bound_on_sms_is_accepted_on_gpus_and_in_dry_runs():
     [
         ({}, 8, None, r"this run has stock Megatron modules: it was given --lancet-plan off or has no expert"),
         ({"distributed_backend": "gloo"}, 8, fixed_plan(2), "--distributed-backend is gloo, whose messages"),
-        ({"distributed_backend": "mock"}, 8, fixed_plan(2), "--distributed-backend is mock, whose messages"),
+        ({"distributed_backend": "mock"}, 20, fixed_plan(2), r"a power of two, 32 here. Pass 16 or 32\."),
+        ({"distributed_backend": "mock"}, 256, fixed_plan(2), "the GPU has 132 SMs"),
         ({}, 20, fixed_plan(2), r"a power of two, 32 here. Pass 16 or 32\."),
         ({}, 256, fixed_plan(2), "the GPU has 132 SMs"),
     ],
@@ -133,6 +136,29 @@ def test_bound_on_sms_is_accepted_on_gpus_and_in_dry_runs():
 def test_bound_on_sms_is_refused_where_it_can_not_act(changes, num_sms, plan, message):
     with pytest.raises(UsageError, match=rf"--lancet-comm-sms {num_sms} can't act: .*{message}"):
         check_comm_sms(arguments(**changes), LancetConfig(comm_sms=num_sms), plan, GPU)
+
+
+def test_bound_on_sms_of_a_mocked_world_needs_a_gpu_and_no_nccl(monkeypatch):
+    monkeypatch.setenv("NCCL_MAX_CTAS", "16")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", None)
+    mocked = arguments(distributed_backend="mock")
+    check_comm_sms(mocked, BOUND, fixed_plan(2), GPU)
+    check_comm_sms(mocked, BOUND, fixed_plan(2), None)
+    with pytest.raises(UsageError, match="take SMs on a GPU only, and this run is on a CPU"):
+        check_comm_sms(mocked, BOUND, fixed_plan(2), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("comm_sms", "expected"), [(None, 16), (8, 8)])
+def test_bound_on_sms_reaches_the_mocked_link(comm_sms, expected):
+    args = argparse.Namespace(
+        distributed_backend="mock",
+        world_size=4,
+        distributed_timeout_minutes=1,
+        lancet_mock_link=Link(latency_us=1),
+        lancet_mock_node_link=None,
+    )
+    with mocked_world_of(args, comm_sms):
+        assert dist.group.WORLD._link.num_sms == expected
 
 
 @pytest.mark.parametrize(
