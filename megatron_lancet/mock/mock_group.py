@@ -245,4 +245,3 @@ def _shortened(splits: Sequence[int]) -> str:
 
 def _bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-

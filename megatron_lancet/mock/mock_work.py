@@ -224,4 +224,3 @@ def refuse_one_connection() -> None:
             f"{CONNECTIONS} is 1: mocked messages on a GPU would stop all other work, and nothing would be hidden. Set "
             f"it to {RECOMMENDED}, or unset it."
         )
-

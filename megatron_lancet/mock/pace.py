@@ -1,5 +1,6 @@
 """When the bytes of a message leave a paced link, and the words in a device's memory with which its blocks agree."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -70,5 +71,5 @@ def paces_of(latency_us: float, duration_us: float, sizes: Sequence[int]) -> lis
     ends_ns.append(claimed_ns)
     return [
         Pace(claimed_ns, start_ns, end_ns - start_ns, is_last=i == len(sizes) - 1)
-        for i, (start_ns, end_ns) in enumerate(zip(ends_ns, ends_ns[1:], strict=False))
+        for i, (start_ns, end_ns) in enumerate(itertools.pairwise(ends_ns))
     ]

@@ -14,7 +14,7 @@ from megatron_lancet.mock.transfer import Transfer
 NUM_SMS = 16
 """SMs of a message, where a run says nothing else."""
 _SMALL_BYTES = 1 << 20
-"""Parts of a message that lie side by side and have no more bytes are one kernel: the host launches NCCL's once, too."""
+"""Parts of a message that lie side by side and have no more bytes are one kernel, as all of NCCL's are."""
 
 
 class PacedLink:

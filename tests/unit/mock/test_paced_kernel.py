@@ -203,7 +203,10 @@ def test_a_block_that_waits_too_long_gives_up_and_says_so(kernels, monkeypatch):
 MUTANTS = {
     "nothing is held": ("        _hold(due)\n", ""),
     "each message has a link of its own": ("tl.atomic_add(free_at, claimed_ns", "tl.atomic_add(free_at, 0"),
-    "a message does not wait for the one before": ("        start = tl.atomic_add(free_at", "        start = _now() + 0 * tl.atomic_add(free_at"),
+    "a message does not wait for the one before": (
+        "        start = tl.atomic_add(free_at",
+        "        start = _now() + 0 * tl.atomic_add(free_at",
+    ),
     "the state stays as it was": ("        tl.store(state + _ARRIVED, 0)\n", ""),
     "every copy of a message claims the link": ("if (ticket == 0) & (start == 0)", "if ticket == 0"),
     "the rest of a tensor is left out": ("tl.store(target + end + rest, last, mask=is_rest)", "pass"),
