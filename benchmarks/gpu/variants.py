@@ -1,7 +1,7 @@
 """The same step under each schedule: Megatron's own, and the overlapping block's with several plans."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,15 +11,19 @@ import torch
 from benchmarks.gpu.sizes import Size, transformer_config
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.comm_stats import CommStats, CommTimes
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 
 STOCK = "stock"
 MEGATRON_OVERLAP = "megatron 1f1b"
 PLANS: dict[str, Plan | None] = {
     STOCK: None,
     **{f"experts k={k}": fixed_plan(k, DwPolicy.NONE, overlap_range=OverlapRange.EXPERTS) for k in (2, 4)},
-    **{f"ours k={k}": fixed_plan(k) for k in (2, 4)},
+    **{f"ours k={k}": fixed_plan(k) for k in (1, 2, 4)},
     "ours k=2 sequence": fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE),
+    "pairs": paired(fixed_plan(1)),
+    "tiles": fixed_plan(1, tiles=1),
+    "dedup": fixed_plan(1, dispatch=Dispatch.DEDUP),
+    "dedup pairs": paired(fixed_plan(1, dispatch=Dispatch.DEDUP)),
     MEGATRON_OVERLAP: None,
 }
 """Plans by the variant's name; None where Megatron's own modules run."""
@@ -61,13 +65,14 @@ class Runner:
         from megatron.core.transformer.module import Float16Module
 
         self._work = work
-        self._is_stock = PLANS[name] is None
+        self._plan = PLANS[name]
         self._schedules_pairs = name == MEGATRON_OVERLAP
         self._stats = CommStats(work.device)
         overrides = _OVERLAP if self._schedules_pairs else {}
         config = transformer_config(work.size, work.num_ranks, work.bf16, **overrides)
         model = _build(config, work.size)
-        deferred = _prepare(model, PLANS[name], work.device, self._stats)
+        self._setup = _prepare(model, self._plan, work.device, self._stats)
+        deferred = self._setup is not None and self._setup.delays_weight_grads
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, delay_wgrad_compute=deferred)
         self._parameters = dict(model.named_parameters())
         model = Float16Module(config, model.cuda()) if work.bf16 else model.cuda()
@@ -88,7 +93,7 @@ class Runner:
         """Forward and backward by Megatron's own function for it; gradients are added to ``main_grad``."""
         from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
-        with self._patches():
+        def run() -> None:
             forward_backward_no_pipelining(
                 forward_step_func=self._forward,
                 data_iterator=iter(self._batches),
@@ -97,6 +102,12 @@ class Runner:
                 seq_length=self._work.size.seq_length,
                 micro_batch_size=self._work.size.micro_batch,
             )
+
+        with self._patches():
+            if self._setup is None:
+                run()
+            else:
+                self._setup.check_step(run)
 
     def take_times(self) -> CommTimes:
         """Communication since the last call. On CUDA, stock's is not in it."""
@@ -112,12 +123,17 @@ class Runner:
         return run(tokens, positions, None, labels=labels), _mean_loss
 
     def _patches(self) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        if self._setup is not None and self._setup.plan.is_paired:
+            from megatron_lancet.training.megatron.paired_schedules import paired_schedules
+
+            setup = self._setup
+            stack.enter_context(paired_schedules(lambda: setup.stages))
         if self._work.device.type == "cuda":
-            return nullcontext()
+            return stack
         from megatron_lancet.training.megatron.patches import measured_stock_communication
 
-        stack = ExitStack()
-        if self._is_stock:
+        if self._plan is None:
             stack.enter_context(measured_stock_communication(self._stats))
         if self._schedules_pairs:
             # It tells the allocator which streams use a tensor. A CPU has neither.
@@ -141,18 +157,18 @@ def _build(config: Any, size: Size) -> Any:
     )
 
 
-def _prepare(model: Any, plan: Plan | None, device: torch.device, stats: CommStats) -> bool:
-    """Gives the model its plan; whether weight gradients are deferred. All variants use the same fused attention."""
+def _prepare(model: Any, plan: Plan | None, device: torch.device, stats: CommStats) -> Any:
+    """Gives the model its plan; the plan's ``OverlapSetup``. All variants use the same fused attention."""
     from megatron_lancet.model.attention.switchable import SwitchableAttention
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     if plan is not None:
         setup = OverlapSetup(plan, device, stats, _TIMEOUT, sdpa=True)
         setup([model])
-        return setup.delays_weight_grads
+        return setup
     for layer in model.decoder.layers:
         SwitchableAttention(layer.self_attention, recomputed=False).use_prefixed()
-    return False
+    return None
 
 
 def _micro_batches(work: Work) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
