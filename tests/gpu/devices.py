@@ -122,7 +122,7 @@ class VirtualDevice(Device):
     @contextmanager
     def mocked_link(self) -> Iterator[None]:
         def pause(num_cycles: int) -> None:
-            self.gpu.note(Kernel(self.gpu.current_stream().id, "pause", 0, 0))
+            self.gpu.note(Kernel(self.gpu.current_stream().id, "spin_kernel", 0, 0))
 
         with ExitStack() as stack:
             stack.enter_context(replaced(MockProcessGroup, "_issue", _issue_of_the_mock))

@@ -46,14 +46,18 @@ class Recorder:
             os.fsync(file.fileno())
 
     @contextmanager
-    def guarded(self, name: str) -> Iterator[None]:
-        """Inside the context an exception becomes a result with ``error``, and the part goes on."""
+    def guarded(self, name: str, **values: Any) -> Iterator[None]:
+        """Inside the context an exception becomes a result with ``error``, and the part goes on.
+
+        Args:
+            values: further values of that result.
+        """
         try:
             yield
         except Exception as error:  # noqa: BLE001 - saved, counted, and shown in the summary
             self.num_errors += 1
             frames = traceback.format_tb(error.__traceback__)[-_NUM_FRAMES:]
-            self.add(name, error=f"{type(error).__name__}: {error}", frames="".join(frames))
+            self.add(name, **values, error=f"{type(error).__name__}: {error}", frames="".join(frames))
 
     def time_left_s(self) -> float:
         """Seconds of the part's limit that are left; negative when it has passed."""
