@@ -138,8 +138,11 @@ def _play_once(log: Sequence[Entry], device: DeviceModel, compute: int, met: Seq
 
 
 def _are_same(some: Sequence[PlayedMessage], others: Sequence[PlayedMessage]) -> bool:
-    pairs = zip(some, others, strict=True)
-    return all(abs(end - other) < _SAME_US for one, its in pairs for end, other in zip(one.on_wire, its.on_wire))
+    return all(
+        abs(end_us - other_us) < _SAME_US
+        for one, other in zip(some, others, strict=True)
+        for end_us, other_us in zip(one.on_wire, other.on_wire, strict=True)
+    )
 
 
 class _Player:

@@ -26,8 +26,10 @@ SIZE, NUM_RANKS, NUM_MICRO_BATCHES = "qwen3-like", 8, 4
 LINKS = ("10:350", "10:45")
 IDEAL = "ideal"
 """Stock with a free link: a message is a copy in the device's memory."""
-_MEASURED_OPS = ("ours k=1", "ours k=2 sequence", "tiles", "dedup")
-"""Variants whose op times the simulator gets: each op of every plan is in one of them."""
+_WHOLE = "ours k=1"
+"""Variant in one chunk, which the simulator's cost model starts from, and whose plan stands for stock there."""
+_LIKE = {"pairs": _WHOLE, "dedup pairs": "dedup"}
+"""Variants with pairs, and those with the same ops."""
 _NOT_SIMULATED = "the planner has plans of this project only"
 
 
@@ -87,7 +89,7 @@ def variants(device: str, links: Sequence[str], steps: Mapping[str, Any]) -> dic
     """Figures by variant, link, and ``modelled`` or ``simulated``.
 
     Args:
-        steps: recorded steps by variant; the simulator needs those of :data:`_MEASURED_OPS`.
+        steps: recorded steps by variant. Plans with pairs need the same without, and all plans one chunk.
     """
     from benchmarks.gpu.check.predict.recorded import modelled
     from benchmarks.gpu.variants import STOCK
@@ -98,7 +100,7 @@ def variants(device: str, links: Sequence[str], steps: Mapping[str, Any]) -> dic
     if STOCK in steps:
         ideal = modelled(steps[STOCK].log, bytes_per_s, Link())
         found[IDEAL] = {link: {"modelled": ideal} for link in links}
-    for link in links if set(_MEASURED_OPS) <= set(steps) else ():
+    for link in links:
         for name, figures in _simulated(steps, bytes_per_s, Link.parse(link)).items():
             found[name][link]["simulated"] = figures
     return found
@@ -106,13 +108,20 @@ def variants(device: str, links: Sequence[str], steps: Mapping[str, Any]) -> dic
 
 def _simulated(steps: Mapping[str, Any], bytes_per_s: float, link: Link) -> dict[str, Any]:
     from benchmarks.gpu.check.predict.simulated import simulated
-    from benchmarks.gpu.variants import STOCK
+    from benchmarks.gpu.variants import PLANS, STOCK
 
-    own = {name: plan for name, plan in plans().items() if plan is not None and name in steps}
-    profiled = {name: (own[name], steps[name]) for name in _MEASURED_OPS}
-    alone = fixed_plan(1, DwPolicy.NONE)
-    found = simulated(profiled, {STOCK: alone, **own}, bytes_per_s, link)
-    return {**found, IDEAL: simulated(profiled, {IDEAL: alone}, bytes_per_s, Link())[IDEAL]}
+    planned = {name: (plan, steps[name]) for name, plan in PLANS.items() if plan is not None and name in steps}
+    if not planned:
+        return {}
+    whole = planned[_WHOLE]
+    found = {}
+    for name, (plan, _) in planned.items():
+        found[name] = simulated(plan, planned[_LIKE.get(name, name)], whole, bytes_per_s, link)
+    if STOCK in steps:
+        alone = fixed_plan(1, DwPolicy.NONE)
+        found[STOCK] = simulated(alone, whole, whole, bytes_per_s, link)
+        found[IDEAL] = simulated(alone, whole, whole, bytes_per_s, Link())
+    return found
 
 
 def _assumptions(device: str) -> dict[str, Any]:
@@ -143,9 +152,9 @@ def _assumptions(device: str) -> dict[str, Any]:
             "each expert gets as many tokens as any other, and each choice of experts is equally likely",
             "functions that Megatron would compile run operator by operator, and no op is from Transformer Engine",
             f"{IDEAL}: stock, and a message is a copy in the device's memory",
-            "exposed: a message is on the wire, and no kernel runs; simulated: the computing stream waits for a message",
+            "exposed: a message is on the wire, and no kernel runs; simulated: compute waits for a message",
             "simulated: launches are free, op times are those of the modelled steps; stock is one chunk without "
-            "deferred weight gradients, in this project's modules",
+            f"deferred weight gradients, in this project's modules, and in {IDEAL} a copy is a message of the same time",
         ],
     }
 

@@ -1,4 +1,4 @@
-"""The step of a variant on a virtual GPU without values: what it enqueues, and how long a model of a GPU takes for it."""
+"""The step of a variant on a virtual GPU without values: what it enqueues, and the time of a modelled GPU for it."""
 
 import functools
 import random
@@ -166,8 +166,8 @@ def modelled(log: Sequence[Entry], bytes_per_s: float, link: Link) -> dict[str, 
 def _figures(log: Sequence[Entry], device: DeviceModel) -> dict[str, Any]:
     """Exposed is what a trace of a real step calls so: no kernel on any stream while a message is on the wire."""
     played = play(log, device)
-    messages = [tuple(one.on_wire) for one in played.messages]
-    kernels = [tuple(one) for one in played.kernels.values()]
+    messages = [one.on_wire for one in played.messages]
+    kernels = list(played.kernels.values())
     return {
         "step_ms": round(played.step_us / 1e3, 3),
         "exposed_ms": round(uncovered(messages, kernels) / 1e3, 3),

@@ -1,6 +1,5 @@
 """What the planner's simulator predicts for the variants, from op times of their modelled steps."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +7,7 @@ from benchmarks.gpu.check.predict.recorded import Step, device_model
 from megatron_lancet.mock.link import Link
 from megatron_lancet.planning.link_times import LinkTimes
 from megatron_lancet.planning.measured.op_times import Samples, op_times, weight_grad_times
-from megatron_lancet.planning.profile import ModelFacts, Profile
+from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.runtime.trace import StepTrace
@@ -23,32 +22,36 @@ _LARGE = 1 << 30
 """Bytes of a message; its time and the latency give that of all others."""
 
 
-def simulated(
-    steps: Mapping[str, tuple[Plan, Step]], plans: Mapping[str, Plan], bytes_per_s: float, link: Link
-) -> dict[str, dict[str, float]]:
-    """Figures of each plan's step by the simulator.
+type PlannedStep = tuple[Plan, Step]
+"""A recorded step without pairs, and its plan."""
+
+
+def simulated(plan: Plan, own: PlannedStep, whole: PlannedStep, bytes_per_s: float, link: Link) -> dict[str, float]:
+    """Figures of a plan's step by the simulator.
 
     Launching is free there. Messages slow down compute by the share of multiprocessors that they take.
 
     Args:
-        steps: recorded steps without pairs, whose op times make one profile; with their plans.
-        plans: what is simulated, by the variant's name.
+        own: the plan's own step or, of one with pairs, that of the same chunks without pairs.
+        whole: that of one chunk, from which the cost model starts.
         link: a free one copies the data at the memory's speed.
     """
-    simulator = Simulator(CostModel(_profile(steps, bytes_per_s, link)))
-    found = {}
-    for name, plan in plans.items():
-        prediction = simulator.simulate(plan).prediction
-        found[name] = {"step_ms": round(prediction.step_ms, 3), "exposed_ms": round(prediction.exposed_ms, 3)}
-    return found
+    prediction = Simulator(CostModel(_profile(own, whole, bytes_per_s, link))).simulate(plan).prediction
+    return {"step_ms": round(prediction.step_ms, 3), "exposed_ms": round(prediction.exposed_ms, 3)}
 
 
-def _profile(steps: Mapping[str, tuple[Plan, Step]], bytes_per_s: float, link: Link) -> Profile:
-    samples, facts = Samples(), _facts(steps)
+def _profile(own: PlannedStep, whole: PlannedStep, bytes_per_s: float, link: Link) -> Profile:
     device = device_model(bytes_per_s, link)
-    for plan, step in steps.values():
-        samples.add(_alone(step, bytes_per_s, link), plan, facts)
-    medians = samples.medians()
+    facts = own[1].facts
+    assert facts is not None
+    assert facts == whole[1].facts
+    of_own, of_all = Samples(), Samples()
+    for samples, steps in ((of_own, [own]), (of_all, [whole] if own is whole else [whole, own])):
+        for plan, step in steps:
+            samples.add(_alone(step, bytes_per_s, link), plan, facts)
+    found = of_own.medians()
+    # Weight gradients have other names in a plan whose experts are not one grouped product, so the plan's own count.
+    medians = replace(found, op_ms=of_all.medians().op_ms, received=of_all.medians().received)
     if link == Link():
         to_others = 1 - 1 / facts.ep_size  # a rank's own rows are copied, too, and each is read and written
         link = Link(device.min_kernel_us, bytes_per_s / 2 * to_others / 1e9)
@@ -71,14 +74,6 @@ def _profile(steps: Mapping[str, tuple[Plan, Step]], bytes_per_s: float, link: L
         received_share=(1 / facts.ep_size,) * facts.ep_size,
         measured_steps_ms={},
     )
-
-
-def _facts(steps: Mapping[str, tuple[Plan, Step]]) -> ModelFacts:
-    """The model's, which all steps have in common."""
-    first, *others = (step.facts for _, step in steps.values())
-    assert first is not None
-    assert all(other == first for other in others), others
-    return first
 
 
 def _alone(step: Step, bytes_per_s: float, link: Link) -> Any:
