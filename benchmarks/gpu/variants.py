@@ -79,6 +79,11 @@ class Runner:
         self._model = DistributedDataParallel(config, ddp_config, model)
         self._batches = list(_micro_batches(work))
 
+    @property
+    def setup(self) -> Any:
+        """The plan's ``OverlapSetup``; None where Megatron's own modules run."""
+        return self._setup
+
     def copy_weights(self, other: "Runner") -> None:
         """Takes over the weights of another runner, exactly where this one's precision is not lower."""
         with torch.no_grad():
