@@ -29,7 +29,7 @@ from benchmarks.gpu.record import Recorder, read_records
 from benchmarks.gpu.sizes import ON_CPU, SIZES
 from benchmarks.gpu.table import found_in, summarise, table
 from benchmarks.gpu.variants import PLANS, STOCK, Work
-from benchmarks.gpu.world import mocked_group, using_link
+from benchmarks.gpu.world import mocked_group
 from benchmarks.harness.origin import finished, origin
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.mock.link import Link
@@ -115,7 +115,7 @@ def check(args: argparse.Namespace) -> list[Link]:
 
 def run(work: Work, links: Sequence[Link], args: argparse.Namespace, record: Recorder) -> None:
     """Measures all variants on all links; the results are in the record."""
-    with mocked_group(work.num_ranks):
+    with mocked_group(work.num_ranks) as using_link:
         turns = Turns(links, args.rounds, args.warmup, args.traced)
         Measurement(work, record, using_link).run(args.variants, turns)
 

@@ -12,7 +12,7 @@ from benchmarks.gpu.measure import Measurement, Turns
 from benchmarks.gpu.record import Recorder
 from benchmarks.gpu.sizes import SIZES
 from benchmarks.gpu.variants import MEGATRON_OVERLAP, STOCK, Work
-from benchmarks.gpu.world import mocked_group, using_link
+from benchmarks.gpu.world import mocked_group
 from megatron_lancet.mock.link import Link
 
 if TYPE_CHECKING:
@@ -48,5 +48,5 @@ def run(record: Recorder, place: "Place") -> None:
         size, links = SIZE, (NVLINK, NETWORK)
         turns = Turns(links, rounds=15, warmup=3, traced=1, reserve_s=_TRACES_S, has_ideal=True)
     work = Work(size, NUM_RANKS, NUM_MICRO_BATCHES, place.device)
-    with mocked_group(NUM_RANKS):
+    with mocked_group(NUM_RANKS) as using_link:
         Measurement(work, record, using_link, place.watch).run(VARIANTS, turns)
