@@ -72,6 +72,10 @@ class MockProcessGroup(_ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name
         return BACKEND
 
+    def _get_backend(self, device: Any) -> Any:
+        """The group itself: it has no parts for devices. Since torch 2.14 a batch of sends and receives asks for one."""
+        return self
+
     def shutdown(self) -> None:
         """Does nothing: the clock belongs to the world."""
 
