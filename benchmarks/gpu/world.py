@@ -17,7 +17,7 @@ UsingLink = Callable[[Link], AbstractContextManager[None]]
 def mocked_group(num_ranks: int) -> Iterator[UsingLink]:
     """Inside the context Megatron's expert-parallel group has ``num_ranks`` ranks, of which this process is the first.
 
-    Messages take no time, except inside the context that the yielded function makes: there they take the time of a link.
+    Messages take no time, except inside the context that the yielded function makes for a link.
     """
     from megatron.core import parallel_state
 
@@ -38,9 +38,7 @@ def mocked_group(num_ranks: int) -> Iterator[UsingLink]:
             yield
 
     with mock_world(num_ranks), loopback_counts():
-        parallel_state.initialize_model_parallel(
-            expert_model_parallel_size=num_ranks, create_gloo_process_groups=False
-        )
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks, create_gloo_process_groups=False)
         try:
             yield using_link
         finally:
