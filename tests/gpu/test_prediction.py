@@ -49,7 +49,8 @@ def check_same(device, steps):
         for path, number in found.items()
         if number != pytest.approx(kept.get(path), rel=tolerance, abs=tolerance)
     }
-    assert found.keys() == kept.keys() and not differing, (
+    assert found.keys() == kept.keys()
+    assert not differing, (
         f"{committed(device).name} is not what the code predicts: {len(differing)} figures differ, for example "
         f"{dict(list(differing.items())[:3])} (committed, now). If the change is wanted, make it again on a clean "
         f"checkout: {COMMAND} --device {device}"
