@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.table import Samples
 from benchmarks.gpu.trace import Communication, communication_of
-from benchmarks.gpu.variants import MEGATRON_OVERLAP, STOCK, Runner, Work, why_megatron_refuses
+from benchmarks.gpu.variants import MEGATRON_OVERLAP, STOCK, Runner, Variant, Work, why_megatron_refuses
 from benchmarks.gradient_error import relative_errors
 
 MAX_ERROR_RATIO = 2.0
@@ -68,19 +68,19 @@ def _start(work: Work, names: Sequence[str]) -> tuple[dict[str, Runner], dict[st
     runners, skipped = {}, {}
     for name in [STOCK, *(name for name in names if name != STOCK)]:
         if name != MEGATRON_OVERLAP:
-            runners[name] = Runner(name, work)
+            runners[name] = Runner(Variant.named(name), work)
         elif work.num_micro_batches < 2:
             skipped[name] = "it overlaps two micro-batches, and a step has one"
         elif refusal := why_megatron_refuses(work):
             skipped[name] = refusal
         else:
-            runners[name] = Runner(name, work)
+            runners[name] = Runner(Variant.named(name), work)
     return runners, skipped
 
 
 def _compare_gradients(work: Work, runners: Mapping[str, Runner], samples: Mapping[str, Samples]) -> None:
     """Gradients of the last warm-up step against those of stock in fp32, on the same weights and data."""
-    exact = Runner(STOCK, replace(work, bf16=False))
+    exact = Runner(Variant.named(STOCK), replace(work, bf16=False))
     exact.copy_weights(runners[STOCK])
     _step_ms(exact, work.device)
     truth = exact.gradients()
@@ -132,7 +132,7 @@ def _step_ms(runner: Runner, device: torch.device) -> float:
     return elapsed_ms(runner.step, device)
 
 
-def elapsed_ms(work: Callable[[], None], device: torch.device) -> float:
+def elapsed_ms(work: Callable[[], object], device: torch.device) -> float:
     """Time of ``work``: on a GPU between two events of the current stream, else by the clock."""
     if device.type != "cuda":
         start_s = time.perf_counter()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_lancet.mock import mock_group
 from megatron_lancet.mock.mock_group import MockProcessGroup
 from megatron_lancet.patching import replaced
 from megatron_lancet.training.platform.cpu import cpu_platform
@@ -79,6 +80,8 @@ def rehearsal() -> Iterator[Place]:
     """Inside the context a part runs on the virtual GPU, and a kernel takes a microsecond."""
     with cpu_platform(), virtual_gpu_platform() as gpu, ExitStack() as stack:
         stack.enter_context(replaced(MockProcessGroup, "_issue", _issue_of_the_mock))
+        # Free links have no pauses, and the virtual GPU has no clock to measure.
+        stack.enter_context(replaced(mock_group, "device_cycles_per_us", lambda device: 1000.0))
         stack.enter_context(counting_clock(gpu))
         yield Place(torch.device("cuda"), gpu)
 
