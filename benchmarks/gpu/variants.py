@@ -211,15 +211,18 @@ def _build(config: Any, size: Size) -> Any:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    from megatron_lancet.training.megatron.patches import core_attention_without_te
+
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    return GPTModel(
-        config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization),
-        vocab_size=size.vocab,
-        max_sequence_length=size.seq_length,
-        position_embedding_type="rope" if size.modern else "learned_absolute",
-    )
+    with core_attention_without_te(size.latent):
+        return GPTModel(
+            config,
+            get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization),
+            vocab_size=size.vocab,
+            max_sequence_length=size.seq_length,
+            position_embedding_type="rope" if size.modern else "learned_absolute",
+        )
 
 
 def _prepare(model: Any, variant: Variant, device: torch.device, stats: CommStats) -> "OverlapSetup | None":

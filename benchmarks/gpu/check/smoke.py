@@ -168,6 +168,7 @@ def _count(record: Recorder, place: Place, name: str, runner: Runner, path: Path
         with counted_waits() as waits:
             losses.extend(_step(runner, path))
 
+    runner.take_times()
     torch.cuda.reset_peak_memory_stats(place.device)
     with place.watch():
         if trace is not None:

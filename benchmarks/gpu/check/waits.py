@@ -24,6 +24,15 @@ from megatron_lancet.virtual_gpu.device import VirtualGpu
 _WARNING = "called a synchronizing CUDA operation"
 _NO_GRAPH_TASK = -1
 _NUM_SITES = 8
+_WRAPPERS = (
+    "megatron_lancet/patching.py",
+    "check/waits.py",
+    "warnings.py",
+    "virtual_gpu/device.py",
+    "virtual_gpu/transfers.py",
+    "virtual_gpu/streams.py",
+)
+"""Ends of the paths of files whose frames are no place of the program."""
 
 
 class HostWaits:
@@ -58,10 +67,10 @@ class HostWaits:
         finally:
             self._thread.is_explicit = False
 
-    def _warned(self, message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+    def _warned(self, message: Any, *_: Any) -> None:
         # A wait that is counted already must not be counted again, should a later torch warn of it.
         if _WARNING in str(message) and not getattr(self._thread, "is_explicit", False):
-            self._add(f"{Path(filename).name}:{lineno}")
+            self._add(_site(sys._getframe(1)))
 
     def _add(self, site: str) -> None:
         self.sites[site] += 1
@@ -90,7 +99,7 @@ def sync_debug_mode_of(gpu: VirtualGpu) -> Iterator[None]:
     def wait(stock: Callable[..., None], self: VirtualGpu, stream: int, reason: str) -> None:
         stock(self, stream, reason)
         if mode[""] == "warn":
-            warnings.warn(_WARNING, stacklevel=4)  # behind the wrappers
+            warnings.warn(_WARNING, stacklevel=2)
 
     with (
         around(VirtualGpu, "host_waits_for_stream", wait),
@@ -122,7 +131,9 @@ def expected_waits(
 
 
 def _site(frame: FrameType | None) -> str:
-    """The caller of a wrapped function, outside of the wrappers."""
-    while frame is not None and frame.f_code.co_filename.endswith(("patching.py", "waits.py")):
+    """The program's own place that waits: outside of what wraps functions or stands in for a device."""
+    while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
         frame = frame.f_back
-    return "unknown" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+    if frame is None:
+        return "unknown"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
