@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.gpu.record import Recorder
 from benchmarks.gpu.trace import Communication, communication_of
-from benchmarks.gpu.variants import MEGATRON_OVERLAP, STOCK, Runner, Work, why_megatron_refuses
+from benchmarks.gpu.variants import MEGATRON_OVERLAP, STOCK, Runner, Variant, Work, why_megatron_refuses
 from benchmarks.gradient_error import relative_errors
 from megatron_lancet.mock.link import Link
 
@@ -123,12 +123,12 @@ class Measurement:
                 self._record.add("variant", variant=name, skipped=reason)
                 continue
             with self._record.guarded("variant", variant=name):
-                self._runners[name] = Runner(name, self._work)
+                self._runners[name] = Runner(Variant.named(name), self._work)
         self._check_stock()
 
     def _compare_gradients(self) -> None:
         """Gradients of the last warm-up step against those of stock in fp32, on the same weights and data."""
-        exact = Runner(STOCK, replace(self._work, bf16=False))
+        exact = Runner(Variant.named(STOCK), replace(self._work, bf16=False))
         exact.copy_weights(self._runners[STOCK])
         self._step_ms(exact)
         truth = exact.gradients()
@@ -237,7 +237,7 @@ def check_errors(variant: str, found: Mapping[str, float], stock: Mapping[str, f
             )
 
 
-def elapsed_ms(work: Callable[[], None], device: torch.device) -> float:
+def elapsed_ms(work: Callable[[], object], device: torch.device) -> float:
     """Time of ``work``: on a GPU between two events of the current stream, else by the clock."""
     if device.type != "cuda":
         start_s = time.perf_counter()

@@ -1,17 +1,22 @@
 """The same step under each schedule: Megatron's own, and the overlapping block's with several plans."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks.gpu.sizes import Size, transformer_config
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.comm_stats import CommStats, CommTimes
+from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
+
+if TYPE_CHECKING:
+    from megatron_lancet.runtime.comm import Comm
+    from megatron_lancet.training.overlap_setup import OverlapSetup
 
 STOCK = "stock"
 MEGATRON_OVERLAP = "megatron 1f1b"
@@ -47,6 +52,30 @@ class Work:
     bf16: bool = True
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A schedule, and what a model has for it.
+
+    Attributes:
+        plan: None for Megatron's own modules.
+        config: fields of Megatron's ``TransformerConfig`` that differ.
+        ddp: the same of its ``DistributedDataParallelConfig``.
+        plans_switch: whether the model is prepared for other plans.
+        nodes: how the ranks lie on nodes, for plans with two hops.
+    """
+
+    plan: Plan | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    plans_switch: bool = False
+    nodes: Nodes | None = None
+
+    @staticmethod
+    def named(name: str) -> "Variant":
+        """The one that the benchmark measures under a name of :data:`PLANS`."""
+        return Variant(PLANS[name], _OVERLAP if name == MEGATRON_OVERLAP else {})
+
+
 def why_megatron_refuses(work: Work) -> str | None:
     """Why this Megatron refuses the configuration of its own overlap; None where it accepts it."""
     try:
@@ -58,31 +87,55 @@ def why_megatron_refuses(work: Work) -> str | None:
 
 
 class Runner:
-    """A model under one schedule. Its weights and data are those of every other runner of the same work."""
+    """A model under one schedule. Its weights and data are those of every other runner of the same work.
 
-    def __init__(self, name: str, work: Work) -> None:
+    Attributes:
+        setup: what the model's plan was set up with; None where Megatron's own modules run.
+        config: Megatron's configuration.
+    """
+
+    def __init__(self, variant: Variant, work: Work) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.transformer.module import Float16Module
 
         self._work = work
-        self._plan = PLANS[name]
-        self._schedules_pairs = name == MEGATRON_OVERLAP
+        self._plan = variant.plan
+        self._schedules_pairs = variant.plan is None and bool(_OVERLAP.items() & variant.config.items())
         self._stats = CommStats(work.device)
-        overrides = _OVERLAP if self._schedules_pairs else {}
-        config = transformer_config(work.size, work.num_ranks, work.bf16, **overrides)
-        model = _build(config, work.size)
-        self._setup = _prepare(model, self._plan, work.device, self._stats)
-        deferred = self._setup is not None and self._setup.delays_weight_grads
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, delay_wgrad_compute=deferred)
+        self.config = transformer_config(work.size, work.num_ranks, work.bf16, **variant.config)
+        model = _build(self.config, work.size)
+        self.setup = _prepare(model, variant, work.device, self._stats)
+        deferred = self.setup is not None and self.setup.delays_weight_grads
+        ddp_config = DistributedDataParallelConfig(
+            **{"grad_reduce_in_fp32": True, "delay_wgrad_compute": deferred, **variant.ddp}
+        )
         self._parameters = dict(model.named_parameters())
-        model = Float16Module(config, model.cuda()) if work.bf16 else model.cuda()
-        self._model = DistributedDataParallel(config, ddp_config, model)
+        self._stack = model.decoder
+        wrapped = Float16Module(self.config, model.cuda()) if work.bf16 else model.cuda()
+        self._model = DistributedDataParallel(self.config, ddp_config, wrapped)
+        if ddp_config.overlap_grad_reduce:
+            self.config.no_sync_func = self._model.no_sync
         self._batches = list(_micro_batches(work))
 
     @property
-    def setup(self) -> Any:
-        """The plan's ``OverlapSetup``; None where Megatron's own modules run."""
-        return self._setup
+    def layers(self) -> Any:
+        """The transformer layers, as Megatron built them."""
+        return self._stack.layers
+
+    @property
+    def has_experts(self) -> list[bool]:
+        """Of each layer, whether it has experts."""
+        return [bool(has) for has in self.config.moe_layer_freq]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a step."""
+        return self._work.num_micro_batches
+
+    @property
+    def comm(self) -> "Comm | None":
+        """Launches the all-to-alls of the plan; None where Megatron's own modules run."""
+        return None if self.setup is None else self._stack.comm
 
     def copy_weights(self, other: "Runner") -> None:
         """Takes over the weights of another runner, exactly where this one's precision is not lower."""
@@ -94,12 +147,16 @@ class Runner:
         """To be called before each step."""
         self._model.zero_grad_buffer()
 
-    def step(self) -> None:
-        """Forward and backward by Megatron's own function for it; gradients are added to ``main_grad``."""
+    def step(self) -> list[torch.Tensor]:
+        """Forward and backward by Megatron's own function for it; gradients are added to ``main_grad``.
+
+        Returns:
+            The loss of each micro-batch, on the device.
+        """
         from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
-        def run() -> None:
-            forward_backward_no_pipelining(
+        def run() -> list[dict[str, torch.Tensor]]:
+            losses: list[dict[str, torch.Tensor]] = forward_backward_no_pipelining(
                 forward_step_func=self._forward,
                 data_iterator=iter(self._batches),
                 model=self._model,
@@ -107,12 +164,15 @@ class Runner:
                 seq_length=self._work.size.seq_length,
                 micro_batch_size=self._work.size.micro_batch,
             )
+            return losses
 
         with self._patches():
-            if self._setup is None:
-                run()
-            else:
-                self._setup.check_step(run)
+            losses = run() if self.setup is None else self.setup.check_step(run)
+        return [loss["loss"] for loss in losses]
+
+    def finish_reductions(self) -> None:
+        """Waits for the reductions of gradients that DDP has begun in a step, or makes them now."""
+        self._model.finish_grad_sync()
 
     def take_times(self) -> CommTimes:
         """Communication since the last call. On CUDA, stock's is not in it."""
@@ -129,10 +189,10 @@ class Runner:
 
     def _patches(self) -> AbstractContextManager[Any]:
         stack = ExitStack()
-        if self._setup is not None and self._setup.plan.is_paired:
+        if self.setup is not None and self.setup.plan.is_paired:
             from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 
-            setup = self._setup
+            setup = self.setup
             stack.enter_context(paired_schedules(lambda: setup.stages))
         if self._work.device.type == "cuda":
             return stack
@@ -151,24 +211,29 @@ def _build(config: Any, size: Size) -> Any:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    from megatron_lancet.training.megatron.patches import core_attention_without_te
+
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    return GPTModel(
-        config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization),
-        vocab_size=size.vocab,
-        max_sequence_length=size.seq_length,
-        position_embedding_type="rope" if size.modern else "learned_absolute",
-    )
+    with core_attention_without_te(size.latent):
+        return GPTModel(
+            config,
+            get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization),
+            vocab_size=size.vocab,
+            max_sequence_length=size.seq_length,
+            position_embedding_type="rope" if size.modern else "learned_absolute",
+        )
 
 
-def _prepare(model: Any, plan: Plan | None, device: torch.device, stats: CommStats) -> Any:
+def _prepare(model: Any, variant: Variant, device: torch.device, stats: CommStats) -> "OverlapSetup | None":
     """Gives the model its plan; the plan's ``OverlapSetup``. All variants use the same fused attention."""
     from megatron_lancet.model.attention.switchable import SwitchableAttention
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
-    if plan is not None:
-        setup = OverlapSetup(plan, device, stats, _TIMEOUT, sdpa=True)
+    if variant.plan is not None:
+        setup = OverlapSetup(
+            variant.plan, device, stats, _TIMEOUT, sdpa=True, switchable=variant.plans_switch, nodes=variant.nodes
+        )
         setup([model])
         return setup
     for layer in model.decoder.layers:
