@@ -1,9 +1,10 @@
 """The same step under each schedule: Megatron's own, and the overlapping block's with several plans."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -29,15 +30,27 @@ PLANS: dict[str, Plan | None] = {
 """Plans by the variant's name; None where Megatron's own modules run."""
 _OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 _TIMEOUT = timedelta(minutes=5)
+_BUCKET_SIZE = 20_000
+"""Parameters whose gradients are reduced together: the smallest model has several such buckets."""
+
+
+class Reduction(StrEnum):
+    """How data-parallel ranks add their gradients up, bucket by bucket while the backward runs."""
+
+    ALL_REDUCE = "all-reduce"
+    REDUCE_SCATTER = "reduce-scatter"
+    """As the distributed optimizer needs it: each rank gets the sums of its own part."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every variant does in a step: forward and backward of some micro-batches, without a reduction of gradients.
+    """What every variant does in a step: forward and backward of some micro-batches.
 
     Attributes:
         num_ranks: of the expert-parallel group.
         bf16: precision of weights and activations, else fp32.
+        rank: draws the data, which differ from rank to rank.
+        reduction: of gradients; None for none.
     """
 
     size: Size
@@ -45,6 +58,8 @@ class Work:
     num_micro_batches: int
     device: torch.device
     bf16: bool = True
+    rank: int = 0
+    reduction: Reduction | None = None
 
 
 def why_megatron_refuses(work: Work) -> str | None:
@@ -60,23 +75,27 @@ def why_megatron_refuses(work: Work) -> str | None:
 class Runner:
     """A model under one schedule. Its weights and data are those of every other runner of the same work."""
 
-    def __init__(self, name: str, work: Work) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    def __init__(self, name: str, work: Work, plan: Plan | None = None, switchable: bool = False) -> None:
+        """
+        Args:
+            plan: in place of that of the variant ``name``.
+            switchable: the plan may change, see :meth:`switch`.
+        """
         from megatron.core.transformer.module import Float16Module
 
         self._work = work
-        self._plan = PLANS[name]
+        self._plan = plan or PLANS[name]
         self._schedules_pairs = name == MEGATRON_OVERLAP
         self._stats = CommStats(work.device)
         overrides = _OVERLAP if self._schedules_pairs else {}
         config = transformer_config(work.size, work.num_ranks, work.bf16, **overrides)
         model = _build(config, work.size)
-        self._setup = _prepare(model, self._plan, work.device, self._stats)
+        self._setup = _prepare(model, self._plan, work.device, self._stats, switchable)
         deferred = self._setup is not None and self._setup.delays_weight_grads
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, delay_wgrad_compute=deferred)
         self._parameters = dict(model.named_parameters())
+        self._modules = tuple(model.modules())
         model = Float16Module(config, model.cuda()) if work.bf16 else model.cuda()
-        self._model = DistributedDataParallel(config, ddp_config, model)
+        self._model = _wrapped(config, model, work.reduction, deferred)
         self._batches = list(_micro_batches(work))
 
     def copy_weights(self, other: "Runner") -> None:
@@ -102,12 +121,29 @@ class Runner:
                 seq_length=self._work.size.seq_length,
                 micro_batch_size=self._work.size.micro_batch,
             )
+            if self._work.reduction is not None:
+                self._model.finish_grad_sync()
 
         with self._patches():
             if self._setup is None:
                 run()
             else:
                 self._setup.check_step(run)
+
+    def switch(self, plan: Plan) -> None:
+        """Runs by another plan from the next step on; on all ranks."""
+        assert self._setup is not None, "stock has no plan"
+        self._setup.switch(plan)
+
+    @property
+    def position(self) -> str:
+        """The collective that this rank has reached, for what is said of a rank that hangs."""
+        return "in Megatron's own modules" if self._setup is None else str(self._setup.position)
+
+    def num_reports(self) -> list[int]:
+        """How often each weight with a deferred gradient was reported to DDP since the model was built."""
+        deferred = [module.deferred for module in self._modules if getattr(module, "deferred", None)]
+        return [weight.num_reported for weight in deferred]
 
     def take_times(self) -> CommTimes:
         """Communication since the last call. On CUDA, stock's is not in it."""
@@ -157,13 +193,47 @@ def _build(config: Any, size: Size) -> Any:
     )
 
 
-def _prepare(model: Any, plan: Plan | None, device: torch.device, stats: CommStats) -> Any:
+def _wrapped(config: Any, model: Any, reduction: Reduction | None, deferred: bool) -> Any:
+    """The model under Megatron's DDP.
+
+    Args:
+        deferred: whether linear layers compute their gradients behind their own backward.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    reduces = reduction is not None
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        delay_wgrad_compute=deferred,
+        overlap_grad_reduce=reduces,
+        bucket_size=_BUCKET_SIZE if reduces else None,
+        use_distributed_optimizer=reduction is Reduction.REDUCE_SCATTER,
+    )
+    if not reduces:
+        return DistributedDataParallel(config, ddp_config, model)
+    with _side_stream():
+        wrapped = DistributedDataParallel(config, ddp_config, model)
+    config.no_sync_func = wrapped.no_sync
+    return wrapped
+
+
+@contextmanager
+def _side_stream() -> Iterator[None]:
+    """Megatron's training wraps a model on a stream of its own, on which autograd then runs DDP's hooks."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def _prepare(model: Any, plan: Plan | None, device: torch.device, stats: CommStats, switchable: bool) -> Any:
     """Gives the model its plan; the plan's ``OverlapSetup``. All variants use the same fused attention."""
     from megatron_lancet.model.attention.switchable import SwitchableAttention
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     if plan is not None:
-        setup = OverlapSetup(plan, device, stats, _TIMEOUT, sdpa=True)
+        setup = OverlapSetup(plan, device, stats, _TIMEOUT, sdpa=True, switchable=switchable)
         setup([model])
         return setup
     for layer in model.decoder.layers:
@@ -174,7 +244,7 @@ def _prepare(model: Any, plan: Plan | None, device: torch.device, stats: CommSta
 def _micro_batches(work: Work) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Tokens, positions and labels, each [B, S]."""
     size = work.size
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + work.rank)
     positions = torch.arange(size.seq_length).expand(size.micro_batch, -1)
     for _ in range(work.num_micro_batches):
         tokens = torch.randint(size.vocab, (size.micro_batch, size.seq_length + 1), generator=generator)
