@@ -1,9 +1,10 @@
 """The same step under each schedule: Megatron's own, and the overlapping block's with several plans."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,15 +35,36 @@ PLANS: dict[str, Plan | None] = {
 """Plans by the variant's name; None where Megatron's own modules run."""
 _OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 _TIMEOUT = timedelta(minutes=5)
+_BUCKET_SIZE = 20_000
+"""Parameters whose gradients are reduced together: the smallest model has several such buckets."""
+
+
+class Reduction(StrEnum):
+    """How data-parallel ranks add their gradients up, bucket by bucket while the backward runs."""
+
+    ALL_REDUCE = "all-reduce"
+    REDUCE_SCATTER = "reduce-scatter"
+    """As the distributed optimizer needs it: each rank gets the sums of its own part."""
+
+    @property
+    def ddp(self) -> dict[str, Any]:
+        """Fields of Megatron's ``DistributedDataParallelConfig``."""
+        return {
+            "overlap_grad_reduce": True,
+            "bucket_size": _BUCKET_SIZE,
+            "use_distributed_optimizer": self is Reduction.REDUCE_SCATTER,
+        }
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every variant does in a step: forward and backward of some micro-batches, without a reduction of gradients.
+    """What every variant does in a step: forward and backward of some micro-batches.
 
     Attributes:
         num_ranks: of the expert-parallel group.
         bf16: precision of weights and activations, else fp32.
+        rank: draws the data, which differ from rank to rank.
+        reduction: of gradients, at the end of each step; None for none.
     """
 
     size: Size
@@ -50,6 +72,8 @@ class Work:
     num_micro_batches: int
     device: torch.device
     bf16: bool = True
+    rank: int = 0
+    reduction: Reduction | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +119,6 @@ class Runner:
     """
 
     def __init__(self, variant: Variant, work: Work) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.transformer.module import Float16Module
 
         self._work = work
@@ -106,15 +129,13 @@ class Runner:
         model = _build(self.config, work.size)
         self.setup = _prepare(model, variant, work.device, self._stats)
         deferred = self.setup is not None and self.setup.delays_weight_grads
-        ddp_config = DistributedDataParallelConfig(
-            **{"grad_reduce_in_fp32": True, "delay_wgrad_compute": deferred, **variant.ddp}
-        )
         self._parameters = dict(model.named_parameters())
+        self._modules = tuple(model.modules())
         self._stack = model.decoder
         wrapped = Float16Module(self.config, model.cuda()) if work.bf16 else model.cuda()
-        self._model = DistributedDataParallel(self.config, ddp_config, wrapped)
-        if ddp_config.overlap_grad_reduce:
-            self.config.no_sync_func = self._model.no_sync
+        reduction = {} if work.reduction is None else work.reduction.ddp
+        ddp = {"grad_reduce_in_fp32": True, "delay_wgrad_compute": deferred, **reduction, **variant.ddp}
+        self._model = _with_ddp(self.config, wrapped, ddp)
         self._batches = list(_micro_batches(work))
 
     @property
@@ -164,6 +185,8 @@ class Runner:
                 seq_length=self._work.size.seq_length,
                 micro_batch_size=self._work.size.micro_batch,
             )
+            if self._work.reduction is not None:
+                self.finish_reductions()
             return losses
 
         with self._patches():
@@ -173,6 +196,21 @@ class Runner:
     def finish_reductions(self) -> None:
         """Waits for the reductions of gradients that DDP has begun in a step, or makes them now."""
         self._model.finish_grad_sync()
+
+    def switch(self, plan: Plan) -> None:
+        """Runs by another plan from the next step on; on all ranks."""
+        assert self.setup is not None, "stock has no plan"
+        self.setup.switch(plan)
+
+    @property
+    def position(self) -> str:
+        """The collective that this rank has reached, for reports of a rank that hangs."""
+        return "in Megatron's own modules" if self.setup is None else str(self.setup.position)
+
+    def num_reports(self) -> list[int]:
+        """How often each weight with a deferred gradient was reported to DDP since the model was built."""
+        deferred = [module.deferred for module in self._modules if getattr(module, "deferred", None)]
+        return [weight.num_reported for weight in deferred]
 
     def take_times(self) -> CommTimes:
         """Communication since the last call. On CUDA, stock's is not in it."""
@@ -225,6 +263,31 @@ def _build(config: Any, size: Size) -> Any:
         )
 
 
+def _with_ddp(config: Any, model: Any, ddp: Mapping[str, Any]) -> Any:
+    """The model under Megatron's DDP, as Megatron's training wraps it: on a stream of its own.
+
+    Autograd runs DDP's hooks on that stream.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    ddp_config = DistributedDataParallelConfig(**ddp)
+    if not ddp_config.overlap_grad_reduce:
+        return DistributedDataParallel(config, ddp_config, model)
+    with _side_stream():
+        wrapped = DistributedDataParallel(config, ddp_config, model)
+    config.no_sync_func = wrapped.no_sync
+    return wrapped
+
+
+@contextmanager
+def _side_stream() -> Iterator[None]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
 def _prepare(model: Any, variant: Variant, device: torch.device, stats: CommStats) -> "OverlapSetup | None":
     """Gives the model its plan; the plan's ``OverlapSetup``. All variants use the same fused attention."""
     from megatron_lancet.model.attention.switchable import SwitchableAttention
@@ -244,7 +307,7 @@ def _prepare(model: Any, variant: Variant, device: torch.device, stats: CommStat
 def _micro_batches(work: Work) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Tokens, positions and labels, each [B, S]."""
     size = work.size
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + work.rank)
     positions = torch.arange(size.seq_length).expand(size.micro_batch, -1)
     for _ in range(work.num_micro_batches):
         tokens = torch.randint(size.vocab, (size.micro_batch, size.seq_length + 1), generator=generator)

@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.gpu.check.models import FULL_RECOMPUTE, copies, mocked_ranks, small_work
 from benchmarks.gpu.check.place import Place
-from benchmarks.gpu.check.record import Recorder
 from benchmarks.gpu.measure import MAX_ERROR_RATIO, MAX_EXTRA_ERROR
+from benchmarks.gpu.record import Recorder
 from benchmarks.gpu.variants import PLANS, Runner, Variant, Work
 from benchmarks.gradient_error import relative_difference, relative_errors, worst
 from megatron_lancet.schedule.plan import ChunkDim, Plan, fixed_plan, paired
@@ -114,7 +114,9 @@ class Reference:
         return MAX_ERROR_RATIO * self.errors[name] + MAX_EXTRA_ERROR if self.errors else FP32_BOUND
 
 
-def run(record: Recorder, place: Place, models: Sequence[str] | None = None, plans: Sequence[str] | None = None) -> None:
+def run(
+    record: Recorder, place: Place, models: Sequence[str] | None = None, plans: Sequence[str] | None = None
+) -> None:
     """Compares all plans of all models in both precisions.
 
     Args:
@@ -248,7 +250,9 @@ def _save_stock(record: Recorder, label: str, found: Repeats, errors: Mapping[st
     name, bound = worst(bounds)
     values |= {"widest_bound": bound, "parameter": name}
     if bound > BLIND_ABOVE:
-        record.fail(label, f"a bound of {bound:.2g} for {name} may not see a lost chunk: stock's bf16 is too far", **values)
+        record.fail(
+            label, f"a bound of {bound:.2g} for {name} may not see a lost chunk: stock's bf16 is too far", **values
+        )
     else:
         record.add(label, **values)
 

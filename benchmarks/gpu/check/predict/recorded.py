@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu import variants
 from benchmarks.gpu.intervals import length, uncovered
-from benchmarks.gpu.variants import Runner, Work
+from benchmarks.gpu.variants import Runner, Variant, Work
 from megatron_lancet.mock.link import Link
 from megatron_lancet.patching import around
 from megatron_lancet.planning.profile import ModelFacts
@@ -80,7 +80,7 @@ def record(name: str, work: Work) -> Step:
     supply = functools.partial(_balanced_choice, size.experts_per_rank * work.num_ranks, size.top_k)
     with gpu_without_values(work.num_ranks, supply, expert_model_parallel_size=work.num_ranks) as gpu:
         with around(variants, "_build", _on_meta):
-            runner = Runner(name, replace(work, device=torch.device("cuda")))
+            runner = Runner(Variant.named(name), replace(work, device=torch.device("cuda")))
         _run(gpu, runner)  # the first one makes caches and copies that later ones find
         setup, facts = runner.setup, None
         trace = _Trace(gpu)
