@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.check.rank.gradients import CASES, title_of
 from benchmarks.gpu.check.rank.launch import Ranks
-from benchmarks.gpu.check.rank.merge import Merger
+from benchmarks.gpu.check.rank.merge import SETTING, Merger
 from benchmarks.gpu.record import Recorder
 from benchmarks.gpu.variants import STOCK
 from megatron_lancet.training.check.ranks import held_port
@@ -82,8 +82,8 @@ def run(record: Recorder, place: Place) -> None:
         _run_ranks(record, merger, layout, undone)
         results += merger.results
         left = [name for name in undone if title_of(name) not in merger.ended]
-        if not left or len(left) == len(undone) or not merger.failed_ranks:
-            break
+        if not merger.failed_ranks or not left or len(left) == len(undone):
+            break  # all is done, or the ranks can't even start
         undone = left
         if record.time_left_s() < _LEAST_RESTART_S + _RESERVE_S:
             record.add("left out", what=", ".join(left), why="ranks had failed, and the time is up")
@@ -106,8 +106,8 @@ def _run_ranks(record: Recorder, merger: Merger, layout: Layout, cases: Sequence
         finally:
             ranks.kill()
         merger.close()
-        undone = [title_of(name) for name in cases if title_of(name) not in merger.ended]
-        at_work = merger.last_error or (undone or ["timing"])[0]
+        done_in_turn = [SETTING, *map(title_of, cases), "timing"]
+        at_work = merger.last_error or next(name for name in done_in_turn if name not in merger.ended)
         for rank, process in enumerate(ranks.processes):
             if process.returncode and rank not in merger.failed_ranks:
                 merger.end_without_result(rank, at_work, process.returncode, ranks.log(rank)[-_TAIL_CHARS:])

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from benchmarks.gpu.check.rank.merge import SETTING
 from benchmarks.gpu.check.rank.watchdog import Watchdog
 from benchmarks.gpu.record import Recorder
 
@@ -68,7 +69,7 @@ def measure(args: argparse.Namespace, record: Recorder, watchdog: Watchdog) -> N
 
             place = stack.enter_context(connected(args.on_cpu, watchdog))
             place.largest(0.0)
-        record.add("setting", **place.setting())
+        record.add(SETTING, **place.setting())
         _compare_gradients(args, record, place)
         if args.timing:
             with stopping_at_error(record, "timing"):

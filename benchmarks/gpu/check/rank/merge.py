@@ -8,6 +8,8 @@ from benchmarks.gpu.record import Recorder
 
 ORDER = "order"
 """Field with what a rank has launched, in its order."""
+SETTING = "setting"
+"""Name of a rank's first result, when it is connected to the others."""
 _KEY = ("name", "variant", "round", "mb", "max_ctas", "what")
 
 
