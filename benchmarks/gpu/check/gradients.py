@@ -7,7 +7,7 @@ stock; in bf16 with that of stock in fp32, which stock's own bf16 gradient misse
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -114,7 +114,9 @@ class Reference:
         return MAX_ERROR_RATIO * self.errors[name] + MAX_EXTRA_ERROR if self.errors else FP32_BOUND
 
 
-def run(record: Recorder, place: Place, models: Sequence[str] | None = None, plans: Sequence[str] | None = None) -> None:
+def run(
+    record: Recorder, place: Place, models: Sequence[str] | None = None, plans: Sequence[str] | None = None
+) -> None:
     """Compares all plans of all models in both precisions.
 
     Args:
@@ -218,7 +220,8 @@ def _repeated(place: Place, runner: Runner) -> Repeats:
     found: Repeats | None = None
     for _ in range(NUM_REPEATS):
         runner.reset_gradients()
-        with place.watch():
+        # The virtual GPU finds a missing order in the first step or in none, and is slow.
+        with nullcontext() if place.is_rehearsal and found is not None else place.watch():
             losses = runner.step()
         values = [loss.item() for loss in losses]
         runner.take_times()
@@ -248,7 +251,9 @@ def _save_stock(record: Recorder, label: str, found: Repeats, errors: Mapping[st
     name, bound = worst(bounds)
     values |= {"widest_bound": bound, "parameter": name}
     if bound > BLIND_ABOVE:
-        record.fail(label, f"a bound of {bound:.2g} for {name} may not see a lost chunk: stock's bf16 is too far", **values)
+        record.fail(
+            label, f"a bound of {bound:.2g} for {name} may not see a lost chunk: stock's bf16 is too far", **values
+        )
     else:
         record.add(label, **values)
 

@@ -224,4 +224,3 @@ def _problems(waits: HostWaits, expected: int | None, plan: Plan | None, losses:
     if not all(loss.isfinite().all() for loss in losses):
         found.append("a loss is not finite")
     return found
-

@@ -28,9 +28,7 @@ def measure_profile(record: Recorder, place: Place, name: str) -> None:
     runner = Runner(Variant(_PLANS[0], plans_switch=True), work)
     assert runner.setup is not None
     size = work.size
-    model = ProfiledModel(
-        runner.setup.stages, place.device, size.micro_batch, size.seq_length, work.num_micro_batches
-    )
+    model = ProfiledModel(runner.setup.stages, place.device, size.micro_batch, size.seq_length, work.num_micro_batches)
     with _quick(place) if place.is_rehearsal else nullcontext():
         profile_run = ProfileRun(model, _PLANS, num_traced_steps=1)
         runner.reset_gradients()
