@@ -18,7 +18,7 @@ from benchmarks.gpu.check.parts import TOTAL_LIMIT_S, Part
 from benchmarks.gpu.check.predict.file import committed, hash_of, read_prediction
 from benchmarks.gpu.check.summary import Ended, written
 from benchmarks.gpu.record import read_records
-from benchmarks.harness.origin import origin
+from benchmarks.harness.origin import finished, origin
 
 REPOSITORY = Path(__file__).parents[3]
 _KILL_AFTER_S = 3.0
@@ -61,10 +61,10 @@ class Check:
                 left_s = end_s - time.monotonic()
                 print(f"{part.name}: {part.title} (at most {min(part.limit_s, left_s):.0f} s)", flush=True)
                 ended.append(self._run(part, left_s))
-                self._save(result, ended)
+                self._save({**result, "machine_speed": None}, ended)  # known at the end
                 print(f"  {ended[-1].told}", flush=True)
         finally:
-            self._save(result, ended)
+            self._save(finished(result), ended)
         print(f"\n{(self.folder / 'gpu-check.md').read_text()}")
         return all(one.is_good for one in ended)
 
@@ -93,6 +93,7 @@ class Check:
         return Ended(part.name, part.title, status, seconds, why, read_records(records))
 
     def _save(self, result: Mapping[str, Any], ended: Sequence[Ended]) -> None:
+        """Writes both files anew, whole."""
         whole = {**result, "parts": [asdict(one) for one in ended]}
         _replace(self.folder / "gpu-check.json", json.dumps(whole) + "\n")
         _replace(self.folder / "gpu-check.md", written(whole))

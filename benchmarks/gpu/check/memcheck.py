@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.check.place import Place, on_device, rehearsal
-from benchmarks.gpu.check.record import Recorder, read_records
+from benchmarks.gpu.record import Recorder, read_records
 
 TOOL = "compute-sanitizer"
 _FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
@@ -159,7 +159,7 @@ def run_steps(record: Recorder, place: Place) -> None:
     from megatron.core import parallel_state
 
     from benchmarks.gpu.sizes import SIZES
-    from benchmarks.gpu.variants import Runner, Work
+    from benchmarks.gpu.variants import Runner, Variant, Work
     from megatron_lancet.mock.link import Link
     from megatron_lancet.mock.mock_world import mock_world
     from megatron_lancet.model.local_experts import grouped_linear
@@ -180,7 +180,7 @@ def run_steps(record: Recorder, place: Place) -> None:
             expert_model_parallel_size=_NUM_RANKS, create_gloo_process_groups=False
         )
         for plan in PLANS:
-            runner, num_products = Runner(plan, work), 0
+            runner, num_products = Runner(Variant.named(plan), work), 0
             with place.watch():
                 runner.step()
             record.add("step under memcheck", plan=plan, grouped_products=num_products)
