@@ -32,8 +32,16 @@ constraints=$root/constraints.txt
 if [ -n "$torch" ]; then
     constraints=$venv/constraints.txt
     # Each version of torch has its own bounds for these; it names nearly all of them exactly.
-    sed -E '/^(torch|triton|setuptools|nvidia-[^=]*|cuda-[^=]*)==/d' "$root/constraints.txt" >"$constraints"
-    echo "torch==$torch" >>"$constraints"
+    own="torch|triton|setuptools|nvidia-[^=]*|cuda-[^=]*"
+    echo "torch==$torch" >"$constraints"
+    case $torch in
+        2.11 | 2.11.*)
+            # Its Triton, 3.6, interprets kernels with conversions of arrays that NumPy 2.5 refuses.
+            own="$own|numpy"
+            echo "numpy<2.5" >>"$constraints"
+            ;;
+    esac
+    grep -Ev "^($own)==" "$root/constraints.txt" >>"$constraints"
 fi
 # setuptools first: the editable install below then needs no build environment of its own.
 pip install --constraint "$constraints" setuptools

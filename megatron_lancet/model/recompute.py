@@ -240,7 +240,8 @@ class _Recomputed:
         if self._outputs is not None:
             return
         inputs = list(self._inputs)
-        for (index, requires_grad), tensor in zip(self._tensors.items(), self._saver.grad_fn.saved_tensors, strict=True):
+        tensors = self._saver.grad_fn.saved_tensors
+        for (index, requires_grad), tensor in zip(self._tensors.items(), tensors, strict=True):
             inputs[index] = tensor.detach().requires_grad_(requires_grad)
 
         def keep(tensor: torch.Tensor) -> None:
