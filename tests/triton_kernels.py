@@ -5,12 +5,13 @@ from types import ModuleType
 
 import triton
 
-MODULE = "megatron_lancet.model.local_experts.arrival_order"
+ARRIVAL_ORDER = "megatron_lancet.model.local_experts.arrival_order"
+PACED_COPY = "megatron_lancet.mock.paced_kernel"
 
 
-def loaded_kernels(interpreted: bool) -> ModuleType:
-    """A copy of the module: whether a kernel is interpreted is decided where it is defined."""
-    spec = importlib.util.find_spec(MODULE)
+def loaded_kernels(interpreted: bool, name: str = ARRIVAL_ORDER) -> ModuleType:
+    """A copy of a module: whether a kernel is interpreted is decided where it is defined."""
+    spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)
     before = triton.knobs.runtime.interpret
     triton.knobs.runtime.interpret = interpreted

@@ -18,6 +18,7 @@ class Size:
         experts_per_rank: experts in all are as many times the number of ranks.
         moe_every: an MoE block comes after ``moe_every - 1`` dense ones.
         modern: RMSNorm, gated SiLU and rotary positions instead of LayerNorm, GELU and learned positions.
+        latent: multi-latent attention with YaRN's rotary positions, as DeepSeek's.
     """
 
     num_layers: int
@@ -33,6 +34,7 @@ class Size:
     vocab: int
     moe_every: int = 2
     modern: bool = False
+    latent: bool = False
 
 
 def _gpt2(num_layers: int, hidden: int, num_heads: int, micro_batch: int) -> Size:
@@ -53,7 +55,7 @@ ON_CPU = "tiny"
 
 def transformer_config(size: Size, num_ranks: int, bf16: bool, **overrides: Any) -> Any:
     """Megatron's ``TransformerConfig`` of ``size``, without kernels of Transformer Engine or apex."""
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     style: dict[str, Any] = {}
     if size.modern:
@@ -62,7 +64,17 @@ def transformer_config(size: Size, num_ranks: int, bf16: bool, **overrides: Any)
             "gated_linear_unit": True,
             "activation_func": torch.nn.functional.silu,
         }
-    return TransformerConfig(
+    if size.latent:
+        style |= {
+            "multi_latent_attention": True,
+            "rope_type": "yarn",
+            "q_lora_rank": size.hidden // 2,
+            "kv_lora_rank": size.hidden // 4,
+            "qk_head_dim": size.head_dim,
+            "qk_pos_emb_head_dim": size.head_dim // 2,
+            "v_head_dim": size.head_dim,
+        }
+    settings: dict[str, Any] = dict(
         num_layers=size.num_layers,
         hidden_size=size.hidden,
         num_attention_heads=size.num_heads,
@@ -86,6 +98,6 @@ def transformer_config(size: Size, num_ranks: int, bf16: bool, **overrides: Any)
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
-        **style,
-        **overrides,
     )
+    make = MLATransformerConfig if size.latent else TransformerConfig
+    return make(**{**settings, **style, **overrides})

@@ -4,6 +4,7 @@ An all-to-all is a loopback: this rank receives from rank j what it has sent to 
 ranks held the same data as this one. Every message takes the time that the group's link model gives.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from megatron_lancet.mock.link import Link, Queue
-from megatron_lancet.mock.mock_work import Clock, DeviceWork, HostWork, device_cycles_per_us, refuse_one_connection
+from megatron_lancet.mock.mock_work import Clock, DeviceWork, HostWork, refuse_one_connection
+from megatron_lancet.mock.paced_link import PacedLink
+from megatron_lancet.mock.transfer import Transfer
 from megatron_lancet.runtime.placement import on_cuda
 
 BACKEND = "mock"
@@ -43,19 +46,24 @@ _ProcessGroup: Any = dist.ProcessGroup
 class MockProcessGroup(_ProcessGroup):
     """The mocked group. The names of its methods and the order of their arguments are c10d's.
 
-    All messages of this group share ``link``, but not with other groups. ``timeout`` is the maximum duration of a wait.
-    Outputs are written through ``.data``: as on a real link, autograd does not see this as a change of the tensor.
+    Messages on a device share ``link`` with those of all groups that have it. Messages of the host take as long, but
+    share it with no other group. ``timeout`` is the maximum duration of a host's wait. Outputs are written through
+    ``.data``: as on a real link, autograd does not see this as a change of the tensor.
+
+    Attributes:
+        is_free: whether messages take no time now, whatever the link is; of all groups.
     """
 
-    def __init__(self, name: str, rank: int, size: int, link: Link, timeout: timedelta, clock: Clock) -> None:
+    is_free = False
+
+    def __init__(self, name: str, rank: int, size: int, link: PacedLink, timeout: timedelta, clock: Clock) -> None:
         super().__init__(rank, size)
         self._name = name
-        self._link = link if size > 1 else Link()
+        self._link = link if size > 1 else PacedLink(Link())
         self._timeout = timeout
         self._clock = clock
         self._queue = Queue()
         self._stream: torch.cuda.Stream | None = None
-        self._cycles_per_us = 0.0
 
     @property
     def group_name(self) -> Any:
@@ -63,6 +71,10 @@ class MockProcessGroup(_ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name
         return BACKEND
+
+    def _get_backend(self, device: Any) -> Any:
+        """The group itself: it has no parts for devices. Since torch 2.14 a batch of sends and receives asks for one."""
+        return self
 
     def shutdown(self) -> None:
         """Does nothing: the clock belongs to the world."""
@@ -88,9 +100,7 @@ class MockProcessGroup(_ProcessGroup):
             )
         num_rows_to_others = len(input) - send[self.rank()]
         row_bytes = input.element_size() * input.shape[1:].numel()
-        return self._issue(
-            "all_to_all", lambda: output.data.copy_(input.data), [input], [output], num_rows_to_others * row_bytes, opts
-        )
+        return self._issue("all_to_all", Transfer([(output, input)]), num_rows_to_others * row_bytes, opts)
 
     alltoall_base = all_to_all_single
 
@@ -102,24 +112,24 @@ class MockProcessGroup(_ProcessGroup):
                 f"{[list(t.shape) for t in outputs]} to receive and {[list(t.shape) for t in inputs]} to send."
             )
         to_others = sum(tensor.nbytes for rank, tensor in enumerate(inputs) if rank != self.rank())
-        return self._issue("all_to_all", lambda: _copy_each(outputs, inputs), inputs, outputs, to_others, opts)
+        return self._issue("all_to_all", Transfer([*zip(outputs, inputs, strict=True)]), to_others, opts)
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
         """``tensors`` times the number of ranks (SUM), or as they are (AVG, MAX, MIN)."""
         factor = self._factor(opts, "all_reduce")
         num_bytes = 2 * (self.size() - 1) / self.size() * _bytes(tensors)
-        return self._issue("all_reduce", lambda: _scale(tensors, factor), [], tensors, num_bytes, opts)
+        return self._issue("all_reduce", Transfer(in_place=tensors, factor=factor), num_bytes, opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
         """Like all-reduce: c10d does not define the result on ranks other than the root."""
         factor = self._factor(opts, "reduce")
-        return self._issue("reduce", lambda: _scale(tensors, factor), [], tensors, _bytes(tensors), opts)
+        return self._issue("reduce", Transfer(in_place=tensors, factor=factor), _bytes(tensors), opts)
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
         """``tensors`` as they are."""
-        return self._issue("broadcast", _nothing, [], tensors, _bytes(tensors), opts)
+        return self._issue("broadcast", Transfer(in_place=tensors), _bytes(tensors), opts)
 
     def allgather(self, output_lists: list[_Tensors], inputs: _Tensors, opts: Any = None) -> dist.Work:
         """A copy of each input for every rank."""
@@ -170,11 +180,11 @@ class MockProcessGroup(_ProcessGroup):
             raise ValueError(f"the mock can't scatter from rank {opts.rootRank}, which does not exist.")
         parts = [parts[self.rank()] for parts in input_lists]
         num_bytes = _bytes(tensor for parts in input_lists for tensor in parts) - _bytes(parts)
-        return self._issue("scatter", lambda: _copy_each(outputs, parts), parts, outputs, num_bytes, opts)
+        return self._issue("scatter", Transfer([*zip(outputs, parts, strict=True)]), num_bytes, opts)
 
     def barrier(self, opts: Any = None, **_: Any) -> dist.Work:
         """Waits for no rank, but takes the link's latency."""
-        return self._issue("barrier", _nothing, [], [], 0, opts)
+        return self._issue("barrier", Transfer(), 0, opts)
 
     send = _unsupported("send")
     recv = _unsupported("recv")
@@ -186,25 +196,15 @@ class MockProcessGroup(_ProcessGroup):
     _start_coalescing = _unsupported("batch of sends and receives")
 
     def _all_gather(self, gathered: list[tuple[_Tensors, torch.Tensor]], opts: Any) -> dist.Work:
-        def deliver() -> None:
-            for copies, tensor in gathered:
-                _copy_each(copies, [tensor] * len(copies))
-
-        inputs = [tensor for _, tensor in gathered]
-        outputs = [copy for copies, _ in gathered for copy in copies]
-        return self._issue("all_gather", deliver, inputs, outputs, (self.size() - 1) * _bytes(inputs), opts)
+        copies = [(copy, tensor) for copies, tensor in gathered for copy in copies]
+        to_others = (self.size() - 1) * _bytes(tensor for _, tensor in gathered)
+        return self._issue("all_gather", Transfer(copies), to_others, opts)
 
     def _reduce_scatter(self, scattered: list[tuple[torch.Tensor, _Tensors]], opts: Any) -> dist.Work:
         factor = self._factor(opts, "reduce_scatter")
-        outputs = [output for output, _ in scattered]
-        own_parts = [parts[self.rank()] for _, parts in scattered]
-
-        def deliver() -> None:
-            _copy_each(outputs, own_parts)
-            _scale(outputs, factor)
-
-        to_others = (self.size() - 1) * _bytes(own_parts)
-        return self._issue("reduce_scatter", deliver, own_parts, outputs, to_others, opts)
+        copies = [(output, parts[self.rank()]) for output, parts in scattered]
+        to_others = (self.size() - 1) * _bytes(part for _, part in copies)
+        return self._issue("reduce_scatter", Transfer(copies, factor=factor), to_others, opts)
 
     def _factor(self, opts: Any, op: str) -> int:
         """The factor by which a reduction of N equal values multiplies them."""
@@ -219,43 +219,34 @@ class MockProcessGroup(_ProcessGroup):
         """The slices of the ranks."""
         return list(tensor.view(-1).view(self.size(), -1).unbind())
 
-    def _issue(
-        self,
-        op: str,
-        deliver: Callable[[], Any],
-        inputs: _Tensors,
-        outputs: _Tensors,
-        bytes_to_others: float,
-        opts: Any,
-    ) -> dist.Work:
-        duration_us = self._link.time_us(bytes_to_others)
+    def _issue(self, op: str, transfer: Transfer, bytes_to_others: float, opts: Any) -> dist.Work:
+        """What every collective leads to; the virtual GPU has its own in place."""
+        return self._issue_on_link(op, transfer, bytes_to_others, opts)
+
+    def _issue_on_link(self, op: str, transfer: Transfer, bytes_to_others: float, opts: Any) -> dist.Work:
+        is_free, outputs = MockProcessGroup.is_free, transfer.outputs
         if not outputs or not on_cuda(outputs[0]):
-            return HostWork(op, deliver, outputs, self._queue.enter(duration_us), self._timeout, self._clock)
+            duration_us = self._link.link.time_us(bytes_to_others)
+            due_s = time.perf_counter() if is_free else self._queue.enter(duration_us)
+            return HostWork(op, transfer.deliver, outputs, due_s, self._timeout, self._clock)
         if self._stream is None:
             refuse_one_connection()
             self._stream = torch.cuda.Stream(outputs[0].device)
-            self._cycles_per_us = device_cycles_per_us(outputs[0].device)
         group_stream = self._stream if getattr(opts, "asyncOp", True) else None
-        return DeviceWork(deliver, inputs, outputs, group_stream, round(duration_us * self._cycles_per_us))
+
+        def send() -> None:
+            if is_free:
+                transfer.deliver()
+            else:
+                self._link.send(transfer, bytes_to_others)
+
+        return DeviceWork(send, transfer.inputs, outputs, group_stream)
 
 
 def _shortened(splits: Sequence[int]) -> str:
     return str(splits[:_NUM_SPLITS_SHOWN])[:-1] + (", ...]" if len(splits) > _NUM_SPLITS_SHOWN else "]")
 
 
-def _nothing() -> None: ...
-
-
 def _bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
-
-def _copy_each(outputs: _Tensors, inputs: _Tensors) -> None:
-    for output, input in zip(outputs, inputs, strict=True):
-        output.data.copy_(input.data.view_as(output))
-
-
-def _scale(tensors: _Tensors, factor: int) -> None:
-    if factor != 1:
-        for tensor in tensors:
-            tensor.data.mul_(factor)

@@ -160,26 +160,25 @@ class HostWork(_MockWork):
 
 
 class DeviceWork(_MockWork):
-    """A message between tensors on a CUDA device: a pause, the copy and an event, on one stream.
+    """A message between tensors on a CUDA device: the kernels of a paced link and an event, on one stream.
 
     Everything is enqueued when it is issued; a wait makes the caller's stream wait and not the host. Nothing times out.
     As NCCL since torch 2.8, an asynchronous message runs on the stream of its group behind the caller's, and a
     synchronous one on the caller's stream, which then needs no wait: with one hardware queue a wait would hold up
-    whatever is enqueued behind it. Messages of one group on different streams don't wait for each other.
+    whatever is enqueued behind it. Messages of one link queue on the device, on whatever streams they run.
     """
 
     def __init__(
         self,
-        deliver: Callable[[], None],
+        send: Callable[[], None],
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         group_stream: torch.cuda.Stream | None,
-        pause_cycles: int,
     ) -> None:
         """
         Args:
+            send: enqueues the message on the current stream.
             group_stream: communication stream of the group, for an asynchronous message; None for a synchronous one.
-            pause_cycles: time on the link, in cycles of the device's clock.
         """
         super().__init__(outputs)
         self._is_async = group_stream is not None
@@ -187,9 +186,7 @@ class DeviceWork(_MockWork):
         if self._is_async:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.no_grad():
-            if pause_cycles > 0:
-                torch.cuda._sleep(pause_cycles)
-            deliver()
+            send()
             self._done = self._stream.record_event()
         if self._is_async:
             for tensor in (*inputs, *outputs):
@@ -228,15 +225,3 @@ def refuse_one_connection() -> None:
             f"it to {RECOMMENDED}, or unset it."
         )
 
-
-def device_cycles_per_us(device: torch.device) -> float:
-    """Speed of the clock that ``torch.cuda._sleep`` uses, measured on the current stream."""
-    num_cycles = 20_000_000
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.device(device):
-        torch.cuda._sleep(1)  # the first launch loads the kernel
-        start.record()
-        torch.cuda._sleep(num_cycles)
-        end.record()
-        end.synchronize()
-    return num_cycles / (start.elapsed_time(end) * 1e3)

@@ -12,7 +12,8 @@ from torch.distributed import distributed_c10d
 from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.mock_group import BACKEND, MockProcessGroup
 from megatron_lancet.mock.mock_work import Clock
-from megatron_lancet.patching import around
+from megatron_lancet.mock.paced_link import NUM_SMS, PacedLink
+from megatron_lancet.patching import around, replaced
 
 _FREE = Link()
 _DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -37,20 +38,35 @@ class MockedNodes:
 
 @contextmanager
 def mock_world(
-    num_ranks: int, link: Link = _FREE, timeout: timedelta = _DEFAULT_TIMEOUT, nodes: MockedNodes | None = None
+    num_ranks: int,
+    link: Link = _FREE,
+    timeout: timedelta = _DEFAULT_TIMEOUT,
+    nodes: MockedNodes | None = None,
+    num_sms: int = NUM_SMS,
 ) -> Iterator[None]:
     """Inside the context ``torch.distributed`` is initialised as rank 0 of ``num_ranks``.
 
-    All process groups created inside are mocked, also those that ask for gloo. All are destroyed at the end.
+    All process groups created inside are mocked, also those that ask for gloo. All are destroyed at the end. Groups
+    whose link models are equal share one link on a device; groups inside a node have another one.
 
     Args:
         link: link model of each group that is created without its own (``new_group(pg_options=Link(...))``).
         nodes: what groups inside a node have in its place; None if all groups have ``link``.
+        num_sms: SMs that a message on a GPU takes, at most.
+
+    Raises:
+        RuntimeError: at the end, if a message on a GPU has given up.
     """
     clock = Clock()
+    links: dict[Link, PacedLink] = {}
+    link_in_node = None if nodes is None else PacedLink(nodes.link, num_sms)
 
     def create(options: Any, pg_options: Any) -> MockProcessGroup:
-        own_link = pg_options if isinstance(pg_options, Link) else link
+        if isinstance(pg_options, PacedLink):
+            own_link = pg_options
+        else:
+            model = pg_options if isinstance(pg_options, Link) else link
+            own_link = links.setdefault(model, PacedLink(model, num_sms))
         group_rank, group_size = options.group_rank, options.group_size
         return MockProcessGroup(options.group_id, group_rank, group_size, own_link, options.timeout, clock)
 
@@ -59,7 +75,7 @@ def mock_world(
     ) -> Any:
         """Creates a mocked group, whatever backend is asked for."""
         if nodes is not None and not isinstance(pg_options, Link) and nodes.holds(ranks or range(num_ranks)):
-            pg_options = nodes.link
+            pg_options = link_in_node
         return stock(ranks, timeout, BACKEND, pg_options, **kwargs)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
@@ -67,7 +83,19 @@ def mock_world(
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=num_ranks, timeout=timeout)
         with around(dist, "new_group", mocked_group), around(distributed_c10d, "new_group", mocked_group):
             yield
+        for one in (*links.values(), *([link_in_node] if link_in_node is not None else [])):
+            one.check()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
         clock.close()
+
+
+@contextmanager
+def free_link() -> Iterator[None]:
+    """Inside the context messages take no time, on a device and on the host, in all groups and threads.
+
+    Messages that were issued before take their time.
+    """
+    with replaced(MockProcessGroup, "is_free", True):
+        yield

@@ -16,6 +16,7 @@ from megatron_lancet.virtual_gpu.log import CollectiveBegins, CollectiveEnds
 
 if TYPE_CHECKING:
     from megatron_lancet.mock.mock_group import MockProcessGroup
+    from megatron_lancet.mock.transfer import Transfer
     from megatron_lancet.virtual_gpu.device import VirtualGpu
 
 
@@ -67,34 +68,32 @@ def issued_on(gpu: "VirtualGpu") -> Callable[..., dist.Work]:
     def issue(
         group: "MockProcessGroup",
         op: str,
-        deliver: Callable[[], Any],
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        transfer: "Transfer",
         bytes_to_others: float,
         opts: Any,
     ) -> dist.Work:
         name = str(group.group_name)
         if not getattr(opts, "asyncOp", True):
-            _deliver(gpu, group, name, op, deliver, bytes_to_others)
-            return _Work(outputs, (), None)
+            _deliver(gpu, group, name, op, transfer, bytes_to_others)
+            return _Work(transfer.outputs, (), None)
         if name not in streams:
             streams[name] = gpu.Stream()
             streams[name].name = f"NCCL of group {name}"
         stream = streams[name]
         stream.wait_stream(gpu.current_stream())
         with gpu.CurrentStream(stream):
-            _deliver(gpu, group, name, op, deliver, bytes_to_others)
+            _deliver(gpu, group, name, op, transfer, bytes_to_others)
             done = stream.record_event()
-        return _Work(outputs, (*inputs, *outputs), done)
+        return _Work(transfer.outputs, (*transfer.inputs, *transfer.outputs), done)
 
     return issue
 
 
 def _deliver(
-    gpu: "VirtualGpu", group: "MockProcessGroup", name: str, op: str, deliver: Callable[[], Any], num_bytes: float
+    gpu: "VirtualGpu", group: "MockProcessGroup", name: str, op: str, transfer: "Transfer", num_bytes: float
 ) -> None:
     stream = gpu.current_stream().id
     gpu.note(CollectiveBegins(stream, op, name, group.size(), num_bytes))
     with torch.no_grad():
-        deliver()
+        transfer.deliver()
     gpu.note(CollectiveEnds(stream))

@@ -6,7 +6,7 @@ are marked with :data:`ON_DEVICE_ONLY`: those of clocks, kernels and futures tha
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,19 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.mock import mock_group
-from megatron_lancet.mock.mock_group import MockProcessGroup
 from megatron_lancet.mock.mock_world import mock_world
-from megatron_lancet.patching import replaced
 from megatron_lancet.training.platform.cpu import cpu_platform, gpu_available
 from megatron_lancet.training.platform.virtual import virtual_gpu_platform
 from megatron_lancet.virtual_gpu.device import VirtualGpu
-from megatron_lancet.virtual_gpu.log import Kernel
-
-CYCLES_PER_US = 1000.0
-"""Clock of the virtual GPU, whose pauses take no time."""
-
-_issue_of_the_mock = MockProcessGroup._issue
+from megatron_lancet.virtual_gpu.link import virtual_link
 
 
 class Choice(NamedTuple):
@@ -121,13 +113,7 @@ class VirtualDevice(Device):
 
     @contextmanager
     def mocked_link(self) -> Iterator[None]:
-        def pause(num_cycles: int) -> None:
-            self.gpu.note(Kernel(self.gpu.current_stream().id, "pause", 0, 0))
-
-        with ExitStack() as stack:
-            stack.enter_context(replaced(MockProcessGroup, "_issue", _issue_of_the_mock))
-            stack.enter_context(replaced(torch.cuda, "_sleep", pause))
-            stack.enter_context(replaced(mock_group, "device_cycles_per_us", lambda device: CYCLES_PER_US))
+        with virtual_link(self.gpu):
             yield
 
     @contextmanager

@@ -7,6 +7,7 @@ but the same for stock and for us.
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.mock.mock_group import MockProcessGroup
+from megatron_lancet.mock.transfer import Transfer
 from megatron_lancet.patching import replaced
 from tests.parity.gradients import gradients_worker
 from tests.parity.gradients.gradients_worker import MICRO_BATCH, NUM_MICRO_BATCHES, micro_batches
@@ -29,6 +31,29 @@ PIPELINE: dict[str, Any] = {
 """Settings of the model. Sends and receives of a batch would need a process group that coalesces them."""
 
 
+@dataclass(frozen=True)
+class _Sent(Transfer):
+    """Rows that the other stage receives; the event behind them is added to ``events``."""
+
+    events: list[Any] = field(default_factory=list)
+
+    def deliver(self) -> None:
+        super().deliver()
+        self.events.append(torch.cuda.current_stream().record_event())
+
+
+@dataclass(frozen=True)
+class _Received(Transfer):
+    """Rows that the other stage sends back: it has received them before, at ``events``."""
+
+    events: list[Any] = field(default_factory=list)
+
+    def deliver(self) -> None:
+        for event in self.events:
+            torch.cuda.current_stream().wait_event(event)
+        super().deliver()
+
+
 @contextmanager
 def first_stage() -> Iterator[None]:
     """Inside the context models are first stages, and receives return what was sent, in order."""
@@ -41,22 +66,12 @@ def first_stage() -> Iterator[None]:
         kept.append(wire)
         on_wire.append((wire, events))
 
-        def deliver() -> None:
-            wire.copy_(tensors[0].data)
-            events.append(torch.cuda.current_stream().record_event())
-
-        work: dist.Work = group._issue("send", deliver, tensors, [wire], wire.nbytes, None)
+        work: dist.Work = group._issue("send", _Sent([(wire, tensors[0])], events=events), wire.nbytes, None)
         return work
 
     def receive(group: Any, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work:
         wire, events = on_wire.popleft()
-
-        def deliver() -> None:
-            for event in events:  # the other stage has received before it sends
-                torch.cuda.current_stream().wait_event(event)
-            tensors[0].data.copy_(wire)
-
-        work: dist.Work = group._issue("receive", deliver, [wire], tensors, wire.nbytes, None)
+        work: dist.Work = group._issue("receive", _Received([(tensors[0], wire)], events=events), wire.nbytes, None)
         return work
 
     with (

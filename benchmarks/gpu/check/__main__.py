@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.check.parts import PARTS
-from benchmarks.gpu.check.record import Recorder
+from benchmarks.gpu.record import Recorder
 from megatron_lancet.errors import run_command
 
 

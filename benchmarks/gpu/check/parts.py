@@ -25,6 +25,7 @@ TOTAL_LIMIT_S = 585
 """After which nothing runs any more, in seconds: the whole check ends within ten minutes."""
 
 PARTS = (
+    Part("machine", "devices, driver and versions", 25),
     Part("smoke", "each path of the code once, and how often the host waits for the device", 60),
     Part("link", "the modelled link alone, against its formula", 25),
     Part("gradients", "gradients of each plan against stock, three times", 100),

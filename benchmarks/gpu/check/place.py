@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 
-from megatron_lancet.mock.mock_group import MockProcessGroup
 from megatron_lancet.patching import replaced
 from megatron_lancet.training.platform.cpu import cpu_platform
 from megatron_lancet.training.platform.virtual import virtual_gpu_platform
 from megatron_lancet.virtual_gpu.device import VirtualGpu
+from megatron_lancet.virtual_gpu.link import virtual_link
 from megatron_lancet.virtual_gpu.log import Kernel
 from megatron_lancet.virtual_gpu.streams import VirtualEvent, VirtualStream
 
 _KERNEL_MS = 1e-3
 """What a kernel takes by the clock of a rehearsal."""
-_issue_of_the_mock = MockProcessGroup._issue
 
 
 class MissingOrderError(RuntimeError):
@@ -78,7 +77,7 @@ def on_device() -> Iterator[Place]:
 def rehearsal() -> Iterator[Place]:
     """Inside the context a part runs on the virtual GPU, and a kernel takes a microsecond."""
     with cpu_platform(), virtual_gpu_platform() as gpu, ExitStack() as stack:
-        stack.enter_context(replaced(MockProcessGroup, "_issue", _issue_of_the_mock))
+        stack.enter_context(virtual_link(gpu))
         stack.enter_context(counting_clock(gpu))
         yield Place(torch.device("cuda"), gpu)
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.check.rank.gradients import CASES, title_of
 from benchmarks.gpu.check.rank.launch import Ranks
 from benchmarks.gpu.check.rank.merge import SETTING, Merger
-from benchmarks.gpu.check.record import Recorder
+from benchmarks.gpu.record import Recorder
 from benchmarks.gpu.variants import STOCK
 from megatron_lancet.training.check.ranks import held_port
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from benchmarks.gpu.check.rank.merge import SETTING
 from benchmarks.gpu.check.rank.watchdog import Watchdog
-from benchmarks.gpu.check.record import Recorder
+from benchmarks.gpu.record import Recorder
 
 if TYPE_CHECKING:
     from benchmarks.gpu.check.rank.place import RankPlace

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.check.rank.place import RankPlace
 from benchmarks.gpu.sizes import SIZES
-from benchmarks.gpu.variants import PLANS, STOCK, Reduction, Runner, Work
+from benchmarks.gpu.variants import PLANS, Reduction, Runner, Variant, Work
 from benchmarks.gradient_error import relative_errors, worst
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.comm import Comm, Exchange
@@ -109,7 +109,7 @@ class GradientCases:
         )
         stock = self._stock_gradients(case, work)
         order: list[str] = []
-        runner = Runner(STOCK, work, case.plan, switchable=case.then is not None)
+        runner = Runner(Variant(case.plan, plans_switch=case.then is not None), work)
         place.watchdog.position = lambda: runner.position
         with noted_launches(order):
             ours = _steps(runner, case.then)
@@ -124,7 +124,7 @@ class GradientCases:
     def _stock_gradients(self, case: Case, work: Work) -> _Gradients:
         key = case.replicas, case.reduction
         if self._stock is None or self._stock[0] != key:
-            runner = Runner(STOCK, work)
+            runner = Runner(Variant(), work)
             self._place.watchdog.position = lambda: runner.position
             self._stock = key, _steps(runner)
         return self._stock[1]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks.gpu.check.record import read_records
+from benchmarks.gpu.record import read_records
 from megatron_lancet.runtime.connections import CONNECTIONS, RECOMMENDED
 
 REPO = Path(__file__).parents[4]

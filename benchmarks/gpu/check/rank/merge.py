@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from benchmarks.gpu.check.record import Recorder
+from benchmarks.gpu.record import Recorder
 
 ORDER = "order"
 """Field with what a rank has launched, in its order."""

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.check.rank.place import RankPlace
-from benchmarks.gpu.check.record import Recorder
 from benchmarks.gpu.measure import elapsed_ms
+from benchmarks.gpu.record import Recorder
 from benchmarks.gpu.sizes import ON_CPU, SIZES
-from benchmarks.gpu.variants import MEGATRON_OVERLAP, STOCK, Runner, Work, why_megatron_refuses
+from benchmarks.gpu.variants import MEGATRON_OVERLAP, STOCK, Runner, Variant, Work, why_megatron_refuses
 from megatron_lancet.runtime.comm_stats import CommStats
 
 TIMED = (STOCK, "ours k=1", "pairs", "ours k=2 sequence", "tiles", "dedup", MEGATRON_OVERLAP)
@@ -109,7 +109,7 @@ def _build(record: Recorder, place: RankPlace, work: Work) -> dict[str, Runner]:
             record.add("left out", what=name, why="the device has too little memory for one more model")
             continue
         with place.watchdog.limit(f"building {name}", _BUILD_LIMIT_S):
-            runners[name] = runner = Runner(name, work)
+            runners[name] = runner = Runner(Variant.named(name), work)
             place.watchdog.position = lambda runner=runner: runner.position  # type: ignore[misc]
             _step(runner, name, place)
         if not needed_bytes and place.device.type == "cuda":  # models are alike, and plans keep at most twice as much

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from benchmarks.gpu.check.record import Recorder
+from benchmarks.gpu.record import Recorder
 
 STUCK_STATUS = 3
 """Exit status of a rank that was ended."""

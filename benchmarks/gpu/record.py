@@ -45,15 +45,28 @@ class Recorder:
             file.flush()
             os.fsync(file.fileno())
 
+    def fail(self, name: str, error: str, **values: Any) -> None:
+        """Saves a result that is wrong, with what was measured.
+
+        Args:
+            error: what was expected, and what was found.
+            values: what JSON can hold.
+        """
+        self.num_errors += 1
+        self.add(name, error=error, **values)
+
     @contextmanager
-    def guarded(self, name: str) -> Iterator[None]:
-        """Inside the context an exception becomes a result with ``error``, and the part goes on."""
+    def guarded(self, name: str, **values: Any) -> Iterator[None]:
+        """Inside the context an exception becomes a result with ``error``, and the part goes on.
+
+        Args:
+            values: further values of that result.
+        """
         try:
             yield
         except Exception as error:  # noqa: BLE001 - saved, counted, and shown in the summary
-            self.num_errors += 1
             frames = traceback.format_tb(error.__traceback__)[-_NUM_FRAMES:]
-            self.add(name, error=f"{type(error).__name__}: {error}", frames="".join(frames))
+            self.fail(name, f"{type(error).__name__}: {error}", **values, frames="".join(frames))
 
     def time_left_s(self) -> float:
         """Seconds of the part's limit that are left; negative when it has passed."""
