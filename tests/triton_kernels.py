@@ -1,6 +1,7 @@
 """Triton's kernels of the product, to be interpreted on a CPU or to be compiled for a device."""
 
 import importlib.util
+from pathlib import Path
 from types import ModuleType
 
 import triton
@@ -9,9 +10,24 @@ ARRIVAL_ORDER = "megatron_lancet.model.local_experts.arrival_order"
 PACED_COPY = "megatron_lancet.mock.paced_kernel"
 
 
-def loaded_kernels(interpreted: bool, name: str = ARRIVAL_ORDER) -> ModuleType:
-    """A copy of a module: whether a kernel is interpreted is decided where it is defined."""
+def loaded_kernels(
+    interpreted: bool,
+    name: str = ARRIVAL_ORDER,
+    change: tuple[str, str] | None = None,
+    folder: Path | None = None,
+) -> ModuleType:
+    """A copy of a module: whether a kernel is interpreted is decided where it is defined.
+
+    Args:
+        change: text of the module, which has it once or more, and what takes its place; written to ``folder``.
+    """
     spec = importlib.util.find_spec(name)
+    if change is not None:
+        text = Path(spec.origin).read_text()
+        assert change[0] in text
+        path = folder / "changed.py"
+        path.write_text(text.replace(*change))
+        spec = importlib.util.spec_from_file_location("changed", path)
     module = importlib.util.module_from_spec(spec)
     before = triton.knobs.runtime.interpret
     triton.knobs.runtime.interpret = interpreted

@@ -127,7 +127,6 @@ def _unpack(names: Sequence[str], site: Path, wheels: Path) -> None:
 
 def _run(args: argparse.Namespace) -> bool:
     folder = args.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
     commit = make_importable(folder / "site", args.wheels.resolve())
     try:
         import benchmarks.gpu.check as check
@@ -136,16 +135,20 @@ def _run(args: argparse.Namespace) -> bool:
             "this needs a checkout of the project: benchmarks/ is not in the installed package."
         ) from None
     from benchmarks.gpu.check.parts import PARTS
+    from benchmarks.gpu.check.predict.file import DEVICES
     from megatron_lancet.runtime.connections import CONNECTIONS, has_one_connection
 
     names = [part.name for part in PARTS]
     unknown = [name for name in args.parts or () if name not in names]
     if unknown:
         raise _UsageError(f"--parts {' '.join(unknown)}: expected some of {' '.join(names)}.")
+    if args.device not in DEVICES:
+        raise _UsageError(f"--device {args.device}: expected {' or '.join(DEVICES)}, whose steps are predicted.")
     if has_one_connection():
         raise _UsageError(f"{CONNECTIONS} is 1, with which messages would stop all other work. Unset it.")
     if not args.rehearse:
         _require_device()
+    folder.mkdir(parents=True, exist_ok=True)
     chosen = [part for part in PARTS if not args.parts or part.name in args.parts]
     return check.start(folder, args.rehearse, args.device, commit).run(chosen)
 

@@ -156,11 +156,11 @@ def paced_copy_kernel(  # type: ignore[no-untyped-def]
 ):
     """One block: every C-th piece of a copy, each of which it holds until the piece is due."""
     start = _start_of_the_message(state, free_at, gave_up, claimed_ns, max_wait_ns, max_spins)
-    num_pieces = tl.maximum(tl.cdiv(num_bytes, _PIECE_BYTES), 1)
+    num_pieces = tl.maximum((num_bytes + _PIECE_BYTES - 1) // _PIECE_BYTES, 1)
     for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
         due = start + offset_ns + share_ns * (piece + 1) // num_pieces
         for tile in range(_PIECE_BYTES // (_TILE_UNITS * UNIT)):
-            at = piece.to(tl.int64) * _PIECE_BYTES + tile * (_TILE_UNITS * UNIT)
+            at = piece * _PIECE_BYTES + tile * (_TILE_UNITS * UNIT)
             if at < num_bytes:
                 _copy_tile(target, source, at, num_bytes, due, UNIT)
         _hold(due)  # of an empty message

@@ -17,12 +17,13 @@ def start(folder: Path, is_rehearsal: bool, device: str, commit: str | None) -> 
         commit: commit of the code where git can't say it.
     """
     from benchmarks.gpu.check.driver import Check
+    from megatron_lancet.runtime.connections import CONNECTIONS, RECOMMENDED
 
     def end(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, end)
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    environment = {CONNECTIONS: str(RECOMMENDED), **os.environ, "PYTHONUNBUFFERED": "1"}
     if is_rehearsal:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return Check(folder, is_rehearsal, device, environment, commit)

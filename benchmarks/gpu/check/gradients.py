@@ -7,7 +7,7 @@ stock; in bf16 with that of stock in fp32, which stock's own bf16 gradient misse
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -220,7 +220,8 @@ def _repeated(place: Place, runner: Runner) -> Repeats:
     found: Repeats | None = None
     for _ in range(NUM_REPEATS):
         runner.reset_gradients()
-        with place.watch():
+        # The virtual GPU finds a missing order in the first step or in none, and is slow.
+        with nullcontext() if place.is_rehearsal and found is not None else place.watch():
             losses = runner.step()
         values = [loss.item() for loss in losses]
         runner.take_times()

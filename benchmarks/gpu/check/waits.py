@@ -83,7 +83,7 @@ def counted_waits() -> Iterator[HostWaits]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("always")
-        warnings.showwarning = found._warned
+        stack.enter_context(replaced(warnings, "showwarning", found._warned))
         stack.enter_context(around(torch.cuda.Event, "synchronize", found._explicit))
         stack.enter_context(around(torch.cuda, "synchronize", found._explicit))
         torch.cuda.set_sync_debug_mode("warn")
