@@ -1,124 +1,203 @@
-"""What to run first on a machine with a GPU: tests and the benchmark, within ten minutes, all results in one folder.
+"""What to run first on a machine with a GPU: ten minutes, no network, no installation, and each result saved at once.
 
-    make check-gpu OUT=folder        # or: python tools/check_gpu.py folder
+    python3 tools/check_gpu.py --carry wheels      # where there is a network: fetches what the GPU machine may lack
+    python3 tools/check_gpu.py results             # on the GPU machine, in a copy of this folder with wheels in it
+    python3 tools/check_gpu.py results --rehearse  # anywhere: the same lines on the virtual GPU, with small models
 
-The folder gets the output of each part (NAME.log), the tests' results (tests.xml), the benchmark's samples
-(benchmark.json), and summary.json, which says how each part ended. A part that fails or takes too long does not keep
-the others from running. With two GPUs or more the tests include ranks that talk over NCCL.
+The GPU machine needs Python 3.12 or newer and torch 2.11 or newer. Everything else comes from the folder of wheels,
+without a change to that machine's Python. The results are NAME.jsonl and NAME.log for each part, gpu-check.json, and
+gpu-check.md, which has all of it on one page. docs/gpus.md describes the parts.
 """
 
 import argparse
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
+_REPOSITORY = Path(__file__).resolve().parents[1]
+WHEELS = _REPOSITORY / "wheels"
+NEEDED = {
+    "megatron.core": "megatron-core",
+    "numpy": "numpy",
+    "packaging": "packaging",
+    "psutil": "psutil",
+    "sentencepiece": "sentencepiece",
+    "tqdm": "tqdm",
+}
+"""Packages beside torch by the module that shows whether one is there."""
+_ORIGIN = "origin.json"
 
-from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.runtime.connections import CONNECTIONS, has_one_connection
 
-_REPO = Path(__file__).parents[1]
+class _UsageError(Exception):
+    """As ``megatron_lancet.errors.UsageError``, which can't be imported before the packages are there."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """One command.
+def carry(folder: Path) -> None:
+    """Fetches the wheels of :data:`NEEDED` and of pip, in the pinned versions, for the Python that runs.
 
-    Attributes:
-        limit_s: time after which it is stopped.
+    Raises:
+        _UsageError: pip can't fetch them.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.whl"):
+        old.unlink()
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--dest", str(folder), *_pinned(), "pip"]
+    done = subprocess.run(command, check=False)
+    if done.returncode != 0:
+        raise _UsageError(f"pip ended with status {done.returncode}: expected wheels of {', '.join(NEEDED.values())}.")
+    (folder / _ORIGIN).write_text(json.dumps({"commit": _commit()}) + "\n")
+    size = sum(wheel.stat().st_size for wheel in folder.glob("*.whl"))
+    print(f"{folder}: {len(list(folder.glob('*.whl')))} wheels, {size / 1e6:.0f} MB")
 
-    name: str
-    command: Sequence[str]
-    limit_s: float
+
+def _pinned() -> list[str]:
+    lines = (_REPOSITORY / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    return [f"{name}=={pins[name]}" for name in NEEDED.values()]
 
 
-@dataclass(frozen=True)
-class Result:
-    """How a part ended.
+def _commit() -> str | None:
+    """The commit that is checked out; None with changes, or where git or the repository is missing."""
+    git = ["git", "-C", str(_REPOSITORY)]
+    try:
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True
+        )
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return None if changed.stdout.strip() else head.stdout.strip()
 
-    Attributes:
-        status: exit status; None if it was stopped at its limit, or could not be started.
+
+def make_importable(site: Path, wheels: Path) -> str | None:
+    """Makes the packages importable for this process and its children: what is missing is unpacked from the wheels.
+
+    Args:
+        site: folder for the packages.
+
+    Returns:
+        The commit that was fetched for; None where it is unknown.
+
+    Raises:
+        _UsageError: torch is missing, or a package is neither there nor in ``wheels``.
     """
-
-    name: str
-    status: int | None
-    seconds: float
-
-
-def parts(folder: Path) -> list[Part]:
-    """What is run, in this order; the limits add up to less than ten minutes."""
-    python = sys.executable
-    benchmark = ["benchmarks.gpu", "--size", "gpt2-s-moe", "--rounds", "5", "--warmup", "2", "--link", "10:50"]
-    return [
-        Part("device", ["nvidia-smi"], 20),
-        Part("torch", [python, "-m", "torch.utils.collect_env"], 60),
-        Part("tests", [python, "-m", "pytest", "tests/gpu", "--junitxml", str(folder / "tests.xml")], 250),
-        Part("benchmark", [python, "-m", *benchmark, "--output", str(folder / "benchmark.json")], 250),
-    ]
+    if importlib.util.find_spec("torch") is None:
+        raise _UsageError(f"{sys.executable} has no torch. Run this by the Python that has it, for a GPU.")
+    missing = [name for module, name in NEEDED.items() if not _is_there(module)]
+    if missing:
+        _unpack(missing, site, wheels)
+    places = [*([str(site)] if missing else []), str(_REPOSITORY)]
+    sys.path[:0] = places
+    os.environ["PYTHONPATH"] = os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])
+    origin = wheels / _ORIGIN
+    return json.loads(origin.read_text())["commit"] if origin.exists() else None
 
 
-def run(part: Part, folder: Path) -> Result:
-    """Runs a part, with its output in a file."""
-    start_s = time.monotonic()
-    status: int | None = None
-    with (folder / f"{part.name}.log").open("w") as log:
-        try:
-            done = subprocess.run(
-                part.command,
-                cwd=_REPO,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                timeout=part.limit_s,
-                check=False,
-            )
-            status = done.returncode
-        except subprocess.TimeoutExpired:
-            log.write(f"\nstopped after {part.limit_s:g} s\n")
-        except OSError as error:
-            log.write(f"can't be started: {error}\n")
-    return Result(part.name, status, round(time.monotonic() - start_s, 1))
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that the module is in
+        return False
 
 
-def run_all(folder: Path, all_parts: Sequence[Part]) -> bool:
-    """Runs the parts and writes the summary; returns whether all ended well."""
-    results = []
-    for part in all_parts:
-        print(f"{part.name}: {' '.join(part.command)}", flush=True)
-        results.append(run(part, folder))
-        ended = "was stopped, or could not be started" if results[-1].status is None else f"exit {results[-1].status}"
-        print(f"  {ended} after {results[-1].seconds:g} s, output in {folder / part.name}.log", flush=True)
-        summary = json.dumps([asdict(result) for result in results], indent=1)
-        (folder / "summary.json").write_text(summary + "\n")
-    return all(result.status == 0 for result in results)
+def _unpack(names: Sequence[str], site: Path, wheels: Path) -> None:
+    pip = next(iter(sorted(wheels.glob("pip-*.whl"))), None)
+    if pip is None:
+        raise _UsageError(
+            f"{sys.executable} lacks {', '.join(names)}, and {wheels} has no wheels. On a machine with a network and "
+            f"the same Python, run: python3 tools/check_gpu.py --carry {wheels.name}; then copy this folder again."
+        )
+    shutil.rmtree(site, ignore_errors=True)
+    # pip runs from its own wheel: not every Python has it.
+    command = [sys.executable, str(pip / "pip"), "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    command += ["--disable-pip-version-check", "--find-links", str(wheels), "--target", str(site), *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise _UsageError(
+            f"the wheels in {wheels} don't fit {sys.executable}: {done.stderr.strip().splitlines()[-1]}. Fetch them "
+            "by the same version of Python: python3 tools/check_gpu.py --carry wheels."
+        )
+
+
+def _run(args: argparse.Namespace) -> bool:
+    folder = args.folder.resolve()
+    commit = make_importable(folder / "site", args.wheels.resolve())
+    try:
+        import benchmarks.gpu.check as check
+    except ModuleNotFoundError:
+        raise _UsageError(
+            "this needs a checkout of the project: benchmarks/ is not in the installed package."
+        ) from None
+    from benchmarks.gpu.check.parts import PARTS
+    from benchmarks.gpu.check.predict.file import DEVICES
+    from megatron_lancet.runtime.connections import CONNECTIONS, has_one_connection
+
+    names = [part.name for part in PARTS]
+    unknown = [name for name in args.parts or () if name not in names]
+    if unknown:
+        raise _UsageError(f"--parts {' '.join(unknown)}: expected some of {' '.join(names)}.")
+    if args.device not in DEVICES:
+        raise _UsageError(f"--device {args.device}: expected {' or '.join(DEVICES)}, whose steps are predicted.")
+    if has_one_connection():
+        raise _UsageError(f"{CONNECTIONS} is 1, with which messages would stop all other work. Unset it.")
+    if not args.rehearse:
+        _require_device()
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = [part for part in PARTS if not args.parts or part.name in args.parts]
+    return check.start(folder, args.rehearse, args.device, commit).run(chosen)
+
+
+def _require_device() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.__version__, torch.cuda.device_count())"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    version, _, count = found.stdout.strip().partition(" ")
+    if found.returncode != 0 or not count.isdigit():
+        raise _UsageError(f"torch can't be imported: {found.stderr.strip().splitlines()[-1:]}")
+    if int(count) == 0:
+        raise _UsageError(
+            f"this runs on a CUDA device, and torch {version} finds none. Pass --rehearse to run the same lines on "
+            "the virtual GPU."
+        )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("folder", type=Path, nargs="?", help="folder for the results")
+    made.add_argument("--carry", type=Path, metavar="FOLDER", help="fetch wheels into this folder, and end")
+    made.add_argument("--wheels", type=Path, default=WHEELS, metavar="FOLDER", help="what --carry fetched (wheels)")
+    made.add_argument("--rehearse", action="store_true", help="on the virtual GPU, with small models and no times")
+    made.add_argument("--parts", nargs="+", metavar="NAME", help="only these parts (all)")
+    made.add_argument("--device", default="H100", help="whose prediction is compared: H100 or H200 (H100)")
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Checks that there is a GPU, then runs all parts; the exit status is 1 if one of them failed.
-
-    Raises:
-        UsageError: there is no GPU, or CUDA has one connection.
-    """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder for the results")
-    folder = parser.parse_args(argv).folder.resolve()
-    if torch.cuda.device_count() == 0:
-        raise UsageError(
-            f"this runs on a CUDA device, and torch {torch.__version__} finds none. Without one, make test runs the "
-            "same tests on the virtual GPU."
-        )
-    if has_one_connection():
-        raise UsageError(f"{CONNECTIONS} is 1, with which the benchmark can't run. Unset it.")
-    folder.mkdir(parents=True, exist_ok=True)
-    if not run_all(folder, parts(folder)):
+    """Runs all parts; the exit status is 1 if one of them failed, and 2 if the check can't begin."""
+    args = parser().parse_args(argv)
+    try:
+        if args.carry is not None:
+            carry(args.carry.resolve())
+            return
+        if args.folder is None:
+            raise _UsageError("expected a folder for the results, for example: python3 tools/check_gpu.py results")
+        is_good = _run(args)
+    except _UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if not is_good:
         raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    run_command(main)
+    main()

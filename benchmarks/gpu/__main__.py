@@ -14,17 +14,22 @@ torch.profiler, in rounds of their own. On a CPU, where only the size "tiny" run
 import argparse
 import json
 import logging
+import math
+import tempfile
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.measure import measure
+from benchmarks.gpu.measure import Measurement, Turns
+from benchmarks.gpu.record import Recorder, read_records
 from benchmarks.gpu.sizes import ON_CPU, SIZES
-from benchmarks.gpu.table import summarise, table
+from benchmarks.gpu.table import found_in, summarise, table
 from benchmarks.gpu.variants import PLANS, STOCK, Work
+from benchmarks.gpu.world import mocked_group
 from benchmarks.harness.origin import finished, origin
 from megatron_lancet.errors import UsageError, run_command
 from megatron_lancet.mock.link import Link
@@ -58,7 +63,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=PLANS, default=list(PLANS), help="where memory is short (all)")
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each variant on each link (20)")
     parser.add_argument("--warmup", type=int, default=3, help="untimed ones before (3)")
-    parser.add_argument("--output", type=Path, help="JSON with every sample")
+    parser.add_argument("--traced", type=int, default=3, help="steps of each under the profiler, on a GPU (3)")
+    parser.add_argument("--output", type=Path, help="JSON with every sample; FILE.jsonl beside it grows as it goes")
     return parser.parse_args(words)
 
 
@@ -107,29 +113,32 @@ def check(args: argparse.Namespace) -> list[Link]:
     return links
 
 
-def run(work: Work, link: Link, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure and print all variants on one link; what goes into the file."""
-    from megatron.core import parallel_state
+def run(work: Work, links: Sequence[Link], args: argparse.Namespace, record: Recorder) -> None:
+    """Measures all variants on all links; the results are in the record."""
+    with mocked_group(work.num_ranks) as using_link:
+        turns = Turns(links, args.rounds, args.warmup, args.traced)
+        Measurement(work, record, using_link).run(args.variants, turns)
 
-    from megatron_lancet.mock.mock_world import mock_world
-    from megatron_lancet.training.megatron.mock_patches import loopback_counts
 
-    with mock_world(work.num_ranks, link), loopback_counts():
-        parallel_state.initialize_model_parallel(
-            expert_model_parallel_size=work.num_ranks, create_gloo_process_groups=False
+def summaries(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Prints a table for each link; what goes into the file."""
+    found = found_in(records)
+    runs = []
+    for link, samples in found.samples.items():
+        rows = summarise(samples, STOCK)
+        rounds = len(samples[STOCK].step_ms)
+        print(
+            f"\nlink {link}, speed-up against {STOCK}: median of {rounds} paired ratios\n{table(rows, found.skipped)}"
         )
-        try:
-            samples, skipped = measure(work, args.variants, args.rounds, args.warmup)
-        finally:
-            parallel_state.destroy_model_parallel()
-    rows = summarise(samples, STOCK)
-    print(f"\nlink {link}, speed-up against {STOCK}: median of {args.rounds} paired ratios\n{table(rows, skipped)}")
-    return {
-        "link": asdict(link),
-        "summary": {name: asdict(row) for name, row in rows.items()},
-        "skipped": skipped,
-        "samples": {name: asdict(one) for name, one in samples.items()},
-    }
+        runs.append(
+            {
+                "link": link,
+                "summary": {name: asdict(row) for name, row in rows.items()},
+                "skipped": found.skipped,
+                "samples": {name: asdict(one) for name, one in samples.items()},
+            }
+        )
+    return runs
 
 
 def main() -> None:
@@ -156,10 +165,17 @@ def main() -> None:
             "micro_batches": args.micro_batches,
         }
         print(f"{args.size} on {where['device']}, torch {torch.__version__}: rank 0 of a mocked group of {args.ranks}")
-        runs = [run(work, link, args) for link in links]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "records.jsonl" if args.output is None else args.output.with_suffix(".jsonl")
+            record = Recorder(path, limit_s=math.inf)
+            run(work, links, args, record)
+            records = read_records(path)
+        runs = summaries(records)
         print(LIMITS)
     if started is not None:
         args.output.write_text(json.dumps({**finished(started), **where, "runs": runs}) + "\n")
+    if record.num_errors:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

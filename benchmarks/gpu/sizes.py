@@ -18,6 +18,7 @@ class Size:
         experts_per_rank: experts in all are as many times the number of ranks.
         moe_every: an MoE block comes after ``moe_every - 1`` dense ones.
         modern: RMSNorm, gated SiLU and rotary positions instead of LayerNorm, GELU and learned positions.
+        latent: multi-latent attention with YaRN's rotary positions, as DeepSeek's.
     """
 
     num_layers: int
@@ -33,6 +34,7 @@ class Size:
     vocab: int
     moe_every: int = 2
     modern: bool = False
+    latent: bool = False
 
 
 def _gpt2(num_layers: int, hidden: int, num_heads: int, micro_batch: int) -> Size:
@@ -53,7 +55,7 @@ ON_CPU = "tiny"
 
 def transformer_config(size: Size, num_ranks: int, bf16: bool, **overrides: Any) -> Any:
     """Megatron's ``TransformerConfig`` of ``size``, without kernels of Transformer Engine or apex."""
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     style: dict[str, Any] = {}
     if size.modern:
@@ -62,30 +64,40 @@ def transformer_config(size: Size, num_ranks: int, bf16: bool, **overrides: Any)
             "gated_linear_unit": True,
             "activation_func": torch.nn.functional.silu,
         }
-    return TransformerConfig(
-        num_layers=size.num_layers,
-        hidden_size=size.hidden,
-        num_attention_heads=size.num_heads,
-        num_query_groups=size.num_key_heads,
-        kv_channels=size.head_dim,
-        ffn_hidden_size=4 * size.hidden,
-        moe_ffn_hidden_size=size.expert_ffn,
-        num_moe_experts=size.experts_per_rank * num_ranks,
-        moe_layer_freq=[int((layer + 1) % size.moe_every == 0) for layer in range(size.num_layers)],
-        moe_router_topk=size.top_k,
-        moe_router_pre_softmax=size.top_k == 1,
-        moe_router_load_balancing_type="aux_loss",
-        moe_aux_loss_coeff=1e-2,
-        moe_token_dispatcher_type="alltoall",  # noqa: S106
-        expert_model_parallel_size=num_ranks,
-        bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        **style,
-        **overrides,
-    )
+    if size.latent:
+        style |= {
+            "multi_latent_attention": True,
+            "rope_type": "yarn",
+            "q_lora_rank": size.hidden // 2,
+            "kv_lora_rank": size.hidden // 4,
+            "qk_head_dim": size.head_dim,
+            "qk_pos_emb_head_dim": size.head_dim // 2,
+            "v_head_dim": size.head_dim,
+        }
+    settings: dict[str, Any] = {
+        "num_layers": size.num_layers,
+        "hidden_size": size.hidden,
+        "num_attention_heads": size.num_heads,
+        "num_query_groups": size.num_key_heads,
+        "kv_channels": size.head_dim,
+        "ffn_hidden_size": 4 * size.hidden,
+        "moe_ffn_hidden_size": size.expert_ffn,
+        "num_moe_experts": size.experts_per_rank * num_ranks,
+        "moe_layer_freq": [int((layer + 1) % size.moe_every == 0) for layer in range(size.num_layers)],
+        "moe_router_topk": size.top_k,
+        "moe_router_pre_softmax": size.top_k == 1,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-2,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": num_ranks,
+        "bf16": bf16,
+        "params_dtype": torch.bfloat16 if bf16 else torch.float32,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+    }
+    make = MLATransformerConfig if size.latent else TransformerConfig
+    return make(**{**settings, **style, **overrides})

@@ -20,10 +20,12 @@ class Communication:
     Attributes:
         wire_ms: time for which at least one message was on its way.
         exposed_ms: part of it during which no kernel of the model ran.
+        idle_ms: time from the first piece of work to the last for which the device had neither: it waited for the host.
     """
 
     wire_ms: float
     exposed_ms: float
+    idle_ms: float
 
 
 def communication_of(trace: Mapping[str, Any]) -> Communication:
@@ -51,4 +53,10 @@ def communication_of(trace: Mapping[str, Any]) -> Communication:
             f"the trace has {len(compute)} pieces of work on {len(streams)} streams, but no {_MESSAGE}: no message of "
             "a mocked link was recorded. Was the link free?"
         )
-    return Communication(length(messages) / _US_PER_MS, uncovered(messages, compute) / _US_PER_MS)
+    work = [*messages, *compute]
+    whole = (min(start for start, _ in work), max(end for _, end in work))
+    return Communication(
+        wire_ms=length(messages) / _US_PER_MS,
+        exposed_ms=uncovered(messages, compute) / _US_PER_MS,
+        idle_ms=uncovered([whole], work) / _US_PER_MS,
+    )

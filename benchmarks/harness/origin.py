@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.harness import machine_speed
 
 _REPOSITORY = Path(__file__).parents[2]
-_PACKAGES = ("torch", "megatron-core")
+PACKAGES = ("torch", "megatron-core")
 _SETTINGS = ("MALLOC_", "OMP_", "MKL_", "GLIBC_TUNABLES", "LD_PRELOAD")
 """Beginnings of the environment variables that change an allocator's or a compute library's speed."""
 
@@ -36,7 +36,7 @@ def origin(
         environment: of the processes that were measured; None for this process's.
         packages: whose versions are wanted beside those of torch and Megatron.
     """
-    commit, is_dirty = _commit()
+    commit, is_dirty = commit_of_checkout()
     given = os.environ if environment is None else environment
     return {
         "command": shlex.join(["python", "-m", module, *(sys.argv[1:] if arguments is None else arguments)]),
@@ -45,7 +45,7 @@ def origin(
         "is_dirty": is_dirty,
         "machine": _machine(),
         "machine_speed": asdict(machine_speed.measured()),
-        "versions": {name: _version(name) for name in (*_PACKAGES, *packages)},
+        "versions": versions_of((*PACKAGES, *packages)),
         "settings": {name: value for name, value in sorted(given.items()) if name.startswith(_SETTINGS)},
     }
 
@@ -88,7 +88,7 @@ def _source(found: Mapping[str, Any]) -> str:
     return f"commit {found['commit'][:12]}{' with uncommitted changes' if found.get('is_dirty') else ''}"
 
 
-def _commit() -> tuple[str | None, bool | None]:
+def commit_of_checkout() -> tuple[str | None, bool | None]:
     """The commit, and whether tracked files differ from it; None where git or the repository is missing."""
     # With sudo the repository belongs to another user, which git refuses without this setting.
     git = ["git", "-C", str(_REPOSITORY), "-c", f"safe.directory={_REPOSITORY}"]
@@ -101,6 +101,11 @@ def _commit() -> tuple[str | None, bool | None]:
 
 def _output(command: Sequence[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def versions_of(packages: Sequence[str]) -> dict[str, str | None]:
+    """Versions by package; None where one is not installed."""
+    return {package: _version(package) for package in packages}
 
 
 def _version(package: str) -> str | None:

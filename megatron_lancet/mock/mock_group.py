@@ -72,6 +72,10 @@ class MockProcessGroup(_ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name
         return BACKEND
 
+    def _get_backend(self, device: Any) -> Any:
+        """The group itself, which has no parts for devices: torch 2.14's batches of sends and receives ask for one."""
+        return self
+
     def shutdown(self) -> None:
         """Does nothing: the clock belongs to the world."""
 

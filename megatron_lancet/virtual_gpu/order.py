@@ -11,11 +11,15 @@ HOST = -1
 
 
 class Order:
-    """The order that a GPU has been told to keep."""
+    """The order that a GPU has been told to keep.
+
+    Attributes:
+        num_kernels: kernels that were enqueued so far, on all streams and on the host.
+    """
 
     def __init__(self) -> None:
         self._clocks = StreamSynchronizations()
-        self._num_kernels = 0
+        self.num_kernels = 0
 
     def add_stream(self, stream: int) -> None:
         """Adds a stream, which starts behind all that the host has waited for."""
@@ -23,10 +27,10 @@ class Order:
 
     def add_kernel(self, stream: int) -> int:
         """Enqueues a kernel, or runs it where ``stream`` is the host; returns its number."""
-        self._num_kernels += 1
+        self.num_kernels += 1
         if stream != HOST:
-            self._clocks.update_seq_num(stream, self._num_kernels)
-        return self._num_kernels
+            self._clocks.update_seq_num(stream, self.num_kernels)
+        return self.num_kernels
 
     def record(self, event: int, stream: int) -> None:
         """Records an event behind all that the stream has got so far."""

@@ -41,7 +41,6 @@ MODULES = (
     "megatron.training",
     "megatron.core.models.mimo.optimizer",
     "megatron.core.tokenizers.text.text_tokenizer",
-    "torch.profiler._cupti_monitor",
 )
 _TE_FLAG = "--te"
 _READY_WITHIN_S = 120.0
@@ -259,6 +258,14 @@ def start_queue_of_saves() -> None:
         filesystem_async.get_write_results_queue("fork")
 
 
+def import_for_annotations() -> None:
+    """Annotates once: torch 2.13 imports a module of its profiler for the first annotation of a process."""
+    import torch
+
+    with torch.profiler.record_function("first"):
+        pass
+
+
 def share_gloo_devices() -> None:
     """Makes all gloo groups of a rank use one device, and so one thread.
 
@@ -273,13 +280,20 @@ def share_gloo_devices() -> None:
     def device() -> Any:
         return ProcessGroupGloo.create_default_device()
 
-    def init(group: Any, store: Any, rank: int, size: int, options: Any = None, timeout: Any = None) -> None:
+    def init(
+        group: Any, store: Any, rank: int, size: int, options: Any = None, timeout: Any = None, **others: Any
+    ) -> None:
         if options is None:
             options = ProcessGroupGloo._Options()
             options._devices = [device()]
             if timeout is not None:
                 options._timeout = timeout
-        stock(group, store, rank, size, options)
+            # Since torch 2.14 there is a further argument. An option of its name has the same meaning; where there is
+            # none, the options refuse the attribute.
+            for name, value in others.items():
+                setattr(options, name, value)
+            others = {}
+        stock(group, store, rank, size, options, **others)
 
     setattr(ProcessGroupGloo, "__init__", init)  # noqa: B010 - mypy forbids to assign to a method
 
@@ -295,6 +309,7 @@ def main() -> None:
         importlib.import_module(module)
     keep_docstrings()
     share_gloo_devices()
+    import_for_annotations()
     gc.freeze()  # a collection in a fork would copy all pages
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         unready = address.with_suffix(".unready")

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,7 +27,7 @@ from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.attention import needs_own_attention
 from megatron_lancet.training.platform.virtual import virtual_gpu_platform
 from megatron_lancet.virtual_gpu.log import Entry, Mark
-from megatron_lancet.virtual_gpu.meta import META, MetaGpu
+from megatron_lancet.virtual_gpu.meta import META, MetaGpu, Supply
 from megatron_lancet.virtual_gpu.playback.marks import SKIP, MarkedMessage, MarkedTrace
 
 BACKWARD = "backward"
@@ -49,6 +49,25 @@ class Recording:
     num_micro_batches: int = 1
 
 
+@contextmanager
+def gpu_without_values(num_ranks: int, supply: Supply, **parallel_sizes: int) -> Iterator[MetaGpu]:
+    """Inside the context Megatron runs on a :class:`MetaGpu` that is rank 0 of a mocked world of ``num_ranks``.
+
+    Enter it inside ``cpu_platform()``.
+
+    Args:
+        supply: what the host knows of values, see :class:`MetaGpu`.
+        parallel_sizes: arguments of Megatron's ``initialize_model_parallel``.
+    """
+    with mock_world(num_ranks), loopback_counts(), ExitStack() as stack:
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **parallel_sizes)
+        stack.callback(parallel_state.destroy_model_parallel)
+        gpu = MetaGpu(supply)
+        stack.enter_context(virtual_gpu_platform(gpu))
+        stack.enter_context(kernels_of_a_gpu(gpu))
+        yield gpu
+
+
 def record(args: argparse.Namespace, plan: Plan | None, num_micro_batches: int = 1) -> Recording:
     """Builds the model and records its second micro-batch, or step. Enter it inside ``cpu_platform()``.
 
@@ -61,17 +80,17 @@ def record(args: argparse.Namespace, plan: Plan | None, num_micro_batches: int =
         UsageError: Megatron refuses the arguments, or the model can't run the plan.
         NotImplementedError: the host needs a value that is not known.
     """
-    with mock_world(args.world_size), loopback_counts(), ExitStack() as stack:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=args.tensor_model_parallel_size,
-            context_parallel_size=args.context_parallel_size,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+    with ExitStack() as stack:
+        gpu = stack.enter_context(
+            gpu_without_values(
+                args.world_size,
+                uniform_routing(args.num_experts, args.moe_router_topk),
+                tensor_model_parallel_size=args.tensor_model_parallel_size,
+                context_parallel_size=args.context_parallel_size,
+                expert_model_parallel_size=args.expert_model_parallel_size,
+                expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            )
         )
-        stack.callback(parallel_state.destroy_model_parallel)
-        gpu = MetaGpu(uniform_routing(args.num_experts, args.moe_router_topk))
-        stack.enter_context(virtual_gpu_platform(gpu))
-        stack.enter_context(kernels_of_a_gpu(gpu))
         stack.enter_context(patches.sequence_parallel_with_torch_norm())
         stack.enter_context(patches.core_attention_without_te(needs_own_attention(args) is not None))
         if plan is not None:

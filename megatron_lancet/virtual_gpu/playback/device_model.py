@@ -28,6 +28,11 @@ class DeviceModel:
             the order of its launches, and an event that is waited for stops all behind it.
         link: connection of every group that ``links`` does not name.
         links: connections by the name of the process group.
+        one_link: whether messages of all groups queue for one link, in the order in which they could start; else those
+            of one group do.
+        num_sms: multiprocessors: 132 by NVIDIA's data sheet of the H100 SXM.
+        message_sms: multiprocessors that a message takes. While one is on the wire, kernels of other streams have the
+            rest, and run slower by that share. 0 for messages that take nothing from kernels.
     """
 
     flops_per_s: float = 600e12
@@ -40,6 +45,9 @@ class DeviceModel:
     connections: int | None = None
     link: Link = NVLINK
     links: Mapping[str, Link] = field(default_factory=dict)
+    one_link: bool = False
+    num_sms: int = 132
+    message_sms: int = 0
 
     def with_launch_us(self, launch_us: float) -> "DeviceModel":
         """The same device with another launch cost; 0 makes everything free that the host does."""
@@ -50,6 +58,16 @@ class DeviceModel:
     def kernel_us(self, flops: int, num_bytes: int) -> float:
         """Duration of a kernel: bounded by arithmetic, by memory, or by being a kernel."""
         return max(flops / self.flops_per_s * 1e6, num_bytes / self.bytes_per_s * 1e6, self.min_kernel_us)
+
+    @property
+    def speed_beside_message(self) -> float:
+        """Speed of a kernel while a message is on the wire, by that without one."""
+        return (self.num_sms - self.message_sms) / self.num_sms
+
+    @property
+    def messages_meet(self) -> bool:
+        """Whether a message has an effect on kernels of other streams, or on messages of other groups."""
+        return self.one_link or self.message_sms > 0
 
     def message_us(self, group: str, num_bytes: float) -> float:
         """Time for which a message occupies its group's link."""

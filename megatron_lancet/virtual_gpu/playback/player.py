@@ -4,14 +4,19 @@ Events are recorded before they are waited for, so one pass in the host's order 
 end; a stream starts its next kernel when the host has launched it, its last one has ended, and all events that the
 stream was told to wait for have been reached. Messages of one group queue for its link.
 
+Where messages slow down kernels, or queue for one link, the log is played again with the messages of the pass before,
+until none of them moves any more. A time depends on earlier ones only, so each pass is right for longer.
+
 Time for which compute stands still is divided into three: it waits for a message that is on the wire; the host waits
 for a value, such as token counts, and enqueues nothing; the rest, in which the host has not launched the next kernel
 yet, or the kernel waits for one of another stream, or behind one in a hardware queue.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_lancet.virtual_gpu.log import (
@@ -46,6 +51,7 @@ class PlayedMessage:
     Attributes:
         name: collective, for example ``all_to_all``.
         bytes_to_others: bytes that this rank sends to other ranks.
+        ready_us: time at which it would start on a free link.
     """
 
     name: str
@@ -53,6 +59,7 @@ class PlayedMessage:
     stream: int
     bytes_to_others: float
     on_wire: Interval
+    ready_us: float
 
 
 @dataclass(frozen=True)
@@ -98,23 +105,56 @@ class Playback:
         return self.exposed_us / self.wire_us if self.messages else 0.0
 
 
+_MOST_PASSES = 200
+_SAME_US = 1e-3
+"""A message that moves by less between two passes stays where it is."""
+
+
 def play(log: Iterable[Entry], device: DeviceModel, compute: int = 0) -> Playback:
     """Plays a log.
 
     Args:
         compute: stream on which the program computes.
+
+    Raises:
+        RuntimeError: messages that slow down kernels, or queue for one link, still move after many passes.
     """
-    player = _Player(device, compute)
+    log = tuple(log)
+    played = _play_once(log, device, compute, ())
+    if not device.messages_meet:
+        return played
+    for _ in range(_MOST_PASSES):
+        before, played = played, _play_once(log, device, compute, played.messages)
+        if _are_same(before.messages, played.messages):
+            return played
+    raise RuntimeError(f"messages still move after {_MOST_PASSES} passes over a log of {len(log)} entries")
+
+
+def _play_once(log: Sequence[Entry], device: DeviceModel, compute: int, met: Sequence[PlayedMessage]) -> Playback:
+    player = _Player(device, compute, met)
     for place, entry in enumerate(log):
         player.take(place, entry)
     return player.result()
 
 
+def _are_same(some: Sequence[PlayedMessage], others: Sequence[PlayedMessage]) -> bool:
+    return all(
+        abs(end_us - other_us) < _SAME_US
+        for one, other in zip(some, others, strict=True)
+        for end_us, other_us in zip(one.on_wire, other.on_wire, strict=True)
+    )
+
+
 class _Player:
     """What has been played so far; times in microseconds."""
 
-    def __init__(self, device: DeviceModel, compute: int) -> None:
+    def __init__(self, device: DeviceModel, compute: int, met: Sequence[PlayedMessage]) -> None:
+        """
+        Args:
+            met: messages of the pass before, which kernels and other messages meet; empty in the first pass.
+        """
         self._device = device
+        self._met = _Met(met)
         self._compute = compute
         self._host_us = 0.0
         self._free_us: defaultdict[int, float] = defaultdict(float)
@@ -197,7 +237,11 @@ class _Player:
     def _run_kernel(self, kernel: Kernel) -> Interval:
         self._host_us += self._device.launch_us
         start_us = self._starts_us(kernel.stream)
-        ran = Interval(start_us, start_us + self._device.kernel_us(kernel.flops, kernel.num_bytes))
+        alone_us = self._device.kernel_us(kernel.flops, kernel.num_bytes)
+        if self._device.message_sms:
+            ran = self._met.beside(kernel.stream, start_us, alone_us, self._device.speed_beside_message)
+        else:
+            ran = Interval(start_us, start_us + alone_us)
         if kernel.stream == self._compute:
             self._stand_still_until(start_us)
             self._busy_us += ran.us
@@ -208,7 +252,10 @@ class _Player:
         stream, group = collective.stream, collective.group
         self._in_collective.add(stream)
         self._host_us += self._device.collective_us if collective.num_ranks > 1 else self._device.launch_us
-        start_us = max(self._starts_us(stream), self._link_us[group])
+        ready_us = self._starts_us(stream)
+        start_us = max(ready_us, self._link_us[group])
+        if self._device.one_link:
+            start_us = max(start_us, self._met.link_free_us(group, ready_us))
         is_alone = collective.num_ranks == 1
         duration_us = 0.0 if is_alone else self._device.message_us(group, collective.bytes_to_others)
         on_wire = Interval(start_us, start_us + duration_us)
@@ -216,7 +263,8 @@ class _Player:
             self._stand_still_until(start_us)
             self._own_messages_us += duration_us
         if not is_alone:
-            self._messages.append(PlayedMessage(collective.name, group, stream, collective.bytes_to_others, on_wire))
+            sent = PlayedMessage(collective.name, group, stream, collective.bytes_to_others, on_wire, ready_us)
+            self._messages.append(sent)
         self._free_us[stream] = self._link_us[group] = on_wire.end_us
 
     def _stand_still_until(self, start_us: float) -> None:
@@ -244,6 +292,48 @@ class _Player:
         goes_on_us = max(self._host_us, reached_us) + self._device.host_wait_us
         self._host_waits.append(Interval(self._host_us, goes_on_us))
         self._host_us = goes_on_us
+
+
+class _Met:
+    """Messages of the pass before."""
+
+    def __init__(self, messages: Sequence[PlayedMessage]) -> None:
+        self._messages = messages
+        self._by_stream: dict[int, tuple[list[Interval], list[float]]] = {}
+        self._by_group: dict[str, tuple[list[float], list[float]]] = {}
+
+    def beside(self, stream: int, start_us: float, alone_us: float, speed: float) -> Interval:
+        """When a kernel runs.
+
+        Args:
+            alone_us: its duration with no message beside it.
+            speed: while a message of another stream is on the wire.
+        """
+        if stream not in self._by_stream:
+            union = _union(one.on_wire for one in self._messages if one.stream != stream)
+            self._by_stream[stream] = union, [one.end_us for one in union]
+        union, ends_us = self._by_stream[stream]
+        at_us, left_us = start_us, alone_us
+        for one in union[bisect_right(ends_us, start_us) :]:
+            before_us = max(0.0, one.start_us - at_us)
+            if left_us <= before_us:
+                break
+            at_us, left_us = at_us + before_us, left_us - before_us
+            inside_us = one.end_us - at_us
+            if left_us <= inside_us * speed:
+                return Interval(start_us, at_us + left_us / speed)
+            at_us, left_us = one.end_us, left_us - inside_us * speed
+        return Interval(start_us, at_us + left_us)
+
+    def link_free_us(self, group: str, ready_us: float) -> float:
+        """When the messages of other groups that could start before ``ready_us`` have left the link."""
+        if group not in self._by_group:
+            others = sorted((one.ready_us, one.on_wire.end_us) for one in self._messages if one.group != group)
+            ends_us = accumulate((end_us for _, end_us in others), max)
+            self._by_group[group] = [ready for ready, _ in others], list(ends_us)
+        ready, ends = self._by_group[group]
+        num_before = bisect_left(ready, ready_us)
+        return ends[num_before - 1] if num_before else 0.0
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -52,6 +52,7 @@ def test_communication_of_a_trace():
     found = communication_of(trace)
     assert found.wire_ms == pytest.approx(3.5)
     assert found.exposed_ms == pytest.approx(3.5 - 1.6)  # hidden from 2.0 to 3.6 ms
+    assert found.idle_ms == pytest.approx(0.1)  # between the copy and the last kernel
 
 
 def test_messages_of_synchronous_collectives_are_on_the_stream_that_computes():

@@ -5,15 +5,15 @@ import torch
 
 from benchmarks.gpu.measure import WrongGradientsError, check_errors, whole_error
 from benchmarks.gpu.sizes import SIZES
-from benchmarks.gpu.table import Samples, summarise, table
+from benchmarks.gpu.table import Samples, found_in, summarise, table
 from benchmarks.gpu.variants import Work, why_megatron_refuses
 from benchmarks.gradient_error import relative_errors
 
 
 def test_ratios_are_paired_by_round():
     samples = {
-        "stock": Samples(step_ms=[10, 20, 40], exposed_ms=[4, 5, 6]),
-        "ours": Samples(step_ms=[5, 8, 20], exposed_ms=[1, 1, 2], wire_ms=[3.0], peak_mb=[7.0]),
+        "stock": Samples(step_ms={0: 10, 1: 20, 2: 40}, exposed_ms=[4, 5, 6]),
+        "ours": Samples(step_ms={0: 5, 1: 8, 2: 20}, exposed_ms=[1, 1, 2], wire_ms=[3.0], peak_mb=[7.0]),
     }
     rows = summarise(samples, "stock")
     assert (rows["ours"].speedup, rows["ours"].speedup_low, rows["ours"].speedup_high) == (2.0, 2.0, 2.25)
@@ -23,12 +23,44 @@ def test_ratios_are_paired_by_round():
     assert (rows["stock"].speedup, rows["stock"].exposed_cut, rows["stock"].wire_ms) == (1.0, 0.0, None)
 
 
+def test_only_rounds_in_which_both_ran_are_compared():
+    samples = {"stock": Samples({0: 10, 1: 20, 2: 40}), "ours": Samples({1: 10, 2: 10}), "late": Samples({2: 1})}
+    rows = summarise(samples, "stock")
+    assert rows["ours"].speedup == 3.0
+    assert rows["ours"].exposed_ms is None
+    assert "late" not in rows  # one round has no quartiles
+
+
+def test_records_are_sorted_by_link_and_variant_and_what_failed_is_left_out():
+    step = {"name": "step", "link": "slow"}
+    records = [
+        {"name": "variant", "variant": "refused", "skipped": "needs x"},
+        {"name": "gradients", "variant": "stock", "relative_error": 0.0},
+        {"name": "gradients", "variant": "ours", "relative_error": 1e-3},
+        {**step, "variant": "ours", "round": 0, "step_ms": 2.0},
+        {**step, "variant": "stock", "round": 0, "step_ms": 4.0, "peak_mb": 7.0},
+        {**step, "variant": "failing", "round": 0, "step_ms": 1.0},
+        {"name": "step", "variant": "failing", "error": "OutOfMemoryError: none left"},
+        {"name": "trace", "link": "slow", "variant": "ours", "wire_ms": 3.0, "exposed_ms": 1.0, "idle_ms": 0.5},
+        {"name": "stopped", "rounds": 1, "wanted": 2},
+    ]
+    found = found_in(records)
+    assert found.skipped == {"refused": "needs x", "failing": "OutOfMemoryError: none left"}
+    assert [*found.samples["slow"]] == ["stock", "ours"]
+    assert found.samples == {
+        "slow": {
+            "stock": Samples(step_ms={0: 4.0}, peak_mb=[7.0]),
+            "ours": Samples({0: 2.0}, exposed_ms=[1.0], wire_ms=[3.0], idle_ms=[0.5], gradient_error=1e-3),
+        }
+    }
+
+
 def test_nothing_exposed_is_nothing_cut():
-    assert summarise({"stock": Samples([1, 1], [0.0, 0.0])}, "stock")["stock"].exposed_cut is None
+    assert summarise({"stock": Samples({0: 1, 1: 1}, [0.0, 0.0])}, "stock")["stock"].exposed_cut is None
 
 
 def test_table_lists_what_ran_and_what_did_not():
-    rows = summarise({"stock": Samples([10, 10], [4, 4]), "ours": Samples([8, 8], [1, 1])}, "stock")
+    rows = summarise({"stock": Samples({0: 10, 1: 10}, [4, 4]), "ours": Samples({0: 8, 1: 8}, [1, 1])}, "stock")
     head, stock, ours, skipped = table(rows, {"another": "AssertionError: needs x"}).splitlines()
     assert "speed-up" in head
     assert "1.000 (1.000-1.000)" in stock

@@ -1,5 +1,7 @@
 """Small logs, played by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_lancet.mock.link import Link
@@ -146,3 +148,40 @@ def test_wait_for_compute_of_another_stream_is_not_exposed_communication():
     log = [kernel(10, stream=2), Recorded(2, 1), StreamWaits(COMPUTE, 1), kernel(1)]
     played = play(log, DEVICE)
     assert (played.exposed_us, played.for_launches_us) == (0, 10)
+
+
+SLOW = replace(DEVICE, num_sms=4, message_sms=1)
+"""Beside a message, kernels run at three quarters of their speed."""
+
+
+def beside_message(device):
+    """10 us of compute, then a message of 5 + 15 us beside 12 us of compute, and 30 us more."""
+    return play([kernel(10), *behind(1, COMPUTE, COMM), *message(15), kernel(12), kernel(30)], device)
+
+
+def test_message_slows_down_kernels_of_other_streams_while_it_is_on_the_wire():
+    # 12 us take 16 beside the message; of the last kernel 3 us take the 4 that are left, and 27 us come behind it.
+    assert list(beside_message(SLOW).kernels.values()) == [Interval(0, 10), Interval(10, 26), Interval(26, 57)]
+    assert list(beside_message(DEVICE).kernels.values()) == [Interval(0, 10), Interval(10, 22), Interval(22, 52)]
+
+
+def test_message_that_is_launched_behind_a_kernel_slows_it_down_from_its_start():
+    # The host launches the message last, and its stream has nothing to wait for: 5 + 7 us from the beginning.
+    played = play([kernel(18), *message(7)], SLOW)
+    assert [one.on_wire for one in played.messages] == [Interval(0, 12)]
+    assert list(played.kernels.values()) == [Interval(0, 12 + 18 - 9)]
+
+
+def test_message_does_not_slow_down_its_own_stream_and_later_messages_follow_slower_kernels():
+    log = [*message(15), kernel(15), *behind(1, COMPUTE, COMM), *message(5), kernel(2, COMM)]
+    played = play(log, SLOW)
+    assert [one.on_wire for one in played.messages] == [Interval(0, 20), Interval(20, 30)]
+    assert list(played.kernels.values()) == [Interval(0, 20), Interval(30, 32)]
+
+
+def test_messages_of_all_groups_queue_for_one_link_in_the_order_in_which_they_could_start():
+    log = [kernel(9), *behind(1, COMPUTE, 2), *message(15, 2, "TP"), *message(15)]
+    assert [one.on_wire for one in play(log, DEVICE).messages] == [Interval(9, 29), Interval(0, 20)]
+    played = play(log, replace(DEVICE, one_link=True))
+    assert [one.on_wire for one in played.messages] == [Interval(20, 40), Interval(0, 20)]
+    assert [one.ready_us for one in played.messages] == [9, 0]
