@@ -8,7 +8,7 @@ import pytest
 from benchmarks.gpu.check import memcheck
 from benchmarks.gpu.check.memcheck import MemcheckError, read_summary
 from benchmarks.gpu.check.place import rehearsal
-from benchmarks.gpu.check.record import Recorder, read_records
+from benchmarks.gpu.record import Recorder, read_records
 from megatron_lancet.training.platform.cpu import gpu_available
 
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"

@@ -17,7 +17,7 @@ from benchmarks.gpu.check.rank import launch
 from benchmarks.gpu.check.rank.gradients import CASES, TOLERANCE, num_messages, title_of
 from benchmarks.gpu.check.rank.merge import OtherOrderError, merged
 from benchmarks.gpu.check.rank.timing import TIMED
-from benchmarks.gpu.check.record import Recorder, read_records
+from benchmarks.gpu.record import Recorder, read_records
 from megatron_lancet.training.platform.cpu import gpu_available
 from tests.gpu.damaged_rank import CASE
 from tests.ranks.launch import REPO, preloaded
