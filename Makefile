@@ -1,6 +1,6 @@
-# make demo [DEMO=long] | test | test-quick | test-nightly | test-gpu | check-gpu | lint | wheel: each sets up everything it needs in .venv first,
-# once; later calls start at once and work offline. PYTHON=/path/to/python picks the interpreter, VENV=folder the
-# environment.
+# make demo [DEMO=long] | test | test-quick | test-nightly | test-torch | test-gpu | check-gpu | lint | wheel: each sets
+# up everything it needs in .venv first, once; later calls start at once and work offline. PYTHON=/path/to/python picks
+# the interpreter, VENV=folder the environment.
 
 VENV ?= .venv
 STAMP := $(VENV)/.installed
@@ -19,7 +19,14 @@ QUICK := tests/unit tests/parity/mocked/test_gradients_in_mocked_worlds.py tests
 NEW_SEED = $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 NIGHTLY := runs/nightly
 
-.PHONY: demo test test-quick test-nightly test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
+# The oldest torch that setup.py takes, and the newest that CI tests; constraints.txt pins one between them, for all else.
+TORCH_OLDEST := 2.11.0
+TORCH_NEWEST := 2.14.1
+# Each has an environment of its own beside the pinned one.
+TORCH_ENV := $(VENV)-torch-
+TORCH_TESTS := $(QUICK) tests/gpu tests/virtual_gpu
+
+.PHONY: demo test test-quick test-nightly test-torch test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
 
 help:
 	@echo "make demo    train a small GPT-MoE on real text twice, stock and ours, on a link that is really waited for, and"
@@ -29,8 +36,11 @@ help:
 	@echo "make test-quick  unit tests and a few comparisons with stock Megatron: at most four minutes on two idle cores"
 	@echo "make test-nightly   tests that draw their inputs, with new draws and ten times as many; it prints the SEED, and"
 	@echo "                    SEED=number repeats a run"
+	@echo "make test-torch  the quick tests and those of the GPU code on torch $(TORCH_OLDEST) and $(TORCH_NEWEST), or on VERSION=number; each"
+	@echo "                 has an environment of its own, of five gigabytes"
 	@echo "make test-gpu    the tests in tests/gpu on a CUDA device, which no other test sees"
-	@echo "make check-gpu   these tests and a short benchmark, within ten minutes; results in OUT=folder (runs/check-gpu)"
+	@echo "make check-gpu   what to run first on a GPU: ten minutes, one page; results in OUT=folder (runs/check-gpu); without"
+	@echo "                 network and make: python3 tools/check_gpu.py (docs/gpus.md)"
 	@echo "make lint    ruff and mypy"
 	@echo "make wheel   build wheel and source distribution, install into an empty environment and run there"
 	@echo "make bench-network   what overlap buys on a shaped network (root, Linux): 1 3/4 hours; BENCH_ARGS=--headline:"
@@ -57,6 +67,12 @@ test-quick: $(STAMP)
 test-nightly: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m hypothesis --hypothesis-profile nightly --hypothesis-seed $(or $(SEED),$(NEW_SEED)) \
 		--timeout 3600 --junitxml $(NIGHTLY)/results.xml --durations 20 $(PYTEST_ARGS)
+
+test-torch: $(addprefix test-torch-,$(or $(VERSION),$(TORCH_OLDEST) $(TORCH_NEWEST)))
+
+test-torch-%: $(TORCH_ENV)%/.installed
+	@echo "torch $*"
+	@$(TORCH_ENV)$*/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(or $(PYTEST_ARGS),$(TORCH_TESTS))
 
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest tests/gpu
@@ -105,13 +121,20 @@ format: $(STAMP)
 	@$(BIN)/ruff format $(SOURCES)
 
 # Installed anew only when what is to be installed changes. The environment is complete or has no stamp.
-$(STAMP): setup.py constraints.txt requirements-te.txt tools/setup_venv.sh tools/setup_te.sh
+INSTALLED := setup.py constraints.txt requirements-te.txt tools/setup_venv.sh tools/setup_te.sh
+$(STAMP): $(INSTALLED)
 	@PYTHON="$(PYTHON)" sh tools/setup_venv.sh "$(VENV)"
 	@touch $@
+
+$(TORCH_ENV)%/.installed: $(INSTALLED)
+	@PYTHON="$(PYTHON)" sh tools/setup_venv.sh "$(TORCH_ENV)$*" "$*"
+	@touch $@
+
+.PRECIOUS: $(TORCH_ENV)%/.installed
 
 constraints: $(STAMP)
 	@{ head -1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable; } > constraints.new
 	@mv constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TORCH_ENV)* runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -19,7 +19,7 @@ step() { echo "wheel: $*"; }
 step "building"
 mkdir "$work/source" "$work/dist" "$work/elsewhere"
 # From a copy without what lies around in a checkout: an old egg-info adds files to a source distribution.
-tar -C "$root" --exclude=./.git --exclude=./.venv --exclude=./runs --exclude=./build --exclude='*.egg-info' \
+tar -C "$root" --exclude=./.git --exclude=./.venv --exclude='./.venv-torch-*' --exclude=./runs --exclude=./build --exclude='*.egg-info' \
     --exclude=__pycache__ --exclude='.*_cache' -cf - . | tar -C "$work/source" -xf -
 (cd "$work/source" && "$python" -c '
 import sys

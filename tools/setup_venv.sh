@@ -1,7 +1,9 @@
 #!/bin/sh
-# Make a virtual environment with the pinned packages: setup_venv.sh FOLDER. PYTHON names an interpreter to use.
+# Make a virtual environment with the pinned packages: setup_venv.sh FOLDER [TORCH]. TORCH is a version in place of the
+# pinned one, with the libraries that it asks for. PYTHON names an interpreter to use.
 set -eu
 venv=$1
+torch=${2:-}
 root=$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)
 
 is_new_enough() {
@@ -26,7 +28,22 @@ echo "setting up $venv with $("$found" --version); torch and its libraries are s
 # An environment that works is brought up to date, one that does not (moved, interrupted) is made anew.
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$found" -m venv --clear "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
+constraints=$root/constraints.txt
+if [ -n "$torch" ]; then
+    constraints=$venv/constraints.txt
+    # Each version of torch has its own bounds for these; it names nearly all of them exactly.
+    own="torch|triton|setuptools|nvidia-[^=]*|cuda-[^=]*"
+    echo "torch==$torch" >"$constraints"
+    case $torch in
+        2.11 | 2.11.*)
+            # Its Triton, 3.6, interprets kernels with conversions of arrays that NumPy 2.5 refuses.
+            own="$own|numpy"
+            echo "numpy<2.5" >>"$constraints"
+            ;;
+    esac
+    grep -Ev "^($own)==" "$root/constraints.txt" >>"$constraints"
+fi
 # setuptools first: the editable install below then needs no build environment of its own.
-pip install --constraint "$root/constraints.txt" setuptools
-pip install --constraint "$root/constraints.txt" --no-build-isolation --editable "$root[test]"
+pip install --constraint "$constraints" setuptools
+pip install --constraint "$constraints" --no-build-isolation --editable "$root[test]"
 sh "$root/tools/setup_te.sh" "$venv"

@@ -10,6 +10,7 @@ from benchmarks.causes import summary as causes_summary
 from benchmarks.evaluation import summary as evaluation_summary
 from benchmarks.from_trace import summary as from_trace_summary
 from benchmarks.from_trace import table as from_trace_table
+from benchmarks.gpu.check import summary as check_summary
 from benchmarks.harness.tables import document
 from benchmarks.network import summary as network_summary
 from benchmarks.network import table as network_table
@@ -36,8 +37,10 @@ def made(path: Path) -> str:
     Args:
         path: the ``.md`` file; the samples are next to it.
     """
-    summarise, as_markdown = MAKERS[path.name.partition("-")[0]]
     result = json.loads(path.with_suffix(".json").read_text())
+    if path.name.startswith("gpu-check"):
+        return check_summary.written(result)
+    summarise, as_markdown = MAKERS[path.name.partition("-")[0]]
     return document(result, [summarise(case) for case in result["cases"]], as_markdown)
 
 

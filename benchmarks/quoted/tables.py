@@ -27,6 +27,7 @@ from benchmarks.quoted import beside
 from benchmarks.quoted.bins import TABLES as BINS_TABLES
 from benchmarks.quoted.cells import NOT_RUN, linked
 from benchmarks.quoted.dispatch import dispatch, dispatch_memory, dispatch_prediction, dispatch_variants
+from benchmarks.quoted.gpu import gpu_check
 from benchmarks.quoted.headline import headline
 from benchmarks.quoted.load import TABLES as LOAD_TABLES
 from benchmarks.quoted.network import Measured, dates, has_step, network, with_sources
@@ -40,6 +41,7 @@ _REPOSITORY = Path(__file__).parents[2]
 DOCUMENTS = (
     _REPOSITORY / "README.md",
     _REPOSITORY / "docs" / "performance.md",
+    _REPOSITORY / "docs" / "gpus.md",
     _REPOSITORY / "benchmarks" / "RESULTS.md",
 )
 _PRIORITY = "priority-shipped"
@@ -325,6 +327,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "transport": transport,
     "experts": experts,
     "weight-grad": weight_grad,
+    "gpu-check": gpu_check,
     **LOAD_TABLES,
     **TILES_TABLES,
     **BINS_TABLES,

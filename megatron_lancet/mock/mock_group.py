@@ -73,7 +73,7 @@ class MockProcessGroup(_ProcessGroup):
         return BACKEND
 
     def _get_backend(self, device: Any) -> Any:
-        """The group itself: it has no parts for devices. Since torch 2.14 a batch of sends and receives asks for one."""
+        """The group itself, which has no parts for devices: torch 2.14's batches of sends and receives ask for one."""
         return self
 
     def shutdown(self) -> None:

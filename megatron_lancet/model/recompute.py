@@ -214,7 +214,8 @@ class _Recomputed:
         self._tensors = {index: value.requires_grad for index, value in enumerate(inputs) if _is_tensor(value)}
         # Saved as a function's inputs are: another function may have dropped them.
         anchor = torch.empty((), requires_grad=True)
-        self._saver = _SavedInputs.apply(anchor, *(inputs[index] for index in self._tensors)).grad_fn
+        # The output, not its grad_fn alone: in torch 2.11 that loses what it saved when the output is gone.
+        self._saver = _SavedInputs.apply(anchor, *(inputs[index] for index in self._tensors))
 
     def drop(self, _: torch.Tensor) -> int:
         """Counts a tensor that the function saves; returns its index."""
@@ -239,7 +240,8 @@ class _Recomputed:
         if self._outputs is not None:
             return
         inputs = list(self._inputs)
-        for (index, requires_grad), tensor in zip(self._tensors.items(), self._saver.saved_tensors, strict=True):
+        tensors = self._saver.grad_fn.saved_tensors
+        for (index, requires_grad), tensor in zip(self._tensors.items(), tensors, strict=True):
             inputs[index] = tensor.detach().requires_grad_(requires_grad)
 
         def keep(tensor: torch.Tensor) -> None:

@@ -32,6 +32,7 @@ from megatron_lancet.virtual_gpu.operators import (
     base_name,
     cost_of,
     kind_of,
+    only_result_in_place,
     results_in_place,
     tensors_in,
 )
@@ -295,6 +296,9 @@ def _without_values(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
     if not tensors_in([args, dict(kwargs)]):
         return function(*args, **kwargs)
+    own = only_result_in_place(function, args, kwargs)
+    if own is not None:
+        return on_meta(own)
     meta_args = pytree.tree_map(on_meta, tuple(args))
     if base_name(function) == "_grouped_mm":  # on the meta device it knows bf16 only
         factors = (factor.to(torch.bfloat16) for factor in meta_args[:2])

@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
@@ -26,7 +27,10 @@ POISON = 0xFF
 
 _SITE_DEPTH = 5
 _SITE_PARTS = ("/megatron/", "/megatron_lancet/", "/tests/")
-_NOT_SITES = ("/megatron_lancet/virtual_gpu/", "/megatron_lancet/mock/", "/megatron_lancet/patching.py", "/torch/")
+_NOT_SITES = (
+    *("/megatron_lancet/virtual_gpu/", "/megatron_lancet/mock/", "/megatron_lancet/patching.py"),
+    f"{Path(torch.__file__).parent}/",  # in full: the program may lie in a folder of that name
+)
 
 
 class Access(NamedTuple):

@@ -24,7 +24,7 @@ from megatron_lancet.virtual_gpu.operators import (
     base_name,
     cost_of,
     kind_of,
-    results_in_place,
+    only_result_in_place,
     tensors_in,
 )
 from megatron_lancet.virtual_gpu.transfers import FACTORIES
@@ -88,10 +88,8 @@ class MetaGpu(VirtualGpu):
             return self._copy_to_host(function, args, kwargs)
         if kind is Kind.HOST_WAITS:
             return self._shaped_by_values(function, args, kwargs)
-        in_place = results_in_place(function, args, kwargs)
-        # An operator that only changes tensors changes no shape, and some have no kernel on the meta device.
-        is_in_place = len(in_place) == 1 and isinstance(in_place[0], torch.Tensor)
-        result = in_place[0] if is_in_place else function(*args, **kwargs)
+        own = only_result_in_place(function, args, kwargs)
+        result = function(*args, **kwargs) if own is None else own
         if kind is not Kind.ALLOCATION:
             self.note(Kernel(self.current_stream().id, name, *cost_of(function, args, kwargs, result)))
         self._compute_shadows(function, args, kwargs, result)

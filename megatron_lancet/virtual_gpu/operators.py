@@ -142,6 +142,15 @@ def results_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, An
     return results
 
 
+def only_result_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The argument that an operator changes and returns, if it returns nothing else.
+
+    Such an operator changes no shape, so it need not run on the meta device. Some have no kernel there.
+    """
+    in_place = results_in_place(function, args, kwargs)
+    return in_place[0] if len(in_place) == 1 and isinstance(in_place[0], torch.Tensor) else None
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of an argument or a result, which may be lists."""
     if isinstance(value, torch.Tensor):

@@ -18,6 +18,8 @@ NO_SAMPLES = re.compile(r"[Nn]o\s+samples\s+(?:are\s+committed|were\s+kept)")
 FEWEST_NUMBERS = 3
 """Fewest numeric cells in a table of numbers."""
 NOT_MEASURED = {
+    ("docs/gpus.md", "The first run on a new machine"): "limits of time",
+    ("docs/gpus.md", "Predicted beside measured"): "predicted, by the file that the text above it names",
     ("docs/performance.md", "Targets and misses"): "figures of the tables above it, by case",
     ("docs/planner.md", "Dispatch"): "calculated: evenly random choices of experts",
     ("docs/support.md", "What is supported"): "bounds of tests",

@@ -1,7 +1,8 @@
 """One page of Markdown from the results of the check. Neither torch nor Megatron."""
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from megatron_lancet.mock.link import Link
 _STOCK = "stock"
 _FREE = str(Link())
 Record = Mapping[str, Any]
+Section = Callable[[Sequence[Record], Mapping[str, Any]], str]
+"""Makes Markdown of a part's results and the whole of ``gpu-check.json``; empty where there is nothing to show."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,35 @@ def written(result: Mapping[str, Any]) -> str:
     Args:
         result: what ``gpu-check.json`` holds.
     """
-    parts = {part["name"]: Ended(**part) for part in result["parts"]}
+    parts = _parts(result)
     lines = [f"# The check on a GPU: {_device(parts)}", ""]
     if result["is_rehearsal"]:
         lines += ["**A rehearsal on the virtual GPU: a kernel takes a microsecond, and no figure means anything.**", ""]
-    lines += [*_head(result, parts), "", *_ends(parts.values())]
-    for name, section in _SECTIONS.items():
-        if name in parts and parts[name].records:
-            found = section(parts[name].records, result)
-            if found:
-                lines += ["", f"## {parts[name].title[0].upper()}{parts[name].title[1:]}", "", found]
+    lines += [*_head(result, parts), "", *_ends(parts.values()), *_sections(parts, result, "## ")]
     return "\n".join([*lines, *_errors(parts.values())]) + "\n"
+
+
+def shown(result: Mapping[str, Any]) -> str:
+    """The same for a document: the machine, and the parts with their results."""
+    parts = _parts(result)
+    lines = [
+        f"{_device(parts)}; {'; '.join(filter(None, _head(result, parts)))}",
+        *_sections(parts, result, "**", "**"),
+    ]
+    return "\n".join([*lines, *_errors(parts.values())])
+
+
+def _parts(result: Mapping[str, Any]) -> dict[str, Ended]:
+    return {part["name"]: Ended(**part) for part in result["parts"]}
+
+
+def _sections(parts: Mapping[str, Ended], result: Mapping[str, Any], *around: str) -> Iterator[str]:
+    before, after = around[0], around[-1] if len(around) > 1 else ""
+    for name, section in _SECTIONS.items():
+        found = section(parts[name].records, result) if name in parts else ""
+        if found:
+            title = parts[name].title
+            yield from ("", f"{before}{title[0].upper()}{title[1:]}{after}", "", found)
 
 
 def _device(parts: Mapping[str, Ended]) -> str:
@@ -99,7 +120,7 @@ def _ends(parts: Any) -> list[str]:
 def _errors(parts: Any) -> Iterator[str]:
     found = [(part.name, record) for part in parts for record in part.errors]
     if found:
-        yield from ("", "## Errors", "")
+        yield from ("", "Errors:", "")
     for part, record in found:
         where = " ".join(str(record[key]) for key in ("name", "variant", "case", "plan") if key in record)
         yield f"- `{part}` {where}: {str(record['error']).splitlines()[0]}"
@@ -156,21 +177,78 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _plain(*columns: str) -> Any:
+def _smoke(records: Sequence[Record], result: Mapping[str, Any]) -> str:
+    """How many paths ran, and where the host waits otherwise than once for each layer and chunk."""
+    ran = [record for record in records if "waits" in record and "error" not in record]
+    other = [record for record in ran if record["waits_per_layer_and_chunk"] != 1]
+    lines = [f"{len(ran)} paths ran. The host waits once for each layer and chunk in {len(ran) - len(other)} of them."]
+    if other:
+        rows = [["path", "waits per layer and chunk", "waits", "expected"]]
+        keys = ("waits_per_layer_and_chunk", "waits", "waits_expected")
+        rows += [[record["name"], *(_cell(record.get(key)) for key in keys)] for record in other]
+        lines.append(markdown(rows))
+    return "\n\n".join(lines)
+
+
+def _gradients(records: Sequence[Record], result: Mapping[str, Any]) -> str:
+    """The worst plan of each model and precision."""
+    by_model: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        if "gradient_error" in record:
+            by_model[", ".join(record["name"].split(", ")[:2])].append(record)
+    rows = [["model", "plans", "largest error of a gradient", "bound", "parameter", "equal in all repeats"]]
+    for model, found in by_model.items():
+        worst = max(found, key=lambda record: record["error_of_bound"])
+        equal = sum(record["repeats_equal"] for record in found)
+        figures = [f"{worst[key]:.1e}" for key in ("gradient_error", "bound")]
+        rows.append([model, str(len(found)), *figures, f"`{worst['parameter']}`", f"{equal} of {len(found)}"])
+    return markdown(rows)
+
+
+def _ranks(records: Sequence[Record], result: Mapping[str, Any]) -> str:
+    """What the ranks are, their worst gradient, and on several devices their steps and messages."""
+    lines = [str(record["shows"]) for record in records if "shows" in record]
+    errors = [record["error_vs_stock"] for record in records if "error_vs_stock" in record]
+    if errors:
+        lines.append(f"{len(errors)} cases; the largest error of a gradient against stock is {max(errors):.1e}.")
+    steps = [["variant", "step ms", "speed-up", "rounds"]]
+    for record in records:
+        if record["name"] == "steps":
+            figures = [f"{record['median_ms']:.1f}", f"{record['speedup']:.2f}"]
+            steps.append([record["variant"], *figures, str(record["rounds"])])
+    sizes = [["message MB", "at most SMs", "ms", "GB/s"]]
+    for record in records:
+        if record["name"] == "all-to-all":
+            keys = ("mb", "max_ctas", "wire_ms", "gbytes_per_s")
+            sizes.append([_cell(record.get(key)) for key in keys])
+    lines += [markdown(rows) for rows in (steps, sizes) if len(rows) > 1]
+    return "\n\n".join(lines)
+
+
+def _host_time(records: Sequence[Record], result: Mapping[str, Any]) -> str:
+    """Of each variant, by groups of ops."""
+    found = [record for record in records if "groups_us" in record]
+    if not found:
+        return ""
+    groups = list(dict.fromkeys(group for record in found for group in record["groups_us"]))
+    rows = [["us per layer and micro-batch", *(str(record["name"]) for record in found)]]
+    rows += [[group, *(_cell(record["groups_us"].get(group)) for record in found)] for group in groups]
+    for key, text in (("us_per_layer", "all"), ("kernels_per_layer", "kernels")):
+        rows.append([text, *(_cell(record.get(key)) for record in found)])
+    return markdown(rows)
+
+
+def _plain(*columns: str) -> Section:
     """A table of these values of all records that have the first of them."""
 
     def section(records: Sequence[Record], result: Mapping[str, Any]) -> str:
         rows = [["", *(column.replace("_", " ") for column in columns)]]
         for record in records:
             if columns[0] in record and "error" not in record:
-                rows.append([_label(record), *(_cell(record.get(column)) for column in columns)])
+                rows.append([str(record["name"]), *(_cell(record.get(column)) for column in columns)])
         return markdown(rows) if len(rows) > 1 else ""
 
     return section
-
-
-def _label(record: Record) -> str:
-    return " ".join(str(record[key]) for key in ("name", "variant", "case", "plan") if key in record)
 
 
 def _cell(value: Any) -> str:
@@ -179,14 +257,14 @@ def _cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-_SECTIONS: dict[str, Any] = {
+_SECTIONS: dict[str, Section] = {
     "timing": _timing,
-    "smoke": _plain("host_waits", "expected_waits", "ms", "peak_mb"),
-    "gradients": _plain("worst_error", "bound", "bit_equal"),
+    "smoke": _smoke,
+    "gradients": _gradients,
+    "ranks": _ranks,
     "link": _plain("expected_us", "measured_us", "error_share"),
     "beside": _plain("alone_ms", "beside_ms"),
-    "host_time": _plain("us"),
-    "ranks": _plain("worst_error"),
-    "memcheck": _plain("num_errors"),
+    "host_time": _host_time,
+    "memcheck": _plain("errors", "steps", "why"),
 }
 """How the results of each part are shown, in the order of the page."""

@@ -10,6 +10,7 @@ size, n heads, g key heads, k / v channels of a head.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from inspect import signature
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.documents.lengths import Documents, attend_by_document, keys_in_order
 from megatron_lancet.model.recompute import maybe_recomputed
 from megatron_lancet.runtime.placement import on_cuda
+
+_KERNEL_TAKES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
+"""Whether the kernel for documents takes fewer key heads than query heads; that of torch 2.11 does not say so."""
 
 
 def sdpa_blockers(settings: Any) -> list[str]:
@@ -152,6 +156,12 @@ class SdpaAttention(DotProductAttention):
         value_channels = value.size(-1)
         # The kernel takes heads of one size; multi-latent attention's values are narrower.
         value = torch.nn.functional.pad(value, (0, key.size(-1) - value_channels))
+        queries_per_key = query.size(2) // key.size(2)
+        groups: dict[str, Any] = {}
+        if queries_per_key > 1 and _KERNEL_TAKES_GROUPS:
+            groups["enable_gqa"] = True
+        elif queries_per_key > 1:
+            key, value = (tensor.repeat_interleave(queries_per_key, dim=2) for tensor in (key, value))
         context = varlen_attn(
             query.transpose(0, 1).flatten(0, 1),
             keys_in_order(documents, key, first),
@@ -162,7 +172,7 @@ class SdpaAttention(DotProductAttention):
             bounds.most_keys,
             scale=self._scale(),
             window_size=(-1, 0),  # causal; the last query sees all keys
-            enable_gqa=query.size(2) != key.size(2),
+            **groups,
         )
         assert isinstance(context, torch.Tensor)
         context = context[..., :value_channels].view(num_samples, num_positions, query.size(2), value_channels)

@@ -48,6 +48,11 @@ def part_that_runs(code: str, monkeypatch) -> None:
     monkeypatch.setattr(driver, "run_limited", limited)
 
 
+@pytest.fixture(autouse=True)
+def as_on_a_device(monkeypatch):
+    monkeypatch.setattr(driver, "_REHEARSAL_FACTOR", 1)
+
+
 def check_in(folder: Path, limit_s: float = 60) -> Check:
     return Check(folder, True, "H100", {**os.environ}, limit_s=limit_s)
 

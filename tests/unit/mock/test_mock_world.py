@@ -75,7 +75,7 @@ def test_mock_collectives_use_the_slice_of_the_own_rank():
         group.reduce_scatter_single(out, torch.arange(4.0)).wait()
         assert out.tolist() == [4, 6]
         average = dist.ReduceScatterOptions()
-        average.reduceOp = dist.ReduceOp.AVG
+        average.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
         group.reduce_scatter_single(out, torch.arange(4.0), average).wait()
         assert out.tolist() == [2, 3]
 

@@ -95,7 +95,7 @@ def test_attention_by_document_equals_attention_with_a_mask(one_rank, samples, f
         torch.testing.assert_close(ours, theirs)
 
 
-def varlen_reference(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+def varlen_reference(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
     """What torch documents of its kernel: each sequence by itself, causal, aligned at the last query and key."""
     assert window_size == (-1, 0)
     assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
@@ -113,10 +113,11 @@ def varlen_reference(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, wind
 
 @pytest.mark.parametrize(("first", "stop"), [(0, 16), (0, 7), (7, 12)])
 @pytest.mark.parametrize("value_channels", [VALUE, KEY])
-def test_one_kernel_for_all_documents_gets_what_it_documents(one_rank, first, stop, value_channels):
+@pytest.mark.parametrize("takes_groups", [True, False])
+def test_one_kernel_for_all_documents_gets_what_it_documents(one_rank, first, stop, value_channels, takes_groups):
     core, documents = attention(SAMPLES)
     inputs = tensors(first, stop, value_channels=value_channels)
-    with replaced(sdpa, "varlen_attn", varlen_reference):
+    with replaced(sdpa, "varlen_attn", varlen_reference), replaced(sdpa, "_KERNEL_TAKES_GROUPS", takes_groups):
         found = core._attend_to_documents(*inputs, documents=documents)
     torch.testing.assert_close(found, masked(inputs, SAMPLES))
 
