@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from benchmarks.gpu.check.place import Place, rehearsal
-from benchmarks.gpu.check.record import Recorder, read_records
+from benchmarks.gpu.record import Recorder, read_records
 from megatron_lancet.runtime.connections import CONNECTIONS
 from megatron_lancet.training.platform.cpu import gpu_available
 

@@ -16,7 +16,7 @@ from triton.runtime import driver
 
 from benchmarks.gpu.check import gradients, models
 from benchmarks.gpu.check.place import rehearsal
-from benchmarks.gpu.check.record import Recorder
+from benchmarks.gpu.record import Recorder
 from megatron_lancet.patching import replaced
 from tests.te_cpu.device import InterpreterDriver
 

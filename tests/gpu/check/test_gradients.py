@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.check import gradients
-from benchmarks.gpu.check.record import Recorder, read_records
+from benchmarks.gpu.record import Recorder, read_records
 from benchmarks.gpu.variants import Runner, Work
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
