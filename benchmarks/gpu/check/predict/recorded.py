@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from benchmarks.gpu import variants
 from benchmarks.gpu.intervals import length, uncovered
 from benchmarks.gpu.variants import Runner, Variant, Work
 from megatron_lancet.mock.link import Link
-from megatron_lancet.patching import around
+from megatron_lancet.patching import around, replaced
 from megatron_lancet.planning.profile import ModelFacts
 from megatron_lancet.profiler.facts import ProfiledModel, model_facts
 from megatron_lancet.runtime.connections import RECOMMENDED
@@ -78,7 +79,9 @@ def record(name: str, work: Work) -> Step:
     """
     size = work.size
     supply = functools.partial(_balanced_choice, size.experts_per_rank * work.num_ranks, size.top_k)
-    with gpu_without_values(work.num_ranks, supply, expert_model_parallel_size=work.num_ranks) as gpu:
+    # Megatron keeps the scale of the process's first model, and reads its value, which a model on the meta device lacks.
+    no_scale = replaced(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    with no_scale, gpu_without_values(work.num_ranks, supply, expert_model_parallel_size=work.num_ranks) as gpu:
         with around(variants, "_build", _on_meta):
             runner = Runner(Variant.named(name), replace(work, device=torch.device("cuda")))
         _run(gpu, runner)  # the first one makes caches and copies that later ones find
