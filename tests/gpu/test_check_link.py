@@ -63,7 +63,7 @@ def test_a_message_that_misses_the_formula_is_an_error(tmp_path, changes, is_err
 
 @pytest.mark.parametrize("has_carve_out", [True, False])
 def test_products_are_measured_beside_messages(tmp_path, monkeypatch, has_carve_out):
-    settings = []
+    settings: list[int | None] = []
     monkeypatch.delattr(torch._C, beside._SET_CARVE_OUT, raising=False)
     if has_carve_out:
         monkeypatch.setattr(torch._C, beside._SET_CARVE_OUT, settings.append, raising=False)

@@ -124,7 +124,7 @@ def _measure(record: Recorder, name: str, product: Product, num_sms: int, num_re
     message_us = statistics.median(
         [bench.elapsed_us(lambda: bench.send(link, num_bytes)) for _ in range(1 + num_repeats)][1:]
     )
-    lowest, highest = torch.cuda.Stream.priority_range()
+    lowest, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # it is static; torch's stub differs
     for priority in (highest, lowest):
         stream = torch.cuda.Stream(priority=priority)
         found = [_beside(product, bench, link, num_bytes, stream) for _ in range(1 + num_repeats)][1:]

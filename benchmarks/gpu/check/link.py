@@ -112,7 +112,11 @@ def _copy_rates(record: Recorder, bench: Bench, num_bytes: int, num_repeats: int
     rates = {}
     for num_sms in NUM_SMS:
         link = PacedLink(_NO_TIME, num_sms)
-        took_us = _median(lambda link=link: bench.elapsed_us(lambda: bench.send(link, num_bytes)), num_repeats)
+
+        def measure(link: PacedLink = link) -> float:
+            return bench.elapsed_us(lambda: bench.send(link, num_bytes))
+
+        took_us = _median(measure, num_repeats)
         rates[num_sms] = num_bytes / took_us * 1e-3
         record.add(f"highest rate of {num_sms} SMs", gbytes_per_s=rates[num_sms], measured_us=took_us)
     plain_us = _median(lambda: bench.elapsed_us(bench.transfer(num_bytes).deliver), num_repeats)
