@@ -14,7 +14,7 @@ from tests.te_cpu.attention import context_parallel_attention
 from tests.te_cpu.permutation import permutation_in_torch
 
 
-class _InterpreterDriver:
+class InterpreterDriver:
     """Triton's driver of a device, as far as its interpreter asks: the fastest of several settings is any."""
 
     def get_benchmarker(self) -> Any:
@@ -87,7 +87,7 @@ def te_device(capability: tuple[int, int], interprets_triton: bool = False) -> I
         stack.enter_context(replaced(torch.cuda, "get_device_capability", lambda *_: capability))
         stack.enter_context(replaced(torch.version, "cuda", "13.0"))  # torch for CPUs has none
         stack.enter_context(replaced(torch.cuda, "default_generators", defaultdict(DeviceGenerator)))
-        stack.enter_context(replaced(driver, "_active", _InterpreterDriver()))
+        stack.enter_context(replaced(driver, "_active", InterpreterDriver()))
         stack.enter_context(context_parallel_attention())
         if not interprets_triton:
             stack.enter_context(permutation_in_torch())

@@ -126,7 +126,7 @@ def read_summary(log: str) -> Summary:
         ):
             errors.append([])
             is_inside = True
-        is_inside &= bool(text.strip())
+        is_inside = is_inside and bool(text.strip())
         if is_inside and len(errors[-1]) < _MOST_LINES:
             errors[-1].append(text.strip())
     return Summary(None if found is None else int(found[1]), ["\n".join(lines) for lines in errors])
@@ -156,15 +156,12 @@ def check(summary: Summary, status: int | None, num_steps: int, output: str) -> 
 
 def run_steps(record: Recorder, place: Place) -> None:
     """A step in bf16 of each plan, as rank 0 of a mocked group; the process that the tool watches."""
-    from megatron.core import parallel_state
-
     from benchmarks.gpu.sizes import SIZES
     from benchmarks.gpu.variants import Runner, Variant, Work
+    from benchmarks.gpu.world import mocked_group
     from megatron_lancet.mock.link import Link
-    from megatron_lancet.mock.mock_world import mock_world
     from megatron_lancet.model.local_experts import grouped_linear
     from megatron_lancet.patching import around
-    from megatron_lancet.training.megatron.mock_patches import loopback_counts
 
     num_products = 0
 
@@ -175,16 +172,12 @@ def run_steps(record: Recorder, place: Place) -> None:
 
     work = Work(SIZES["tiny"], _NUM_RANKS, _NUM_MICRO_BATCHES, place.device)
     link = Link(latency_us=10, gbytes_per_s=50)
-    with mock_world(_NUM_RANKS, link), loopback_counts(), around(grouped_linear, "grouped_mm", grouped_mm):
-        parallel_state.initialize_model_parallel(
-            expert_model_parallel_size=_NUM_RANKS, create_gloo_process_groups=False
-        )
+    with mocked_group(_NUM_RANKS) as using_link, around(grouped_linear, "grouped_mm", grouped_mm), using_link(link):
         for plan in PLANS:
             runner, num_products = Runner(Variant.named(plan), work), 0
             with place.watch():
                 runner.step()
             record.add("step under memcheck", plan=plan, grouped_products=num_products)
-        parallel_state.destroy_model_parallel()
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -96,7 +96,7 @@ class GradientCases:
 
     def __init__(self, place: RankPlace) -> None:
         self._place = place
-        self._stock: tuple[tuple[int, Reduction], _Gradients] | None = None
+        self._stock: dict[tuple[int, Reduction], _Gradients] = {}
 
     def run(self, case: Case) -> Found:
         """Runs both steps of a case. Collective over the ranks."""
@@ -123,11 +123,11 @@ class GradientCases:
 
     def _stock_gradients(self, case: Case, work: Work) -> _Gradients:
         key = case.replicas, case.reduction
-        if self._stock is None or self._stock[0] != key:
+        if key not in self._stock:
             runner = Runner(Variant(), work)
             self._place.watchdog.position = lambda: runner.position
-            self._stock = key, _steps(runner)
-        return self._stock[1]
+            self._stock[key] = _steps(runner)
+        return self._stock[key]
 
 
 def _steps(runner: Runner, then: Plan | None = None) -> _Gradients:

@@ -57,6 +57,7 @@ class RankPlace:
             "backend": str(dist.get_backend()),
             "device": torch.cuda.get_device_name(self.device) if on_gpu else "CPU",
             "device_index": self.device.index,
+            "transport": os.environ.get("NCCL_NET", "NCCL's choice") if on_gpu else "sockets",
             "nccl": None if version is None else ".".join(map(str, version)),
             "torch": torch.__version__,
         }

@@ -25,6 +25,8 @@ _BUILD_LIMIT_S = 20.0
 _ROUND_LIMIT_S = 30.0
 _LEAST_LEFT_S = 1.0
 """Of the limit when the last round has ended."""
+_FIRST_S = 3.0
+"""What the first message of a kind, or the first model, may take."""
 _MESSAGE_MB = (1, 8, 64, 256)
 _MB_ON_CPU = (1,)
 _MAX_CTAS = (None, 8, 16, 32)
@@ -36,6 +38,9 @@ def time_messages(record: Recorder, place: RankPlace) -> None:
     """Saves how long all-to-alls of several sizes take. Collective."""
     on_gpu = place.device.type == "cuda"
     for max_ctas in _MAX_CTAS if on_gpu else (None,):
+        if place.largest(_FIRST_S - record.time_left_s()) > 0:
+            record.add("left out", what=f"all-to-alls on at most {max_ctas} SMs", why="the time is up")
+            continue
         group = _group(max_ctas)
         for num_mb in _MESSAGE_MB if on_gpu else _MB_ON_CPU:
             with place.watchdog.limit("all-to-alls", _ROUND_LIMIT_S):
@@ -99,8 +104,12 @@ def _build(record: Recorder, place: RankPlace, work: Work) -> dict[str, Runner]:
     """The variants that can run, each after a step to warm up."""
     runners: dict[str, Runner] = {}
     refusal = why_megatron_refuses(work)
-    needed_bytes = 0.0
+    needed_bytes, build_s = 0.0, _FIRST_S
     for name in TIMED:
+        start_s = time.monotonic()
+        if place.largest(build_s + _LEAST_LEFT_S - record.time_left_s()) > 0:
+            record.add("left out", what=name, why="the time is up")
+            continue
         if name == MEGATRON_OVERLAP and refusal is not None:
             record.add("left out", what=name, why=refusal)
             continue
@@ -112,6 +121,7 @@ def _build(record: Recorder, place: RankPlace, work: Work) -> dict[str, Runner]:
             runners[name] = runner = Runner(Variant.named(name), work)
             place.watchdog.position = lambda runner=runner: runner.position  # type: ignore[misc]
             _step(runner, name, place)
+        build_s = time.monotonic() - start_s
         if not needed_bytes and place.device.type == "cuda":  # models are alike, and plans keep at most twice as much
             needed_bytes = 1.5 * torch.cuda.max_memory_allocated(place.device)
     return runners

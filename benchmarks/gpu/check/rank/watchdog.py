@@ -52,7 +52,7 @@ class Watchdog:
         while True:
             asked = signal.sigtimedwait({signal.SIGUSR1}, _POLL_S) is not None
             if asked or time.monotonic() > self._end_s:
-                self._save("another rank has ended" if asked else "it takes longer than its limit")
+                self._save("another rank has failed, or the time is up" if asked else "it takes longer than its limit")
                 os._exit(STUCK_STATUS)
 
     def _save(self, why: str) -> None:
