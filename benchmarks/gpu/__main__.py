@@ -41,11 +41,10 @@ _LINKS = {"tiny": ["100:0.01"]}
 _DEFAULT_LINKS = ["10:50", "10:400"]
 LIMITS = """
 Speed-ups are upper bounds. One process with a modelled link can't show
-- contention: a message is one thread that spins, and a copy; NCCL's kernels take SMs and memory bandwidth from compute
+- NCCL's kernels: a message copies its bytes once, on 16 SMs at the link's rate; NCCL also fills and drains buffers
 - what the launch of a collective with many peers costs the host
 - skew: all other ranks are exactly as fast as this one, and nobody waits for a slower one
-- uneven ranks: this rank receives as many rows as it sends
-- messages that share a link: token counts and rows, which have streams of their own, don't slow each other down"""
+- uneven ranks: this rank receives as many rows as it sends"""
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
