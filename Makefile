@@ -24,7 +24,9 @@ TORCH_OLDEST := 2.11.0
 TORCH_NEWEST := 2.14.1
 # Each has an environment of its own beside the pinned one.
 TORCH_ENV := $(VENV)-torch-
-TORCH_TESTS := $(QUICK) tests/gpu tests/virtual_gpu
+# The cases and the mutants of the virtual GPU take minutes.
+TORCH_TESTS := $(QUICK) tests/gpu \
+	$(filter-out %/test_cases.py %/test_mutants.py,$(wildcard tests/virtual_gpu/test_*.py))
 
 .PHONY: demo test test-quick test-nightly test-torch test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
 

@@ -36,9 +36,9 @@ if [ -n "$torch" ]; then
     echo "torch==$torch" >"$constraints"
     case $torch in
         2.11 | 2.11.*)
-            # Its Triton, 3.6, interprets kernels with conversions of arrays that NumPy 2.5 refuses.
+            # Its Triton, 3.6, interprets kernels with conversions of arrays that NumPy 2.4 refuses.
             own="$own|numpy"
-            echo "numpy<2.5" >>"$constraints"
+            echo "numpy<2.4" >>"$constraints"
             ;;
     esac
     grep -Ev "^($own)==" "$root/constraints.txt" >>"$constraints"

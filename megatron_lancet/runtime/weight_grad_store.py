@@ -151,7 +151,11 @@ def _adds_to_fp32(main_grad: torch.Tensor, grad: torch.Tensor, input: torch.Tens
 
 @cache
 def _has_gemm_into_fp32(device_type: str) -> bool:
-    """Whether this build of torch has the kernel for devices of this type; in torch 2.13 only CUDA's have it."""
+    """Whether this build of torch has the kernel for devices of this type; in torch 2.11 to 2.15 only CUDA's have it.
+
+    Before 2.11, which is the oldest supported version, the kernel refuses a gradient of another type than the product's
+    factors.
+    """
     operator = "aten::addmm.dtype_out"
     if not torch._C._dispatch_has_kernel(operator):
         return False

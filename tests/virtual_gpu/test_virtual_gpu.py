@@ -10,8 +10,9 @@ import torch
 from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.training.platform.cpu import cpu_platform
 from megatron_lancet.virtual_gpu.device import virtual_gpu
+from megatron_lancet.virtual_gpu.kernels import kernels_of_cuda
 from megatron_lancet.virtual_gpu.log import Kernel
-from megatron_lancet.virtual_gpu.operators import Kind, accesses_of, kind_of, results_in_place
+from megatron_lancet.virtual_gpu.operators import Kind, accesses_of, kind_of, only_result_in_place, results_in_place
 
 ONES = torch.ones(8)
 aten = torch.ops.aten
@@ -168,6 +169,20 @@ def test_results_of_a_late_stream_are_poison_until_it_runs():
     assert torch.equal(result, 2 * ONES)
 
 
+def test_late_stream_adds_a_product_of_bf16_to_fp32():
+    """The operator of which torch 2.11 can't tell the result's shape."""
+    with kernels_of_cuda(), watched("side") as (gpu, compute, side):
+        total = torch.ones(8, 8, device="cuda")
+        half = torch.ones(8, 8, device="cuda", dtype=torch.bfloat16)
+        side.wait_stream(compute)
+        with gpu.CurrentStream(side):
+            torch.addmm(total, half, half, out_dtype=torch.float32, out=total)
+        early = total.clone()
+        side.synchronize()
+        assert torch.equal(early, ONES.expand(8, 8))
+        assert torch.equal(total, 9 * ONES.expand(8, 8))
+
+
 def test_freed_memory_is_poisoned_on_the_stream_that_owns_it():
     """A late reader of memory that nobody kept reads poison; with ``record_stream`` it reads what was there."""
     results = {}
@@ -258,6 +273,9 @@ def test_operators_read_and_write_what_their_schema_says():
     in_place = accesses_of(aten._foreach_add_.List, ([a, out], [b, b]), {})
     assert [id(one) for one in in_place.writes] == [id(a), id(out)]
     assert results_in_place(aten.add_.Tensor, (a, b), {}) == [a]
+    assert only_result_in_place(aten.add_.Tensor, (a, b), {}) is a
+    assert only_result_in_place(aten.add.out, (a, b), {"out": out}) is out
+    assert only_result_in_place(aten.add.Tensor, (a, b), {}) is None
 
 
 def test_torch_is_itself_again_afterwards():
