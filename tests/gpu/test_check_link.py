@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.gpu.check import beside, link
+from benchmarks.gpu.check.part import beside, link
 from benchmarks.gpu.check.place import rehearsal
 from benchmarks.gpu.record import Recorder, read_records
 from megatron_lancet.training.platform.cpu import gpu_available

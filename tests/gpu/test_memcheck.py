@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from benchmarks.gpu.check import memcheck
-from benchmarks.gpu.check.memcheck import MemcheckError, read_summary
+from benchmarks.gpu.check.part import memcheck
+from benchmarks.gpu.check.part.memcheck import MemcheckError, read_summary
 from benchmarks.gpu.check.place import rehearsal
 from benchmarks.gpu.record import Recorder, read_records
 from megatron_lancet.training.platform.cpu import gpu_available

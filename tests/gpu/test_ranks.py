@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.check import ranks
+from benchmarks.gpu.check.part import ranks
 from benchmarks.gpu.check.place import rehearsal
 from benchmarks.gpu.check.rank import launch
 from benchmarks.gpu.check.rank.gradients import CASES, TOLERANCE, num_messages, title_of

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.disable(logging.WARNING)
     from benchmarks.gpu.check.place import on_device, rehearsal
 
-    part = importlib.import_module(f"benchmarks.gpu.check.{args.part}")
+    part = importlib.import_module(f"benchmarks.gpu.check.part.{args.part}")
     with record.guarded(args.part), (rehearsal if args.rehearse else on_device)() as place:
         part.run(record, place)
     if record.num_errors:

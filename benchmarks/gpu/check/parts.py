@@ -1,6 +1,6 @@
 """The parts of the check on a GPU, in the order of their value. Neither torch nor Megatron.
 
-Each part is a module of this package with ``run(record, place)``, and runs in a process of its own: an error on a
+Each part is a module of ``part/`` with ``run(record, place)``, and runs in a process of its own: an error on a
 device leaves its process without one.
 """
 

@@ -116,7 +116,7 @@ def test_parts_end_within_ten_minutes_and_have_modules():
     assert TOTAL_LIMIT_S < 600
     assert sum(part.limit_s for part in PARTS) <= 1.1 * TOTAL_LIMIT_S  # some of them end early
     for part in PARTS:
-        assert importlib.util.find_spec(f"benchmarks.gpu.check.{part.name}") is not None
+        assert importlib.util.find_spec(f"benchmarks.gpu.check.part.{part.name}") is not None
 
 
 def test_what_was_measured_is_kept_when_the_check_itself_is_ended(tmp_path):

@@ -14,7 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 from triton.runtime import driver
 
-from benchmarks.gpu.check import gradients, models
+from benchmarks.gpu.check.part import gradients, models
 from benchmarks.gpu.check.place import rehearsal
 from benchmarks.gpu.record import Recorder
 from megatron_lancet.patching import replaced

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.check import gradients
+from benchmarks.gpu.check.part import gradients
 from benchmarks.gpu.record import Recorder, read_records
 from benchmarks.gpu.variants import Runner, Work
 from megatron_lancet.patching import around

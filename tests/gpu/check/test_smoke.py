@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.gpu.check import smoke, tuner, waits
+from benchmarks.gpu.check.part import smoke, tuner, waits
 from benchmarks.gpu.check.place import rehearsal
 from benchmarks.gpu.variants import MEGATRON_OVERLAP, PLANS
 from megatron_lancet.patching import around

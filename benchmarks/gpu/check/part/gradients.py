@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu.check.models import FULL_RECOMPUTE, copies, mocked_ranks, small_work
+from benchmarks.gpu.check.part.models import FULL_RECOMPUTE, copies, mocked_ranks, small_work
 from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.measure import MAX_ERROR_RATIO, MAX_EXTRA_ERROR
 from benchmarks.gpu.record import Recorder

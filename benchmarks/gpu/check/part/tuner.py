@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from benchmarks.gpu.check.models import small_work
+from benchmarks.gpu.check.part.models import small_work
 from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.record import Recorder
 from benchmarks.gpu.variants import Runner, Variant

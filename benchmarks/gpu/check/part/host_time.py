@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.check.cpu_time import CpuTimes, HostTrace, group_of, measured_calls
-from benchmarks.gpu.check.models import mocked_ranks, small_work
+from benchmarks.gpu.check.part.cpu_time import CpuTimes, HostTrace, group_of, measured_calls
+from benchmarks.gpu.check.part.models import mocked_ranks, small_work
 from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.record import Recorder
 from benchmarks.gpu.variants import PLANS, Runner, Variant, Work

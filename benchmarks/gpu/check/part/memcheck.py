@@ -1,6 +1,6 @@
 """One step of ours under ``compute-sanitizer --tool memcheck``: whether a kernel reads or writes outside of a tensor.
 
-The step runs in a process of its own under the tool, ``python -m benchmarks.gpu.check.memcheck FILE``, which saves in
+The step runs in a process of its own under the tool, ``python -m benchmarks.gpu.check.part.memcheck FILE``, which saves in
 FILE each step that has ended. Tensors have an allocation each there: torch's cache would hide what lies beside them.
 """
 
@@ -85,7 +85,7 @@ def _run_tool(tool: str, log: Path, steps: Path, place: Place, limit_s: float) -
     command = [tool, "--tool", "memcheck", "--target-processes", "application-only", "--require-cuda-init", "no"]
     # torch asks CUDA for what an older driver or device may lack, and goes on: such answers are no errors of memory.
     command += ["--report-api-errors", "no", "--print-limit", "20", "--log-file", str(log)]
-    command += [sys.executable, "-m", "benchmarks.gpu.check.memcheck", str(steps), "--limit", str(limit_s)]
+    command += [sys.executable, "-m", "benchmarks.gpu.check.part.memcheck", str(steps), "--limit", str(limit_s)]
     if place.is_rehearsal:
         command.append("--rehearse")
     process = subprocess.Popen(
@@ -182,7 +182,7 @@ def run_steps(record: Recorder, place: Place) -> None:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Entry point of the process that the tool watches."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.check.memcheck", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.check.part.memcheck", description=__doc__)
     parser.add_argument("file", type=Path, help="for the steps that have ended")
     parser.add_argument("--limit", type=float, required=True, metavar="SECONDS")
     parser.add_argument("--rehearse", action="store_true")

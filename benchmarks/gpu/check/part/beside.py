@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import grouped_mm
 
-from benchmarks.gpu.check.link import LATENCY_US, NUM_SMS, RATES, Bench
+from benchmarks.gpu.check.part.link import LATENCY_US, NUM_SMS, RATES, Bench
 from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.record import Recorder
 from megatron_lancet.mock.link import Link
