@@ -238,6 +238,25 @@ def _host_time(records: Sequence[Record], result: Mapping[str, Any]) -> str:
     return markdown(rows)
 
 
+def _link(records: Sequence[Record], result: Mapping[str, Any]) -> str:
+    """The largest deviation from the formula by rate and SMs; what the kernel could copy at most."""
+    by_link: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        if "blocks" in record and " at " in record["name"]:
+            by_link[record["name"].partition(" at ")[2]].append(record)
+    rows = [["link", "messages", "largest deviation beside a launch", "of expected us"]]
+    for link, found in by_link.items():
+        off_us, worst = max(((_off_us(record), record) for record in found), key=lambda one: one[0])
+        rows.append([link, str(len(found)), f"{off_us:.1f} us", f"{worst['expected_us']:.1f}"])
+    lines = [markdown(rows)] if len(rows) > 1 else []
+    rates = [f"{record['name']}: {record['gbytes_per_s']:.0f} GB/s" for record in records if "gbytes_per_s" in record]
+    return "\n\n".join([*lines, *(["; ".join(rates)] if rates else [])])
+
+
+def _off_us(record: Record) -> float:
+    return abs(float(record["measured_us"] - record.get("launch_us", 0.0) - record["expected_us"]))
+
+
 def _plain(*columns: str) -> Section:
     """A table of these values of all records that have the first of them."""
 
@@ -262,8 +281,8 @@ _SECTIONS: dict[str, Section] = {
     "smoke": _smoke,
     "gradients": _gradients,
     "ranks": _ranks,
-    "link": _plain("expected_us", "measured_us", "error_share"),
-    "beside": _plain("alone_ms", "beside_ms"),
+    "link": _link,
+    "beside": _plain("alone_ms", "beside_ms", "slowdown", "message_alone_us", "message_beside_us", "late_us"),
     "host_time": _host_time,
     "memcheck": _plain("errors", "steps", "why"),
 }

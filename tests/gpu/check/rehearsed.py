@@ -40,7 +40,7 @@ def rehearsed_command(part: str, folder: Path, **environment: str) -> dict[str, 
     if gpu_available():
         pytest.skip("a rehearsal runs where no device is seen")
     file = folder / "results.jsonl"
-    command = [sys.executable, "-m", "benchmarks.gpu.check", part, file, "--limit", str(LIMIT_S), "--rehearse"]
+    command = [sys.executable, "-m", "benchmarks.gpu.check", part, str(file), "--limit", str(LIMIT_S), "--rehearse"]
     inherited = {name: value for name, value in os.environ.items() if name != CONNECTIONS}
     done = subprocess.run(command, env={**inherited, **environment}, capture_output=True, text=True, timeout=LIMIT_S)
     results = read_records(file)
