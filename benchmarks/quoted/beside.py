@@ -46,5 +46,6 @@ def made(path: Path) -> str:
 
 def write() -> None:
     """Writes the tables of all results."""
-    for path in RESULTS.glob("*.md"):
+    checks = (path.with_suffix(".md") for path in RESULTS.glob("gpu-check-*.json"))
+    for path in {*RESULTS.glob("*.md"), *checks}:
         path.write_text(made(path))

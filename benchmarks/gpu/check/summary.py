@@ -85,7 +85,8 @@ def _parts(result: Mapping[str, Any]) -> dict[str, Ended]:
 def _sections(parts: Mapping[str, Ended], result: Mapping[str, Any], *around: str) -> Iterator[str]:
     before, after = around[0], around[-1] if len(around) > 1 else ""
     for name, section in _SECTIONS.items():
-        found = section(parts[name].records, result) if name in parts else ""
+        records = parts[name].records if name in parts else ()
+        found = section(records, result) if records else ""
         if found:
             title = parts[name].title
             yield from ("", f"{before}{title[0].upper()}{title[1:]}{after}", "", found)

@@ -79,7 +79,7 @@ def record(name: str, work: Work) -> Step:
     """
     size = work.size
     supply = functools.partial(_balanced_choice, size.experts_per_rank * work.num_ranks, size.top_k)
-    # Megatron keeps the scale of the process's first model, and copies the next one into it: here that one has no value.
+    # Megatron copies each model's scale into the first one of the process, and scales have no values here.
     no_scale = replaced(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
     with no_scale, gpu_without_values(work.num_ranks, supply, expert_model_parallel_size=work.num_ranks) as gpu:
         with around(variants, "_build", _on_meta):
