@@ -15,19 +15,25 @@ from megatron_lancet.training.platform.cpu import gpu_available
 LIMIT_S = 600.0
 
 
-def rehearsed(
-    part: Callable[[Recorder, Place], None], folder: Path, limit_s: float = LIMIT_S
-) -> dict[str, dict[str, Any]]:
-    """The results of a part, by name."""
+def all_of(part: Callable[[Recorder, Place], None], folder: Path, limit_s: float = LIMIT_S) -> list[dict[str, Any]]:
+    """The results of a part, in order."""
     if gpu_available():
         pytest.skip("a rehearsal runs where no device is seen")
     record = Recorder(folder / "results.jsonl", limit_s)
     with mock.patch.dict("os.environ"), rehearsal() as place, record.guarded("part"):
         part(record, place)
     results = read_records(folder / "results.jsonl")
+    assert record.num_errors == sum("error" in result for result in results)
+    return results
+
+
+def rehearsed(
+    part: Callable[[Recorder, Place], None], folder: Path, limit_s: float = LIMIT_S
+) -> dict[str, dict[str, Any]]:
+    """The results of a part, by name."""
+    results = all_of(part, folder, limit_s)
     found = {result["name"]: result for result in results}
     assert len(found) == len(results), "two results have one name"
-    assert record.num_errors == sum("error" in result for result in results)
     return found
 
 
