@@ -29,8 +29,10 @@ echo "setting up $venv with $("$found" --version); torch and its libraries are s
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$found" -m venv --clear "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 constraints=$root/constraints.txt
+compile=--compile
 if [ -n "$torch" ]; then
     constraints=$venv/constraints.txt
+    compile=--no-compile # the quick tests import a small part of all that
     # Each version of torch has its own bounds for these; it names nearly all of them exactly.
     own="torch|triton|setuptools|nvidia-[^=]*|cuda-[^=]*"
     echo "torch==$torch" >"$constraints"
@@ -44,6 +46,6 @@ if [ -n "$torch" ]; then
     grep -Ev "^($own)==" "$root/constraints.txt" >>"$constraints"
 fi
 # setuptools first: the editable install below then needs no build environment of its own.
-pip install --constraint "$constraints" setuptools
-pip install --constraint "$constraints" --no-build-isolation --editable "$root[test]"
+pip install "$compile" --constraint "$constraints" setuptools
+pip install "$compile" --constraint "$constraints" --no-build-isolation --editable "$root[test]"
 sh "$root/tools/setup_te.sh" "$venv"

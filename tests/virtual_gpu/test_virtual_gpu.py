@@ -10,7 +10,6 @@ import torch
 from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.training.platform.cpu import cpu_platform
 from megatron_lancet.virtual_gpu.device import virtual_gpu
-from megatron_lancet.virtual_gpu.kernels import kernels_of_cuda
 from megatron_lancet.virtual_gpu.log import Kernel
 from megatron_lancet.virtual_gpu.operators import Kind, accesses_of, kind_of, only_result_in_place, results_in_place
 
@@ -171,7 +170,7 @@ def test_results_of_a_late_stream_are_poison_until_it_runs():
 
 def test_late_stream_adds_a_product_of_bf16_to_fp32():
     """The operator of which torch 2.11 can't tell the result's shape."""
-    with kernels_of_cuda(), watched("side") as (gpu, compute, side):
+    with watched("side") as (gpu, compute, side):
         total = torch.ones(8, 8, device="cuda")
         half = torch.ones(8, 8, device="cuda", dtype=torch.bfloat16)
         side.wait_stream(compute)

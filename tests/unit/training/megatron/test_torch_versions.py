@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from megatron_lancet.training.megatron.versions import REQUIRED
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[4]
 
 
 def only(pattern: str, file: str) -> str:
