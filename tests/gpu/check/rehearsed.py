@@ -1,5 +1,8 @@
 """Runs a part of the check in a rehearsal, in this process."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,18 +40,15 @@ def rehearsed(
     return found
 
 
-def rehearsed_command(part: str, folder: Path, **environment: str) -> dict[str, dict[str, Any]]:
+def rehearsed_command(part: str, folder: Path) -> dict[str, dict[str, Any]]:
     """The results of a part that is run as the check runs it; it must have no errors."""
-    import os
-    import subprocess
-    import sys
-
     if gpu_available():
         pytest.skip("a rehearsal runs where no device is seen")
     file = folder / "results.jsonl"
     command = [sys.executable, "-m", "benchmarks.gpu.check", part, str(file), "--limit", str(LIMIT_S), "--rehearse"]
     inherited = {name: value for name, value in os.environ.items() if name != CONNECTIONS}
-    done = subprocess.run(command, env={**inherited, **environment}, capture_output=True, text=True, timeout=LIMIT_S)
+    inherited["OMP_NUM_THREADS"] = "1"  # tensors are small
+    done = subprocess.run(command, env=inherited, capture_output=True, text=True, timeout=LIMIT_S)
     results = read_records(file)
     errors = [result for result in results if "error" in result]
     assert done.returncode == 0, f"{errors}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"

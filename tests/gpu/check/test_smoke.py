@@ -55,7 +55,7 @@ def test_wait_in_the_backward_is_an_error(tmp_path):
     assert not found[PATH]["ok"]
     assert "expected the host to wait 4 times, found 12" in found[PATH]["error"]
     assert "8 times in the backward" in found[PATH]["error"]
-    assert found[PATH]["sites"]["test_smoke.py:64 launch"] == 8
+    assert [number for site, number in found[PATH]["sites"].items() if site.endswith(" launch")] == [8]
 
 
 def test_read_of_a_value_is_an_error(tmp_path):
@@ -96,7 +96,7 @@ def test_waits_are_counted_as_the_virtual_gpu_sees_them():
             torch.cuda.synchronize()
         assert found.number == len(place.gpu.host_waits) - before == 4
         assert found.num_in_backward == 0
-        assert all(site.startswith("test_smoke.py:") for site in found.sites)
+        assert {site.partition(":")[0] for site in found.sites} == {"test_smoke.py"}
         value.sum().item()
         assert found.number == 4
 

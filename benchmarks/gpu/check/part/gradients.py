@@ -22,6 +22,7 @@ from benchmarks.gpu.variants import PLANS, Runner, Variant, Work
 from benchmarks.gradient_error import relative_difference, relative_errors, worst
 from megatron_lancet.schedule.plan import ChunkDim, Plan, fixed_plan, paired
 
+PRECISIONS = ("fp32", "bf16")
 NUM_REPEATS = 3
 FP32_BOUND = 1e-4
 """Of a gradient's norm. Chunks change the order of sums."""
@@ -115,24 +116,29 @@ class Reference:
 
 
 def run(
-    record: Recorder, place: Place, models: Sequence[str] | None = None, plans: Sequence[str] | None = None
+    record: Recorder,
+    place: Place,
+    models: Sequence[str] = tuple(MODELS),
+    plans: Sequence[str] = tuple(CASES),
+    precisions: Sequence[str] = PRECISIONS,
 ) -> None:
     """Compares all plans of all models in both precisions.
 
     Args:
-        models: names in :data:`MODELS`; None for all.
-        plans: names in :data:`CASES`; None for all.
+        models: names in :data:`MODELS`.
+        plans: names in :data:`CASES`.
+        precisions: of :data:`PRECISIONS`.
     """
     left_out: list[str] = []
     with mocked_ranks(), deterministic():
-        for name in models or MODELS:
+        for name in models:
             model = MODELS[name]
             if model.needs_triton and (why := _why_no_triton(place)):
                 record.add(name, left_out=why)
                 continue
-            chosen = [plan for plan in model.plans if plans is None or plan in plans]
+            chosen = [plan for plan in model.plans if plan in plans]
             with record.guarded(name):
-                left_out += _compare_model(record, place, name, chosen)
+                left_out += _compare_model(record, place, name, chosen, precisions)
     if left_out:
         record.add("left out", why="the time of this part is over", names=left_out)
 
@@ -162,7 +168,9 @@ def _why_no_triton(place: Place) -> str | None:
     return None
 
 
-def _compare_model(record: Recorder, place: Place, name: str, plans: Sequence[str]) -> list[str]:
+def _compare_model(
+    record: Recorder, place: Place, name: str, plans: Sequence[str], precisions: Sequence[str]
+) -> list[str]:
     """Compares a model's plans; what was left out because time is over."""
     model = MODELS[name]
     left_out: list[str] = []
@@ -170,7 +178,7 @@ def _compare_model(record: Recorder, place: Place, name: str, plans: Sequence[st
     stock = Runner(Variant(config=model.config), exact)
     true = repeated(place, stock)
     _save_stock(record, f"{name}, fp32, stock", true, {})
-    for precision in ("fp32", "bf16"):
+    for precision in precisions:
         work = replace(exact, bf16=precision == "bf16")
         reference = Reference(true.losses, true.gradients, {})
         if work.bf16:

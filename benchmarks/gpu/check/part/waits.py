@@ -31,6 +31,9 @@ _WRAPPERS = (
     "virtual_gpu/device.py",
     "virtual_gpu/transfers.py",
     "virtual_gpu/streams.py",
+    "_dynamo/eval_frame.py",
+    "torch/_compile.py",
+    "utils/_python_dispatch.py",
 )
 """Ends of the paths of files whose frames are no place of the program."""
 
