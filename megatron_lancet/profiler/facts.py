@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_te_version
 
+from megatron_lancet import __version__
 from megatron_lancet.model.gpt import LanguageModel, overlapping_layers
 from megatron_lancet.model.te.linear import TELinearPerChunk
 from megatron_lancet.model.te.token_multiple import token_multiple
@@ -23,7 +24,7 @@ from megatron_lancet.runtime.packing import RowLayout
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.wire import Wire
 
-_PACKAGES = ("torch", "megatron-core", "megatron-lancet")
+_PACKAGES = ("torch", "megatron-core")
 _NAMED = (
     ("layers", "num_layers"), ("mtp", "mtp_num_layers"), ("hidden", "hidden_size"), ("ffn", "ffn_hidden_size"),
     ("expert-ffn", "moe_ffn_hidden_size"), ("shared-ffn", "moe_shared_expert_intermediate_size"),
@@ -124,6 +125,7 @@ def device_name(device: torch.device) -> str:
 def package_versions(model: ProfiledModel) -> dict[str, str]:
     """Returns the versions of the packages whose kernels and schedules are timed."""
     versions = {package: version(package) for package in _PACKAGES}
+    versions["megatron-lancet"] = __version__  # not from metadata: a checkout runs without being installed
     if any(isinstance(module, TELinearPerChunk) for stage in model.stages for module in stage.modules()):
         versions["transformer-engine"] = str(get_te_version())
     return versions
