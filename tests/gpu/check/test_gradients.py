@@ -136,3 +136,15 @@ def test_loss_and_large_differences_of_repeats_are_errors(tmp_path):
     assert "repeats differ by 0.001" in saved(tmp_path, racing, reference)["error"]
     missing = gradients.Repeats([1.0], {})
     assert "the gradient of weight is inf away" in saved(tmp_path, missing, reference)["error"]
+
+
+def test_bounds_that_see_too_little_are_an_error(tmp_path):
+    record = Recorder(tmp_path / "results.jsonl", limit_s=100)
+    repeats = gradients.Repeats([1.0], {})
+    one_of_ten = {f"w{i}": 0.01 for i in range(9)} | {"router": 0.3}
+    gradients._save_stock(record, "stock", repeats, one_of_ten)
+    gradients._save_stock(record, "wide", repeats, {**one_of_ten, "w0": 0.3})
+    stock, wide = read_records(tmp_path / "results.jsonl")
+    assert stock["blind"] == ["router"]
+    assert "error" not in stock
+    assert wide["error"].startswith("the bounds of 2 of 10 parameters")
