@@ -24,8 +24,9 @@ TORCH_OLDEST := 2.11.0
 TORCH_NEWEST := 2.14.1
 # Each has an environment of its own beside the pinned one.
 TORCH_ENV := $(VENV)-torch-
-# The cases and the mutants of the virtual GPU take minutes.
-TORCH_TESTS := $(QUICK) tests/gpu \
+# The quick tests less those of folders that do not import torch. The cases and the mutants of the virtual GPU take minutes.
+TORCH_TESTS := $(addprefix tests/unit/,inference mock model profiler runtime te_cpu training virtual_gpu) \
+	$(filter-out tests/unit,$(QUICK)) tests/gpu \
 	$(filter-out %/test_cases.py %/test_mutants.py,$(wildcard tests/virtual_gpu/test_*.py))
 
 .PHONY: demo test test-quick test-nightly test-torch test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
