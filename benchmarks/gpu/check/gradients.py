@@ -6,17 +6,18 @@ stock; in bf16 with that of stock in fp32, which stock's own bf16 gradient misse
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 
-from benchmarks.gpu.check.models import FULL_RECOMPUTE, copies, mocked_ranks, small_work
 from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.check.record import Recorder
+from benchmarks.gpu.check.support.models import FULL_RECOMPUTE, copies, mocked_ranks, small_work
 from benchmarks.gpu.measure import MAX_ERROR_RATIO, MAX_EXTRA_ERROR
 from benchmarks.gpu.variants import PLANS, Runner, Variant, Work
 from benchmarks.gradient_error import relative_difference, relative_errors, worst
@@ -196,7 +197,8 @@ def _compare_model(
             with record.guarded(label):
                 variant = CASES[plan]
                 variant = replace(variant, config={**model.config, **variant.config})
-                save_comparison(record, label, repeated(place, _prepared(variant, work, stock)), reference, work)
+                make = partial(_prepared, variant, work, stock)
+                save_comparison(record, label, repeated(place, make(), make), reference, work)
     return left_out
 
 
@@ -206,22 +208,25 @@ def _prepared(variant: Variant, work: Work, stock: Runner) -> Runner:
     return runner
 
 
-def repeated(place: Place, runner: Runner) -> Repeats:
-    """Runs the step :data:`NUM_REPEATS` times; once more without the demand that all operators are deterministic."""
+def repeated(place: Place, runner: Runner, again: Callable[[], Runner] | None = None) -> Repeats:
+    """Runs the step :data:`NUM_REPEATS` times; again without the demand that all operators are deterministic.
+
+    Args:
+        again: returns a new runner for that; None for the same one. A plan's step that fails leaves messages behind.
+    """
     try:
         return _repeated(place, runner)
     except RuntimeError as error:
         if _NOT_DETERMINISTIC not in str(error):
             raise
-        if runner.comm is not None:
-            runner.comm.pairing.end()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            found = _repeated(place, runner)
-        finally:
-            torch.use_deterministic_algorithms(True)
-        found.not_deterministic = str(error).splitlines()[0]
-        return found
+        why = str(error).splitlines()[0]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        found = _repeated(place, runner if again is None else again())
+    finally:
+        torch.use_deterministic_algorithms(True)
+    found.not_deterministic = why
+    return found
 
 
 def _repeated(place: Place, runner: Runner) -> Repeats:

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.check.cpu_time import CpuTimes, HostTrace, group_of, measured_calls
-from benchmarks.gpu.check.models import mocked_ranks, small_work
 from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.check.record import Recorder
+from benchmarks.gpu.check.support.cpu_time import CpuTimes, HostTrace, group_of, measured_calls
+from benchmarks.gpu.check.support.models import mocked_ranks, small_work
 from benchmarks.gpu.variants import PLANS, Runner, Variant, Work
 from megatron_lancet.schedule.plan import ChunkDim, fixed_plan
 

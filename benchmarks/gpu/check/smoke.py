@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.check import tuner
-from benchmarks.gpu.check.models import FULL_RECOMPUTE, NUM_RANKS, mocked_ranks, small_work
 from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.check.record import Recorder
-from benchmarks.gpu.check.waits import HostWaits, counted_waits, expected_waits, sync_debug_mode_of
+from benchmarks.gpu.check.support import tuner
+from benchmarks.gpu.check.support.models import FULL_RECOMPUTE, NUM_RANKS, mocked_ranks, small_work
+from benchmarks.gpu.check.support.waits import HostWaits, counted_waits, expected_waits, sync_debug_mode_of
 from benchmarks.gpu.measure import elapsed_ms
 from benchmarks.gpu.variants import MEGATRON_OVERLAP, PLANS, Runner, Variant, Work, why_megatron_refuses
 from megatron_lancet.runtime.trace import Trace

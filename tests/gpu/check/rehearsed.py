@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from benchmarks.gpu.check.place import Place, rehearsal
 from benchmarks.gpu.check.record import Recorder, read_records
@@ -25,8 +26,13 @@ def rehearsed(
     if gpu_available():
         pytest.skip("a rehearsal runs where no device is seen")
     record = Recorder(folder / "results.jsonl", limit_s)
-    with mock.patch.dict("os.environ"), rehearsal() as place, record.guarded("part"):
-        part(record, place)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors are small
+    try:
+        with mock.patch.dict("os.environ"), rehearsal() as place, record.guarded("part"):
+            part(record, place)
+    finally:
+        torch.set_num_threads(num_threads)
     results = read_records(folder / "results.jsonl")
     found = {result["name"]: result for result in results}
     assert len(found) == len(results), "two results have one name"

@@ -15,9 +15,10 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 from triton.runtime import driver
 
-from benchmarks.gpu.check import gradients, models
+from benchmarks.gpu.check import gradients
 from benchmarks.gpu.check.place import rehearsal
 from benchmarks.gpu.check.record import Recorder
+from benchmarks.gpu.check.support import models
 from megatron_lancet.patching import replaced
 from tests.te_cpu.device import InterpreterDriver
 

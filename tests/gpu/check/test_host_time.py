@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.gpu.check import cpu_time, host_time
+from benchmarks.gpu.check import host_time
+from benchmarks.gpu.check.support import cpu_time
 from benchmarks.gpu.variants import Runner
 from megatron_lancet.patching import around
 from megatron_lancet.schedule.ops import Op

@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.gpu.check import smoke, tuner, waits
+from benchmarks.gpu.check import smoke
 from benchmarks.gpu.check.place import rehearsal
+from benchmarks.gpu.check.support import tuner, waits
 from benchmarks.gpu.variants import MEGATRON_OVERLAP, PLANS
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.all_to_all import AllToAll

@@ -6,9 +6,9 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from benchmarks.gpu.check.models import small_work
 from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.check.record import Recorder
+from benchmarks.gpu.check.support.models import small_work
 from benchmarks.gpu.variants import Runner, Variant
 from megatron_lancet.patching import replaced
 from megatron_lancet.planning.profile import Profile
