@@ -24,8 +24,11 @@ TORCH_OLDEST := 2.11.0
 TORCH_NEWEST := 2.14.1
 # Each has an environment of its own beside the pinned one.
 TORCH_ENV := $(VENV)-torch-
-# The cases and the mutants of the virtual GPU take minutes.
-TORCH_TESTS := $(QUICK) tests/gpu \
+# The quick tests but those of code without torch and of the repository, and those of the GPU code but the virtual GPU's
+# cases and mutants, which take minutes.
+WITHOUT_TORCH := $(addprefix tests/unit/,planning schedule report cli benchmarks)
+TORCH_TESTS := $(filter-out $(WITHOUT_TORCH),$(patsubst %/.,%,$(wildcard tests/unit/[a-z]*/.))) \
+	tests/unit/test_patching.py $(filter-out tests/unit,$(QUICK)) tests/gpu \
 	$(filter-out %/test_cases.py %/test_mutants.py,$(wildcard tests/virtual_gpu/test_*.py))
 
 .PHONY: demo test test-quick test-nightly test-torch test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
