@@ -41,7 +41,7 @@ help:
 	@echo "make test-quick  unit tests and a few comparisons with stock Megatron: at most four minutes on two idle cores"
 	@echo "make test-nightly   tests that draw their inputs, with new draws and ten times as many; it prints the SEED, and"
 	@echo "                    SEED=number repeats a run"
-	@echo "make test-torch  the quick tests and those of the GPU code on torch $(TORCH_OLDEST) and $(TORCH_NEWEST), or on VERSION=number; each"
+	@echo "make test-torch  the quick tests of code with torch, on torch $(TORCH_OLDEST) and $(TORCH_NEWEST), or on VERSION=number; each"
 	@echo "                 has an environment of its own, of five gigabytes"
 	@echo "make test-gpu    the tests in tests/gpu on a CUDA device, which no other test sees"
 	@echo "make check-gpu   these tests and a short benchmark, within ten minutes; results in OUT=folder (runs/check-gpu)"
