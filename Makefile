@@ -24,9 +24,11 @@ TORCH_OLDEST := 2.11.0
 TORCH_NEWEST := 2.14.1
 # Each has an environment of its own beside the pinned one.
 TORCH_ENV := $(VENV)-torch-
-# The quick tests less those of folders that do not import torch. The cases and the mutants of the virtual GPU take minutes.
-TORCH_TESTS := $(addprefix tests/unit/,inference mock model profiler runtime te_cpu training virtual_gpu) \
-	$(filter-out tests/unit,$(QUICK)) tests/gpu \
+# The quick tests but those of code without torch and of the repository, and those of the GPU code but the virtual GPU's
+# cases and mutants, which take minutes.
+WITHOUT_TORCH := $(addprefix tests/unit/,planning schedule report cli benchmarks)
+TORCH_TESTS := $(filter-out $(WITHOUT_TORCH),$(patsubst %/.,%,$(wildcard tests/unit/[a-z]*/.))) \
+	tests/unit/test_patching.py $(filter-out tests/unit,$(QUICK)) tests/gpu \
 	$(filter-out %/test_cases.py %/test_mutants.py,$(wildcard tests/virtual_gpu/test_*.py))
 
 .PHONY: demo test test-quick test-nightly test-torch test-gpu check-gpu lint wheel bench-network bench-prediction bench-priority bench-evaluation bench-bins bench-causes bench-from-trace bench-gpu flags format constraints clean help
@@ -39,7 +41,7 @@ help:
 	@echo "make test-quick  unit tests and a few comparisons with stock Megatron: at most four minutes on two idle cores"
 	@echo "make test-nightly   tests that draw their inputs, with new draws and ten times as many; it prints the SEED, and"
 	@echo "                    SEED=number repeats a run"
-	@echo "make test-torch  the quick tests and those of the GPU code on torch $(TORCH_OLDEST) and $(TORCH_NEWEST), or on VERSION=number; each"
+	@echo "make test-torch  the quick tests of code with torch, on torch $(TORCH_OLDEST) and $(TORCH_NEWEST), or on VERSION=number; each"
 	@echo "                 has an environment of its own, of five gigabytes"
 	@echo "make test-gpu    the tests in tests/gpu on a CUDA device, which no other test sees"
 	@echo "make check-gpu   what to run first on a GPU: ten minutes, one page; results in OUT=folder (runs/check-gpu); without"
