@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.gpu.check.quote import gpu_check
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CASES, MEGATRON
 from benchmarks.network.summary import Row
@@ -27,7 +28,6 @@ from benchmarks.quoted import beside
 from benchmarks.quoted.bins import TABLES as BINS_TABLES
 from benchmarks.quoted.cells import NOT_RUN, linked
 from benchmarks.quoted.dispatch import dispatch, dispatch_memory, dispatch_prediction, dispatch_variants
-from benchmarks.quoted.gpu import gpu_check
 from benchmarks.quoted.headline import headline
 from benchmarks.quoted.load import TABLES as LOAD_TABLES
 from benchmarks.quoted.network import Measured, dates, has_step, network, with_sources

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from benchmarks.gpu.check import quote
 from benchmarks.gpu.check.parts import PARTS
 from benchmarks.gpu.check.predict.file import committed, hash_of, read_prediction
 from benchmarks.gpu.check.summary import measured, written
-from benchmarks.quoted import beside, gpu, results
+from benchmarks.quoted import beside, results
 
 COMMIT = "0123456789abcdef"
 TITLES = {part.name: part.title for part in PARTS}
@@ -114,11 +115,11 @@ def test_documents_quote_the_newest_check_or_the_prediction(tmp_path, monkeypatc
     monkeypatch.setattr(results, "_RESULTS", tmp_path)
     monkeypatch.setattr(beside, "RESULTS", tmp_path)
     cached()
-    assert hash_of(committed("H100")) in gpu.gpu_check()
+    assert hash_of(committed("H100")) in quote.gpu_check()
     machine_speed = {"is_disturbed": False}
     whole = {**result(RECORDS), "machine_speed": machine_speed}
     (tmp_path / "gpu-check-2026-12-01.json").write_text(json.dumps(whole))
-    text = gpu.gpu_check()
+    text = quote.gpu_check()
     link = "[gpu-check-2026-12-01.json](../benchmarks/results/gpu-check-2026-12-01.json)"
     assert text.startswith(f"Samples: {link}.\n\n2 x NVIDIA H100; 2026-12-01, commit 0123456789ab; torch 2.11.0")
     assert "| pairs | 200.0 |" in text

@@ -26,7 +26,7 @@ _NO_GRAPH_TASK = -1
 _NUM_SITES = 8
 _WRAPPERS = (
     "megatron_lancet/patching.py",
-    "check/waits.py",
+    "part/waits.py",
     "warnings.py",
     "virtual_gpu/device.py",
     "virtual_gpu/transfers.py",
