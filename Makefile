@@ -22,7 +22,7 @@ NIGHTLY := runs/nightly
 # The oldest torch that setup.py takes, and the newest that CI tests; constraints.txt pins one between them, for all else.
 TORCH_OLDEST := 2.11.0
 TORCH_NEWEST := 2.14.1
-# Each has an environment of its own beside the pinned one.
+# Each has an environment of its own beside the pinned one, and Megatron's extensions that torch compiles for it.
 TORCH_ENV := $(VENV)-torch-
 # The quick tests but those of code without torch and of the repository, and those of the GPU code but the virtual GPU's
 # cases and mutants, which take minutes.
@@ -77,7 +77,8 @@ test-torch: $(addprefix test-torch-,$(or $(VERSION),$(TORCH_OLDEST) $(TORCH_NEWE
 
 test-torch-%: $(TORCH_ENV)%/.installed
 	@echo "torch $*"
-	@$(TORCH_ENV)$*/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(or $(PYTEST_ARGS),$(TORCH_TESTS))
+	@TORCH_EXTENSIONS_DIR="$(abspath $(TORCH_ENV)$*)/extensions" $(TORCH_ENV)$*/bin/python -m pytest -n 2 --dist loadfile \
+		--no-loadscope-reorder -m "not slow" $(or $(PYTEST_ARGS),$(TORCH_TESTS))
 
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest tests/gpu
