@@ -22,16 +22,18 @@ STARTS = {
     "megatron_lancet/training/check/isolated/script.py": "a launch script, isolated or by --trust-script",
     "megatron_lancet/training/check/isolated/sandbox.py": "the same script, as its sandbox",
     "megatron_lancet/cli/training_process.py": "our own training",
-    "tools/check_gpu.py": "our own tests and benchmarks",
+    "tools/check_gpu.py": "pip, git and our own benchmarks",
     **dict.fromkeys(
         (
             *("benchmarks/harness/origin.py", "benchmarks/harness/namespaces.py", "benchmarks/harness/ranks.py"),
             "benchmarks/harness/machine_speed.py",
+            *("benchmarks/gpu/check/driver.py", "benchmarks/gpu/check/part/machine.py"),
+            "benchmarks/gpu/check/part/memcheck.py",
             *("benchmarks/parts/wire_sharing.py", "benchmarks/parts/wire_training.py", "benchmarks/demo/links/link.py"),
             *("benchmarks/demo/data.py", "benchmarks/demo/job.py", "benchmarks/causes/inject.py"),
             *("benchmarks/from_trace/tracelens_figures.py", "benchmarks/from_trace/hta_overlap.py"),
         ),
-        "our own benchmarks, git and ip",
+        "our own benchmarks, git, ip, nvidia-smi and compute-sanitizer",
     ),
 }
 """Files that start processes, and what they start: only the first two run a file they read."""
