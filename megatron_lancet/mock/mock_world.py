@@ -13,7 +13,7 @@ from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.mock_group import BACKEND, MockProcessGroup
 from megatron_lancet.mock.mock_work import Clock
 from megatron_lancet.mock.paced_link import NUM_SMS, PacedLink
-from megatron_lancet.patching import around, replaced
+from megatron_lancet.patching import around
 
 _FREE = Link()
 _DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -89,13 +89,3 @@ def mock_world(
         if dist.is_initialized():
             dist.destroy_process_group()
         clock.close()
-
-
-@contextmanager
-def free_link() -> Iterator[None]:
-    """Inside the context messages take no time, on a device and on the host, in all groups and threads.
-
-    Messages that were issued before take their time.
-    """
-    with replaced(MockProcessGroup, "is_free", True):
-        yield

@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_world import MockedNodes, free_link, mock_world
+from megatron_lancet.mock.mock_group import free_link
+from megatron_lancet.mock.mock_world import MockedNodes, mock_world
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats

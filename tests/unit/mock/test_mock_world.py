@@ -12,8 +12,9 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.mock import mock_group
 from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.loopback_counts import counts_of_all_ranks
+from megatron_lancet.mock.mock_group import free_link
 from megatron_lancet.mock.mock_work import Clock
-from megatron_lancet.mock.mock_world import MockedNodes, free_link, mock_world
+from megatron_lancet.mock.mock_world import MockedNodes, mock_world
 from megatron_lancet.mock.paced_link import PacedLink
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
