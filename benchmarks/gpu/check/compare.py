@@ -88,7 +88,7 @@ def _row(
 
 
 def _steps(found: Mapping[str, Mapping[str, Any]], link: str, way: str | None) -> dict[str, float]:
-    """Step times by variant: those of a way of prediction, or measured ones."""
+    """Step times by variant, predicted or measured."""
     steps = {}
     for name, by_link in found.items():
         figures = by_link.get(link, {})

@@ -53,7 +53,7 @@ class Check:
     def run(self, parts: Sequence[Part]) -> bool:
         """Runs the parts; returns whether all have ended well.
 
-        A signal to end (SIGTERM, Ctrl-C) ends the part that runs; the summary of what was measured is written.
+        A signal to end (SIGTERM, Ctrl-C) stops the current part; the summary of the results so far is written.
         """
         end_s = time.monotonic() + self.limit_s * self._factor
         result = self._begin()

@@ -102,7 +102,7 @@ def _products(sizes: Sizes) -> list[Product]:
 
 @contextmanager
 def _carved_out(num_sms: int | None) -> Iterator[None]:
-    """Inside the context torch's GEMMs leave so many SMs free; None changes nothing."""
+    """Inside the context torch's GEMMs leave this number of SMs free; None changes nothing."""
     if num_sms is None:
         yield
         return

@@ -24,7 +24,7 @@ _WEIGHT_GRADS = "W"
 
 
 class _Thread(threading.local):
-    """What a thread is doing.
+    """Current activity of a thread.
 
     Attributes:
         inside_ns: for the thread, and each part under way on it, the time of the parts inside.
@@ -126,7 +126,7 @@ class HostTrace(Trace):
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        yield  # what is inside is measured by itself
+        yield  # measured separately
 
     @contextmanager
     def forward_turn(self) -> Iterator[None]:

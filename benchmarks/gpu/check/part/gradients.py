@@ -101,7 +101,7 @@ class Repeats:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a plan is compared with.
+    """Reference for a plan's results.
 
     Attributes:
         losses: of stock's micro-batches in the same precision.

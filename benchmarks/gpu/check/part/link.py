@@ -1,4 +1,4 @@
-"""The modelled link alone, against its formula: one message, two streams at a time, and how fast so many SMs copy."""
+"""The modelled link alone, against its formula: one message, two streams at a time, and the copy rate of each number of SMs."""
 
 import itertools
 import math
@@ -43,7 +43,7 @@ class Bench:
         self._blocker = PacedLink(Link(latency_us=blocked_us), num_sms=1)
 
     def transfer(self, num_bytes: int, offset: int = 0) -> Transfer:
-        """A copy of so many bytes, from byte ``offset`` on."""
+        """A copy of ``num_bytes`` bytes, starting at byte ``offset``."""
         part = slice(offset, offset + num_bytes)
         return Transfer([(self._target[part], self._source[part])])
 
@@ -108,7 +108,7 @@ def _median(measure: Callable[[], float], num_repeats: int) -> float:
 
 
 def _copy_rates(record: Recorder, bench: Bench, num_bytes: int, num_repeats: int) -> dict[int, float]:
-    """GB/s at which so many SMs copy when nothing is held back; a link can't be faster."""
+    """Copy rate of each number of SMs without pacing, in GB/s; a link can't be faster."""
     rates = {}
     for num_sms in NUM_SMS:
         link = PacedLink(_NO_TIME, num_sms)

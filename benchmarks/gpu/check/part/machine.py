@@ -1,4 +1,4 @@
-"""What the machine is: devices, driver, versions, and what this torch has of what the other parts use."""
+"""Describes the machine: devices, driver, versions, and installed packages."""
 
 import importlib.util
 import platform

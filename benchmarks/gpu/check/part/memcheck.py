@@ -44,7 +44,7 @@ class MemcheckError(RuntimeError):
 
 @dataclass(frozen=True)
 class Summary:
-    """What the tool has printed.
+    """Output of the tool.
 
     Attributes:
         num_errors: by the tool's summary; None if it was ended before it wrote one.
