@@ -1,4 +1,4 @@
-"""The modelled link alone, against its formula: one message, two streams at a time, and the copy rate of each number of SMs."""
+"""The modelled link against its formula: one message, two concurrent streams, and the copy rate by number of SMs."""
 
 import itertools
 import math
