@@ -137,9 +137,10 @@ def test_ranks_that_hang_say_where_they_stand(monkeypatch, tmp_path):
     found, processes = damaged(monkeypatch, tmp_path, "hang")
     errors = [one for one in found if "error" in one]
     assert {(one["name"], one["rank"]) for one in errors} == {(title_of(CASE), 0), (title_of(CASE), 1)}
-    for error in errors:
-        assert re.search(r"stands here: .*L\d+\.c\d", error["error"]), error["error"]
-    (of_rank_1,) = [one for one in errors if one["rank"] == 1]
+    of_rank_0, of_rank_1 = sorted(errors, key=lambda error: error["rank"])
+    assert re.search(r"stands here: .*L\d+\.c\d", of_rank_1["error"])
+    # Both limits end in the same moment. If rank 1 ends first, rank 0's transport reports it, with the same position.
+    assert re.search(r"(stands here: .*|gave up on )L\d+\.c\d", of_rank_0["error"])
     assert "damaged_rank.py" in of_rank_1["frames"]
     assert gone(processes)
     assert time.monotonic() - start_s < 60

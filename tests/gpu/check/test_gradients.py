@@ -1,6 +1,7 @@
 """The part of the check that compares each plan's gradients with stock's, three times."""
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -15,6 +16,7 @@ from benchmarks.gpu.variants import Runner, Work
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
 from tests.gpu.check.rehearsed import rehearsed
+from tests.ranks.launch import REPO
 
 GQA, LATENT, FUSED = gradients.MODELS
 WORKER = Path(__file__).with_name("rope_worker.py")
@@ -53,7 +55,8 @@ def test_latent_attention_in_sequence_chunks_equals_stock(tmp_path):
 def test_fused_rope_of_latent_attention_runs_in_tritons_interpreter(tmp_path):
     """Another process: Triton decides at import whether it interprets."""
     file = tmp_path / "results.jsonl"
-    done = subprocess.run([sys.executable, WORKER, file], capture_output=True, text=True, timeout=200)
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run([sys.executable, WORKER, file], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = {result["name"]: result for result in read_records(file)}
     assert f"{FUSED}, fp32, ours k=2 sequence" in found
