@@ -113,7 +113,7 @@ class Observer:
     def _traced(self, step: Callable[[], Any]) -> tuple[Any, Any]:
         import torch.distributed as dist
 
-        from megatron_lancet.training.observe.step_causes import traced_step
+        from megatron_lancet.lab.causes.step import traced_step
 
         if self._run.setup.plan is None:
             return self._stock_trace.run(dist.get_rank(), step)

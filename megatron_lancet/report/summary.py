@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lancet.files import atomic_write, from_plain, to_plain
-from megatron_lancet.report.causes import CausesOfStep
+from megatron_lancet.lab.causes.text import CausesOfStep
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.tuning import tuning_text
 from megatron_lancet.report.wire_error import WireError

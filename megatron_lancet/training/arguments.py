@@ -18,13 +18,13 @@ from megatron_lancet import __version__
 from megatron_lancet.config import DryRunConfig, LancetConfig
 from megatron_lancet.errors import UsageError, reason_of
 from megatron_lancet.flags import flags_of
+from megatron_lancet.testkit.mock.run import add_mock_arguments, check_mock_arguments
 from megatron_lancet.training.checkpoint.ep_resize import check_experts_apart
 from megatron_lancet.training.checkpoint.load_save import check_before_start
 from megatron_lancet.training.input_files import check_datasets, missing_files
 from megatron_lancet.training.layer_pattern import check_hybrid_pattern
 from megatron_lancet.training.megatron.cluster_patches import any_number_of_connections
 from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap, refuse_other_tasks
-from megatron_lancet.training.platform.mock import add_mock_arguments, check_mock_arguments
 
 
 def add_lancet_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

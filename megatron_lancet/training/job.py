@@ -17,6 +17,7 @@ from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from megatron_lancet.config import LancetConfig
+from megatron_lancet.testkit.mock import run as mock
 from megatron_lancet.training import arguments
 from megatron_lancet.training.batches.limits import shapes_vary
 from megatron_lancet.training.bins.limits import bins_note
@@ -29,7 +30,6 @@ from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.comm_sms import check_comm_sms
 from megatron_lancet.training.plan.connections import one_connection_note
 from megatron_lancet.training.plan.normalize import normalize_args
-from megatron_lancet.training.platform import mock
 from megatron_lancet.training.platform.detect import apply_cpu_settings
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.process.exit import RankStatus

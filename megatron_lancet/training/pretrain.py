@@ -28,7 +28,7 @@ def _main(status: RankStatus) -> None:
     from megatron_lancet.training.platform.detect import platform
 
     if is_dry_run(sys.argv):
-        from megatron_lancet.training.dry_run.run import run_dry
+        from megatron_lancet.lab.dry_run.run import run_dry
 
         run_dry()
         return

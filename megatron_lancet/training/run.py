@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from megatron_lancet.config import LancetConfig
+from megatron_lancet.lab.causes.watch import CauseWatch, check_causes_interval
 from megatron_lancet.model.routing.locality import LOSS_NAME, LocalityLoss
 from megatron_lancet.planning.load.placement import Placement
 from megatron_lancet.runtime.comm_stats import CommStats
@@ -29,7 +30,6 @@ from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro
 from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 from megatron_lancet.training.megatron.patches import StepHook
 from megatron_lancet.training.megatron.te_seams import check_te_seams
-from megatron_lancet.training.observe.cause_watch import CauseWatch, check_causes_interval
 from megatron_lancet.training.observe.run_report import report_overlap
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps

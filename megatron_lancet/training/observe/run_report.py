@@ -7,6 +7,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_lancet.files import RecordError
+from megatron_lancet.lab.causes.watch import CauseWatch
+from megatron_lancet.lab.views.views import write_views
 from megatron_lancet.planning.explain import explain
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.planning.plan_record import record_of
@@ -14,11 +16,9 @@ from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.profiler.cache import write
 from megatron_lancet.report.exposed import ExposedTable, exposed_table
-from megatron_lancet.report.timeline.record import TimelineRecord
-from megatron_lancet.report.timeline.views import write_views
+from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.report.wire_error import WireError
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.training.observe.cause_watch import CauseWatch
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
 from megatron_lancet.training.overlap_setup import OverlapSetup

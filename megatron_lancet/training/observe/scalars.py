@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from megatron_lancet.planning.causes.attribution import StepCauses
+from megatron_lancet.lab.causes.attribution import StepCauses
 from megatron_lancet.report.summary import StepRecord
 
 PREFIX = "lancet/"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.global_vars import get_tensorboard_writer
 
-from megatron_lancet.report.causes import CausesOfStep
+from megatron_lancet.lab.causes.text import CausesOfStep
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.summary import (
     BINS,

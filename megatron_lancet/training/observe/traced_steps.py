@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_lancet.report.causes import CausesOfStep
-from megatron_lancet.report.timeline.record import TimelineRecord
+from megatron_lancet.lab.causes.step import traced_rank, traced_step
+from megatron_lancet.lab.causes.text import CausesOfStep
+from megatron_lancet.lab.causes.watch import gathered_causes
+from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.runtime.trace import StepTrace
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.timeline import RankTimeline
-from megatron_lancet.training.observe.cause_watch import gathered_causes
-from megatron_lancet.training.observe.step_causes import traced_rank, traced_step
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.tuning.controller import NUM_TUNING_WARM_UP_STEPS, plan_without_overlap

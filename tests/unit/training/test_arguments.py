@@ -10,10 +10,10 @@ from megatron_lancet import __version__
 from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.flags import flags_of
+from megatron_lancet.lab.dry_run.cluster import has_package
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.training import arguments
-from megatron_lancet.training.dry_run.cluster import has_package
 from megatron_lancet.training.plan.support import OWN_SPEC
 
 

@@ -7,12 +7,12 @@ import torch
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.planning.causes.attribution import CausePart, StepCauses
-from megatron_lancet.planning.causes.replay import Cause
-from megatron_lancet.report.causes import CausesOfStep
+from megatron_lancet.lab.causes import watch as cause_watch
+from megatron_lancet.lab.causes.attribution import CausePart, StepCauses
+from megatron_lancet.lab.causes.replay import Cause
+from megatron_lancet.lab.causes.text import CausesOfStep
+from megatron_lancet.lab.causes.watch import CauseWatch, check_causes_interval
 from megatron_lancet.schedule.plan import fixed_plan
-from megatron_lancet.training.observe import cause_watch
-from megatron_lancet.training.observe.cause_watch import CauseWatch, check_causes_interval
 
 
 @pytest.fixture

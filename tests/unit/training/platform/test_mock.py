@@ -6,14 +6,14 @@ import pytest
 import torch.distributed as dist
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.mock.link import Link
-from megatron_lancet.training import arguments
-from megatron_lancet.training.platform.mock import (
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.run import (
     check_mock_arguments,
     describe_mocked_world,
     is_mocked,
     mocked_world_of,
 )
+from megatron_lancet.training import arguments
 
 ALL_TO_ALL = ("--expert-model-parallel-size", 8, "--moe-token-dispatcher-type", "alltoall")
 MOCK = ("--distributed-backend", "mock")
