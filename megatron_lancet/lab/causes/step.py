@@ -1,30 +1,15 @@
 """From the trace of a step on each rank of a group to the causes of its waits."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from megatron_lancet.lab.causes.attribution import StepCauses, causes_of
 from megatron_lancet.lab.causes.traced import TracedRank
 from megatron_lancet.lab.causes.wire import LinkKind
 from megatron_lancet.lab.views.clocks import clock_corrections_ms
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.trace import StepTrace, Trace
-from megatron_lancet.training.overlap_setup import OverlapSetup
-
-
-def traced_step(setup: OverlapSetup, device: torch.device, step: Callable[[], Any]) -> tuple[Any, StepTrace]:
-    """Runs a training step and traces it on this rank."""
-    comm = setup.stages[0].decoder.comm
-    trace = Trace(device, dist.get_rank())
-    comm.record_to(trace)
-    trace.begin_step()
-    try:
-        return step(), trace.end_step()
-    finally:
-        comm.record_to(None)
+from megatron_lancet.runtime.trace import StepTrace
 
 
 def traced_rank(found: StepTrace, device: torch.device) -> TracedRank:

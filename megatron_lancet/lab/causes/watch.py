@@ -12,34 +12,18 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training.global_vars import get_tensorboard_writer
 
-from megatron_lancet.config import LancetConfig
-from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.causes.attribution import StepCauses, merged
 from megatron_lancet.lab.causes.changes import Changes
-from megatron_lancet.lab.causes.step import causes_of_group, link_kind, traced_rank, traced_step
+from megatron_lancet.lab.causes.step import causes_of_group, link_kind, traced_rank
 from megatron_lancet.lab.causes.text import CausesOfStep, change_line
 from megatron_lancet.lab.causes.traced import CannotReplay, TracedRank
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.training.observe.scalars import write_cause_scalars
+from megatron_lancet.training.observe.scalars import PREFIX, ScalarWriter
 from megatron_lancet.training.observe.step_recorder import StepRecorder
+from megatron_lancet.training.observe.traced_steps import traced_step
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.tuning.controller import NUM_TUNING_WARM_UP_STEPS
-
-
-def check_causes_interval(config: LancetConfig, plan: Plan | None) -> None:
-    """
-    Args:
-        plan: None for stock modules.
-
-    Raises:
-        UsageError: steps are to be traced in a run that can't trace any.
-    """
-    if config.causes_interval and plan is None:
-        raise UsageError(
-            f"--lancet-causes-interval {config.causes_interval} traces the overlapping block, but this run has stock "
-            "Megatron modules. Drop it, or what keeps them: --lancet-plan off, or no expert parallelism."
-        )
 
 
 class CauseWatch:
@@ -128,3 +112,17 @@ def gathered_causes(setup: OverlapSetup, device: torch.device, step: int, own: T
     if not causes:
         return CausesOfStep(step, why_not=next(one for one in of_groups if isinstance(one, str)))
     return CausesOfStep(step, merged(causes))
+
+
+def write_cause_scalars(writer: ScalarWriter | None, iteration: int, causes: StepCauses) -> None:
+    """Write the causes of a traced step's waits in ms, mean over ranks, under ``lancet/exposed_by_cause/``.
+
+    Args:
+        writer: Megatron's writer on the last rank. None on others and in runs without ``--tensorboard-dir``: nothing is
+            written.
+        iteration: training step from 1, as in Megatron's scalars.
+    """
+    if writer is None:
+        return
+    for name, ms in causes.by_name().items():
+        writer.add_scalar(f"{PREFIX}exposed_by_cause/{name}_ms", ms, iteration)

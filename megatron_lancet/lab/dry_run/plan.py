@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_lancet.config import LancetConfig
-from megatron_lancet.lab.causes.watch import check_causes_interval
 from megatron_lancet.planning.search.search_space import TILES, Limits
 from megatron_lancet.schedule.plan import DwPolicy
 from megatron_lancet.training.load.locality import choose_locality, locality_note
@@ -21,6 +20,7 @@ from megatron_lancet.training.plan.dispatch import unknown_nodes_note
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.plan.wire import choose_wire, wire_note
+from megatron_lancet.training.run import check_features, run_facts
 from megatron_lancet.training.tuning.announcement import announced_plan, num_tuning_steps
 from megatron_lancet.training.tuning.profile_to_file import check_can_profile
 
@@ -59,7 +59,7 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
     here = config.expert_placement is None or config.expert_placement.is_file()
     placements = choose_placement(args, config if here else replace(config, expert_placement=None), plan)
     check_row_limit(args, config, plan)
-    check_causes_interval(config, plan)
+    check_features(run_facts(args, config, plan))
     check_can_profile(args, config, plan)
     check_comm_sms(args, config, plan, device=None)
     if plan is None:

@@ -26,6 +26,7 @@ from megatron_lancet.lab.dry_run.plan import describe_plan, saves_scores
 from megatron_lancet.lab.dry_run.report import Findings, pairing_lines, report
 from megatron_lancet.lab.dry_run.stages import pipeline_stages
 from megatron_lancet.lab.dry_run.vocabulary import set_vocabulary_size
+from megatron_lancet.registry import FEATURES
 from megatron_lancet.training import arguments
 from megatron_lancet.training.input_files import missing_files
 from megatron_lancet.training.megatron.models import model_config_from_args
@@ -44,7 +45,7 @@ def examine() -> Findings:
         UsageError: the run would refuse its arguments.
     """
     check_seams()
-    args, config = arguments.parse()
+    args, config = arguments.parse(FEATURES)
     with _megatrons_remarks() as remarks, on_the_cluster(args, config):
         num_ranks, source = choose_world(args)
         args.rank, args.world_size = 0, num_ranks
@@ -85,7 +86,7 @@ def examine() -> Findings:
 
 def _validate(args: argparse.Namespace, config: LancetConfig) -> list[str]:
     """Validates as ``arguments.validate``, but warns of missing files, and does not set Megatron's globals."""
-    arguments.check_settings(args)
+    arguments.check_settings(args, config)
     missing = [*missing_files(args), *missing_inputs(args)]
     with arguments.megatrons_refusals():
         missing += _take_checkpoint_arguments(args)

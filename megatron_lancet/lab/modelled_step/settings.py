@@ -11,6 +11,7 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.dry_run.cluster import on_the_cluster
 from megatron_lancet.lab.dry_run.layout import choose_world
+from megatron_lancet.registry import FEATURES
 from megatron_lancet.schedule.plan import Dispatch, Plan
 from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training import arguments
@@ -75,7 +76,7 @@ def modelled_run() -> ModelledRun:
         UsageError: the run would refuse its arguments, or a modelled step can't follow them.
     """
     check_seams()
-    args, config = arguments.parse()
+    args, config = arguments.parse(FEATURES)
     notes = ["embedding, output layer, loss, gradient reductions and optimizer are left out", *_simplified(args)]
     with on_the_cluster(args, config), arguments.megatrons_refusals():
         args.rank = 0
@@ -85,7 +86,7 @@ def modelled_run() -> ModelledRun:
         args.bias_swiglu_fusion = fused_activation  # its kernels are compiled, and need no package
         args.distributed_backend = "nccl"
         normalize_args(args, config)
-        arguments.check_settings(args)
+        arguments.check_settings(args, config)
         validate_args(args)
     _refuse_unknown(args, config)
     return ModelledRun(args, _plan_of(args, config), args.num_layers, tuple(notes))

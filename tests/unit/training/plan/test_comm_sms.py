@@ -20,7 +20,7 @@ from megatron_lancet.profiler.facts import ProfiledModel, key_of
 from megatron_lancet.schedule.plan import fixed_plan
 from megatron_lancet.testkit.mock.link import Link
 from megatron_lancet.testkit.mock.mock_world import mock_world
-from megatron_lancet.testkit.mock.run import mocked_world_of
+from megatron_lancet.testkit.mock.run import MockFlags, mocked_world_of
 from megatron_lancet.training import spec
 from megatron_lancet.training.megatron import patches, seams
 from megatron_lancet.training.megatron.patches import bounded_expert_groups
@@ -154,10 +154,9 @@ def test_bound_on_sms_reaches_the_mocked_link(comm_sms, expected):
         distributed_backend="mock",
         world_size=4,
         distributed_timeout_minutes=1,
-        lancet_mock_link=Link(latency_us=1),
-        lancet_mock_node_link=None,
     )
-    with mocked_world_of(args, comm_sms):
+    flags = {MockFlags: MockFlags(mock_link=Link(latency_us=1))}
+    with mocked_world_of(args, LancetConfig(comm_sms=comm_sms, settings=flags)):
         assert dist.group.WORLD._link.num_sms == expected
 
 
