@@ -11,7 +11,6 @@ from megatron_lancet.files import atomic_write, from_plain, to_plain
 from megatron_lancet.report.causes import CausesOfStep
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.tuning import tuning_text
-from megatron_lancet.report.wire_error import WireError
 from megatron_lancet.runtime.comm_stats import CommTimes
 
 NUM_REPORT_WARM_UP_STEPS = 3
@@ -21,7 +20,6 @@ BINS = "bins"
 """Key of what is said of documents that were dealt to bins."""
 _PEAK = "peak_dw_bytes"
 _EXPOSED = "exposed"
-_WIRE_ERROR = "wire_error"
 _CAUSES = "exposed_by_cause"
 _MOST = ("peak_expert_rows", "num_chunks", "num_split_chunks", "num_split_steps", "most_rounds")
 """What is said of received rows: of the rank where it is most. All ranks that exchange rows split the same chunks."""
@@ -74,7 +72,6 @@ def summarise(
     dw_memory_bytes: int | None = None,
     exposed: ExposedTable | None = None,
     first_step: int = 1,
-    wire_error: WireError | None = None,
     causes: Sequence[CausesOfStep] = (),
     max_expert_rows: int | None = None,
 ) -> dict[str, Any]:
@@ -87,7 +84,6 @@ def summarise(
         dw_memory_bytes: bound of the plan for deferred weight gradients, None without one.
         exposed: exposed communication of a traced step; without one the report has no such key.
         first_step: first step under the plan, counted from the first step of the process.
-        wire_error: how far a narrow wire moved the gradients of a step; without one the report has no such key.
         causes: causes of the waits of traced steps, the newest last; without any the report has no such key.
         max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for any number.
     """
@@ -109,7 +105,6 @@ def summarise(
         "max_received_rows": max_expert_rows,
         "dw_memory_bytes": dw_memory_bytes,
         "ranks": list(per_rank),
-        **({} if wire_error is None else {_WIRE_ERROR: to_plain(wire_error)}),
         **({_CAUSES: to_plain(list(causes))} if causes else {}),
         **({} if exposed is None else {_EXPOSED: to_plain(exposed)}),
     }
@@ -151,8 +146,6 @@ def as_text(report: dict[str, Any]) -> str:
         )
         if not report["num_grad_micro_ops_between"]:
             lines.append("    this plan has no gaps between all-to-alls for them: --lancet-comm-priority off is faster")
-    if _WIRE_ERROR in report:
-        lines.append(f"  {from_plain(WireError, report[_WIRE_ERROR], f'{REPORT_FILE}.{_WIRE_ERROR}').as_text()}")
     if _EXPOSED in report:
         table = from_plain(ExposedTable, report[_EXPOSED], f"{REPORT_FILE}.{_EXPOSED}")
         lines += [f"  {line}" for line in table.as_text().splitlines()]
