@@ -167,8 +167,8 @@ def _bins(report: dict[str, Any]) -> list[str]:
 
 
 def _between_nodes(report: dict[str, Any]) -> list[str]:
-    """The line on what left the nodes, where it is known how ranks lie on them; reports of older versions have none."""
-    num_bytes, num_tokens = report.get("between_nodes_bytes"), report.get("num_routed_tokens")
+    """The line on what left the nodes, where it is known how ranks lie on them."""
+    num_bytes, num_tokens = report["between_nodes_bytes"], report["num_routed_tokens"]
     if not num_bytes or not num_tokens:
         return []
     rows = report["between_nodes_rows"] / num_tokens
@@ -179,9 +179,9 @@ def _between_nodes(report: dict[str, Any]) -> list[str]:
 
 
 def _received_rows(report: dict[str, Any]) -> list[str]:
-    """The line on chunks with too many rows for a rank, if there was a bound; reports of older versions have none."""
-    bound = report.get("max_received_rows")
-    if bound is None and not report.get("num_split_chunks"):
+    """The line on chunks with too many rows for a rank, if there was a bound."""
+    bound = report["max_received_rows"]
+    if bound is None and not report["num_split_chunks"]:
         return []
     line = f"  received rows      at most {report['peak_expert_rows']:.0f} of a chunk on a rank at a time"
     if bound is not None:
