@@ -240,9 +240,9 @@ class LancetConfig(CheckedFlags):
     wire: Wire = flag(
         Wire.EXACT,
         **words(Wire),
-        help="number format of hidden states in the all-to-alls of expert parallelism. exact (default): their own. "
-        "bf16: 16 bits for those of 32. fp8: 8 bits, with a scale for each 128, in forward dispatches, and bf16 "
-        "in combines and gradients. Other formats than exact change losses and gradients; auto never chooses one.",
+        help="number format of hidden states in the all-to-alls of expert parallelism. exact (default): the type of "
+        "the hidden states. fp8: 8 bits, with a scale for each 128, in forward dispatches, and bf16 in combines and "
+        "gradients; it changes losses and gradients, and auto never chooses it.",
     )
     locality_loss_coeff: float = flag(
         0.0,

@@ -96,8 +96,8 @@ def load_expert_load(path: Path) -> ExpertLoad:
         raise UsageError(f"no usable load of experts: {error}") from error
     if load is None or not load.layers:
         raise UsageError(
-            f"{path} has no load of experts: the profile is older than it, of a mocked world, or of a model without "
-            "experts. Profile the model again with tools/profile_model.py on all its ranks."
+            f"{path} has no load of experts: the profile is of a mocked world, or of a model without experts. "
+            "Profile the model again with tools/profile_model.py on all its ranks."
         )
     return load
 

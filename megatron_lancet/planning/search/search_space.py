@@ -1,10 +1,10 @@
 """The plans that the planner may choose from, and why others are excluded."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
-from megatron_lancet.files import OMITTED_AT_DEFAULT, RecordError
+from megatron_lancet.files import RecordError
 from megatron_lancet.planning.dispatch import is_evident
 from megatron_lancet.planning.distinct_rows import DistinctParts
 from megatron_lancet.planning.profile import ModelFacts, Profile
@@ -36,7 +36,7 @@ class Exclusion:
 
     what: str
     reason: str
-    is_evident: bool = field(default=False, metadata=OMITTED_AT_DEFAULT)
+    is_evident: bool = False
 
 
 @dataclass(frozen=True)

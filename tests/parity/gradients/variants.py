@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
-from megatron_lancet.schedule.wire import Wire
 
 DW_MEMORY_CASES = {"dw-memory-1/k=2": (1, 2), "dw-memory-20000/k=1": (20_000, 1), "dw-memory-20000/k=2": (20_000, 2)}
 """Bytes and chunks. One byte is too small for any dW; 20,000 are less than the peak without a bound."""
@@ -294,13 +293,11 @@ DEDUP_CASES: dict[str, DedupCase] = {
     }.items()
 }
 """On two ranks with EP=2; two experts a rank unless the model has more."""
-NARROW: dict[str, tuple[Plan, Wire]] = {
-    "wire-bf16/k=1": (fixed_plan(1), Wire.BF16),
-    "wire-bf16/k=3/dedup": (replace(fixed_plan(3), dispatch=Dispatch.DEDUP), Wire.BF16),
-    "wire-fp8/k=1": (fixed_plan(1), Wire.FP8),
-    "wire-fp8/k=3/dedup": (replace(fixed_plan(3), dispatch=Dispatch.DEDUP), Wire.FP8),
+NARROW: dict[str, Plan] = {
+    "wire-fp8/k=1": fixed_plan(1),
+    "wire-fp8/k=3/dedup": replace(fixed_plan(3), dispatch=Dispatch.DEDUP),
 }
-"""Messages whose hidden states are rounded."""
+"""Runs with ``--lancet-wire fp8``: messages whose hidden states are rounded."""
 
 
 def precision_of(case: str) -> str:
