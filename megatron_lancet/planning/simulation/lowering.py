@@ -193,7 +193,7 @@ class Lowering:
     def _action(
         self, instruction: Instruction, layer: LayerKind, pieces: Pieces, dispatch: Dispatch, tiles: _Tiles
     ) -> Action:
-        verb, number, chunk = instruction
+        verb, number, chunk, _ = instruction
         routing = self.loads.routing.get((number, pieces.dim, pieces.num_chunks, chunk)) if self.loads.routing else None
         layers_back = number - self._model.owner_of_weights(number)
         where = None if routing is None else number
