@@ -81,7 +81,6 @@ class SegmentChoice:
     chunk_dim: ChunkDim = ChunkDim.BATCH
     range: OverlapRange = OverlapRange.STACK
     chunk_multiple: int = 1
-    hop_turns: bool = False
     tiles: int = 0
     own_rows: OwnRows = OwnRows.HALF
 
@@ -93,7 +92,6 @@ class SegmentChoice:
             segment.chunk_dim,
             segment.range,
             segment.chunk_multiple,
-            segment.hop_turns,
             segment.tiles,
             segment.own_rows,
         )
@@ -101,7 +99,7 @@ class SegmentChoice:
     def segment(self, first_layer: int, last_layer: int | None) -> Segment:
         """The segment of these layers (global numbers, None for the model's last) that runs in this way."""
         cut = self.num_chunks, self.chunk_dim, self.range, self.chunk_multiple
-        return Segment(first_layer, last_layer, *cut, self.hop_turns, self.tiles, self.own_rows)
+        return Segment(first_layer, last_layer, *cut, self.tiles, self.own_rows)
 
 
 @dataclass(frozen=True)
@@ -185,11 +183,9 @@ class SearchSpace:
         return space.with_dispatch(dispatch)
 
     def with_dispatch(self, dispatch: Dispatch) -> "SearchSpace":
-        """The space of plans with another dispatch; its choices differ where chunks have more to choose."""
-        choices = [choice for choice in self.choices if not choice.hop_turns and not choice.tiles]
-        if dispatch is Dispatch.TWO_HOP:
-            choices += [replace(choice, hop_turns=True) for choice in choices if choice.num_chunks > 1]
-        else:
+        """The space of plans with another dispatch; two hops have no tiles."""
+        choices = [choice for choice in self.choices if not choice.tiles]
+        if dispatch is not Dispatch.TWO_HOP:
             choices = sorted([*choices, *self.tiled], key=_complexity)
         return replace(self, dispatch=dispatch, choices=tuple(choices))
 

@@ -136,9 +136,7 @@ def two_hop_cases() -> Iterator[tuple[str, Case]]:
         plan = fixed_plan(num_chunks, DwPolicy.FILL, dim, over, dispatch=Dispatch.TWO_HOP)
         yield f"two-hop-k{num_chunks}-{over}", Case(plan, "two-nodes", has_priority=True)
     plan = fixed_plan(2, dispatch=Dispatch.TWO_HOP)
-    turns_of_hops = tuple(dataclasses.replace(segment, hop_turns=True) for segment in plan.segments)
-    by_hop = dataclasses.replace(plan, segments=turns_of_hops)
-    yield "two-hop-k2-hop-turns-slow-link", Case(by_hop, "two-nodes", message_ms=SLOW_MS, has_priority=True)
+    yield "two-hop-k2-slow-link", Case(plan, "two-nodes", message_ms=SLOW_MS, has_priority=True)
     yield "two-hop-k2-fitted-gaps", Case(plan, "two-nodes", message_ms=4.0, has_fitted_gaps=True)
     yield "two-hop-k2-cuda-fitted-gaps", Case(plan, "two-nodes", has_fitted_gaps=True, host_polls=False)
 
@@ -402,11 +400,11 @@ def test_program_that_is_not_the_planned_one_is_noticed(compared):
     """The model and the simulator share the table of turns: here only the model's chunks take turns in reverse."""
     case, expected, _ = compared
 
-    def reversed_turns(layers, num_chunks, overlap_range, hop_turns):
+    def reversed_turns(layers, num_chunks, overlap_range):
         def mirrored(chunk: int) -> int:
             return num_chunks - 1 - chunk
 
-        instructions = turns.program(layers, num_chunks, overlap_range, hop_turns)
+        instructions = turns.program(layers, num_chunks, overlap_range)
         return [
             one._replace(chunk=mirrored(one.chunk)) if isinstance(one, turns.Instruction) else one
             for one in instructions
