@@ -66,8 +66,6 @@ class Dispatch(StrEnum):
 class OwnRows(StrEnum):
     """When a rank's experts work on the rows that stay on it, where those of other ranks come in tiles."""
 
-    BEFORE = "before"
-    """While the dispatch is in flight."""
     HALF = "half"
     """One half while the dispatch is in flight, the other while the combine is."""
     AFTER = "after"

@@ -137,15 +137,15 @@ def _in_tiles(layer: Layer, tiles: int, own_rows: OwnRows) -> Layer:
 
     The rows that stay on the rank run where it would otherwise wait: for the first tile, or for the first one back.
     """
-    whole = None if own_rows is not OwnRows.HALF else 0
-    own_before = () if own_rows is OwnRows.AFTER else (Compute(OpKind.OWN_EXPERTS, whole),)
-    own_after = () if own_rows is OwnRows.BEFORE else (Compute(OpKind.OWN_EXPERTS, None if whole is None else 1),)
+    in_halves = own_rows is OwnRows.HALF
+    own_before = [Compute(OpKind.OWN_EXPERTS, 0)] if in_halves else []
+    own_after = Compute(OpKind.OWN_EXPERTS, 1 if in_halves else None)
     done: list[Verb] = []
     for verb in layer:
         if verb == _TILED[0]:
             done += own_before
             done += [replace(step, tile=tile) for tile in range(tiles) for step in _TILED]
-            done += own_after
+            done.append(own_after)
         elif verb in (Launch(OpKind.DISPATCH), Wait(OpKind.COMBINE)):
             done += [replace(verb, tile=tile) for tile in range(tiles)]
         elif verb not in _TILED:
@@ -245,7 +245,7 @@ def is_cut(kind: LayerKind, op: str, overlap_range: OverlapRange) -> bool:
         op: kind of the op.
     """
     one_hop = _VERBS[kind]
-    all_ways = one_hop, _in_two_hops(one_hop), _in_tiles(one_hop, 1, OwnRows.BEFORE)
+    all_ways = one_hop, _in_two_hops(one_hop), _in_tiles(one_hop, 1, OwnRows.HALF)
     return any(verb.kind == op for verbs in all_ways for verb in _split(verbs, overlap_range)[1])
 
 

@@ -53,7 +53,6 @@ class Limits:
         dispatches: what all-to-alls may carry.
         tiles: allowed numbers of tiles, 0 for none; None for none and, with one chunk, :data:`TILES` where a plan with
             tiles was profiled. Chunks have tiles only if they must.
-        own_rows: with tiles, when the experts may work on the rows that stay on a rank.
         max_memory_bytes: hard bound on a rank's activations and deferred dWs; None for no bound.
         dw_memory_bytes: bound on a rank's deferred dWs, written into the plan; None for no bound.
         excluded: exclusions that the caller made; repeated in the result.
@@ -67,7 +66,6 @@ class Limits:
     pairing: tuple[bool, ...] = (False, True)
     dispatches: tuple[Dispatch, ...] = tuple(Dispatch)
     tiles: tuple[int, ...] | None = None
-    own_rows: tuple[OwnRows, ...] = (OwnRows.HALF, OwnRows.AFTER)
     max_memory_bytes: int | None = None
     dw_memory_bytes: int | None = None
     excluded: tuple[Exclusion, ...] = ()
@@ -157,7 +155,7 @@ class SearchSpace:
             replace(choice, tiles=number, own_rows=one)
             for choice in dict.fromkeys(choices)
             for number in tiles
-            for one in limits.own_rows
+            for one in OwnRows
             if number and (choice.num_chunks == 1 or must_tile)
         ]
         choices = [choice for choice in choices if choice.tiles or not must_tile]

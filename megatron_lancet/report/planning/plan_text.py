@@ -24,7 +24,6 @@ DISPATCHES = {
     Dispatch.TWO_HOP: "a token goes once to each node that holds any of its experts, and there once to each such rank",
 }
 _OWN_ROWS = {
-    OwnRows.BEFORE: "a rank's own before them",
     OwnRows.HALF: "half of a rank's own before them and half behind",
     OwnRows.AFTER: "a rank's own behind them",
 }

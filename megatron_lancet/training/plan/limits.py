@@ -146,7 +146,6 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
         pairing=pairing,
         dispatches=dispatches,
         tiles=tiles,
-        own_rows=Limits.own_rows if config.own_rows is None else (config.own_rows,),
         dw_memory_bytes=config.dw_memory_bytes,
         excluded=(*excluded, *not_paired, *not_deduplicated, *not_tiled),
     )

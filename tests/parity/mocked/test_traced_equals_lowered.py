@@ -142,8 +142,8 @@ def two_hop_cases() -> Iterator[tuple[str, Case]]:
 
 
 def tile_cases() -> Iterator[tuple[str, Case]]:
-    before, half, after = OwnRows
-    for num_chunks, tiles, own_rows in ((1, 1, before), (1, 2, half), (1, 4, after), (2, 1, half), (2, 3, after)):
+    half, after = OwnRows
+    for num_chunks, tiles, own_rows in ((1, 1, after), (1, 2, half), (1, 4, after), (2, 1, half), (2, 3, after)):
         plan = fixed_plan(num_chunks, tiles=tiles, own_rows=own_rows)
         yield f"tiles-{tiles}-{own_rows}-k{num_chunks}", Case(plan, has_priority=True)
     plan = fixed_plan(1, tiles=2)

@@ -100,9 +100,9 @@ TILED: dict[str, tuple[dict[str, Any], Plan]] = {
     "fused/tiles-4-after/dedup": (FUSED, dedup(fixed_plan(2, tiles=4, own_rows=OwnRows.AFTER))),
     "plain/tiles-2-half/at-once": ({}, fixed_plan(1, DwPolicy.NONE, tiles=2)),
     "fused-bias/tiles-1-half": (MODELS["fused-bias"], fixed_plan(1, tiles=1)),
-    "sequential-experts/tiles-2-before": (
+    "sequential-experts/tiles-2-after": (
         MODELS["sequential-experts"],
-        fixed_plan(1, tiles=2, own_rows=OwnRows.BEFORE),
+        fixed_plan(1, tiles=2, own_rows=OwnRows.AFTER),
     ),
 }
 """Rows that go to other ranks in tiles. Parts of few rows are not padded here, so that sums have other orders."""
