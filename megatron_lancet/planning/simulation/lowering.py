@@ -151,7 +151,7 @@ class Lowering:
         pieces, tiles = _WHOLE, _Tiles(segment.tiles, segment.own_rows) if segment.tiles else _NO_TILES
         steps: list[Step] = []
         verbs = [(number, self._verbs(number, kind, segment.num_chunks, dispatch, tiles)) for number, kind in layers]
-        for instruction in program(verbs, segment.num_chunks, segment.range, segment.hop_turns):
+        for instruction in program(verbs, segment.num_chunks, segment.range):
             if isinstance(instruction, Instruction):
                 number, code = instruction.layer, _CODES.get(type(instruction.verb))
                 if code is not None:
