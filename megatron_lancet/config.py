@@ -15,8 +15,8 @@ from megatron_lancet.feature import Feature
 from megatron_lancet.flags import CheckedFlags, flag, flags_of, word_or_path, words
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority
-from megatron_lancet.schedule.units import mb_to_bytes
 from megatron_lancet.schedule.wire import Wire
+from megatron_lancet.units import mb_to_bytes
 
 
 class PlanChoice(StrEnum):

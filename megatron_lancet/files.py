@@ -13,13 +13,14 @@ import signal
 import threading
 import types
 import typing
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 _SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 """Exit status that shells show for a process which SIGTERM ended."""
@@ -45,12 +46,29 @@ class Range:
     high: int
 
 
+class Named(ABC):
+    """Base of objects that are known by name: files and flags hold the name.
+
+    Attributes:
+        name: names the object, and no other one of its kind.
+    """
+
+    name: str
+
+    @classmethod
+    @abstractmethod
+    def known(cls) -> Mapping[str, Self]:
+        """All of this kind, by name."""
+
+
 class RecordError(ValueError):
     """A file has unexpected content. The message says where, what was expected and what was found."""
 
 
 def to_plain(value: Any) -> Any:
-    """Convert dataclasses, tuples and enums into what ``json.dumps`` accepts; fields keep their order."""
+    """Convert dataclasses, tuples, enums and names into what ``json.dumps`` accepts; fields keep their order."""
+    if isinstance(value, Named):
+        return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in _written_fields(value)}
     if isinstance(value, list | tuple):
@@ -204,14 +222,20 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
             raise _unexpected("an object", value, where)
         _, part_kind = typing.get_args(kind)
         return {name: _convert(part_kind, part, f"{where}.{name}") for name, part in value.items()}
+    if issubclass(kind, Named):
+        known = kind.known()
+        return known[_one_of(list(known), value, where)]
     if dataclasses.is_dataclass(kind):
         return _dataclass(kind, value, where)
     if issubclass(kind, Enum):
-        allowed = [option.value for option in kind]
-        if value not in allowed:
-            raise _unexpected(f"one of {', '.join(map(str, allowed))}", value, where)
-        return kind(value)
+        return kind(_one_of([option.value for option in kind], value, where))
     return _scalar(kind, value, where)
+
+
+def _one_of(allowed: list[Any], value: Any, where: str) -> Any:
+    if value not in allowed:
+        raise _unexpected(f"one of {', '.join(map(str, allowed))}", value, where)
+    return value
 
 
 def _scalar(kind: type, value: Any, where: str) -> Any:

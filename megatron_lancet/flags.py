@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.files import Named
 
 _METADATA_KEY = "flag"
 
@@ -90,10 +91,15 @@ def flag(default: Any, **settings: Any) -> Any:
     return field(default=default, metadata={_METADATA_KEY: Flag(**settings)})
 
 
-def words(kind: type[StrEnum], none_word: str | None = None) -> dict[str, Any]:
-    """Settings of a flag that takes a member of an enumeration, or ``none_word``, which leaves the field at None."""
-    values = tuple(member.value for member in kind)
-    return {"choices": values if none_word is None else (none_word, *values), "none_word": none_word, "read": kind}
+def words(kind: type[StrEnum] | type[Named], none_word: str | None = None) -> dict[str, Any]:
+    """Settings of a flag that takes a member of an enumeration, or ``none_word``, which leaves the field at None.
+
+    Args:
+        kind: the enumeration, or a kind of objects that are known by name.
+    """
+    members = kind.known() if issubclass(kind, Named) else {member.value: member for member in kind}
+    choices = tuple(members) if none_word is None else (none_word, *members)
+    return {"choices": choices, "none_word": none_word, "read": members.__getitem__}
 
 
 def word_or_path(kind: type[StrEnum]) -> Callable[[str], StrEnum | Path]:

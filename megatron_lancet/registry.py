@@ -5,11 +5,13 @@ does, and no import circle arises. To remove a feature, delete its folder and it
 """
 
 import importlib
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_lancet.feature import Feature
+    from megatron_lancet.schedule.dispatch import Dispatch
 
 _FEATURES = (
     "megatron_lancet.lab.causes.feature:CAUSES",
@@ -18,11 +20,38 @@ _FEATURES = (
 )
 """In the order in which a run asks them."""
 
+_DISPATCHES = (
+    "megatron_lancet.schedule.dispatch:PLAIN",
+    "megatron_lancet.features.dedup.order:DEDUP",
+    "megatron_lancet.features.two_hop.order:TWO_HOP",
+)
+"""Simplest first."""
+
+_TILED = ("megatron_lancet.features.tiles.order:Tiled",)
+"""Makes a dispatch with tiles of another one; empty where no dispatch has tiles."""
+
 
 @cache
 def features() -> "tuple[Feature, ...]":
     """The features that this installation has."""
     return tuple(load(name) for name in _FEATURES)
+
+
+@cache
+def dispatches() -> "Mapping[str, Dispatch]":
+    """The dispatches that this installation has, by name."""
+    return {dispatch.name: dispatch for dispatch in map(load, _DISPATCHES)}
+
+
+def has_tiles() -> bool:
+    """Whether this installation has tiles."""
+    return bool(_TILED)
+
+
+def tiled() -> "Callable[..., Dispatch]":
+    """Makes a dispatch with tiles: from another one, the number of tiles, and when own rows run."""
+    made: Callable[..., Dispatch] = load(_TILED[0])
+    return made
 
 
 def load(name: str) -> Any:

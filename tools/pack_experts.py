@@ -33,7 +33,7 @@ from megatron_lancet.lab.what_if.forecast import Forecaster
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.schedule.units import BYTES_PER_MB
+from megatron_lancet.units import BYTES_PER_MB
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -61,7 +61,8 @@ from megatron_lancet.planning.plan_file import made_for, misfits
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.simulator import Simulation, simulate
 from megatron_lancet.planning.stages import split_at_stages
-from megatron_lancet.schedule.plan import Dispatch, Plan
+from megatron_lancet.schedule.dispatch import Dispatch
+from megatron_lancet.schedule.plan import Plan
 
 _GROW = "grow"
 _NUM_SHOWN_IN_PAIRS = 4
@@ -148,9 +149,11 @@ def layout_of(forecaster: Forecaster, arguments: argparse.Namespace, world_size:
     if ep_size == _GROW:
         ep_size = largest_ep_size(facts, max(1, world_size // pp_size))
     layout = forecaster.layout(world_size, ep_size, pp_size, arguments.num_micro_batches, arguments.routing)
-    if arguments.dispatch == Dispatch.TWO_HOP and (why_not := why_not_several_nodes(facts, layout)) is not None:
+    dispatch = Dispatch.known().get(arguments.dispatch)
+    needs_nodes = dispatch is not None and dispatch.needs_nodes
+    if needs_nodes and (why_not := why_not_several_nodes(facts, layout)) is not None:
         raise UsageError(
-            f"--dispatch {Dispatch.TWO_HOP} can't be followed with {world_size} ranks: {why_not}. Pass "
+            f"--dispatch {dispatch} can't be followed with {world_size} ranks: {why_not}. Pass "
             "--ranks-per-node and a network, or another dispatch"
         )
     return layout
@@ -165,7 +168,7 @@ def planners_of(arguments: argparse.Namespace, profile: Profile) -> dict[str, Pl
     def as_asked(plan: Plan) -> Plan:
         if arguments.dispatch == "auto":
             return plan
-        return with_dispatch(plan, Dispatch(arguments.dispatch))
+        return with_dispatch(plan, Dispatch.known()[arguments.dispatch])
 
     if arguments.plan_file is not None:
         content = load_plan(arguments.plan_file)

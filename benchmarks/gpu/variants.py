@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu.sizes import Size, transformer_config
+from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.patching import replaced
 from megatron_lancet.runtime.comm_stats import CommStats, CommTimes
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 
 if TYPE_CHECKING:
     from megatron_lancet.runtime.comm import Comm
@@ -28,8 +29,8 @@ PLANS: dict[str, Plan | None] = {
     "ours k=2 sequence": fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE),
     "pairs": paired(fixed_plan(1)),
     "tiles": fixed_plan(1, tiles=1),
-    "dedup": fixed_plan(1, dispatch=Dispatch.DEDUP),
-    "dedup pairs": paired(fixed_plan(1, dispatch=Dispatch.DEDUP)),
+    "dedup": fixed_plan(1, dispatch=DEDUP),
+    "dedup pairs": paired(fixed_plan(1, dispatch=DEDUP)),
     MEGATRON_OVERLAP: None,
 }
 """Plans by the variant's name; None where Megatron's own modules run."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 from benchmarks.harness.namespaces import NUM_NODES
 from megatron_lancet.errors import UsageError
-from megatron_lancet.planning.dispatch import why_not_dedup, why_not_two_hop
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, Layout
 from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
-from megatron_lancet.schedule.plan import Dispatch, Plan
+from megatron_lancet.schedule.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class Variant:
     @property
     def dispatch(self) -> Dispatch:
         """What its all-to-alls carry."""
-        return Dispatch.PLAIN if self.plan is None else self.plan.dispatch
+        return PLAIN if self.plan is None else self.plan.dispatch
 
     @property
     def is_deduplicated(self) -> bool:
         """Whether a token travels once to a rank or once to a node, not once to each of its experts there."""
-        return self.dispatch is not Dispatch.PLAIN
+        return self.dispatch is not PLAIN
 
     @property
     def is_tiled(self) -> bool:
@@ -121,7 +121,7 @@ def sums_as_stock(plan: Plan, topk: int) -> bool:
     Nothing is cut; and where ranks sum a token's outputs before they go back, it has at most two, whose order is none.
     Of tiles each is a GEMM of its own, and one of fewer rows may sum in another order.
     """
-    return plan.num_chunks == 1 and not plan.has_tiles and (plan.dispatch is Dispatch.PLAIN or topk <= 2)
+    return plan.num_chunks == 1 and not plan.has_tiles and (plan.dispatch is PLAIN or topk <= 2)
 
 
 @dataclass(frozen=True)
@@ -158,14 +158,8 @@ class Case:
 
     def why_not(self, dispatch: Dispatch) -> str | None:
         """Why its all-to-alls can't carry that, as the end of a sentence; None if they can."""
-        routing = self.num_ranks, self.shape.experts, self.shape.topk
-        match dispatch:
-            case Dispatch.PLAIN:
-                return None
-            case Dispatch.DEDUP:
-                return why_not_dedup(*routing, pads_to_capacity=False)
-            case Dispatch.TWO_HOP:
-                return why_not_two_hop(self.nodes, *routing, pads_to_capacity=False)
+        blocker = dispatch.blocker(Layout(self.num_ranks, self.shape.experts, self.shape.topk, nodes=self.nodes))
+        return None if blocker is None else blocker.reason
 
 
 def select(
@@ -209,7 +203,7 @@ def check_saves_rows(case: Case, dispatches: Mapping[str, Dispatch], others: Map
     for name, dispatch in dispatches.items():
         why_not = case.why_not(dispatch)
         if why_not is not None:
-            place = "a node" if dispatch is Dispatch.TWO_HOP else "a rank"
+            place = f"a {dispatch.receiver}"
             raise UsageError(
                 f"{name} sends a token once to {place}, and in case {case.name} {why_not}. "
                 f"Pass --cases {others[dispatch]}."

@@ -7,7 +7,9 @@ from typing import Any
 from benchmarks.harness.cases import Case, Shape, Variant, check_saves_rows, select
 from benchmarks.te_layers import check_unpacked
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, OwnRows, fixed_plan, paired
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, OwnRows, fixed_plan, paired
 
 MEGATRON = "megatron-overlap"
 MEGATRON_DELAYED = f"{MEGATRON}-delay-wgrad"
@@ -48,7 +50,7 @@ def _paired_variants() -> list[Variant]:
 
 def _deduplicated_variants() -> list[Variant]:
     """A token travels once to a rank."""
-    whole, chunks = (fixed_plan(num_chunks, dispatch=Dispatch.DEDUP) for num_chunks in (1, 2))
+    whole, chunks = (fixed_plan(num_chunks, dispatch=DEDUP) for num_chunks in (1, 2))
     return [
         Variant("dedup-k1", whole),
         Variant("dedup-k2", chunks),
@@ -58,7 +60,7 @@ def _deduplicated_variants() -> list[Variant]:
 
 def _two_hop_variants() -> list[Variant]:
     """A token travels once to a node."""
-    return [Variant(f"two-hop-k{chunks}", fixed_plan(chunks, dispatch=Dispatch.TWO_HOP)) for chunks in (1, 2)]
+    return [Variant(f"two-hop-k{chunks}", fixed_plan(chunks, dispatch=TWO_HOP)) for chunks in (1, 2)]
 
 
 def _tiled_variants() -> list[Variant]:
@@ -246,7 +248,7 @@ CASES = {
     for cases in (_cases, _paired_cases, _top_4_cases, _nodes_cases, _load_cases, _tiled_cases)
     for case in cases()
 }
-_SAVES_ROWS = {Dispatch.DEDUP: DISPATCH_CASES[0], Dispatch.TWO_HOP: NODES_CASES[0]}
+_SAVES_ROWS = {DEDUP: DISPATCH_CASES[0], TWO_HOP: NODES_CASES[0]}
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ from benchmarks.harness.samples import (
     spread,
 )
 from benchmarks.network.cases import CHUNKED, VARIANTS
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.load.placement import contiguous, most_over_mean, rows_of_ranks
-from megatron_lancet.schedule.plan import Dispatch
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 
 
 @dataclass(frozen=True)
@@ -113,13 +115,10 @@ class SentRows:
 
     def fewer(self, dispatch: Dispatch) -> float:
         """By what a dispatch divides the rows."""
-        match dispatch:
-            case Dispatch.TWO_HOP:
-                assert self.two_hop is not None
-                return self.plain / self.two_hop
-            case Dispatch.DEDUP:
-                return self.plain / self.dedup
-        return 1.0
+        if dispatch == TWO_HOP:
+            assert self.two_hop is not None
+            return self.plain / self.two_hop
+        return self.plain / self.dedup if dispatch == DEDUP else 1.0
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,7 @@ def _dispatches(case: Mapping[str, Any]) -> set[Dispatch]:
 
 
 def _sent_rows(case: Mapping[str, Any]) -> SentRows | None:
-    if _dispatches(case) == {Dispatch.PLAIN}:
+    if _dispatches(case) == {PLAIN}:
         return None
     found = case["sent_rows"]
     has_hops = _ranks_per_node(case) > 1
@@ -215,7 +214,7 @@ def _sent_rows(case: Mapping[str, Any]) -> SentRows | None:
 
 
 def _gain(case: Mapping[str, Any], samples: CaseSamples) -> Gain | None:
-    dispatch = Dispatch.TWO_HOP if Dispatch.TWO_HOP in _dispatches(case) else Dispatch.DEDUP
+    dispatch = TWO_HOP if TWO_HOP in _dispatches(case) else DEDUP
     ours = [name for name in case["variants"] if VARIANTS[name].plan is not None and not VARIANTS[name].free_link]
 
     def fastest(has_dispatch: bool) -> str | None:
@@ -282,7 +281,7 @@ def _row(case: Mapping[str, Any], samples: CaseSamples, name: str) -> Row:
     peaks = case["peak_activation_bytes"]
     by_sweep = samples.speedups(name, reference)
     is_compared = variant.plan is not None and not variant.free_link and CHUNKED in case["variants"]
-    compares = Dispatch.TWO_HOP in _dispatches(case) or any(
+    compares = TWO_HOP in _dispatches(case) or any(
         VARIANTS[other].is_placed
         or VARIANTS[other].is_tiled
         or ((plan := VARIANTS[other].plan) is not None and plan.is_paired)

@@ -7,7 +7,8 @@ from benchmarks.harness.samples import Spread, disturbance_warning
 from benchmarks.harness.tables import aligned, markdown
 from benchmarks.network.cases import CHUNKED, VARIANTS
 from benchmarks.network.summary import CaseSummary, Row, SentRows
-from megatron_lancet.schedule.plan import Dispatch
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
 
 _HEADINGS = (
     "variant",
@@ -81,8 +82,8 @@ def _cells(row: Row) -> list[str]:
 
 
 _FASTEST = {
-    Dispatch.DEDUP: ("without duplicates", "with them"),
-    Dispatch.TWO_HOP: ("with two hops", "without them"),
+    DEDUP: ("without duplicates", "with them"),
+    TWO_HOP: ("with two hops", "without them"),
 }
 
 
@@ -90,12 +91,12 @@ def _rows(sent: SentRows) -> str:
     if sent.two_hop is None:
         return (
             f"by the routing a token sends {sent.plain:.2f} rows to other ranks, {sent.dedup:.2f} without duplicates: "
-            f"{sent.fewer(Dispatch.DEDUP):.3f} times fewer"
+            f"{sent.fewer(DEDUP):.3f} times fewer"
         )
     return (
         f"by the routing a token sends {sent.plain:.2f} rows to other nodes, {sent.dedup:.2f} if it goes once to a "
-        f"rank ({sent.fewer(Dispatch.DEDUP):.3f} times fewer), {sent.two_hop:.2f} if it goes once to a node "
-        f"({sent.fewer(Dispatch.TWO_HOP):.3f} times fewer)"
+        f"rank ({sent.fewer(DEDUP):.3f} times fewer), {sent.two_hop:.2f} if it goes once to a node "
+        f"({sent.fewer(TWO_HOP):.3f} times fewer)"
     )
 
 

@@ -101,7 +101,7 @@ def peak_mb(
     model, config = build(args, settings)
     name, num_chunks, dim = cut
     if name != "off":
-        plan = replace(fixed_plan(num_chunks, chunk_dim=ChunkDim(dim)), dispatch=Dispatch(dispatch))
+        plan = replace(fixed_plan(num_chunks, chunk_dim=ChunkDim(dim)), dispatch=Dispatch.known()[dispatch])
         # The fused attention everywhere: what is compared is the cutting, not the kernel.
         OverlapSetup(plan, torch.device("cpu"), CommStats(torch.device("cpu")), timedelta(minutes=5), sdpa=True)(
             [model]

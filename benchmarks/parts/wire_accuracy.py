@@ -27,9 +27,11 @@ import torch.distributed as dist
 from benchmarks.harness.cases import Shape
 from benchmarks.harness.tables import aligned
 from benchmarks.parts.frame import megatron_ranks, new_parser, parsed, write_result
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.files import to_plain
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
-from megatron_lancet.schedule.plan import Dispatch, Plan, fixed_plan
+from megatron_lancet.schedule.plan import Plan, fixed_plan
 from megatron_lancet.schedule.wire import Wire
 
 _OTHER_PARAMETERS = "others"
@@ -65,10 +67,10 @@ def parse_arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"of the model ({default})")
     parser.add_argument("--seq-length", type=int, default=shape.seq_length, help=f"({shape.seq_length})")
     parser.add_argument("--chunks", type=int, default=2, help="of a micro-batch (2)")
-    parser.add_argument("--dispatch", type=Dispatch, choices=list(Dispatch), default=Dispatch.PLAIN)
+    parser.add_argument("--dispatch", type=Dispatch.known().get, choices=list(Dispatch.known().values()), default=PLAIN)
     parser.add_argument("--ranks-per-node", type=int, help="neighbours that count as a node; only with two hops")
     args = parsed(parser, "wire_accuracy")
-    if (args.dispatch is Dispatch.TWO_HOP) != (args.ranks_per_node is not None):
+    if (args.dispatch is TWO_HOP) != (args.ranks_per_node is not None):
         parser.error("--dispatch two-hop and --ranks-per-node go together")
     return args
 

@@ -11,7 +11,10 @@ from dataclasses import dataclass, replace
 
 from benchmarks.harness.cases import Case, Shape, check_saves_rows, select
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, OwnRows, Plan, fixed_plan, paired
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
+from megatron_lancet.schedule.dispatch import Dispatch
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, OwnRows, Plan, fixed_plan, paired
 
 BASELINE = "k1"
 """Stock's order: by what it waits for, the link's rate is set."""
@@ -67,8 +70,8 @@ _UNPAIRED_PLANS = _fixed_plans()
 FIXED_PLANS = {
     **_UNPAIRED_PLANS,
     **_paired_plans(),
-    **_plans_of(Dispatch.DEDUP),
-    **_plans_of(Dispatch.TWO_HOP),
+    **_plans_of(DEDUP),
+    **_plans_of(TWO_HOP),
     **_tiled_plans(),
 }
 CONFIGURATIONS = (*FIXED_PLANS, PLANNED)
@@ -77,8 +80,8 @@ CONFIGURATIONS = (*FIXED_PLANS, PLANNED)
 _SHAPE = Shape(hidden=384, seq_length=256)
 _SOME = ("k1", "k1-dw", "experts-k4-dw", "stack-k2", "stack-k4-dw", "sequence-k2-dw", PLANNED)
 _PAIRED = ("k1", "stack-k2-dw", *_paired_plans(), PLANNED)
-_TOP_4 = ("k1", "stack-k2-dw", *_plans_of(Dispatch.DEDUP), PLANNED)
-_NODES = ("k1", "stack-k2-dw", "dedup-k2", *_plans_of(Dispatch.TWO_HOP), PLANNED)
+_TOP_4 = ("k1", "stack-k2-dw", *_plans_of(DEDUP), PLANNED)
+_NODES = ("k1", "stack-k2-dw", "dedup-k2", *_plans_of(TWO_HOP), PLANNED)
 _TILED = ("k1", "k1-dw", "stack-k2-dw", *_tiled_plans(), PLANNED)
 _BATCH_ONLY = ("k1", "k1-dw", "stack-k2", "stack-k2-dw", "stack-k4-dw")
 
@@ -150,7 +153,7 @@ NODES_CASES = tuple(case.name for case in _nodes_cases())
 CASES = {
     case.name: case for cases in (_cases, _paired_cases, _top_4_cases, _nodes_cases, _tiled_cases) for case in cases()
 }
-_SAVES_ROWS = {Dispatch.DEDUP: DISPATCH_CASES[0], Dispatch.TWO_HOP: NODES_CASES[0]}
+_SAVES_ROWS = {DEDUP: DISPATCH_CASES[0], TWO_HOP: NODES_CASES[0]}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.harness.samples import all_exposed, by_rank, slower, spread
 from benchmarks.prediction.cases import PLANNED
-from megatron_lancet.schedule.plan import Dispatch
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 
 MAX_MEDIAN_ERROR = 0.04
 MAX_ERROR = 0.10
@@ -138,7 +138,9 @@ def compare(case: dict[str, Any]) -> CaseErrors:
         fastest=fastest.name,
         planned_over_fastest=None if planned is None else planned.measured_ms / fastest.measured_ms,
         # Plans of older files, and plain ones, name no dispatch.
-        planned_dispatch=None if planned is None else Dispatch(case["plans"][PLANNED].get("dispatch", Dispatch.PLAIN)),
+        planned_dispatch=None
+        if planned is None
+        else Dispatch.known()[case["plans"][PLANNED].get("dispatch", PLAIN.name)],
     )
 
 

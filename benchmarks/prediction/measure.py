@@ -29,7 +29,8 @@ from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import NUM_TRACED_STEPS, ProfileRun, plans_to_profile
 from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.runtime.trace import Trace
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, Plan
+from megatron_lancet.schedule.dispatch import Dispatch
+from megatron_lancet.schedule.plan import ChunkDim, Plan
 from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.schedule.timeline import RankTimeline
 
@@ -207,7 +208,7 @@ def _samples_in_a_turn(case: Case) -> int:
 def _profiled_plans(case: Case) -> list[Plan]:
     """The plans of a run's profile; where steps are long only those of whole micro-batches and of two batch chunks."""
     sizes = case.shape.micro_batch, case.shape.seq_length
-    dispatches = [one for one in Dispatch if case.why_not(one) is None]
+    dispatches = [one for one in Dispatch.known().values() if case.why_not(one) is None]
     profiled = partial(plans_to_profile, *sizes, dispatches=dispatches, has_tiles=True)
     return profiled([ChunkDim.BATCH], chunk_counts=[2]) if _is_accumulated(case) else profiled()
 

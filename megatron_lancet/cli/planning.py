@@ -13,10 +13,10 @@ from megatron_lancet.planning.profile import Profile, read_profile
 from megatron_lancet.planning.search.planner import PlannedStep, make_plan
 from megatron_lancet.planning.search.search_space import TILES, Limits
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
-from megatron_lancet.schedule.units import BYTES_PER_MB, mb_to_bytes
+from megatron_lancet.units import BYTES_PER_MB, mb_to_bytes
 
 _PAIRING = {"auto": (False, True), "on": (True,), "off": (False,)}
-_DISPATCHES = {"auto": tuple(Dispatch), **{one.value: (one,) for one in Dispatch}}
+_DISPATCHES = {"auto": tuple(Dispatch.known().values()), **{name: (one,) for name, one in Dispatch.known().items()}}
 
 
 def add_limit_arguments(parser: argparse.ArgumentParser) -> None:

@@ -36,14 +36,14 @@ from megatron_lancet.model.ops import trace_ends
 from megatron_lancet.model.recompute import Recompute, recompute_of_layer, recompute_of_mtp
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.model.te.linear import TELinearPerChunk, call_per_chunk, has_te_linear, is_te_linear
-from megatron_lancet.model.tiles.support import tiles_unsupported
 from megatron_lancet.model.transformer_block import LayersByPlan, OverlappingTransformerBlock
 from megatron_lancet.model.transformer_layer import OverlappingLayer
 from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.schedule.dispatch import Dispatch, Layout, tiles_blocker
 from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Plan, Segment
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, Segment
 
 _LAYER_CLASSES = (TransformerLayer, MoETransformerLayer, MLPLayer)
 type LanguageModel = GPTModel | HybridModel
@@ -130,7 +130,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     for layer in layers:
         if layer.attention in prefixed:
             check_mask_type(layer.stock.self_attention)
-    assert plan.dispatch is not Dispatch.TWO_HOP or block.comm.nodes is not None, "two hops have no connections here"
+    assert not plan.dispatch.needs_nodes or block.comm.nodes is not None, "two hops have no connections here"
     store = block.comm.store
     needs_store = plan.dw_policy is not DwPolicy.NONE or (plan.has_tiles and not block.overlaps_evaluation)
     assert store is not None or not needs_store, "dW can't be deferred in a model without a store"
@@ -202,8 +202,15 @@ def check_tiles(plan: Plan, model: LanguageModel, max_expert_rows: int | None) -
     Raises:
         UsageError: the plan has tiles, and the model can't run it.
     """
-    is_quantized = model.config.fp8 is not None or model.config.fp4 is not None
-    why_not = tiles_unsupported(is_quantized, max_expert_rows is not None) if plan.has_tiles else None
+    config = model.config
+    layout = Layout(
+        max(2, config.expert_model_parallel_size),  # on one rank tiles are of no use, but they run
+        config.num_moe_experts or 0,
+        config.moe_router_topk,
+        is_quantized=config.fp8 is not None or config.fp4 is not None,
+        has_row_bound=max_expert_rows is not None,
+    )
+    why_not = tiles_blocker(layout) if plan.has_tiles else None
     if why_not is not None:
         raise UsageError(
             f"the plan's rows go to other ranks in tiles, which this model can't run: {why_not.reason}. Use a plan "
@@ -283,12 +290,13 @@ def _prepare_layer(layer: Any, number: int, recompute: Recompute, comm: Comm) ->
     stock = layer.mlp.token_dispatcher
     config = layer.config
     groups = comm, config.num_moe_experts, stock.ep_size, stock.tp_group
+    ways = Dispatch.known()
     dispatchers: dict[Dispatch, Dispatcher] = {
-        Dispatch.PLAIN: AllToAllDispatcher(*groups, config.moe_permute_fusion, has_te_linear(layer.mlp.experts)),
-        Dispatch.DEDUP: DeduplicatedDispatcher(*groups),
+        ways["plain"]: AllToAllDispatcher(*groups, config.moe_permute_fusion, has_te_linear(layer.mlp.experts)),
+        ways["dedup"]: DeduplicatedDispatcher(*groups),
     }
     if comm.nodes is not None:
-        dispatchers[Dispatch.TWO_HOP] = TwoHopDispatcher(*groups, comm.nodes, stock.ep_group.rank())
+        dispatchers[ways["two-hop"]] = TwoHopDispatcher(*groups, comm.nodes, stock.ep_group.rank())
     moe = OverlappingMoE(number, layer.mlp, dispatchers, comm, recompute)
     return OverlappingLayer(number, layer, kind, moe, attention, comm, recompute)
 

@@ -30,8 +30,8 @@ from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_stats import SplitChunk
 from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.transport.base import ReadyEvent
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
-from megatron_lancet.schedule.plan import Dispatch
 from megatron_lancet.schedule.turns import Compute, Launch, LaunchCounts, Verb, Wait
 
 
@@ -166,7 +166,7 @@ def _in_rounds(moe: OverlappingMoE, x: ChunkState) -> ChunkInRounds:
     assert isinstance(x.routes, PendingRoutes)
     over, routes = x.routes.over_limit(), x.routes.wait()
     assert over is not None
-    plain = moe.dispatchers[Dispatch.PLAIN]
+    plain = moe.dispatchers[PLAIN]
     assert isinstance(plain, AllToAllDispatcher)
     rows_per_expert, rounds = plain.rounds(over)
     dispatch, combine = (moe.message_op(kind, x) for kind in (OpKind.DISPATCH, OpKind.COMBINE))

@@ -77,9 +77,7 @@ class OverlappingLayer:
             has_shared_experts,
             pads_to_capacity,
             segment.num_chunks,
-            dispatch,
-            segment.tiles,
-            segment.own_rows,
+            segment.in_tiles(dispatch),
         )
         return verbs if self.prediction is None else turns.mtp_layer(verbs)
 

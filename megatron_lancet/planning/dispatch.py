@@ -1,95 +1,92 @@
-"""What all-to-alls may carry in a layout."""
+"""What the rows of a chunk cost with a dispatch, and the same plan with another dispatch."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.ops import Op, OpKind
-from megatron_lancet.schedule.plan import Dispatch, DwPolicy, Gap, OwnRows, Plan, Segment
+from megatron_lancet import registry
+from megatron_lancet.planning.profile import Profile
+from megatron_lancet.planning.simulation.cost_model import CostModel, DwCost
+from megatron_lancet.planning.simulation.rows import Chunk, RowCounts, Rows
+from megatron_lancet.schedule.dispatch import Dispatch
+from megatron_lancet.schedule.layers import LayerKind
+from megatron_lancet.schedule.ops import Op, OpKind, Phase, Verb
+from megatron_lancet.schedule.plan import DwPolicy, Gap, Plan, Segment
 
-_NODE_KINDS = {OpKind.DISPATCH: OpKind.NODE_DISPATCH, OpKind.COMBINE: OpKind.NODE_COMBINE}
-_WHOLE_KINDS = {node: whole for whole, node in _NODE_KINDS.items()}
 
+class DispatchCosts:
+    """What the ops of a dispatch work on, and what its messages carry. These are the answers of the plain one.
 
-def why_not_dedup(ep_size: int, num_experts: int, topk: int, pads_to_capacity: bool) -> str | None:
-    """Why a run can't use deduplicated dispatch, as the end of a sentence; None if it can.
-
-    Args:
-        ep_size: number of ranks that share the experts.
-        num_experts: experts of a MoE layer, on all ranks; 0 for a model without experts.
-        topk: experts of a token.
-        pads_to_capacity: whether routers give every expert equally many rows of a micro-batch.
+    Ops have the times that were measured with the dispatch. Where none were, they have the plain one's: what the sender
+    no longer copies the receiver does, when it makes the rows of its experts and sums their outputs, so that each moves
+    about as many rows as before. No op is longer or shorter by more than the copy of the rows that are saved.
     """
-    if num_experts < 1:
-        return "the model has no experts"
-    if ep_size <= 1:
-        return "there is one expert-parallel rank, so nothing is sent"
-    if topk <= 1:
-        return "a token has one expert (top-1), so no rank gets it twice"
-    if num_experts <= ep_size:
-        return "a rank has one expert, so no rank gets a token twice"
-    if pads_to_capacity:
-        return "experts' inputs are padded to capacity, and padded rows belong to no rank's tokens"
-    return None
+
+    def __init__(self, dispatch: Dispatch, counts: RowCounts) -> None:
+        self.dispatch = dispatch
+        self.counts = counts
+        self.costs: CostModel = counts.costs
+        self.model = counts.costs.model
+
+    @staticmethod
+    def part_of_bytes(profile: Profile) -> float | None:
+        """Bytes of messages by those of plain ones, for the kind of message for which that is largest.
+
+        None if they go other ways, so that bytes alone do not decide which dispatch is faster.
+        """
+        return 1.0
+
+    def row_bytes(self, kind: OpKind) -> tuple[int, int]:
+        """Bytes of one row of a message with the experts' inputs, forward and backward."""
+        return self.model.row_bytes, self.model.grad_row_bytes
+
+    def rows(self, verb: Verb, chunk: Chunk) -> Rows:
+        """Rows of a message."""
+        return self.counts.sent(chunk)
+
+    def op_rows(self, verb: Verb, chunk: Chunk) -> Sequence[float] | None:
+        """Rows that a compute op works on, by simulated rank; None for the chunk's tokens."""
+        return self.counts.received(chunk) if verb.kind is OpKind.EXPERTS else None
+
+    def op_ms(self, layer: LayerKind, kind: OpKind, phase: Phase, chunk: Chunk, rows: float) -> float:
+        """Time of a compute op on so many rows."""
+        cut = chunk.cut
+        return self.costs.op_ms(layer, kind, phase, cut.dim, cut.num_chunks, chunk.number, rows, self.dispatch)
+
+    def weight_grads(
+        self, layer: LayerKind, verb: Verb, chunk: Chunk, rows: Sequence[float]
+    ) -> tuple[tuple[DwCost, ...], ...]:
+        """Weight gradients that become ready in the backward of a compute op, by simulated rank."""
+        return tuple(self.costs.weight_grads(layer, verb.kind, chunk.cut.num_chunks, number) for number in rows)
+
+    def rows_per_plain_row(self, kind: OpKind) -> Sequence[float]:
+        """For each simulated rank, rows of an op by those of the plain op that is similar; see ``similar_ops``."""
+        raise AssertionError(f"{self.dispatch} has no op {kind}")
 
 
-def why_not_two_hop(
-    nodes: Nodes | str | None, ep_size: int, num_experts: int, topk: int, pads_to_capacity: bool
-) -> str | None:
-    """Why a run can't dispatch in two hops, as the end of a sentence; None if it can.
-
-    Args:
-        nodes: how expert-parallel groups lie on nodes, or why they don't lie on several, see
-            :func:`~megatron_lancet.schedule.nodes.nodes_of_group`; None where it is unknown.
-        ep_size: number of ranks that share the experts.
-        num_experts: experts of a MoE layer, on all ranks; 0 for a model without experts.
-        topk: experts of a token.
-        pads_to_capacity: whether routers give every expert equally many rows of a micro-batch.
-    """
-    if num_experts < 1:
-        return "the model has no experts"
-    if ep_size <= 1:
-        return "there is one expert-parallel rank, so nothing is sent"
-    if topk <= 1:
-        return "a token has one expert (top-1), so no node gets it twice"
-    if pads_to_capacity:
-        return "experts' inputs are padded to capacity, and padded rows belong to no rank's tokens"
-    if nodes is None:
-        return "it is not known which ranks share a node"
-    return nodes if isinstance(nodes, str) else None
+def costs_of(dispatch: Dispatch, counts: RowCounts) -> DispatchCosts:
+    """The costs of a dispatch."""
+    made: DispatchCosts = registry.load(dispatch.costs)(dispatch, counts)
+    return made
 
 
-def is_evident(dispatch: Dispatch, nodes: Nodes | None, ep_size: int, num_experts: int, topk: int) -> bool:
-    """Whether nobody expects a dispatch in a layout: it removes duplicates, and there are none.
-
-    Args:
-        nodes: how expert-parallel groups lie on nodes; None if they don't lie on several, or if that is unknown.
-    """
-    if dispatch is Dispatch.TWO_HOP and nodes is None:
-        return True
-    return dispatch is not Dispatch.PLAIN and (num_experts < 1 or ep_size <= 1 or topk <= 1)
+def part_of_bytes(dispatch: Dispatch, profile: Profile) -> float | None:
+    """See :meth:`DispatchCosts.part_of_bytes`."""
+    part: float | None = registry.load(dispatch.costs).part_of_bytes(profile)
+    return part
 
 
 def with_dispatch(plan: Plan, dispatch: Dispatch) -> Plan:
     """The same plan with another dispatch.
 
-    Two hops have no tiles. The window of deferred weight gradients stays as many layers long. Weight gradients that are
-    planned for a message are planned for the one between nodes if it becomes two hops; what is planned for one inside a
-    node, or for one of a tile, is left out.
+    It has tiles if that one can have some. The window of deferred weight gradients stays as many layers long. Weight
+    gradients that are planned for a message are planned for the one that takes its place; what is planned for one that
+    has no such place, such as one of a tile or inside a node, is left out.
     """
-    kinds: dict[OpKind, OpKind] = {}
-    if plan.dispatch.all_to_alls_per_layer != dispatch.all_to_alls_per_layer:
-        kinds = _NODE_KINDS if dispatch is Dispatch.TWO_HOP else _WHOLE_KINDS
+    kinds = {plan.dispatch.messages[kind]: other for kind, other in dispatch.messages.items()}
+    is_alike = all(kind is other for kind, other in kinds.items())
 
     def moved(gaps: tuple[Gap, ...]) -> tuple[Gap, ...]:
-        if not kinds:
-            return gaps
-        ops = [(Op.parse(gap.op), gap) for gap in gaps]
-        known = {kind.value: other for kind, other in kinds.items()}
-        return tuple(
-            replace(gap, op=str(op.with_kind(known[op.kind])))
-            for op, gap in ops
-            if op.kind in known and op.tile is None
-        )
+        return gaps if is_alike else tuple(_moved(gaps, kinds))
 
     def window(num_all_to_alls: int, segments: tuple[Segment, ...]) -> int:
         least = 1 if plan.dw_policy is DwPolicy.FILL else 0
@@ -98,9 +95,7 @@ def with_dispatch(plan: Plan, dispatch: Dispatch) -> Plan:
         return max(least, num_all_to_alls * after // before)
 
     def fitting(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-        if dispatch is not Dispatch.TWO_HOP:
-            return segments
-        return tuple(replace(segment, tiles=0, own_rows=OwnRows.HALF) for segment in segments)
+        return segments if dispatch.can_tile else tuple(segment.without_tiles for segment in segments)
 
     pairing = plan.pairing
     if pairing is not None:
@@ -118,3 +113,10 @@ def with_dispatch(plan: Plan, dispatch: Dispatch) -> Plan:
         pairing=pairing,
         dispatch=dispatch,
     )
+
+
+def _moved(gaps: Sequence[Gap], kinds: Mapping[OpKind, OpKind]) -> Iterator[Gap]:
+    for gap in gaps:
+        op = Op.parse(gap.op)
+        if op.kind in kinds and op.tile is None:
+            yield replace(gap, op=str(op.with_kind(kinds[OpKind(op.kind)])))

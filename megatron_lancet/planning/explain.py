@@ -12,9 +12,10 @@ from megatron_lancet.planning.simulation.buckets import REDUCTION
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.phase_result import Wait
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulation, Simulator
+from megatron_lancet.schedule.dispatch import Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import FIRST_DISPATCHES, INSIDE_NODE, Op, OpKind, Phase
-from megatron_lancet.schedule.plan import Dispatch, DwPolicy, Plan, Segment
+from megatron_lancet.schedule.plan import DwPolicy, Plan, Segment
 from megatron_lancet.schedule.timeline import Lane, Span
 
 _SHOWN_MS = 5e-4
@@ -191,11 +192,10 @@ def explain(profile: Profile, plan: Plan, planned: PlannedStep | None = None) ->
 
 
 def _other_dispatches_ms(simulator: Simulator, plan: Plan) -> dict[Dispatch, float]:
-    why_not = {Dispatch.DEDUP: simulator.model.why_not_dedup, Dispatch.TWO_HOP: simulator.costs.why_not_two_hop}
     return {
         other: simulator.predict(with_dispatch(plan, other)).step_ms
-        for other in Dispatch
-        if other is not plan.dispatch and why_not.get(other) is None
+        for other in simulator.costs.possible_dispatches()
+        if other != plan.dispatch
     }
 
 
@@ -261,8 +261,7 @@ class _StageReader:
         # A forward dispatch also waits for its counts before it is sent; they don't occupy the link.
         waits_for_counts = not is_backward and kind in FIRST_DISPATCHES
         is_queued = not waits_for_counts and wait.sent_ms - max(wait.issued_ms, wait.exposed_from_ms) >= half_ms
-        overlaps = segment.num_chunks > 1 or segment.tiles > 0
-        if is_queued or (overlaps and self._is_link_bound[kind in INSIDE_NODE][is_backward]):
+        if is_queued or (segment.overlaps and self._is_link_bound[kind in INSIDE_NODE][is_backward]):
             return Reason.LINK
         defers = self._plan.dw_policy is DwPolicy.FILL
         if self._lacks_memory or (is_backward and defers and self._num_early):

@@ -23,15 +23,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_lancet.files import OMITTED_AT_DEFAULT, parse_record, read_text, to_plain
-from megatron_lancet.planning.dispatch import why_not_dedup, why_not_two_hop
 from megatron_lancet.planning.figures import Count, CountFrom1, Ms, Size, SizeFrom1
 from megatron_lancet.planning.link_times import LinkTimes
 from megatron_lancet.planning.load.expert_load import ExpertLoad
 from megatron_lancet.schedule.chunk_sizes import multiple_along
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, Layout
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import Phase
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch
+from megatron_lancet.schedule.plan import ChunkDim
 from megatron_lancet.schedule.reductions import GradientReduction
 
 PROFILE_VERSION = 2
@@ -118,55 +118,22 @@ class ModelFacts:
         return self.micro_batch_size * self.seq_length * self.topk
 
     @property
-    def why_not_dedup(self) -> str | None:
-        """See :func:`~megatron_lancet.planning.dispatch.why_not_dedup`."""
-        return why_not_dedup(self.ep_size, self.num_experts, self.topk, self.pads_to_capacity)
+    def layout(self) -> Layout:
+        """What a dispatch depends on, as far as a profile has it."""
+        return Layout(self.ep_size, self.num_experts, self.topk, self.pads_to_capacity, self.nodes)
 
-    @property
-    def why_not_two_hop(self) -> str | None:
-        """See :func:`~megatron_lancet.planning.dispatch.why_not_two_hop`."""
-        return why_not_two_hop(self.nodes, self.ep_size, self.num_experts, self.topk, self.pads_to_capacity)
+    def row_bytes_to(self, num_groups: int) -> int:
+        """Bytes of one row in a forward dispatch that goes once to each of the groups which hold a part of the experts.
 
-    @property
-    def why_not_tiles(self) -> str | None:
-        """Why rows can't go to other ranks in tiles, as the end of a sentence; None if they can."""
-        return "there is one expert-parallel rank, so nothing is sent" if self.ep_size <= 1 else None
-
-    @property
-    def dedup_row_bytes(self) -> int:
-        """Bytes of one row in a deduplicated forward dispatch; a combine's rows are those of the plain one.
-
-        The rows of two hops inside a node are the same.
-        """
-        return self._row_bytes(self.ep_size)
-
-    @property
-    def node_row_bytes(self) -> int:
-        """Bytes of one row in the forward dispatch of two hops between nodes."""
-        return self._row_bytes(self._num_nodes)
-
-    @property
-    def node_grad_row_bytes(self) -> int:
-        """Bytes of one row in the backward dispatch of two hops between nodes."""
-        return packed_row_bytes(self.combine_grad_row_bytes, self._choice_bytes(self._num_nodes))
-
-    @property
-    def dedup_grad_row_bytes(self) -> int:
-        """Bytes of one row in a deduplicated backward dispatch."""
-        return packed_row_bytes(self.combine_grad_row_bytes, self._choice_bytes(self.ep_size))
-
-    @property
-    def _num_nodes(self) -> int:
-        assert self.nodes is not None, "the nodes are unknown"
-        return self.nodes.num_nodes
-
-    def _row_bytes(self, num_groups: int) -> int:
-        """Bytes of one row to one of the groups into which the experts are divided.
-
-        A wire in fp8 narrows hidden states further in forward dispatches than in all other messages.
+        A combine's rows are those of the plain one. A wire in fp8 narrows hidden states further in forward dispatches
+        than in all other messages.
         """
         saved_in_dispatches = self.grad_row_bytes - self.row_bytes
         return packed_row_bytes(self.combine_row_bytes, self._choice_bytes(num_groups)) - saved_in_dispatches
+
+    def grad_row_bytes_to(self, num_groups: int) -> int:
+        """Bytes of one row in the backward of such a dispatch."""
+        return packed_row_bytes(self.combine_grad_row_bytes, self._choice_bytes(num_groups))
 
     def _choice_bytes(self, num_groups: int) -> int:
         """Bytes of the probabilities of a group's experts and of the choice among them, a bit for each."""
@@ -219,7 +186,7 @@ class OpTime:
     chunk: Size
     rows: Size
     ms: Ms
-    dispatch: Dispatch = field(default=Dispatch.PLAIN, metadata=OMITTED_AT_DEFAULT)
+    dispatch: Dispatch = field(default=PLAIN, metadata=OMITTED_AT_DEFAULT)
     tiles: Size = field(default=0, metadata=OMITTED_AT_DEFAULT)
 
 
@@ -261,7 +228,7 @@ class MemoryUse:
     chunk_dim: ChunkDim
     num_chunks: CountFrom1
     saved_bytes: Size
-    dispatch: Dispatch = field(default=Dispatch.PLAIN, metadata=OMITTED_AT_DEFAULT)
+    dispatch: Dispatch = field(default=PLAIN, metadata=OMITTED_AT_DEFAULT)
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,10 @@ from megatron_lancet.profiler.slowdown import ChunkSizes
 from megatron_lancet.runtime.collectives import from_all_ranks, from_rank_0
 from megatron_lancet.runtime.trace import RoutedRows, StepTrace, Trace
 from megatron_lancet.schedule.chunk_sizes import most_chunks, multiple_along
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, Op, OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan
 from megatron_lancet.schedule.timeline import Lane, Span
 
 NUM_TRACED_STEPS = 3
@@ -98,7 +99,7 @@ def plans_to_profile(
         for count in chunk_counts
         if count <= most_chunks(sizes[dim], multiples[dim]) and tokens // count >= _MIN_TOKENS_OF_CHUNK
     ]
-    others = [dispatch for dispatch in Dispatch if dispatch in dispatches and dispatch is not Dispatch.PLAIN]
+    others = [one for one in Dispatch.known().values() if one in dispatches and not one.is_plain]
     tiled = [fixed_plan(1, DwPolicy.FILL, overlap_range=overlap_range, tiles=_PROFILED_TILES)] if has_tiles else []
     return whole + [fixed_plan(1, overlap_range=overlap_range, dispatch=one) for one in others] + tiled + cut
 
@@ -248,7 +249,7 @@ class ProfileRun:
         dim = segment.chunk_dim if segment.num_chunks > 1 else ChunkDim.BATCH
         means = {kind: round(total / facts.num_micro_batches / len(layers[kind])) for kind, total in totals.items()}
         return [
-            MemoryUse(kind, dim, segment.num_chunks, means[kind], plan.dispatch if kind.has_experts else Dispatch.PLAIN)
+            MemoryUse(kind, dim, segment.num_chunks, means[kind], plan.dispatch if kind.has_experts else PLAIN)
             for kind in sorted(totals)
         ]
 

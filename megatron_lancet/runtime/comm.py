@@ -32,9 +32,9 @@ from megatron_lancet.runtime.trace import Trace, waiting
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, TokenCounts, Transfer, Transport
 from megatron_lancet.runtime.transport.hops import Hop, Hops
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import FIRST_DISPATCHES, Op, Phase
-from megatron_lancet.schedule.plan import Dispatch
 from megatron_lancet.schedule.ranges import name_ranks
 from megatron_lancet.schedule.wire import Wire
 
@@ -132,7 +132,7 @@ class Comm:
         self.wire = wire
         self.pairing = Pairing(store, stats.on_cuda)
         self.keeps_one_order = False
-        self.dispatch = Dispatch.PLAIN
+        self.dispatch: Dispatch = PLAIN
         self.max_expert_rows: int | None = None
         self.first_split: SplitChunk | None = None
         self.trace: Trace | None = None

@@ -1,12 +1,15 @@
-"""Names of the ops of a step: the same string in plans, traces, timelines, errors and reports.
+"""Names of the ops of a step, and the verbs that say what is done with an op.
+
+An op has the same name in plans, traces, timelines, errors and reports.
 
 An op prints as ``L3.c0.F.experts`` (layer 3, chunk 0, forward, experts), ``L3.W.mlp.linear_fc1`` (the weight gradient
 of a layer's linear layer, all chunks) or ``F.head`` (beside the layers), and is parsed from that string again.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import ClassVar, Self
 
 
 class Phase(StrEnum):
@@ -194,3 +197,61 @@ class Op:
     def mirrored(self) -> "Op":
         """The op that undoes this one's data movement in the backward pass."""
         return replace(self, phase=Phase.INPUT_GRAD)
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What is done with an op; one subclass for each.
+
+    Attributes:
+        kind: kind of the op.
+        tile: index of the part of the chunk's rows that it is for; None for all of them.
+    """
+
+    kind: OpKind
+    tile: int | None = None
+    prefix: ClassVar[str] = ""
+
+    @property
+    def of_all_rows(self) -> Self:
+        """The same verb without a tile."""
+        return self if self.tile is None else replace(self, tile=None)
+
+
+class Compute(Verb):
+    """Run the op on the computing thread."""
+
+
+class LaunchCounts(Verb):
+    """Launch the exchange of token counts. The dispatch waits for it, so there is no instruction that does."""
+
+    prefix = "launch "
+
+
+class Launch(Verb):
+    """Launch the message with the rows that the previous op has made."""
+
+    prefix = "launch "
+
+
+@dataclass(frozen=True)
+class Wait(Verb):
+    """Wait for the message whose rows the next op needs.
+
+    Attributes:
+        ends_turn: whether the chunk's turn ends in front of it; else the chunk waits within its turn. It is no part of
+            the verb's identity: a parsed program has it everywhere.
+    """
+
+    ends_turn: bool = field(default=True, compare=False)
+    prefix = "wait "
+
+
+class AddResidual(Verb):
+    """Add the residual to the layer's output, as a part of the op."""
+
+    prefix = "add residual in "
+
+
+Layer = tuple[Verb, ...]
+"""What a chunk does in a layer, in order."""

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from megatron_lancet.files import OMITTED_AT_DEFAULT, parse_record, to_plain
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, OwnRows
 
 PLAN_VERSION = 3
 
@@ -43,31 +44,6 @@ class DwPolicy(StrEnum):
     """At once, as in stock Megatron."""
     FILL = "fill"
     """Deferred, to run while a backward all-to-all is in flight."""
-
-
-class Dispatch(StrEnum):
-    """What a dispatch carries; the combine brings as many rows back."""
-
-    PLAIN = "plain"
-    """One row per token and chosen expert, as in stock."""
-    DEDUP = "dedup"
-    """One row per token and *rank* that holds any of its experts: the rank expands it and sums what goes back."""
-    TWO_HOP = "two-hop"
-    """One row per token and *node* that has any of its experts, and from there one per token and rank."""
-
-    @property
-    def all_to_alls_per_layer(self) -> int:
-        """Messages with rows of one chunk in the forward of a layer: dispatch and combine, each in its hops."""
-        return 4 if self is Dispatch.TWO_HOP else 2
-
-
-class OwnRows(StrEnum):
-    """When a rank's experts work on the rows that stay on it, where those of other ranks come in tiles."""
-
-    HALF = "half"
-    """One half while the dispatch is in flight, the other while the combine is."""
-    AFTER = "after"
-    """While the combine is in flight."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +88,25 @@ class Segment:
 
     def all_to_alls_per_layer(self, dispatch: Dispatch) -> int:
         """Messages with rows of a micro-batch in the forward of a layer."""
-        return dispatch.all_to_alls_per_layer * self.num_chunks * max(1, self.tiles)
+        return self.in_tiles(dispatch).all_to_alls_per_layer * self.num_chunks
+
+    def in_tiles(self, dispatch: Dispatch) -> Dispatch:
+        """The plan's dispatch as this segment has it, with its tiles."""
+        return dispatch.in_tiles(self.tiles, self.own_rows)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a chunk's message is in flight while the rank computes on other rows of the micro-batch."""
+        return self.num_chunks > 1 or self.tiles > 0
+
+    @property
+    def without_tiles(self) -> "Segment":
+        """The same segment with one message of all rows."""
+        return replace(self, tiles=0, own_rows=OwnRows.HALF) if self.tiles else self
+
+    def of_layers(self, first_layer: int, last_layer: int | None) -> "Segment":
+        """Other layers that run in the same way: global numbers, None for the model's last."""
+        return replace(self, first_layer=first_layer, last_layer=last_layer)
 
     def has_layer(self, number: int) -> bool:
         """Whether the layer with this global number belongs to the segment."""
@@ -178,7 +172,7 @@ class Plan:
     dw_memory_bytes: int | None = None
     gaps: tuple[Gap, ...] = ()
     pairing: Pairing | None = field(default=None, metadata=OMITTED_AT_DEFAULT)
-    dispatch: Dispatch = field(default=Dispatch.PLAIN, metadata=OMITTED_AT_DEFAULT)
+    dispatch: Dispatch = field(default=PLAIN, metadata=OMITTED_AT_DEFAULT)
 
     def __post_init__(self) -> None:
         if self.dw_window < (1 if self.dw_policy is DwPolicy.FILL else 0):
@@ -186,15 +180,15 @@ class Plan:
         if self.dw_memory_bytes is not None and self.dw_memory_bytes <= 0:
             raise ValueError(f"dw_memory_bytes must be above 0, not {self.dw_memory_bytes}")
         _check_segments(self.segments)
-        if self.dispatch is Dispatch.TWO_HOP and any(segment.tiles for segment in self.segments):
-            raise ValueError(f"tiles need dispatch {Dispatch.PLAIN} or {Dispatch.DEDUP}, not {self.dispatch}")
+        for segment in self.segments:
+            segment.in_tiles(self.dispatch)  # raises where it can't
         if self.pairing is not None:
             _ = self.at_ends  # is a plan, too
 
     def __str__(self) -> str:
         bound = "" if self.dw_memory_bytes is None else f" dw-memory={self.dw_memory_bytes / 1e6:g}MB"
         text = f"{_segments_text(self.segments)} dw={self.dw_policy} dw-window={self.dw_window}{bound}"
-        if self.dispatch is not Dispatch.PLAIN:
+        if not self.dispatch.is_plain:
             text += f" dispatch={self.dispatch}"
         if self.pairing is None:
             return text
@@ -221,7 +215,7 @@ class Plan:
     @property
     def overlaps_nothing(self) -> bool:
         """Whether every all-to-all is waited for where it is launched, as in stock."""
-        one_after_the_other = not self.is_paired and self.num_chunks == 1 and not self.has_tiles
+        one_after_the_other = not self.is_paired and not any(segment.overlaps for segment in self.segments)
         return one_after_the_other and self.dw_policy is DwPolicy.NONE
 
     @property
@@ -305,7 +299,7 @@ def fixed_plan(
     overlap_range: OverlapRange = OverlapRange.STACK,
     dw_memory_bytes: int | None = None,
     chunk_multiple: int = 1,
-    dispatch: Dispatch = Dispatch.PLAIN,
+    dispatch: Dispatch = PLAIN,
     tiles: int = 0,
     own_rows: OwnRows = OwnRows.HALF,
 ) -> Plan:

@@ -11,7 +11,7 @@ from typing import Annotated, Protocol
 
 from megatron_lancet.files import MAX_COUNT, Range
 from megatron_lancet.schedule.ops import FIRST_DISPATCHES
-from megatron_lancet.schedule.units import mb_to_bytes
+from megatron_lancet.units import mb_to_bytes
 
 DEFAULT_CHUNK_MB = 30.0
 """Lina's size of a micro-op."""

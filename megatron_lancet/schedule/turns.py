@@ -14,69 +14,33 @@ other, and ``planning/simulation/lowering.py`` adds what each costs, so what run
 no plan of its own: autograd runs nodes in the reverse order of their creation, which is the same list reversed, with
 each verb :data:`mirrored <MIRRORED>`.
 
-Another order of ops is a change of this file. A new op also needs what it computes (``model/transformer_layer.py``,
-``model/moe_layer.py``) and what it costs (``planning/simulation/lowering.py``).
+Another order of ops is a change of this file, or of the dispatch that has it (``schedule/dispatch.py``). A new op also
+needs what it computes (``model/transformer_layer.py``, ``model/moe_layer.py``) and what it costs
+(``planning/dispatch.py``).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, forms
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import IN_TILES, INSIDE_NODE, Op, OpKind, Phase
-from megatron_lancet.schedule.plan import Dispatch, OverlapRange, OwnRows
-
-
-@dataclass(frozen=True)
-class Verb:
-    """What is done with an op; one subclass for each.
-
-    Attributes:
-        kind: kind of the op.
-        tile: index of the part of the chunk's rows that it is for; None for all of them.
-    """
-
-    kind: OpKind
-    tile: int | None = None
-    prefix: ClassVar[str] = ""
-
-    @property
-    def of_all_rows(self) -> "Verb":
-        """The same verb without a tile."""
-        return self if self.tile is None else replace(self, tile=None)
-
-
-class Compute(Verb):
-    """Run the op on the computing thread."""
-
-
-class LaunchCounts(Verb):
-    """Launch the exchange of token counts. The dispatch waits for it, so there is no instruction that does."""
-
-    prefix = "launch "
-
-
-class Launch(Verb):
-    """Launch the message with the rows that the previous op has made."""
-
-    prefix = "launch "
-
-
-class Wait(Verb):
-    """Wait for the message whose rows the next op needs. A chunk's turn begins here."""
-
-    prefix = "wait "
-
-
-class AddResidual(Verb):
-    """Add the residual to the layer's output, as a part of the op."""
-
-    prefix = "add residual in "
-
-
-Layer = tuple[Verb, ...]
-"""What a chunk does in a layer, in order."""
+from megatron_lancet.schedule.ops import (
+    IN_TILES,
+    AddResidual,
+    Compute,
+    Launch,
+    LaunchCounts,
+    Layer,
+    Op,
+    OpKind,
+    Phase,
+    Verb,
+    Wait,
+)
+from megatron_lancet.schedule.plan import OverlapRange
 
 _EXPERTS: Layer = (
     Compute(OpKind.ROUTE),
@@ -91,24 +55,6 @@ _EXPERTS: Layer = (
     Compute(OpKind.POSTPROCESS),
     AddResidual(OpKind.POSTPROCESS),
 )
-
-_HOPS: dict[Verb, Layer] = {
-    Launch(OpKind.DISPATCH): (Launch(OpKind.NODE_DISPATCH),),
-    Wait(OpKind.DISPATCH): (
-        Wait(OpKind.NODE_DISPATCH),
-        Compute(OpKind.NODE_ROWS),
-        Launch(OpKind.LOCAL_DISPATCH),
-        Wait(OpKind.LOCAL_DISPATCH),
-    ),
-    Launch(OpKind.COMBINE): (Launch(OpKind.LOCAL_COMBINE),),
-    Wait(OpKind.COMBINE): (
-        Wait(OpKind.LOCAL_COMBINE),
-        Compute(OpKind.NODE_SUMS),
-        Launch(OpKind.NODE_COMBINE),
-        Wait(OpKind.NODE_COMBINE),
-    ),
-}
-"""The verbs of two hops that replace a verb of one hop."""
 
 _MTP_PROJECTION = Compute(OpKind.MTP_PROJECTION)
 """Needs the next tokens' embeddings, so the micro-batch is whole here."""
@@ -125,35 +71,8 @@ MIRRORED: dict[type[Verb], type[Verb]] = {Compute: Compute, Launch: Wait, Wait: 
 where they were launched. Counts are not exchanged again."""
 
 
-def _in_two_hops(layer: Layer) -> Layer:
-    return tuple(own for verb in layer for own in _HOPS.get(verb, (verb,)))
-
-
-_TILED = (Wait(OpKind.DISPATCH), Compute(OpKind.EXPERTS), Launch(OpKind.COMBINE))
-
-
-def _in_tiles(layer: Layer, tiles: int, own_rows: OwnRows) -> Layer:
-    """What a chunk does whose rows go to other ranks in tiles: all leave at once and come back as they are done.
-
-    The rows that stay on the rank run where it would otherwise wait: for the first tile, or for the first one back.
-    """
-    in_halves = own_rows is OwnRows.HALF
-    own_before = [Compute(OpKind.OWN_EXPERTS, 0)] if in_halves else []
-    own_after = Compute(OpKind.OWN_EXPERTS, 1 if in_halves else None)
-    done: list[Verb] = []
-    for verb in layer:
-        if verb == _TILED[0]:
-            done += own_before
-            done += [replace(step, tile=tile) for tile in range(tiles) for step in _TILED]
-            done.append(own_after)
-        elif verb in (Launch(OpKind.DISPATCH), Wait(OpKind.COMBINE)):
-            done += [replace(verb, tile=tile) for tile in range(tiles)]
-        elif verb not in _TILED:
-            done.append(verb)
-    return tuple(done)
-
-
-_NEIGHBOURS = (*pairwise(_EXPERTS), *pairwise(_in_two_hops(_EXPERTS)))
+_ALL_LAYERS = (*_VERBS.values(), (_MTP_PROJECTION,), *(form.order(_EXPERTS) for form in forms()))
+_NEIGHBOURS = [pair for form in Dispatch.known().values() for pair in pairwise(form.order(_EXPERTS))]
 ROWS_MADE_BY = {after.kind: before.kind for before, after in _NEIGHBOURS if isinstance(after, Launch)}
 """The op that makes the rows of a message. Launching the message is a part of it."""
 
@@ -210,7 +129,6 @@ class Concatenate:
 Program = list[Instruction | Cut | Concatenate]
 
 _CUTS: dict[str, Cut | Concatenate] = {str(one): one for one in (Cut(), Concatenate())}
-_ALL_LAYERS = (*_VERBS.values(), (_MTP_PROJECTION,), _in_two_hops(_EXPERTS), _in_tiles(_EXPERTS, 1, OwnRows.HALF))
 _VERB_OF_TEXT = {(verb.prefix, str(verb.kind)): verb.of_all_rows for layer in _ALL_LAYERS for verb in layer}
 
 
@@ -257,9 +175,7 @@ def verbs_of(
     has_shared_experts: bool,
     pads_to_capacity: bool = False,
     num_chunks: int = 1,
-    dispatch: Dispatch = Dispatch.PLAIN,
-    tiles: int = 0,
-    own_rows: OwnRows = OwnRows.HALF,
+    dispatch: Dispatch = PLAIN,
 ) -> Layer:
     """What a chunk does in a layer of a kind, in order.
 
@@ -268,29 +184,23 @@ def verbs_of(
         pads_to_capacity: whether routers give every expert equally many rows of a micro-batch. Then the numbers of rows
             are known without token counts, but not those of a chunk, which has any part of an expert's rows.
         num_chunks: number of chunks of a micro-batch.
-        dispatch: what all-to-alls carry.
-        tiles: see :class:`~megatron_lancet.schedule.plan.Segment`.
-        own_rows: see :class:`~megatron_lancet.schedule.plan.Segment`.
+        dispatch: what all-to-alls carry, and in how many tiles.
     """
     left_out = set() if has_shared_experts else {OpKind.SHARED_EXPERTS}
     if pads_to_capacity and num_chunks == 1:
         left_out.add(OpKind.COUNTS)
-    verbs = tuple(verb for verb in _VERBS[kind] if verb.kind not in left_out)
-    if tiles:
-        assert dispatch is not Dispatch.TWO_HOP
-        return _in_tiles(verbs, tiles, own_rows)
-    return _in_two_hops(verbs) if dispatch is Dispatch.TWO_HOP else verbs
+    return dispatch.order(tuple(verb for verb in _VERBS[kind] if verb.kind not in left_out))
 
 
+@cache
 def is_cut(kind: LayerKind, op: str, overlap_range: OverlapRange) -> bool:
     """Whether an op of a layer runs in chunks, where the micro-batch is cut.
 
     Args:
         op: kind of the op.
     """
-    one_hop = _VERBS[kind]
-    all_ways = one_hop, _in_two_hops(one_hop), _in_tiles(one_hop, 1, OwnRows.HALF)
-    return any(verb.kind == op for verbs in all_ways for verb in _split(verbs, overlap_range)[1])
+    layers = [form.order(_VERBS[kind]) for form in forms()]
+    return any(verb.kind == op for layer in layers for verb in _split(layer, overlap_range)[1])
 
 
 def mtp_layer(layer: Layer) -> Layer:
@@ -354,15 +264,8 @@ def _in_chunks(layers: Sequence[tuple[int, Layer]], num_chunks: int) -> Program:
 def _turns(instructions: Sequence[Instruction]) -> list[Sequence[Instruction]]:
     """One chunk's instructions, split before each wait at which a turn ends."""
     verbs = enumerate(instruction.verb for instruction in instructions)
-    waits = (index for index, verb in verbs if _ends_turn(verb))
+    waits = (index for index, verb in verbs if isinstance(verb, Wait) and verb.ends_turn)
     return [instructions[start:end] for start, end in pairwise([0, *waits, len(instructions)])]
-
-
-def _ends_turn(verb: Verb) -> bool:
-    """Whether a turn ends in front of a verb."""
-    # A chunk waits within its turn for tiles behind the first one, and for messages inside a node, which are short:
-    # otherwise its experts would wait until the next chunk's rows have come from other nodes.
-    return isinstance(verb, Wait) and not verb.tile and verb.kind not in INSIDE_NODE
 
 
 def _placed(verbs: Layer, layer: int, chunk: int) -> list[Instruction]:

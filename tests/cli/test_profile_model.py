@@ -4,9 +4,10 @@ import re
 
 import pytest
 
+from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.planning.profile import read_profile
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch
+from megatron_lancet.schedule.plan import ChunkDim
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, command_line
 
@@ -32,7 +33,7 @@ def test_profile_model_describes_the_model(run):
         (ChunkDim.BATCH, 1),
         *((dim, count) for dim in ChunkDim for count in (2, 4)),
     }
-    assert {op.kind for op in profile.ops if op.dispatch is Dispatch.DEDUP} == {"preprocess", "experts", "postprocess"}
+    assert {op.kind for op in profile.ops if op.dispatch is DEDUP} == {"preprocess", "experts", "postprocess"}
 
 
 def test_profile_model_merges_times_of_all_ranks(run):

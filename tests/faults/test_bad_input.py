@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
-from megatron_lancet.schedule.plan import Dispatch, fixed_plan
+from megatron_lancet.schedule.plan import fixed_plan
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, command_line
 
@@ -80,7 +81,7 @@ HOPS = ["--lancet-dispatch", "two-hop"]
 def test_impossible_two_hops_end_before_ranks_meet(token_data, tmp_path, extra, message):
     """One of six ranks, all of which the launcher says to be on one node: the others never start."""
     plan = tmp_path / "plan.json"
-    write_plan_file(plan, PlanFile(fixed_plan(2, dispatch=Dispatch.TWO_HOP), None))
+    write_plan_file(plan, PlanFile(fixed_plan(2, dispatch=TWO_HOP), None))
     extra = [*extra, *([plan] if extra == ["--lancet-plan"] else [])]
     arguments = command_line(token_data, [*EP2, "--global-batch-size", 24, "--train-iters", "2", *extra])
     world = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "6"}

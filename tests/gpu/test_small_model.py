@@ -8,9 +8,10 @@ from unittest import mock
 
 import torch
 
+from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.model.local_experts import grouped_linear
 from megatron_lancet.runtime.placement import has_grouped_gemm
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired
 from megatron_lancet.schedule.timeline import Lane
 from megatron_lancet.testkit.mock.link import Link
 from megatron_lancet.testkit.mock.mock_world import mock_world
@@ -32,7 +33,7 @@ PLANS = {
     "deferred-then-dw-at-once": [fixed_plan(2), fixed_plan(2, DwPolicy.NONE)],
     "paired": [paired(fixed_plan(1))],
     "paired-chunks-at-ends": [paired(fixed_plan(1), fixed_plan(2))],
-    "dedup": [replace(fixed_plan(2), dispatch=Dispatch.DEDUP)],
+    "dedup": [replace(fixed_plan(2), dispatch=DEDUP)],
 }
 
 

@@ -5,11 +5,11 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.patching import around
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import (
     ChunkDim,
-    Dispatch,
     DwPolicy,
     Gap,
     OverlapRange,
@@ -30,7 +30,7 @@ PAIRED, PAIRED_NO_DW = paired(ONE), paired(fixed_plan(1, DwPolicy.NONE))
 MIX = paired(ONE, TWO)
 DEDUP = dedup(ONE)
 TILES = [fixed_plan(1, tiles=2), fixed_plan(2, tiles=2, own_rows=OwnRows.AFTER)]
-TWO_HOPS = [fixed_plan(count, dispatch=Dispatch.TWO_HOP) for count in (1, 2)]
+TWO_HOPS = [fixed_plan(count, dispatch=TWO_HOP) for count in (1, 2)]
 NODES = Nodes(2, 2)
 HOPS_LATE = (IN_ORDER, ("between nodes",), ("inside a node",), ("compute",))
 WHOLE_EXPERTS = fixed_plan(1, overlap_range=OverlapRange.EXPERTS)

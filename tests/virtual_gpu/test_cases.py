@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_lancet.schedule.plan import Dispatch, DwPolicy
+from megatron_lancet.features.two_hop.order import TWO_HOP
+from megatron_lancet.schedule.dispatch import PLAIN
+from megatron_lancet.schedule.plan import DwPolicy
 from tests.ranks import launch
 from tests.small_gpt import SETTINGS
 from tests.virtual_gpu.case import HOPS
@@ -84,7 +86,7 @@ def test_all_to_alls_run_beside_the_compute_stream(results, name):
     streams = {"counts"} if has_counts else set()
     for plan in ALL[name].plans:
         hops = {f"comm {place}" for place in HOPS.values()}
-        streams |= hops if plan.dispatch is Dispatch.TWO_HOP else {"comm"}
+        streams |= hops if plan.dispatch is TWO_HOP else {"comm"}
     assert set(results[name]["exchanges"]) - others == streams
 
 
@@ -100,7 +102,7 @@ def test_host_waits_once_per_layer_and_chunk_and_not_in_backward(results, name):
         num_expected += (case.num_micro_batches - num_at_ends) * num_exchanges(case, plan)
         assert sites.count(COUNTS) == num_expected
         # Distinct rows are counted, too, but more than there are may be made. Tiles need the rows for each rank.
-        needs_own = plan.dispatch is Dispatch.PLAIN and "moe_expert_capacity_factor" in case.overrides
+        needs_own = plan.dispatch is PLAIN and "moe_expert_capacity_factor" in case.overrides
         needs_own = needs_own or plan.has_tiles
         assert sites.count(OWN_COUNTS) == (num_expected if needs_own else 0)
         assert not {site for site in sites if site not in (COUNTS, OWN_COUNTS) and site[0] not in TESTS_OWN}

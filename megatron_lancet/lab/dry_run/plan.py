@@ -91,7 +91,7 @@ def _tuning_lines(limits: Limits) -> Iterator[str]:
     pairing = " or ".join("paired" if is_paired else "not paired" for is_paired in limits.pairing)
     yield (
         f"it may cut along {dims}; ranges {ranges}; weight gradients {' or '.join(limits.dw_policies)}; "
-        f"dispatch {' or '.join(limits.dispatches)}; tiles {_tiles(limits)}; micro-batches {pairing}"
+        f"dispatch {' or '.join(map(str, limits.dispatches))}; tiles {_tiles(limits)}; micro-batches {pairing}"
     )
     for exclusion in limits.excluded:
         if not exclusion.is_evident:

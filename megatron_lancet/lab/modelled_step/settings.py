@@ -12,7 +12,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.dry_run.cluster import on_the_cluster
 from megatron_lancet.lab.dry_run.layout import choose_world
 from megatron_lancet.registry import features
-from megatron_lancet.schedule.plan import Dispatch, Plan
+from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training import arguments
 from megatron_lancet.training.megatron.seams import check_seams
@@ -140,7 +140,7 @@ def _plan_of(args: argparse.Namespace, config: LancetConfig) -> Plan:
     plan, line = choose_plan(args, config)
     if plan is None:
         raise UsageError(f"there is no plan to model: {line}.")
-    if plan.dispatch is not Dispatch.PLAIN:
+    if not plan.dispatch.is_plain:
         raise UsageError(
             f"dispatch={plan.dispatch} can't be modelled: how many rows it sends depends on values, and the model has "
             "none. Pass --lancet-dispatch plain, or a plan file with it."

@@ -12,7 +12,7 @@ from megatron_lancet.lab.what_if.forecast import NetworkChoice, Routing
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.gradient_overlap import with_reduction
 from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority, GradientReduction, default_bucket_bytes
-from megatron_lancet.schedule.units import mb_to_bytes
+from megatron_lancet.units import mb_to_bytes
 
 
 def add_network_arguments(group: argparse._ArgumentGroup) -> None:

@@ -31,7 +31,7 @@ from megatron_lancet.schedule.chunk_sizes import chunk_sizes
 from megatron_lancet.schedule.documents.cost import DocumentCost, num_pairs
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, Plan
+from megatron_lancet.schedule.plan import ChunkDim, Plan
 
 _BY_RECEIVED_ROWS = (OpKind.EXPERTS, OpKind.OWN_EXPERTS)
 
@@ -176,7 +176,7 @@ class _Work:
 def _work_ms(profile: Profile) -> _Work:
     """Sums over all layers: what one of a pipeline's stages computes is a part of it."""
     count = _layers_by_kind(profile.model)
-    whole = [op for op in profile.ops if op.num_chunks == 1 and op.dispatch is Dispatch.PLAIN and not op.tiles]
+    whole = [op for op in profile.ops if op.num_chunks == 1 and op.dispatch.is_plain and not op.tiles]
     grads = [grad for grad in profile.weight_grads if grad.num_chunks == 1]
     by_rows = [op.ms * count[op.layer_kind] for op in whole if op.kind in _BY_RECEIVED_ROWS]
     by_rows += [grad.ms * count[grad.layer_kind] for grad in grads if grad.after in _BY_RECEIVED_ROWS]

@@ -5,18 +5,19 @@ with more replicas. Lina doubles the experts of a device until their compute cov
 a micro-op is one chunk's message in the plan for that size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.what_if.forecast import Forecast, Forecaster, Planner, Routing, no_overlap
 from megatron_lancet.lab.what_if.layout import Layout, gradient_bytes
-from megatron_lancet.planning.distinct_rows import DistinctParts, HopParts
+from megatron_lancet.planning.dispatch import costs_of
 from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.schedule.ops import OpKind, Phase
+from megatron_lancet.planning.simulation.rows import Chunk, Loads, Pieces, RowCounts
+from megatron_lancet.schedule.ops import COMBINES, Launch, OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, Plan
-from megatron_lancet.schedule.units import BYTES_PER_MB
+from megatron_lancet.units import BYTES_PER_MB
 
 type PackingPlanner = Callable[[Profile, int | None], Plan]
 """Makes a plan for a profile, with a bound on a rank's activations in bytes; None for no bound."""
@@ -186,34 +187,20 @@ def _chunks_of(plan: Plan, facts: ModelFacts) -> tuple[int, ChunkDim]:
 
 
 def _micro_op_ms(moved: Profile, num_chunks: int, dim: ChunkDim, dispatch: Dispatch) -> tuple[float, float]:
-    """Forward times of a chunk's experts on the busiest rank, and of the longer of its two messages."""
+    """Forward times of a chunk's experts on the busiest rank, and of the longer one of dispatch and combine."""
     costs, facts = CostModel(moved), moved.model
-    sent = costs.chunk_tokens(dim, num_chunks, facts.chunk_multiple(dim))[0] * facts.topk
-    shares = moved.received_share
-    received = sent * max(shares) * facts.ep_size
+    rows = RowCounts(costs, Loads.of(facts, moved.received_share))
+    chunk = Chunk(Pieces(dim, num_chunks, facts.chunk_multiple(dim)), 0)
+    own = costs_of(dispatch, rows)
     moe_kind = next(kind for kind in facts.layer_kinds if kind.has_experts)
-    experts_ms = costs.op_ms(moe_kind, OpKind.EXPERTS, Phase.FORWARD, dim, num_chunks, 0, received, dispatch)
+    experts_ms = own.op_ms(moe_kind, OpKind.EXPERTS, Phase.FORWARD, chunk, max(rows.received(chunk)))
     if facts.ep_size == 1:
         return experts_ms, 0.0
-    if dispatch is Dispatch.TWO_HOP:
-        return experts_ms, _two_hops_ms(costs, shares, sent / facts.topk)
-    dispatched, returned = sent * (1 - min(shares)), sent * max(shares) * (facts.ep_size - 1)
-    row_bytes = facts.row_bytes
-    if dispatch is Dispatch.DEDUP:
-        parts = DistinctParts.of(facts, shares, moved.routing)
-        dispatched *= parts.sent[shares.index(min(shares))]
-        returned *= parts.returned[shares.index(max(shares))]
-        row_bytes = facts.dedup_row_bytes
-    dispatch_bytes, combine_bytes = dispatched * row_bytes, returned * facts.combine_row_bytes
-    return experts_ms, max(costs.message_ms(dispatch_bytes), costs.message_ms(combine_bytes))
-
-
-def _two_hops_ms(costs: CostModel, shares: Sequence[float], num_tokens: float) -> float:
-    """Time of both messages of a chunk's dispatch, or of its combine if that is longer."""
-    facts = costs.model
-    rows = HopParts.of(facts, shares, costs.profile.routing).rows(num_tokens)
-    dispatch_ms = costs.message_ms(max(rows.node_sent) * facts.node_row_bytes, OpKind.NODE_DISPATCH)
-    dispatch_ms += costs.message_ms(max(rows.local_sent) * facts.dedup_row_bytes, OpKind.LOCAL_DISPATCH)
-    combine_ms = costs.message_ms(max(rows.local_received) * facts.combine_row_bytes, OpKind.LOCAL_COMBINE)
-    combine_ms += costs.message_ms(max(rows.node_received) * facts.combine_row_bytes, OpKind.NODE_COMBINE)
-    return max(dispatch_ms, combine_ms)
+    dispatch_ms = combine_ms = 0.0
+    for kind in dispatch.sent:
+        sent = own.rows(Launch(kind), chunk)
+        if kind in COMBINES:
+            combine_ms += costs.message_ms(max(sent.returned) * facts.combine_row_bytes, kind)
+        else:
+            dispatch_ms += costs.message_ms(max(sent.sent) * own.row_bytes(kind)[0], kind)
+    return experts_ms, max(dispatch_ms, combine_ms)

@@ -198,9 +198,7 @@ class Forecaster:
 
     def dispatches(self, layout: Layout) -> tuple[Dispatch, ...]:
         """What all-to-alls may carry in a layout."""
-        costs = CostModel(self.moved(layout))
-        why_not = {Dispatch.DEDUP: costs.model.why_not_dedup, Dispatch.TWO_HOP: costs.why_not_two_hop}
-        return tuple(dispatch for dispatch in Dispatch if why_not.get(dispatch) is None)
+        return tuple(CostModel(self.moved(layout)).possible_dispatches())
 
     def _predicted(self, moved: Profile, planner: Planner) -> tuple[Plan, Prediction]:
         """The plan of a moved profile and its prediction; both are independent of the number of replicas."""
@@ -282,7 +280,7 @@ def sweep(
     Args:
         planner_of: the planner of each dispatch for :attr:`SweepRow.by_dispatch`; None leaves that empty.
     """
-    by_dispatch = {} if planner_of is None else {dispatch: planner_of(dispatch) for dispatch in Dispatch}
+    by_dispatch = {} if planner_of is None else {one: planner_of(one) for one in Dispatch.known().values()}
     for layout in layouts:
         per_node = forecaster.network.ranks_per_node or layout.world_size
         yield SweepRow(

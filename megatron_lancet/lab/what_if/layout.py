@@ -8,7 +8,7 @@ Conversion of the parts:
   given, groups of the measured size keep the measured curve, and for others a latency and a bandwidth are fitted to it.
 - **two hops**: a cluster's nodes say how the groups lie on them, and its two levels give the times of both hops. Times
   of the ops between hops hold for the profiled nodes only; for others they are estimated, see
-  :class:`~megatron_lancet.planning.simulation.lowering.Lowering`.
+  :class:`~megatron_lancet.planning.dispatch.DispatchCosts`.
 - **experts**: with even routing a rank receives as many rows as it has itself, for any group size. The effect of fewer
   experts with more rows each is left out.
 - **gradients**: an expert's weights are on one rank of each group, so a rank holds 1 / ep of them. Ring all-reduce of

@@ -7,7 +7,7 @@ from megatron_lancet.lab.what_if.expert_packing import Packing, PackingChoice
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.report.tables import right_aligned
 from megatron_lancet.schedule.reductions import CommPriority
-from megatron_lancet.schedule.units import BYTES_PER_MB
+from megatron_lancet.units import BYTES_PER_MB
 
 _FIELDS = ("experts_per_rank", "expert_replicas", "num_chunks", "experts_ms", "all_to_all_ms", "covers")
 _FORECAST_FIELDS = ("step_ms", "exposed_ms", "gradient_ms")

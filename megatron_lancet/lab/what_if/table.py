@@ -5,8 +5,8 @@ from typing import Any
 
 from megatron_lancet.lab.what_if.forecast import SweepRow
 from megatron_lancet.report.tables import right_aligned
+from megatron_lancet.schedule.dispatch import Dispatch
 from megatron_lancet.schedule.ops import OpKind
-from megatron_lancet.schedule.plan import Dispatch
 
 _LAYOUT_COLUMNS = ["ranks", "nodes", "EP", "PP", "gradients ms", "bubble"]
 _IMPOSSIBLE = "-"
@@ -23,7 +23,7 @@ def _cells(row: SweepRow, with_dispatch: Set[str]) -> list[str]:
         texts += [str(forecast.plan.dispatch)] if name in with_dispatch else []
     if row.by_dispatch:
         possible = {dispatch: _ms(forecast.step_ms) for dispatch, forecast in row.by_dispatch.items()}
-        texts += [possible.get(dispatch, _IMPOSSIBLE) for dispatch in Dispatch]
+        texts += [possible.get(dispatch, _IMPOSSIBLE) for dispatch in Dispatch.known().values()]
     return texts
 
 
@@ -72,16 +72,14 @@ def _by_dispatch(row: SweepRow) -> dict[str, Any]:
 def _table(rows: Sequence[SweepRow]) -> list[list[str]]:
     assert rows
     # What all-to-alls carry has a column where it is not the same in all layouts, or not as in stock.
-    with_dispatch = {
-        name for row in rows for name, one in row.forecasts.items() if one.plan.dispatch is not Dispatch.PLAIN
-    }
+    with_dispatch = {name for row in rows for name, one in row.forecasts.items() if not one.plan.dispatch.is_plain}
     titles = [
         f"{name}: {what}"
         for name in rows[0].forecasts
         for what in ("step ms", "exposed", *([OpKind.DISPATCH] if name in with_dispatch else []))
     ]
     if rows[0].by_dispatch:
-        titles += [f"{dispatch}: step ms" for dispatch in Dispatch]
+        titles += [f"{dispatch}: step ms" for dispatch in Dispatch.known()]
     return [_LAYOUT_COLUMNS + titles, *(_cells(row, with_dispatch) for row in rows)]
 
 

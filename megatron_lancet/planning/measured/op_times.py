@@ -9,9 +9,10 @@ from typing import NamedTuple, Protocol
 
 from megatron_lancet.planning.profile import ModelFacts, OpTime, WeightGradTime
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, Plan
+from megatron_lancet.schedule.plan import ChunkDim, Plan
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 from megatron_lancet.schedule.turns import is_cut
 
@@ -68,7 +69,7 @@ class OpKey(NamedTuple):
     chunk_dim: ChunkDim
     num_chunks: int
     chunk: int
-    dispatch: Dispatch = Dispatch.PLAIN
+    dispatch: Dispatch = PLAIN
     tiles: int = 0
 
 
@@ -240,7 +241,7 @@ def op_key(op: Op, plan: Plan, model: ModelFacts) -> OpKey:
     if op.layer is not None:
         assert op.chunk is not None, op
         dim, num_chunks = _cut_of(plan, model, op.layer, op.kind)
-        dispatch = plan.dispatch if op.kind in _BY_DISPATCH else Dispatch.PLAIN
+        dispatch = plan.dispatch if op.kind in _BY_DISPATCH else PLAIN
         tiles = plan.segment_of(op.layer).tiles if op.kind in _BY_TILES else 0
         layer_kind = _layer_kind(op.layer, op.kind, model)
         return OpKey(layer_kind, op.kind, op.phase, dim, num_chunks, op.chunk, dispatch, tiles)

@@ -18,7 +18,7 @@ from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
-from megatron_lancet.planning.search.search_space import SearchSpace, SegmentChoice
+from megatron_lancet.planning.search.search_space import SearchSpace
 from megatron_lancet.planning.simulation.lowering import backward
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.schedule.dw_queue import AT_ONCE, DwRules
@@ -53,7 +53,7 @@ class _Best(NamedTuple):
     num_chunks: int
     start: int
     used_before: int
-    choice: SegmentChoice | None
+    choice: Segment | None
 
 
 class _Option(NamedTuple):
@@ -61,7 +61,7 @@ class _Option(NamedTuple):
 
     ms: float
     num_buckets: int
-    choice: SegmentChoice
+    choice: Segment
 
 
 class DynamicProgram:
@@ -141,7 +141,7 @@ class DynamicProgram:
                     options[layers] = self._options(layers, guess, bucket_bytes)
                 _extend(best[start], start, options[layers], best[end])
             best[start + 1] = _undominated(best[start + 1])
-        return [choice.segment(numbers[start], numbers[end - 1]) for start, end, choice in _trace_back(best)]
+        return [choice.of_layers(numbers[start], numbers[end - 1]) for start, end, choice in _trace_back(best)]
 
     def _least_bytes(self, kinds: Kinds) -> int:
         return sum(kinds.count(kind) * min(saved) for kind, saved in self._saved_bytes.items())
@@ -192,14 +192,14 @@ class DynamicProgram:
             self._times[guess, kinds] = known
         return known
 
-    def _played_ms(self, guess: DwGuess, kinds: Kinds, choice: SegmentChoice) -> float:
+    def _played_ms(self, guess: DwGuess, kinds: Kinds, choice: Segment) -> float:
         simulator, limits = self._simulator, self._space.limits
         layers = list(enumerate(kinds, start=1))
-        steps = simulator.lowering.forward(layers, choice.segment(1, len(kinds)), self._space.dispatch)
+        steps = simulator.lowering.forward(layers, choice.of_layers(1, len(kinds)), self._space.dispatch)
         forward = simulator.play(steps, Phase.FORWARD, AT_ONCE, simulator.start_ms())
         rules = AT_ONCE
         if guess is DwGuess.ALONE:
-            per_layer = choice.segment(1, len(kinds)).all_to_alls_per_layer(self._space.dispatch)
+            per_layer = choice.of_layers(1, len(kinds)).all_to_alls_per_layer(self._space.dispatch)
             rules = DwRules(per_layer * max(limits.dw_window_layers, default=1), limits.dw_memory_bytes)
         result = simulator.play(backward(steps), Phase.INPUT_GRAD, rules, forward.end_ms)
         if guess is not DwGuess.ANYWHERE:
@@ -233,7 +233,7 @@ def _undominated(states: dict[int, _Best]) -> dict[int, _Best]:
     return kept
 
 
-def _trace_back(best: Sequence[dict[int, _Best]]) -> list[tuple[int, int, SegmentChoice]]:
+def _trace_back(best: Sequence[dict[int, _Best]]) -> list[tuple[int, int, Segment]]:
     """The fastest segments of all layers, as (start, end, choice)."""
     end = len(best) - 1
     used = max(best[end])  # of undominated states, the one with the most memory is the fastest

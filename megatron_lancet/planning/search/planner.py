@@ -11,9 +11,10 @@ simulate: the best plans and the one of a single chunk everywhere in all micro-b
 other settings at the ends of the step. A lone forward and a lone backward add up to an unpaired micro-batch, so what is
 best there is best at the ends. The result is never predicted slower than the best unpaired plan.
 
-All plans of a search have one dispatch. Between the plain and the deduplicated one the messages' bytes decide
-(``chosen_dispatch``). Two hops are then compared with the better of these: the uniform plans are simulated with both,
-and two hops are taken if the best of them is faster by more than ``_WORTHWHILE_PART`` leaves to noise.
+All plans of a search have one dispatch. Between those with the same messages, the messages' bytes decide
+(``chosen_dispatch``). One with more messages, such as two hops, is then compared with the better of these: the uniform
+plans are simulated with both, and more messages are taken if the best plan is faster by more than
+``_WORTHWHILE_PART`` leaves to noise.
 
 Three simulators are used, from simple to complete:
 
@@ -41,7 +42,8 @@ from megatron_lancet.planning.shares import merge_similar_shares
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.planning.simulation.simulator import Prediction, Simulator
-from megatron_lancet.schedule.plan import Dispatch, DwPolicy, Plan, Segment, paired
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
+from megatron_lancet.schedule.plan import DwPolicy, Plan, Segment, paired
 
 MAX_EXHAUSTIVE = 300
 """Largest number of segmentations that is searched exhaustively; about two seconds for a few layers."""
@@ -59,13 +61,13 @@ _NUM_PAIRED_WITH_GAPS = 2
 _NUM_LISTED = 16
 _NUM_WITH_GAPS = 6
 _NUM_RIVALS = 6
-"""Number of segmentations, the fastest ones with plain or deduplicated dispatch, that are simulated with two hops."""
+"""Number of segmentations, the fastest ones with one dispatch, that are simulated with its rival."""
 _NUM_TILED = 2
 """Number of segmentations with tiles, the fastest with all layers alike, whose tiles are tried in single segments."""
 _NUM_COMPARED = 2
 """Number of segmentations with each dispatch whose dW options are all simulated before one dispatch is taken."""
 _WORTHWHILE_PART = 0.99
-"""Two hops are taken if a step takes at most this part of the time that it takes without."""
+"""More messages are taken if a step takes at most this part of the time that it takes without."""
 _DIGITS = 6
 """Predictions that agree to the nanosecond count as equal; then the simpler plan wins."""
 
@@ -241,9 +243,9 @@ class Planner:
             untiled = dict.fromkeys(one.plan.segments for one in seen[dispatch] if not one.plan.has_tiles)
             fast = list(dict.fromkeys([segmentations[0], *list(untiled)[:_NUM_RIVALS]]))
         best = {dispatch: alternatives[0] for dispatch, alternatives in seen.items()}
-        two, one = best[Dispatch.TWO_HOP], best[space.dispatch if rival is Dispatch.TWO_HOP else rival]
-        is_faster = two.prediction.step_ms <= _WORTHWHILE_PART * one.prediction.step_ms
-        winner, loser = (two, one) if two.fits and (is_faster or not one.fits) else (one, two)
+        few, many = sorted(best.values(), key=lambda found: found.plan.dispatch.all_to_alls_per_layer)
+        is_faster = many.prediction.step_ms <= _WORTHWHILE_PART * few.prediction.step_ms
+        winner, loser = (many, few) if many.fits and (is_faster or not few.fits) else (few, many)
         chosen, other = winner.plan.dispatch, loser.plan.dispatch
         self._seen = {alternative.plan: alternative for alternative in seen[chosen]}
         self._best, self._num_rejected = best[chosen], len(seen[other])
@@ -385,7 +387,7 @@ def _best_first(alternatives: Iterable[Alternative]) -> list[Alternative]:
 
 
 def _as_in_stock(no_overlap: Plan) -> Plan:
-    return replace(no_overlap, dispatch=Dispatch.PLAIN)
+    return replace(no_overlap, dispatch=PLAIN)
 
 
 def _segmentation(plan: Plan) -> tuple[object, ...]:

@@ -1,24 +1,15 @@
 """The plans that the planner may choose from, and why others are excluded."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.dispatch import is_evident
-from megatron_lancet.planning.distinct_rows import DistinctParts
+from megatron_lancet.planning.dispatch import part_of_bytes
 from megatron_lancet.planning.profile import ModelFacts, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.rows import Loads
-from megatron_lancet.schedule.plan import (
-    ChunkDim,
-    Dispatch,
-    DwPolicy,
-    OverlapRange,
-    OwnRows,
-    Plan,
-    Segment,
-)
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, OwnRows, tiles_blocker
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment
 
 TILES = (1, 2, 4)
 """Numbers of tiles that are tried where a plan with tiles was profiled."""
@@ -64,45 +55,18 @@ class Limits:
     dw_policies: tuple[DwPolicy, ...] = tuple(DwPolicy)
     dw_window_layers: tuple[int, ...] = (1, 2, 4)
     pairing: tuple[bool, ...] = (False, True)
-    dispatches: tuple[Dispatch, ...] = tuple(Dispatch)
+    dispatches: tuple[Dispatch, ...] = field(default_factory=lambda: tuple(Dispatch.known().values()))
     tiles: tuple[int, ...] | None = None
     max_memory_bytes: int | None = None
     dw_memory_bytes: int | None = None
     excluded: tuple[Exclusion, ...] = ()
 
 
-@dataclass(frozen=True, order=True)
-class SegmentChoice:
-    """The part of a segment that a planner chooses: everything but its layers."""
-
-    num_chunks: int
-    chunk_dim: ChunkDim = ChunkDim.BATCH
-    range: OverlapRange = OverlapRange.STACK
-    chunk_multiple: int = 1
-    tiles: int = 0
-    own_rows: OwnRows = OwnRows.HALF
-
-    @staticmethod
-    def of(segment: Segment) -> "SegmentChoice":
-        """How a segment runs."""
-        return SegmentChoice(
-            segment.num_chunks,
-            segment.chunk_dim,
-            segment.range,
-            segment.chunk_multiple,
-            segment.tiles,
-            segment.own_rows,
-        )
-
-    def segment(self, first_layer: int, last_layer: int | None) -> Segment:
-        """The segment of these layers (global numbers, None for the model's last) that runs in this way."""
-        cut = self.num_chunks, self.chunk_dim, self.range, self.chunk_multiple
-        return Segment(first_layer, last_layer, *cut, self.tiles, self.own_rows)
-
-
 @dataclass(frozen=True)
 class SearchSpace:
     """All plans: layers of each run are divided into segments, each with a choice, and a dW option is added.
+
+    A choice is how a segment runs: a segment of all layers, which :meth:`Segment.of_layers` narrows.
 
     Attributes:
         choices: options of each segment, simplest first.
@@ -111,22 +75,22 @@ class SearchSpace:
         excluded: parts that are not considered, and why.
         joints: numbers of the layers that begin a run on the stage of the layer before.
         pairing: allowed values of whether backwards run beside forwards.
-        tiled: the choices with tiles, which a dispatch in two hops has not.
+        tiled: the choices with tiles, which not every dispatch can have.
         dispatch: what all-to-alls carry in all plans of the space; see :func:`chosen_dispatch`.
         rival: another dispatch that may be better, which simulations have to tell; None if there is none.
         lost: dispatches that are allowed and possible but not as good, and why.
     """
 
-    choices: tuple[SegmentChoice, ...]
+    choices: tuple[Segment, ...]
     runs: tuple[tuple[int, int], ...]
     limits: Limits
     excluded: tuple[Exclusion, ...]
     joints: frozenset[int] = frozenset()
     pairing: tuple[bool, ...] = (False,)
-    dispatch: Dispatch = Dispatch.PLAIN
+    dispatch: Dispatch = PLAIN
     rival: Dispatch | None = None
     lost: tuple[tuple[Dispatch, str], ...] = ()
-    tiled: tuple[SegmentChoice, ...] = ()
+    tiled: tuple[Segment, ...] = ()
 
     @staticmethod
     def of(costs: CostModel, limits: Limits) -> "SearchSpace":
@@ -135,7 +99,7 @@ class SearchSpace:
         Raises:
             RecordError: no plan is allowed.
         """
-        choices: list[SegmentChoice] = []
+        choices: list[Segment] = []
         excluded = list(limits.excluded)
         for dim in limits.chunk_dims:
             profiled = costs.profiled_chunk_counts(dim)
@@ -145,10 +109,10 @@ class SearchSpace:
                 if reason:
                     excluded.append(Exclusion(f"chunks={num_chunks} dim={dim}", reason))
                 elif num_chunks == 1:
-                    choices.append(SegmentChoice(1))  # dimension and range make no difference
+                    choices.append(Segment(1, None, 1))  # dimension and range make no difference
                 else:
                     multiple = costs.model.chunk_multiple(dim)
-                    choices += [SegmentChoice(num_chunks, dim, one, multiple) for one in limits.ranges]
+                    choices += [Segment(1, None, num_chunks, dim, one, multiple) for one in limits.ranges]
         tiles = _allowed_tiles(costs, limits, excluded)
         must_tile = 0 not in tiles
         choices += [
@@ -160,9 +124,10 @@ class SearchSpace:
         ]
         choices = [choice for choice in choices if choice.tiles or not must_tile]
         pairing, allowed = limits.pairing, limits.dispatches
-        if must_tile and Dispatch.TWO_HOP in allowed:
-            excluded.append(Exclusion(f"dispatch={Dispatch.TWO_HOP}", "its messages have no tiles"))
-            allowed = tuple(one for one in allowed if one is not Dispatch.TWO_HOP)
+        if must_tile:
+            untiled = [one for one in allowed if not one.can_tile]
+            excluded += [Exclusion(f"dispatch={one}", "its messages have no tiles") for one in untiled]
+            allowed = tuple(one for one in allowed if one.can_tile)
         if True in pairing and (why := _unpairable(costs.model)) is not None:
             excluded.append(Exclusion("pairing", why))
             pairing = tuple(one for one in pairing if not one)
@@ -181,15 +146,15 @@ class SearchSpace:
         return space.with_dispatch(dispatch)
 
     def with_dispatch(self, dispatch: Dispatch) -> "SearchSpace":
-        """The space of plans with another dispatch; two hops have no tiles."""
+        """The space of plans with another dispatch, with tiles where it can have some."""
         choices = [choice for choice in self.choices if not choice.tiles]
-        if dispatch is not Dispatch.TWO_HOP:
+        if dispatch.can_tile:
             choices = sorted([*choices, *self.tiled], key=_complexity)
         return replace(self, dispatch=dispatch, choices=tuple(choices))
 
     def with_tiles_of(self, fast: Sequence[tuple[Segment, ...]]) -> "SearchSpace":
         """The space without choices with tiles that are in none of these segmentations, to which the others belong."""
-        kept = {SegmentChoice.of(segment) for segments in fast for segment in segments}
+        kept = {segment.of_layers(1, None) for segments in fast for segment in segments}
         return replace(self, choices=tuple(one for one in self.choices if not one.tiles or one in kept))
 
     def joined(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
@@ -221,7 +186,7 @@ class SearchSpace:
     def uniform(self) -> Iterator[tuple[Segment, ...]]:
         """Yields the segmentations in which all layers run alike: one segment per run of layers of a stage."""
         for choice in self.choices:
-            yield self.joined([choice.segment(first, last) for first, last in self.runs])
+            yield self.joined([choice.of_layers(first, last) for first, last in self.runs])
 
     def dw_options(self, segments: tuple[Segment, ...]) -> Iterator[Plan]:
         """Yields the plans with these segments, simplest first, without gaps."""
@@ -248,7 +213,7 @@ class SearchSpace:
         for end in range(first, last + 1):
             for choice in self.choices:
                 for tail in self._of_layers(end + 1, last):
-                    yield (choice.segment(first, end), *tail)
+                    yield (choice.of_layers(first, end), *tail)
 
 
 @dataclass(frozen=True)
@@ -264,47 +229,38 @@ class DispatchChoice:
 def chosen_dispatch(costs: CostModel, allowed: Sequence[Dispatch]) -> DispatchChoice:
     """What all-to-alls carry in every plan for a profile, and why not something else.
 
-    Plans are not simulated with both plain and deduplicated dispatch, which would take twice as long, because the
-    messages' bytes decide. Whatever the segments and chunks, deduplicated dispatch sends about the same part of the
-    plain one's bytes in the same messages, and the compute ops take about as long
-    (:class:`~megatron_lancet.planning.simulation.lowering.Lowering`). If that part is below 1, each message arrives
+    Plans are not simulated with both the plain dispatch and another one that sends fewer bytes in the same messages,
+    which would take twice as long, because the bytes decide. Whatever the segments and chunks, deduplicated dispatch
+    sends about the same part of the plain one's bytes, and the compute ops take about as long
+    (:class:`~megatron_lancet.planning.dispatch.DispatchCosts`). If that part is below 1, each message arrives
     earlier or at the same time and nothing else changes, so a plan is at most as slow with it as without. (Which weight
     gradients fit into the shorter gaps may differ, as in any greedy schedule; no random machine was found where that
     makes a step longer.) If it is not below 1, or hardly, the plain dispatch is as fast and has stock's order of sums.
 
-    Two hops have other messages on other wires, so bytes do not decide: they are the rival of the better one of these.
+    With other messages on other wires, as of two hops, bytes do not decide: such a dispatch is the rival of the better
+    one of these.
     """
     if not allowed:
         return DispatchChoice(None, None, (), (Exclusion("dispatches", "none is allowed"),))
-    model = costs.model
-    why_not = {Dispatch.DEDUP: model.why_not_dedup, Dispatch.TWO_HOP: costs.why_not_two_hop}
-    excluded = tuple(
-        Exclusion(f"dispatch={one}", why, is_evident(one, model.nodes, model.ep_size, model.num_experts, model.topk))
-        for one in allowed
-        if (why := why_not.get(one)) is not None
-    )
-    possible = [one for one in allowed if why_not.get(one) is None]
-    lost: tuple[tuple[Dispatch, str], ...] = ()
-    if {Dispatch.PLAIN, Dispatch.DEDUP} <= set(possible):
-        part = part_of_bytes(costs.profile)
-        of_plain = f"{100 * part:.0f} % of the plain ones' bytes"
-        if part <= _WORTHWHILE_PART:
-            loser, why_lost = Dispatch.PLAIN, f"with {Dispatch.DEDUP} messages have {of_plain}"
-        else:
-            loser, why_lost = Dispatch.DEDUP, f"its messages would have {of_plain}"
-        possible.remove(loser)
-        lost = ((loser, why_lost),)
+    blockers = {one: blocker for one in allowed if (blocker := costs.blocker(one)) is not None}
+    excluded = tuple(Exclusion(f"dispatch={one}", why.reason, why.is_evident) for one, why in blockers.items())
+    possible = [one for one in allowed if one not in blockers]
+    lost = tuple(_with_more_bytes(possible, costs.profile)) if PLAIN in possible else ()
+    possible = [one for one in possible if one not in dict(lost)]
     chosen, rival = (*possible, None, None)[:2]
     return DispatchChoice(chosen, rival, lost, excluded)
 
 
-def part_of_bytes(profile: Profile) -> float:
-    """Bytes of deduplicated messages by those of plain ones, for the kind of message for which that is largest."""
-    model = profile.model
-    shares = Loads.of(model, profile.received_share).shares
-    longer = ((model.dedup_row_bytes, model.row_bytes), (model.dedup_grad_row_bytes, model.grad_row_bytes))
-    of_row = max(ours / plain if plain else 1.0 for ours, plain in longer)
-    return DistinctParts.of(model, shares, profile.routing).of_all * max(1.0, of_row)
+def _with_more_bytes(possible: Sequence[Dispatch], profile: Profile) -> Iterator[tuple[Dispatch, str]]:
+    """Yields the dispatches that have more bytes than others in the same messages, and why these win."""
+    for one in possible:
+        part = None if one.is_plain else part_of_bytes(one, profile)
+        if part is not None:
+            of_plain = f"{100 * part:.0f} % of the plain ones' bytes"
+            if part <= _WORTHWHILE_PART:
+                yield PLAIN, f"with {one} messages have {of_plain}"
+            else:
+                yield one, f"its messages would have {of_plain}"
 
 
 def stage_runs(model: ModelFacts) -> tuple[tuple[int, int], ...]:
@@ -325,7 +281,7 @@ def _joints(model: ModelFacts) -> frozenset[int]:
     return frozenset(number for number in predictions if number > 1 and stage_of[number - 2] == stage_of[number - 1])
 
 
-def _complexity(choice: SegmentChoice) -> tuple[object, ...]:
+def _complexity(choice: Segment) -> tuple[object, ...]:
     """Sort key, lower is simpler."""
     order = tuple(OverlapRange)
     return choice.num_chunks, choice.tiles, -order.index(choice.range), choice.chunk_dim, choice.own_rows
@@ -335,10 +291,10 @@ def _allowed_tiles(costs: CostModel, limits: Limits, excluded: list[Exclusion]) 
     """Numbers of tiles that plans may have; what is excluded is added to a list."""
     allowed = limits.tiles
     if allowed is None:
-        return (0, *TILES) if costs.knows_tiles and costs.model.why_not_tiles is None else (0,)
-    why_not = costs.model.why_not_tiles
-    if why_not is not None and any(allowed):
-        excluded.append(Exclusion("tiles", why_not))
+        return (0, *TILES) if costs.knows_tiles and tiles_blocker(costs.model.layout) is None else (0,)
+    blocker = tiles_blocker(costs.model.layout) if any(allowed) else None
+    if blocker is not None:
+        excluded.append(Exclusion("tiles", blocker.reason))
         allowed = tuple(number for number in allowed if not number)
     return tuple(sorted(set(allowed)))
 

@@ -5,9 +5,6 @@ measured ones of the same dimension, by the size of a chunk. A count of 1 belong
 
 Another dispatch than the plain one is profiled with few chunk counts, often only with one. Its costs are those of the
 plain dispatch, scaled by the ratio of both in the nearest chunk count that was measured with both.
-
-Experts that get their rows in tiles cost what they cost on as few rows. If a plan with tiles was profiled, each op is
-scaled by the ratio of what was measured there to that.
 """
 
 from collections import defaultdict
@@ -21,19 +18,12 @@ from megatron_lancet.files import RecordError
 from megatron_lancet.planning.profile import MemoryUse, ModelFacts, OpTime, Profile, WeightGradTime
 from megatron_lancet.planning.simulation.curve import Curve
 from megatron_lancet.schedule.chunk_sizes import chunk_sizes, most_chunks
+from megatron_lancet.schedule.dispatch import PLAIN, Blocker, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch
+from megatron_lancet.schedule.plan import ChunkDim
 
 _BESIDE_LAYERS = (OpKind.EMBEDDING, OpKind.HEAD, OpKind.CUT)
-_LIKE = {OpKind.NODE_ROWS.value: OpKind.PREPROCESS.value, OpKind.NODE_SUMS.value: OpKind.POSTPROCESS.value}
-"""Ops between two hops, and those of the plain dispatch that move rows in the same way: made of tokens, or summed."""
-_MEASURED_AS = {
-    Dispatch.PLAIN: (),
-    Dispatch.DEDUP: (Dispatch.DEDUP,),
-    Dispatch.TWO_HOP: (Dispatch.TWO_HOP, Dispatch.DEDUP),
-}
-"""Dispatches whose ops do as much as those of a plan's, the nearest first; the plain one comes after them."""
 _NO_HOPS = (
     "the profile has no times of messages between nodes and inside a node; profile again, on several nodes or with "
     "--lancet-ranks-per-node"
@@ -103,7 +93,6 @@ class CostModel:
         self._all_reduce = Curve(profile.link.all_reduce, flat_below=True) if profile.link.all_reduce else None
         self._gradients = {(dw.layer_kind, dw.name): (dw.after, dw.weight_bytes) for dw in profile.weight_grads}
         self.op_ms = cache(self._op_ms)
-        self._tiles_factor = cache(self._time_with_tiles)
         self.weight_grads = cache(self._weight_grads)
         self.saved_bytes = cache(self._saved_bytes)
 
@@ -139,13 +128,20 @@ class CostModel:
         """Whether a plan with tiles was profiled."""
         return bool(self._tiled)
 
-    @property
-    def why_not_two_hop(self) -> str | None:
-        """Why plans with two hops can't be simulated, as the end of a sentence; None if they can."""
-        if (why_not := self.model.why_not_two_hop) is not None:
-            return why_not
-        link = self.profile.link
-        return None if link.between_nodes and link.inside_node else _NO_HOPS
+    def measured_in_tiles(self, layer_kind: LayerKind, kind: str, phase: Phase) -> Sequence[OpTime]:
+        """Times of an op that were measured with tiles."""
+        return self._tiled.get((layer_kind, kind, phase), ())
+
+    def blocker(self, dispatch: Dispatch) -> Blocker | None:
+        """Why plans with a dispatch can't be simulated; None if they can."""
+        blocker = dispatch.blocker(self.model.layout)
+        if blocker is None and self.model.ep_size > 1 and any(self._wires[kind] is None for kind in dispatch.sent):
+            return Blocker(_NO_HOPS)
+        return blocker
+
+    def possible_dispatches(self) -> list[Dispatch]:
+        """The dispatches whose plans can be simulated."""
+        return [one for one in Dispatch.known().values() if self.blocker(one) is None]
 
     def message_ms(self, num_bytes: float, kind: OpKind = OpKind.DISPATCH) -> float:
         """Time from launch to arrival of ``num_bytes`` that a rank sends to others; 0 without expert parallelism.
@@ -213,24 +209,19 @@ class CostModel:
         num_chunks: int,
         chunk: int,
         rows: float,
-        dispatch: Dispatch = Dispatch.PLAIN,
-        is_tiled: bool = False,
+        dispatch: Dispatch = PLAIN,
     ) -> float:
         """Time of one op of one chunk, without weight gradients.
 
         Args:
             rows: received rows for ``experts``, or those of a part of them; tokens of the chunk for other ops.
-            dispatch: what all-to-alls carry; makes a difference to ops that make, or sum, their rows.
-            is_tiled: whether the chunk's rows go to other ranks in tiles.
+            dispatch: what all-to-alls carry, without tiles; makes a difference to ops that make, or sum, their rows.
 
         Raises:
             UnknownCost: nothing of this kind, phase and dimension was profiled.
         """
-        if is_tiled:
-            factor, like = self._tiles_factor(layer_kind, kind, phase), _without_tiles(kind)
-            return factor * self.op_ms(layer_kind, like, phase, dim, num_chunks, chunk, rows, dispatch)
         own = _with_dispatch(self._ops.get((layer_kind, kind, phase), ()), dispatch, dim, num_chunks)
-        similar = self._ops.get((layer_kind, _LIKE.get(kind, kind), phase), ())
+        similar = self._ops.get((layer_kind, _similar(kind, dispatch), phase), ())
         plain = [op for op in similar if _is_plain(op) and _fits(op, dim, num_chunks)]
         found = plain or own
         if not found and layer_kind is LayerKind.NONE and kind in _BESIDE_LAYERS:
@@ -241,15 +232,6 @@ class CostModel:
                 "profile the model with such chunks, or plan without them"
             )
         return _time_ms(found, kind, num_chunks, chunk, rows) * _ratio(own, plain, num_chunks)
-
-    def _time_with_tiles(self, layer_kind: LayerKind, kind: str, phase: Phase) -> float:
-        """Time of an op with tiles by that of the same rows without; 1 if no plan with tiles was profiled."""
-        measured, like = self._tiled.get((layer_kind, kind, phase), ()), _without_tiles(kind)
-        without_ms = sum(
-            self.op_ms(layer_kind, like, phase, op.chunk_dim, op.num_chunks, op.chunk, op.rows, op.dispatch)
-            for op in measured
-        )
-        return sum(op.ms for op in measured) / without_ms if without_ms > 0 else 1.0
 
     def _weight_grads(self, layer_kind: LayerKind, after: str, num_chunks: int, rows: float) -> tuple[DwCost, ...]:
         """Weight gradients that become ready in the backward of one chunk's op, in that order.
@@ -276,9 +258,7 @@ class CostModel:
             costs.append(DwCost(name, ms, round(pinned)))
         return tuple(costs)
 
-    def _saved_bytes(
-        self, layer_kind: LayerKind, dim: ChunkDim, num_chunks: int, dispatch: Dispatch = Dispatch.PLAIN
-    ) -> int:
+    def _saved_bytes(self, layer_kind: LayerKind, dim: ChunkDim, num_chunks: int, dispatch: Dispatch = PLAIN) -> int:
         """Bytes that one layer keeps of a micro-batch from forward to backward.
 
         They are linear in the count between profiled chunk counts of the same dimension. Beyond the largest, and if
@@ -304,13 +284,13 @@ class CostModel:
         return round(curve.at(inside) * _memory_ratio(own, of_dim, num_chunks))
 
 
-def _without_tiles(kind: str) -> str:
-    """The kind of op that does the same work on all rows."""
-    return OpKind.EXPERTS if kind == OpKind.OWN_EXPERTS else kind
+def _similar(kind: str, dispatch: Dispatch) -> str:
+    """The op of the plain dispatch that moves rows in the same way."""
+    return dispatch.similar_ops.get(OpKind(kind), OpKind(kind))
 
 
 def _is_plain(measured: OpTime | MemoryUse) -> bool:
-    return measured.dispatch is Dispatch.PLAIN
+    return measured.dispatch.is_plain
 
 
 def _fits(measured: OpTime | MemoryUse, dim: ChunkDim, num_chunks: int) -> bool:
@@ -323,7 +303,7 @@ def _with_dispatch[Measured: (OpTime, MemoryUse)](
 ) -> list[Measured]:
     """The measurements that count for a dispatch and not for the plain one, maybe none."""
     fitting = [one for one in measured if _fits(one, dim, num_chunks)]
-    by_dispatch = ([one for one in fitting if one.dispatch is nearest] for nearest in _MEASURED_AS[dispatch])
+    by_dispatch = ([one for one in fitting if one.dispatch.name == nearest] for nearest in dispatch.measured_as)
     return next(filter(None, by_dispatch), [])
 
 

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
-from megatron_lancet.planning.profile import ChunkRouting, ModelFacts
+from megatron_lancet.planning.dispatch import DispatchCosts, costs_of
 from megatron_lancet.planning.simulation.cost_model import CostModel, DwCost
-from megatron_lancet.planning.simulation.rows import Loads, Pieces, RowCounts, Rows
+from megatron_lancet.planning.simulation.rows import Chunk, Loads, Pieces, RowCounts
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import BETWEEN_NODES, COMBINES, INSIDE_NODE, OpKind, Phase
-from megatron_lancet.schedule.plan import Dispatch, OwnRows, Segment
+from megatron_lancet.schedule.ops import COMBINES, INSIDE_NODE, OpKind, Phase
+from megatron_lancet.schedule.plan import Segment
 from megatron_lancet.schedule.turns import (
     MIRRORED,
     Compute,
@@ -30,8 +30,6 @@ COMPUTE, COUNTS, ISSUE, WAIT, END = range(5)
 """What a step does. ``END`` ends the backward of a pair: what it has deferred runs."""
 _CODES: dict[type[Verb], int] = {Compute: COMPUTE, LaunchCounts: COUNTS, Launch: ISSUE, Wait: WAIT}
 """Other verbs take no step of their own: the residual's time is in the op's that it belongs to."""
-_SCALED = {OpKind.NODE_ROWS: OpKind.PREPROCESS, OpKind.NODE_SUMS: OpKind.POSTPROCESS}
-"""Of the ops between two hops, those that move rows in a similar way."""
 _SLOTS_OF_TILE = 4096
 """Most messages of one tile of a layer; those of tile t have the slots from t times this on."""
 _SLOTS = 1024 * _SLOTS_OF_TILE
@@ -99,47 +97,21 @@ def counts_key(key: int) -> int:
     return key // _SLOTS * _SLOTS + key % _SLOTS_OF_TILE
 
 
-class _Tiles(NamedTuple):
-    """How the rows of a chunk are cut; see :class:`~megatron_lancet.schedule.plan.Segment`."""
-
-    number: int = 0
-    own_rows: OwnRows = OwnRows.HALF
-
-    @property
-    def num_own_parts(self) -> int:
-        """Parts in which the experts work on the rows that stay on the rank."""
-        return 2 if self.own_rows is OwnRows.HALF else 1
-
-    def is_first(self, verb: Verb) -> bool:
-        """Whether a part of the experts is the first one of a forward, so the last one of a backward."""
-        first = OpKind.EXPERTS if self.own_rows is OwnRows.AFTER else OpKind.OWN_EXPERTS
-        return verb.kind is first and not verb.tile
-
-
-_WHOLE, _NO_TILES = Pieces(), _Tiles()
+_WHOLE = Pieces()
 
 
 class Lowering:
-    """Makes the steps of segments; what a verb costs on a chunk is computed once.
-
-    Ops have the times that were measured with the dispatch. Where none were, they have the plain one's: what the sender
-    no longer copies the receiver does, when it makes the rows of its experts and sums their outputs, so that each moves
-    about as many rows as before. No op is longer or shorter by more than the copy of the rows that are saved.
-
-    Two hops have two ops more. If the profile has no times of them, making the rows of the second hop takes as long for
-    each row as ``preprocess`` takes for a plain one, and summing what comes back as long as ``postprocess``.
-    """
+    """Makes the steps of segments; what a verb costs on a chunk is computed once."""
 
     def __init__(self, costs: CostModel, loads: Loads) -> None:
         self.costs = costs
         self.loads = loads
-        self._rows = RowCounts(costs, loads)
-        self._actions: dict[tuple[object, ...], Action] = {}
+        self._counts = RowCounts(costs, loads)
         self._model = costs.model
-        self._layers: dict[tuple[LayerKind, int, Dispatch, _Tiles], Layer] = {}
+        self._ways: dict[Dispatch, _Way] = {}
 
     def forward(
-        self, layers: Sequence[tuple[int, LayerKind]], segment: Segment, dispatch: Dispatch = Dispatch.PLAIN
+        self, layers: Sequence[tuple[int, LayerKind]], segment: Segment, dispatch: Dispatch = PLAIN
     ) -> list[Step]:
         """Steps of a segment's layers, forward.
 
@@ -148,15 +120,14 @@ class Lowering:
             dispatch: what all-to-alls carry; the model must be able to use it.
         """
         kinds = dict(layers)
-        pieces, tiles = _WHOLE, _Tiles(segment.tiles, segment.own_rows) if segment.tiles else _NO_TILES
+        pieces, way = _WHOLE, self._way(segment.in_tiles(dispatch))
         steps: list[Step] = []
-        verbs = [(number, self._verbs(number, kind, segment.num_chunks, dispatch, tiles)) for number, kind in layers]
+        verbs = [(number, self._verbs(number, kind, segment.num_chunks, way)) for number, kind in layers]
         for instruction in program(verbs, segment.num_chunks, segment.range):
             if isinstance(instruction, Instruction):
                 number, code = instruction.layer, _CODES.get(type(instruction.verb))
                 if code is not None:
-                    action = self._action(instruction, kinds[number], pieces, dispatch, tiles)
-                    steps.append((code, number, action))
+                    steps.append((code, number, self._action(instruction, kinds[number], pieces, way)))
             elif isinstance(instruction, Cut):
                 pieces = Pieces(segment.chunk_dim, segment.num_chunks, segment.chunk_multiple)
             else:
@@ -164,18 +135,21 @@ class Lowering:
                 pieces = _WHOLE
         return steps
 
-    def _verbs(self, number: int, kind: LayerKind, num_chunks: int, dispatch: Dispatch, tiles: _Tiles) -> Layer:
-        key = kind, num_chunks, dispatch, tiles
-        if key not in self._layers:
-            model = self._model
-            self._layers[key] = verbs_of(
-                kind, model.has_shared_experts, model.pads_to_capacity, num_chunks, dispatch, *tiles
-            )
-        return mtp_layer(self._layers[key]) if number in self._model.mtp_layers else self._layers[key]
+    def _way(self, dispatch: Dispatch) -> "_Way":
+        if dispatch not in self._ways:
+            self._ways[dispatch] = _Way(costs_of(dispatch, self._counts))
+        return self._ways[dispatch]
+
+    def _verbs(self, number: int, kind: LayerKind, num_chunks: int, way: "_Way") -> Layer:
+        key = kind, num_chunks
+        if key not in way.layers:
+            model, dispatch = self._model, way.costs.dispatch
+            way.layers[key] = verbs_of(kind, model.has_shared_experts, model.pads_to_capacity, num_chunks, dispatch)
+        return mtp_layer(way.layers[key]) if number in self._model.mtp_layers else way.layers[key]
 
     def beside(self, kind: OpKind) -> list[Step]:
         """Embedding or head, on the whole micro-batch."""
-        action = self._compute(kind, LayerKind.NONE, _WHOLE, 0)
+        action = self._compute(Compute(kind), LayerKind.NONE, Chunk(_WHOLE, 0), self._way(PLAIN).costs)
         if kind == OpKind.HEAD:
             of_all_uses = tuple(grads * self._model.num_output_uses for grads in action.weight_grads)
             action = replace(action, weight_grads=of_all_uses)
@@ -183,144 +157,95 @@ class Lowering:
 
     def _cut(self, pieces: Pieces) -> list[Step]:
         """Splitting and concatenating together, behind the segment."""
+        way = self._way(PLAIN)
         key = (OpKind.CUT, pieces)
-        if key not in self._actions:
+        if key not in way.actions:
             num_tokens = [float(sum(self.costs.chunk_tokens(*pieces)))] * len(self.loads.simulated)
-            self._actions[key] = self._compute(OpKind.CUT, LayerKind.NONE, pieces, 0, num_tokens)
-        action = self._actions[key]
+            verb, chunk = Compute(OpKind.CUT), Chunk(pieces, 0)
+            way.actions[key] = self._compute(verb, LayerKind.NONE, chunk, way.costs, num_tokens)
+        action = way.actions[key]
         return [(COMPUTE, 0, action)] if _takes_time(action) else []
 
-    def _action(
-        self, instruction: Instruction, layer: LayerKind, pieces: Pieces, dispatch: Dispatch, tiles: _Tiles
-    ) -> Action:
+    def _action(self, instruction: Instruction, layer: LayerKind, pieces: Pieces, way: "_Way") -> Action:
         verb, number, chunk, _ = instruction
         routing = self.loads.routing.get((number, pieces.dim, pieces.num_chunks, chunk)) if self.loads.routing else None
         layers_back = number - self._model.owner_of_weights(number)
         where = None if routing is None else number
-        key = (type(verb), verb.kind, verb.tile, layer, pieces, chunk, where, layers_back, dispatch, tiles)
-        action = self._actions.get(key)
+        key = (type(verb), verb.kind, verb.tile, layer, pieces, chunk, where, layers_back)
+        action = way.actions.get(key)
         if action is None:
-            action = self._costs_of(verb, layer, pieces, chunk, routing, dispatch, tiles)
+            action = self._costs_of(verb, layer, Chunk(pieces, chunk, routing), way.costs)
             if layers_back:
                 grads = (tuple(cost._replace(layers_back=layers_back) for cost in its) for its in action.weight_grads)
                 action = replace(action, weight_grads=tuple(grads))
-            self._actions[key] = action
+            way.actions[key] = action
         return action
 
-    def _costs_of(
-        self,
-        verb: Verb,
-        layer: LayerKind,
-        pieces: Pieces,
-        chunk: int,
-        routing: ChunkRouting | None,
-        dispatch: Dispatch,
-        tiles: _Tiles,
-    ) -> Action:
+    def _costs_of(self, verb: Verb, layer: LayerKind, chunk: Chunk, costs: DispatchCosts) -> Action:
         if isinstance(verb, LaunchCounts):
-            return Action(COUNTS, verb.kind, chunk, (), (), slot=_slot(OpKind.DISPATCH, chunk))
-        if isinstance(verb, Compute):
-            if tiles.number and verb.kind in (OpKind.OWN_EXPERTS, OpKind.EXPERTS):
-                return self._part_of_experts(verb, layer, pieces, chunk, routing, dispatch, tiles)
-            received = self._rows.received(pieces, chunk, routing) if verb.kind is OpKind.EXPERTS else None
-            if verb.kind in _SCALED and not self.costs.is_profiled(layer, verb.kind):
-                return self._between_hops(verb.kind, layer, pieces, chunk)
-            kind = LayerKind.MTP if verb.kind is OpKind.MTP_PROJECTION else layer
-            return self._compute(verb.kind, kind, pieces, chunk, received, dispatch, bool(tiles.number))
-        rows = self._rows.of_message(verb.kind, pieces, chunk, routing, dispatch)
-        if verb.tile is not None:
-            rows = rows.of_tile(tiles.number, verb.tile)
-        return self._message(verb, chunk, rows, dispatch)
+            return Action(COUNTS, verb.kind, chunk.number, (), (), slot=_slot(OpKind.DISPATCH, chunk.number))
+        if not isinstance(verb, Compute):
+            return self._message(verb, chunk, costs)
+        similar = costs.dispatch.similar_ops.get(verb.kind)
+        if similar is not None and not self.costs.is_profiled(layer, verb.kind):
+            return self._like(similar, verb, layer, chunk, costs)
+        kind = LayerKind.MTP if verb.kind is OpKind.MTP_PROJECTION else layer
+        return self._compute(verb, kind, chunk, costs, costs.op_rows(verb, chunk))
 
-    def _part_of_experts(
-        self,
-        verb: Verb,
-        layer: LayerKind,
-        pieces: Pieces,
-        chunk: int,
-        routing: ChunkRouting | None,
-        dispatch: Dispatch,
-        tiles: _Tiles,
-    ) -> Action:
-        """The experts on a part of a chunk's rows: of those that stay on the rank, or of one tile of those of others.
-
-        A weight has one gradient, over all rows. It is ready behind the backward's last part.
-        """
-        received, kept = (one(pieces, chunk, routing) for one in (self._rows.received, self._rows.kept))
-        if verb.kind is OpKind.OWN_EXPERTS:
-            rows = [number / tiles.num_own_parts for number in kept]
-        else:
-            rows = [(number - stays) / tiles.number for number, stays in zip(received, kept, strict=True)]
-        weight_grads: tuple[tuple[DwCost, ...], ...] = ((),) * len(rows)
-        if tiles.is_first(verb):
-            grads = partial(self.costs.weight_grads, layer, OpKind.EXPERTS, pieces.num_chunks)
-            weight_grads = tuple(grads(number) for number in received)
-        action = self._compute(verb.kind, layer, pieces, chunk, rows, dispatch, is_tiled=True)
-        return replace(action, weight_grads=weight_grads, tile=verb.tile)
-
-    def _between_hops(self, op: OpKind, layer: LayerKind, pieces: Pieces, chunk: int) -> Action:
-        """An op between two hops that was not profiled: the time of a similar one, in proportion to the rows."""
-        similar = self._compute(_SCALED[op], layer, pieces, chunk)
-        factors = [rows / self._model.topk for rows in self._rows.passed_on]
+    def _like(self, similar: OpKind, verb: Verb, layer: LayerKind, chunk: Chunk, costs: DispatchCosts) -> Action:
+        """An op that was not profiled: the time of a similar one, in proportion to the rows."""
+        plain = self._compute(Compute(similar), layer, chunk, self._way(PLAIN).costs)
+        factors = costs.rows_per_plain_row(verb.kind)
         forward_ms, backward_ms = (
             tuple(ms * factor for ms, factor in zip(times_ms, factors, strict=True))
-            for times_ms in (similar.forward_ms, similar.backward_ms)
+            for times_ms in (plain.forward_ms, plain.backward_ms)
         )
-        return Action(COMPUTE, op, chunk, forward_ms, backward_ms, weight_grads=((),) * len(factors))
+        no_weight_grads: tuple[tuple[DwCost, ...], ...] = ((),) * len(factors)
+        return Action(COMPUTE, verb.kind, chunk.number, forward_ms, backward_ms, weight_grads=no_weight_grads)
 
     def _compute(
         self,
-        op: OpKind,
+        verb: Verb,
         layer: LayerKind,
-        pieces: Pieces,
-        chunk: int,
+        chunk: Chunk,
+        costs: DispatchCosts,
         rows: Sequence[float] | None = None,
-        dispatch: Dispatch = Dispatch.PLAIN,
-        is_tiled: bool = False,
     ) -> Action:
         """
         Args:
             rows: rows that the op works on, by simulated rank; None for the chunk's tokens.
-            is_tiled: whether the chunk's rows go to other ranks in tiles.
         """
-        costs, dim, num_chunks = self.costs, pieces.dim, pieces.num_chunks
         if rows is None:
-            rows = [float(costs.chunk_tokens(*pieces)[chunk])] * len(self.loads.simulated)
+            rows = [float(self._counts.tokens(chunk))] * len(self.loads.simulated)
         forward_ms, backward_ms = (
-            tuple(costs.op_ms(layer, op, phase, dim, num_chunks, chunk, number, dispatch, is_tiled) for number in rows)
+            tuple(costs.op_ms(layer, verb.kind, phase, chunk, number) for number in rows)
             for phase in (Phase.FORWARD, Phase.INPUT_GRAD)
         )
-        return Action(
-            COMPUTE,
-            op,
-            chunk,
-            forward_ms,
-            backward_ms,
-            weight_grads=tuple(costs.weight_grads(layer, op, num_chunks, number) for number in rows),
-        )
+        grads = costs.weight_grads(layer, verb, chunk, rows)
+        return Action(COMPUTE, verb.kind, chunk.number, forward_ms, backward_ms, weight_grads=grads, tile=verb.tile)
 
-    def _message(self, verb: Verb, chunk: int, rows: Rows, dispatch: Dispatch) -> Action:
+    def _message(self, verb: Verb, chunk: Chunk, costs: DispatchCosts) -> Action:
         """Launching a message, or waiting for it. The gradient goes the other way."""
-        model = self.costs.model
+        model, rows = self.costs.model, costs.rows(verb, chunk)
         if verb.kind in COMBINES:
             sent = tuple(number * model.combine_row_bytes for number in rows.returned)
             sent_back = tuple(number * model.combine_grad_row_bytes for number in rows.sent)
         else:
-            row_bytes, grad_row_bytes = _dispatch_row_bytes(model, verb.kind, dispatch)
+            row_bytes, grad_row_bytes = costs.row_bytes(verb.kind)
             sent = tuple(number * row_bytes for number in rows.sent)
             sent_back = tuple(number * grad_row_bytes for number in rows.returned)
         alone, queued = (partial(one, kind=verb.kind) for one in (self.costs.message_ms, self.costs.queued_ms))
         return Action(
             _CODES[type(verb)],
             verb.kind,
-            chunk,
+            chunk.number,
             self._message_ms(alone, sent),
             self._message_ms(alone, sent_back),
             sent,
             sent_back,
             forward_queued_ms=self._message_ms(queued, sent),
             backward_queued_ms=self._message_ms(queued, sent_back),
-            slot=_slot(verb.kind, chunk) + _SLOTS_OF_TILE * (verb.tile or 0),
+            slot=_slot(verb.kind, chunk.number) + _SLOTS_OF_TILE * (verb.tile or 0),
             tile=verb.tile,
         )
 
@@ -330,13 +255,13 @@ class Lowering:
         return (one_ms(max(num_bytes)),) * len(num_bytes)
 
 
-def _dispatch_row_bytes(model: ModelFacts, kind: OpKind, dispatch: Dispatch) -> tuple[int, int]:
-    """Bytes of one row of a dispatch, forward and backward."""
-    if kind in BETWEEN_NODES:
-        return model.node_row_bytes, model.node_grad_row_bytes
-    if kind in INSIDE_NODE or dispatch is Dispatch.DEDUP:
-        return model.dedup_row_bytes, model.dedup_grad_row_bytes
-    return model.row_bytes, model.grad_row_bytes
+class _Way:
+    """What is known of a dispatch: the verbs of layers, and what they cost."""
+
+    def __init__(self, costs: DispatchCosts) -> None:
+        self.costs = costs
+        self.layers: dict[tuple[LayerKind, int], Layer] = {}
+        self.actions: dict[tuple[object, ...], Action] = {}
 
 
 def _slot(message: OpKind, chunk: int) -> int:

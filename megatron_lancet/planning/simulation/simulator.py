@@ -39,10 +39,11 @@ from megatron_lancet.planning.simulation.phase_result import PhaseResult, Wait
 from megatron_lancet.planning.simulation.played import Played, Stage
 from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.planning.simulation.shared_links import SharedLinks
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.dw_queue import AT_ONCE, DwRules
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, Plan, Segment
+from megatron_lancet.schedule.plan import ChunkDim, Plan, Segment
 from megatron_lancet.schedule.timeline import RankTimeline
 
 
@@ -333,9 +334,9 @@ class Simulator:
         return stages
 
     def _check_dispatch(self, dispatch: Dispatch) -> None:
-        why_not = {Dispatch.DEDUP: self.model.why_not_dedup, Dispatch.TWO_HOP: self.costs.why_not_two_hop}.get(dispatch)
-        if why_not is not None:
-            raise PlanMismatch(f"the plan's dispatch is {dispatch}, but {why_not}; use {Dispatch.PLAIN}")
+        blocker = self.costs.blocker(dispatch)
+        if blocker is not None:
+            raise PlanMismatch(f"the plan's dispatch is {dispatch}, but {blocker.reason}; use {PLAIN}")
 
     def _check(self, segment: Segment, end: int) -> None:
         model, first = self.model, segment.first_layer

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from megatron_lancet.planning.explain import Explanation, LayerExplanation, Reason
-from megatron_lancet.report.planning.plan_text import DISPATCHES, relative_weight_grad, tiles_in_words
+from megatron_lancet.report.planning.plan_text import relative_weight_grad, tiles_in_words
 from megatron_lancet.schedule.ops import Op
-from megatron_lancet.schedule.plan import Dispatch, Plan
+from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.ranges import ranges
 
 _MAX_SEGMENTS_IN_LINE = 4
@@ -16,7 +16,7 @@ def short_text(plan: Plan) -> str:
     """Returns a plan as one line."""
     if len(plan.segments) <= _MAX_SEGMENTS_IN_LINE:
         return str(plan)
-    dispatch = "" if plan.dispatch is Dispatch.PLAIN else f" dispatch={plan.dispatch}"
+    dispatch = "" if plan.dispatch.is_plain else f" dispatch={plan.dispatch}"
     return f"{len(plan.segments)} segments, up to {plan.num_chunks} chunks; dw={plan.dw_policy}{dispatch}"
 
 
@@ -53,10 +53,10 @@ def pairing_line(explanation: Explanation) -> str:
 def dispatch_line(explanation: Explanation) -> str:
     """Says what all-to-alls carry, and what the same plan would take if they carried something else."""
     dispatch, others_ms = explanation.plan.dispatch, explanation.other_dispatches_ms
-    text = f"dispatch: {dispatch}, {DISPATCHES[dispatch]}"
+    text = f"dispatch: {dispatch}, {dispatch.in_words}"
     if not others_ms:
         return text
-    others = [f"{step_ms:.1f} ms with {other} ({DISPATCHES[other]})" for other, step_ms in others_ms.items()]
+    others = [f"{step_ms:.1f} ms with {other} ({other.in_words})" for other, step_ms in others_ms.items()]
     return f"{text}; the same plan takes {', '.join(others)}"
 
 

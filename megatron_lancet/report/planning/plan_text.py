@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lancet.planning.plan_file import PlanFile
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, OwnRows, Plan, Segment
+from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, OwnRows, Plan, Segment
 from megatron_lancet.schedule.ranges import parse_ranges, ranges
 
 _PIECES = {ChunkDim.BATCH: "samples", ChunkDim.SEQUENCE: "positions"}
@@ -16,12 +16,6 @@ _RANGES = {
     OverlapRange.STACK: "through all of them without waiting at a layer's end",
 }
 
-
-DISPATCHES = {
-    Dispatch.PLAIN: "a token goes once to each of its experts",
-    Dispatch.DEDUP: "a token goes once to each rank that holds any of its experts",
-    Dispatch.TWO_HOP: "a token goes once to each node that holds any of its experts, and there once to each such rank",
-}
 _OWN_ROWS = {
     OwnRows.HALF: "half of a rank's own before them and half behind",
     OwnRows.AFTER: "a rank's own behind them",
@@ -132,8 +126,8 @@ def head_lines(content: PlanFile) -> Iterator[str]:
             f" ({versions})" if versions else ""
         )
     yield "weight gradients: " + _dw_in_words(content.plan)
-    if content.plan.dispatch is not Dispatch.PLAIN:
-        yield f"dispatch: {content.plan.dispatch}, {DISPATCHES[content.plan.dispatch]}"
+    if not content.plan.dispatch.is_plain:
+        yield f"dispatch: {content.plan.dispatch}, {content.plan.dispatch.in_words}"
     if content.plan.is_paired:
         yield "pairing: each backward runs beside the forward of the next micro-batch"
 

@@ -1,18 +1,16 @@
 """What a plan's all-to-alls carry, and in how many parts: ``--lancet-dispatch`` and ``--lancet-tiles``.
 
-Which of the three dispatches a run allows, whether it allows tiles, and why not.
+Which dispatches a run allows, whether it allows tiles, and why not.
 """
 
 import argparse
-from collections.abc import Iterator
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.tiles.support import Unsupported, tiles_unsupported
-from megatron_lancet.planning.dispatch import is_evident, why_not_dedup, why_not_two_hop
 from megatron_lancet.planning.search.search_space import Exclusion
+from megatron_lancet.schedule.dispatch import PLAIN, Blocker, Dispatch, Layout, tiles_blocker
 from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
-from megatron_lancet.schedule.plan import Dispatch, Plan
+from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.platform.launcher import FLAG as NODES_FLAG
 from megatron_lancet.training.platform.launcher import ranks_per_node
 
@@ -45,10 +43,8 @@ def nodes_of(args: argparse.Namespace, config: LancetConfig) -> Nodes | str | No
     return nodes_of_group(args.expert_model_parallel_size, _num_holders(args), per_node)
 
 
-def dispatch_blocker(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatch) -> str | None:
-    """Why a run can't have a dispatch, as a clause; None if it can.
-
-    Chunks, ranges, pairing, recompute, precision, dropped tokens and all other parallelism work with each of them.
+def dispatch_blocker(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatch) -> Blocker | None:
+    """Why a run can't have a dispatch; None if it can.
 
     Args:
         args: Megatron's arguments, validated or not.
@@ -56,9 +52,7 @@ def dispatch_blocker(args: argparse.Namespace, config: LancetConfig, dispatch: D
     Raises:
         UsageError: the flag for the ranks of a node does not divide the number of ranks.
     """
-    if dispatch is Dispatch.TWO_HOP:
-        return _why_not_two_hop(args, nodes_of(args, config))
-    return why_not_dedup(*_model(args)) if dispatch is Dispatch.DEDUP else None
+    return dispatch.blocker(_layout(args, config, nodes_of(args, config) if dispatch.needs_nodes else None))
 
 
 def refusal_of(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatch, instead: str) -> str | None:
@@ -73,9 +67,11 @@ def refusal_of(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatc
     blocker = dispatch_blocker(args, config, dispatch)
     if blocker is None:
         return None
-    if dispatch is Dispatch.TWO_HOP and _why_not_two_hop(args, _SOME_NODES) is None:
-        return f"{blocker}. Pass {NODES_FLAG} N, the number of ranks that are started on each node, or {instead}."
-    return f"{blocker}. {instead[0].upper()}{instead[1:]}."
+    if dispatch.blocker(_layout(args, config, _SOME_NODES)) is None:
+        return (
+            f"{blocker.reason}. Pass {NODES_FLAG} N, the number of ranks that are started on each node, or {instead}."
+        )
+    return f"{blocker.reason}. {instead[0].upper()}{instead[1:]}."
 
 
 def allowed_dispatches(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple[Dispatch, ...], list[Exclusion]]:
@@ -88,19 +84,20 @@ def allowed_dispatches(args: argparse.Namespace, config: LancetConfig) -> tuple[
         UsageError: the user asks for a dispatch that the run can't have.
     """
     if config.dispatch is not None:
-        refusal = refusal_of(args, config, config.dispatch, f"drop the flag, or pass {FLAG} plain")
+        refusal = refusal_of(args, config, config.dispatch, f"drop the flag, or pass {FLAG} {PLAIN}")
         if refusal is not None:
             raise UsageError(f"{FLAG} {config.dispatch} can't be followed: {refusal}")
         return (config.dispatch,), []
-    blockers = {dispatch: dispatch_blocker(args, config, dispatch) for dispatch in Dispatch}
+    blockers = {dispatch: dispatch_blocker(args, config, dispatch) for dispatch in Dispatch.known().values()}
     excluded = [
-        Exclusion(f"dispatch={dispatch}", blocker, is_evident(dispatch, _SOME_NODES, *_model(args)[:3]))
+        Exclusion(f"dispatch={dispatch}", blocker.reason, blocker.is_evident)
         for dispatch, blocker in blockers.items()
         if blocker is not None and _is_worth_telling(args, config, dispatch)
     ]
-    is_asked = getattr(args, _ASKED, False) and blockers[Dispatch.DEDUP] is None
-    possible = (one for one, blocker in blockers.items() if blocker is None)
-    return tuple(one for one in possible if one is not Dispatch.PLAIN or not is_asked), excluded
+    possible = [one for one, blocker in blockers.items() if blocker is None]
+    if getattr(args, _ASKED, False) and any(not one.is_plain and not one.needs_nodes for one in possible):
+        possible.remove(PLAIN)
+    return tuple(possible), excluded
 
 
 def dispatch_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> tuple[Dispatch, list[str]]:
@@ -116,26 +113,24 @@ def dispatch_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> tu
     if config.dispatch is not None:
         return config.dispatch, []
     if not getattr(args, _ASKED, False):
-        return Dispatch.PLAIN, []
-    for dispatch in (Dispatch.TWO_HOP, Dispatch.DEDUP):
-        if dispatch in allowed and not (dispatch is Dispatch.TWO_HOP and config.tiles):
+        return PLAIN, []
+    for dispatch in reversed(allowed):
+        if not dispatch.is_plain and (dispatch.can_tile or not config.tiles):
             return dispatch, []
-    return Dispatch.PLAIN, [f"dispatch is plain, because {dispatch_blocker(args, config, Dispatch.DEDUP)}"]
+    others = (dispatch_blocker(args, config, one) for one in Dispatch.known().values())
+    return PLAIN, [f"dispatch is plain, because {blocker.reason}" for blocker in others if blocker is not None][:1]
 
 
-def tiles_blockers(args: argparse.Namespace, config: LancetConfig) -> Iterator[Unsupported]:
-    """Yields why the rows of a run can't go to other ranks in tiles.
+def tiles_blocker_of(args: argparse.Namespace, config: LancetConfig) -> Blocker | None:
+    """Why the rows of a run can't go to other ranks in tiles; None if they can.
 
     Args:
         args: Megatron's arguments, validated or not.
     """
-    if args.expert_model_parallel_size <= 1:
-        yield Unsupported("there is one expert-parallel rank, so nothing is sent", "raise --expert-model-parallel-size")
-    if config.dispatch is Dispatch.TWO_HOP:
-        yield Unsupported(f"the messages of {FLAG} {Dispatch.TWO_HOP} have no tiles", f"drop {FLAG}")
-    found = tiles_unsupported(bool(args.fp8 or args.fp4), config.max_received_rows is not None)
-    if found is not None:
-        yield found
+    blocker = tiles_blocker(_layout(args, config, None))
+    if blocker is None and config.dispatch is not None and not config.dispatch.can_tile:
+        return Blocker(f"the messages of {FLAG} {config.dispatch} have no tiles", advice=f"drop {FLAG}")
+    return blocker
 
 
 def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple[int, ...] | None, list[Exclusion]]:
@@ -147,7 +142,7 @@ def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple
     Raises:
         UsageError: the user asks for tiles, and the run can't have any.
     """
-    blocker = next(tiles_blockers(args, config), None)
+    blocker = tiles_blocker_of(args, config)
     if config.tiles and blocker is not None:
         raise UsageError(
             f"{TILES_FLAG} {config.tiles} can't be followed: {blocker.reason}. Pass {TILES_FLAG} 0, or "
@@ -180,9 +175,9 @@ def rows_in_words(args: argparse.Namespace, config: LancetConfig) -> str:
     Raises:
         UsageError: the flag for the ranks of a node does not divide the number of ranks.
     """
-    names = {Dispatch.DEDUP: "rank", Dispatch.TWO_HOP: "node"}
-    possible = [name for dispatch, name in names.items() if dispatch_blocker(args, config, dispatch) is None]
-    return f"one row per token and {' or '.join(possible or ['expert'])}"
+    saving = (one for one in Dispatch.known().values() if not one.is_plain)
+    possible = [one.receiver for one in saving if dispatch_blocker(args, config, one) is None]
+    return f"one row per token and {' or '.join(possible or [PLAIN.receiver])}"
 
 
 def nodes_to_connect(args: argparse.Namespace, config: LancetConfig, plan: Plan, may_change: bool) -> Nodes | None:
@@ -193,10 +188,10 @@ def nodes_to_connect(args: argparse.Namespace, config: LancetConfig, plan: Plan,
         plan: the run's plan, or the fallback of one that finds its plan.
         may_change: whether the run finds its plan, or profiles for one.
     """
-    may_hop = plan.dispatch is Dispatch.TWO_HOP
-    if may_change and not may_hop:
-        may_hop = Dispatch.TWO_HOP in allowed_dispatches(args, config)[0]
-    nodes = nodes_of(args, config) if may_hop else None
+    may_run = [plan.dispatch]
+    if may_change and not plan.dispatch.needs_nodes:
+        may_run += allowed_dispatches(args, config)[0]
+    nodes = nodes_of(args, config) if any(one.needs_nodes for one in may_run) else None
     assert nodes is None or isinstance(nodes, Nodes), nodes
     return nodes
 
@@ -205,17 +200,22 @@ def unknown_nodes_note(args: argparse.Namespace, config: LancetConfig) -> str | 
     """What to say of two hops where nothing tells which ranks share a node; None if that makes no difference."""
     if config.dispatch is not None or nodes_of(args, config) is not None:
         return None
-    if _why_not_two_hop(args, _SOME_NODES) is not None:
-        return None
-    return f"not dispatch={Dispatch.TWO_HOP}: {_why_not_two_hop(args, None)} ({NODES_FLAG} says it)"
+    for one in Dispatch.known().values():
+        unknown = one.blocker(_layout(args, config, None))
+        if unknown is not None and one.blocker(_layout(args, config, _SOME_NODES)) is None:
+            return f"not dispatch={one}: {unknown.reason} ({NODES_FLAG} says it)"
+    return None
 
 
-def _model(args: argparse.Namespace) -> tuple[int, int, int, bool]:
-    return (
+def _layout(args: argparse.Namespace, config: LancetConfig, nodes: Nodes | str | None) -> Layout:
+    return Layout(
         args.expert_model_parallel_size,
         args.num_experts or 0,
         args.moe_router_topk,
         args.moe_pad_expert_input_to_capacity,
+        nodes,
+        is_quantized=bool(args.fp8 or args.fp4),
+        has_row_bound=config.max_received_rows is not None,
     )
 
 
@@ -223,16 +223,12 @@ def _num_holders(args: argparse.Namespace) -> int:
     return int(args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
 
 
-def _why_not_two_hop(args: argparse.Namespace, nodes: Nodes | str | None) -> str | None:
-    return why_not_two_hop(nodes, *_model(args))
-
-
 def _is_worth_telling(args: argparse.Namespace, config: LancetConfig, dispatch: Dispatch) -> bool:
     """Whether the reason against a dispatch is more than that a token has one expert, or that nothing leaves a node.
 
     Where nodes are unknown, as in a dry run, see :func:`unknown_nodes_note`.
     """
-    if dispatch is not Dispatch.TWO_HOP:
+    if not dispatch.needs_nodes:
         return True
     per_node = ranks_per_node(args, config)
     if per_node in (None, 1):

@@ -10,18 +10,13 @@ from megatron_lancet.files import RecordError
 from megatron_lancet.planning.plan_file import MadeFor, check_fits, read_plan_file
 from megatron_lancet.schedule.chunk_sizes import most_chunks
 from megatron_lancet.schedule.layers import pattern_of
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, Plan, Segment
+from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Plan, Segment
 from megatron_lancet.schedule.ranges import ranges
 from megatron_lancet.training.layer_pattern import layer_kinds
-from megatron_lancet.training.plan.dispatch import refusal_of, tiles_blockers
+from megatron_lancet.training.plan.dispatch import refusal_of, tiles_blocker_of
 from megatron_lancet.training.plan.limits import chunked_dim, routing_over_whole_micro_batch, sequence_blockers
 from megatron_lancet.training.plan.pairing import pairing_blockers
 from megatron_lancet.training.plan.support import has_all_to_alls, micro_batch_shape
-
-_DISPATCHES = {
-    Dispatch.DEDUP: "deduplicates what is dispatched",
-    Dispatch.TWO_HOP: "dispatches in two hops",
-}
 
 
 def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -> Plan:
@@ -46,7 +41,8 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
             f"--expert-model-parallel-size is {args.expert_model_parallel_size}. Drop the flag."
         )
     if content.plan.has_tiles:
-        for blocker in tiles_blockers(args, config):
+        blocker = tiles_blocker_of(args, config)
+        if blocker is not None:
             raise UsageError(
                 f"--lancet-plan {path} sends rows in tiles, which can't be followed: {blocker.reason}. Make a plan for "
                 f"this run with --tiles 0, or {blocker.advice}."
@@ -61,7 +57,7 @@ def plan_from_file(path: Path, args: argparse.Namespace, config: LancetConfig) -
             )
     refusal = refusal_of(args, config, content.plan.dispatch, "make a plan for this run")
     if refusal is not None:
-        how = _DISPATCHES[content.plan.dispatch]
+        how = content.plan.dispatch.refusal
         raise UsageError(f"--lancet-plan {path} {how}, which can't be followed: {refusal}")
     return content.plan
 

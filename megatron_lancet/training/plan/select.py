@@ -6,7 +6,8 @@ from pathlib import Path
 
 from megatron_lancet.config import AttentionChoice, LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
+from megatron_lancet.schedule.dispatch import PLAIN
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 from megatron_lancet.training.batches.limits import check_documents
 from megatron_lancet.training.bins.limits import check_bins
 from megatron_lancet.training.plan.attention import check_attention
@@ -87,7 +88,7 @@ def _wishes_of_overlap(config: LancetConfig) -> Iterator[str]:
     """Flags of :func:`choose_plan` that stock modules can't follow."""
     if config.pairing is PairingChoice.ON:
         yield f"{PAIRING_FLAG} on"
-    if config.dispatch not in (None, Dispatch.PLAIN):
+    if config.dispatch not in (None, PLAIN):
         yield f"{DISPATCH_FLAG} {config.dispatch}"
     if config.tiles:
         yield f"{TILES_FLAG} {config.tiles}"
@@ -159,7 +160,7 @@ def _chunks(args: argparse.Namespace, config: LancetConfig, blockers: list[str])
 
 
 def _nodes_note(args: argparse.Namespace, config: LancetConfig, plan: Plan) -> list[str]:
-    return [f"two hops over {nodes_of(args, config)}"] if plan.dispatch is Dispatch.TWO_HOP else []
+    return [f"two hops over {nodes_of(args, config)}"] if plan.dispatch.needs_nodes else []
 
 
 def _dropout_note(args: argparse.Namespace, plan: Plan) -> list[str]:

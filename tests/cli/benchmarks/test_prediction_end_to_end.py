@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.files import from_plain
 from megatron_lancet.lab.views.trace_file import read_trace
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.simulator import simulate
+from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.plan import Dispatch, Plan
+from megatron_lancet.schedule.plan import Plan
 
 REPO = Path(__file__).parents[3]
 TINY = ["--layers", "1", "--hidden", "64", "--seq-length", "32", "--repeats", "2", "--rate", "100"]
@@ -79,8 +82,8 @@ def test_on_two_nodes_every_dispatch_is_profiled_predicted_and_measured(tmp_path
     profile = from_plain(Profile, case["profile"], "profile")
     assert (profile.model.nodes, profile.model.ep_size) == (Nodes(2, 2), 4)
     measured = " ".join(profile.measured_steps_ms)
-    assert all(f"dispatch={dispatch}" in measured for dispatch in (Dispatch.DEDUP, Dispatch.TWO_HOP))
-    for name, dispatch in (("k1", Dispatch.PLAIN), ("dedup-k1", Dispatch.DEDUP), ("two-hop-k2", Dispatch.TWO_HOP)):
+    assert all(f"dispatch={dispatch}" in measured for dispatch in (DEDUP, TWO_HOP))
+    for name, dispatch in (("k1", PLAIN), ("dedup-k1", DEDUP), ("two-hop-k2", TWO_HOP)):
         plan = from_plain(Plan, case["plans"][name], name)
         assert plan.dispatch is dispatch
         assert simulate(profile, plan).prediction.step_ms == pytest.approx(case["predictions"][name]["step_ms"])

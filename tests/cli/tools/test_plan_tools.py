@@ -18,8 +18,11 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.plan_file import PlanFile, made_for, read_plan_file, write_plan_file
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Gap, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.dispatch import PLAIN
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, Plan, Segment, fixed_plan
 from tests.damage import leaves, replaced
 from tests.draws import examples
 
@@ -203,7 +206,7 @@ def test_dispatch_is_chosen_or_asked_for(run, tmp_path):
     profile, path = tmp_path / "p.json", tmp_path / "plan.json"
     write_profile(profile, topk=4)
     made = run("make_plan", profile, "--output", path)
-    assert read_plan_file(path).plan.dispatch is Dispatch.DEDUP
+    assert read_plan_file(path).plan.dispatch is DEDUP
     assert "dispatch=dedup" in made
     explained = run("explain_plan", path, "--profile", profile)
     assert "dispatch: dedup, a token goes once to each rank that holds any of its experts\n" in explained
@@ -211,7 +214,7 @@ def test_dispatch_is_chosen_or_asked_for(run, tmp_path):
         r"the same plan takes ([\d.]+) ms with plain \(a token goes once to each of its experts\)", explained
     )
     run("make_plan", profile, "--output", path, "--dispatch", "plain")
-    assert read_plan_file(path).plan.dispatch is Dispatch.PLAIN
+    assert read_plan_file(path).plan.dispatch is PLAIN
     as_dedup = run("simulate_plan", profile, path, "--dispatch", "dedup")
     assert "dispatch=dedup" in as_dedup
     step_ms = [
@@ -241,7 +244,7 @@ def test_table_compares_the_dispatches(run, tmp_path):
     path = tmp_path / "plan.json"
     made = run("make_plan", profile, "--output", path, "--dispatch", "two-hop", *network)
     assert "dispatch=two-hop" in made
-    assert read_plan_file(path).plan.dispatch is Dispatch.TWO_HOP
+    assert read_plan_file(path).plan.dispatch is TWO_HOP
 
 
 DAMAGED = [
@@ -316,21 +319,21 @@ def test_plan_tool_as_a_program_needs_no_torch_and_ends_with_status_2(tmp_path):
     assert len(ended.stderr.splitlines()) == 1
 
 
-PLAIN = json.loads(synthetic_profile(Machine("dm", chunk_counts=(1, 2))).to_json())
+PROFILE = json.loads(synthetic_profile(Machine("dm", chunk_counts=(1, 2))).to_json())
 
 
 @examples(60)
 @given(st.data())
 def test_damaged_profile_is_refused_in_one_line_or_gives_finite_times(tools, data):
     """Never a traceback, nor a list of 10**12 things. What is refused, is refused because of the profile."""
-    part = data.draw(st.sampled_from(sorted(PLAIN)))
-    place = data.draw(st.sampled_from(leaves(PLAIN[part], (part,)) or [(part,)]))
+    part = data.draw(st.sampled_from(sorted(PROFILE)))
+    place = data.draw(st.sampled_from(leaves(PROFILE[part], (part,)) or [(part,)]))
     wild = data.draw(st.sampled_from([{}, [], "x", -7, 0, 3, 10**400, 10**12, True, 0.5, 1e300]))
     sizes = data.draw(st.sampled_from([[], ["--world-sizes", "2", "8"]]))
     printed = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
-        path.write_text(json.dumps(replaced(PLAIN, place, wild)))
+        path.write_text(json.dumps(replaced(PROFILE, place, wild)))
         refusal = None
         try:
             with contextlib.redirect_stdout(printed):

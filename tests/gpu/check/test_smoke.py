@@ -8,10 +8,11 @@ import torch
 from benchmarks.gpu.check.part import smoke, tuner, waits
 from benchmarks.gpu.check.place import rehearsal
 from benchmarks.gpu.variants import MEGATRON_OVERLAP, PLANS
+from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.trace import Trace
-from megatron_lancet.schedule.plan import Dispatch, OverlapRange, Plan, Segment, fixed_plan, paired
+from megatron_lancet.schedule.plan import OverlapRange, Plan, Segment, fixed_plan, paired
 from tests.gpu.check.rehearsed import rehearsed, rehearsed_command
 
 PATH = "ours k=1"
@@ -110,7 +111,7 @@ TILED = Plan((Segment(1, 1, 1), Segment(2, None, 2, tiles=2)), dw_window=2)
         (fixed_plan(1), {}, 3 * 2),
         (fixed_plan(4), {}, 3 * 2 * 4),
         (fixed_plan(2), {"drops": True}, 3 * 2 * 2 * 2),
-        (fixed_plan(2, dispatch=Dispatch.DEDUP), {"drops": True}, 3 * 2 * 2),
+        (fixed_plan(2, dispatch=DEDUP), {"drops": True}, 3 * 2 * 2),
         (fixed_plan(1, overlap_range=OverlapRange.EXPERTS), {"drops": True, "pads": True}, 0),
         (fixed_plan(2, overlap_range=OverlapRange.EXPERTS), {"drops": True, "pads": True}, 3 * 2 * 2 * 2),
         (TILED, {}, 3 * (1 + 2 * 2)),

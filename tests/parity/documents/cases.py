@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, Plan, fixed_plan
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.schedule.plan import ChunkDim, Plan, fixed_plan
 from tests.parity.gradients.gradients_worker import plan_of
 from tests.parity.gradients.variants import CAPACITY, HYBRID, MLA, RECOMPUTE, VARIANTS
 
@@ -90,7 +91,7 @@ CASES: dict[str, dict[str, Case]] = {
         "bins/k=1": Case(LLAMA, plan_of(1), *BINS),
         "bins/k=4/sequence": Case(LLAMA, sequence(4), *BINS),
         "tiles/k=2/sequence": Case({}, fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE, tiles=2)),
-        "dedup/k=2/sequence": Case({}, replace(sequence(2), dispatch=Dispatch.DEDUP)),
+        "dedup/k=2/sequence": Case({}, replace(sequence(2), dispatch=DEDUP)),
     },
     "EP2xTP2": {
         "plain/k=1": Case({}, plan_of(1)),

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.profile import HopRows, ModelFacts
 from megatron_lancet.profiler.facts import ProfiledModel, model_facts
 from megatron_lancet.profiler.routing import RankRouting, chunk_routing, rows_of_step
@@ -12,7 +13,7 @@ from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.trace import StepTrace, Trace
 from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
 from megatron_lancet.schedule.ops import Op
-from megatron_lancet.schedule.plan import Dispatch, Plan, fixed_plan
+from megatron_lancet.schedule.plan import Plan, fixed_plan
 from megatron_lancet.schedule.timeline import Lane
 from tests.parity.gradients.gradients_worker import (
     MICRO_BATCH,
@@ -66,7 +67,7 @@ def profiled_and_sent(config: dict[str, Any], num_chunks: int) -> dict[str, dict
         if group == 0:
             profiled |= _bytes_of(chunk.hops, place, facts, f"L{chunk.layer}.c{chunk.chunk}")
     sent: dict[str, int] = {}
-    for span in traced(fixed_plan(num_chunks, dispatch=Dispatch.TWO_HOP)).timeline.spans:
+    for span in traced(fixed_plan(num_chunks, dispatch=TWO_HOP)).timeline.spans:
         if span.lane is Lane.COMM and not span.name.endswith("counts"):
             sent.setdefault(str(Op.parse(span.name)), span.num_bytes)  # of the first micro-batch
     close(stats)
@@ -76,14 +77,14 @@ def profiled_and_sent(config: dict[str, Any], num_chunks: int) -> dict[str, dict
 
 def _bytes_of(hops: HopRows, place: int, facts: ModelFacts, chunk: str) -> dict[str, int]:
     forward = {
-        "node_dispatch": hops.node_sent[place] * facts.node_row_bytes,
-        "local_dispatch": hops.local_sent[place] * facts.dedup_row_bytes,
+        "node_dispatch": hops.node_sent[place] * facts.row_bytes_to(facts.nodes.num_nodes),
+        "local_dispatch": hops.local_sent[place] * facts.row_bytes_to(facts.ep_size),
         "local_combine": hops.local_received[place] * facts.combine_row_bytes,
         "node_combine": hops.node_received[place] * facts.combine_row_bytes,
     }
     backward = {
-        "node_dispatch": hops.node_received[place] * facts.node_grad_row_bytes,
-        "local_dispatch": hops.local_received[place] * facts.dedup_grad_row_bytes,
+        "node_dispatch": hops.node_received[place] * facts.grad_row_bytes_to(facts.nodes.num_nodes),
+        "local_dispatch": hops.local_received[place] * facts.grad_row_bytes_to(facts.ep_size),
         "local_combine": hops.local_sent[place] * facts.combine_grad_row_bytes,
         "node_combine": hops.node_sent[place] * facts.combine_grad_row_bytes,
     }

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.patching import replaced
 from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
 from megatron_lancet.schedule.wire import Wire
 from tests.parity.gradients.disturbances import erratic_wire, row_counted_twice
 from tests.parity.gradients.variants import DEDUP_CASES, FORCED
@@ -65,11 +67,11 @@ def two_hops(plan: Plan) -> Plan:
         segment.num_chunks,
         chunk_dim=segment.chunk_dim,
         overlap_range=segment.range,
-        dispatch=Dispatch.TWO_HOP,
+        dispatch=TWO_HOP,
     )
 
 
-ONE, TWO, THREE = (fixed_plan(count, dispatch=Dispatch.TWO_HOP) for count in (1, 2, 3))
+ONE, TWO, THREE = (fixed_plan(count, dispatch=TWO_HOP) for count in (1, 2, 3))
 _EIGHT = {"num_moe_experts": 8}
 _TOP_4 = {"num_moe_experts": 16, "moe_router_topk": 4}
 _BIASED = {key: value for key, value in FORCED["idle-rank"].items() if key != "expert_bias"}
@@ -83,7 +85,7 @@ _SEGMENTS = Plan(
         Gap("L3.c1.I.node_dispatch", ("W.output_layer",)),
         Gap("L2.c1.I.local_combine", ("L3.W.self_attention.linear_qkv", "L3.W.mlp.experts.local_experts.0.linear_fc1")),
     ),
-    dispatch=Dispatch.TWO_HOP,
+    dispatch=TWO_HOP,
 )
 CASES: dict[str, HopCase] = {
     # One expert a rank: no token goes twice to a rank, but to two ranks of a node.
@@ -96,9 +98,7 @@ CASES: dict[str, HopCase] = {
     },
     "EP4/eight-experts/two-hop/k=1": HopCase("EP4", _EIGHT, ONE, erratic_wire),
     "EP4/top-4/two-hop/k=1": HopCase("EP4", _TOP_4, ONE),
-    "EP4/no-dw/two-hop/k=2": HopCase(
-        "EP4", _EIGHT, fixed_plan(2, DwPolicy.NONE, dispatch=Dispatch.TWO_HOP), erratic_wire
-    ),
+    "EP4/no-dw/two-hop/k=2": HopCase("EP4", _EIGHT, fixed_plan(2, DwPolicy.NONE, dispatch=TWO_HOP), erratic_wire),
     "EP4/distributed-optimizer/two-hop/k=2": HopCase("EP4", {"distributed_optimizer": True, **_EIGHT}, TWO),
     "EP4/segments/two-hop": HopCase("EP4", _EIGHT, _SEGMENTS, erratic_wire),
     "EP4/idle-rank/two-hop/k=1": HopCase(
@@ -125,7 +125,7 @@ NARROW: dict[str, HopCase] = {
 SWITCHED: dict[str, Plan] = {
     "whole": fixed_plan(1),
     "whole-two-hop": ONE,
-    "whole-dedup": fixed_plan(1, dispatch=Dispatch.DEDUP),
+    "whole-dedup": fixed_plan(1, dispatch=DEDUP),
     "batch-two-hop": TWO,
 }
 """Plans of one model, one after the other."""

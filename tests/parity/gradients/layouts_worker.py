@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.plan import Dispatch
 from tests.parity.gradients import hops
 from tests.parity.gradients.connections import shared_connections
 from tests.parity.gradients.disturbances import erratic_wire
@@ -103,7 +104,7 @@ def parallel(sizes: dict[str, int], nodes: Nodes | None = None) -> Iterator[dict
 
 
 def compare_in(
-    layout: str, cases: dict[str, tuple[str, dict[str, Any], int, Any]], dispatch: Dispatch = Dispatch.PLAIN
+    layout: str, cases: dict[str, tuple[str, dict[str, Any], int, Any]], dispatch: Dispatch = PLAIN
 ) -> dict[str, Any]:
     """What :func:`compare_plan` finds in those of ``cases`` that have this layout."""
     with parallel(LAYOUTS[layout]) as config:
@@ -169,7 +170,7 @@ def main() -> None:
     with sequence_parallel_with_torch_norm():
         for layout in LAYOUTS:
             results |= compare_in(layout, CASES)
-            results |= compare_in(layout, DEDUP_CASES, Dispatch.DEDUP)
+            results |= compare_in(layout, DEDUP_CASES, DEDUP)
             results |= compare_tiled_in(layout)
         for layout in ("EP4", "EP2xDP2", "EP2xETP2"):
             results |= compare_placed_in(layout)

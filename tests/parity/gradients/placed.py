@@ -5,7 +5,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megatron_lancet.schedule.plan import Dispatch, Plan, fixed_plan
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
+from megatron_lancet.schedule.plan import Plan, fixed_plan
 
 
 class PlacedCase(NamedTuple):
@@ -32,7 +34,7 @@ _GATED = {"num_moe_experts": 16, "moe_router_topk": 4, "gated_linear_unit": True
 _BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "add_bias_linear": True}
 CASES = {
     "placed/k=1": PlacedCase({}, fixed_plan(1)),
-    "placed/dedup/k=1": PlacedCase({"num_moe_experts": 8}, fixed_plan(1, dispatch=Dispatch.DEDUP)),
+    "placed/dedup/k=1": PlacedCase({"num_moe_experts": 8}, fixed_plan(1, dispatch=DEDUP)),
     "placed/expert-bias/k=1": PlacedCase(_BIAS, fixed_plan(1)),
     "placed/gated-top-4/k=2": PlacedCase(_GATED, fixed_plan(2)),
     "placed/mtp-repeated/k=2": PlacedCase({"mtp_num_layers": 2, "mtp_use_repeated_layer": True}, fixed_plan(2)),
@@ -44,7 +46,7 @@ IN_LAYOUTS = {
     "EP2xDP2/placed/k=1": PlacedCase({}, fixed_plan(1), "EP2xDP2"),
     "EP2xETP2/placed/k=2": PlacedCase({}, fixed_plan(2), "EP2xETP2"),
 }
-_TWO_HOP = fixed_plan(1, dispatch=Dispatch.TWO_HOP)
+_TWO_HOP = fixed_plan(1, dispatch=TWO_HOP)
 IN_HOPS = {"EP4/placed/two-hop/k=1": PlacedCase({"num_moe_experts": 8}, _TWO_HOP, "EP4")}
 
 

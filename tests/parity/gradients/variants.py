@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Gap, OverlapRange, Plan, Segment, fixed_plan
 
 DW_MEMORY_CASES = {"dw-memory-1/k=2": (1, 2), "dw-memory-20000/k=1": (20_000, 1), "dw-memory-20000/k=2": (20_000, 2)}
 """Bytes and chunks. One byte is too small for any dW; 20,000 are less than the peak without a bound."""
@@ -255,7 +256,7 @@ class DedupCase(NamedTuple):
 
 def dedup(plan: Plan) -> Plan:
     """The plan with the deduplicated dispatch."""
-    return replace(plan, dispatch=Dispatch.DEDUP)
+    return replace(plan, dispatch=DEDUP)
 
 
 DEDUP_ONE, DEDUP_TWO, DEDUP_THREE = (dedup(fixed_plan(count)) for count in (1, 2, 3))
@@ -295,7 +296,7 @@ DEDUP_CASES: dict[str, DedupCase] = {
 """On two ranks with EP=2; two experts a rank unless the model has more."""
 NARROW: dict[str, Plan] = {
     "wire-fp8/k=1": fixed_plan(1),
-    "wire-fp8/k=3/dedup": replace(fixed_plan(3), dispatch=Dispatch.DEDUP),
+    "wire-fp8/k=3/dedup": replace(fixed_plan(3), dispatch=DEDUP),
 }
 """Runs with ``--lancet-wire fp8``: messages whose hidden states are rounded."""
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.patching import replaced
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.plan import Dispatch, fixed_plan
+from megatron_lancet.schedule.plan import fixed_plan
 from megatron_lancet.testkit.mock.link import Link
 from megatron_lancet.testkit.mock.mock_world import mock_world
 from megatron_lancet.training.platform.cpu import cpu_platform
@@ -71,7 +72,7 @@ def run_hops(num_ranks: int) -> dict[str, Any]:
             return {
                 name: compare_plan(
                     {"expert_model_parallel_size": num_ranks, **overrides},
-                    fixed_plan(num_chunks, dispatch=Dispatch.TWO_HOP),
+                    fixed_plan(num_chunks, dispatch=TWO_HOP),
                     nodes=NODES[num_ranks],
                 )
                 for name, (overrides, num_chunks) in hop_cases(num_ranks).items()

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.profiler.facts import ProfiledModel
@@ -22,7 +23,7 @@ from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.plan import Dispatch, Plan, fixed_plan
+from megatron_lancet.schedule.plan import Plan, fixed_plan
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.testkit.mock.mock_world import mock_world
 from megatron_lancet.training.platform.cpu import cpu_platform
@@ -260,7 +261,7 @@ class Model:
         assert self.stage is None
         setup = self._setup
         model = ProfiledModel((self._module,), torch.device("cpu"), MICRO_BATCH, SEQ_LENGTH, NUM_MICRO_BATCHES)
-        dispatches = [Dispatch.TWO_HOP] if self.nodes is not None else []
+        dispatches = [TWO_HOP] if self.nodes is not None else []
         plans = plans_to_profile(MICRO_BATCH, SEQ_LENGTH, chunk_counts=(2,), dispatches=dispatches, has_tiles=True)
         run = ProfileRun(model, plans, num_traced_steps=1)
         for index, plan in enumerate(run.plans):

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.measured.op_times import op_key
 from megatron_lancet.planning.profile import read_profile
+from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch
+from megatron_lancet.schedule.plan import ChunkDim
 from tests.parity.gradients.gradients_worker import MICRO_BATCH, SEQ_LENGTH
 from tests.parity.mocked.trace_worker import NODES, PLANS
 from tests.ranks import launch
@@ -219,7 +221,7 @@ def profile(results, tmp_path_factory):
 
 
 def test_profile_has_every_op_of_every_profiled_cut(profile):
-    plain = [op for op in profile.ops if op.dispatch is Dispatch.PLAIN]
+    plain = [op for op in profile.ops if op.dispatch is PLAIN]
     found = {(op.layer_kind, op.kind, op.phase, op.chunk_dim, op.num_chunks, op.chunk) for op in plain}
     cuts = [(ChunkDim.BATCH, 1, 0)] + [(dim, 2, chunk) for dim in ChunkDim for chunk in (0, 1)]
     kinds = [(LayerKind.MOE, kind) for kind in MOE] + [(LayerKind.DENSE, kind) for kind in DENSE]
@@ -240,9 +242,9 @@ def test_profile_has_messages_memory_and_time_outside_ops(profile):
     assert profile.link.all_to_all == tuple(sorted(profile.link.all_to_all))
     assert profile.link.counts_ms >= 0.3
     assert profile.link.compute_slowdown >= 1
-    in_two_hops = (LayerKind.MOE, ChunkDim.BATCH, 1, Dispatch.TWO_HOP)
+    in_two_hops = (LayerKind.MOE, ChunkDim.BATCH, 1, TWO_HOP)
     assert {(use.layer_kind, use.chunk_dim, use.num_chunks, use.dispatch) for use in profile.memory} == {
-        (kind, dim, count, Dispatch.PLAIN)
+        (kind, dim, count, PLAIN)
         for kind in (LayerKind.MOE, LayerKind.DENSE, LayerKind.NONE)
         for dim, count in ((ChunkDim.BATCH, 1), *((d, 2) for d in ChunkDim))
     } | {in_two_hops}

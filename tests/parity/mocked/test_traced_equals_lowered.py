@@ -17,13 +17,14 @@ from itertools import pairwise
 
 import pytest
 
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.model import transformer_block
 from megatron_lancet.patching import replaced
 from megatron_lancet.schedule import turns
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import (
     ChunkDim,
-    Dispatch,
     DwPolicy,
     Gap,
     OverlapRange,
@@ -124,7 +125,7 @@ def cases() -> Iterator[tuple[str, Case]]:
             yield f"priority-k{num_chunks}-{over}", Case(plan, has_priority=True)
     yield "priority-dw-none", Case(fixed_plan(2, DwPolicy.NONE), has_priority=True)
     for num_chunks, over in ((1, STACK), (2, STACK), (3, STACK)):
-        plan = dataclasses.replace(fixed_plan(num_chunks, overlap_range=over), dispatch=Dispatch.DEDUP)
+        plan = dataclasses.replace(fixed_plan(num_chunks, overlap_range=over), dispatch=DEDUP)
         yield f"dedup-k{num_chunks}-{over}", Case(plan, "full-recompute" if num_chunks == 3 else "shared-experts")
     yield from two_hop_cases()
     yield from tile_cases()
@@ -133,9 +134,9 @@ def cases() -> Iterator[tuple[str, Case]]:
 
 def two_hop_cases() -> Iterator[tuple[str, Case]]:
     for num_chunks, dim, over in ((1, BATCH, STACK), (2, BATCH, STACK), (3, SEQUENCE, STACK), (2, BATCH, EXPERTS)):
-        plan = fixed_plan(num_chunks, DwPolicy.FILL, dim, over, dispatch=Dispatch.TWO_HOP)
+        plan = fixed_plan(num_chunks, DwPolicy.FILL, dim, over, dispatch=TWO_HOP)
         yield f"two-hop-k{num_chunks}-{over}", Case(plan, "two-nodes", has_priority=True)
-    plan = fixed_plan(2, dispatch=Dispatch.TWO_HOP)
+    plan = fixed_plan(2, dispatch=TWO_HOP)
     yield "two-hop-k2-slow-link", Case(plan, "two-nodes", message_ms=SLOW_MS, has_priority=True)
     yield "two-hop-k2-fitted-gaps", Case(plan, "two-nodes", message_ms=4.0, has_fitted_gaps=True)
     yield "two-hop-k2-cuda-fitted-gaps", Case(plan, "two-nodes", has_fitted_gaps=True, host_polls=False)
@@ -151,7 +152,7 @@ def tile_cases() -> Iterator[tuple[str, Case]]:
     yield "tiles-slow-link", Case(plan, message_ms=SLOW_MS)
     yield "tiles-fitted-gaps", Case(plan, message_ms=4.0, has_fitted_gaps=True)
     yield "tiles-cuda-fitted-gaps", Case(plan, has_fitted_gaps=True, host_polls=False)
-    yield "tiles-dedup-full-recompute", Case(dataclasses.replace(plan, dispatch=Dispatch.DEDUP), "full-recompute")
+    yield "tiles-dedup-full-recompute", Case(dataclasses.replace(plan, dispatch=DEDUP), "full-recompute")
     yield "tiles-padded", Case(fixed_plan(1, overlap_range=EXPERTS, tiles=2), "padded")
     yield "tiles-segments", Case(segmented(Segment(1, 2, 2, SEQUENCE), Segment(3, None, 1, tiles=2)))
 

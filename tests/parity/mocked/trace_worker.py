@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 from megatron_lancet.testkit.mock.link import Link
 from megatron_lancet.testkit.mock.mock_world import mock_world
 from megatron_lancet.training.platform.cpu import cpu_platform
@@ -104,7 +105,7 @@ class Model:
         """A profile's JSON."""
         run = ProfileRun(
             ProfiledModel((self.module,), torch.device("cpu"), MICRO_BATCH, SEQ_LENGTH, NUM_MICRO_BATCHES),
-            plans_to_profile(MICRO_BATCH, SEQ_LENGTH, chunk_counts=(2,), dispatches=[Dispatch.TWO_HOP]),
+            plans_to_profile(MICRO_BATCH, SEQ_LENGTH, chunk_counts=(2,), dispatches=[TWO_HOP]),
             num_traced_steps=2,
         )
         for index, plan in enumerate(run.plans):

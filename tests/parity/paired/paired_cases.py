@@ -7,10 +7,11 @@ from its forward to its backward, random numbers, what is logged, and when gradi
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import (
     ChunkDim,
-    Dispatch,
     DwPolicy,
     Gap,
     OverlapRange,
@@ -118,7 +119,7 @@ CASES: dict[str, Case] = {
     "tiles/none/dropout": Case(
         DROPOUT, paired(fixed_plan(1, DwPolicy.NONE, tiles=1, own_rows=OwnRows.AFTER)), num_micro_batches=4
     ),
-    "tiles/dedup/chunks-at-ends": Case({}, paired(replace(_TILED, dispatch=Dispatch.DEDUP), DEDUP_TWO)),
+    "tiles/dedup/chunks-at-ends": Case({}, paired(replace(_TILED, dispatch=DEDUP), DEDUP_TWO)),
     "guarded": Case({}, K1, 3, True, max_rows=40),
     "guarded/some-chunks/chunks-at-ends": Case({}, paired(fixed_plan(1), fixed_plan(2)), 4, True, max_rows=73),
     "dedup/chunks-at-ends": Case({}, paired(DEDUP_ONE, DEDUP_TWO), 4, True),
@@ -159,7 +160,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2xETP2": {**_TENSOR, "expert_tensor_parallel_size": 2},
     "EP2xCP2": {"expert_model_parallel_size": 2, "context_parallel_size": 2},
 }
-_ONE_HOPPING, _TWO_HOPPING = (fixed_plan(count, dispatch=Dispatch.TWO_HOP) for count in (1, 2))
+_ONE_HOPPING, _TWO_HOPPING = (fixed_plan(count, dispatch=TWO_HOP) for count in (1, 2))
 IN_LAYOUTS: dict[str, tuple[str, Case]] = {
     "EP4/two-hop": ("EP4", Case({"num_moe_experts": 8}, paired(_ONE_HOPPING), nodes=Nodes(2, 2))),
     "EP4/two-hop/chunks-at-ends": (

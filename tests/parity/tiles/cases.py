@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.patching import around, replaced
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, OwnRows, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, OwnRows, Plan, Segment, fixed_plan
 from tests.parity.gradients.variants import CAPACITY, FORCED, FULL, MLA, RECOMPUTE, VARIANTS, WHOLE_ROUTING
 
 HALF, AFTER = OwnRows.HALF, OwnRows.AFTER
@@ -47,7 +48,7 @@ def _tiled(tiles: int, own_rows: OwnRows, num_chunks: int = 1, **fields: Any) ->
 TWO = _tiled(2, HALF)
 _WHOLE_EXPERTS = _tiled(2, HALF, overlap_range=OverlapRange.EXPERTS)
 _EIGHT_SEQUENCE: dict[str, Any] = {"chunk_dim": ChunkDim.SEQUENCE, "overlap_range": OverlapRange.EXPERTS}
-_DEDUP: dict[str, Any] = {"dispatch": Dispatch.DEDUP}
+_DEDUP: dict[str, Any] = {"dispatch": DEDUP}
 _MIXED = Plan((Segment(1, 1, 1, tiles=2), Segment(2, 2, 1), Segment(3, None, 2, tiles=1, own_rows=AFTER)), dw_window=5)
 
 CASES: dict[str, TiledCase] = {
@@ -104,7 +105,7 @@ SWITCHED: dict[str, Plan] = {
     "whole": fixed_plan(1),
     "batch-tiles": _tiled(1, AFTER, 2),
     "whole-tiles-none": _tiled(4, HALF, dw_policy=DwPolicy.NONE),
-    "whole-dedup-tiles": replace(TWO, dispatch=Dispatch.DEDUP),
+    "whole-dedup-tiles": replace(TWO, dispatch=DEDUP),
 }
 
 

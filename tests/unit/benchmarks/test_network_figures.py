@@ -14,7 +14,8 @@ from benchmarks.network.picture import draw
 from benchmarks.network.summary import summarise
 from benchmarks.network.table import as_markdown, as_text
 from benchmarks.training_step.routing import bias_for_shares, sent_rows
-from megatron_lancet.schedule.plan import Dispatch
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
 
 FIELDS = {
     "step_ms": 100.0,
@@ -216,7 +217,7 @@ def test_bytes_without_duplicates_are_compared_with_the_routing():
     summary = summarise(case)
     stock, plain, dedup, free = summary.rows
     assert summary.sent_rows.two_hop is None
-    assert dedup.fewer_rows == summary.sent_rows.fewer(Dispatch.DEDUP) == pytest.approx(2.0202, rel=1e-4)
+    assert dedup.fewer_rows == summary.sent_rows.fewer(DEDUP) == pytest.approx(2.0202, rel=1e-4)
     assert (stock.sent_bytes, stock.fewer_bytes, plain.fewer_bytes, free.sent_bytes) == (3e6, None, None, None)
     assert dedup.fewer_bytes == pytest.approx(3 / 1.52)
     assert (summary.gain.name, summary.gain.other) == ("dedup-k2", "all-k2")
@@ -288,7 +289,7 @@ def test_bytes_of_a_node_are_counted_once_and_the_compute_of_a_core_is_that_of_i
 def test_two_hops_are_compared_with_the_same_chunks_and_with_the_fastest_without():
     summary = summarise(nodes_result())
     gain, two_hop = summary.gain, summary.rows[-1]
-    assert (gain.name, gain.other, gain.dispatch) == ("two-hop-k2", "dedup-k2", Dispatch.TWO_HOP)
+    assert (gain.name, gain.other, gain.dispatch) == ("two-hop-k2", "dedup-k2", TWO_HOP)
     assert gain.speedup.median == pytest.approx(55 / 40)
     assert two_hop.over_chunked.median == pytest.approx(60 / 40)
     text = as_text([summary])

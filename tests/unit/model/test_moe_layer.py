@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.model import moe_layer
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
@@ -21,10 +23,10 @@ from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.trace import RoutedRows, Trace
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.select import make_transport
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import OpKind
-from megatron_lancet.schedule.plan import Dispatch
 from megatron_lancet.schedule.turns import Compute, Layer, verbs_of
 from megatron_lancet.testkit.mock.link import Link
 from megatron_lancet.testkit.mock.mock_world import mock_world
@@ -73,9 +75,9 @@ def moe_of(comm: Comm, experts: Experts, recompute: Recompute, **config) -> Over
     )
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     dispatchers = {
-        Dispatch.PLAIN: AllToAllDispatcher(comm, NUM_EXPERTS, NUM_RANKS, alone),
-        Dispatch.DEDUP: DeduplicatedDispatcher(comm, NUM_EXPERTS, NUM_RANKS, alone),
-        Dispatch.TWO_HOP: TwoHopDispatcher(comm, NUM_EXPERTS, NUM_RANKS, alone, Nodes(2, 1), rank=0),
+        PLAIN: AllToAllDispatcher(comm, NUM_EXPERTS, NUM_RANKS, alone),
+        DEDUP: DeduplicatedDispatcher(comm, NUM_EXPERTS, NUM_RANKS, alone),
+        TWO_HOP: TwoHopDispatcher(comm, NUM_EXPERTS, NUM_RANKS, alone, Nodes(2, 1), rank=0),
     }
     return OverlappingMoE(1, stock, dispatchers, comm, recompute)
 
@@ -122,7 +124,7 @@ def test_rows_are_freed_when_the_message_is_packed_and_when_they_are_sorted(comm
     assert torch.allclose(probs_tE.grad, hidden_sbH.sum(dim=2) * (probs_tE > 0))
 
 
-@pytest.mark.parametrize("dispatch", list(Dispatch))
+@pytest.mark.parametrize("dispatch", list(Dispatch.known().values()))
 def test_trace_has_rows_with_and_without_duplicates_whatever_is_dispatched(comm, dispatch):
     """The first token has both of its experts on rank 0, the others one on each rank."""
     moe, x, trace = moe_of(comm, Experts(), Recompute()), routed_chunk(), Trace(torch.device("cpu"), 0)
@@ -130,7 +132,7 @@ def test_trace_has_rows_with_and_without_duplicates_whatever_is_dispatched(comm,
     comm.record_to(trace)
     moe_layer.launch_counts(moe, x)
     moe_layer.preprocess(moe, x)
-    assert len(x.rows[0]) == (6 if dispatch is Dispatch.PLAIN else 5)
+    assert len(x.rows[0]) == (6 if dispatch is PLAIN else 5)
     assert trace.end_step().routed == {"L1.c0.F.experts": RoutedRows(rows=(4, 2), tokens=(3, 2))}
 
 
@@ -156,7 +158,7 @@ class KeepingExperts:
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_deduplicated_rows_of_the_experts_are_made_again_and_not_kept(comm, recomputed):
     """With recompute the distinct rows are kept, as they were received; else what autograd keeps of the experts."""
-    comm.dispatch = Dispatch.DEDUP
+    comm.dispatch = DEDUP
     experts = KeepingExperts()
     moe, x = moe_of(comm, experts, Recompute(experts=recomputed)), routed_chunk()
     hidden_sbH = x.normed_sbH

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
-from megatron_lancet.planning.distinct_rows import DistinctParts, HopParts, expected_part_of_tokens
+from megatron_lancet.features.dedup.costs import DistinctParts
+from megatron_lancet.features.two_hop.costs import HopParts
+from megatron_lancet.planning.distinct_rows import expected_part_of_tokens
 from megatron_lancet.planning.profile import ChunkRouting, HopRows
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim

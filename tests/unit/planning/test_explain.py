@@ -3,13 +3,16 @@ import dataclasses
 import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.explain import Filled, Reason, explain
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
 from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.report.planning.explanation_text import layer_lines
 from megatron_lancet.report.planning.plan_text import in_words
-from megatron_lancet.schedule.plan import Dispatch, DwPolicy, Gap, OwnRows, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.dispatch import PLAIN
+from megatron_lancet.schedule.plan import DwPolicy, Gap, OwnRows, Plan, Segment, fixed_plan
 
 NODES = {"shares": (0.25,) * 4, "num_nodes": 2, "topk": 4, "link_ms": 20.0}
 
@@ -25,7 +28,7 @@ def reasons(machine, plan, planned=None):
         ({"link_ms": 9.0}, fixed_plan(1), {Reason.DEPENDENCY, Reason.NOTHING_LEFT}),
         ({"link_ms": 80.0}, fixed_plan(2), {Reason.LINK}),
         ({"counts_ms": 9.0, "host_polls": False}, fixed_plan(2), {Reason.COUNTS}),
-        (NODES | {"between_nodes": 4.0}, fixed_plan(2, dispatch=Dispatch.TWO_HOP), {Reason.LINK}),
+        (NODES | {"between_nodes": 4.0}, fixed_plan(2, dispatch=TWO_HOP), {Reason.LINK}),
         ({"shares": (0.95, 0.05), "link_ms": 0.2}, fixed_plan(1, DwPolicy.NONE), {Reason.PEER}),
     ],
 )
@@ -97,10 +100,10 @@ def test_explanation_covers_every_stage():
 
 def test_explanation_compares_every_dispatch_that_is_possible():
     profile = synthetic_profile(Machine(layers="mm", **NODES))
-    plan = fixed_plan(2, dispatch=Dispatch.DEDUP)
+    plan = fixed_plan(2, dispatch=DEDUP)
     explanation = explain(profile, plan)
     assert explanation.other_dispatches_ms == {
         dispatch: pytest.approx(simulate(profile, fixed_plan(2, dispatch=dispatch)).prediction.step_ms)
-        for dispatch in (Dispatch.PLAIN, Dispatch.TWO_HOP)
+        for dispatch in (PLAIN, TWO_HOP)
     }
     assert explain(synthetic_profile(Machine(layers="mm")), fixed_plan(2)).other_dispatches_ms == {}

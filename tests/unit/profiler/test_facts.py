@@ -30,7 +30,7 @@ def test_bytes_of_a_deduplicated_row_are_those_of_a_packed_one(hidden, dtype, nu
         combine_grad_row_bytes=row_bytes,
         prob_bytes=prob_dtype.itemsize,
     )
-    assert facts.dedup_row_bytes == facts.dedup_grad_row_bytes == packed.nbytes
+    assert facts.row_bytes_to(facts.ep_size) == facts.grad_row_bytes_to(facts.ep_size) == packed.nbytes
 
 
 @pytest.mark.parametrize("hidden", [8, 96, 1000])
@@ -49,5 +49,5 @@ def test_bytes_of_a_deduplicated_row_in_fp8_are_those_of_a_packed_one(hidden):
         combine_grad_row_bytes=row_bytes(RowFormat.BF16, row),
         prob_bytes=torch.float32.itemsize,
     )
-    assert facts.dedup_row_bytes == row_bytes(RowFormat.FP8, row, choice)
-    assert facts.dedup_grad_row_bytes == row_bytes(RowFormat.BF16, row, choice)
+    assert facts.row_bytes_to(facts.ep_size) == row_bytes(RowFormat.FP8, row, choice)
+    assert facts.grad_row_bytes_to(facts.ep_size) == row_bytes(RowFormat.BF16, row, choice)

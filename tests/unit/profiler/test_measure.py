@@ -2,11 +2,14 @@
 
 import pytest
 
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.profile import MemoryUse
 from megatron_lancet.profiler.measure import median_memory, num_profile_steps, plans_to_profile
 from megatron_lancet.profiler.routing import RankRouting, received_shares
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 
 
 def cuts(*args, **kwargs):
@@ -38,15 +41,15 @@ def test_profiled_plans_time_weight_gradients_separately():
 
 def test_each_other_dispatch_that_is_allowed_is_profiled_with_one_chunk():
     plain = plans_to_profile(4, 128)
-    assert {plan.dispatch for plan in plain} == {Dispatch.PLAIN}
-    plans = plans_to_profile(4, 128, overlap_range=OverlapRange.GATE, dispatches=tuple(Dispatch))
-    others = [plan for plan in plans if plan.dispatch is not Dispatch.PLAIN]
-    assert [(plan.dispatch, plan.num_chunks) for plan in others] == [(Dispatch.DEDUP, 1), (Dispatch.TWO_HOP, 1)]
+    assert {plan.dispatch for plan in plain} == {PLAIN}
+    plans = plans_to_profile(4, 128, overlap_range=OverlapRange.GATE, dispatches=tuple(Dispatch.known().values()))
+    others = [plan for plan in plans if plan.dispatch is not PLAIN]
+    assert [(plan.dispatch, plan.num_chunks) for plan in others] == [(DEDUP, 1), (TWO_HOP, 1)]
     assert {plan.segments[0].range for plan in others} == {OverlapRange.GATE}
     assert num_profile_steps(plans) == num_profile_steps(plain) + 8
     # The costs of all other ops are the plain dispatch's, also where a plan may not have it.
-    with_dedup = plans_to_profile(4, 128, dispatches=(Dispatch.DEDUP,))
-    assert [plan for plan in with_dedup if plan.dispatch is Dispatch.PLAIN] == plain
+    with_dedup = plans_to_profile(4, 128, dispatches=(DEDUP,))
+    assert [plan for plan in with_dedup if plan.dispatch is PLAIN] == plain
     assert len(with_dedup) == len(plain) + 1
 
 

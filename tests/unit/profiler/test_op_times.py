@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from megatron_lancet.planning.measured.op_times import Samples, op_key, op_times, over_ranks, weight_grad_times
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, fixed_plan
 from megatron_lancet.schedule.timeline import Lane, Span
 from tests.unit.profiler.synthetic import FACTS, step
 
@@ -83,20 +84,18 @@ def test_messages_that_wait_for_other_ranks_slow_nothing_down():
     assert beside(lambda message: {"L2.c0.F.dispatch": 0.2}[message.name]) == pytest.approx([0.0, 0.2])
 
 
-@pytest.mark.parametrize("dispatch", Dispatch)
+@pytest.mark.parametrize("dispatch", Dispatch.known().values())
 def test_ops_that_make_or_sum_rows_are_timed_by_dispatch(dispatch):
     plan = fixed_plan(1, dispatch=dispatch)
     kinds = ("attention", "route", "shared_experts", "preprocess", "experts", "node_rows", "node_sums", "postprocess")
     found = {kind: op_key(Op.parse(f"L2.c0.F.{kind}"), plan, FACTS).dispatch for kind in kinds}
-    assert {kind for kind in kinds if found[kind] is not Dispatch.PLAIN} == (
-        set() if dispatch is Dispatch.PLAIN else set(kinds[3:])
-    )
-    assert set(found.values()) == {Dispatch.PLAIN, dispatch}
+    assert {kind for kind in kinds if found[kind] is not PLAIN} == (set() if dispatch is PLAIN else set(kinds[3:]))
+    assert set(found.values()) == {PLAIN, dispatch}
     both = Samples()
     both.add(step(WHOLE), WHOLE, FACTS)
     both.add(step(WHOLE, 3.0), plan, FACTS)
     experts = [op for op in op_times(both.medians(), FACTS) if (op.kind, op.phase) == ("experts", "F")]
-    expected = {Dispatch.PLAIN: 2.5, dispatch: 7.5} if dispatch is not Dispatch.PLAIN else {Dispatch.PLAIN: 4.5}
+    expected = {PLAIN: 2.5, dispatch: 7.5} if dispatch is not PLAIN else {PLAIN: 4.5}
     assert {op.dispatch: op.ms for op in experts} == pytest.approx(expected)
 
 

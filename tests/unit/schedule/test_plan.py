@@ -3,11 +3,11 @@ import json
 
 import pytest
 
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.files import RecordError
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import (
     ChunkDim,
-    Dispatch,
     DwPolicy,
     Gap,
     OverlapRange,
@@ -91,7 +91,7 @@ def test_tiles_are_written_where_there_are_any():
 
 def test_tiles_are_of_messages_to_ranks():
     with pytest.raises(ValueError, match="tiles need dispatch plain or dedup, not two-hop"):
-        fixed_plan(1, dispatch=Dispatch.TWO_HOP, tiles=2)
+        fixed_plan(1, dispatch=TWO_HOP, tiles=2)
     with pytest.raises(ValueError, match="tiles must be at least 0, not -1"):
         Segment(1, None, 1, tiles=-1)
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_lancet.schedule.dispatch import Dispatch
 from megatron_lancet.schedule.layers import LAYER_KINDS
 from megatron_lancet.schedule.ops import OpKind, Phase
-from megatron_lancet.schedule.plan import Dispatch
 from megatron_lancet.schedule.turns import (
     MIRRORED,
     AddResidual,
@@ -31,9 +31,9 @@ from megatron_lancet.schedule.turns import (
 def verbs_of_the_table() -> list[tuple[Verb, Phase]]:
     """Every verb of every layer, with tiles and without, in both passes."""
     layers = [
-        mtp_layer(verbs_of(kind, True, dispatch=dispatch, tiles=tiles))
-        for kind, dispatch, tiles in itertools.product(LAYER_KINDS, Dispatch, (0, 1, 4))
-        if not (tiles and dispatch is Dispatch.TWO_HOP)
+        mtp_layer(verbs_of(kind, True, dispatch=dispatch.in_tiles(tiles)))
+        for kind, dispatch, tiles in itertools.product(LAYER_KINDS, Dispatch.known().values(), (0, 1, 4))
+        if dispatch.can_tile or not tiles
     ]
     forward = dict.fromkeys(verb for layer in layers for verb in layer)
     backward = [MIRRORED[type(verb)](verb.kind, verb.tile) for verb in forward if type(verb) in MIRRORED]

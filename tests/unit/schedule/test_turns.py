@@ -2,9 +2,11 @@
 
 import pytest
 
+from megatron_lancet.features.two_hop.order import TWO_HOP
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind
-from megatron_lancet.schedule.plan import Dispatch, OverlapRange, OwnRows
+from megatron_lancet.schedule.plan import OverlapRange, OwnRows
 from megatron_lancet.schedule.turns import (
     ROWS_MADE_BY,
     ROWS_NEEDED_BY,
@@ -25,10 +27,10 @@ KINDS = {**ALL_KINDS, "h": LayerKind.MOE, "H": LayerKind.MOE_ONLY, "t": LayerKin
 LAYERS = {letter: verbs_of(kind, has_shared_experts=True) for letter, kind in ALL_KINDS.items()}
 LAYERS["n"] = verbs_of(LayerKind.MOE, has_shared_experts=False)
 LAYERS |= {"p": mtp_layer(LAYERS["d"]), "q": mtp_layer(LAYERS["n"])}
-LAYERS["h"] = verbs_of(LayerKind.MOE, has_shared_experts=True, dispatch=Dispatch.TWO_HOP)
-LAYERS["H"] = verbs_of(LayerKind.MOE_ONLY, has_shared_experts=False, dispatch=Dispatch.TWO_HOP)
-LAYERS["t"] = verbs_of(LayerKind.MOE, has_shared_experts=True, tiles=2)
-LAYERS["T"] = verbs_of(LayerKind.MOE_ONLY, has_shared_experts=False, tiles=1, own_rows=OwnRows.AFTER)
+LAYERS["h"] = verbs_of(LayerKind.MOE, has_shared_experts=True, dispatch=TWO_HOP)
+LAYERS["H"] = verbs_of(LayerKind.MOE_ONLY, has_shared_experts=False, dispatch=TWO_HOP)
+LAYERS["t"] = verbs_of(LayerKind.MOE, has_shared_experts=True, dispatch=PLAIN.in_tiles(2))
+LAYERS["T"] = verbs_of(LayerKind.MOE_ONLY, has_shared_experts=False, dispatch=PLAIN.in_tiles(1, OwnRows.AFTER))
 TWO_CHUNKS_STACK = """
 cut
 L1.c0.F.attention, L1.c0.F.mlp, L2.c0.F.attention, L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess,\
@@ -290,7 +292,7 @@ def test_messages_have_an_op_that_makes_their_rows_and_one_that_needs_them():
     }
 
 
-@pytest.mark.parametrize("dispatch", Dispatch)
+@pytest.mark.parametrize("dispatch", Dispatch.known().values())
 def test_a_layer_waits_for_as_many_messages_as_its_dispatch_says(dispatch):
     layer = verbs_of(LayerKind.MOE, has_shared_experts=True, dispatch=dispatch)
     waited, launched = ([verb.kind for verb in layer if isinstance(verb, of)] for of in (Wait, Launch))

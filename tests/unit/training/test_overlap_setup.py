@@ -6,12 +6,13 @@ import pytest
 from megatron.core import parallel_state
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.plan import Dispatch, fixed_plan
+from megatron_lancet.schedule.plan import fixed_plan
 from megatron_lancet.training import overlap_setup
 from megatron_lancet.training.overlap_setup import check_same_plan
 
-PLAN = fixed_plan(2, dispatch=Dispatch.TWO_HOP)
+PLAN = fixed_plan(2, dispatch=TWO_HOP)
 ADVICE = (
     "Pass --lancet-ranks-per-node N to all ranks, the number of them that are started on each node, or choose a plan "
     "without two hops (--lancet-dispatch plain or dedup)."

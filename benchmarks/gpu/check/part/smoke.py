@@ -18,11 +18,11 @@ from benchmarks.gpu.check.place import Place
 from benchmarks.gpu.measure import elapsed_ms
 from benchmarks.gpu.record import Recorder
 from benchmarks.gpu.variants import MEGATRON_OVERLAP, PLANS, Runner, Variant, Work, why_megatron_refuses
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import (
     ChunkDim,
-    Dispatch,
     DwPolicy,
     OverlapRange,
     Plan,
@@ -66,7 +66,7 @@ def _paths() -> dict[str, Path]:
     dense_first = {"moe_every": 2}
     selective = {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]}
     shared = {"moe_shared_expert_intermediate_size": 128}
-    two_hop = Variant(fixed_plan(2, dispatch=Dispatch.TWO_HOP), nodes=Nodes(2, NUM_RANKS // 2))
+    two_hop = Variant(fixed_plan(2, dispatch=TWO_HOP), nodes=Nodes(2, NUM_RANKS // 2))
     sequence = fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)
     return {
         **{name: Path(Variant.named(name)) for name in PLANS},

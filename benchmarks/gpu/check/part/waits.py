@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from megatron_lancet.patching import around, replaced
-from megatron_lancet.schedule.plan import Dispatch, Plan
+from megatron_lancet.schedule.dispatch import PLAIN
+from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.testkit.virtual_gpu.device import VirtualGpu
 
 _WARNING = "called a synchronizing CUDA operation"
@@ -128,7 +129,7 @@ def expected_waits(
             segment = part.segment_of(layer)
             if not has or (pads and segment.num_chunks == 1):
                 continue
-            needs_own = bool(segment.tiles) or (drops and part.dispatch is Dispatch.PLAIN)
+            needs_own = bool(segment.tiles) or (drops and part.dispatch is PLAIN)
             number += times * segment.num_chunks * (1 + needs_own)
     return number
 

@@ -1,6 +1,7 @@
 """Factors of a dW that come in parts, and are put together in the order of their sources."""
 
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.tiles.support import tiles_unsupported
 from megatron_lancet.model.tiles.weight_grads import Factors, GatheredWeightGrads, PartOfRows, Piece, pieces_of
+from megatron_lancet.schedule.dispatch import Layout, tiles_blocker
 
 ROWS = st.integers(1, 4).flatmap(
     lambda sources: st.lists(st.lists(st.integers(0, 3), min_size=sources, max_size=sources), min_size=1, max_size=5)
@@ -76,10 +77,8 @@ def test_linear_layers_are_in_a_part_inside_its_context_only():
 
 
 def test_tiles_are_refused_with_what_to_change():
-    assert tiles_unsupported(is_quantized=False, has_row_bound=False) is None
-    advice = [
-        found.advice
-        for quantized in (True, False)
-        if (found := tiles_unsupported(is_quantized=quantized, has_row_bound=True)) is not None
-    ]
+    layout = Layout(ep_size=2, num_experts=4, topk=1)
+    assert tiles_blocker(layout) is None
+    bound = replace(layout, has_row_bound=True)
+    advice = [tiles_blocker(one).advice for one in (replace(bound, is_quantized=True), bound)]
     assert advice == ["drop --fp8-format or --fp4-format", "drop --lancet-max-received-rows"]

@@ -7,13 +7,15 @@ import pytest
 
 from benchmarks.synthetic_profile import OP_MS, Machine, synthetic_profile
 from megatron_lancet.cli.planning import add_limit_arguments, limits_of
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.dispatch import with_dispatch
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Exclusion, Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
-from megatron_lancet.schedule.plan import Dispatch, DwPolicy, OwnRows, fixed_plan
+from megatron_lancet.schedule.plan import DwPolicy, OwnRows, fixed_plan
 
 SHORT_MESSAGES = Machine(layers="mm", link_ms=2.0, overhead_ms=0.2, tiles=2)
 """Chunks cost 0.2 ms for each of their ops, and hide messages of 2 ms; tiles cost it for each part of the experts."""
@@ -53,7 +55,7 @@ def test_tiles_that_are_asked_for_are_in_every_plan_and_in_chunks():
     windows = {one.plan.dw_window for one in planned.alternatives if len(one.plan.segments) == 1}
     assert {2 * 2 * layers for layers in (1, 2, 4)} <= windows
     with pytest.raises(RecordError, match="two-hop: its messages have no tiles"):
-        make_plan(profile, dataclasses.replace(limits, dispatches=(Dispatch.TWO_HOP,)))
+        make_plan(profile, dataclasses.replace(limits, dispatches=(TWO_HOP,)))
 
 
 def test_plans_with_tiles_are_paired_only_if_tiles_are_asked_for():
@@ -102,14 +104,14 @@ def test_two_hops_are_compared_without_tiles():
         chunk_counts=(1, 2),
     )
     planned = make_plan(synthetic_profile(machine), dataclasses.replace(WITHOUT_DWS, pairing=(False,)))
-    assert planned.plan.dispatch is Dispatch.TWO_HOP
+    assert planned.plan.dispatch is TWO_HOP
     assert numbers_of_tiles(planned) == {0}
 
 
 def test_plan_in_two_hops_has_no_tiles_and_as_long_a_window():
     plan = fixed_plan(2, tiles=3, own_rows=OwnRows.AFTER)
-    assert with_dispatch(plan, Dispatch.TWO_HOP) == fixed_plan(2, dispatch=Dispatch.TWO_HOP)
-    assert with_dispatch(plan, Dispatch.DEDUP) == dataclasses.replace(plan, dispatch=Dispatch.DEDUP)
+    assert with_dispatch(plan, TWO_HOP) == fixed_plan(2, dispatch=TWO_HOP)
+    assert with_dispatch(plan, DEDUP) == dataclasses.replace(plan, dispatch=DEDUP)
 
 
 def test_tools_take_numbers_of_tiles():

@@ -6,9 +6,10 @@ from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.simulation.cost_model import CostModel, UnknownCost
 from megatron_lancet.planning.simulation.curve import Curve
+from megatron_lancet.schedule.dispatch import Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch
+from megatron_lancet.schedule.plan import ChunkDim
 
 BATCH, SEQUENCE = ChunkDim.BATCH, ChunkDim.SEQUENCE
 MOE = LayerKind.MOE
@@ -149,7 +150,7 @@ def times(costs, kind, dispatch, num_chunks, rows=TOKENS):
     ]
 
 
-PLAIN, DEDUP, TWO_HOP = Dispatch
+PLAIN, DEDUP, TWO_HOP = Dispatch.known().values()
 ROWS_MADE = (OpKind.PREPROCESS, OpKind.EXPERTS, OpKind.POSTPROCESS)
 
 

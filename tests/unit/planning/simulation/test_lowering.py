@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
+from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.planning.profile import ChunkRouting
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.lowering import (
@@ -15,7 +16,7 @@ from megatron_lancet.planning.simulation.lowering import (
 )
 from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, OverlapRange, Segment
+from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Segment
 
 VERBS = {COMPUTE: "", COUNTS: "issue ", ISSUE: "issue ", WAIT: "wait "}
 OPS_MS = dict.fromkeys(
@@ -137,16 +138,17 @@ def test_lowered_messages_have_the_bytes_that_a_rank_sends():
 def sent_by_dedup(profile):
     """Bytes of the messages of a micro-batch in one chunk, forward and backward, by kind."""
     costs = CostModel(profile)
-    steps = Lowering(costs, Loads.measured(profile)).forward(
-        [(1, LayerKind.MOE)], Segment(1, 1, 1), dispatch=Dispatch.DEDUP
-    )
+    steps = Lowering(costs, Loads.measured(profile)).forward([(1, LayerKind.MOE)], Segment(1, 1, 1), dispatch=DEDUP)
     return {action.kind: (action.forward_bytes, action.backward_bytes) for code, _, action in steps if code == ISSUE}
 
 
 def test_lowered_messages_without_duplicates_have_the_bytes_of_distinct_rows():
     """With 2 of 4 experts on each rank, 5 of 6 pairs of experts have one on the other rank: a row where 6 were."""
     profile = synthetic_profile(Machine(topk=2))
-    assert (profile.model.dedup_row_bytes, profile.model.dedup_grad_row_bytes) == (1024, 1024)
+    assert (
+        profile.model.row_bytes_to(profile.model.ep_size),
+        profile.model.grad_row_bytes_to(profile.model.ep_size),
+    ) == (1024, 1024)
     expected = round(8 * 64 * 5 / 6)
     assert sent_by_dedup(profile) == {
         "dispatch": ((expected * 1024,), (expected * 1024,)),

@@ -5,14 +5,16 @@ import dataclasses
 import pytest
 
 from benchmarks.synthetic_profile import ROW_BYTES, Machine, synthetic_profile
+from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.planning.profile import ChunkRouting, OpTime
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.lowering import COMPUTE, COUNTS, ISSUE, WAIT, Lowering, backward
 from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.planning.simulation.simulator import Simulator
+from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OwnRows, Segment, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OwnRows, Segment, fixed_plan
 
 TOKENS = 8 * 64
 EXPERTS_MS = 8.0
@@ -32,7 +34,7 @@ MACHINE = Machine(
 TEXT = {COMPUTE: "", COUNTS: "issue ", ISSUE: "issue ", WAIT: "wait "}
 
 
-def lowered(tiles, own_rows=OwnRows.HALF, profile=None, num_chunks=1, dispatch=Dispatch.PLAIN):
+def lowered(tiles, own_rows=OwnRows.HALF, profile=None, num_chunks=1, dispatch=PLAIN):
     profile = profile or synthetic_profile(MACHINE)
     segment = Segment(1, 1, num_chunks, tiles=tiles, own_rows=own_rows)
     lowering = Lowering(CostModel(profile), Loads.measured(profile))
@@ -104,8 +106,11 @@ def test_distinct_rows_are_split_in_the_same_way():
     """See ``test_lowered_messages_without_duplicates``: 5 of 6 tokens go to the other rank."""
     profile = synthetic_profile(dataclasses.replace(MACHINE, topk=2))
     rows = round(TOKENS * 5 / 6)
-    steps = lowered(3, profile=profile, dispatch=Dispatch.DEDUP)
-    sent = [num_bytes[0] // profile.model.dedup_row_bytes for kind, _, num_bytes in sent_bytes(steps)[:3]]
+    steps = lowered(3, profile=profile, dispatch=DEDUP)
+    sent = [
+        num_bytes[0] // profile.model.row_bytes_to(profile.model.ep_size)
+        for kind, _, num_bytes in sent_bytes(steps)[:3]
+    ]
     assert rows == 427
     assert sent == [142, 142, 143]
 

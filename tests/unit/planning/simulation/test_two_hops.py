@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.profile import ChunkRouting, HopRows, OpTime
 from megatron_lancet.planning.simulation.cost_model import CostModel, UnknownCost
 from megatron_lancet.planning.simulation.lowering import ISSUE, Lowering
@@ -14,7 +15,7 @@ from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.planning.simulation.simulator import PlanMismatch, Simulator, simulate
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, Op, OpKind, Phase
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Segment, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Segment, fixed_plan
 from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.schedule.timeline import Lane
 from tests.draws import examples
@@ -28,14 +29,14 @@ BY_HAND = dataclasses.replace(BY_HAND, rest_ms=0.0)
 
 
 def two_hop(num_chunks, policy=DwPolicy.NONE):
-    return fixed_plan(num_chunks, policy, dispatch=Dispatch.TWO_HOP)
+    return fixed_plan(num_chunks, policy, dispatch=TWO_HOP)
 
 
 def sent(profile, num_chunks=1):
     """Bytes of the messages of the first chunk, forward and backward, by kind."""
     costs = CostModel(profile)
     segment = Segment(1, 1, num_chunks)
-    steps = Lowering(costs, Loads.measured(profile)).forward([(1, LayerKind.MOE)], segment, Dispatch.TWO_HOP)
+    steps = Lowering(costs, Loads.measured(profile)).forward([(1, LayerKind.MOE)], segment, TWO_HOP)
     return {
         action.kind: (action.forward_bytes, action.backward_bytes)
         for code, _, action in steps
@@ -49,7 +50,7 @@ def test_lowered_hops_have_the_bytes_of_their_rows():
     model, tokens = profile.model, 8 * 64
     # A rank passes its own tokens and those of one rank of the other node on to one other rank.
     node, local = round(tokens * 69 / 70), round(2 * tokens * 55 / 70)
-    assert (model.node_row_bytes, model.dedup_row_bytes) == (1008 + 32, 1008 + 16)
+    assert (model.row_bytes_to(model.nodes.num_nodes), model.row_bytes_to(model.ep_size)) == (1008 + 32, 1008 + 16)
     assert sent(profile) == {
         "node_dispatch": ((node * 1040,), (node * 1040,)),
         "local_dispatch": ((local * 1024,), (local * 1024,)),
@@ -134,7 +135,7 @@ def test_messages_of_both_wires_are_on_the_way_at_once():
 def test_ops_between_hops_that_were_not_profiled_take_the_time_of_similar_ones_for_each_row():
     costs = CostModel(synthetic_profile(NODES))
     lowering = Lowering(costs, Loads.of(costs.model, None))
-    steps = lowering.forward([(1, LayerKind.MOE)], Segment(1, 1, 1), Dispatch.TWO_HOP)
+    steps = lowering.forward([(1, LayerKind.MOE)], Segment(1, 1, 1), TWO_HOP)
     ms = {action.kind: action.forward_ms[0] for _, _, action in steps if action.forward_ms}
     # Two ranks of a node, and two nodes' tokens: 4 * 55 / 70 rows a token in place of 4.
     assert ms["node_rows"] == pytest.approx(ms["preprocess"] * 55 / 70)
@@ -172,7 +173,7 @@ def test_gradient_reductions_share_the_wire_between_nodes_only():
 def test_any_machine_and_plan_can_be_simulated_in_two_hops(machine_and_plan):
     machine, plan = machine_and_plan
     profile = synthetic_profile(dataclasses.replace(machine, num_nodes=2, between_nodes=1.5, inside_node=0.3))
-    plan = dataclasses.replace(plan, dispatch=Dispatch.TWO_HOP)
+    plan = dataclasses.replace(plan, dispatch=TWO_HOP)
     simulation = simulate(profile, plan)
     assert simulation.prediction == Simulator(CostModel(profile)).predict(plan)
     for timeline in simulation.timelines:

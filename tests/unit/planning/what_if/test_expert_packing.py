@@ -6,13 +6,14 @@ import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.lab.what_if.expert_packing import StateMemory, expert_parallel_sizes, pack_experts
 from megatron_lancet.lab.what_if.forecast import Forecaster, NetworkChoice
 from megatron_lancet.planning.search.gradient_overlap import measured_with, with_reduction
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.simulator import simulate
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
 from megatron_lancet.schedule.reductions import GradientReduction
 
 MB = 1_000_000
@@ -55,11 +56,11 @@ def test_packing_sends_distinct_rows_if_the_plan_does():
     """Of 8 experts top-4, a token has one on each of 2 ranks in 69 of 70 cases, on each of 4 ranks in 55 of 70."""
 
     def planner(profile, room_bytes):
-        return dataclasses.replace(two_chunks(profile, room_bytes), dispatch=Dispatch.DEDUP)
+        return dataclasses.replace(two_chunks(profile, room_bytes), dispatch=DEDUP)
 
     choice = packed(0.512, profile_of(dataclasses.replace(MACHINE, topk=4)), planner)
     # Probabilities and choice of 2 experts fit into 16 bytes beside 1008 of the token, those of 4 into 32.
-    sent_bytes = [256 * 3 * 55 / 70 * 1024, 256 * 69 / 70 * 1040, 0]
+    sent_bytes = [round(256 * 3 * 55 / 70) * 1024, round(256 * 69 / 70) * 1040, 0]
     assert [one.all_to_all_ms for one in choice.packings] == pytest.approx([size / 64_000 for size in sent_bytes])
 
 

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.lab.what_if.forecast import (
     Forecaster,
     NetworkChoice,
@@ -23,10 +25,11 @@ from megatron_lancet.planning.profile import ChunkRouting, HopRows
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator, simulate
 from megatron_lancet.planning.stages import split_at_stages
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import OpKind
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Plan, Segment, fixed_plan
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, Segment, fixed_plan
 from tests.draws import examples
 
 SHARES = (0.3, 0.2, 0.25, 0.25)
@@ -135,15 +138,15 @@ def test_forecast_of_several_nodes_knows_two_hops():
     costs = CostModel(moved)
     assert costs.message_ms(1_000_000, OpKind.NODE_DISPATCH) == pytest.approx(3 * 0.05 + 10.0)
     assert costs.message_ms(1_000_000, OpKind.LOCAL_COMBINE) == pytest.approx(7 * 0.01 + 0.1)
-    assert forecaster.dispatches(layout) == tuple(Dispatch)
+    assert forecaster.dispatches(layout) == tuple(Dispatch.known().values())
     (row,) = sweep(
         forecaster, [layout], {}, lambda dispatch: lambda profile: fixed_plan(1, DwPolicy.NONE, dispatch=dispatch)
     )
     steps_ms = {dispatch: forecast.step_ms for dispatch, forecast in row.by_dispatch.items()}
-    assert steps_ms[Dispatch.TWO_HOP] < steps_ms[Dispatch.DEDUP] < steps_ms[Dispatch.PLAIN]
+    assert steps_ms[TWO_HOP] < steps_ms[DEDUP] < steps_ms[PLAIN]
     on_one = forecaster.layout(4, 4)
     assert forecaster.moved(on_one).model.nodes is None
-    assert forecaster.dispatches(on_one) == (Dispatch.PLAIN, Dispatch.DEDUP)
+    assert forecaster.dispatches(on_one) == (PLAIN, DEDUP)
     assert why_not_several_nodes(profile.model, on_one).endswith("so nothing leaves a node")
 
 

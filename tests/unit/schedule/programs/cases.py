@@ -1,8 +1,9 @@
 """The plans whose programs are frozen."""
 
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.schedule.plan import (
     ChunkDim,
-    Dispatch,
     DwPolicy,
     OverlapRange,
     OwnRows,
@@ -15,7 +16,6 @@ from tests.unit.schedule.programs.frozen import Case
 
 BATCH, SEQUENCE = ChunkDim.BATCH, ChunkDim.SEQUENCE
 EXPERTS, GATE, STACK = OverlapRange.EXPERTS, OverlapRange.GATE, OverlapRange.STACK
-DEDUP, TWO_HOP = Dispatch.DEDUP, Dispatch.TWO_HOP
 
 
 def fixed(num_chunks: int, over: OverlapRange = STACK, dim: ChunkDim = BATCH, **more) -> Plan:

@@ -118,9 +118,7 @@ def layer_of(case: Case, segment: Segment, number: int) -> Layer:
         case.has_shared_experts,
         case.pads_to_capacity,
         segment.num_chunks,
-        case.plan.dispatch,
-        segment.tiles,
-        segment.own_rows,
+        segment.in_tiles(case.plan.dispatch),
     )
     return mtp_layer(layer) if number > len(case.layers) - case.num_mtp else layer
 

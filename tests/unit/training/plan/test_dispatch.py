@@ -8,10 +8,13 @@ import pytest
 
 from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.dedup.order import DEDUP
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.files import to_plain
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan, paired
 from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.plan.dispatch import unknown_nodes_note
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
@@ -20,19 +23,19 @@ from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.run import choose_run
 from tests.unit.training.validated import set_as_validation_does
 
-PLAIN, DEDUP = LancetConfig(dispatch=Dispatch.PLAIN), LancetConfig(dispatch=Dispatch.DEDUP)
+WITH_PLAIN, WITH_DEDUP = LancetConfig(dispatch=PLAIN), LancetConfig(dispatch=DEDUP)
 FLEX = ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"]
 MAPPED = "--moe-token-dispatcher-type flex runs as the plan's all-to-alls"
 NAME, HOPS = "dispatch=dedup", "dispatch=two-hop"
 ON_NODES = LancetConfig(ranks_per_node=2)
-TWO_HOP = replace(ON_NODES, dispatch=Dispatch.TWO_HOP)
+WITH_TWO_HOP = replace(ON_NODES, dispatch=TWO_HOP)
 EP4 = ["--expert-model-parallel-size", 4]
 TE = ["--transformer-impl", "transformer_engine"]
 
 
 def deduplicated(*settings, **more):
     """A fixed plan that deduplicates."""
-    return fixed_plan(*settings, **more, dispatch=Dispatch.DEDUP)
+    return fixed_plan(*settings, **more, dispatch=DEDUP)
 
 
 @pytest.fixture
@@ -63,7 +66,7 @@ def megatron_args(monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("auto", None), ("plain", Dispatch.PLAIN), ("dedup", Dispatch.DEDUP), ("two-hop", Dispatch.TWO_HOP)],
+    [("auto", None), ("plain", PLAIN), ("dedup", DEDUP), ("two-hop", TWO_HOP)],
 )
 def test_flag_takes_four_words(text, value):
     assert config_from_words(["--lancet-dispatch", text]).dispatch is value
@@ -89,18 +92,18 @@ POSSIBLE = {
 @pytest.mark.parametrize("changes", POSSIBLE.values(), ids=POSSIBLE.keys())
 def test_planner_chooses_and_fixed_plans_are_plain_unless_asked(megatron_args, changes):
     args = megatron_args(*changes)
-    assert planning_limits(args, LancetConfig()).dispatches == (Dispatch.PLAIN, Dispatch.DEDUP)
-    assert planning_limits(args, PLAIN).dispatches == (Dispatch.PLAIN,)
-    assert planning_limits(args, DEDUP).dispatches == (Dispatch.DEDUP,)
+    assert planning_limits(args, LancetConfig()).dispatches == (PLAIN, DEDUP)
+    assert planning_limits(args, WITH_PLAIN).dispatches == (PLAIN,)
+    assert planning_limits(args, WITH_DEDUP).dispatches == (DEDUP,)
     plain, line = choose_plan(args, LancetConfig())
-    assert plain == choose_plan(args, PLAIN)[0]
-    assert plain.dispatch is Dispatch.PLAIN
+    assert plain == choose_plan(args, WITH_PLAIN)[0]
+    assert plain.dispatch is PLAIN
     assert "dispatch" not in line
-    plan, line = choose_plan(args, DEDUP)
-    assert plan == replace(plain, dispatch=Dispatch.DEDUP)  # as many messages
+    plan, line = choose_plan(args, WITH_DEDUP)
+    assert plan == replace(plain, dispatch=DEDUP)  # as many messages
     assert line.startswith(f"{plain} dispatch=dedup")
-    both = LancetConfig(dispatch=Dispatch.DEDUP, pairing=PairingChoice.ON, num_chunks=1)
-    assert choose_plan(args, both)[0].at_ends.dispatch is Dispatch.DEDUP
+    both = LancetConfig(dispatch=DEDUP, pairing=PairingChoice.ON, num_chunks=1)
+    assert choose_plan(args, both)[0].at_ends.dispatch is DEDUP
 
 
 @pytest.mark.parametrize("changes", POSSIBLE.values(), ids=POSSIBLE.keys())
@@ -108,16 +111,16 @@ def test_two_hops_are_allowed_where_groups_are_on_several_nodes(megatron_args, c
     args = megatron_args(*EP4, *changes)
     on_nodes = replace(ON_NODES, ranks_per_node=2 * args.expert_tensor_parallel_size)
     limits = planning_limits(args, on_nodes)
-    assert limits.dispatches == tuple(Dispatch)
+    assert limits.dispatches == tuple(Dispatch.known().values())
     assert all(one.what not in (NAME, HOPS) for one in limits.excluded)
-    asked = replace(on_nodes, dispatch=Dispatch.TWO_HOP)
-    assert planning_limits(args, asked).dispatches == (Dispatch.TWO_HOP,)
-    assert choose_plan(args, on_nodes)[0].dispatch is Dispatch.PLAIN
+    asked = replace(on_nodes, dispatch=TWO_HOP)
+    assert planning_limits(args, asked).dispatches == (TWO_HOP,)
+    assert choose_plan(args, on_nodes)[0].dispatch is PLAIN
     plan, line = choose_plan(args, asked)
     (segment,) = plan.segments
     multiple = segment.chunk_multiple
     assert plan == fixed_plan(
-        segment.num_chunks, DwPolicy.FILL, segment.chunk_dim, segment.range, None, multiple, Dispatch.TWO_HOP
+        segment.num_chunks, DwPolicy.FILL, segment.chunk_dim, segment.range, None, multiple, TWO_HOP
     )
     assert line.startswith(f"{plan}; two hops over 2 nodes x 2 ranks")
     assert "dispatch=two-hop" in line
@@ -130,9 +133,9 @@ def test_two_hops_with_one_expert_on_each_rank(megatron_args):
     for flags in ([], FLEX):
         args = megatron_args(*EP4, "--num-experts", 4, *flags, config=ON_NODES)
         limits = planning_limits(args, ON_NODES)
-        assert limits.dispatches == (Dispatch.PLAIN, Dispatch.TWO_HOP)
+        assert limits.dispatches == (PLAIN, TWO_HOP)
         assert [one.what for one in limits.excluded if one.what in (NAME, HOPS)] == [NAME]
-        expected = Dispatch.TWO_HOP if flags else Dispatch.PLAIN
+        expected = TWO_HOP if flags else PLAIN
         assert choose_plan(args, ON_NODES)[0] == fixed_plan(2, dispatch=expected)
     assert args.lancet_test_line == f"{MAPPED}, one row per token and node"
 
@@ -177,7 +180,7 @@ def test_two_hops_are_excluded_and_refused_if_asked_for(
     args.world_size = 24
     config = LancetConfig(ranks_per_node=per_node)
     limits = planning_limits(args, config)
-    assert Dispatch.TWO_HOP not in limits.dispatches
+    assert TWO_HOP not in limits.dispatches
     excluded = [one.reason for one in limits.excluded if one.what == HOPS]
     assert len(excluded) == is_told
     assert all(told.startswith(reason) for told in excluded)
@@ -186,11 +189,11 @@ def test_two_hops_are_excluded_and_refused_if_asked_for(
     assert note == expected
 
     with pytest.raises(UsageError) as refusal:
-        choose_plan(args, replace(config, dispatch=Dispatch.TWO_HOP))
+        choose_plan(args, replace(config, dispatch=TWO_HOP))
     advice = PASS + DROP[0].lower() + DROP[1:] if depends_on_nodes else DROP
     assert str(refusal.value) == f"--lancet-dispatch two-hop can't be followed: {reason}. {advice}"
     path = tmp_path / "plan.json"
-    write_plan_file(path, PlanFile(fixed_plan(1, dispatch=Dispatch.TWO_HOP), None))
+    write_plan_file(path, PlanFile(fixed_plan(1, dispatch=TWO_HOP), None))
     with pytest.raises(UsageError) as refusal:
         choose_plan(args, replace(config, plan=path))
     advice = f"{PASS}make a plan for this run." if depends_on_nodes else "Make a plan for this run."
@@ -211,15 +214,15 @@ def test_run_connects_nodes_if_a_plan_of_it_may_have_two_hops(megatron_args, tmp
     args, nodes = megatron_args(*EP4), Nodes(2, 2)
     args.train_iters = 1000
     path = tmp_path / "plan.json"
-    write_plan_file(path, PlanFile(fixed_plan(2, dispatch=Dispatch.TWO_HOP), None))
+    write_plan_file(path, PlanFile(fixed_plan(2, dispatch=TWO_HOP), None))
     cases = {
-        "a plan with them": (nodes, {"dispatch": Dispatch.TWO_HOP, "num_chunks": 2}),
+        "a plan with them": (nodes, {"dispatch": TWO_HOP, "num_chunks": 2}),
         "a plan file with them": (nodes, {"plan": path}),
         "found while it runs": (nodes, {}),
         "for a profile": (nodes, {"profile": tmp_path / "profile.json"}),
         "a plan without": (None, {"num_chunks": 2}),
-        "found among others": (None, {"dispatch": Dispatch.DEDUP}),
-        "a profile for others": (None, {"profile": tmp_path / "profile.json", "dispatch": Dispatch.PLAIN}),
+        "found among others": (None, {"dispatch": DEDUP}),
+        "a profile for others": (None, {"profile": tmp_path / "profile.json", "dispatch": PLAIN}),
         "no plan": (None, {"plan": PlanChoice.OFF}),
     }
     for name, (expected, changes) in cases.items():
@@ -240,15 +243,15 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize(("changes", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
 def test_dedup_is_excluded_with_a_reason_and_refused_if_asked_for(megatron_args, tmp_path, changes, reason):
     args = megatron_args(*changes)
-    for config in (LancetConfig(), PLAIN):
-        assert planning_limits(args, config).dispatches == (Dispatch.PLAIN,)
+    for config in (LancetConfig(), WITH_PLAIN):
+        assert planning_limits(args, config).dispatches == (PLAIN,)
         plan, line = choose_plan(args, config)
-        assert plan.dispatch is Dispatch.PLAIN
+        assert plan.dispatch is PLAIN
         assert "dispatch" not in line  # the user has not asked for it
     excluded = [one.reason for one in planning_limits(args, LancetConfig()).excluded if one.what == NAME]
     assert excluded[0].startswith(reason)
-    assert all(one.what != NAME for one in planning_limits(args, PLAIN).excluded)
-    for config in (DEDUP, replace(DEDUP, num_chunks=2)):
+    assert all(one.what != NAME for one in planning_limits(args, WITH_PLAIN).excluded)
+    for config in (WITH_DEDUP, replace(WITH_DEDUP, num_chunks=2)):
         with pytest.raises(UsageError) as refusal:
             choose_plan(args, config)
         assert str(refusal.value).startswith(f"--lancet-dispatch dedup can't be followed: {reason}")
@@ -266,16 +269,16 @@ def test_dedup_is_excluded_with_a_reason_and_refused_if_asked_for(megatron_args,
 
 def test_dedup_needs_a_plan_and_expert_parallelism(megatron_args):
     with pytest.raises(UsageError, match=r"--lancet-dispatch dedup needs the overlapping block, but --lancet-plan off"):
-        choose_plan(megatron_args(), replace(DEDUP, plan=PlanChoice.OFF))
+        choose_plan(megatron_args(), replace(WITH_DEDUP, plan=PlanChoice.OFF))
     with pytest.raises(UsageError, match=r"--lancet-dispatch dedup is about .* --expert-model-parallel-size is 1\. Dr"):
-        choose_plan(megatron_args("--expert-model-parallel-size", 1), DEDUP)
+        choose_plan(megatron_args("--expert-model-parallel-size", 1), WITH_DEDUP)
     with pytest.raises(UsageError, match=r"--lancet-dispatch two-hop needs the overlapping block, but --lancet-plan"):
-        choose_plan(megatron_args(), replace(TWO_HOP, plan=PlanChoice.OFF))
+        choose_plan(megatron_args(), replace(WITH_TWO_HOP, plan=PlanChoice.OFF))
     with pytest.raises(
         UsageError, match=r"--lancet-dispatch two-hop is about .* --expert-model-parallel-size is 1\. D"
     ):
-        choose_plan(megatron_args("--expert-model-parallel-size", 1), TWO_HOP)
-    for config in (PLAIN, replace(PLAIN, plan=PlanChoice.OFF)):
+        choose_plan(megatron_args("--expert-model-parallel-size", 1), WITH_TWO_HOP)
+    for config in (WITH_PLAIN, replace(WITH_PLAIN, plan=PlanChoice.OFF)):
         assert choose_plan(megatron_args("--expert-model-parallel-size", 1), config)[0] is None
 
 
@@ -287,7 +290,7 @@ def test_plan_file_says_what_is_dispatched_and_contradicts_the_flag(megatron_arg
     plan, line = choose_plan(args, LancetConfig(plan=path))
     assert plan == paired(deduplicated(2))
     assert "dispatch=dedup" in line
-    for value in Dispatch:
+    for value in Dispatch.known().values():
         with pytest.raises(UsageError, match=f"--lancet-dispatch {value} contradicts --lancet-plan"):
             choose_plan(args, LancetConfig(plan=path, dispatch=value))
     write_plan_file(path, PlanFile(fixed_plan(2), None))
@@ -299,14 +302,14 @@ def test_flex_deduplicates_fixed_and_tuned_plans(megatron_args):
     assert args.lancet_test_line == f"{MAPPED}, one row per token and rank"
     assert choose_plan(args, LancetConfig())[0] == deduplicated(2)
     assert choose_plan(args, LancetConfig(num_chunks=4))[0] == deduplicated(4)
-    assert planning_limits(args, LancetConfig()).dispatches == (Dispatch.DEDUP,)
+    assert planning_limits(args, LancetConfig()).dispatches == (DEDUP,)
     on_nodes = megatron_args(*FLEX, *EP4, config=ON_NODES)
     assert on_nodes.lancet_test_line == f"{MAPPED}, one row per token and rank or node"
-    assert choose_plan(on_nodes, ON_NODES)[0] == fixed_plan(2, dispatch=Dispatch.TWO_HOP)
-    assert planning_limits(on_nodes, ON_NODES).dispatches == (Dispatch.DEDUP, Dispatch.TWO_HOP)
-    asked_otherwise = megatron_args(*FLEX, config=PLAIN)
+    assert choose_plan(on_nodes, ON_NODES)[0] == fixed_plan(2, dispatch=TWO_HOP)
+    assert planning_limits(on_nodes, ON_NODES).dispatches == (DEDUP, TWO_HOP)
+    asked_otherwise = megatron_args(*FLEX, config=WITH_PLAIN)
     assert asked_otherwise.lancet_test_line == MAPPED
-    assert choose_plan(asked_otherwise, PLAIN)[0] == fixed_plan(2)
+    assert choose_plan(asked_otherwise, WITH_PLAIN)[0] == fixed_plan(2)
     # The default of Megatron's flag sends rows to all ranks; nobody has asked for fewer.
     default = megatron_args("--moe-token-dispatcher-type", "allgather")
     assert choose_plan(default, LancetConfig())[0] == fixed_plan(2)
@@ -317,7 +320,7 @@ def test_flex_says_where_its_rows_stay_plain(megatron_args, changes, reason):
     args = megatron_args(*FLEX, *changes)
     assert args.lancet_test_line == f"{MAPPED}, one row per token and expert"
     plan, line = choose_plan(args, LancetConfig())
-    assert plan.dispatch is Dispatch.PLAIN
+    assert plan.dispatch is PLAIN
     assert f"; dispatch is plain, because {reason}" in line
 
 
@@ -326,13 +329,13 @@ def test_run_is_tuned_where_the_dispatch_is_all_there_is_to_choose(megatron_args
     args = megatron_args("--micro-batch-size", 1)
     only = LancetConfig(chunk_dim=ChunkDim.BATCH, dw_policy=DwPolicy.NONE, pairing=PairingChoice.OFF, tiles=0)
     assert is_tuned(args, only)
-    assert not is_tuned(args, replace(only, dispatch=Dispatch.PLAIN))
-    assert not is_tuned(args, replace(only, dispatch=Dispatch.DEDUP))
-    assert choose_plan(args, replace(only, dispatch=Dispatch.DEDUP))[0] == deduplicated(1, DwPolicy.NONE)
+    assert not is_tuned(args, replace(only, dispatch=PLAIN))
+    assert not is_tuned(args, replace(only, dispatch=DEDUP))
+    assert choose_plan(args, replace(only, dispatch=DEDUP))[0] == deduplicated(1, DwPolicy.NONE)
 
 
 def test_tuned_plan_of_a_checkpoint_fits_runs_with_the_same_dispatches(megatron_args):
     """The limits are part of what a tuned plan was made for."""
     args = megatron_args()
-    found = {json.dumps(to_plain(planning_limits(args, config))) for config in (LancetConfig(), PLAIN, DEDUP)}
+    found = {json.dumps(to_plain(planning_limits(args, config))) for config in (LancetConfig(), WITH_PLAIN, WITH_DEDUP)}
     assert len(found) == 3

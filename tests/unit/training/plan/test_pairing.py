@@ -8,7 +8,8 @@ import pytest
 from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, fixed_plan, paired
+from megatron_lancet.schedule.dispatch import PLAIN
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan, paired
 from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
@@ -207,7 +208,7 @@ def test_fixed_plan_runs_alike_at_the_ends(megatron_args):
 def test_run_is_tuned_where_pairing_is_all_that_can_overlap(megatron_args, changes, overlap_range):
     """A micro-batch of one sample is not cut, no dW waits: one chunk, paired or not."""
     args = megatron_args(*changes)
-    only = {"chunk_dim": ChunkDim.BATCH, "dw_policy": DwPolicy.NONE, "dispatch": Dispatch.PLAIN, "tiles": 0}
+    only = {"chunk_dim": ChunkDim.BATCH, "dw_policy": DwPolicy.NONE, "dispatch": PLAIN, "tiles": 0}
     assert is_tuned(args, LancetConfig(**only))
     assert is_tuned(args, LancetConfig(**only, pairing=PairingChoice.ON))
     assert not is_tuned(args, LancetConfig(**only, pairing=PairingChoice.OFF))

@@ -8,7 +8,8 @@ import pytest
 
 from megatron_lancet.config import AttentionChoice, LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, fixed_plan
+from megatron_lancet.schedule.dispatch import PLAIN
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
 from megatron_lancet.training.plan.attention import needs_own_attention, uses_sdpa
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from tests.unit.training.validated import set_as_validation_does
@@ -56,7 +57,7 @@ def test_auto_plan_has_two_chunks(megatron_args):
                 "chunk_dim": ChunkDim.BATCH,
                 "dw_policy": DwPolicy.NONE,
                 "pairing": PairingChoice.OFF,
-                "dispatch": Dispatch.PLAIN,
+                "dispatch": PLAIN,
                 "tiles": 0,
             },
             False,
@@ -240,7 +241,7 @@ def test_micro_batch_stays_whole_where_fp8_has_no_smaller_multiple(megatron_args
     plan, line = choose_plan(args, LancetConfig())
     assert plan == fixed_plan(1, chunk_dim=ChunkDim.SEQUENCE)
     assert "a micro-batch of 8 positions stays whole, because --fp8-recipe mxfp8 wants multiples of 8 positions" in line
-    no_choice = {"dw_policy": DwPolicy.NONE, "pairing": PairingChoice.OFF, "dispatch": Dispatch.PLAIN, "tiles": 0}
+    no_choice = {"dw_policy": DwPolicy.NONE, "pairing": PairingChoice.OFF, "dispatch": PLAIN, "tiles": 0}
     assert not is_tuned(args, LancetConfig(**no_choice))
     with pytest.raises(UsageError, match=r"4, and --fp8-recipe mxfp8 wants .* Use at most 1 chunk, a larger micro-b"):
         choose_plan(args, LancetConfig(num_chunks=2, chunk_dim=ChunkDim.BATCH))

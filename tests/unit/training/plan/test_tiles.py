@@ -8,8 +8,9 @@ import pytest
 
 from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
-from megatron_lancet.schedule.plan import Dispatch, OwnRows, fixed_plan, paired
+from megatron_lancet.schedule.plan import OwnRows, fixed_plan, paired
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.tuning.profile_steps import plans_within
@@ -70,7 +71,7 @@ def test_planner_is_limited_to_the_tiles_that_are_asked_for(megatron_args):
 @pytest.mark.parametrize(
     ("wishes", "reason"),
     [
-        ({"dispatch": Dispatch.TWO_HOP}, "the messages of --lancet-dispatch two-hop have no tiles"),
+        ({"dispatch": TWO_HOP}, "the messages of --lancet-dispatch two-hop have no tiles"),
         ({"max_received_rows": 100}, "--lancet-max-received-rows sends a chunk in rounds, which have no tiles"),
     ],
 )

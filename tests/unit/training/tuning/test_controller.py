@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.planning.estimate import StepEstimate
-from megatron_lancet.schedule.plan import Dispatch, Plan, Segment, fixed_plan, paired
+from megatron_lancet.schedule.plan import Plan, Segment, fixed_plan, paired
 from megatron_lancet.training.tuning.controller import (
     MIN_STEPS_BETWEEN_PLANS,
     NUM_DRIFT_WINDOWS,
@@ -188,7 +189,7 @@ def test_plan_without_overlap_can_be_the_decision():
 
 def test_plan_that_only_deduplicates_is_not_taken_for_stocks_order():
     tuning = profiling()
-    deduplicated = replace(BASE, dispatch=Dispatch.DEDUP)
+    deduplicated = replace(BASE, dispatch=DEDUP)
     in_two_stages = replace(deduplicated, segments=(Segment(1, 2, 1), Segment(3, None, 1)))
     assert tuning.planned(Planned(in_two_stages, StepEstimate(150, 20))) == deduplicated
     assert tuning.state is TuningState.VERIFY

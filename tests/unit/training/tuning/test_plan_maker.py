@@ -15,8 +15,9 @@ from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.profiler.cache import ProfileKey
+from megatron_lancet.schedule.dispatch import PLAIN, Dispatch
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, fixed_plan, paired
 from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.training.tuning import plan_maker
 from megatron_lancet.training.tuning.controller import PlanningFailed
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.slow
 MACHINE = Machine()
 PROFILE = replace(synthetic_profile(MACHINE), measured_steps_ms={str(fixed_plan(2)): 44.0, "another": 1.0})
 PRESENT = fixed_plan(4)
-BATCH = Limits(chunk_dims=(ChunkDim.BATCH,), dispatches=(Dispatch.PLAIN,), tiles=(0,))
+BATCH = Limits(chunk_dims=(ChunkDim.BATCH,), dispatches=(PLAIN,), tiles=(0,))
 
 
 class Run:
@@ -157,7 +158,7 @@ def test_plan_maker_leaves_unpaired_plans_out_where_pairing_is_asked_for(make, m
     assert planned.profiled == {}
 
 
-@pytest.mark.parametrize("dispatch", Dispatch)
+@pytest.mark.parametrize("dispatch", Dispatch.known().values())
 def test_plan_maker_tries_profiled_plans_with_an_allowed_dispatch_only(make, monkeypatch, dispatch):
     """All but one of the profiled plans have the plain dispatch, and that one has what is allowed."""
     model = replace(PROFILE.model, num_experts=16, topk=4, nodes=Nodes(2, 2), ep_size=4, world_size=4)
@@ -172,10 +173,10 @@ def test_plan_maker_tries_profiled_plans_with_an_allowed_dispatch_only(make, mon
     )
     monkeypatch.setattr(Run, "result", known)
     maker = make(replace(BATCH, dispatches=(dispatch,)))
-    assert maker.num_steps() == (12 if dispatch is Dispatch.PLAIN else 16)
+    assert maker.num_steps() == (12 if dispatch is PLAIN else 16)
     planned, _ = profiled(maker)
     assert planned.plan.dispatch is dispatch
-    plain = {str(fixed_plan(2)): (fixed_plan(2), 44.0)} if dispatch is Dispatch.PLAIN else {}
+    plain = {str(fixed_plan(2)): (fixed_plan(2), 44.0)} if dispatch is PLAIN else {}
     assert planned.profiled == {str(own): (own, 55.0), **plain}
 
 

@@ -1,0 +1,1 @@
+"""Optional features, a folder each: ``registry.py`` alone names them."""

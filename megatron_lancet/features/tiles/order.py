@@ -1,0 +1,81 @@
+"""Rows go to other ranks in tiles, a message each: the experts start with the rows that are here, and outputs leave
+part by part (Comet section 3).
+"""
+
+from dataclasses import replace
+
+from megatron_lancet.schedule.dispatch import NOTHING_IS_SENT, Blocker, Dispatch, Layout, OwnRows
+from megatron_lancet.schedule.ops import Compute, Launch, Layer, OpKind, Verb, Wait
+
+_TILED = (Wait(OpKind.DISPATCH), Compute(OpKind.EXPERTS), Launch(OpKind.COMBINE))
+
+
+class Tiled(Dispatch):
+    """Another dispatch in tiles; see :class:`~megatron_lancet.schedule.plan.Segment`.
+
+    Attributes:
+        own_rows: when the experts work on the rows that stay on the rank.
+    """
+
+    costs = "megatron_lancet.features.tiles.costs:TiledCosts"
+    can_tile = False
+
+    def __init__(self, whole: Dispatch, tiles: int, own_rows: OwnRows) -> None:
+        self._whole = whole
+        self.tiles = tiles
+        self.own_rows = own_rows
+        self.name = f"{whole} tiles={tiles} own-rows={own_rows}"
+        self.in_words, self.refusal, self.receiver = whole.in_words, "sends rows in tiles", whole.receiver
+        self.measured_as, self.messages, self.needs_nodes = whole.measured_as, whole.messages, whole.needs_nodes
+
+    @property
+    def whole(self) -> Dispatch:
+        return self._whole
+
+    @property
+    def num_own_parts(self) -> int:
+        """Parts in which the experts work on the rows that stay on the rank."""
+        return 2 if self.own_rows is OwnRows.HALF else 1
+
+    def order(self, layer: Layer) -> Layer:
+        """All tiles leave at once and come back as they are done.
+
+        The rows that stay on the rank run where it would otherwise wait: for the first tile, or for the first one back.
+        """
+        in_halves = self.own_rows is OwnRows.HALF
+        own_before = [Compute(OpKind.OWN_EXPERTS, 0)] if in_halves else []
+        own_after = Compute(OpKind.OWN_EXPERTS, 1 if in_halves else None)
+        done: list[Verb] = []
+        for verb in self._whole.order(layer):
+            if verb == _TILED[0]:
+                done += own_before
+                done += [_of_tile(step, tile) for tile in range(self.tiles) for step in _TILED]
+                done.append(own_after)
+            elif verb in (Launch(OpKind.DISPATCH), Wait(OpKind.COMBINE)):
+                done += [_of_tile(verb, tile) for tile in range(self.tiles)]
+            elif verb not in _TILED:
+                done.append(verb)
+        return tuple(done)
+
+    def blocker(self, layout: Layout) -> Blocker | None:
+        if layout.ep_size <= 1:
+            return Blocker(NOTHING_IS_SENT, is_evident=True, advice="raise --expert-model-parallel-size")
+        if layout.is_quantized:
+            return Blocker(
+                "fp8 and fp4 give each tile scales of its own, so that a weight gradient can't be one product over the "
+                "rows of all tiles",
+                is_evident=True,
+                advice="drop --fp8-format or --fp4-format",
+            )
+        if layout.has_row_bound:
+            return Blocker(
+                "--lancet-max-received-rows sends a chunk in rounds, which have no tiles",
+                is_evident=True,
+                advice="drop --lancet-max-received-rows",
+            )
+        return self._whole.blocker(layout)
+
+
+def _of_tile(verb: Verb, tile: int) -> Verb:
+    # A chunk waits within its turn for the tiles behind the first one.
+    return replace(verb, tile=tile, ends_turn=not tile) if isinstance(verb, Wait) else replace(verb, tile=tile)

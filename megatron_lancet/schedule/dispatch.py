@@ -1,0 +1,192 @@
+"""How the rows of a chunk get to their experts and back: which messages a layer has, and which ops beside them.
+
+A plan has one :class:`Dispatch`. :data:`PLAIN` sends what stock sends. The others are features, which ``registry.py``
+names. What a dispatch costs says its class of costs, which the planner loads and the model does not need.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache, cached_property
+from typing import NamedTuple, Self, cast
+
+from megatron_lancet import registry
+from megatron_lancet.files import Named
+from megatron_lancet.schedule.nodes import Nodes
+from megatron_lancet.schedule.ops import Launch, Layer, OpKind, Wait
+
+
+class OwnRows(StrEnum):
+    """When a rank's experts work on the rows that stay on it, where those of other ranks come in tiles."""
+
+    HALF = "half"
+    """One half while the dispatch is in flight, the other while the combine is."""
+    AFTER = "after"
+    """While the combine is in flight."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model on its ranks, as far as a dispatch depends on it.
+
+    Attributes:
+        ep_size: number of ranks that share the experts.
+        num_experts: experts of a MoE layer, on all ranks; 0 for a model without experts.
+        topk: experts of a token.
+        pads_to_capacity: whether routers give every expert equally many rows of a micro-batch.
+        nodes: how expert-parallel groups lie on nodes, or why they do not lie on several, see
+            :func:`~megatron_lancet.schedule.nodes.nodes_of_group`; None where it is unknown.
+        is_quantized: whether Transformer Engine's modules compute in fp8 or fp4.
+        has_row_bound: whether the rows that a rank's experts work on at a time have a bound.
+    """
+
+    ep_size: int
+    num_experts: int
+    topk: int
+    pads_to_capacity: bool = False
+    nodes: Nodes | str | None = None
+    is_quantized: bool = False
+    has_row_bound: bool = False
+
+
+class Blocker(NamedTuple):
+    """Why a layout can't have a dispatch.
+
+    Attributes:
+        reason: a clause.
+        is_evident: whether the reason is plain from the layout, so that only those who ask read it.
+        advice: what to do about it, as an imperative; empty where the user can only choose another dispatch.
+    """
+
+    reason: str
+    is_evident: bool = False
+    advice: str = ""
+
+
+_PLAIN_MESSAGES = (Launch(OpKind.DISPATCH), Wait(OpKind.DISPATCH), Launch(OpKind.COMBINE), Wait(OpKind.COMBINE))
+NOTHING_IS_SENT = "there is one expert-parallel rank, so nothing is sent"
+
+
+class Dispatch(Named):
+    """What all-to-alls carry, and in which messages. The combine brings as many rows back.
+
+    Two of the same name are equal. They sort by name.
+
+    Attributes:
+        in_words: what happens to a token, as a sentence without its end.
+        refusal: what a plan does that has this dispatch, as a verb phrase.
+        receiver: what gets a token once in the first message.
+        costs: dotted name of its :class:`~megatron_lancet.planning.dispatch.DispatchCosts`.
+        measured_as: names of the dispatches whose ops do as much as its own, the nearest first; the plain one comes
+            after them.
+        messages: the messages that take the place of the plain dispatch and of the plain combine, of those that travel
+            farthest.
+        similar_ops: ops that the plain dispatch does not have, and plain ones that move rows in the same way.
+        needs_nodes: whether messages need connections between nodes and inside a node.
+        can_tile: whether the rows of a message can go in tiles.
+        tiles: parts in which the rows of other ranks go; 0 for one message of all rows.
+    """
+
+    in_words: str
+    refusal: str
+    receiver: str
+    costs: str
+    measured_as: tuple[str, ...] = ()
+    messages: Mapping[OpKind, OpKind] = {kind: kind for kind in (OpKind.DISPATCH, OpKind.COMBINE)}
+    similar_ops: Mapping[OpKind, OpKind] = {}
+    needs_nodes: bool = False
+    can_tile: bool = True
+    tiles: int = 0
+
+    @classmethod
+    def known(cls) -> Mapping[str, Self]:
+        """The dispatches of this installation, simplest first."""
+        return cast(Mapping[str, Self], registry.dispatches())
+
+    def __str__(self) -> str:
+        return self.name
+
+    __repr__ = __str__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Dispatch) and self.name == other.name)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __lt__(self, other: "Dispatch") -> bool:
+        return self.name < other.name
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all-to-alls carry what stock's carry."""
+        return self == PLAIN
+
+    @property
+    def whole(self) -> "Dispatch":
+        """The same rows, each message of a chunk with all of them."""
+        return self
+
+    @cached_property
+    def sent(self) -> tuple[OpKind, ...]:
+        """The messages with rows of one chunk in the forward of a layer, in order."""
+        return tuple(verb.kind for verb in self.order(_PLAIN_MESSAGES) if isinstance(verb, Launch))
+
+    @property
+    def all_to_alls_per_layer(self) -> int:
+        """Number of messages with rows of one chunk in the forward of a layer."""
+        return len(self.sent)
+
+    def order(self, layer: Layer) -> Layer:
+        """The verbs of a layer, of those with plain messages."""
+        return layer
+
+    def blocker(self, layout: Layout) -> Blocker | None:
+        """Why a layout can't have it; None if it can. All else that a plan works with works with it."""
+        return None
+
+    def in_tiles(self, tiles: int, own_rows: OwnRows = OwnRows.HALF) -> "Dispatch":
+        """The same dispatch with its rows in tiles.
+
+        Args:
+            tiles: number of tiles; 0 for none.
+            own_rows: when the experts work on the rows that stay on the rank.
+
+        Raises:
+            ValueError: it can't have tiles.
+        """
+        if tiles and not (self.can_tile and registry.has_tiles()):
+            fitting = " or ".join(name for name, one in self.known().items() if one.can_tile)
+            raise ValueError(f"tiles need dispatch {fitting}, not {self}")
+        return _tiled(self, tiles, own_rows) if tiles else self
+
+
+@cache
+def _tiled(dispatch: Dispatch, tiles: int, own_rows: OwnRows) -> Dispatch:
+    tiled: Dispatch = registry.tiled()(dispatch, tiles, own_rows)
+    return tiled
+
+
+class _Plain(Dispatch):
+    name = "plain"
+    in_words = "a token goes once to each of its experts"
+    refusal = "sends plain rows"
+    receiver = "expert"
+    costs = "megatron_lancet.planning.dispatch:DispatchCosts"
+
+
+PLAIN: Dispatch = _Plain()
+"""One row per token and chosen expert, as in stock."""
+
+
+def tiles_blocker(layout: Layout) -> Blocker | None:
+    """Why the rows of a layout can't go to other ranks in tiles; None if they can."""
+    if not registry.has_tiles():
+        return Blocker("this installation has no tiles", is_evident=True, advice="install them")
+    return PLAIN.in_tiles(1).blocker(layout)
+
+
+def forms() -> list[Dispatch]:
+    """Each dispatch that is known, and in one tile each that can have tiles: together they have all verbs."""
+    known = list(Dispatch.known().values())
+    return [*known, *(one.in_tiles(1) for one in known if one.can_tile and registry.has_tiles())]
