@@ -64,6 +64,7 @@ class Blocker(NamedTuple):
 
 
 _PLAIN_MESSAGES = (Launch(OpKind.DISPATCH), Wait(OpKind.DISPATCH), Launch(OpKind.COMBINE), Wait(OpKind.COMBINE))
+_NO_TILES = "this installation has no tiles"
 NOTHING_IS_SENT = "there is one expert-parallel rank, so nothing is sent"
 
 
@@ -155,10 +156,14 @@ class Dispatch(Named):
         Raises:
             ValueError: it can't have tiles.
         """
-        if tiles and not (self.can_tile and registry.has_tiles()):
+        if not tiles:
+            return self
+        if not registry.has_tiles():
+            raise ValueError(_NO_TILES)
+        if not self.can_tile:
             fitting = " or ".join(name for name, one in self.known().items() if one.can_tile)
             raise ValueError(f"tiles need dispatch {fitting}, not {self}")
-        return _tiled(self, tiles, own_rows) if tiles else self
+        return _tiled(self, tiles, own_rows)
 
 
 @cache
@@ -182,7 +187,7 @@ PLAIN: Dispatch = _Plain()
 def tiles_blocker(layout: Layout) -> Blocker | None:
     """Why the rows of a layout can't go to other ranks in tiles; None if they can."""
     if not registry.has_tiles():
-        return Blocker("this installation has no tiles", is_evident=True, advice="install them")
+        return Blocker(_NO_TILES, is_evident=True, advice="install them")
     return PLAIN.in_tiles(1).blocker(layout)
 
 

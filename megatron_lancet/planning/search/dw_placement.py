@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_lancet.planning.simulation.lowering import BESIDE, COMPUTE, END, WAIT, Action, Step, layer_at
+from megatron_lancet.planning.simulation.lowering import BESIDE, Action, EndBackward, Step, layer_at
 from megatron_lancet.planning.simulation.pairs import Passes, paired_steps
 from megatron_lancet.planning.simulation.played import Stage
 from megatron_lancet.planning.simulation.rank_state import LayerDw
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.schedule.dw_queue import AT_ONCE
-from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.ops import Compute, Op, Phase, Wait
 from megatron_lancet.schedule.plan import Gap, Plan
 
 _MIDDLE_PAIR = 1
@@ -80,13 +80,13 @@ def _gaps_of_stage(simulator: Simulator, plan: Plan, stage: Stage, is_paired: bo
     dws: list[_Ready] = []
     gaps: list[_OpenGap] = []
     num_passed = 0
-    for code, place, action in _of_middle_pair(steps) if is_paired else steps:
+    for verb, place, action in _of_middle_pair(steps) if is_paired else steps:
         is_forward = bool(place & BESIDE)
-        if code == COMPUTE and not is_forward:
+        if verb is Compute and not is_forward:
             costs = action.weight_grads[column]
             due = num_passed + plan.dw_window
             dws += [_Ready(LayerDw(layer_at(place) - cost.layers_back, cost), len(gaps), due) for cost in costs]
-        elif code == WAIT:
+        elif verb is Wait:
             phase = Phase.FORWARD if is_forward else Phase.INPUT_GRAD
             name = str(Op(layer_at(place), action.chunk, phase, action.kind, action.tile))
             gap = _OpenGap(name, num_passed, exposed_ms.get(name, 0.0))
@@ -116,7 +116,7 @@ def _of_pairs(stage: Stage) -> list[Step]:
 
 
 def _of_middle_pair(steps: Sequence[Step]) -> Sequence[Step]:
-    ends = [index for index, (code, _, _) in enumerate(steps) if code == END]
+    ends = [index for index, (verb, _, _) in enumerate(steps) if verb is EndBackward]
     return steps[ends[_MIDDLE_PAIR - 1] + 1 : ends[_MIDDLE_PAIR]]
 
 
@@ -126,13 +126,13 @@ def _exposed_without_dws(
     """The slowest rank's column, and how long it waits for each message of the backward or of a pair, in ms."""
     without: dict[int, Action] = {}
     steps: list[Step] = []
-    for code, place, action in all_steps:
+    for verb, place, action in all_steps:
         if action.weight_grads:
             key = id(action)  # the stage keeps its actions alive, so ids are unique
             if key not in without:
                 without[key] = replace(action, weight_grads=((),) * len(action.weight_grads))
             action = without[key]
-        steps.append((code, place, action))
+        steps.append((verb, place, action))
     result = simulator.play(
         steps,
         Phase.INPUT_GRAD,

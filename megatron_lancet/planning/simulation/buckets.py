@@ -14,9 +14,9 @@ from typing import Any
 
 from megatron_lancet.files import RecordError
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.lowering import COMPUTE, WAIT, Step
+from megatron_lancet.planning.simulation.lowering import Step
 from megatron_lancet.schedule.dw_queue import DwQueue
-from megatron_lancet.schedule.ops import OpKind
+from megatron_lancet.schedule.ops import Compute, OpKind, Wait
 from megatron_lancet.schedule.reductions import CommPriority, MicroOps, ReductionQueue
 
 REDUCTION = "reduce."
@@ -89,8 +89,8 @@ class Buckets:
         if rules is None:
             return None
         num_puts: dict[Weight, int] = {}
-        for code, layer, action in backward:
-            if code == COMPUTE and action.weight_grads:
+        for verb, layer, action in backward:
+            if verb is Compute and action.weight_grads:
                 for cost in action.weight_grads[0]:
                     weight = (layer - cost.layers_back, cost.name)
                     num_puts[weight] = num_puts.get(weight, 0) + 1
@@ -110,7 +110,7 @@ class Buckets:
             first_reduction=tuple(first),
             num_puts=num_puts,
             late=late,
-            num_all_to_alls=sum(code == WAIT for code, _, _ in backward),
+            num_all_to_alls=sum(verb is Wait for verb, _, _ in backward),
             chunk_bytes=rules.chunk_bytes if rules.priority is CommPriority.ALL_TO_ALL_FIRST else None,
         )
 

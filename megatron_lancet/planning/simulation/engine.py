@@ -23,16 +23,12 @@ from typing import NamedTuple
 
 from megatron_lancet.planning.simulation.buckets import Buckets, Ledger, Reduction
 from megatron_lancet.planning.simulation.cost_model import DwCost
-from megatron_lancet.planning.simulation.links import NEVER, Launch, LinkEvent, Links, Message
+from megatron_lancet.planning.simulation.links import NEVER, LaunchReduction, LinkEvent, Links, Message
 from megatron_lancet.planning.simulation.lowering import (
     BESIDE,
-    COMPUTE,
-    COUNTS,
-    END,
     IN_PASS,
-    ISSUE,
-    WAIT,
     Action,
+    EndBackward,
     Step,
     counts_key,
     key_of,
@@ -41,7 +37,18 @@ from megatron_lancet.planning.simulation.lowering import (
 from megatron_lancet.planning.simulation.phase_result import Mark, PhaseResult
 from megatron_lancet.planning.simulation.rank_state import CountsState, LayerDw, RankState, phase_result
 from megatron_lancet.schedule.dw_queue import DwQueue, DwRules
-from megatron_lancet.schedule.ops import INSIDE_NODE, MEMORY_BOUND, Op, OpKind, Phase
+from megatron_lancet.schedule.ops import (
+    INSIDE_NODE,
+    MEMORY_BOUND,
+    Compute,
+    Launch,
+    LaunchCounts,
+    Op,
+    OpKind,
+    Phase,
+    Verb,
+    Wait,
+)
 from megatron_lancet.schedule.timeline import Lane, Span
 
 Paces = Sequence[Mapping[int, float]]
@@ -154,8 +161,8 @@ class Engine:
         is_plain = not self._is_slowed and not self._record
         column, num_steps, paces = rank.column, len(steps), self._paces
         while rank.index < num_steps:
-            code, place, action = steps[rank.index]
-            if code == COMPUTE:
+            verb, place, action = steps[rank.index]
+            if verb is Compute:
                 # The simulator spends most of its time in these lines.
                 runs_forward = is_forward or place & BESIDE
                 ms = action.forward_ms[column] if runs_forward else action.backward_ms[column]
@@ -170,7 +177,7 @@ class Engine:
                     self._put_all(rank, layer_at(place), action.weight_grads[column])
                 rank.index += 1
                 continue
-            if code == END:
+            if verb is EndBackward:
                 self._end_backward(rank)
                 rank.index += 1
                 continue
@@ -178,11 +185,11 @@ class Engine:
                 self.call_at(rank.time_ms, _Resume(rank))
                 return
             key = key_of(place, action)
-            if rank.pending is not None and not self._launch_pending(rank, code, key, action):
+            if rank.pending is not None and not self._launch_pending(rank, verb, key, action):
                 return
-            if code == ISSUE:
+            if verb is Launch:
                 self._issue(rank, key, place, action)
-            elif code == COUNTS:
+            elif verb is LaunchCounts:
                 self._issue_counts(rank, key)
             elif not self._wait(rank, self._messages[key]):
                 return
@@ -251,7 +258,7 @@ class Engine:
 
     def _launch(self, rank: RankState, reductions: Iterable[Reduction]) -> None:
         for reduction in reductions:
-            self.call_at(rank.time_ms, Launch(rank.column, reduction))
+            self.call_at(rank.time_ms, LaunchReduction(rank.column, reduction))
 
     def reduce(self, reduction: Reduction, launched_ms: Sequence[float], end_ms: float) -> None:
         """Records a reduction that has ended on all ranks; called by the links."""
@@ -271,7 +278,7 @@ class Engine:
             for stopped in counts.stopped:
                 self.call_at(max(stopped.time_ms, counts.done_ms), _Resume(stopped))
 
-    def _launch_pending(self, rank: RankState, code: int, key: int, action: Action) -> bool:
+    def _launch_pending(self, rank: RankState, verb: type[Verb], key: int, action: Action) -> bool:
         """Stops the host at a step in front of which the pending dispatch is launched, until its counts are known.
 
         A host that polls keeps the order of the messages of one wire.
@@ -283,9 +290,11 @@ class Engine:
         message, its_counts = self._messages[rank.pending], counts_key(rank.pending)
         counts, is_with_it = self._counts[its_counts], counts_key(key) == its_counts
         if self._polls:
-            goes_on = code != ISSUE or counts_key(key) in self._counts or self._links_of(action) is not message.links
+            goes_on = (
+                verb is not Launch or counts_key(key) in self._counts or self._links_of(action) is not message.links
+            )
         else:
-            goes_on = is_with_it if code == ISSUE else code == WAIT and not is_with_it
+            goes_on = is_with_it if verb is Launch else verb is Wait and not is_with_it
         if goes_on:
             return True
         if counts.done_ms == NEVER:

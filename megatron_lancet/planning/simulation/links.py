@@ -78,7 +78,7 @@ class Message:
     waiting: list[int] = field(default_factory=list)
 
 
-class Launch(NamedTuple):
+class LaunchReduction(NamedTuple):
     """Event: a rank launches a gradient reduction."""
 
     column: int
@@ -92,7 +92,7 @@ class PartSent(NamedTuple):
     version: int
 
 
-LinkEvent = Launch | PartSent
+LinkEvent = LaunchReduction | PartSent
 
 
 class Clock(Protocol):

@@ -26,10 +26,13 @@ from megatron_lancet.schedule.turns import (
     verbs_of,
 )
 
-COMPUTE, COUNTS, ISSUE, WAIT, END = range(5)
-"""What a step does. ``END`` ends the backward of a pair: what it has deferred runs."""
-_CODES: dict[type[Verb], int] = {Compute: COMPUTE, LaunchCounts: COUNTS, Launch: ISSUE, Wait: WAIT}
-"""Other verbs take no step of their own: the residual's time is in the op's that it belongs to."""
+
+class EndBackward(Verb):
+    """End the backward of a pair: what it has deferred runs."""
+
+
+_IN_STEPS = (Compute, LaunchCounts, Launch, Wait)
+"""Other verbs take no step of their own: the residual's time is in that of the op which it belongs to."""
 _SLOTS_OF_TILE = 4096
 """Most messages of one tile of a layer; those of tile t have the slots from t times this on."""
 _SLOTS = 1024 * _SLOTS_OF_TILE
@@ -41,7 +44,6 @@ class Action:
     """One thing that a chunk does in a layer, with its costs on each simulated rank.
 
     Attributes:
-        code: compute, counts, issue or wait, forward.
         kind: kind of the op.
         chunk: index of the chunk.
         forward_ms: time of the compute op, or of the message alone on its link.
@@ -55,7 +57,6 @@ class Action:
         tile: index of the part of the chunk's rows; None for all of them.
     """
 
-    code: int
     kind: str
     chunk: int
     forward_ms: tuple[float, ...]
@@ -69,8 +70,8 @@ class Action:
     tile: int | None = None
 
 
-Step = tuple[int, int, Action]
-"""Code, place and action. The place is the global layer number, 0 beside the layers; in pairs see :func:`at_place`."""
+Step = tuple[type[Verb], int, Action]
+"""Verb, place and action. The place is the global layer number, 0 beside the layers; in pairs see :func:`at_place`."""
 BESIDE = 1 << 20
 """Bit of a place: the step belongs to a forward that runs beside a backward."""
 IN_PASS = 2 * BESIDE - 1
@@ -125,9 +126,9 @@ class Lowering:
         verbs = [(number, self._verbs(number, kind, segment.num_chunks, way)) for number, kind in layers]
         for instruction in program(verbs, segment.num_chunks, segment.range):
             if isinstance(instruction, Instruction):
-                number, code = instruction.layer, _CODES.get(type(instruction.verb))
-                if code is not None:
-                    steps.append((code, number, self._action(instruction, kinds[number], pieces, way)))
+                number, verb = instruction.layer, type(instruction.verb)
+                if verb in _IN_STEPS:
+                    steps.append((verb, number, self._action(instruction, kinds[number], pieces, way)))
             elif isinstance(instruction, Cut):
                 pieces = Pieces(segment.chunk_dim, segment.num_chunks, segment.chunk_multiple)
             else:
@@ -153,7 +154,7 @@ class Lowering:
         if kind == OpKind.HEAD:
             of_all_uses = tuple(grads * self._model.num_output_uses for grads in action.weight_grads)
             action = replace(action, weight_grads=of_all_uses)
-        return [(COMPUTE, 0, action)] if _takes_time(action) else []
+        return [(Compute, 0, action)] if _takes_time(action) else []
 
     def _cut(self, pieces: Pieces) -> list[Step]:
         """Splitting and concatenating together, behind the segment."""
@@ -164,7 +165,7 @@ class Lowering:
             verb, chunk = Compute(OpKind.CUT), Chunk(pieces, 0)
             way.actions[key] = self._compute(verb, LayerKind.NONE, chunk, way.costs, num_tokens)
         action = way.actions[key]
-        return [(COMPUTE, 0, action)] if _takes_time(action) else []
+        return [(Compute, 0, action)] if _takes_time(action) else []
 
     def _action(self, instruction: Instruction, layer: LayerKind, pieces: Pieces, way: "_Way") -> Action:
         verb, number, chunk, _ = instruction
@@ -183,7 +184,7 @@ class Lowering:
 
     def _costs_of(self, verb: Verb, layer: LayerKind, chunk: Chunk, costs: DispatchCosts) -> Action:
         if isinstance(verb, LaunchCounts):
-            return Action(COUNTS, verb.kind, chunk.number, (), (), slot=_slot(OpKind.DISPATCH, chunk.number))
+            return Action(verb.kind, chunk.number, (), (), slot=_slot(OpKind.DISPATCH, chunk.number))
         if not isinstance(verb, Compute):
             return self._message(verb, chunk, costs)
         similar = costs.dispatch.similar_ops.get(verb.kind)
@@ -201,7 +202,7 @@ class Lowering:
             for times_ms in (plain.forward_ms, plain.backward_ms)
         )
         no_weight_grads: tuple[tuple[DwCost, ...], ...] = ((),) * len(factors)
-        return Action(COMPUTE, verb.kind, chunk.number, forward_ms, backward_ms, weight_grads=no_weight_grads)
+        return Action(verb.kind, chunk.number, forward_ms, backward_ms, weight_grads=no_weight_grads)
 
     def _compute(
         self,
@@ -222,7 +223,7 @@ class Lowering:
             for phase in (Phase.FORWARD, Phase.INPUT_GRAD)
         )
         grads = costs.weight_grads(layer, verb, chunk, rows)
-        return Action(COMPUTE, verb.kind, chunk.number, forward_ms, backward_ms, weight_grads=grads, tile=verb.tile)
+        return Action(verb.kind, chunk.number, forward_ms, backward_ms, weight_grads=grads, tile=verb.tile)
 
     def _message(self, verb: Verb, chunk: Chunk, costs: DispatchCosts) -> Action:
         """Launching a message, or waiting for it. The gradient goes the other way."""
@@ -236,7 +237,6 @@ class Lowering:
             sent_back = tuple(number * grad_row_bytes for number in rows.returned)
         alone, queued = (partial(one, kind=verb.kind) for one in (self.costs.message_ms, self.costs.queued_ms))
         return Action(
-            _CODES[type(verb)],
             verb.kind,
             chunk.number,
             self._message_ms(alone, sent),
@@ -272,9 +272,6 @@ def _takes_time(action: Action) -> bool:
     return any(action.forward_ms + action.backward_ms) or any(action.weight_grads)
 
 
-_MIRRORED = {_CODES[verb]: _CODES[mirrored] for verb, mirrored in MIRRORED.items()}
-
-
 def backward(steps: Sequence[Step]) -> list[Step]:
     """The backward order of a forward order: its mirror."""
-    return [(_MIRRORED[code], layer, action) for code, layer, action in reversed(steps) if code in _MIRRORED]
+    return [(MIRRORED[verb], layer, action) for verb, layer, action in reversed(steps) if verb in MIRRORED]

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_lancet.planning.simulation.lowering import COMPUTE, END, WAIT, Action, Step, at_place
+from megatron_lancet.planning.simulation.lowering import Action, EndBackward, Step, at_place
+from megatron_lancet.schedule.ops import Wait
 from megatron_lancet.schedule.pairing import PairedTurns
 
-_END = (END, 0, Action(COMPUTE, "", 0, (), ()))
+_END = (EndBackward, 0, Action("", 0, (), ()))
 
 
 class Passes(NamedTuple):
@@ -29,16 +30,16 @@ def paired_steps(micro_batches: Sequence[Passes]) -> list[Step]:
     for number, one in enumerate(micro_batches[:-1]):
         beside = turns[number + 1]
         following = turns[number + 2] if number + 2 < len(turns) else None
-        order = PairedTurns(len(beside) - 1, sum(code == WAIT for code, _, _ in one.backward))
+        order = PairedTurns(len(beside) - 1, sum(verb is Wait for verb, _, _ in one.backward))
         num_done, carried = _take(steps, beside, num_done, order.done_by(0)), 0
         place = 0
-        for code, layer, action in one.backward:
-            if code == WAIT:
+        for verb, layer, action in one.backward:
+            if verb is Wait:
                 place += 1
                 num_done = _take(steps, beside, num_done, order.done_by(place))
                 if order.begins_next(place) and following is not None:
                     carried = _take(steps, following, 0, 1)
-            steps.append((code, at_place(layer, number, is_forward=False), action))
+            steps.append((verb, at_place(layer, number, is_forward=False), action))
         _take(steps, beside, num_done, len(beside))  # a backward without waits leaves all but one
         steps.append(_END)
         num_done = carried
@@ -48,10 +49,10 @@ def paired_steps(micro_batches: Sequence[Passes]) -> list[Step]:
 def _turns(forward: Sequence[Step], micro_batch: int) -> list[list[Step]]:
     """A forward's steps, split in front of each wait."""
     turns: list[list[Step]] = [[]]
-    for code, layer, action in forward:
-        if code == WAIT:
+    for verb, layer, action in forward:
+        if verb is Wait:
             turns.append([])
-        turns[-1].append((code, at_place(layer, micro_batch, is_forward=True), action))
+        turns[-1].append((verb, at_place(layer, micro_batch, is_forward=True), action))
     return turns
 
 

@@ -16,7 +16,7 @@ from megatron_lancet.planning.simulation.links import (
     NEVER,
     Clock,
     InOrder,
-    Launch,
+    LaunchReduction,
     LinkEvent,
     Links,
     Message,
@@ -144,7 +144,7 @@ class SharedLinks(Links):
                 port = self._ports[column]
                 if version == port.version:
                     self._sent(column, port.advance(time_ms), time_ms, clock)
-            case Launch(column, reduction):
+            case LaunchReduction(column, reduction):
                 self._launch(column, reduction, time_ms, clock)
 
     def _launch(self, column: int, reduction: Reduction, time_ms: float, clock: Clock) -> None:

@@ -8,12 +8,12 @@ from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.dw_placement import best_fit_gaps
 from megatron_lancet.planning.simulation.buckets import Buckets, Ledger, Reduction, WeightKind
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.lowering import COMPUTE, COUNTS, ISSUE, WAIT, Step
+from megatron_lancet.planning.simulation.lowering import Step
 from megatron_lancet.planning.simulation.simulator import Simulation, Simulator
 from megatron_lancet.schedule.dw_queue import AT_ONCE, DwQueue, DwRules
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.ops import Op, OpKind, Phase
+from megatron_lancet.schedule.ops import Compute, Launch, LaunchCounts, Op, OpKind, Phase, Wait
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import CommPriority, GradientReduction
 from megatron_lancet.schedule.timeline import Lane
@@ -163,7 +163,7 @@ def lowered(case: Case) -> Lowered:
     simulation = simulator.simulate(plan, case.stage)
     return Lowered(
         plan,
-        frozenset(event_of(step, Phase.FORWARD).name for step in stage.forward if step[0] == COUNTS),
+        frozenset(event_of(step, Phase.FORWARD).name for step in stage.forward if step[0] is LaunchCounts),
         {
             Phase.FORWARD: [event_of(step, Phase.FORWARD) for step in stage.forward],
             Phase.INPUT_GRAD: [event_of(step, Phase.INPUT_GRAD) for step in stage.backward],
@@ -175,13 +175,13 @@ def lowered(case: Case) -> Lowered:
     )
 
 
-VERBS = {COMPUTE: Verb.END, COUNTS: Verb.ISSUE, ISSUE: Verb.ISSUE, WAIT: Verb.WAIT}
+VERBS = {Compute: Verb.END, LaunchCounts: Verb.ISSUE, Launch: Verb.ISSUE, Wait: Verb.WAIT}
 
 
 def event_of(step: Step, phase: Phase) -> Event:
-    code, layer, action = step
+    verb, layer, action = step
     name = str(Op(layer, action.chunk, phase, action.kind, action.tile)) if layer else f"{phase}.{action.kind}"
-    return Event(VERBS[code], name)
+    return Event(VERBS[verb], name)
 
 
 def played_backward(simulation: Simulation) -> list[Event]:
@@ -212,11 +212,11 @@ def reports_of(backward: Sequence[Step], costs: CostModel, rules: DwRules) -> It
             yield Event(Verb.REPORT, str(Op.weight_grad(layer or None, name)))
 
     for step in backward:
-        code, layer, action = step
-        if code == COMPUTE:
+        verb, layer, action = step
+        if verb is Compute:
             for cost in action.weight_grads[0]:
                 yield from reported(ledger.put((layer - cost.layers_back, cost.name)))
-        elif code == ISSUE:
+        elif verb is Launch:
             ledger.issue()
         else:
             yield event_of(step, Phase.INPUT_GRAD)
@@ -227,7 +227,7 @@ def reports_of(backward: Sequence[Step], costs: CostModel, rules: DwRules) -> It
 
 def places_of(backward: Sequence[Step]) -> Iterator[Event]:
     """Waits, and starts of reductions of which one becomes ready with each message, and one fits into a place."""
-    num_messages = sum(code == ISSUE for code, _, _ in backward)
+    num_messages = sum(verb is Launch for verb, _, _ in backward)
     weights = [(0, str(index)) for index in range(num_messages)]
     tokens = Buckets(
         bucket_of={weight: index for index, weight in enumerate(weights)},
@@ -242,10 +242,10 @@ def places_of(backward: Sequence[Step]) -> Iterator[Event]:
     ledger = Ledger(tokens, DwQueue(AT_ONCE))
     for step in backward:
         starting: list[Reduction] = []
-        if step[0] == ISSUE:
+        if step[0] is Launch:
             ledger.issue()
             starting = ledger.put(weights.pop())
-        elif step[0] == WAIT:
+        elif step[0] is Wait:
             yield event_of(step, Phase.INPUT_GRAD)
             starting = ledger.advance(step[2].kind)
         yield from (Event(Verb.REDUCE, "") for _ in starting)

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from megatron_lancet.planning.simulation.buckets import Buckets, Reduction, WeightKind
 from megatron_lancet.planning.simulation.cost_model import DwCost
 from megatron_lancet.planning.simulation.engine import Engine
-from megatron_lancet.planning.simulation.links import Launch, Links, Network, SerialLinks
-from megatron_lancet.planning.simulation.lowering import COMPUTE, ISSUE, WAIT, Action, Step
+from megatron_lancet.planning.simulation.links import LaunchReduction, Links, Network, SerialLinks
+from megatron_lancet.planning.simulation.lowering import Action, Step
 from megatron_lancet.runtime.comm_scheduler import CommScheduler, PendingReduction
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight
+from megatron_lancet.schedule import ops
 from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.reductions import MicroOps
@@ -164,7 +165,7 @@ class ScriptedLinks(Links):
         clock.arrive(message, range(len(message.arrival_ms)))
 
     def advance(self, time_ms, event, clock):
-        assert isinstance(event, Launch)
+        assert isinstance(event, LaunchReduction)
         clock.reduce(event.reduction, [time_ms], time_ms)
 
 
@@ -173,13 +174,13 @@ def steps(backward: BackwardPass) -> list[Step]:
     lowered: list[Step] = []
     for event in backward.events:
         dws = ((DwCost(event.weight, 1.0, event.num_bytes),),) if isinstance(event, Put) else ((),)
-        lowered.append((COMPUTE, LAYER, Action(COMPUTE, "op", 0, (0.0,), (1.0,), weight_grads=dws)))
+        lowered.append((ops.Compute, LAYER, Action("op", 0, (0.0,), (1.0,), weight_grads=dws)))
         if not isinstance(event, Put):
-            code, index = ISSUE if isinstance(event, Issue) else WAIT, event.index
+            verb, index = ops.Launch if isinstance(event, Issue) else ops.Wait, event.index
             # Waits are in the order of issues: a long message comes later than all that was waited for before it.
             ms = LONG_MS * (index + 1) if backward.are_long[index] else 0.0
-            action = Action(code, backward.kinds[index], index, (), (ms,), (), (0,), (), (0.0,), slot=index)
-            lowered.append((code, LAYER, action))
+            action = Action(backward.kinds[index], index, (), (ms,), (), (0,), (), (0.0,), slot=index)
+            lowered.append((verb, LAYER, action))
     return lowered
 
 

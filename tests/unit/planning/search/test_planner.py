@@ -12,8 +12,8 @@ from megatron_lancet.planning.search.dynamic_program import DwGuess, DynamicProg
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Exclusion, Limits, SearchSpace
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.lowering import COMPUTE, WAIT
 from megatron_lancet.planning.simulation.simulator import Simulator, simulate
+from megatron_lancet.schedule.ops import Compute, Wait
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, Segment, fixed_plan
 from tests.draws import examples
 from tests.unit.planning.strategies import ALONE, EVEN, machines, machines_and_plans
@@ -249,9 +249,9 @@ def test_every_dw_is_in_a_gap_where_the_host_does_not_poll(machine_and_plan, win
     assert Plan.from_json(planned.to_json()) == planned
     gaps = {gap.op: gap.weight_grads for gap in planned.gaps}
     for stage in simulator.stages(planned):
-        codes = [code for code, _, _ in stage.backward]
-        last_wait = max((index for index, code in enumerate(codes) if code == WAIT), default=0)
-        num_put = sum(len(action.weight_grads[0]) for code, _, action in stage.backward[:last_wait] if code == COMPUTE)
+        verbs = [verb for verb, _, _ in stage.backward]
+        last_wait = max((index for index, verb in enumerate(verbs) if verb is Wait), default=0)
+        num_put = sum(len(action.weight_grads[0]) for verb, _, action in stage.backward[:last_wait] if verb is Compute)
         for waits in simulator.simulate(planned, stage.number).waits:
             filled = {wait.name: wait.filled for wait in waits if wait.filled}
             assert filled == {wait.name: gaps[wait.name] for wait in waits if wait.name in gaps}

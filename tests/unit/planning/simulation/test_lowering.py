@@ -7,25 +7,21 @@ from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.planning.profile import ChunkRouting
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.lowering import (
-    COMPUTE,
-    COUNTS,
-    ISSUE,
-    WAIT,
     Lowering,
     backward,
 )
 from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.schedule.layers import LayerKind
+from megatron_lancet.schedule.ops import Launch
 from megatron_lancet.schedule.plan import ChunkDim, OverlapRange, Segment
 
-VERBS = {COMPUTE: "", COUNTS: "issue ", ISSUE: "issue ", WAIT: "wait "}
 OPS_MS = dict.fromkeys(
     ("attention", "route", "preprocess", "shared_experts", "experts", "postprocess", "mlp", "cut", "head"), 1.0
 )
 
 
 def text_of(steps):
-    return [f"{VERBS[code]}L{layer}.c{action.chunk}.{action.kind}" for code, layer, action in steps]
+    return [f"{verb.prefix}L{layer}.c{action.chunk}.{action.kind}" for verb, layer, action in steps]
 
 
 def forward(overlap_range, layers="m", num_chunks=2):
@@ -36,12 +32,12 @@ def forward(overlap_range, layers="m", num_chunks=2):
 
 
 def turn_1(layer, chunk, *before):
-    ops = ["issue {}.counts", "{}.preprocess", "issue {}.dispatch", "{}.shared_experts"]
+    ops = ["launch {}.counts", "{}.preprocess", "launch {}.dispatch", "{}.shared_experts"]
     return [op.format(f"L{layer}.c{chunk}") for op in [*("{}." + op for op in before), *ops]]
 
 
 def turn_2(layer, chunk):
-    return [op.format(f"L{layer}.c{chunk}") for op in ("wait {}.dispatch", "{}.experts", "issue {}.combine")]
+    return [op.format(f"L{layer}.c{chunk}") for op in ("wait {}.dispatch", "{}.experts", "launch {}.combine")]
 
 
 def turn_3(layer, chunk):
@@ -107,8 +103,8 @@ def test_lowered_single_chunk_is_the_same_in_every_range():
 
 def test_lowered_backward_mirrors_the_forward():
     steps = text_of(backward(forward(OverlapRange.STACK)))
-    assert steps[:5] == [CUT, "L1.c1.postprocess", "issue L1.c1.combine", "L1.c0.postprocess", "issue L1.c0.combine"]
-    assert steps[5:8] == ["wait L1.c1.combine", "L1.c1.experts", "issue L1.c1.dispatch"]
+    assert steps[:5] == [CUT, "L1.c1.postprocess", "launch L1.c1.combine", "L1.c0.postprocess", "launch L1.c0.combine"]
+    assert steps[5:8] == ["wait L1.c1.combine", "L1.c1.experts", "launch L1.c1.dispatch"]
     assert steps[11:16] == [
         "L1.c1.shared_experts",
         "wait L1.c1.dispatch",
@@ -129,7 +125,7 @@ def test_lowered_messages_have_the_bytes_that_a_rank_sends():
     """Three quarters of all rows go to rank 0; a quarter of its own leave it."""
     costs = CostModel(synthetic_profile(Machine(shares=(0.75, 0.25))))
     steps = Lowering(costs, Loads.of(costs.model, (0.75, 0.25))).forward([(1, LayerKind.MOE)], Segment(1, 1, 1))
-    sent = {action.kind: (action.forward_bytes, action.backward_bytes) for code, _, action in steps if code == ISSUE}
+    sent = {action.kind: (action.forward_bytes, action.backward_bytes) for verb, _, action in steps if verb is Launch}
     rows = 8 * 64
     quarter, most = rows // 4 * 1000, rows * 3 // 4 * 1000
     assert sent == {"dispatch": ((quarter, most), (most, quarter)), "combine": ((most, quarter), (quarter, most))}
@@ -139,7 +135,7 @@ def sent_by_dedup(profile):
     """Bytes of the messages of a micro-batch in one chunk, forward and backward, by kind."""
     costs = CostModel(profile)
     steps = Lowering(costs, Loads.measured(profile)).forward([(1, LayerKind.MOE)], Segment(1, 1, 1), dispatch=DEDUP)
-    return {action.kind: (action.forward_bytes, action.backward_bytes) for code, _, action in steps if code == ISSUE}
+    return {action.kind: (action.forward_bytes, action.backward_bytes) for verb, _, action in steps if verb is Launch}
 
 
 def test_lowered_messages_without_duplicates_have_the_bytes_of_distinct_rows():

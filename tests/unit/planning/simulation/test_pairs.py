@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.planning.plan_record import record_of
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.lowering import BESIDE, END, ISSUE, WAIT
+from megatron_lancet.planning.simulation.lowering import BESIDE, EndBackward
 from megatron_lancet.planning.simulation.pairs import Passes, paired_steps
 from megatron_lancet.planning.simulation.simulator import MAX_PLAYED_WITH_ENDS, Simulator, simulate
-from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.schedule.ops import Launch, Op, Phase, Wait
 from megatron_lancet.schedule.pairing import PairedTurns
 from megatron_lancet.schedule.plan import DwPolicy, Gap, fixed_plan, paired
 from megatron_lancet.schedule.timeline import Lane
@@ -68,15 +68,15 @@ def test_order_is_that_of_paired_turns(num_layers, k_middle, k_ends, num_micro_b
     stages = [ends, *[middle] * (num_micro_batches - 2), ends]
     steps = paired_steps([Passes(stage.forward, stage.backward) for stage in stages])
     ended, place, launched = 0, 0, {0: 0}
-    for code, step_place, _ in steps:
+    for verb, step_place, _ in steps:
         is_forward, micro_batch = bool(step_place & BESIDE), step_place // (2 * BESIDE)
-        if code == END:
+        if verb is EndBackward:
             assert launched.get(ended + 1) == 2 * num_layers * (k_ends if ended + 2 == num_micro_batches else k_middle)
             ended, place = ended + 1, 0
-        elif code == ISSUE and is_forward:
+        elif verb is Launch and is_forward:
             assert micro_batch in (ended + 1, ended + 2)
             launched[micro_batch] = launched.get(micro_batch, 0) + 1
-        elif code == WAIT and not is_forward:
+        elif verb is Wait and not is_forward:
             assert micro_batch == ended
             place += 1
             of_middle, of_ends = 2 * num_layers * k_middle, 2 * num_layers * k_ends
@@ -90,7 +90,7 @@ def test_order_is_that_of_paired_turns(num_layers, k_middle, k_ends, num_micro_b
             carried = order.begins_next(place) and ended + 2 < num_micro_batches
             assert launched.get(ended + 2, 0) == (k_next if carried else 0)
     assert ended == num_micro_batches - 1
-    keys = [(place, action.slot) for code, place, action in steps if code == ISSUE]
+    keys = [(place, action.slot) for verb, place, action in steps if verb is Launch]
     assert len(keys) == len(set(keys))
 
 

@@ -8,12 +8,12 @@ from benchmarks.synthetic_profile import ROW_BYTES, Machine, synthetic_profile
 from megatron_lancet.features.dedup.order import DEDUP
 from megatron_lancet.planning.profile import ChunkRouting, OpTime
 from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.lowering import COMPUTE, COUNTS, ISSUE, WAIT, Lowering, backward
+from megatron_lancet.planning.simulation.lowering import Lowering, backward
 from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.schedule.dispatch import PLAIN
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import OpKind, Phase
+from megatron_lancet.schedule.ops import Compute, Launch, OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OwnRows, Segment, fixed_plan
 
 TOKENS = 8 * 64
@@ -31,7 +31,6 @@ MACHINE = Machine(
     topk=1,
 )
 """A message of all rows of other ranks takes 4 ms and a latency; each row of the experts as long as the next."""
-TEXT = {COMPUTE: "", COUNTS: "issue ", ISSUE: "issue ", WAIT: "wait "}
 
 
 def lowered(tiles, own_rows=OwnRows.HALF, profile=None, num_chunks=1, dispatch=PLAIN):
@@ -43,16 +42,16 @@ def lowered(tiles, own_rows=OwnRows.HALF, profile=None, num_chunks=1, dispatch=P
 
 def text_of(steps):
     tile_of = (("" if action.tile is None else f".{action.tile}") for _, _, action in steps)
-    return [f"{TEXT[code]}{action.kind}{tile}" for (code, _, action), tile in zip(steps, tile_of, strict=True)]
+    return [f"{verb.prefix}{action.kind}{tile}" for (verb, _, action), tile in zip(steps, tile_of, strict=True)]
 
 
 def parts_ms(steps, column=0):
     kinds = (OpKind.OWN_EXPERTS, OpKind.EXPERTS)
-    return [action.forward_ms[column] for code, _, action in steps if code == COMPUTE and action.kind in kinds]
+    return [action.forward_ms[column] for verb, _, action in steps if verb is Compute and action.kind in kinds]
 
 
 def sent_bytes(steps):
-    return [(action.kind, action.tile, action.forward_bytes) for code, _, action in steps if code == ISSUE]
+    return [(action.kind, action.tile, action.forward_bytes) for verb, _, action in steps if verb is Launch]
 
 
 def test_own_rows_run_while_the_first_tile_and_the_last_outputs_are_away():
@@ -60,19 +59,19 @@ def test_own_rows_run_while_the_first_tile_and_the_last_outputs_are_away():
     forward = [
         "attention",
         "route",
-        "issue counts",
+        "launch counts",
         "preprocess",
-        "issue dispatch.0",
-        "issue dispatch.1",
+        "launch dispatch.0",
+        "launch dispatch.1",
         "own_experts.0",
-        *(f"{step}.{tile}" for tile in (0, 1) for step in ("wait dispatch", "experts", "issue combine")),
+        *(f"{step}.{tile}" for tile in (0, 1) for step in ("wait dispatch", "experts", "launch combine")),
         "own_experts.1",
         "wait combine.0",
         "wait combine.1",
         "postprocess",
     ]
     assert text_of(steps) == forward
-    assert text_of(backward(steps))[:4] == ["postprocess", "issue combine.1", "issue combine.0", "own_experts.1"]
+    assert text_of(backward(steps))[:4] == ["postprocess", "launch combine.1", "launch combine.0", "own_experts.1"]
 
 
 @pytest.mark.parametrize(("own_rows", "parts"), [("half", [2, 2, 2, 2]), ("after", [2, 2, 4])])
@@ -81,7 +80,7 @@ def test_each_part_of_the_experts_costs_its_rows(own_rows, parts):
     steps = lowered(2, OwnRows(own_rows))
     assert parts_ms(steps) == parts
     # The one gradient of each weight, over all rows, is put by the part that runs last in the backward.
-    parts_put = [action.weight_grads[0] for code, _, action in backward(steps) if "experts" in action.kind]
+    parts_put = [action.weight_grads[0] for verb, _, action in backward(steps) if "experts" in action.kind]
     assert [len(grads) for grads in parts_put] == [0] * (len(parts) - 1) + [1]
     assert (parts_put[-1][0].ms, parts_put[-1][0].pinned_bytes) == (DW_MS, MACHINE.pinned_bytes)
 

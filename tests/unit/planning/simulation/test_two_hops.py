@@ -10,11 +10,11 @@ from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.features.two_hop.order import TWO_HOP
 from megatron_lancet.planning.profile import ChunkRouting, HopRows, OpTime
 from megatron_lancet.planning.simulation.cost_model import CostModel, UnknownCost
-from megatron_lancet.planning.simulation.lowering import ISSUE, Lowering
+from megatron_lancet.planning.simulation.lowering import Lowering
 from megatron_lancet.planning.simulation.rows import Loads
 from megatron_lancet.planning.simulation.simulator import PlanMismatch, Simulator, simulate
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, Op, OpKind, Phase
+from megatron_lancet.schedule.ops import BETWEEN_NODES, INSIDE_NODE, Launch, Op, OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Segment, fixed_plan
 from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.schedule.timeline import Lane
@@ -39,8 +39,8 @@ def sent(profile, num_chunks=1):
     steps = Lowering(costs, Loads.measured(profile)).forward([(1, LayerKind.MOE)], segment, TWO_HOP)
     return {
         action.kind: (action.forward_bytes, action.backward_bytes)
-        for code, _, action in steps
-        if code == ISSUE and action.chunk == 0
+        for verb, _, action in steps
+        if verb is Launch and action.chunk == 0
     }
 
 

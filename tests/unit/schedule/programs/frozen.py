@@ -23,12 +23,8 @@ from megatron_lancet.planning.profile import MemoryUse, OpTime, Profile
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.lowering import (
     BESIDE,
-    COMPUTE,
-    COUNTS,
-    END,
     IN_PASS,
-    ISSUE,
-    WAIT,
+    EndBackward,
     Step,
     layer_at,
 )
@@ -38,14 +34,9 @@ from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Plan, Segment
 from megatron_lancet.schedule.turns import (
-    Compute,
     Instruction,
-    Launch,
-    LaunchCounts,
     Layer,
     Program,
-    Verb,
-    Wait,
     mtp_layer,
     parse_program,
     program,
@@ -58,7 +49,6 @@ REPEAT = "python -m tests.unit.schedule.programs --write"
 NUM_MICRO_BATCHES = 4
 """Of a paired step: the first pair, the last one, and one between that is like all others."""
 NUM_RANKS, NUM_NODES = 4, 2
-VERBS: dict[int, type[Verb]] = {COMPUTE: Compute, COUNTS: LaunchCounts, ISSUE: Launch, WAIT: Wait}
 
 
 @dataclass(frozen=True)
@@ -137,12 +127,12 @@ def instructions_of(steps: Sequence[Step], phase: Phase) -> Program:
     """The instructions of the simulator's steps; in pairs, steps of a forward have the bit :data:`BESIDE`."""
     return [
         Instruction(
-            VERBS[code](OpKind(action.kind), action.tile),
+            verb(OpKind(action.kind), action.tile),
             layer_at(place & IN_PASS),
             action.chunk,
             Phase.FORWARD if place & BESIDE else phase,
         )
-        for code, place, action in steps
+        for verb, place, action in steps
         if layer_at(place & IN_PASS)
     ]
 
@@ -150,8 +140,8 @@ def instructions_of(steps: Sequence[Step], phase: Phase) -> Program:
 def pairs_of(steps: Sequence[Step]) -> Iterator[Program]:
     """The instructions of each pair."""
     start = 0
-    for index, (code, _, _) in enumerate(steps):
-        if code == END:
+    for index, (verb, _, _) in enumerate(steps):
+        if verb is EndBackward:
             yield instructions_of(steps[start:index], Phase.INPUT_GRAD)
             start = index + 1
 
