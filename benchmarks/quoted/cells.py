@@ -52,7 +52,7 @@ def prediction_tables(names: Collection[str], counted: Callable[[CaseErrors], Se
     if of_interest:
         total = totals(of_interest)
         texts.append(
-            f"{total.number} {noun}: error of the step time median {total.median:.1%} (wanted: at most "
+            f"{total.number} {noun}: error of the step time median {total.median:.1%} (target: at most "
             f"{MAX_MEDIAN_ERROR:.0%}), worst {total.worst:.1%} in `{total.worst_name}` (at most {MAX_ERROR:.0%}){mark}."
         )
     choices = [
@@ -62,7 +62,7 @@ def prediction_tables(names: Collection[str], counted: Callable[[CaseErrors], Se
     ]
     if choices:
         texts.append(
-            f"Step of the planner's choice over the fastest configuration's (wanted: at most {1 + MAX_SLOWER:.2f}): "
+            f"Step of the planner's choice over the fastest configuration's (target: at most {1 + MAX_SLOWER:.2f}): "
             f"{', '.join(choices)}{mark}."
         )
     return "\n\n".join(texts)

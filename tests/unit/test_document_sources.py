@@ -20,7 +20,7 @@ FEWEST_NUMBERS = 3
 NOT_MEASURED = {
     ("docs/gpus.md", "The first run on a new machine"): "limits of time",
     ("docs/gpus.md", "Predicted beside measured"): "predicted, by the file that the text above it names",
-    ("docs/performance.md", "Targets and misses"): "figures of the tables above it, by case",
+    ("benchmarks/RESULTS.md", "Targets and misses"): "figures of the tables around it, by case",
     ("docs/planner.md", "Dispatch"): "calculated: evenly random choices of experts",
     ("docs/support.md", "What is supported"): "bounds of tests",
     ("docs/virtual_gpu.md", "Figures"): "modelled: no clock is read",

@@ -158,7 +158,7 @@ def test_results_with_pairs_get_tables_of_their_own():
     predicted = quoted.pairing_prediction()
     assert "[`45-m4`](results/prediction-2026-12-01.json) DISTURBED | `stack-k2` |" in predicted
     assert "\n1 configurations with pairing: error of the step time median" in predicted
-    assert "over the fastest configuration's (wanted: at most 1.02): `45-m4` 1." in predicted
+    assert "over the fastest configuration's (target: at most 1.02): `45-m4` 1." in predicted
 
 
 @pytest.mark.usefixtures("further_results")
@@ -179,7 +179,7 @@ def test_tables_beside_a_result_and_their_first_lines_are_made_from_its_file(pat
     assert path.read_text() == beside.made(path), "run python -m benchmarks.quoted"
 
 
-def test_figures_that_miss_what_was_wanted_are_listed_with_their_mark():
+def test_figures_that_miss_their_target_are_listed_with_their_mark():
     found = [quoted.Figure("`45` k=2", 0.854, False), quoted.Figure("`45` k=4", 0.937, True, " DISTURBED")]
     assert quoted.target_row("92 %", found, "{:.1%}".format) == ["92 %", "1 of 2", "`45` k=2 85.4%", "93.7% DISTURBED"]
 
