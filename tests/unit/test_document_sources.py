@@ -24,7 +24,6 @@ NOT_MEASURED = {
     ("docs/planner.md", "Dispatch"): "calculated: evenly random choices of experts",
     ("docs/support.md", "What is supported"): "bounds of tests",
     ("docs/virtual_gpu.md", "Figures"): "modelled: no clock is read",
-    ("docs/design/dispatch.md", "What it saves between nodes"): "calculated, by the program below it",
     ("docs/design/dispatch.md", "Where it pays"): "calculated, by the program below it",
     ("examples/README.md", "Launch scripts"): "sizes of models",
 }
