@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -325,24 +326,23 @@ def as_text(report: dict[str, Any]) -> str:
         "# Mutants on the virtual GPU",
         "",
         "Each place in the product that orders kernels of different streams, or keeps memory for them, was deleted,",
-        "one at a time, and some were moved or made to name another stream (`tests/virtual_gpu/mutants.py`). The table",
-        "names the case of `tests/virtual_gpu/cases.py` that fails then and the first thing that it reports. The last",
-        "column names the streams that make losses or gradients wrong in this case if they run as late as the order",
-        "permits; without a name the mutant is found by the order alone. The test suite makes each mutant again, runs",
-        "its case, and expects the same report, and wrong numbers with the first of the late streams. No device was",
-        "used.",
+        "one at a time, and some were moved or made to name another stream (`tests/virtual_gpu/mutants.py`).",
+        f"[{REPORT.name}]({REPORT.name}) names, for each place, the case of `tests/virtual_gpu/cases.py` that fails then, the",
+        "first problem that it reports, and the streams that make losses or gradients wrong if they run late. The test",
+        "suite makes each mutant again, runs its case, and expects the same report and wrong numbers. No device was used.",
         "",
         f"`{report['command']}`, {report['date']}: {len(rows)} mutants, {len(caught)} caught, "
         f"{len(rows) - len(caught)} not needed.",
         _counted(caught),
         "",
-        "| Place | Change | Case | Reports | Wrong numbers if late |",
-        "|---|---|---|---|---|",
+        "| Product file | Mutants | Caught | With wrong numbers if a stream is late |",
+        "|---|---|---|---|",
     ]
-    for row in caught:
-        place, _, change = row["mutant"].removesuffix("]").rpartition(" [")
-        late = ", ".join(row["wrong_when_late"])
-        lines.append(f"| `{place}` | {change} | {row['case']} | {_shortened(row['how'])} | {late} |")
+    for file, of_file in groupby(sorted(rows, key=_file), key=_file):
+        mutants = list(of_file)
+        found = [row for row in mutants if row["case"]]
+        late = sum(bool(row["wrong_when_late"]) for row in found)
+        lines.append(f"| `{file}` | {len(mutants)} | {len(found)} | {late} |")
     lines += ["", "## Not needed", ""]
     lines += [f"- `{row['mutant']}`: {row['reason']}" for row in rows if not row["case"]]
     return "\n".join(lines) + "\n"
@@ -364,10 +364,9 @@ def _counted(caught: list[dict[str, Any]]) -> str:
     return f"Found: {', '.join(found)}, {sum(errors.values())} by a Python error ({raised})."
 
 
-def _shortened(how: str) -> str:
-    """What was found, without the callers of the places, and without lines and numbers that change."""
-    without_callers = re.sub(r"( < [^()]*)+\)", ")", how).replace("|", "/")
-    return re.sub(r" of group \d+|(?<=\.py):\d+", "", without_callers)
+def _file(row: dict[str, Any]) -> str:
+    file: str = row["mutant"].partition(" ")[0]
+    return file
 
 
 def wrong_when_late(mutant: Mutant, tree: ast.Module, name: str) -> list[str]:
