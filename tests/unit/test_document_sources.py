@@ -21,7 +21,6 @@ NOT_MEASURED = {
     ("docs/gpus.md", "The first run on a new machine"): "limits of time",
     ("docs/gpus.md", "Predicted beside measured"): "predicted, by the file that the text above it names",
     ("benchmarks/RESULTS.md", "Targets and misses"): "figures of the tables around it, by case",
-    ("docs/planner.md", "Dispatch"): "calculated: evenly random choices of experts",
     ("docs/support.md", "What is supported"): "bounds of tests",
     ("docs/virtual_gpu.md", "Figures"): "modelled: no clock is read",
     ("docs/design/dispatch.md", "Where it pays"): "calculated, by the program below it",
