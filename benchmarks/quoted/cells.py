@@ -73,7 +73,8 @@ def prediction_tables(names: Collection[str], counted: Callable[[CaseErrors], Se
     every, mark = [one for _, errors in cases for one in counted(errors)], together(quoted.mark for quoted, _ in cases)
     total = totals(every)
     return (
-        f"{markdown(lines)}\n\n{total.number} {noun}: error of the step time median {total.median:.1%} (target: at most "
-        f"{MAX_MEDIAN_ERROR:.0%}), worst {total.worst:.1%} in `{total.worst_name}` (at most {MAX_ERROR:.0%}){mark}. Target for "
-        f"the planner's choice: at most {1 + MAX_SLOWER:.2f}."
+        f"{markdown(lines)}\n\n{total.number} {noun}: error of the step time median {total.median:.1%} "
+        f"(target: at most {MAX_MEDIAN_ERROR:.0%}), worst {total.worst:.1%} in `{total.worst_name}` "
+        f"(at most {MAX_ERROR:.0%}){mark}. "
+        f"Target for the planner's choice: at most {1 + MAX_SLOWER:.2f}."
     )

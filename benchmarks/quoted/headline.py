@@ -1,4 +1,4 @@
-"""The first table of docs/performance.md: our schedules and Megatron's own overlap, with stock waiting for 45 % of its passes."""
+"""The first table of docs/performance.md: our schedules and Megatron's own overlap where stock waits for 45 %."""
 
 from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import ACCUMULATED, CHUNKED, MEGATRON, MEGATRON_DELAYED, PAIRED_CASES, TE_CASE

@@ -1,6 +1,5 @@
 """Tables of pairing: each backward overlaps the next forward, in steps of several micro-batches."""
 
-from benchmarks.harness.tables import markdown
 from benchmarks.network.cases import CHUNKED, PAIRED_CASES, VARIANTS
 from benchmarks.prediction.cases import PAIRED_CASES as PREDICTED_CASES
 from benchmarks.quoted.cells import NO_RESULT, NOT_RUN, PASSES, prediction_tables, ratio

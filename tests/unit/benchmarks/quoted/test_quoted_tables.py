@@ -149,7 +149,11 @@ def test_results_with_pairs_get_tables_of_their_own():
     assert cells[3] == "1.10 (bound 1.73, memory 1.32)"
     assert "1.67 (bound 1.15, memory 1.03)" in cells
     predicted = quoted.pairing_prediction()
-    (row,) = (line for line in predicted.splitlines() if "[`45-m4`](results/prediction-2026-12-01.json) DISTURBED | 1 |" in line)
+    (row,) = (
+        line
+        for line in predicted.splitlines()
+        if "[`45-m4`](results/prediction-2026-12-01.json) DISTURBED | 1 |" in line
+    )
     assert "(`stack-k2`)" in row
     assert row.endswith(" (fastest: `sequence-k2-dw`) |")
     assert "\n1 configurations with pairing: error of the step time median" in predicted
