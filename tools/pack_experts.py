@@ -18,20 +18,20 @@ from pathlib import Path
 
 from megatron_lancet.cli.arguments import positive_float, positive_int
 from megatron_lancet.cli.planning import add_limit_arguments, check_outputs, limits_of, load_profile
-from megatron_lancet.cli.what_if import (
+from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.files import RecordError, atomic_write
+from megatron_lancet.lab.what_if import packing_table
+from megatron_lancet.lab.what_if.arguments import (
     add_network_arguments,
     add_reduction_arguments,
     add_routing_argument,
     network_of,
     reduced_as_asked,
 )
-from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.files import RecordError, atomic_write
+from megatron_lancet.lab.what_if.expert_packing import StateMemory, pack_experts
+from megatron_lancet.lab.what_if.forecast import Forecaster
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.search.planner import make_plan
-from megatron_lancet.planning.what_if.expert_packing import StateMemory, pack_experts
-from megatron_lancet.planning.what_if.forecast import Forecaster
-from megatron_lancet.report.planning import packing_table
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.units import BYTES_PER_MB
 

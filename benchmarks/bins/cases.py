@@ -19,7 +19,7 @@ WAYS = {
     FIRST_FIT: "first fit",
     BALANCED: "balanced over all ranks",
 }
-"""Name of a way of packing in ``planning/what_if/packings.py``, by the name of a variant."""
+"""Name of a way of packing in ``lab/what_if/packings.py``, by the name of a variant."""
 VARIANTS = tuple(WAYS)
 
 FILLED = 0.9
