@@ -137,8 +137,8 @@ class LancetConfig(CheckedFlags):
         None,
         **words(OverlapRange),
         limits_plan=True,
-        help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), layer (with its "
-        "attention), stack (all layers without waiting at a layer's end). By default the plan chooses; a fixed plan "
+        help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), stack (all "
+        "layers with their attention, without waiting at a layer's end). By default the plan chooses; a fixed plan "
         "takes stack.",
     )
     pairing: PairingChoice | None = flag(

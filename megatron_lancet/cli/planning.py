@@ -27,8 +27,8 @@ def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-chunks", nargs="+", type=positive_int, metavar="K", help=counts)
     add("--chunk-dim", nargs="+", choices=dims, help="dimensions along which micro-batches may be cut (default: all)")
     chunked = (
-        "ops that may run in chunks: experts (dispatch to combine), gate (router to combine), layer (with its "
-        "attention), stack (several layers without a barrier between them) (default: all)"
+        "ops that may run in chunks: experts (dispatch to combine), gate (router to combine), stack (several "
+        "layers with their attention, without a barrier between them) (default: all)"
     )
     add("--range", nargs="+", choices=ranges, help=chunked)
     deferred = "dW: fill runs it while a backward all-to-all is in flight, none immediately (default: both)"

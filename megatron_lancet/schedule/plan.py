@@ -27,15 +27,13 @@ class OverlapRange(StrEnum):
     """From dispatch to combine; the router runs on the whole micro-batch."""
     GATE = "gate"
     """From the router to combine."""
-    LAYER = "layer"
-    """A layer with its attention; chunks synchronize at the end of each layer."""
     STACK = "stack"
     """All layers of the segment, including dense ones, without synchronization between layers."""
 
     @property
     def has_attention(self) -> bool:
         """Whether attention runs chunk by chunk."""
-        return self in (OverlapRange.LAYER, OverlapRange.STACK)
+        return self is OverlapRange.STACK
 
 
 class DwPolicy(StrEnum):

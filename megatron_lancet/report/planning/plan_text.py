@@ -13,7 +13,6 @@ _PIECES = {ChunkDim.BATCH: "samples", ChunkDim.SEQUENCE: "positions"}
 _RANGES = {
     OverlapRange.EXPERTS: "from dispatch to combine",
     OverlapRange.GATE: "from the router to combine",
-    OverlapRange.LAYER: "layer by layer, attention included",
     OverlapRange.STACK: "through all of them without waiting at a layer's end",
 }
 

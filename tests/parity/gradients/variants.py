@@ -158,10 +158,10 @@ CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     ("mla", MLA, 1, {}),
     ("mla", MLA, 3, SEQUENCE),
     ("mla-yarn", {**MLA, "rope_type": "yarn"}, 3, SEQUENCE),
-    *(("plain", {}, k, {"over": over}) for over in ("experts", "gate", "layer") for k in (1, 3)),
-    *(("hybrid", HYBRID, 3, {"over": over}) for over in ("experts", "gate", "layer")),
+    *(("plain", {}, k, {"over": over}) for over in ("experts", "gate") for k in (1, 3)),
+    *(("hybrid", HYBRID, 3, {"over": over}) for over in ("experts", "gate")),
     ("hybrid-full-recompute", {**HYBRID, **FULL}, 3, {}),
-    *(("dense-first-layer", VARIANTS["dense-first-layer"], 2, {"over": o, **SEQUENCE}) for o in ("gate", "layer")),
+    *(("dense-first-layer", VARIANTS["dense-first-layer"], 2, {"over": o, **SEQUENCE}) for o in ("gate", "stack")),
     *((name, settings, k, {"over": "experts"}) for name, settings in WHOLE_ROUTING.items() for k in (1, 3)),
     ("capacity-probs", CAPACITY, 3, {"over": "experts", **SEQUENCE}),
     *PADDED,
@@ -194,7 +194,7 @@ SEGMENTED: dict[str, tuple[dict[str, Any], Plan]] = {
         VARIANTS["dense-first-layer"],
         Plan(
             (
-                Segment(1, 2, 2, ChunkDim.SEQUENCE, OverlapRange.LAYER),
+                Segment(1, 2, 2, ChunkDim.SEQUENCE),
                 Segment(3, None, 3, ChunkDim.BATCH, OverlapRange.EXPERTS),
             ),
             dw_window=6,

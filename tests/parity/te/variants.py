@@ -67,7 +67,7 @@ CUTS: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     ("mtp-repeated-fp8/bf16", {**FP8, **VARIANTS["mtp-repeated"]}, 1, {}),
     ("mtp-2-full-recompute", {**RECOMPUTE["full-recompute"], **VARIANTS["mtp-2"]}, 3, {}),
     ("mla-yarn", {**MLA, "rope_type": "yarn"}, 3, SEQUENCE),
-    *(("plain", {}, 3, {"over": over}) for over in ("experts", "gate", "layer")),
+    *(("plain", {}, 3, {"over": over}) for over in ("experts", "gate")),
 ]
 """Further axes: name, overrides, chunks, fields of the plan."""
 

@@ -216,7 +216,7 @@ def changed(path: str, value: object, plan: Plan = SEGMENTS) -> str:
         (changed("segments.0.num_chunks", 0), "p.json.segments[0]: num_chunks must be at least 1, not 0"),
         (changed("segments.0.chunk_multiple", 0), "p.json.segments[0]: chunk_multiple must be at least 1, not 0"),
         (changed("segments.0.chunk_dim", "hidden"), "chunk_dim: expected one of batch, sequence, found 'hidden'"),
-        (changed("segments.0.range", ["stack"]), "p.json.segments[0].range: expected one of experts, gate, layer, st"),
+        (changed("segments.0.range", ["stack"]), "p.json.segments[0].range: expected one of experts, gate, stack, f"),
         (changed("segments.1.first_layer", 4), "p.json: a segment starts at layer 4, expected 3"),
         (changed("segments.0.last_layer", None), "p.json: a segment starts at layer 3, expected none more"),
         (changed("segments.0.last_layer", 0), "p.json.segments[0]: layers 1 to 0 are no segment"),

@@ -41,20 +41,6 @@ wait L2.c0.F.combine, L2.c0.F.postprocess, add residual in L2.c0.F.postprocess, 
 wait L2.c1.F.combine, L2.c1.F.postprocess, add residual in L2.c1.F.postprocess, L3.c1.F.attention, L3.c1.F.mlp
 concatenate
 """
-TWO_CHUNKS_LAYER = """
-cut
-L1.c0.F.attention, L1.c0.F.mlp
-L1.c1.F.attention, L1.c1.F.mlp
-concatenate
-cut
-L2.c0.F.attention, L2.c0.F.route, launch L2.c0.F.counts, L2.c0.F.preprocess, launch L2.c0.F.dispatch
-L2.c1.F.attention, L2.c1.F.route, launch L2.c1.F.counts, L2.c1.F.preprocess, launch L2.c1.F.dispatch
-wait L2.c0.F.dispatch, L2.c0.F.experts, launch L2.c0.F.combine
-wait L2.c1.F.dispatch, L2.c1.F.experts, launch L2.c1.F.combine
-wait L2.c0.F.combine, L2.c0.F.postprocess, add residual in L2.c0.F.postprocess
-wait L2.c1.F.combine, L2.c1.F.postprocess, add residual in L2.c1.F.postprocess
-concatenate
-"""
 TWO_CHUNKS_GATE = """
 L1.c0.F.attention, L1.c0.F.mlp
 L2.c0.F.attention
@@ -149,20 +135,6 @@ wait L1.c1.F.combine, L1.c1.F.postprocess
 concatenate
 add residual in L1.c0.F.postprocess
 L2.c0.F.attention
-"""
-HYBRID_LAYER = """
-cut
-L1.c0.F.norm, L1.c0.F.route, launch L1.c0.F.counts, L1.c0.F.preprocess, launch L1.c0.F.dispatch, L1.c0.F.shared_experts
-L1.c1.F.norm, L1.c1.F.route, launch L1.c1.F.counts, L1.c1.F.preprocess, launch L1.c1.F.dispatch, L1.c1.F.shared_experts
-wait L1.c0.F.dispatch, L1.c0.F.experts, launch L1.c0.F.combine
-wait L1.c1.F.dispatch, L1.c1.F.experts, launch L1.c1.F.combine
-wait L1.c0.F.combine, L1.c0.F.postprocess, add residual in L1.c0.F.postprocess
-wait L1.c1.F.combine, L1.c1.F.postprocess, add residual in L1.c1.F.postprocess
-concatenate
-cut
-L2.c0.F.attention
-L2.c1.F.attention
-concatenate
 """
 TWO_HOPS_STACK = """
 cut
@@ -260,7 +232,6 @@ def instructions_in(text: str) -> list[str]:
     ("layers", "num_chunks", "overlap_range", "text"),
     [
         ("dmd", 2, OverlapRange.STACK, TWO_CHUNKS_STACK),
-        ("dn", 2, OverlapRange.LAYER, TWO_CHUNKS_LAYER),
         ("dm", 2, OverlapRange.GATE, TWO_CHUNKS_GATE),
         ("n", 3, OverlapRange.EXPERTS, THREE_CHUNKS_EXPERTS),
         ("ddpp", 2, OverlapRange.STACK, PREDICTIONS_STACK),
@@ -268,7 +239,6 @@ def instructions_in(text: str) -> list[str]:
         ("*E-", 2, OverlapRange.STACK, HYBRID_STACK),
         ("-*E", 2, OverlapRange.GATE, HYBRID_GATE),
         ("E*", 2, OverlapRange.EXPERTS, HYBRID_EXPERTS),
-        ("E*", 2, OverlapRange.LAYER, HYBRID_LAYER),
         ("hd", 2, OverlapRange.STACK, TWO_HOPS_STACK),
         ("H", 2, OverlapRange.EXPERTS, TWO_HOPS_EXPERTS),
         ("H", 2, OverlapRange.GATE, TWO_HOPS_GATE),

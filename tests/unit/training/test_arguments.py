@@ -49,7 +49,6 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
         ("--lancet-chunk-dim sequence", {"chunk_dim": ChunkDim.SEQUENCE}),
         ("--lancet-range experts", {"range": OverlapRange.EXPERTS}),
         ("--lancet-range gate", {"range": OverlapRange.GATE}),
-        ("--lancet-range layer", {"range": OverlapRange.LAYER}),
         ("--lancet-range stack", {"range": OverlapRange.STACK}),
         ("--lancet-attention auto", {"attention": AttentionChoice.AUTO}),
         ("--lancet-attention stock", {"attention": AttentionChoice.STOCK}),

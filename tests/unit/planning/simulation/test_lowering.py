@@ -59,7 +59,6 @@ def in_turns(*turns):
     ("overlap_range", "whole", "in_chunks"),
     [
         (OverlapRange.STACK, (), ("attention", "route")),
-        (OverlapRange.LAYER, (), ("attention", "route")),
         (OverlapRange.GATE, ("attention",), ("route",)),
         (OverlapRange.EXPERTS, ("attention", "route"), ()),
     ],
@@ -97,13 +96,6 @@ def test_lowered_stack_continues_into_the_next_layer():
 
 def test_lowered_dense_layer_is_whole_in_range_experts():
     assert text_of(forward(OverlapRange.GATE, "dm"))[:3] == ["L1.c0.attention", "L1.c0.mlp", "L2.c0.attention"]
-    assert text_of(forward(OverlapRange.LAYER, "dm"))[:5] == [
-        "L1.c0.attention",
-        "L1.c0.mlp",
-        "L1.c1.attention",
-        "L1.c1.mlp",
-        CUT,
-    ]
 
 
 def test_lowered_single_chunk_is_the_same_in_every_range():
