@@ -24,6 +24,7 @@ from megatron_lancet.planning.what_if.packings import (
     documents_that_fill,
     draw,
     in_steps,
+    packings,
     predict_packings,
 )
 from megatron_lancet.schedule.documents.cost import DocumentCost
@@ -107,7 +108,7 @@ def predicted_packings(
             predict_packings(
                 draw(histogram, setting, arguments.steps, arguments.seed),
                 setting,
-                cost,
+                packings(setting, cost),
                 ColumnTimes(moved, forecast.plan, shares, profiled(facts)),
                 forecast.step_ms - in_slots_ms,
             )
