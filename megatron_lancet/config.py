@@ -5,12 +5,13 @@ parsed arguments; the dataclass refuses a value outside its range.
 """
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.feature import Feature
 from megatron_lancet.flags import CheckedFlags, flag, flags_of, word_or_path, words
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, OwnRows
 from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority
@@ -306,16 +307,6 @@ class LancetConfig(CheckedFlags):
         help="also write the closing report to DIR/report.json, and beside it the plan, the profile and the timeline "
         "of a step (timeline.html, trace.json).",
     )
-    causes_interval: int = flag(
-        0,
-        parsed_as=int,
-        at_least=0,
-        metavar="N",
-        advice="To trace no step pass 0, or drop the flag.",
-        help="every N steps trace one and say why ranks waited in it: wire, uneven rows, a late or slow rank, token "
-        "counts, host. In TensorBoard under lancet/exposed_by_cause, in report.json, and in a line of the log when a "
-        "share changes for good. 0 (default): only the step that --lancet-report traces.",
-    )
     # The standard error of the median of ten steps is 0.4 standard deviations of a step.
     tune_steps: int = flag(
         10,
@@ -338,6 +329,16 @@ class LancetConfig(CheckedFlags):
         help="measure ops, links and memory in the first steps, write them to FILE (JSON) and end; "
         "tools/profile_model.py sets it.",
     )
+
+    features: tuple[Feature, ...] = field(default=(), compare=False)
+    """Optional features that the run knows."""
+    settings: Mapping[type[CheckedFlags], CheckedFlags] = field(default_factory=dict)
+    """Flags of these features."""
+
+    def of[Settings: CheckedFlags](self, kind: type[Settings]) -> Settings:
+        """The flags of a feature; their defaults in a run that does not know it."""
+        found = self.settings.get(kind)
+        return found if isinstance(found, kind) else kind()
 
     @property
     def dw_memory_bytes(self) -> int | None:

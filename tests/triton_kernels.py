@@ -7,7 +7,7 @@ from types import ModuleType
 import triton
 
 ARRIVAL_ORDER = "megatron_lancet.model.local_experts.arrival_order"
-PACED_COPY = "megatron_lancet.mock.paced_kernel"
+PACED_COPY = "megatron_lancet.testkit.mock.paced_kernel"
 
 
 def loaded_kernels(

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_lancet.cli.arguments import positive_int
-from megatron_lancet.cli.lengths import add_lengths_arguments, forecaster_of_documents, predicted_packings
 from megatron_lancet.cli.planning import (
     add_limit_arguments,
     check_outputs,
@@ -31,20 +30,19 @@ from megatron_lancet.cli.planning import (
     load_plan,
     load_profile,
 )
-from megatron_lancet.cli.what_if import (
+from megatron_lancet.errors import UsageError, run_command
+from megatron_lancet.files import RecordError, atomic_write, to_plain
+from megatron_lancet.lab.views import text
+from megatron_lancet.lab.what_if import packings_table
+from megatron_lancet.lab.what_if import table as what_if_table
+from megatron_lancet.lab.what_if.arguments import (
     add_network_arguments,
     add_reduction_arguments,
     add_routing_argument,
     network_of,
     reduced_as_asked,
 )
-from megatron_lancet.errors import UsageError, run_command
-from megatron_lancet.files import RecordError, atomic_write, to_plain
-from megatron_lancet.planning.dispatch import with_dispatch
-from megatron_lancet.planning.plan_file import made_for, misfits
-from megatron_lancet.planning.profile import Profile
-from megatron_lancet.planning.simulation.simulator import Simulation, simulate
-from megatron_lancet.planning.what_if.forecast import (
+from megatron_lancet.lab.what_if.forecast import (
     Forecaster,
     Planner,
     SweepRow,
@@ -53,9 +51,17 @@ from megatron_lancet.planning.what_if.forecast import (
     sweep,
     two_chunks,
 )
-from megatron_lancet.planning.what_if.layout import Layout, split_at_stages, why_not_several_nodes
-from megatron_lancet.report.planning import packings_table, what_if_table
-from megatron_lancet.report.timeline import text
+from megatron_lancet.lab.what_if.layout import Layout, why_not_several_nodes
+from megatron_lancet.lab.what_if.lengths_command import (
+    add_lengths_arguments,
+    forecaster_of_documents,
+    predicted_packings,
+)
+from megatron_lancet.planning.dispatch import with_dispatch
+from megatron_lancet.planning.plan_file import made_for, misfits
+from megatron_lancet.planning.profile import Profile
+from megatron_lancet.planning.simulation.simulator import Simulation, simulate
+from megatron_lancet.planning.stages import split_at_stages
 from megatron_lancet.schedule.plan import Dispatch, Plan
 
 _GROW = "grow"
@@ -237,7 +243,7 @@ def show_table(forecaster: Forecaster, arguments: argparse.Namespace) -> None:
 
 
 def _draw(rows: Sequence[SweepRow], profile: Profile, arguments: argparse.Namespace) -> None:
-    from megatron_lancet.report.planning import what_if_picture
+    from megatron_lancet.lab.what_if import picture as what_if_picture
 
     title = f"{profile.model.name}: predicted from a profile on {profile.device}, routing {arguments.routing}"
     what_if_picture.write_png(rows, title, arguments.picture)

@@ -21,7 +21,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     # Imported only now, because this imports megatron, whose version has been checked.
-    from megatron_lancet.training.modelled_step import command
+    from megatron_lancet.lab.modelled_step import command
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

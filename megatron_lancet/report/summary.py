@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lancet.files import atomic_write, from_plain, to_plain
-from megatron_lancet.report.causes import CausesOfStep
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.tuning import tuning_text
 from megatron_lancet.report.wire_error import WireError
@@ -22,7 +21,6 @@ BINS = "bins"
 _PEAK = "peak_dw_bytes"
 _EXPOSED = "exposed"
 _WIRE_ERROR = "wire_error"
-_CAUSES = "exposed_by_cause"
 _MOST = ("peak_expert_rows", "num_chunks", "num_split_chunks", "num_split_steps", "most_rounds")
 """What is said of received rows: of the rank where it is most. All ranks that exchange rows split the same chunks."""
 
@@ -75,7 +73,6 @@ def summarise(
     exposed: ExposedTable | None = None,
     first_step: int = 1,
     wire_error: WireError | None = None,
-    causes: Sequence[CausesOfStep] = (),
     max_expert_rows: int | None = None,
 ) -> dict[str, Any]:
     """Returns the report: the slowest rank's step, the highest peak, and means over ranks for the rest.
@@ -88,7 +85,6 @@ def summarise(
         exposed: exposed communication of a traced step; without one the report has no such key.
         first_step: first step under the plan, counted from the first step of the process.
         wire_error: how far a narrow wire moved the gradients of a step; without one the report has no such key.
-        causes: causes of the waits of traced steps, the newest last; without any the report has no such key.
         max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for any number.
     """
     step_ms = max(rank["step_ms"] for rank in per_rank)
@@ -110,7 +106,6 @@ def summarise(
         "dw_memory_bytes": dw_memory_bytes,
         "ranks": list(per_rank),
         **({} if wire_error is None else {_WIRE_ERROR: to_plain(wire_error)}),
-        **({_CAUSES: to_plain(list(causes))} if causes else {}),
         **({} if exposed is None else {_EXPOSED: to_plain(exposed)}),
     }
 
@@ -156,9 +151,6 @@ def as_text(report: dict[str, Any]) -> str:
     if _EXPOSED in report:
         table = from_plain(ExposedTable, report[_EXPOSED], f"{REPORT_FILE}.{_EXPOSED}")
         lines += [f"  {line}" for line in table.as_text().splitlines()]
-    if _CAUSES in report:
-        last = from_plain(CausesOfStep, report[_CAUSES][-1], f"{REPORT_FILE}.{_CAUSES}")
-        lines += [f"  {line}" for line in last.as_text().splitlines()]
     return "\n".join(lines)
 
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_world import MockedNodes, mock_world
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.transport.nccl import StreamTransport
 from megatron_lancet.schedule.ops import Op, Phase
-from megatron_lancet.virtual_gpu.log import CollectiveBegins, StreamWaits
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_world import MockedNodes, mock_world
+from megatron_lancet.testkit.virtual_gpu.log import CollectiveBegins, StreamWaits
 from tests.gpu.devices import ON_BOTH, ON_DEVICE_ONLY, on_both_with_late
 
 NUM_RANKS = 8

@@ -8,12 +8,12 @@ from unittest import mock
 
 import torch
 
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.model.local_experts import grouped_linear
 from megatron_lancet.runtime.placement import has_grouped_gemm
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, fixed_plan, paired
 from megatron_lancet.schedule.timeline import Lane
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_world import mock_world
 from tests.gpu.devices import ON_BOTH, on_both_with
 from tests.gpu.small_model import TOLERANCE, compare
 from tests.parity.gradients.gradients_worker import NUM_MICRO_BATCHES

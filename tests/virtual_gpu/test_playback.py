@@ -9,14 +9,14 @@ from unittest import mock
 
 import pytest
 
-from megatron_lancet.mock.link import Link
 from megatron_lancet.patching import around
 from megatron_lancet.schedule.plan import DwPolicy, OverlapRange, Plan, fixed_plan, paired
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.virtual_gpu.device import VirtualGpu
+from megatron_lancet.testkit.virtual_gpu.log import CollectiveBegins, Entry
+from megatron_lancet.testkit.virtual_gpu.playback.device_model import DeviceModel
+from megatron_lancet.testkit.virtual_gpu.playback.player import Playback, play
 from megatron_lancet.training.platform.cpu import cpu_platform
-from megatron_lancet.virtual_gpu.device import VirtualGpu
-from megatron_lancet.virtual_gpu.log import CollectiveBegins, Entry
-from megatron_lancet.virtual_gpu.playback.device_model import DeviceModel
-from megatron_lancet.virtual_gpu.playback.player import Playback, play
 from tests.parity.gradients.variants import dedup
 from tests.virtual_gpu.case import Case, run
 

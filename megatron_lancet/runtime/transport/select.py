@@ -30,7 +30,7 @@ def make_transport(
     """
     if device.type == "cuda":
         return StreamTransport(ep_group, counts_group, stats)
-    if dist.get_backend(ep_group) == "mock":  # of megatron_lancet.mock
+    if dist.get_backend(ep_group) == "mock":  # of megatron_lancet.testkit.mock
         return GroupTransport(ep_group, stats)
     if counts_group.size() == 1:
         return LocalTransport()

@@ -11,6 +11,7 @@ from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.training.bins.step import BinSettings
 from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap, micro_batch_shape
+from megatron_lancet.training.platform.launcher import is_mocked
 
 FLAG = "--lancet-bins"
 _MOST_CHUNKS = 8
@@ -58,7 +59,7 @@ def _blockers(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
     if args.cuda_graph_impl != "none":
         reason = "micro-batches differ in their numbers of tokens"
         yield f"--cuda-graph-impl {args.cuda_graph_impl}", reason, "Drop one of the two."
-    if args.distributed_backend == "mock":
+    if is_mocked(args):
         yield "--distributed-backend mock", "other ranks draw no samples", "Drop one of the two."
     reasons = {
         "full_validation": "ranks have different numbers of samples there",

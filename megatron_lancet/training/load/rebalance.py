@@ -31,7 +31,7 @@ from megatron_lancet.training.load.optimizer_state import tensors_beside
 from megatron_lancet.training.load.placement import check_can_place, present_placement
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.overlap_setup import OverlapSetup
-from megatron_lancet.training.platform.mock import is_mocked
+from megatron_lancet.training.platform.launcher import is_mocked
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.tuning.step_stats import StepTimes, over_ranks, stats_of_rank, step_noise_ms
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.global_vars import get_tensorboard_writer
 
-from megatron_lancet.report.causes import CausesOfStep
+from megatron_lancet.feature import ActiveFeature
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.summary import (
     BINS,
@@ -165,7 +165,7 @@ class StepRecorder:
         exposed: ExposedTable | None = None,
         wire: Wire = Wire.EXACT,
         wire_error: WireError | None = None,
-        causes: Sequence[CausesOfStep] = (),
+        features: Sequence[ActiveFeature] = (),
         max_expert_rows: int | None = None,
     ) -> None:
         """Gather all ranks' figures and print the report on rank 0. Collective; all ranks ran the same steps.
@@ -177,7 +177,7 @@ class StepRecorder:
             exposed: exposed communication by layer and chunk, on rank 0; None if no step was traced.
             wire: number format of hidden states in messages.
             wire_error: how far it moved the gradients of a step; None for the exact format.
-            causes: causes of the waits of traced steps, the newest last.
+            features: those of the run, with keys and lines of their own.
             max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for any number.
         """
         records = self.records
@@ -189,6 +189,7 @@ class StepRecorder:
             self._first = 0
         per_rank: list[dict[str, float] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(per_rank, rank_medians(records[self._first :]))
+        found = [feature.summary() for feature in features]
         if dist.get_rank() != 0:
             return
         report = summarise(
@@ -199,13 +200,15 @@ class StepRecorder:
             exposed=exposed,
             first_step=self.num_done - len(records) + self._first + 1,
             wire_error=wire_error,
-            causes=causes,
             max_expert_rows=max_expert_rows,
         )
         if tuning is not None:
             report["tuning"] = tuning
         if self._bins is not None:
             report |= {"real_tokens_per_second": tokens_per_second(records[self._first :]), BINS: self._bins.summary()}
-        say(as_text(report))
+        for summary in found:
+            report |= summary
+        lines = [line for feature in features for line in feature.lines(report)]
+        say("\n".join([as_text(report), *(f"  {line}" for line in lines)]))
         if folder is not None:
             say(f"  written to         {write_json(report, folder)}")

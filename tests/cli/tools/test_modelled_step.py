@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.modelled_step import command
-from megatron_lancet.training.modelled_step.recording import record
-from megatron_lancet.training.modelled_step.settings import modelled_run
+from megatron_lancet.lab.modelled_step import command
+from megatron_lancet.lab.modelled_step.recording import record
+from megatron_lancet.lab.modelled_step.settings import modelled_run
+from megatron_lancet.testkit.virtual_gpu.log import CollectiveBegins, Kernel
 from megatron_lancet.training.platform.cpu import cpu_platform
-from megatron_lancet.virtual_gpu.log import CollectiveBegins, Kernel
 
 MODEL = (
     "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.report.timeline.html import page
-from megatron_lancet.report.timeline.trace_file import read_trace, write_trace
+from megatron_lancet.lab.views.html import page
+from megatron_lancet.lab.views.trace_file import read_trace, write_trace
 from tests.unit.report import steps
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "show_timeline.py"

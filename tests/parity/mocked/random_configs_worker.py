@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 
 from benchmarks.gradient_error import worst
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_world import mock_world
 from tests.parity.gradients.gradients_worker import MICRO_BATCH, NUM_MICRO_BATCHES, build, compare, logged_losses
 from tests.parity.gradients.variants import FULL, MLA
 from tests.parity.te.variants import FUSED, TE

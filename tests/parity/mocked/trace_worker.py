@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.profiler.facts import ProfiledModel
 from megatron_lancet.profiler.measure import ProfileRun, plans_to_profile
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, Plan, fixed_plan, paired
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_world import mock_world
 from megatron_lancet.training.platform.cpu import cpu_platform
 from tests.parity.gradients.gradients_worker import (
     MICRO_BATCH,

@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.mock import mock_group
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.loopback_counts import counts_of_all_ranks
-from megatron_lancet.mock.mock_work import Clock
-from megatron_lancet.mock.mock_world import MockedNodes, mock_world
-from megatron_lancet.mock.paced_link import PacedLink
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm, RowSplits
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.group import GroupTransport
 from megatron_lancet.runtime.transport.select import make_transport
 from megatron_lancet.schedule.ops import Op, Phase
+from megatron_lancet.testkit.mock import mock_group
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_work import Clock
+from megatron_lancet.testkit.mock.mock_world import MockedNodes, mock_world
+from megatron_lancet.testkit.mock.paced_link import PacedLink
+from megatron_lancet.training.megatron.mock_patches import counts_of_all_ranks
 from tests.fakes import cpu_stats
 
 NEVER = Link(latency_us=1e12)

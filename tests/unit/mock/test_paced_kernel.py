@@ -5,7 +5,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_lancet.mock.pace import (
+from megatron_lancet.testkit.mock.pace import (
     ARRIVED,
     FINISHED,
     LAST_END,

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_world import mock_world
 from megatron_lancet.model import moe_layer
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
@@ -28,6 +26,8 @@ from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import OpKind
 from megatron_lancet.schedule.plan import Dispatch
 from megatron_lancet.schedule.turns import Compute, Layer, verbs_of
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_world import mock_world
 from tests.fakes import cpu_stats
 
 NUM_RANKS, NUM_EXPERTS, HIDDEN, TOPK = 2, 4, 8, 2

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
+from megatron_lancet.lab.what_if.layout import Layout, gradient_bytes, stages_of_layers
 from megatron_lancet.planning.plan_file import made_for
 from megatron_lancet.planning.profile import MemoryUse, OpTime, Profile, WeightGradTime, profile_from_json
 from megatron_lancet.planning.search.planner import make_plan
@@ -12,7 +13,6 @@ from megatron_lancet.planning.search.search_space import Limits, SearchSpace
 from megatron_lancet.planning.simulation.buckets import Buckets
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
-from megatron_lancet.planning.what_if.layout import Layout, gradient_bytes, stages_of_layers
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, Plan, Segment, fixed_plan

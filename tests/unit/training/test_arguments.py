@@ -10,10 +10,11 @@ from megatron_lancet import __version__
 from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.flags import flags_of
+from megatron_lancet.lab.dry_run.cluster import has_package
+from megatron_lancet.registry import FEATURES
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.training import arguments
-from megatron_lancet.training.dry_run.cluster import has_package
 from megatron_lancet.training.plan.support import OWN_SPEC
 
 
@@ -90,8 +91,10 @@ def test_parsed_defaults_are_the_configurations(command_line):
 
 def test_parsed_flags_are_plain_because_megatron_saves_them_in_checkpoints(command_line):
     command_line()
-    args, _ = arguments.parse()
-    values = [getattr(args, name.removeprefix("--").replace("-", "_")) for name, *_ in flags_of(LancetConfig)]
+    args, _ = arguments.parse(FEATURES)
+    kinds = [LancetConfig, *(feature.flags for feature in FEATURES if feature.flags)]
+    names = [name for kind in kinds for name, *_ in flags_of(kind)]
+    values = [getattr(args, name.removeprefix("--").replace("-", "_")) for name in names]
     assert {type(value) for value in values} <= {str, int, float, bool, type(None)}
     assert "auto" in values
 

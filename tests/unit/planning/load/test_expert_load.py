@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.files import RecordError
+from megatron_lancet.lab.what_if.layout import Layout, in_layout
+from megatron_lancet.lab.what_if.routing import even_share
 from megatron_lancet.planning.load.expert_load import ExpertLoad, LayerLoad, read_expert_load
 from megatron_lancet.planning.profile import profile_from_json
-from megatron_lancet.planning.what_if.layout import Layout, in_layout
-from megatron_lancet.planning.what_if.routing import even_share
 
 LOAD = ExpertLoad(10, 3, (LayerLoad(2, ((1, 2, 3, 4), (5, 6, 7, 8))), LayerLoad(3, ((0, 0, 9, 0), (1, 1, 1, 1)))))
 

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
+from megatron_lancet.lab.what_if.forecast import Forecaster, NetworkChoice
 from megatron_lancet.planning.search.gradient_overlap import measured_with, with_reduction
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.simulator import simulate
-from megatron_lancet.planning.what_if.forecast import Forecaster, NetworkChoice
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, fixed_plan
 from megatron_lancet.schedule.reductions import GradientReduction
 

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.data.lengths import as_json, read_lengths
 from megatron_lancet.errors import UsageError
-from megatron_lancet.planning.what_if.document_times import (
+from megatron_lancet.lab.what_if.document_times import (
     ColumnTimes,
     MicroBatch,
     PairShares,
@@ -18,7 +18,7 @@ from megatron_lancet.planning.what_if.document_times import (
     measured_pair_shares,
     profiled,
 )
-from megatron_lancet.planning.what_if.packings import (
+from megatron_lancet.lab.what_if.packings import (
     Setting,
     documents_that_fill,
     draw,

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from megatron_lancet.files import RecordError
-from megatron_lancet.report.timeline.record import TimelineRecord
-from megatron_lancet.report.timeline.trace_file import read_trace, write_trace
+from megatron_lancet.lab.views.trace_file import read_trace, write_trace
+from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 RECORD = TimelineRecord(

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.check.layout import Layout
-from megatron_lancet.training.check.run import run_check
-from megatron_lancet.training.check.samples import RandomTokens
-from megatron_lancet.training.check.shrink import Shrunk, shrink
-from megatron_lancet.training.check.words import read_command_line
+from megatron_lancet.lab.check.layout import Layout
+from megatron_lancet.lab.check.run import run_check
+from megatron_lancet.lab.check.samples import RandomTokens
+from megatron_lancet.lab.check.shrink import Shrunk, shrink
+from megatron_lancet.lab.check.words import read_command_line
 
 LISTS = Path(__file__).parents[3] / "launch_args"
 SMALL = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --num-experts 16 --moe-router-topk 4"
