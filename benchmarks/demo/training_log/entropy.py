@@ -4,7 +4,6 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_lancet.data.indexed import check_dataset
-from megatron_lancet.errors import UsageError
 
 _SLICE_TOKENS = 1 << 24
 """Tokens counted at once: ``bincount`` copies them to 8 bytes each, here 128 MiB."""
@@ -20,13 +19,11 @@ def unigram_entropy_nats(prefix: str) -> float:
         prefix: path of the dataset without ``.bin``/``.idx``, as for ``--data-path``.
 
     Raises:
-        UsageError: there is no dataset at ``prefix``, it is damaged, or it has no token.
+        UsageError: there is no dataset at ``prefix``, or it is damaged.
     """
     check_dataset(prefix)
     dataset = IndexedDataset(prefix, mmap=True)
     num_tokens = int(dataset.sequence_lengths.sum(dtype=np.int64))
-    if num_tokens == 0:
-        raise UsageError(f"dataset {prefix} has no tokens")
     counts = _count_tokens(dataset, num_tokens)
     probabilities = counts[counts > 0] / num_tokens
     return float(-(probabilities * np.log(probabilities)).sum())
