@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Feature
 from megatron_lancet.flags import CheckedFlags, flag, flags_of, word_or_path, words
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, OwnRows
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority
 from megatron_lancet.schedule.units import mb_to_bytes
 from megatron_lancet.schedule.wire import Wire
@@ -127,8 +127,8 @@ class LancetConfig(CheckedFlags):
         None,
         **words(OverlapRange),
         limits_plan=True,
-        help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), layer (with its "
-        "attention), stack (all layers without waiting at a layer's end). By default the plan chooses; a fixed plan "
+        help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), stack (all "
+        "layers with their attention, without waiting at a layer's end). By default the plan chooses; a fixed plan "
         "takes stack.",
     )
     pairing: PairingChoice | None = flag(
@@ -157,13 +157,6 @@ class LancetConfig(CheckedFlags):
         help="send the rows of a chunk to other ranks in N tiles, each a message of its own: the experts work on the "
         "rows that stay and on the first tile while others are on the way, and outputs go back tile by tile. 0: one "
         "message of all rows. auto (default): the plan chooses, for whole micro-batches; a fixed plan has none.",
-    )
-    own_rows: OwnRows | None = flag(
-        None,
-        **words(OwnRows, none_word="auto"),
-        limits_plan=True,
-        help="with tiles, when the experts work on the rows that stay on their rank: before the tiles, half of them "
-        "before and half after, after, or auto (default): the plan chooses; a fixed plan takes half.",
     )
     ranks_per_node: int | None = flag(
         None,
@@ -229,9 +222,9 @@ class LancetConfig(CheckedFlags):
     wire: Wire = flag(
         Wire.EXACT,
         **words(Wire),
-        help="number format of hidden states in the all-to-alls of expert parallelism. exact (default): their own. "
-        "bf16: 16 bits for those of 32. fp8: 8 bits, with a scale for each 128, in forward dispatches, and bf16 "
-        "in combines and gradients. Other formats than exact change losses and gradients; auto never chooses one.",
+        help="number format of hidden states in the all-to-alls of expert parallelism. exact (default): the type of "
+        "the hidden states. fp8: 8 bits, with a scale for each 128, in forward dispatches, and bf16 in combines and "
+        "gradients; it changes losses and gradients, and auto never chooses it.",
     )
     locality_loss_coeff: float = flag(
         0.0,

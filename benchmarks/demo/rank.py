@@ -135,7 +135,7 @@ def _train(args: argparse.Namespace, status: Any) -> None:
     with platform() as found, ExitStack() as stack:
         from benchmarks.demo.links.rank_link import RankLink, StockTrace
         from megatron_lancet.patching import around
-        from megatron_lancet.registry import FEATURES
+        from megatron_lancet.registry import features
         from megatron_lancet.training import job
         from megatron_lancet.training.megatron import patches
 
@@ -151,7 +151,7 @@ def _train(args: argparse.Namespace, status: Any) -> None:
         stack.enter_context(link.carries_ours())
         stack.enter_context(link.carries_stock(stock_trace))
         stack.enter_context(around(job, "enter_run", enter_run))
-        job.run_job(found.device, status, features=FEATURES)
+        job.run_job(found.device, status, features=features())
 
 
 def main() -> None:

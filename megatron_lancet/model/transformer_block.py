@@ -312,7 +312,7 @@ def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[Se
         own = {layer.number: layer for layer in layers if segment.has_layer(layer.number)}
         if own:
             verbs = [(number, layer.verbs(segment, plan.dispatch)) for number, layer in own.items()]
-            instructions = program(verbs, segment.num_chunks, segment.range, segment.hop_turns)
+            instructions = program(verbs, segment.num_chunks, segment.range)
             segments.append(SegmentForward(segment, own, instructions))
     return segments
 

@@ -2,8 +2,7 @@
 
 import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -162,16 +161,6 @@ class OverlapSetup:
         if self._comm is not None and self._comm.store is not None:
             self._comm.store.assert_idle()
         return result
-
-    @contextmanager
-    def exact_wire(self) -> Iterator[None]:
-        """Inside the context messages carry hidden states as they are. On all ranks, and between passes."""
-        assert self._comm is not None, "the model is not built yet"
-        self._comm.wire = Wire.EXACT
-        try:
-            yield
-        finally:
-            self._comm.wire = self.wire
 
     def limit_expert_rows(self, max_rows: int | None) -> None:
         """Let a rank's experts work on at most so many rows of a chunk at a time. On all ranks, between two steps.

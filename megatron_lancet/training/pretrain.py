@@ -25,7 +25,7 @@ def _main(status: RankStatus) -> None:
     check_versions()
     warnings.filterwarnings("ignore", message=_MISSING_OPTIONAL, category=UserWarning)
     # Imported only now, because this imports megatron, whose version has been checked.
-    from megatron_lancet.registry import FEATURES
+    from megatron_lancet.registry import features
     from megatron_lancet.training.platform.detect import platform
 
     if is_dry_run(sys.argv):
@@ -37,4 +37,4 @@ def _main(status: RankStatus) -> None:
         say(f"Megatron-Lancet: {found.description}")
         from megatron_lancet.training.job import run_job
 
-        run_job(found.device, status, features=FEATURES)
+        run_job(found.device, status, features=features())

@@ -33,7 +33,6 @@ from megatron_lancet.training.megatron.te_seams import check_te_seams
 from megatron_lancet.training.observe.run_report import report_overlap
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
-from megatron_lancet.training.observe.wire_check import WireCheck
 from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
 from megatron_lancet.training.plan.attention import uses_sdpa
 from megatron_lancet.training.plan.comm_priority import choose_micro_ops
@@ -192,7 +191,6 @@ class OverlappedRun:
         self._maker: ProfilingPlanMaker | None = None
         self._tuner: AutoTune | None = None
         self.traced: TracedSteps | None = None
-        self._wire_check: WireCheck | None = None
         self._received_rows: ReceivedRows | None = None
         profiles = self.makes_profile = config.profile is not None
         self.recorder = StepRecorder(args, device, stats, config.tune_steps, bins)
@@ -219,8 +217,6 @@ class OverlappedRun:
             self._maker = ProfilingPlanMaker(args, config, self.setup, device, controller.note)
             self._tuner = AutoTune(args, controller, self.setup, self.recorder, self._maker, plan, device)
         is_settled = self.is_settled = self._tuner.is_settled if self._tuner is not None else lambda: True
-        if choice.wire is not Wire.EXACT and not profiles:
-            self._wire_check = WireCheck(args, self.setup, self.recorder, is_settled)
         if config.max_received_rows is not None:
             self._received_rows = ReceivedRows(
                 args, config.max_received_rows, self.setup, self.recorder, device, is_settled
@@ -248,8 +244,6 @@ class OverlappedRun:
         if self._choice.placements is not None:
             check = partial(check_reshardable, self._choice.args)
             stack.enter_context(checkpoint_patches.arguments_before_loading(check))
-        if self._wire_check is not None:
-            stack.enter_context(patches.forward_backward_hook(self._wire_check.forward_backward))
         if self._rebalancer is not None:
             stack.enter_context(patches.optimizer_of_steps(self._rebalancer.take_optimizer))
         for feature in self._features:
@@ -269,6 +263,5 @@ class OverlappedRun:
     def report(self) -> None:
         """Print and write the closing report, unless the run made a profile. Collective over all ranks."""
         if self._profile is None:
-            wire_error = self._wire_check.found if self._wire_check is not None else None
-            found = self.traced, self._tuner, self._maker, wire_error, self._features
+            found = self.traced, self._tuner, self._maker, self._features
             report_overlap(self.recorder, self.setup, self.config.report_dir, *found)

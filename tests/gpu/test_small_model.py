@@ -25,7 +25,7 @@ LAYERS = (1, 2)
 PLANS = {
     "k=1": [fixed_plan(1)],
     "k=2": [fixed_plan(2)],
-    "k=4-layer": [fixed_plan(4, overlap_range=OverlapRange.LAYER)],
+    "k=4": [fixed_plan(4)],
     "sequence": [fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE)],
     "experts": [fixed_plan(2, overlap_range=OverlapRange.EXPERTS)],
     "dw-at-once-then-deferred": [fixed_plan(1, DwPolicy.NONE), fixed_plan(2)],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.registry import FEATURES
+from megatron_lancet.registry import features
 from megatron_lancet.training.arguments import add_lancet_arguments
 
 _OVERLAP_SECTION = "Megatron-Lancet"
@@ -45,7 +45,7 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     Raises:
         UsageError: Megatron's parser does not take them.
     """
-    parser = add_lancet_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)), FEATURES)
+    parser = add_lancet_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)), features())
     args = parser.parse_args(list(words))
     titles = {
         option: str(group.title)

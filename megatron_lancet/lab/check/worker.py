@@ -18,7 +18,7 @@ from megatron_lancet.lab.check.state import (
     spread_weights,
 )
 from megatron_lancet.patching import replaced
-from megatron_lancet.registry import FEATURES
+from megatron_lancet.registry import features
 from megatron_lancet.training import job
 from megatron_lancet.training.megatron.patches import padding_mask_of_losses, taken_train_step
 from megatron_lancet.training.platform.detect import platform
@@ -68,7 +68,7 @@ def run_task(task: Task) -> None:
         stack.enter_context(taken_train_step(lambda step, model: _take(task, step, model)))
         if task.padding:
             stack.enter_context(padding_mask_of_losses())
-        job.run_job(found.device, RankStatus(), datasets_of(task.seed, task.padding, task.documents), FEATURES)
+        job.run_job(found.device, RankStatus(), datasets_of(task.seed, task.padding, task.documents), features())
 
 
 def _take(task: Task, step: Callable[[], Any], model: Any) -> Any:

@@ -26,7 +26,7 @@ from megatron_lancet.lab.dry_run.plan import describe_plan, saves_scores
 from megatron_lancet.lab.dry_run.report import Findings, pairing_lines, report
 from megatron_lancet.lab.dry_run.stages import pipeline_stages
 from megatron_lancet.lab.dry_run.vocabulary import set_vocabulary_size
-from megatron_lancet.registry import FEATURES
+from megatron_lancet.registry import features
 from megatron_lancet.training import arguments
 from megatron_lancet.training.input_files import missing_files
 from megatron_lancet.training.megatron.models import model_config_from_args
@@ -45,7 +45,7 @@ def examine() -> Findings:
         UsageError: the run would refuse its arguments.
     """
     check_seams()
-    args, config = arguments.parse(FEATURES)
+    args, config = arguments.parse(features())
     with _megatrons_remarks() as remarks, on_the_cluster(args, config):
         num_ranks, source = choose_world(args)
         args.rank, args.world_size = 0, num_ranks

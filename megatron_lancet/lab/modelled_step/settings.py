@@ -11,7 +11,7 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.dry_run.cluster import on_the_cluster
 from megatron_lancet.lab.dry_run.layout import choose_world
-from megatron_lancet.registry import FEATURES
+from megatron_lancet.registry import features
 from megatron_lancet.schedule.plan import Dispatch, Plan
 from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training import arguments
@@ -76,7 +76,7 @@ def modelled_run() -> ModelledRun:
         UsageError: the run would refuse its arguments, or a modelled step can't follow them.
     """
     check_seams()
-    args, config = arguments.parse(FEATURES)
+    args, config = arguments.parse(features())
     notes = ["embedding, output layer, loss, gradient reductions and optimizer are left out", *_simplified(args)]
     with on_the_cluster(args, config), arguments.megatrons_refusals():
         args.rank = 0

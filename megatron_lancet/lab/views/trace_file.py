@@ -79,7 +79,7 @@ _Microseconds = Annotated[float, Range(0, 10**15)]
 
 @dataclass(frozen=True)
 class _Slice:
-    """The fields of an event of kind X that are read; ``lane`` is its category in files of before."""
+    """The fields of an event of kind X that are read."""
 
     name: str
     lane: Lane
@@ -130,8 +130,6 @@ def read_trace(path: Path) -> TimelineRecord:
         RecordError: the file can't be read, is no trace of this package, or has another version.
     """
     value = parse_object(read_text(path), str(path))
-    if "measured" in value:
-        raise RecordError(f"{path}: this is a timeline.json of an older version; pass {TRACE_FILE}, or run again")
     other, events = value.get("otherData"), value.get("traceEvents")
     if not isinstance(other, dict) or not isinstance(events, list):
         raise RecordError(f"{path}: expected a trace with traceEvents and otherData")
@@ -165,9 +163,7 @@ def _spans(events: Sequence[Any], where: str) -> dict[int, list[Span]]:
         args = event.get("args")
         fields = {name: part for name, part in event.items() if name in ("name", "pid", "ts", "dur")}
         known = args if isinstance(args, dict) else {}
-        fields["lane"] = known.get("lane", event.get("cat"))
-        if "bytes" in known:
-            fields["bytes"] = known["bytes"]
+        fields |= {name: part for name, part in known.items() if name in ("lane", "bytes")}
         one = from_plain(_Slice, fields, place)
         span = Span(one.name, one.lane, one.ts / 1e3, (one.ts + one.dur) / 1e3, one.bytes)
         spans.setdefault(one.pid, []).append(span)

@@ -13,7 +13,6 @@ _PIECES = {ChunkDim.BATCH: "samples", ChunkDim.SEQUENCE: "positions"}
 _RANGES = {
     OverlapRange.EXPERTS: "from dispatch to combine",
     OverlapRange.GATE: "from the router to combine",
-    OverlapRange.LAYER: "layer by layer, attention included",
     OverlapRange.STACK: "through all of them without waiting at a layer's end",
 }
 
@@ -24,7 +23,6 @@ DISPATCHES = {
     Dispatch.TWO_HOP: "a token goes once to each node that holds any of its experts, and there once to each such rank",
 }
 _OWN_ROWS = {
-    OwnRows.BEFORE: "a rank's own before them",
     OwnRows.HALF: "half of a rank's own before them and half behind",
     OwnRows.AFTER: "a rank's own behind them",
 }

@@ -17,7 +17,6 @@ from megatron_lancet.planning.simulation.simulator import simulate
 from megatron_lancet.profiler.cache import write
 from megatron_lancet.report.exposed import ExposedTable, exposed_table
 from megatron_lancet.report.timeline_record import TimelineRecord
-from megatron_lancet.report.wire_error import WireError
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
@@ -37,7 +36,6 @@ def report_overlap(
     traced: TracedSteps | None = None,
     tuner: AutoTune | None = None,
     maker: ProfilingPlanMaker | None = None,
-    wire_error: WireError | None = None,
     features: Sequence[ActiveFeature] = (),
 ) -> None:
     """Report a run that overlaps. Collective over all ranks; rank 0 prints and writes.
@@ -47,7 +45,6 @@ def report_overlap(
         traced: the traced steps; None if no step was traced.
         tuner: the tuner that has found the plan; None if the plan was given.
         maker: holds the profile with which the plan was made; None if the plan was given.
-        wire_error: how far a narrow wire moved the gradients of a step; None for the exact one.
         features: those of the run, with keys, lines and files of their own.
     """
     profile = maker.profile if maker is not None else None
@@ -57,7 +54,7 @@ def report_overlap(
         timelines = _with_prediction(timelines, setup.plan, profile)
         table = exposed_table(timelines.measured, timelines.predicted, timelines.before, timelines.reasons)
     summary = tuner.summary() if tuner is not None else None
-    recorder.report(setup.plan, folder, summary, table, setup.wire, wire_error, features, setup.max_expert_rows)
+    recorder.report(setup.plan, folder, summary, table, setup.wire, features, setup.max_expert_rows)
     if folder is not None and dist.get_rank() == 0:
         for path in _write(folder, setup.plan, profile):
             say(f"                     {path}")

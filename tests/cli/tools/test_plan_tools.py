@@ -101,10 +101,10 @@ def test_make_plan_writes_the_same_file_for_the_same_profile(run, profile, tmp_p
 
 def test_make_plan_keeps_limits(run, profile, tmp_path):
     plan = tmp_path / "plan.json"
-    run("make_plan", profile, "--output", plan, "--num-chunks", 2, "--range", "layer", "--chunk-dim", "batch",
+    run("make_plan", profile, "--output", plan, "--num-chunks", 2, "--range", "gate", "--chunk-dim", "batch",
         "--dw-policy", "fill", "--dw-memory-mb", 1.5)  # fmt: skip
     found = read_plan_file(plan).plan
-    assert {(s.num_chunks, s.chunk_dim, s.range) for s in found.segments} == {(2, "batch", "layer")}
+    assert {(s.num_chunks, s.chunk_dim, s.range) for s in found.segments} == {(2, "batch", "gate")}
     assert (found.dw_policy, found.dw_memory_bytes) == (DwPolicy.FILL, 1_500_000)
     with pytest.raises(
         UsageError, match=r"no plan fits into --max-memory-mb 1: the smallest one found takes about \d+ MB"

@@ -124,7 +124,7 @@ def test_rounded_hops_change_gradients_by_no_more_than_their_rounding(results, c
 
     Of the experts' weights half are within it: where a token chooses another expert, two of them are further away.
     """
-    least, most = (2**-7, 6 * 2**-4 + 18 * 2**-9) if "fp8" in case else (2**-11, 24 * 2**-9)
+    least, most = 2**-7, 6 * 2**-4 + 18 * 2**-9
     for result in results:
         found = result[case]
         errors = [error for name, error in found["gradients"].items() if ".experts." in name]

@@ -143,7 +143,7 @@ def main() -> None:
     cuts = st.fixed_dictionaries(
         {
             "dim": st.sampled_from(["batch", "sequence"]),
-            "over": st.sampled_from(["experts", "gate", "layer", "stack", "stack"]),
+            "over": st.sampled_from(["experts", "gate", "stack", "stack"]),
             "dw": st.sampled_from(["fill", "fill", "none"]),
         }
     )

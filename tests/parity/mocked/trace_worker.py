@@ -43,13 +43,12 @@ PLANS: dict[str, Plan] = {
     "batch": fixed_plan(2),
     "bounded": fixed_plan(2, dw_memory_bytes=20_000),
     "sequence": fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE),
-    "layer": fixed_plan(2, overlap_range=OverlapRange.LAYER),
     "gate": fixed_plan(2, overlap_range=OverlapRange.GATE),
     "experts": fixed_plan(2, overlap_range=OverlapRange.EXPERTS),
     "paired": paired(fixed_plan(1)),
     "paired-dw-at-once": paired(fixed_plan(1, DwPolicy.NONE)),
     "paired-batch": paired(fixed_plan(2)),
-    "paired-layer": paired(fixed_plan(2, overlap_range=OverlapRange.LAYER)),
+    "paired-gate": paired(fixed_plan(2, overlap_range=OverlapRange.GATE)),
 }
 NUM_PAIRED_MICRO_BATCHES = 4
 """Two of them in the middle of the step."""

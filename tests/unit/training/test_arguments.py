@@ -11,7 +11,7 @@ from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, P
 from megatron_lancet.errors import UsageError
 from megatron_lancet.flags import flags_of
 from megatron_lancet.lab.dry_run.cluster import has_package
-from megatron_lancet.registry import FEATURES
+from megatron_lancet.registry import features
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.training import arguments
@@ -50,7 +50,6 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
         ("--lancet-chunk-dim sequence", {"chunk_dim": ChunkDim.SEQUENCE}),
         ("--lancet-range experts", {"range": OverlapRange.EXPERTS}),
         ("--lancet-range gate", {"range": OverlapRange.GATE}),
-        ("--lancet-range layer", {"range": OverlapRange.LAYER}),
         ("--lancet-range stack", {"range": OverlapRange.STACK}),
         ("--lancet-attention auto", {"attention": AttentionChoice.AUTO}),
         ("--lancet-attention stock", {"attention": AttentionChoice.STOCK}),
@@ -91,8 +90,8 @@ def test_parsed_defaults_are_the_configurations(command_line):
 
 def test_parsed_flags_are_plain_because_megatron_saves_them_in_checkpoints(command_line):
     command_line()
-    args, _ = arguments.parse(FEATURES)
-    kinds = [LancetConfig, *(feature.flags for feature in FEATURES if feature.flags)]
+    args, _ = arguments.parse(features())
+    kinds = [LancetConfig, *(feature.flags for feature in features() if feature.flags)]
     names = [name for kind in kinds for name, *_ in flags_of(kind)]
     values = [getattr(args, name.removeprefix("--").replace("-", "_")) for name in names]
     assert {type(value) for value in values} <= {str, int, float, bool, type(None)}

@@ -46,9 +46,8 @@ def test_a_damaged_load_is_refused_in_one_line(tmp_path, change, problem):
     assert "\n" not in str(raised.value)
 
 
-def test_a_profile_keeps_the_load_and_an_older_one_has_none():
+def test_a_profile_keeps_the_load_where_there_is_one():
     profile = synthetic_profile(Machine())
-    assert "expert_load" not in profile.to_json()
     assert profile_from_json(profile.to_json(), "p.json").expert_load is None
     num_experts = profile.model.num_experts
     load = ExpertLoad(3, 2, (LayerLoad(1, ((7,) * num_experts,) * profile.model.ep_size),))

@@ -59,7 +59,6 @@ def in_turns(*turns):
     ("overlap_range", "whole", "in_chunks"),
     [
         (OverlapRange.STACK, (), ("attention", "route")),
-        (OverlapRange.LAYER, (), ("attention", "route")),
         (OverlapRange.GATE, ("attention",), ("route",)),
         (OverlapRange.EXPERTS, ("attention", "route"), ()),
     ],
@@ -97,13 +96,6 @@ def test_lowered_stack_continues_into_the_next_layer():
 
 def test_lowered_dense_layer_is_whole_in_range_experts():
     assert text_of(forward(OverlapRange.GATE, "dm"))[:3] == ["L1.c0.attention", "L1.c0.mlp", "L2.c0.attention"]
-    assert text_of(forward(OverlapRange.LAYER, "dm"))[:5] == [
-        "L1.c0.attention",
-        "L1.c0.mlp",
-        "L1.c1.attention",
-        "L1.c1.mlp",
-        CUT,
-    ]
 
 
 def test_lowered_single_chunk_is_the_same_in_every_range():
@@ -170,6 +162,6 @@ def test_lowered_messages_without_duplicates_have_the_rows_that_were_recorded():
         "dispatch": ((400 * 1024, 210 * 1024), (210 * 1024, 400 * 1024)),
         "combine": ((210 * 1000, 400 * 1000), (400 * 1000, 210 * 1000)),
     }
-    of_before = dataclasses.replace(routing, sent_tokens=None, received_tokens=None)
-    by_rows = sent_by_dedup(dataclasses.replace(profile, routing=(of_before,)))
+    without = dataclasses.replace(routing, sent_tokens=None, received_tokens=None)
+    by_rows = sent_by_dedup(dataclasses.replace(profile, routing=(without,)))
     assert by_rows["dispatch"][0] == (round(600 * 5 / 6) * 1024, round(300 * 5 / 6) * 1024)

@@ -73,7 +73,7 @@ def test_own_rows_run_while_the_first_tile_and_the_last_outputs_are_away():
     assert text_of(backward(steps))[:4] == ["postprocess", "issue combine.1", "issue combine.0", "own_experts.1"]
 
 
-@pytest.mark.parametrize(("own_rows", "parts"), [("before", [4, 2, 2]), ("half", [2, 2, 2, 2]), ("after", [2, 2, 4])])
+@pytest.mark.parametrize(("own_rows", "parts"), [("half", [2, 2, 2, 2]), ("after", [2, 2, 4])])
 def test_each_part_of_the_experts_costs_its_rows(own_rows, parts):
     """Of 512 rows in 8 ms a half stays on the rank, and the other half comes in two tiles."""
     steps = lowered(2, OwnRows(own_rows))

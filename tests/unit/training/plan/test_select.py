@@ -287,7 +287,7 @@ def test_unsupported_settings_without_requested_overlap_keep_stock_with_a_reason
     assert plan is None
     assert re.search("^off: --.*Stock Megatron modules", line)
     assert re.search(message, line)
-    for wish in ({"range": OverlapRange.LAYER}, {"dw_policy": DwPolicy.NONE}, {"profile": Path("profile.json")}):
+    for wish in ({"range": OverlapRange.GATE}, {"dw_policy": DwPolicy.NONE}, {"profile": Path("profile.json")}):
         with pytest.raises(UsageError, match=message):
             choose_plan(megatron_args(*changes), LancetConfig(**wish))
 
