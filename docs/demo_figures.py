@@ -20,8 +20,8 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.demo.claim import claim, conditions, disturbance_text  # noqa: E402 needs the repository in the path
 from benchmarks.demo.folder import Folder  # noqa: E402
+from benchmarks.demo.training_log.training_process import say  # noqa: E402
 from benchmarks.harness.origin import described  # noqa: E402
-from megatron_lancet.cli.training_process import say  # noqa: E402
 from megatron_lancet.errors import UsageError, run_command  # noqa: E402
 
 RESULTS = REPOSITORY / "benchmarks" / "results"

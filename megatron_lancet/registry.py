@@ -5,24 +5,43 @@ does, and no import circle arises. To remove a feature, delete its folder and it
 """
 
 import importlib
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from megatron_lancet.errors import UsageError
 
 if TYPE_CHECKING:
     from megatron_lancet.feature import Feature
 
-_FEATURES = (
+_FEATURES: tuple[str, ...] = (
     "megatron_lancet.lab.causes.feature:CAUSES",
     "megatron_lancet.lab.views.feature:VIEWS",
     "megatron_lancet.testkit.mock.run:MOCKED_WORLD",
 )
 """In the order in which a run asks them."""
+_COMMANDS: dict[str, str] = {
+    "--lancet-dry-run": "megatron_lancet.lab.dry_run.run:run_dry",
+}
+"""What flags run in place of a training."""
 
 
 @cache
 def features() -> "tuple[Feature, ...]":
     """The features that this installation has."""
     return tuple(load(name) for name in _FEATURES)
+
+
+def command(flag: str) -> Callable[[], None]:
+    """What a flag runs in place of a training.
+
+    Raises:
+        UsageError: the installation does not have it.
+    """
+    if flag not in _COMMANDS:
+        raise UsageError(f"this installation of Megatron-Lancet has no {flag}. Install the whole package.")
+    run: Callable[[], None] = load(_COMMANDS[flag])
+    return run
 
 
 def load(name: str) -> Any:
