@@ -173,9 +173,23 @@ def test_results_with_tables_of_their_own_enter_no_other():
         assert made.replace("activation-memory-2026-12-01", "activation-memory-2026-11-23") == text
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.md")), ids=lambda path: path.stem)
-def test_tables_beside_a_result_and_their_first_lines_are_made_from_its_file(path):
-    assert path.read_text() == beside.made(path), "run python -m benchmarks.quoted"
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path in sorted(RESULTS.glob("*.json"))
+        if path.name.partition("-")[0] in beside.MAKERS and "cases" in json.loads(path.read_text())
+    ],
+    ids=lambda path: path.stem,
+)
+def test_each_result_has_tables_and_they_are_those_beside_it(path):
+    made = beside.made(path)
+    result = json.loads(path.read_text())
+    assert f", {result['date']}, " in made.split("\n")[0]
+    assert "\n|---|" in made
+    assert all(case["name"] in made for case in result["cases"])
+    if path.with_suffix(".md").exists():
+        assert path.with_suffix(".md").read_text() == made, "run python -m benchmarks.quoted"
 
 
 def test_figures_that_miss_their_target_are_listed_with_their_mark():
