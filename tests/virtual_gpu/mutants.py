@@ -34,7 +34,7 @@ from tests.virtual_gpu.programs import Program, run_program
 PRODUCT = Path(__file__).parents[2] / "megatron_lancet"
 REPORT = Path(__file__).parents[2] / "docs" / "virtual_gpu_mutants.json"
 """What each mutant made fail; ``--write`` makes it."""
-NOT_PRODUCT = ("virtual_gpu/", "mock/", "training/platform/")
+NOT_PRODUCT = ("testkit/", "training/platform/")
 """The stand-ins themselves."""
 STATEMENTS = {"wait_event", "wait_stream", "record_stream", "record_event", "record", "synchronize"}
 WRAPPERS = {"block", "block_current", "_behind_dws"}
