@@ -9,16 +9,22 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from megatron_lancet.errors import UsageError
+
 if TYPE_CHECKING:
     from megatron_lancet.feature import Feature
     from megatron_lancet.schedule.dispatch import Dispatch
 
-_FEATURES = (
+_FEATURES: tuple[str, ...] = (
     "megatron_lancet.lab.causes.feature:CAUSES",
     "megatron_lancet.lab.views.feature:VIEWS",
     "megatron_lancet.testkit.mock.run:MOCKED_WORLD",
 )
 """In the order in which a run asks them."""
+_COMMANDS: dict[str, str] = {
+    "--lancet-dry-run": "megatron_lancet.lab.dry_run.run:run_dry",
+}
+"""What flags run in place of a training."""
 
 _DISPATCHES = (
     "megatron_lancet.schedule.dispatch:PLAIN",
@@ -52,6 +58,18 @@ def tiled() -> "Callable[..., Dispatch]":
     """Makes a dispatch with tiles: from another one, the number of tiles, and when own rows run."""
     made: Callable[..., Dispatch] = load(_TILED[0])
     return made
+
+
+def command(flag: str) -> Callable[[], None]:
+    """What a flag runs in place of a training.
+
+    Raises:
+        UsageError: the installation does not have it.
+    """
+    if flag not in _COMMANDS:
+        raise UsageError(f"this installation of Megatron-Lancet has no {flag}. Install the whole package.")
+    run: Callable[[], None] = load(_COMMANDS[flag])
+    return run
 
 
 def load(name: str) -> Any:
