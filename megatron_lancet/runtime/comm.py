@@ -22,7 +22,6 @@ from typing import Protocol
 
 import torch
 
-from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.comm_stats import CommStats, SplitChunk
 from megatron_lancet.runtime.packing import RowLayout
 from megatron_lancet.runtime.pairing import Pairing
@@ -62,6 +61,19 @@ class PendingSplits(Protocol):
 
     def splits(self) -> RowSplits | None:
         """Waits for the counts and returns the splits; None if the rows are not sent in one message."""
+
+
+class BackwardMessages(Protocol):
+    """Follows the all-to-alls of the backward pass, for example to launch gradient reductions between them."""
+
+    def expect_backward(self) -> None:
+        """Announces the backward all-to-all of a forward one."""
+
+    def issued(self) -> None:
+        """Called before a backward all-to-all is launched."""
+
+    def passed(self, op: Op) -> None:
+        """Called after the wait for a backward all-to-all."""
 
 
 class Handle(Protocol):
@@ -111,7 +123,7 @@ class Comm:
         stats: CommStats,
         own_rank: int,
         peers: Peers | None = None,
-        scheduler: CommScheduler | None = None,
+        scheduler: BackwardMessages | None = None,
         wire: Wire = Wire.EXACT,
         hops: Hops | None = None,
         layout: Nodes | None = None,
