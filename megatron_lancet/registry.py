@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_lancet.feature import Feature
+    from megatron_lancet.model.parts import ModelPart
 
 _FEATURES = (
     "megatron_lancet.lab.causes.feature:CAUSES",
@@ -17,12 +18,25 @@ _FEATURES = (
     "megatron_lancet.testkit.mock.run:MOCKED_WORLD",
 )
 """In the order in which a run asks them."""
+_MODEL_PARTS = (
+    "megatron_lancet.features.dedup.ops:DEDUP",
+    "megatron_lancet.features.two_hop.ops:TWO_HOP",
+    "megatron_lancet.features.tiles.ops:TILES",
+    "megatron_lancet.features.row_bound.ops:ROW_BOUND",
+)
+"""In the order in which they replace ops of a layer."""
 
 
 @cache
 def features() -> "tuple[Feature, ...]":
     """The features that this installation has."""
     return tuple(load(name) for name in _FEATURES)
+
+
+@cache
+def model_parts() -> "tuple[ModelPart, ...]":
+    """The optional parts of a model that this installation has."""
+    return tuple(load(name) for name in _MODEL_PARTS)
 
 
 def load(name: str) -> Any:

@@ -13,7 +13,7 @@ from megatron_lancet.model.local_experts.placed import (
     exchange,
     parameters_of_places,
 )
-from megatron_lancet.model.moe_layer import OverlappingMoE
+from megatron_lancet.model.overlapping_moe import OverlappingMoE
 from megatron_lancet.model.routing.placement import Places
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 

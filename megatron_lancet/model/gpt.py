@@ -19,9 +19,7 @@ from megatron_lancet.model.attention.flops import tokens_per_pair
 from megatron_lancet.model.attention.masks import check_mask_type
 from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
-from megatron_lancet.model.dispatcher.base import Dispatcher
-from megatron_lancet.model.dispatcher.deduplicated import DeduplicatedDispatcher
-from megatron_lancet.model.dispatcher.two_hop import TwoHopDispatcher
+from megatron_lancet.model.dispatcher.base import Dispatcher, ExpertRanks
 from megatron_lancet.model.hybrid import OverlappingHybridStack
 from megatron_lancet.model.linear import (
     DeferredColumnParallelLinear,
@@ -30,15 +28,15 @@ from megatron_lancet.model.linear import (
     defer_weight_grad,
 )
 from megatron_lancet.model.local_experts.module import GroupingSequentialMLP
-from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.mtp import OverlappingMTP, OverlappingMTPLayer
 from megatron_lancet.model.ops import trace_ends
+from megatron_lancet.model.overlapping_moe import OverlappingMoE
 from megatron_lancet.model.recompute import Recompute, recompute_of_layer, recompute_of_mtp
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.model.te.linear import TELinearPerChunk, call_per_chunk, has_te_linear, is_te_linear
-from megatron_lancet.model.tiles.support import tiles_unsupported
 from megatron_lancet.model.transformer_block import LayersByPlan, OverlappingTransformerBlock
 from megatron_lancet.model.transformer_layer import OverlappingLayer
+from megatron_lancet.registry import model_parts
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.schedule.layers import LayerKind
@@ -112,8 +110,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     """
     block = model.decoder
     assert isinstance(block, LayersByPlan)
-    check_layers(plan, model.config.num_layers + (model.config.mtp_num_layers or 0))
-    check_tiles(plan, model, block.comm.max_expert_rows)
+    check_plan(plan, model, block.comm.max_expert_rows)
     layers = overlapping_layers(model)
     # A repeated layer has several numbers.
     segments: dict[torch.nn.Module, list[Segment]] = {layer.stock: [] for layer in layers}
@@ -130,7 +127,9 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     for layer in layers:
         if layer.attention in prefixed:
             check_mask_type(layer.stock.self_attention)
-    assert plan.dispatch is not Dispatch.TWO_HOP or block.comm.nodes is not None, "two hops have no connections here"
+    assert all(plan.dispatch in layer.moe.dispatchers for layer in layers if layer.moe is not None), (
+        f"the layers have no connections for {plan.dispatch}"
+    )
     store = block.comm.store
     needs_store = plan.dw_policy is not DwPolicy.NONE or (plan.has_tiles and not block.overlaps_evaluation)
     assert store is not None or not needs_store, "dW can't be deferred in a model without a store"
@@ -181,6 +180,19 @@ def overlapping_layers(model: LanguageModel) -> list[OverlappingLayer]:
     return [*model.decoder.overlapping_layers, *predicting]
 
 
+def check_plan(plan: Plan, model: LanguageModel, max_expert_rows: int | None) -> None:
+    """
+    Args:
+        max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for any number.
+
+    Raises:
+        UsageError: the plan is another model's, or needs what the model lacks.
+    """
+    check_layers(plan, model.config.num_layers + (model.config.mtp_num_layers or 0))
+    for part in model_parts():
+        part.check_plan(plan, model, max_expert_rows)
+
+
 def check_layers(plan: Plan, num_layers: int) -> None:
     """
     Raises:
@@ -192,23 +204,6 @@ def check_layers(plan: Plan, num_layers: int) -> None:
                 f"the plan is of a model with {last.last_layer or f'at least {last.first_layer}'} layers, and this one "
                 f"has {num_layers}. Use a plan that was made for this model."
             )
-
-
-def check_tiles(plan: Plan, model: LanguageModel, max_expert_rows: int | None) -> None:
-    """
-    Args:
-        max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for any number.
-
-    Raises:
-        UsageError: the plan has tiles, and the model can't run it.
-    """
-    is_quantized = model.config.fp8 is not None or model.config.fp4 is not None
-    why_not = tiles_unsupported(is_quantized, max_expert_rows is not None) if plan.has_tiles else None
-    if why_not is not None:
-        raise UsageError(
-            f"the plan's rows go to other ranks in tiles, which this model can't run: {why_not.reason}. Use a plan "
-            f"without tiles, or {why_not.advice}."
-        )
 
 
 def _needs_sdpa(segment: Segment) -> bool:
@@ -282,13 +277,11 @@ def _prepare_layer(layer: Any, number: int, recompute: Recompute, comm: Comm) ->
         adopt(layer.mlp.experts, GroupingSequentialMLP)
     stock = layer.mlp.token_dispatcher
     config = layer.config
-    groups = comm, config.num_moe_experts, stock.ep_size, stock.tp_group
-    dispatchers: dict[Dispatch, Dispatcher] = {
-        Dispatch.PLAIN: AllToAllDispatcher(*groups, config.moe_permute_fusion, has_te_linear(layer.mlp.experts)),
-        Dispatch.DEDUP: DeduplicatedDispatcher(*groups),
-    }
-    if comm.nodes is not None:
-        dispatchers[Dispatch.TWO_HOP] = TwoHopDispatcher(*groups, comm.nodes, stock.ep_group.rank())
+    ranks = ExpertRanks(comm, config.num_moe_experts, stock.ep_size, stock.tp_group, stock.ep_group.rank())
+    fused, dense = config.moe_permute_fusion, has_te_linear(layer.mlp.experts)
+    dispatchers: dict[Dispatch, Dispatcher] = {Dispatch.PLAIN: AllToAllDispatcher(*ranks[:-1], fused, dense)}
+    for part in model_parts():
+        dispatchers |= part.dispatchers(ranks)
     moe = OverlappingMoE(number, layer.mlp, dispatchers, comm, recompute)
     return OverlappingLayer(number, layer, kind, moe, attention, comm, recompute)
 

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron_lancet.model.adopt import adopt
-from megatron_lancet.model.tiles.weight_grads import Factors, PartOfRows
+from megatron_lancet.runtime.factors import Factors, PartOfRows
 from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 
@@ -139,7 +139,7 @@ class _DeferredWeightGrad:
 
     def deferral(self) -> Defer:
         """What takes the factors of the dW of a use that begins now: puts it, or gathers the parts of its rows."""
-        part = PartOfRows.present
+        part = self.store.part
         return self._defer if part is None else partial(self._gather, part)
 
     def _gather(self, part: PartOfRows, grad_TO: torch.Tensor, input_TI: torch.Tensor) -> None:
@@ -170,7 +170,7 @@ class _DeferredWeightGrad:
         if self.deferred is None or not torch.is_grad_enabled() or weight is not self.weight:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         group = kwargs["tp_group"] if kwargs["sequence_parallel"] else None
-        is_exact_part = PartOfRows.present is not None and not self.accumulate_in_gemm and not on_cuda(weight)
+        is_exact_part = self.store.part is not None and not self.accumulate_in_gemm and not on_cuda(weight)
         min_rows = _MIN_ROWS if is_exact_part else 0
         return _LinearWithDeferredWeightGrad.apply(input, weight, kwargs.get("bias"), self.deferral(), group, min_rows)
 

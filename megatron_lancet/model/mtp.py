@@ -128,7 +128,7 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
         micro_batch = ChunkState(whole)
         micro_batch.hidden_sbH, micro_batch.embedded_sbH = hidden_states, decoder_input
         with random_state(self.config):
-            forward_layer(depth.layer, depth.projection, micro_batch)
+            forward_layer(segment.ops, depth.layer, depth.projection, micro_batch)
             with block_precision(self.config):
                 segment.run(micro_batch, trace)
         hidden = micro_batch.hidden_sbH if packed is None else packed.flattened(micro_batch.hidden_sbH)

@@ -27,14 +27,13 @@ from megatron_lancet.model.chunking import (
     split_rows,
     whole_micro_batch,
 )
-from megatron_lancet.model.dispatcher.parts import Tiling
 from megatron_lancet.model.documents.lengths import Documents
 from megatron_lancet.model.documents.packed import PackedMicroBatch
 from megatron_lancet.model.ops import ChunkState, begin_cut, begin_layers, end_cut, end_layers
 from megatron_lancet.model.routing.padding import padding_for_stock, padding_of
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.model.te.precision import block_precision
-from megatron_lancet.model.transformer_layer import OverlappingLayer, forward_layer
+from megatron_lancet.model.transformer_layer import LayerOps, OverlappingLayer, forward_layer, ops_of
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.runtime.transport.base import ReadyEvent
@@ -51,11 +50,13 @@ class SegmentForward:
     Attributes:
         layers: the segment's layers in this block, by number.
         program: what runs in them, in order.
+        ops: runs each verb of the program.
     """
 
     segment: Segment
     layers: Mapping[int, OverlappingLayer]
     program: Program
+    ops: LayerOps
 
     @property
     def num_waits(self) -> int:
@@ -69,16 +70,13 @@ class SegmentForward:
             micro_batch: holds the input of the first instruction, and afterwards the output of the last one.
             trace: None where nothing is recorded.
         """
-        tiling = micro_batch.tiling = Tiling.of(self.segment)
         chunks = [micro_batch]
         for instruction in self.program:
             match instruction:
                 case Instruction(_, layer, chunk):
-                    forward_layer(self.layers[layer], instruction, chunks[chunk])
+                    forward_layer(self.ops, self.layers[layer], instruction, chunks[chunk])
                 case Cut():
                     chunks = cut(micro_batch, self.segment, trace)
-                    for x in chunks:
-                        x.tiling = tiling
                 case Concatenate():
                     concatenate(chunks, micro_batch, self.segment, trace)
                     chunks = [micro_batch]
@@ -313,7 +311,7 @@ def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[Se
         if own:
             verbs = [(number, layer.verbs(segment, plan.dispatch)) for number, layer in own.items()]
             instructions = program(verbs, segment.num_chunks, segment.range)
-            segments.append(SegmentForward(segment, own, instructions))
+            segments.append(SegmentForward(segment, own, instructions, ops_of(segment, plan.dispatch)))
     return segments
 
 
@@ -346,11 +344,10 @@ def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Trace | None) 
         routing = [split_rows(rows, shape, segment) for rows in (micro_batch.probs_tE, micro_batch.routing_map_tE)]
         del micro_batch.probs_tE, micro_batch.routing_map_tE, micro_batch.routed
         routed = ReadyEvent(routing[1][0])
-    has_shared_experts = hasattr(micro_batch, "shared_input_sbH")  # the router of the whole micro-batch has run
+    has_shared_experts = micro_batch.shared_input_sbH is not None  # the router of the whole micro-batch has run
     parts_sbH, norm = micro_batch.norm.then(split_hidden, begin_cut(trace, micro_batch.normed_sbH), segment)
     del micro_batch.normed_sbH
-    if has_shared_experts:
-        del micro_batch.shared_input_sbH
+    micro_batch.shared_input_sbH = None
     whole = Chunk(0, 1, padding_mask=micro_batch.chunk.padding_mask)
     states = [ChunkState(chunk) for chunk in make_chunks(parts_sbH, segment, whole)]
     for index, (x, part_sbH) in enumerate(zip(states, parts_sbH, strict=True)):

@@ -16,8 +16,8 @@ from megatron.core.utils import make_viewless_tensor
 from megatron_lancet.model import moe_layer
 from megatron_lancet.model.attention.switchable import SwitchableAttention, at_positions
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.moe_layer import OverlappingMoE
 from megatron_lancet.model.ops import ChunkState, traced
+from megatron_lancet.model.overlapping_moe import ForwardOp, ForwardOps, OverlappingMoE
 from megatron_lancet.model.recompute import (
     NOTHING,
     DroppedOutputs,
@@ -26,7 +26,7 @@ from megatron_lancet.model.recompute import (
     outputs_dropped_in_stock,
 )
 from megatron_lancet.model.te.precision import block_precision, op_precision
-from megatron_lancet.model.tiles.ops import forward as forward_in_tiles
+from megatron_lancet.registry import model_parts
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule import turns
 from megatron_lancet.schedule.layers import LayerKind
@@ -84,17 +84,34 @@ class OverlappingLayer:
         return verbs if self.prediction is None else turns.mtp_layer(verbs)
 
 
-def forward_layer(layer: OverlappingLayer, instruction: Instruction, x: ChunkState) -> None:
+type LayerOps = Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]]
+"""Runs each verb of a layer on a chunk."""
+
+
+def ops_of(segment: Segment, dispatch: Dispatch) -> LayerOps:
+    """The ops of the layers of a segment.
+
+    Args:
+        dispatch: what all-to-alls carry.
+    """
+    of_experts: ForwardOps = moe_layer.OPS
+    for part in model_parts():
+        of_experts = {**of_experts, **part.ops(segment, dispatch, of_experts)}
+    return {**OPS, **{verb: partial(_on_experts, op) for verb, op in of_experts.items()}}
+
+
+def _on_experts(op: ForwardOp, layer: OverlappingLayer, x: ChunkState) -> None:
+    assert layer.moe is not None
+    op(layer.moe, x)
+
+
+def forward_layer(ops: LayerOps, layer: OverlappingLayer, instruction: Instruction, x: ChunkState) -> None:
     """Run one instruction of a layer on the chunk that it is for."""
     with traced(layer.comm.trace, instruction, x):
-        if instruction.verb in FORWARD:
-            FORWARD[instruction.verb](layer, x)
+        if x.passes_through(instruction.verb):
+            x.pass_through(layer.comm, instruction)
         else:
-            assert layer.moe is not None
-            if x.tiling is None:
-                moe_layer.FORWARD[instruction.verb](layer.moe, x)
-            else:
-                forward_in_tiles(layer.moe, instruction.verb, x)
+            ops[instruction.verb](layer, x)
 
 
 def project(layer: OverlappingLayer, x: ChunkState) -> None:
@@ -141,7 +158,7 @@ def add_residual(layer: OverlappingLayer, x: ChunkState) -> None:
     del x.output_sbH
 
 
-FORWARD: Mapping[Verb, Callable[[OverlappingLayer, ChunkState], None]] = {
+OPS: LayerOps = {
     Compute(OpKind.MTP_PROJECTION): project,
     Compute(OpKind.ATTENTION): attention,
     Compute(OpKind.NORM): norm,

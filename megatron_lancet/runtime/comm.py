@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_lancet.runtime.comm_stats import CommStats, SplitChunk
+from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.packing import RowLayout
 from megatron_lancet.runtime.pairing import Pairing
 from megatron_lancet.runtime.peers import Peers
@@ -109,9 +109,8 @@ class Comm:
         dispatch: what all-to-alls carry in this step.
         nodes: how the expert-parallel group lies on nodes; None if no plan of this model has two hops.
         own_rank: this rank's place in the expert-parallel group.
-        max_expert_rows: rows of a chunk that a rank's experts may work on at a time, see ``model/in_rounds.py``; None
+        max_expert_rows: rows of a chunk that a rank's experts may work on at a time, see ``features/row_bound``; None
             for no bound. The same on all ranks; changes between steps.
-        first_split: the first chunk that was sent in several rounds; None if none was.
         trace: trace of the current step, None while nothing is recorded.
         expert_rows: receives layer and counts [P * V][e] of each exchange of token counts; None while nobody asks.
     """
@@ -146,7 +145,6 @@ class Comm:
         self.keeps_one_order = False
         self.dispatch = Dispatch.PLAIN
         self.max_expert_rows: int | None = None
-        self.first_split: SplitChunk | None = None
         self.trace: Trace | None = None
         self.expert_rows: Callable[[int, list[list[int]]], None] | None = None
         self.own_rank = own_rank

@@ -14,7 +14,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch.distributed import distributed_c10d
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.gpt import LanguageModel, check_tiles, overlap, set_plan
+from megatron_lancet.model.gpt import LanguageModel, check_plan, overlap, set_plan
 from megatron_lancet.model.routing.locality import LocalityLoss
 from megatron_lancet.planning.plan_difference import plan_differences
 from megatron_lancet.runtime.collectives import from_all_ranks
@@ -168,11 +168,11 @@ class OverlapSetup:
             max_rows: None for any number.
 
         Raises:
-            UsageError: the plan's rows go to other ranks in tiles, which have no bound.
+            UsageError: the plan does not work with a bound.
         """
         assert self._comm is not None, "the model is not built yet"
         for stage in self._stages:
-            check_tiles(self.plan, stage, max_rows)
+            check_plan(self.plan, stage, max_rows)
         self._comm.max_expert_rows = self._max_expert_rows = max_rows
 
     @property
@@ -183,7 +183,7 @@ class OverlapSetup:
     @property
     def first_split(self) -> SplitChunk | None:
         """The first chunk that this rank's group has sent in several rounds; None if there was none."""
-        return None if self._comm is None else self._comm.first_split
+        return None if self._comm is None else self._comm.stats.first_split
 
     @property
     def stages(self) -> tuple[LanguageModel, ...]:

@@ -23,7 +23,7 @@ import torch
 from megatron.core.extensions import transformer_engine as megatron_te
 
 from megatron_lancet.model.adopt import adopt
-from megatron_lancet.model.tiles.weight_grads import Factors, PartOfRows, PartsOfRows
+from megatron_lancet.runtime.factors import Factors, JoinedFactors, PartOfRows
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 
 _CLASSES: tuple[type, ...] = (
@@ -113,7 +113,7 @@ class TELinearPerChunk:
             # nothing where it does not; autograd would add up one placeholder per chunk. See report().
             vars(parameter).pop("grad_added_to_main_grad", None)
         if self.deferred:  # the backward calls what is the module's store now
-            part = PartOfRows.present
+            part = self._grad_store.part
             self.wgrad_store = _StoreOfModule(self._put if part is None else partial(self._gather, part))
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
@@ -175,7 +175,7 @@ class TELinearPerChunk:
             self._put_joined(function, wholes, outputs)
 
     def _put_joined(
-        self: Any, function: Callable[..., Any], wholes: Sequence[PartsOfRows], outputs: Sequence[Any]
+        self: Any, function: Callable[..., Any], wholes: Sequence[JoinedFactors], outputs: Sequence[Any]
     ) -> None:
         """Puts the dW over the rows of all parts; of a grouped module a dW of each expert."""
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_lancet.model.dispatcher.routes import DistinctRoutes, Routes
+from megatron_lancet.model.dispatcher.distinct_rows import DistinctRoutes
+from megatron_lancet.model.dispatcher.routes import Routes
 from megatron_lancet.runtime.comm import RowSplits
 from megatron_lancet.runtime.transport.base import TokenCounts
 

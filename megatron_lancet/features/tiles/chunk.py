@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron_lancet.model.dispatcher.parts import PartedRoutes
-from megatron_lancet.model.tiles.weight_grads import GatheredWeightGrads
+from megatron_lancet.features.tiles.parts import PartedRoutes
+from megatron_lancet.features.tiles.weight_grads import GatheredWeightGrads
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.ops import Op, OpKind

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
-from megatron_lancet.model.dispatcher.routes import DistinctRoutes, PendingRoutes, Routes, by_holder
+from megatron_lancet.model.dispatcher.base import Dispatcher
+from megatron_lancet.model.dispatcher.distinct_rows import DistinctRoutes
+from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes, by_holder
 from megatron_lancet.runtime.comm import CountsExchange, RowSplits
 from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.schedule.plan import OwnRows, Segment
@@ -256,3 +258,18 @@ class TileSplits:
     def splits(self) -> RowSplits:
         """Waits for the counts and returns the splits."""
         return self.routes.known_splits(self.tile)
+
+
+def parted_routes(
+    dispatcher: Dispatcher, routes: PendingRoutes[Any] | Routes, tiling: Tiling, own_rank: int, like: torch.Tensor
+) -> PartedRoutes[Any]:
+    """The routes of the parts of a chunk.
+
+    Args:
+        dispatcher: moves the rows.
+        routes: of all its rows; the counts of distinct rows were launched for these parts.
+        own_rank: this rank's place in the expert-parallel group.
+        like: a tensor on the device of the rows.
+    """
+    of_rows: type[PartedRoutes[Any]] = PartedPlainRoutes if dispatcher.has_plain_rows else PartedDistinctRoutes
+    return of_rows(routes, tiling, own_rank, dispatcher.tp_size, dispatcher.tp_rank, like)
