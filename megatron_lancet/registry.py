@@ -19,6 +19,10 @@ _FEATURES = (
 )
 """In the order in which a run asks them."""
 _MODEL_PARTS = (
+    "megatron_lancet.features.hybrid.model:HYBRID",
+    "megatron_lancet.features.mtp.model:PREDICTIONS",
+    "megatron_lancet.features.te.model:TRANSFORMER_ENGINE",
+    "megatron_lancet.model.local_experts.part:LOCAL_EXPERTS",
     "megatron_lancet.features.dedup.ops:DEDUP",
     "megatron_lancet.features.two_hop.ops:TWO_HOP",
     "megatron_lancet.features.tiles.ops:TILES",

@@ -17,7 +17,7 @@ from megatron_lancet.model import moe_layer
 from megatron_lancet.model.attention.switchable import SwitchableAttention, at_positions
 from megatron_lancet.model.chunking import Chunk
 from megatron_lancet.model.ops import ChunkState, traced
-from megatron_lancet.model.overlapping_moe import ForwardOp, ForwardOps, OverlappingMoE
+from megatron_lancet.model.overlapping_moe import ForwardOp, OverlappingMoE
 from megatron_lancet.model.recompute import (
     NOTHING,
     DroppedOutputs,
@@ -25,7 +25,7 @@ from megatron_lancet.model.recompute import (
     maybe_recomputed,
     outputs_dropped_in_stock,
 )
-from megatron_lancet.model.te.precision import block_precision, op_precision
+from megatron_lancet.model.te.precision import op_precision
 from megatron_lancet.registry import model_parts
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule import turns
@@ -94,10 +94,11 @@ def ops_of(segment: Segment, dispatch: Dispatch) -> LayerOps:
     Args:
         dispatch: what all-to-alls carry.
     """
-    of_experts: ForwardOps = moe_layer.OPS
+    of_layers, of_experts = OPS, moe_layer.OPS
     for part in model_parts():
+        of_layers = {**of_layers, **part.layer_ops()}
         of_experts = {**of_experts, **part.ops(segment, dispatch, of_experts)}
-    return {**OPS, **{verb: partial(_on_experts, op) for verb, op in of_experts.items()}}
+    return {**of_layers, **{verb: partial(_on_experts, op) for verb, op in of_experts.items()}}
 
 
 def _on_experts(op: ForwardOp, layer: OverlappingLayer, x: ChunkState) -> None:
@@ -112,13 +113,6 @@ def forward_layer(ops: LayerOps, layer: OverlappingLayer, instruction: Instructi
             x.pass_through(layer.comm, instruction)
         else:
             ops[instruction.verb](layer, x)
-
-
-def project(layer: OverlappingLayer, x: ChunkState) -> None:
-    """Join the hidden states with the embeddings of the next tokens, before the layer of a multi-token prediction."""
-    with block_precision(layer.stock.config):
-        x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _project, layer, x.hidden_sbH, x.embedded_sbH)
-    del x.embedded_sbH
 
 
 def attention(layer: OverlappingLayer, x: ChunkState) -> None:
@@ -159,19 +153,11 @@ def add_residual(layer: OverlappingLayer, x: ChunkState) -> None:
 
 
 OPS: LayerOps = {
-    Compute(OpKind.MTP_PROJECTION): project,
     Compute(OpKind.ATTENTION): attention,
     Compute(OpKind.NORM): norm,
     Compute(OpKind.MLP): mlp,
     AddResidual(OpKind.POSTPROCESS): add_residual,
 }
-
-
-def _project(layer: OverlappingLayer, hidden_sbH: torch.Tensor, embedded_sbH: torch.Tensor) -> torch.Tensor:
-    """Norms of both and projection to [s, b, H]."""
-    assert layer.prediction is not None
-    with op_precision(layer.stock):
-        return layer.prediction._concat_embeddings(hidden_sbH, embedded_sbH)
 
 
 def _attend(layer: TransformerLayer, hidden_sbH: torch.Tensor, chunk: Chunk) -> torch.Tensor:

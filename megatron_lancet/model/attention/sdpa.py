@@ -46,19 +46,25 @@ def sdpa_blockers(settings: Any) -> list[str]:
     return [flag for flag, is_set in blockers.items() if is_set]
 
 
-class SdpaAttention(DotProductAttention):
-    """Megatron's core attention on torch's fused kernel: no [s, s'] scores are kept, chunks may have a prefix, and the
-    sequence may be cut over a context-parallel group.
+class AttentionPerChunk:
+    """Mixin for a core attention whose chunks see earlier ones.
 
     Attributes:
         chunk: the present sequence chunk, or one with documents; None for whole sequences.
         recomputed: whether the attention of a chunk runs a second time in the backward pass.
-        recomputes_core: whether the core attention alone does. Megatron's own checkpoint would not know the documents.
+        recomputes_core: whether the core attention alone does. Megatron's own checkpoint would compute it without the
+            chunk's earlier keys and its documents, and run a backward pass inside the backward pass.
     """
 
     chunk: Chunk | None = None
     recomputed: bool = False
     recomputes_core: bool = False
+
+
+class SdpaAttention(AttentionPerChunk, DotProductAttention):
+    """Megatron's core attention on torch's fused kernel: no [s, s'] scores are kept, chunks may have a prefix, and the
+    sequence may be cut over a context-parallel group.
+    """
 
     def __init__(
         self,

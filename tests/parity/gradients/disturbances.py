@@ -67,7 +67,7 @@ def uses_added_one_by_one(stack: ExitStack) -> None:
 
 def same_prediction_twice(stack: ExitStack) -> None:
     """Negative control: every prediction sees the embeddings of the first one's tokens."""
-    from megatron_lancet.model.mtp import OverlappingMTPLayer
+    from megatron_lancet.features.mtp.model import OverlappingMTPLayer
 
     first = {}
 

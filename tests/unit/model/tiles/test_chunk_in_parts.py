@@ -64,8 +64,8 @@ def exchange_in_parts(
     for rank, of_rank in enumerate(zip(inputs.hidden, inputs.probs, inputs.maps, strict=True)):
         rows, permutation = dispatchers[rank].permute(*of_rank, pending[rank].num_sent() + num_spare)
         routes = parted_routes(dispatchers[rank], pending[rank], tiling, rank, rows[1])
-        received = partial(getattr, routes, "received_by_source")
-        gathered.append(GatheredWeightGrads(tiling.num_parts, received, {}, None))
+        by_source = partial(getattr, routes, "received_by_source")
+        gathered.append(GatheredWeightGrads(tiling.num_parts, by_source, {}, None))
         chunks.append(ChunkInParts(routes, gathered[-1], rows))
         permutations.append(permutation)
     for tile in range(tiling.num_tiles):

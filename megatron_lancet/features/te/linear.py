@@ -23,6 +23,7 @@ import torch
 from megatron.core.extensions import transformer_engine as megatron_te
 
 from megatron_lancet.model.adopt import adopt
+from megatron_lancet.model.linear import LinearByPlan
 from megatron_lancet.runtime.factors import Factors, JoinedFactors, PartOfRows
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 
@@ -84,7 +85,7 @@ class _StoreOfModule:
         return True
 
 
-class TELinearPerChunk:
+class TELinearPerChunk(LinearByPlan):
     """Mixin for a linear module of Transformer Engine.
 
     It follows DDP's protocol for late gradients, as ``model/linear.py`` does for Megatron's own layers: DDP does not
@@ -93,11 +94,10 @@ class TELinearPerChunk:
 
     Attributes:
         deferred: weights and biases whose gradients the store computes, in the module's order; empty without DDP.
-        has_several_uses: whether the module runs more than once in a micro-batch, also without chunks.
         is_exact: whether gradients are summed in stock's order. May change between steps.
     """
 
-    has_several_uses: bool = False
+    package = "transformer-engine"
     is_exact: bool = False
 
     deferred: Sequence[DeferredWeight] = ()
@@ -128,6 +128,10 @@ class TELinearPerChunk:
         self._unregistered = list(self._late)
         for parameter in self._late.values():
             parameter.skip_backward_post_hook = True
+
+    def keep_stocks_order(self, keeps: bool) -> None:
+        """See :class:`ByPlan`."""
+        self.is_exact = keeps
 
     @property
     def trains_weight(self: Any) -> bool:
