@@ -22,6 +22,7 @@ _MODEL_PARTS = (
     "megatron_lancet.features.hybrid.model:HYBRID",
     "megatron_lancet.features.mtp.model:PREDICTIONS",
     "megatron_lancet.features.te.model:TRANSFORMER_ENGINE",
+    "megatron_lancet.features.documents.model:DOCUMENTS",
     "megatron_lancet.model.local_experts.part:LOCAL_EXPERTS",
     "megatron_lancet.features.dedup.ops:DEDUP",
     "megatron_lancet.features.two_hop.ops:TWO_HOP",

@@ -14,7 +14,6 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import ByPlan, adopt, unknown_class
-from megatron_lancet.model.attention.flops import tokens_per_pair
 from megatron_lancet.model.attention.masks import check_mask_type
 from megatron_lancet.model.attention.switchable import SwitchableAttention
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
@@ -29,7 +28,6 @@ from megatron_lancet.model.transformer_block import LayersByPlan, OverlappingTra
 from megatron_lancet.model.transformer_layer import OverlappingLayer
 from megatron_lancet.registry import model_parts
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Plan, Segment
@@ -112,7 +110,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
         if block.uses_sdpa_everywhere or any(map(_needs_sdpa, its_segments))
     }
     for attention in prefixed:
-        attention.check(block.takes_documents and any(map(_needs_sdpa, attentions[attention])))
+        attention.check(block.documents is not None and any(map(_needs_sdpa, attentions[attention])))
     for layer in layers:
         if layer.attention in prefixed:
             check_mask_type(layer.stock.self_attention)
@@ -141,14 +139,12 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
 
 def _prepare_for_documents(model: LanguageModel) -> None:
     block = model.decoder
-    block.takes_documents = True
-    pattern = model.hybrid_layer_pattern if isinstance(model, HybridModel) else None
-    block.document_cost = DocumentCost(tokens_per_pair(model.config, model.vocab_size, pattern))
+    block.documents = next(filter(None, (part.document_reader(model) for part in model_parts())))
     for layer in overlapping_layers(model):
         if layer.attention is not None:
             layer.attention.begin_documents()
         if layer.prediction is not None:
-            layer.prediction.document_cost = block.document_cost
+            layer.prediction.documents = block.documents
 
 
 def num_forward_waits(model: LanguageModel, at_end: bool) -> int:

@@ -12,6 +12,7 @@ import torch
 from megatron_lancet.model.dispatcher.base import Dispatcher, ExpertRanks
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.model.overlapping_moe import ForwardOps
+from megatron_lancet.model.samples import DocumentReader
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.plan import Dispatch, Plan, Segment
 from megatron_lancet.schedule.turns import Verb
@@ -72,6 +73,14 @@ class ModelPart:
     def parts_with_several_uses(self, model: Any) -> Iterable[torch.nn.Module]:
         """The parts of a model that run more than once in a micro-batch, also without chunks."""
         return ()
+
+    def document_reader(self, model: Any = None) -> DocumentReader | None:
+        """Reads the documents of packed samples; None where the part does not know documents.
+
+        Args:
+            model: the model whose chunks are cut by the cost of documents; None for chunks of equal sizes.
+        """
+        return None
 
     def layer_ops(self) -> Mapping[Verb, Callable[[Any, ChunkState], None]]:
         """The ops of a layer that it adds."""

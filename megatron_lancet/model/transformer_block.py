@@ -27,17 +27,15 @@ from megatron_lancet.model.chunking import (
     split_rows,
     whole_micro_batch,
 )
-from megatron_lancet.model.documents.lengths import Documents
-from megatron_lancet.model.documents.packed import PackedMicroBatch
 from megatron_lancet.model.ops import ChunkState, begin_cut, begin_layers, end_cut, end_layers
 from megatron_lancet.model.routing.padding import padding_for_stock, padding_of
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
+from megatron_lancet.model.samples import DocumentReader, Documents, PackedMicroBatch
 from megatron_lancet.model.te.precision import block_precision
 from megatron_lancet.model.transformer_layer import LayerOps, OverlappingLayer, forward_layer, ops_of
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.runtime.transport.base import ReadyEvent
-from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import OverlapRange, Plan, Segment
 from megatron_lancet.schedule.turns import Concatenate, Cut, Instruction, Program, Wait, program
@@ -98,15 +96,13 @@ class LayersByPlan:
         end_segments: the same for micro-batches at the ends of a step with pairing.
         following: the op after its last layer; None where that is on the next stage.
         overlaps_evaluation: whether forward passes without gradients run by the plan, too.
-        takes_documents: whether all attentions are prepared for packed documents.
-        document_cost: what positions of documents cost; None where there are none.
+        documents: reads packed documents, for which all attentions are prepared; None where there are none.
         checked_limits: mask limits checked before.
     """
 
     checked_limits: Set[MaskLimit] = frozenset()
     overlaps_evaluation: bool = False
-    takes_documents: bool = False
-    document_cost: DocumentCost | None = None
+    documents: DocumentReader | None = None
     layers: torch.nn.ModuleList
     config: TransformerConfig
     pre_process: bool
@@ -218,7 +214,7 @@ class LayersByPlan:
         """
         if params is None:
             return None
-        if not self.takes_documents:
+        if self.documents is None:
             raise UsageError(
                 "the overlapping layers got packed_seq_params, and their attentions are not prepared for documents. "
                 "Pass --dataloader-inter-document-masking, or run with --lancet-plan off."
@@ -228,7 +224,7 @@ class LayersByPlan:
                 "the overlapping layers got packed_seq_params and an attention mask. Drop --reset-attention-mask: "
                 "attention stays inside documents without it."
             )
-        return PackedMicroBatch.of(params, hidden, self.config, self.document_cost)
+        return self.documents.read(params, hidden, self.config)
 
     def _begin_micro_batch(self, documents: Documents | None) -> None:
         if self.comm.store is not None and not self.comm.pairing.is_on:

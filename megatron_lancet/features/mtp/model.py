@@ -17,11 +17,11 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.attention.masks import MaskLimit, look_once
 from megatron_lancet.model.chunking import Rotary, whole_micro_batch
-from megatron_lancet.model.documents.packed import PackedMicroBatch
 from megatron_lancet.model.ops import ChunkState, end_layers
 from megatron_lancet.model.parts import ModelPart, PrepareLayer
 from megatron_lancet.model.recompute import maybe_recomputed, recompute_of_mtp
 from megatron_lancet.model.routing.padding import padding_for_stock, padding_of
+from megatron_lancet.model.samples import DocumentReader, PackedMicroBatch
 from megatron_lancet.model.te.precision import block_precision, op_precision
 from megatron_lancet.model.transformer_block import (
     SegmentForward,
@@ -33,7 +33,6 @@ from megatron_lancet.model.transformer_block import (
 )
 from megatron_lancet.model.transformer_layer import LayerOps, OverlappingLayer, forward_layer
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.turns import Compute, Instruction
@@ -62,11 +61,11 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
 
     Attributes:
         depths: one, or several of a repeated layer.
-        document_cost: see :class:`LayersByPlan`.
+        documents: see :class:`LayersByPlan`.
         checked_limits: see :class:`LayersByPlan`.
     """
 
-    document_cost: DocumentCost | None = None
+    documents: DocumentReader | None = None
     checked_limits: Set[MaskLimit] = frozenset()
     depths: Sequence[Depth]
     _num_runs: int
@@ -172,7 +171,8 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
                 "by itself. Drop one of them."
             )
         assert hasattr(multi_token_prediction.roll_tensor, "__wrapped__"), "Megatron shifts all samples alike"
-        return PackedMicroBatch.of(params, hidden, self.config, self.document_cost)
+        assert self.documents is not None, "the decoder has refused documents"
+        return self.documents.read(params, hidden, self.config)
 
 
 class OverlappingMTP(MultiTokenPredictionBlock):

@@ -16,8 +16,8 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.attention.sdpa import AttentionPerChunk
-from megatron_lancet.model.documents.lengths import Documents
 from megatron_lancet.model.recompute import maybe_recomputed
+from megatron_lancet.model.samples import Documents
 
 
 def is_te_attention(core: torch.nn.Module) -> bool:

@@ -15,7 +15,6 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.attention.sdpa import AttentionPerChunk, SdpaAttention, sdpa_blockers
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.documents.packed import rotary_at
 from megatron_lancet.registry import model_parts
 
 
@@ -65,7 +64,7 @@ class _PositionedYarnRotary(YarnRotaryEmbedding):
 def _at_positions(embedding: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     assert chunk.documents is not None
     assert chunk.positions is not None
-    return rotary_at(embedding, chunk.positions, chunk.documents)
+    return chunk.documents.rotary_at(embedding, chunk.positions)
 
 
 class SwitchableAttention:

@@ -10,7 +10,8 @@ Legend of shapes: S sequence length, B micro-batch size, s / b those of a chunk,
 hidden.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from megatron.core.transformer.moe import moe_utils
@@ -22,10 +23,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.documents.balance import balancing_loss
-from megatron_lancet.model.documents.lengths import Documents
-from megatron_lancet.model.routing.locality import LOSS_NAME, RankLocality
-from megatron_lancet.model.routing.placement import Places
+from megatron_lancet.model.samples import Documents
 
 
 class _ContiguousGrad(torch.autograd.Function):
@@ -40,6 +38,51 @@ class _ContiguousGrad(torch.autograd.Function):
         return grad.contiguous()
 
 
+class Places(Protocol):
+    """Which expert each place of a layer holds; the places of a rank are neighbours, in rank order.
+
+    Attributes:
+        experts: the logical expert of each place.
+        local_experts: the logical expert of each place of this rank.
+    """
+
+    @property
+    def experts(self) -> Sequence[int]: ...
+    @property
+    def local_experts(self) -> Sequence[int]: ...
+
+    def routed(self, probs_tE: torch.Tensor, routing_map_tE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Probabilities and routing map of experts, [t, E] each, by place."""
+
+
+class LossOfScores(Protocol):
+    """A further loss of the tokens of one rank.
+
+    Attributes:
+        name: its name in Megatron's log.
+        coeff: its coefficient.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def coeff(self) -> float: ...
+
+    def at_places_of(self, experts: Sequence[int]) -> "LossOfScores":
+        """The same loss where experts are on other ranks.
+
+        Args:
+            experts: the expert of each place.
+        """
+
+    def __call__(self, scores_TE: torch.Tensor) -> torch.Tensor:
+        """The loss with its coefficient, a scalar that is differentiable in the scores.
+
+        Args:
+            scores_TE: probabilities of each token over all experts, each row with sum 1.
+        """
+
+
 class ChunkedTopKRouter(TopKRouter):
     """Megatron's top-k router, also for one chunk of a micro-batch at a time.
 
@@ -50,7 +93,7 @@ class ChunkedTopKRouter(TopKRouter):
     places: Places | None = None
     _earlier: list[tuple[torch.Tensor, torch.Tensor | None]]
     _documents: Documents | None = None
-    locality: RankLocality | None = None
+    locality: LossOfScores | None = None
     """None for no such loss."""
 
     def begin_micro_batch(self, documents: Documents | None = None) -> None:
@@ -143,7 +186,7 @@ class ChunkedTopKRouter(TopKRouter):
         locality = self.locality if self.places is None else self.locality.at_places_of(self.places.experts)
         loss = locality(scores_TE) / self.tp_cp_group.size()
         return self.attach_and_log_load_balancing_loss(
-            probs, locality.coeff, loss, LOSS_NAME, self.tp_cp_group, valid_token_count=len(all_TE)
+            probs, locality.coeff, loss, locality.name, self.tp_cp_group, valid_token_count=len(all_TE)
         )
 
     def _apply_seq_aux_loss(
@@ -165,7 +208,7 @@ class ChunkedTopKRouter(TopKRouter):
                 "--moe-router-load-balancing-type seq_aux_loss of documents does not work with a padding_mask: the "
                 "loss counts all tokens of each document. Drop the mask, or pass aux_loss."
             )
-        loss = balancing_loss(scores_for_aux_loss, routing_map, self._documents, self.config, self.tp_cp_group, coeff)
+        loss = self._documents.balancing_loss(scores_for_aux_loss, routing_map, self.config, self.tp_cp_group, coeff)
         return self.attach_and_log_load_balancing_loss(
             probs, coeff, loss, "seq_load_balancing_loss", self.tp_cp_group, valid_token_count=len(scores_for_aux_loss)
         )
