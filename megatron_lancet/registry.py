@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_lancet.feature import Feature
     from megatron_lancet.model.parts import ModelPart
+    from megatron_lancet.runtime.position import Position
 
 _FEATURES = (
     "megatron_lancet.lab.causes.feature:CAUSES",
@@ -31,11 +32,20 @@ _MODEL_PARTS = (
 )
 """In the order in which they replace ops of a layer."""
 
+_POSITION = "megatron_lancet.runtime.pairing:Pairing"
+"""Without pairing it is ``megatron_lancet.runtime.position:Position``."""
+
 
 @cache
 def features() -> "tuple[Feature, ...]":
     """The features that this installation has."""
     return tuple(load(name) for name in _FEATURES)
+
+
+def position_class() -> "type[Position]":
+    """The class of the position of a rank."""
+    found: type[Position] = load(_POSITION)
+    return found
 
 
 @cache

@@ -41,6 +41,7 @@ def places_of(moe: OverlappingMoE) -> Places:
             experts = adopt(experts, PlacedTEGroupedMLP)
         assert isinstance(experts, PlacedExperts), type(experts)
         router.places = experts.places = Places(range(moe.stock.config.num_moe_experts), group.rank(), group.size())
+    assert isinstance(router.places, Places)
     return router.places
 
 

@@ -11,7 +11,7 @@ from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes
 from megatron_lancet.model.recompute import DroppedOutputs
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.runtime.recorder import Recorder
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.turns import ROWS_MADE_BY, AddResidual, Compute, Instruction, Launch, Verb, Wait
@@ -105,7 +105,7 @@ where the message with their gradients is launched."""
 
 
 @contextmanager
-def traced(trace: Trace | None, instruction: Instruction, x: ChunkState) -> Iterator[None]:
+def traced(trace: Recorder | None, instruction: Instruction, x: ChunkState) -> Iterator[None]:
     """Traces the instruction that runs inside: the end of its op, and in the graph the end of the op's backward.
 
     Args:
@@ -150,7 +150,7 @@ def trace_ends(model: torch.nn.Module, comm: Comm) -> None:
     model.register_forward_hook(after)
 
 
-def begin_layers(trace: Trace, hidden: torch.Tensor, has_embedding: bool) -> torch.Tensor:
+def begin_layers(trace: Recorder, hidden: torch.Tensor, has_embedding: bool) -> torch.Tensor:
     """Traces the end of the embedding, before a stage's first layer.
 
     Args:
@@ -163,7 +163,7 @@ def begin_layers(trace: Trace, hidden: torch.Tensor, has_embedding: bool) -> tor
     return trace.last_boundary(hidden, _name(Phase.INPUT_GRAD, OpKind.EMBEDDING))
 
 
-def end_layers(trace: Trace | None, hidden: torch.Tensor, following: Op | None) -> torch.Tensor:
+def end_layers(trace: Recorder | None, hidden: torch.Tensor, following: Op | None) -> torch.Tensor:
     """Traces the begin of the op that follows a stage's last layer, or a multi-token prediction's layer.
 
     Args:
@@ -174,7 +174,7 @@ def end_layers(trace: Trace | None, hidden: torch.Tensor, following: Op | None) 
     return hidden if trace is None or following is None else trace.boundary(hidden, str(following.mirrored()))
 
 
-def begin_cut(trace: Trace | None, hidden: torch.Tensor) -> torch.Tensor:
+def begin_cut(trace: Recorder | None, hidden: torch.Tensor) -> torch.Tensor:
     """Traces the begin of a split or a concatenation; returns ``hidden``.
 
     Args:
@@ -184,7 +184,7 @@ def begin_cut(trace: Trace | None, hidden: torch.Tensor) -> torch.Tensor:
     return hidden if trace is None else trace.boundary(hidden, _name(Phase.INPUT_GRAD, OpKind.CUT))
 
 
-def end_cut(trace: Trace | None) -> None:
+def end_cut(trace: Recorder | None) -> None:
     """Traces the end of a split or a concatenation.
 
     Args:

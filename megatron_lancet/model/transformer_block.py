@@ -34,7 +34,7 @@ from megatron_lancet.model.samples import DocumentReader, Documents, PackedMicro
 from megatron_lancet.model.te.precision import block_precision
 from megatron_lancet.model.transformer_layer import LayerOps, OverlappingLayer, forward_layer, ops_of
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.runtime.recorder import Recorder
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import OverlapRange, Plan, Segment
@@ -61,7 +61,7 @@ class SegmentForward:
         """Number of messages that the program waits for."""
         return sum(isinstance(one, Instruction) and isinstance(one.verb, Wait) for one in self.program)
 
-    def run(self, micro_batch: ChunkState, trace: Trace | None) -> None:
+    def run(self, micro_batch: ChunkState, trace: Recorder | None) -> None:
         """Run the program on a micro-batch.
 
         Args:
@@ -311,7 +311,7 @@ def segments_here(plan: Plan, layers: Sequence[OverlappingLayer]) -> Sequence[Se
     return segments
 
 
-def cut(micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> list[ChunkState]:
+def cut(micro_batch: ChunkState, segment: Segment, trace: Recorder | None) -> list[ChunkState]:
     """Splits the input of the first op in chunks: hidden states, or the input of the router or of the experts.
 
     Args:
@@ -322,7 +322,7 @@ def cut(micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> list[
     return chunks
 
 
-def _cut_hidden(micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> list[ChunkState]:
+def _cut_hidden(micro_batch: ChunkState, segment: Segment, trace: Recorder | None) -> list[ChunkState]:
     whole = micro_batch.chunk
     parts_sbH = split_hidden(begin_cut(trace, micro_batch.hidden_sbH), segment, whole.documents)
     del micro_batch.hidden_sbH
@@ -333,7 +333,7 @@ def _cut_hidden(micro_batch: ChunkState, segment: Segment, trace: Trace | None) 
     return states
 
 
-def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> list[ChunkState]:
+def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Recorder | None) -> list[ChunkState]:
     routing = []
     if segment.range is OverlapRange.EXPERTS:
         shape = micro_batch.normed_sbH.shape
@@ -356,7 +356,9 @@ def _cut_normed(micro_batch: ChunkState, segment: Segment, trace: Trace | None) 
     return states
 
 
-def concatenate(chunks: Sequence[ChunkState], micro_batch: ChunkState, segment: Segment, trace: Trace | None) -> None:
+def concatenate(
+    chunks: Sequence[ChunkState], micro_batch: ChunkState, segment: Segment, trace: Recorder | None
+) -> None:
     """Concatenates the output of the last op in chunks: hidden states, or the experts' output.
 
     Args:

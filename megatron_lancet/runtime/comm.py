@@ -22,12 +22,13 @@ from typing import Protocol
 
 import torch
 
+from megatron_lancet.registry import position_class
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.packing import RowLayout
-from megatron_lancet.runtime.pairing import Pairing
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.placement import on_cuda
-from megatron_lancet.runtime.trace import Trace, waiting
+from megatron_lancet.runtime.position import Position
+from megatron_lancet.runtime.recorder import Recorder, waiting
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, TokenCounts, Transfer, Transport
 from megatron_lancet.runtime.transport.hops import Hop, Hops
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
@@ -141,11 +142,11 @@ class Comm:
         self.stats = stats
         self.scheduler = scheduler
         self.wire = wire
-        self.pairing = Pairing(store, stats.on_cuda)
+        self.pairing: Position = position_class()(store, stats.on_cuda)
         self.keeps_one_order = False
         self.dispatch = Dispatch.PLAIN
         self.max_expert_rows: int | None = None
-        self.trace: Trace | None = None
+        self.trace: Recorder | None = None
         self.expert_rows: Callable[[int, list[list[int]]], None] | None = None
         self.own_rank = own_rank
         self._whole = Hop(transport, own_rank, peers)
@@ -155,7 +156,7 @@ class Comm:
         self._pending: deque[Exchange] = deque()
         self._launching = threading.Lock()
 
-    def record_to(self, trace: Trace | None) -> None:
+    def record_to(self, trace: Recorder | None) -> None:
         """Records ops, waits, dWs and messages into ``trace`` from now on; None stops it. Call between steps."""
         self.trace = self.pairing.trace = trace
         if self.store is not None:

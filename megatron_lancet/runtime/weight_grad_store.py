@@ -18,7 +18,7 @@ import torch
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.factors import PartOfRows
 from megatron_lancet.runtime.placement import on_cuda
-from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.runtime.recorder import Recorder
 from megatron_lancet.schedule.dw_queue import DwQueue, DwRules
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import Plan
@@ -195,7 +195,7 @@ class WeightGradStore:
             rules: rules for the time at which dWs run; a window of 0 defers nothing.
             rules_at_ends: rules for micro-batches at the ends of a step with pairing; None for the same.
         """
-        self.trace: Trace | None = None
+        self.trace: Recorder | None = None
         self.part: PartOfRows | None = None
         self._stats = stats
         self._rules = rules

@@ -14,14 +14,14 @@ ALLOWED = {
     "planning": {"schedule"},
     "config": {"schedule", "flags", "feature"},
     "feature": {"flags", "config", "schedule"},  # the last two for annotations only
-    "registry": {"feature", "model"},  # both for annotations only
+    "registry": {"feature", "model", "runtime"},  # for annotations only
     "features": {"schedule", "runtime", "model"},
     "flags": set(),
     "errors": set(),
     "patching": set(),
     "data": set(),
     "cli": {"schedule", "planning", "data", "report"},
-    "runtime": {"schedule"},
+    "runtime": {"schedule", "registry"},
     "model": {"schedule", "runtime", "registry"},
     "profiler": {"schedule", "planning", "runtime", "model"},
     "report": {"schedule", "planning", "runtime"},

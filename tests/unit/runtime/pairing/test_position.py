@@ -17,7 +17,8 @@ class Run:
 
     def __init__(self) -> None:
         self.comm = Comm(Loopback(), None, cpu_stats(), own_rank=0)
-        self.pairing: Pairing = self.comm.pairing
+        assert isinstance(self.comm.pairing, Pairing)
+        self.pairing = self.comm.pairing
         self.seen: list[str] = []
 
     def see(self) -> None:
