@@ -1,6 +1,7 @@
 """Makes a model that Megatron has built run a plan: a GPT, or a hybrid model of attention, MoE and MLP layers."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
@@ -97,7 +98,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     """
     block = model.decoder
     assert isinstance(block, LayersByPlan)
-    check_plan(plan, model, block.comm.max_expert_rows)
+    check_plan(plan, model, block.comm.settings.max_expert_rows)
     layers = overlapping_layers(model)
     # A repeated layer has several numbers.
     segments: dict[torch.nn.Module, list[Segment]] = {layer.stock: [] for layer in layers}
@@ -122,8 +123,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
     assert store is not None or not needs_store, "dW can't be deferred in a model without a store"
     if store is not None:
         store.configure(plan)
-    block.comm.keeps_one_order = plan.is_paired
-    block.comm.dispatch = plan.dispatch
+    block.comm.use(replace(block.comm.settings, dispatch=plan.dispatch, keeps_one_order=plan.is_paired))
     for stack in _stacks(model):
         stack.run_by(plan)
     for attention in attentions:

@@ -10,7 +10,8 @@ from megatron_lancet.model.dispatcher.base import Dispatcher
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.model.recompute import NOTHING, Recompute
 from megatron_lancet.runtime.all_to_all import AllToAll
-from megatron_lancet.runtime.comm import Comm, PendingSplits, RowSplits
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.exchange import PendingSplits, RowSplits
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import Dispatch
 from megatron_lancet.schedule.turns import Verb
@@ -37,8 +38,8 @@ class OverlappingMoE:
     @property
     def dispatcher(self) -> Dispatcher:
         """The one of the present plan."""
-        assert self.comm.dispatch in self.dispatchers, "nothing was prepared for this dispatch"
-        return self.dispatchers[self.comm.dispatch]
+        assert self.comm.settings.dispatch in self.dispatchers, "nothing was prepared for this dispatch"
+        return self.dispatchers[self.comm.settings.dispatch]
 
     @property
     def local_experts(self) -> Sequence[int]:

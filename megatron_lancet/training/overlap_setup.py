@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -122,7 +123,7 @@ class OverlapSetup:
             hops=hops,
             layout=self._layout,
         )
-        self._comm.max_expert_rows = self._max_expert_rows
+        self._comm.use(replace(self._comm.settings, max_expert_rows=self._max_expert_rows))
         for stage in stages:
             assert isinstance(stage, GPTModel | HybridModel)
             overlap(stage, self.plan, self._comm, self._sdpa, documents=self._documents)
@@ -173,7 +174,8 @@ class OverlapSetup:
         assert self._comm is not None, "the model is not built yet"
         for stage in self._stages:
             check_plan(self.plan, stage, max_rows)
-        self._comm.max_expert_rows = self._max_expert_rows = max_rows
+        self._max_expert_rows = max_rows
+        self._comm.use(replace(self._comm.settings, max_expert_rows=max_rows))
 
     @property
     def max_expert_rows(self) -> int | None:

@@ -26,7 +26,7 @@ from megatron_lancet.schedule.turns import Compute, Launch, LaunchCounts, Verb
 
 def launch_counts(unbounded: ForwardOp, moe: OverlappingMoE, x: ChunkState) -> None:
     """Launch the exchange of token counts; with a bound each rank gets the counts of all."""
-    max_rows = moe.comm.max_expert_rows
+    max_rows = moe.comm.settings.max_expert_rows
     if max_rows is None:
         unbounded(moe, x)
         return
@@ -38,14 +38,14 @@ def launch_counts(unbounded: ForwardOp, moe: OverlappingMoE, x: ChunkState) -> N
 
 def launch_dispatch(unbounded: ForwardOp, moe: OverlappingMoE, x: ChunkState) -> None:
     """Send the rows to their experts, or nodes, and keep them until the counts have arrived."""
-    if moe.comm.max_expert_rows is not None:
+    if moe.comm.settings.max_expert_rows is not None:
         x.kept = tuple(rows.detach() for rows in x.rows)
     unbounded(moe, x)
 
 
 def wait_for_dispatch(unbounded: ForwardOp, moe: OverlappingMoE, x: ChunkState) -> None:
     """Receive other tokens' rows, or, of a chunk with too many rows for a rank, the outputs of its own, in rounds."""
-    if moe.comm.max_expert_rows is None:
+    if moe.comm.settings.max_expert_rows is None:
         unbounded(moe, x)
         return
     sent = x.kept

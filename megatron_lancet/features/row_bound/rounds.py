@@ -16,7 +16,7 @@ import torch
 
 from megatron_lancet.features.row_bound.limit import Counts
 from megatron_lancet.model.dispatcher.routes import Routes
-from megatron_lancet.runtime.comm import RowSplits
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.placement import on_cuda
 
 

@@ -20,7 +20,7 @@ import torch
 from megatron_lancet.model.dispatcher.base import Dispatcher
 from megatron_lancet.model.dispatcher.distinct_rows import DistinctRoutes
 from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes, by_holder
-from megatron_lancet.runtime.comm import CountsExchange, RowSplits
+from megatron_lancet.runtime.exchange import CountsExchange, RowSplits
 from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.schedule.plan import OwnRows, Segment
 

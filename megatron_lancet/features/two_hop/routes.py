@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_lancet.runtime.comm import RowSplits
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.transport.base import TokenCounts
 from megatron_lancet.schedule.nodes import Nodes
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from megatron_lancet.model.dispatcher.base import PlainRows
-from megatron_lancet.runtime.comm import RowSplits
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.transport.base import TokenCounts
 
 _BITS = 8

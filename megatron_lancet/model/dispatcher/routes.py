@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from megatron_lancet.model.dispatcher.row_order import RowOrder
-from megatron_lancet.runtime.comm import CountsExchange, RowSplits
+from megatron_lancet.runtime.exchange import CountsExchange, RowSplits
 from megatron_lancet.runtime.transport.base import TokenCounts
 
 

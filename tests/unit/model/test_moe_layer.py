@@ -17,7 +17,7 @@ from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.model.overlapping_moe import OverlappingMoE
 from megatron_lancet.model.recompute import Recompute
-from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.comm import Comm, CommSettings
 from megatron_lancet.runtime.trace import RoutedRows, Trace
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.select import make_transport
@@ -126,7 +126,7 @@ def test_rows_are_freed_when_the_message_is_packed_and_when_they_are_sorted(comm
 def test_trace_has_rows_with_and_without_duplicates_whatever_is_dispatched(comm, dispatch):
     """The first token has both of its experts on rank 0, the others one on each rank."""
     moe, x, trace = moe_of(comm, Experts(), Recompute()), routed_chunk(), Trace(torch.device("cpu"), 0)
-    comm.dispatch = dispatch
+    comm.use(CommSettings(dispatch))
     comm.record_to(trace)
     moe_layer.launch_counts(moe, x)
     moe_layer.preprocess(moe, x)
@@ -156,7 +156,7 @@ class KeepingExperts:
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_deduplicated_rows_of_the_experts_are_made_again_and_not_kept(comm, recomputed):
     """With recompute the distinct rows are kept, as they were received; else what autograd keeps of the experts."""
-    comm.dispatch = Dispatch.DEDUP
+    comm.use(CommSettings(Dispatch.DEDUP))
     experts = KeepingExperts()
     moe, x = moe_of(comm, experts, Recompute(experts=recomputed)), routed_chunk()
     hidden_sbH = x.normed_sbH
