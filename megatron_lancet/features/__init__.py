@@ -1,1 +1,1 @@
-"""Optional parts of a run, a folder each: the core names none of them but in ``registry.py``."""
+"""Optional parts of a run, a folder each; only the registry names them."""

@@ -35,14 +35,24 @@ from tests.virtual_gpu.programs import Program, run_program
 PRODUCT = Path(__file__).parents[2] / "megatron_lancet"
 REPORT = Path(__file__).parents[2] / "docs" / "virtual_gpu_mutants.json"
 """What each mutant made fail; beside it the same as text. ``--write`` makes both."""
-NOT_PRODUCT = ("virtual_gpu/", "mock/", "training/platform/")
+NOT_PRODUCT = ("testkit/", "training/platform/")
 """The stand-ins themselves."""
 STATEMENTS = {"wait_event", "wait_stream", "record_stream", "record_event", "record", "synchronize"}
 WRAPPERS = {"block", "block_current", "_behind_dws"}
 """Methods of the product that do nothing but wait."""
-KEEPERS = ("runtime/", "training/megatron/grad_reduction.py", "model/dispatcher/", "model/local_experts/")
+KEEPERS = (
+    "runtime/",
+    "training/megatron/grad_reduction.py",
+    "model/dispatcher/",
+    "model/local_experts/",
+    "features/dedup/",
+    "features/two_hop/",
+    "features/row_bound/limit.py",
+    "features/row_bound/rounds.py",
+    "features/tiles/parts.py",
+)
 """Where attributes are taken for kept memory if they are released, or never read."""
-NOT_KEEPERS = ("runtime/lane.py", "runtime/pairing.py")
+NOT_KEEPERS = ("runtime/lane.py", "runtime/pairing.py", "runtime/position.py")
 """Whose attributes say what runs now. A thread would wait forever without them."""
 TOLERANCE = 1e-4
 EXCHANGE_STREAMS = {"comm", "counts"}
