@@ -5,15 +5,18 @@ does, and no import circle arises. To remove a feature, delete its folder and it
 """
 
 import importlib
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from megatron_lancet.errors import UsageError
 
 if TYPE_CHECKING:
     from megatron_lancet.feature import Feature
     from megatron_lancet.model.parts import ModelPart
     from megatron_lancet.runtime.position import Position
 
-_FEATURES = (
+_FEATURES: tuple[str, ...] = (
     "megatron_lancet.lab.causes.feature:CAUSES",
     "megatron_lancet.lab.views.feature:VIEWS",
     "megatron_lancet.testkit.mock.run:MOCKED_WORLD",
@@ -34,6 +37,10 @@ _MODEL_PARTS = (
 
 _POSITION = "megatron_lancet.runtime.pairing:Pairing"
 """Without pairing it is ``megatron_lancet.runtime.position:Position``."""
+_COMMANDS: dict[str, str] = {
+    "--lancet-dry-run": "megatron_lancet.lab.dry_run.run:run_dry",
+}
+"""What flags run in place of a training."""
 
 
 @cache
@@ -52,6 +59,18 @@ def position_class() -> "type[Position]":
 def model_parts() -> "tuple[ModelPart, ...]":
     """The optional parts of a model that this installation has."""
     return tuple(load(name) for name in _MODEL_PARTS)
+
+
+def command(flag: str) -> Callable[[], None]:
+    """What a flag runs in place of a training.
+
+    Raises:
+        UsageError: the installation does not have it.
+    """
+    if flag not in _COMMANDS:
+        raise UsageError(f"this installation of Megatron-Lancet has no {flag}. Install the whole package.")
+    run: Callable[[], None] = load(_COMMANDS[flag])
+    return run
 
 
 def load(name: str) -> Any:

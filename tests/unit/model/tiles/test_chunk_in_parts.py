@@ -19,11 +19,10 @@ from megatron_lancet.features.tiles.parts import (
     count_parts,
     part_sizes,
     parted_routes,
-    rows_of_parts,
 )
 from megatron_lancet.features.tiles.weight_grads import GatheredWeightGrads
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
-from megatron_lancet.model.dispatcher.routes import Routes
+from megatron_lancet.model.dispatcher.routes import Routes, cut_evenly
 from megatron_lancet.runtime.factors import Factors
 from megatron_lancet.schedule.plan import OwnRows, Segment
 from tests.draws import examples
@@ -132,7 +131,7 @@ def test_parts_give_the_outputs_and_the_weight_gradients_of_all_rows(kind, maps,
 
 @given(st.lists(st.lists(st.integers(0, 40), min_size=3, max_size=3), min_size=1, max_size=5), st.integers(1, 9))
 def test_parts_of_a_pair_are_a_partition_as_even_as_possible(rows_Qe, number):
-    parts = rows_of_parts(torch.tensor(rows_Qe), number)
+    parts = cut_evenly(torch.tensor(rows_Qe), number)
     assert parts.sum(dim=0).tolist() == rows_Qe
     assert int(parts.min()) >= 0
     for pair, of_experts in enumerate(rows_Qe):
