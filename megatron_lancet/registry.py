@@ -14,7 +14,7 @@ from megatron_lancet.errors import UsageError
 if TYPE_CHECKING:
     from megatron_lancet.feature import Feature
     from megatron_lancet.model.parts import ModelPart
-    from megatron_lancet.runtime.position import Position
+    from megatron_lancet.runtime.progress.position import Position
 
 _FEATURES: tuple[str, ...] = (
     "megatron_lancet.lab.causes.feature:CAUSES",
@@ -35,8 +35,8 @@ _MODEL_PARTS = (
 )
 """In the order in which they replace ops of a layer."""
 
-_POSITION = "megatron_lancet.runtime.pairing:Pairing"
-"""Without pairing it is ``megatron_lancet.runtime.position:Position``."""
+_POSITION = "megatron_lancet.runtime.progress.pairing:Pairing"
+"""Without pairing it is ``megatron_lancet.runtime.progress.position:Position``."""
 _COMMANDS: dict[str, str] = {
     "--lancet-dry-run": "megatron_lancet.lab.dry_run.run:run_dry",
 }

@@ -33,7 +33,7 @@ from megatron_lancet.runtime.exchange import (
     RowSplits,
 )
 from megatron_lancet.runtime.peers import Peers
-from megatron_lancet.runtime.position import Position
+from megatron_lancet.runtime.progress.position import Position
 from megatron_lancet.runtime.recorder import Recorder, waiting
 from megatron_lancet.runtime.transport.base import ReadyEvent, TokenCounts, Transfer, Transport
 from megatron_lancet.runtime.transport.hops import Hop, Hops

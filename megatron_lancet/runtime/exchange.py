@@ -10,7 +10,7 @@ import torch
 
 from megatron_lancet.runtime.packing import RowLayout
 from megatron_lancet.runtime.placement import on_cuda
-from megatron_lancet.runtime.position import Position
+from megatron_lancet.runtime.progress.position import Position
 from megatron_lancet.runtime.transport.base import CountsTransfer, ReadyEvent, TokenCounts, Transfer, Transport
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.wire import Wire

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.pairing import MicroBatch, Pairing
+from megatron_lancet.runtime.progress.pairing import MicroBatch, Pairing
 from megatron_lancet.schedule.ops import Op
 from tests.fakes import Loopback, cpu_stats
 

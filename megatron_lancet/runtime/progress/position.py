@@ -8,7 +8,9 @@ from megatron_lancet.schedule.ops import Op
 
 
 class Position:
-    """The last op of a rank. :class:`~megatron_lancet.runtime.pairing.Pairing` also lets forwards run beside backwards.
+    """The last op of a rank.
+
+    :class:`~megatron_lancet.runtime.progress.pairing.Pairing` also lets forwards run beside backwards.
 
     Attributes:
         trace: trace of the current step, None while nothing is recorded.

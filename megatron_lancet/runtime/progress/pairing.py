@@ -5,8 +5,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_lancet.runtime.lane import Forward, ForwardLane
-from megatron_lancet.runtime.position import Position
+from megatron_lancet.runtime.progress.lane import Forward, ForwardLane
+from megatron_lancet.runtime.progress.position import Position
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.pairing import PairedTurns
