@@ -29,7 +29,15 @@ def adopt[ModuleT: torch.nn.Module](module: torch.nn.Module, subclass: type[Modu
 
 
 class ByPlan:
-    """Mixin for a module whose arithmetic follows the plan."""
+    """Mixin for a module whose arithmetic follows the plan.
+
+    Attributes:
+        last_expert_first: whether the next forward pass of experts expects the last expert's rows first.
+    """
+
+    @property
+    def last_expert_first(self) -> bool:
+        return False
 
     def keep_stocks_order(self, keeps: bool) -> None:
         """Sets whether the module keeps stock's order of sums from the next step on."""

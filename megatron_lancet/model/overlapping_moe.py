@@ -6,9 +6,11 @@ from functools import cached_property
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from megatron_lancet.model.adopt import ByPlan
 from megatron_lancet.model.dispatcher.base import Dispatcher
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.model.recompute import NOTHING, Recompute
+from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.runtime.all_to_all import AllToAll
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.exchange import PendingSplits, RowSplits
@@ -44,16 +46,17 @@ class OverlappingMoE:
     @property
     def local_experts(self) -> Sequence[int]:
         """Numbers of the experts of this rank, in the order of their places."""
-        places = getattr(self.stock.router, "places", None)
-        if places is not None:
-            return places.local_experts
+        router = self.stock.router
+        if isinstance(router, ChunkedTopKRouter) and router.places is not None:
+            return router.places.local_experts
         num_local, rank = self.stock.num_local_experts, self.stock.token_dispatcher.ep_group.rank()
         return range(num_local * rank, num_local * (rank + 1))
 
     @property
     def last_expert_first(self) -> bool:
         """Whether the next forward pass of the experts expects the last one's rows first."""
-        return getattr(self.stock.experts, "last_expert_first", False)
+        experts = self.stock.experts
+        return isinstance(experts, ByPlan) and experts.last_expert_first
 
     @cached_property
     def expert_of(self) -> Mapping[Hashable, int]:
