@@ -29,8 +29,8 @@ from megatron_lancet.model.attention.sdpa import SdpaAttention
 from megatron_lancet.model.recompute import make_checkpoint
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.training.batches.shifted_tokens import shifted_in_documents
 from megatron_lancet.training.megatron.norm import sequence_parallel_norm
-from megatron_lancet.training.megatron.shifted_tokens import shifted_in_documents
 
 EXPERT_GROUPS = ("ep", "tp_ep_mp")
 """Megatron's names of the process groups on which a plan's rows and token counts are sent."""
