@@ -21,7 +21,6 @@ Legend of shapes: T tokens of a rank in a micro-batch, E experts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
@@ -70,7 +69,6 @@ class RankLocality:
     coeff: float
     local_experts: tuple[int, ...]
     num_experts: int
-    name: ClassVar[str] = LOSS_NAME
 
     def at_places_of(self, experts: Sequence[int]) -> "RankLocality":
         """The same loss where experts are on other ranks.

@@ -23,19 +23,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.chunking import Chunk
+from megatron_lancet.model.routing.locality import LOSS_NAME, RankLocality
 from megatron_lancet.model.samples import Documents
-
-
-class _ContiguousGrad(torch.autograd.Function):
-    """Identity whose backward returns a contiguous gradient, as Megatron's gating needs it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.contiguous()
 
 
 class Places(Protocol):
@@ -55,32 +44,16 @@ class Places(Protocol):
         """Probabilities and routing map of experts, [t, E] each, by place."""
 
 
-class LossOfScores(Protocol):
-    """A further loss of the tokens of one rank.
+class _ContiguousGrad(torch.autograd.Function):
+    """Identity whose backward returns a contiguous gradient, as Megatron's gating needs it."""
 
-    Attributes:
-        name: its name in Megatron's log.
-        coeff: its coefficient.
-    """
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def coeff(self) -> float: ...
-
-    def at_places_of(self, experts: Sequence[int]) -> "LossOfScores":
-        """The same loss where experts are on other ranks.
-
-        Args:
-            experts: the expert of each place.
-        """
-
-    def __call__(self, scores_TE: torch.Tensor) -> torch.Tensor:
-        """The loss with its coefficient, a scalar that is differentiable in the scores.
-
-        Args:
-            scores_TE: probabilities of each token over all experts, each row with sum 1.
-        """
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.contiguous()
 
 
 class ChunkedTopKRouter(TopKRouter):
@@ -93,7 +66,7 @@ class ChunkedTopKRouter(TopKRouter):
     places: Places | None = None
     _earlier: list[tuple[torch.Tensor, torch.Tensor | None]]
     _documents: Documents | None = None
-    locality: LossOfScores | None = None
+    locality: RankLocality | None = None
     """None for no such loss."""
 
     def begin_micro_batch(self, documents: Documents | None = None) -> None:
@@ -186,7 +159,7 @@ class ChunkedTopKRouter(TopKRouter):
         locality = self.locality if self.places is None else self.locality.at_places_of(self.places.experts)
         loss = locality(scores_TE) / self.tp_cp_group.size()
         return self.attach_and_log_load_balancing_loss(
-            probs, locality.coeff, loss, locality.name, self.tp_cp_group, valid_token_count=len(all_TE)
+            probs, locality.coeff, loss, LOSS_NAME, self.tp_cp_group, valid_token_count=len(all_TE)
         )
 
     def _apply_seq_aux_loss(
