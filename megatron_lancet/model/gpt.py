@@ -22,7 +22,7 @@ from megatron_lancet.model.dispatcher.base import Dispatcher, ExpertRanks
 from megatron_lancet.model.linear import LinearByPlan, can_defer, defer_weight_grad
 from megatron_lancet.model.ops import trace_ends
 from megatron_lancet.model.overlapping_moe import OverlappingMoE
-from megatron_lancet.model.parts import Stack
+from megatron_lancet.model.parts import Stack, document_reader
 from megatron_lancet.model.recompute import Recompute, recompute_of_layer
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.model.transformer_block import LayersByPlan, OverlappingTransformerBlock
@@ -139,7 +139,7 @@ def set_plan(model: LanguageModel, plan: Plan) -> None:
 
 def _prepare_for_documents(model: LanguageModel) -> None:
     block = model.decoder
-    block.documents = next(filter(None, (part.document_reader(model) for part in model_parts())))
+    block.documents = document_reader(model)
     for layer in overlapping_layers(model):
         if layer.attention is not None:
             layer.attention.begin_documents()

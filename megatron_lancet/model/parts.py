@@ -9,10 +9,12 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_lancet.errors import UsageError
 from megatron_lancet.model.dispatcher.base import Dispatcher, ExpertRanks
 from megatron_lancet.model.ops import ChunkState
 from megatron_lancet.model.overlapping_moe import ForwardOps
 from megatron_lancet.model.samples import DocumentReader
+from megatron_lancet.registry import model_parts
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.plan import Dispatch, Plan, Segment
 from megatron_lancet.schedule.turns import Verb
@@ -108,3 +110,16 @@ class ModelPart:
         Raises:
             UsageError: the plan needs what the model, prepared for plans, does not have.
         """
+
+
+def document_reader(model: Any = None) -> DocumentReader:
+    """Reads the documents of packed samples; see :meth:`ModelPart.document_reader`.
+
+    Raises:
+        UsageError: the installation does not have the part that knows documents.
+    """
+    for part in model_parts():
+        reader = part.document_reader(model)
+        if reader is not None:
+            return reader
+    raise UsageError("this installation of Megatron-Lancet has no packed documents. Install the whole package.")

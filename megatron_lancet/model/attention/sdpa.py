@@ -25,9 +25,9 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_lancet.model.chunking import Chunk
+from megatron_lancet.model.parts import document_reader
 from megatron_lancet.model.recompute import maybe_recomputed
 from megatron_lancet.model.samples import Documents
-from megatron_lancet.registry import model_parts
 from megatron_lancet.runtime.placement import on_cuda
 
 _KERNEL_TAKES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
@@ -149,8 +149,7 @@ class SdpaAttention(AttentionPerChunk, DotProductAttention):
         assert self.chunk is None
         assert packed.cu_seqlens_q is not None
         assert self.config.context_parallel_size == 1, "refused before the model was built"
-        readers = (part.document_reader() for part in model_parts())
-        documents = next(filter(None, readers)).end_to_end(packed.cu_seqlens_q.diff().tolist())
+        documents = document_reader().end_to_end(packed.cu_seqlens_q.diff().tolist())
         query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         return self._attend(query, key, value, None, documents).squeeze(1)
 
