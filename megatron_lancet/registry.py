@@ -22,7 +22,7 @@ _FEATURES: tuple[str, ...] = (
     "megatron_lancet.testkit.mock.run:MOCKED_WORLD",
 )
 """In the order in which a run asks them."""
-_MODEL_PARTS = (
+_MODEL_PARTS: tuple[str, ...] = (
     "megatron_lancet.features.hybrid.model:HYBRID",
     "megatron_lancet.features.mtp.model:PREDICTIONS",
     "megatron_lancet.features.te.model:TRANSFORMER_ENGINE",

@@ -39,8 +39,8 @@ def launch_dispatch(moe: OverlappingMoE, x: ChunkState, tiling: Tiling, op: Op) 
     assert op.tile is not None
     if op.tile == 0:
         routes = parted_routes(moe.dispatcher, x.present_routes, tiling, moe.comm.own_rank, x.rows[1])
-        received = partial(getattr, routes, "received_by_source")
-        gathered = GatheredWeightGrads(tiling.num_parts, received, moe.expert_of, moe.comm.store)
+        num_parts, store = tiling.num_parts, moe.comm.store
+        gathered = GatheredWeightGrads(num_parts, lambda: routes.received_by_source, moe.expert_of, store)
         x.kept = ChunkInParts(routes, gathered, x.rows)
         del x.rows
     parts = _parts(x)
