@@ -13,6 +13,8 @@ from megatron_lancet.errors import UsageError
 
 if TYPE_CHECKING:
     from megatron_lancet.feature import Feature
+    from megatron_lancet.model.parts import ModelPart
+    from megatron_lancet.runtime.progress.position import Position
     from megatron_lancet.schedule.dispatch import Dispatch
 
 _FEATURES: tuple[str, ...] = (
@@ -21,6 +23,21 @@ _FEATURES: tuple[str, ...] = (
     "megatron_lancet.testkit.mock.run:MOCKED_WORLD",
 )
 """In the order in which a run asks them."""
+_MODEL_PARTS: tuple[str, ...] = (
+    "megatron_lancet.features.hybrid.model:HYBRID",
+    "megatron_lancet.features.mtp.model:PREDICTIONS",
+    "megatron_lancet.features.te.model:TRANSFORMER_ENGINE",
+    "megatron_lancet.features.documents.model:DOCUMENTS",
+    "megatron_lancet.model.local_experts.part:LOCAL_EXPERTS",
+    "megatron_lancet.features.dedup.ops:DEDUP",
+    "megatron_lancet.features.two_hop.ops:TWO_HOP",
+    "megatron_lancet.features.tiles.ops:TILES",
+    "megatron_lancet.features.row_bound.ops:ROW_BOUND",
+)
+"""In the order in which they replace ops of a layer."""
+
+_POSITION = "megatron_lancet.runtime.progress.pairing:Pairing"
+"""Without pairing it is ``megatron_lancet.runtime.progress.position:Position``."""
 _COMMANDS: dict[str, str] = {
     "--lancet-dry-run": "megatron_lancet.lab.dry_run.run:run_dry",
 }
@@ -58,6 +75,18 @@ def tiled() -> "Callable[..., Dispatch]":
     """Makes a dispatch with tiles: from another one, the number of tiles, and when own rows run."""
     made: Callable[..., Dispatch] = load(_TILED[0])
     return made
+
+
+def position_class() -> "type[Position]":
+    """The class of the position of a rank."""
+    found: type[Position] = load(_POSITION)
+    return found
+
+
+@cache
+def model_parts() -> "tuple[ModelPart, ...]":
+    """The optional parts of a model that this installation has."""
+    return tuple(load(name) for name in _MODEL_PARTS)
 
 
 def command(flag: str) -> Callable[[], None]:

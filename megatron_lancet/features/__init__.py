@@ -1,1 +1,1 @@
-"""Optional features, a folder each: ``registry.py`` alone names them."""
+"""Optional parts of a run, a folder each; only the registry names them."""

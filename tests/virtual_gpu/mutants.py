@@ -39,9 +39,19 @@ NOT_PRODUCT = ("testkit/", "training/platform/")
 STATEMENTS = {"wait_event", "wait_stream", "record_stream", "record_event", "record", "synchronize"}
 WRAPPERS = {"block", "block_current", "_behind_dws"}
 """Methods of the product that do nothing but wait."""
-KEEPERS = ("runtime/", "training/megatron/grad_reduction.py", "model/dispatcher/", "model/local_experts/")
+KEEPERS = (
+    "runtime/",
+    "training/megatron/grad_reduction.py",
+    "model/dispatcher/",
+    "model/local_experts/",
+    "features/dedup/",
+    "features/two_hop/",
+    "features/row_bound/limit.py",
+    "features/row_bound/rounds.py",
+    "features/tiles/parts.py",
+)
 """Where attributes are taken for kept memory if they are released, or never read."""
-NOT_KEEPERS = ("runtime/lane.py", "runtime/pairing.py")
+NOT_KEEPERS = ("runtime/progress/lane.py", "runtime/progress/pairing.py", "runtime/progress/position.py")
 """Whose attributes say what runs now. A thread would wait forever without them."""
 TOLERANCE = 1e-4
 EXCHANGE_STREAMS = {"comm", "counts"}

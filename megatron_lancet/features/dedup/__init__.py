@@ -1,1 +1,1 @@
-"""Deduplicated dispatch: one row per token and rank that holds any of its experts."""
+"""Dispatch of one row per token and rank."""

@@ -1,1 +1,1 @@
-"""Rows in tiles: a chunk has several messages with a part of its rows each (Comet section 3)."""
+"""The rows of a chunk in parts: rows that stay on their rank, and tiles of rows that go to other ranks."""

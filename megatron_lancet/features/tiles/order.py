@@ -4,6 +4,7 @@ part by part (Comet section 3).
 
 from dataclasses import replace
 
+from megatron_lancet.features.tiles.support import model_blocker
 from megatron_lancet.schedule.dispatch import NOTHING_IS_SENT, Blocker, Dispatch, Layout, OwnRows
 from megatron_lancet.schedule.ops import Compute, Launch, Layer, OpKind, Verb, Wait
 
@@ -60,20 +61,7 @@ class Tiled(Dispatch):
     def blocker(self, layout: Layout) -> Blocker | None:
         if layout.ep_size <= 1:
             return Blocker(NOTHING_IS_SENT, is_evident=True, advice="raise --expert-model-parallel-size")
-        if layout.is_quantized:
-            return Blocker(
-                "fp8 and fp4 give each tile scales of its own, so that a weight gradient can't be one product over the "
-                "rows of all tiles",
-                is_evident=True,
-                advice="drop --fp8-format or --fp4-format",
-            )
-        if layout.has_row_bound:
-            return Blocker(
-                "--lancet-max-received-rows sends a chunk in rounds, which have no tiles",
-                is_evident=True,
-                advice="drop --lancet-max-received-rows",
-            )
-        return self._whole.blocker(layout)
+        return model_blocker(layout.is_quantized, layout.has_row_bound) or self._whole.blocker(layout)
 
 
 def _of_tile(verb: Verb, tile: int) -> Verb:

@@ -1,1 +1,1 @@
-"""Dispatch in two hops: one row per token and node, and from there one per token and rank."""
+"""Dispatch in two hops: between nodes, then inside a node."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron_lancet.model.dispatcher.parts import PartedRoutes
-from megatron_lancet.model.tiles.weight_grads import GatheredWeightGrads
+from megatron_lancet.features.tiles.parts import PartedRoutes
+from megatron_lancet.features.tiles.weight_grads import GatheredWeightGrads
 from megatron_lancet.runtime.all_to_all import AllToAll
-from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.runtime.recorder import Recorder
 from megatron_lancet.schedule.ops import Op, OpKind
 
 Rows = tuple[torch.Tensor, ...]
@@ -85,7 +85,7 @@ class ChunkInParts:
         assert op.tile is not None
         return self.routes.tiling.part_of_tile(op.tile)
 
-    def trace(self, trace: Trace, op: Op) -> None:
+    def trace(self, trace: Recorder, op: Op) -> None:
         """Traces the number of rows on which an op of experts works, and where its backward ends without a message."""
         part = self.part_of(op)
         trace.received(str(op), self.routes.routes(part).num_rows)

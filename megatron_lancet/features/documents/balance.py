@@ -8,14 +8,18 @@ Legend of shapes: s positions on this rank, B samples, T = s * B tokens, E exper
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 
-from megatron_lancet.model.documents.lengths import Documents, to_device
-from megatron_lancet.model.documents.packed import own_positions
+from megatron_lancet.model.attention.slices import own_positions
+from megatron_lancet.runtime.placement import to_device
+
+if TYPE_CHECKING:
+    from megatron_lancet.features.documents.lengths import Documents
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class DocumentParts:
     document_lengths: torch.Tensor
 
     @staticmethod
-    def of(documents: Documents, ranges: Sequence[tuple[int, int]], device: torch.device) -> "DocumentParts":
+    def of(documents: "Documents", ranges: Sequence[tuple[int, int]], device: torch.device) -> "DocumentParts":
         """
         Args:
             ranges: positions on this rank, in their order there: first ones, and those behind the last ones.
@@ -84,7 +88,7 @@ def ranges_on_rank(num_positions: int, config: TransformerConfig) -> list[tuple[
 def balancing_loss(
     scores_TE: torch.Tensor,
     map_TE: torch.Tensor,
-    documents: Documents,
+    documents: "Documents",
     config: TransformerConfig,
     group: torch.distributed.ProcessGroup,
     coeff: float,

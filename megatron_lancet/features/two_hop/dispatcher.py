@@ -22,17 +22,17 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.model.dispatcher.deduplicated import DistinctRows
+from megatron_lancet.features.two_hop.routes import TwoHopRoutes
+from megatron_lancet.model.dispatcher.base import PlainRows, launch_counts, num_distinct_rows
 from megatron_lancet.model.dispatcher.distinct_rows import (
-    PlainRows,
+    DistinctRows,
     distinct_rows,
     of_each_expert,
     probs_and_choice,
     summed,
     through_experts,
 )
-from megatron_lancet.model.dispatcher.routes import PendingRoutes, TwoHopRoutes
-from megatron_lancet.model.dispatcher.row_limit import launch_counts
+from megatron_lancet.model.dispatcher.routes import CountsLimit, PendingRoutes, Routes
 from megatron_lancet.model.dispatcher.row_order import RowOrder
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.transport.base import ReadyEvent
@@ -62,6 +62,8 @@ class PassedRows:
 class TwoHopDispatcher:
     """Moves rows between tokens' ranks and experts' ranks by way of nodes; without state between calls."""
 
+    has_plain_rows = False
+
     def __init__(
         self, comm: Comm, num_experts: int, num_ranks: int, expert_tp_group: dist.ProcessGroup, nodes: Nodes, rank: int
     ) -> None:
@@ -74,23 +76,26 @@ class TwoHopDispatcher:
         self._comm = comm
         self._nodes = nodes
         self._num_local_experts = num_experts // num_ranks
-        self._tp_size = expert_tp_group.size()
+        self.tp_size, self.tp_rank = expert_tp_group.size(), expert_tp_group.rank()
         self._make_routes = partial(
-            TwoHopRoutes.of, tp_size=self._tp_size, tp_rank=expert_tp_group.rank(), nodes=nodes, own_rank=rank
+            TwoHopRoutes.of, tp_size=self.tp_size, tp_rank=self.tp_rank, nodes=nodes, own_rank=rank
         )
         self._place = rank % nodes.ranks_per_node
 
-    def launch_counts(self, op: Op, routing_map_tE: torch.Tensor, routed: ReadyEvent) -> PendingRoutes[TwoHopRoutes]:
+    def launch_counts(
+        self, op: Op, routing_map_tE: torch.Tensor, routed: ReadyEvent, limit: CountsLimit | None = None
+    ) -> PendingRoutes[TwoHopRoutes]:
         """Tells every rank how many rows it gets from here, how many it passes on, and how many its experts have.
 
         Args:
             routing_map_tE: bool; to be kept until the counts have been waited for.
             routed: the point in time at which ``routing_map_tE`` was complete.
+            limit: see :class:`Dispatcher`.
         """
         num_ranks = self._nodes.num_nodes * self._nodes.ranks_per_node
-        count, peers = partial(self._count, routing_map_tE), num_ranks * self._tp_size
-        exchange, limit = launch_counts(self._comm, op, count, routing_map_tE, routed, peers)
-        return PendingRoutes(exchange, self._make_routes, TwoHopRoutes.rows_to, self._tp_size, num_ranks, limit)
+        count, peers = partial(self._count, routing_map_tE), num_ranks * self.tp_size
+        exchange = launch_counts(self._comm, op, count, routing_map_tE, routed, peers, limit)
+        return PendingRoutes(exchange, self._make_routes, TwoHopRoutes.rows_to, self.tp_size, limit)
 
     def _count(self, routing_map_tE: torch.Tensor) -> torch.Tensor:
         """Returns the counts that are sent, [P * V * (2 + L + e)]; see :meth:`TwoHopRoutes.of`."""
@@ -110,15 +115,20 @@ class TwoHopDispatcher:
             dim=2,
         )
         # All holders of an expert learn of its rows.
-        return counts_NLc.unsqueeze(2).expand(-1, -1, self._tp_size, -1).flatten()
+        return counts_NLc.unsqueeze(2).expand(-1, -1, self.tp_size, -1).flatten()
 
-    def most_rows(self, num_tokens: int, topk: int) -> int:
-        """The largest number of rows that a chunk sends in the first hop.
-
-        Args:
-            topk: experts of a token at most.
+    def even_routes(self, rows_per_expert: int, device: torch.device) -> Routes:
         """
-        return num_tokens * min(topk, self._nodes.num_nodes)
+        Raises:
+            AssertionError: always: rows of a padded capacity are all different.
+        """
+        raise AssertionError("rows of a padded capacity are all different")
+
+    def num_rows(
+        self, probs_tE: torch.Tensor, topk: int, drops_tokens: bool, routes: PendingRoutes[TwoHopRoutes] | Routes
+    ) -> int:
+        """The number of rows of the first hop to make of a chunk; see :func:`num_distinct_rows`."""
+        return num_distinct_rows(probs_tE, len(probs_tE) * min(topk, self._nodes.num_nodes), routes)
 
     def permute(
         self, hidden_sbH: torch.Tensor, probs_tE: torch.Tensor, routing_map_tE: torch.Tensor, num_rows: int
@@ -147,7 +157,7 @@ class TwoHopDispatcher:
             back.
         """
         tokens_pH, choice_p = received
-        per_node, copies = self._nodes.ranks_per_node, self._tp_size
+        per_node, copies = self._nodes.ranks_per_node, self.tp_size
         probs_pE, chosen_pE = probs_and_choice(choice_p, per_node * self._num_local_experts)
         made = distinct_rows(tokens_pH, probs_pE, chosen_pE, per_node, sum(routes.local_splits.sent), copies)
         num_rows = len(tokens_pH)

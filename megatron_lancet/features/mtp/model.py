@@ -4,23 +4,25 @@ The micro-batch is whole at the beginning of each, where the hidden states are j
 tokens. From there its transformer layer runs in chunks, as a layer of the decoder does.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, MultiTokenPredictionLayer
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.attention.masks import MaskLimit, look_once
 from megatron_lancet.model.chunking import Rotary, whole_micro_batch
-from megatron_lancet.model.documents.packed import PackedMicroBatch
 from megatron_lancet.model.ops import ChunkState, end_layers
+from megatron_lancet.model.parts import ModelPart, PrepareLayer
+from megatron_lancet.model.recompute import maybe_recomputed, recompute_of_mtp
 from megatron_lancet.model.routing.padding import padding_for_stock, padding_of
-from megatron_lancet.model.te.precision import block_precision
+from megatron_lancet.model.samples import DocumentReader, PackedMicroBatch
+from megatron_lancet.model.te.precision import block_precision, op_precision
 from megatron_lancet.model.transformer_block import (
     SegmentForward,
     attentions_know,
@@ -29,11 +31,11 @@ from megatron_lancet.model.transformer_block import (
     refuse_arguments,
     segments_here,
 )
-from megatron_lancet.model.transformer_layer import OverlappingLayer, forward_layer
-from megatron_lancet.schedule.documents.cost import DocumentCost
-from megatron_lancet.schedule.ops import Op
+from megatron_lancet.model.transformer_layer import LayerOps, OverlappingLayer, forward_layer
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.schedule.turns import Instruction
+from megatron_lancet.schedule.turns import Compute, Instruction
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,11 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
 
     Attributes:
         depths: one, or several of a repeated layer.
-        document_cost: see :class:`LayersByPlan`.
+        documents: see :class:`LayersByPlan`.
         checked_limits: see :class:`LayersByPlan`.
     """
 
-    document_cost: DocumentCost | None = None
+    documents: DocumentReader | None = None
     checked_limits: Set[MaskLimit] = frozenset()
     depths: Sequence[Depth]
     _num_runs: int
@@ -128,7 +130,7 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
         micro_batch = ChunkState(whole)
         micro_batch.hidden_sbH, micro_batch.embedded_sbH = hidden_states, decoder_input
         with random_state(self.config):
-            forward_layer(depth.layer, depth.projection, micro_batch)
+            forward_layer(segment.ops, depth.layer, depth.projection, micro_batch)
             with block_precision(self.config):
                 segment.run(micro_batch, trace)
         hidden = micro_batch.hidden_sbH if packed is None else packed.flattened(micro_batch.hidden_sbH)
@@ -169,7 +171,8 @@ class OverlappingMTPLayer(MultiTokenPredictionLayer):
                 "by itself. Drop one of them."
             )
         assert hasattr(multi_token_prediction.roll_tensor, "__wrapped__"), "Megatron shifts all samples alike"
-        return PackedMicroBatch.of(params, hidden, self.config, self.document_cost)
+        assert self.documents is not None, "the decoder has refused documents"
+        return self.documents.read(params, hidden, self.config)
 
 
 class OverlappingMTP(MultiTokenPredictionBlock):
@@ -212,27 +215,57 @@ class OverlappingMTP(MultiTokenPredictionBlock):
         return super().forward(*args, **kwargs)
 
 
-def shifted_in_documents(
-    stock: Callable[..., tuple[Any, Any]],
-    tensor: torch.Tensor | None,
-    shifts: int = -1,
-    dims: int = -1,
-    cp_group: dist.ProcessGroup | None = None,
-    packed_seq_params: PackedSeqParams | None = None,
-) -> tuple[Any, Any]:
-    """Megatron's ``roll_tensor``, which takes the documents of several samples for those of one.
+class _Predictions(ModelPart):
+    def prepare_layers(self, model: Any, comm: Comm, prepare: PrepareLayer) -> None:
+        """Prepares the layers of multi-token prediction, which are numbered from the model's last layer on."""
+        if not _has_predictions(model):
+            return
+        mtp, config, block = adopt(model.mtp, OverlappingMTP), model.config, model.decoder
+        layers = []
+        for number, prediction in enumerate(mtp.layers, start=config.num_layers + 1):
+            prediction = adopt(prediction, OverlappingMTPLayer)
+            layer = prepare(prediction.mtp_model_layer, number, recompute_of_mtp(config), comm)
+            layers.append(replace(layer, prediction=prediction))
+        if config.mtp_use_repeated_layer:
+            layers = [layers[0].numbered(layers[0].number + depth) for depth in range(config.mtp_num_layers)]
+        mtp.overlapping_layers, mtp.following = layers, block.following
+        block.following = Op(layers[0].number, 0, Phase.FORWARD, OpKind.MTP_PROJECTION)
 
-    Args:
-        tensor: [B, S] or [1, B * S], tokens, labels or their masks; each position gets the value of the next one, and
-            the last one of a document 0.
+    def stacks(self, model: Any) -> Sequence[OverlappingMTP]:
+        """The predictions, where this stage has them."""
+        return [model.mtp] if _has_predictions(model) else []
 
-    Returns:
-        The shifted tensor, and its sum.
-    """
-    if tensor is None or packed_seq_params is None or (cp_group is not None and cp_group.size() > 1):
-        return stock(tensor, shifts, dims, cp_group, packed_seq_params)
-    assert (shifts, dims % tensor.dim()) == (-1, tensor.dim() - 1), "Megatron shifts by one, along the positions"
-    assert packed_seq_params.cu_seqlens_q is not None
-    rolled = tensor.flatten().roll(-1)
-    rolled[packed_seq_params.cu_seqlens_q[1:].to(tensor.device, torch.long) - 1] = 0
-    return rolled.view(tensor.shape), rolled.sum()
+    def parts_with_several_uses(self, model: Any) -> Iterator[torch.nn.Module]:
+        """Yields the output layer, which each depth uses, and the layers of depths that are the same module."""
+        config = model.config
+        if config.mtp_num_layers and model.post_process and not config.mtp_detach_heads:
+            yield model.output_layer
+        if _has_predictions(model) and len(model.mtp.overlapping_layers) > len(model.mtp.layers):
+            yield model.mtp
+
+    def layer_ops(self) -> LayerOps:
+        """The projection of each depth."""
+        return OPS
+
+
+def _has_predictions(model: Any) -> bool:
+    """Whether this stage has the layers of multi-token prediction."""
+    return getattr(model, "mtp_process", False)
+
+
+def project(layer: OverlappingLayer, x: ChunkState) -> None:
+    """Join the hidden states with the embeddings of the next tokens, before the layer of a multi-token prediction."""
+    with block_precision(layer.stock.config):
+        x.hidden_sbH = maybe_recomputed(layer.recompute.attention, _project, layer, x.hidden_sbH, x.embedded_sbH)
+    del x.embedded_sbH
+
+
+def _project(layer: OverlappingLayer, hidden_sbH: torch.Tensor, embedded_sbH: torch.Tensor) -> torch.Tensor:
+    """Norms of both and projection to [s, b, H]."""
+    assert layer.prediction is not None
+    with op_precision(layer.stock):
+        return layer.prediction._concat_embeddings(hidden_sbH, embedded_sbH)
+
+
+OPS: LayerOps = {Compute(OpKind.MTP_PROJECTION): project}
+PREDICTIONS = _Predictions()

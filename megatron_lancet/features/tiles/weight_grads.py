@@ -10,26 +10,12 @@ Legend of shapes: T rows of an expert in one part, or in all, I inputs, O output
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-
-class Factors(NamedTuple):
-    """The factors of a dW, with equally many rows each.
-
-    Attributes:
-        grad_TO: output gradients.
-        input_TI: inputs.
-    """
-
-    grad_TO: torch.Tensor
-    input_TI: torch.Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of both."""
-        return self.grad_TO.nbytes + self.input_TI.nbytes
+from megatron_lancet.runtime.factors import Factors
+from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 
 
 class Piece(NamedTuple):
@@ -93,14 +79,20 @@ class GatheredWeightGrads:
     """Gathers the factors of the dWs of a chunk's experts in one layer."""
 
     def __init__(
-        self, num_parts: int, received_by_source: Callable[[], torch.Tensor], expert_of: Mapping[Hashable, int]
+        self,
+        num_parts: int,
+        received_by_source: Callable[[], torch.Tensor],
+        expert_of: Mapping[Hashable, int],
+        store: WeightGradStore | None,
     ) -> None:
         """
         Args:
             received_by_source: returns the rows of each part from each source for each local expert, [parts, S, e];
                 called in the backward pass.
             expert_of: the local expert of each linear layer that is one expert's.
+            store: takes the dWs; None where none is deferred.
         """
+        self._store = store
         self._num_parts = num_parts
         self._received_by_source = received_by_source
         self._expert_of = expert_of
@@ -109,12 +101,18 @@ class GatheredWeightGrads:
 
     @contextmanager
     def in_part(self, part: int) -> Iterator[None]:
-        """Inside, linear layers run on the rows of a part of the chunk."""
-        outer, PartOfRows.present = PartOfRows.present, PartOfRows(self, part)
+        """Inside, linear layers run on the rows of a part of the chunk.
+
+        A forward beside a backward changes places with it at waits only, of which there are none inside a part.
+        """
+        if self._store is None:
+            yield
+            return
+        outer, self._store.part = self._store.part, PartOfRows(self, part)
         try:
             yield
         finally:
-            PartOfRows.present = outer
+            self._store.part = outer
 
     def add(self, linear: Hashable, expert: int, part: int, factors: Factors) -> PartsOfRows | None:
         """Takes the factors of a part's dW.
@@ -153,13 +151,10 @@ class PartOfRows:
     Attributes:
         weight_grads: of the chunk.
         part: its number.
-        present: the one whose forward, or its repetition in the backward pass, is under way; None outside of parts.
-            A forward beside a backward changes places with it at waits only, of which there are none inside a part.
     """
 
     weight_grads: GatheredWeightGrads
     part: int
-    present: ClassVar["PartOfRows | None"] = None
 
     def add(self, linear: Hashable, factors: Factors, expert: int | None = None) -> PartsOfRows | None:
         """See :meth:`GatheredWeightGrads.add`.

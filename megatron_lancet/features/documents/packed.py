@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.documents.lengths import Documents, to_device
+from megatron_lancet.features.documents.lengths import Documents
+from megatron_lancet.model.attention.slices import own_positions
+from megatron_lancet.runtime.placement import to_device
 from megatron_lancet.schedule.documents.cost import DocumentCost
 
 
@@ -86,41 +87,7 @@ class PackedMicroBatch:
         Raises:
             UsageError: there are too few of them.
         """
-        return None if rotary_pos_emb is None else rotary_at(rotary_pos_emb, self.positions, self.documents)
-
-
-def rotary_at(rotary_pos_emb: torch.Tensor, positions: torch.Tensor, documents: Documents) -> torch.Tensor:
-    """Rotary embedding of positions, [s, b, 1, R].
-
-    Args:
-        rotary_pos_emb: of positions from 0 on, [longest or more, 1, 1, R].
-        positions: [s, b].
-
-    Raises:
-        UsageError: there are too few of them.
-    """
-    if documents.longest > rotary_pos_emb.size(0):
-        raise UsageError(
-            f"a packed micro-batch has a document of {documents.longest} tokens, and its max_seqlen_q is "
-            f"{rotary_pos_emb.size(0)}. Set it to the length of the longest document or above."
-        )
-    return rotary_pos_emb[:, 0, 0][positions].unsqueeze(2)
-
-
-def own_positions(num_positions: int, config: TransformerConfig) -> list[tuple[int, int]]:
-    """First positions, and those behind the last ones, of a context-parallel rank's two slices of a sequence.
-
-    Raises:
-        UsageError: sequences can't be cut into slices of one size.
-    """
-    num_slices, rank = 2 * config.context_parallel_size, parallel_state.get_context_parallel_rank()
-    if num_positions % num_slices:
-        raise UsageError(
-            f"a packed sequence of {num_positions} tokens can't be cut into {num_slices} slices of one size for "
-            f"--context-parallel-size {config.context_parallel_size}. Pad it to a multiple."
-        )
-    size = num_positions // num_slices
-    return [(number * size, (number + 1) * size) for number in (rank, num_slices - 1 - rank)]
+        return None if rotary_pos_emb is None else self.documents.rotary_at(rotary_pos_emb, self.positions)
 
 
 def lengths_of(ends: list[int], num_positions: int, num_tokens: int) -> tuple[tuple[int, ...], ...]:

@@ -15,9 +15,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_lancet.model.adopt import adopt
-from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.documents.lengths import Documents
+from megatron_lancet.model.attention.sdpa import AttentionPerChunk
 from megatron_lancet.model.recompute import maybe_recomputed
+from megatron_lancet.model.samples import Documents
 
 
 def is_te_attention(core: torch.nn.Module) -> bool:
@@ -41,19 +41,8 @@ def _subclass() -> type:
     return type("TEDotProductAttentionPerChunk", bases, {"__module__": __name__})
 
 
-class TEAttentionPerChunk:
-    """Mixin for Transformer Engine's core attention.
-
-    Attributes:
-        chunk: the present sequence chunk, or one with documents; None for whole sequences.
-        recomputed: whether the attention of a chunk runs a second time in the backward pass.
-        recomputes_core: whether the core attention alone does. Megatron's own checkpoint would compute it without the
-            chunk's earlier keys, and run a backward pass inside the backward pass.
-    """
-
-    chunk: Chunk | None = None
-    recomputed: bool = False
-    recomputes_core: bool = False
+class TEAttentionPerChunk(AttentionPerChunk):
+    """Mixin for Transformer Engine's core attention."""
 
     def forward(
         self: Any,

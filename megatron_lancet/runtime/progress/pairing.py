@@ -5,8 +5,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_lancet.runtime.lane import Forward, ForwardLane
-from megatron_lancet.runtime.trace import Trace
+from megatron_lancet.runtime.progress.lane import Forward, ForwardLane
+from megatron_lancet.runtime.progress.position import Position
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.pairing import PairedTurns
@@ -74,7 +74,7 @@ class _Side:
         return in_words(*self.last) + ("" if self.last_number is None else f", of micro-batch {self.last_number}")
 
 
-class Pairing:
+class Pairing(Position):
     """The forwards and the backwards of a step, as far as they run side by side, and how far both are.
 
     Attributes:
@@ -84,13 +84,11 @@ class Pairing:
     """
 
     def __init__(self, store: WeightGradStore | None, on_cuda: bool) -> None:
+        super().__init__(store, on_cuda)
         self.lane = ForwardLane(on_cuda)
-        self.trace: Trace | None = None
-        self.is_at_end = True
         self._forwards, self._backwards = _Side("forward"), _Side("backward")
         self._present = self._backwards
         self._failed_at: tuple[_Side, _Side] | None = None
-        self._store = store
         self._pair: _Pair | None = None
 
     @property

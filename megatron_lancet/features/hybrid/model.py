@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_lancet.model.chunking import Rotary
+from megatron_lancet.model.parts import ModelPart
 from megatron_lancet.model.transformer_block import LayersByPlan
 
 
@@ -31,3 +33,12 @@ class OverlappingHybridStack(LayersByPlan, HybridStack):
         if self.post_process and self.post_layer_norm:
             hidden = self.final_norm(hidden)
         return make_viewless_tensor(inp=hidden, requires_grad=hidden.requires_grad, keep_graph=True)
+
+
+class _Hybrid(ModelPart):
+    def block_class(self, model: Any) -> type[OverlappingHybridStack] | None:
+        """The class of the stack of a hybrid model."""
+        return OverlappingHybridStack if isinstance(model, HybridModel) else None
+
+
+HYBRID = _Hybrid()

@@ -10,13 +10,10 @@ Q = P * V ranks that exchange counts, E experts, c counts that a peer is told fo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from megatron_lancet.runtime.comm import Comm, CountsExchange
-from megatron_lancet.runtime.transport.base import ReadyEvent, TokenCounts
-from megatron_lancet.schedule.ops import Op
+from megatron_lancet.runtime.transport.base import TokenCounts
 
 type Counts = Sequence[Sequence[int]]
 """Rows from each of the Q ranks to each of the E experts; the V ranks that hold the same experts are neighbours."""
@@ -43,18 +40,44 @@ def num_rounds(rows: Sequence[int], max_rows: int) -> int:
 
 
 @dataclass(frozen=True)
+class OverLimit:
+    """A chunk of which a rank's experts would get more rows than they may work on at a time.
+
+    Attributes:
+        num_rounds: rounds in which it goes.
+        rows: of the experts of each rank, P in all.
+        counts: rows from each rank to each expert.
+        like: a tensor on the device of the rows.
+    """
+
+    num_rounds: int
+    rows: Sequence[int]
+    counts: Counts
+    like: torch.Tensor
+
+
+@dataclass
 class RowLimit:
-    """A limit of a chunk.
+    """The limit of a chunk.
 
     Attributes:
         max_rows: rows that a rank's experts may work on at a time.
         num_experts: E.
+        num_ranks: P.
+        over: what makes the chunk go in several rounds; None before the counts are known, or if it goes in one.
     """
 
     max_rows: int
     num_experts: int
+    num_ranks: int
+    over: OverLimit | None = None
 
-    def with_rows_of_all(
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether the chunk goes in several rounds."""
+        return self.over is not None
+
+    def with_counts_of_all(
         self, count: Callable[[], torch.Tensor], routing_map_tE: torch.Tensor, num_peers: int
     ) -> torch.Tensor:
         """What is sent to the peers, [Q * (c + E)]: what is for each alone, and the rows from here to every expert.
@@ -77,23 +100,15 @@ class RowLimit:
         (sent, _), (received, rows_of_all) = self.apart(counts.sent), self.apart(counts.received)
         return TokenCounts(sent, received, counts.received_on_device[:, : -self.num_experts]), rows_of_all
 
+    def of_dispatch(self, counts: Counts) -> list[list[int]]:
+        """The counts that are for each peer alone, [Q][c]."""
+        return self.apart(counts)[0]
 
-def launch_counts(
-    comm: Comm, op: Op, count: Callable[[], torch.Tensor], routing_map_tE: torch.Tensor, routed: ReadyEvent, peers: int
-) -> tuple[CountsExchange, RowLimit | None]:
-    """Launches the exchange of a chunk's counts.
-
-    Args:
-        count: returns what is for each peer, [Q * c].
-        routing_map_tE: bool; to be kept until the counts have been waited for.
-        routed: the point in time at which ``routing_map_tE`` was complete.
-        peers: Q.
-
-    Returns:
-        The exchange, and the limit that the chunk has; None for any number of rows.
-    """
-    if comm.max_expert_rows is None:
-        return comm.launch_counts(op, count, routed), None
-    limit = RowLimit(comm.max_expert_rows, routing_map_tE.size(1))
-    told = partial(limit.with_rows_of_all, count, routing_map_tE, peers)
-    return comm.launch_counts(op, told, routed), limit
+    def look_at(self, counts: TokenCounts) -> TokenCounts:
+        """Decides in how many rounds the chunk goes; returns the counts that are for this rank alone."""
+        counts, rows_of_all = self.of_peers(counts)
+        rows = rows_by_rank(rows_of_all, self.num_ranks)
+        number = num_rounds(rows, self.max_rows)
+        if number > 1:
+            self.over = OverLimit(number, rows, rows_of_all, counts.received_on_device)
+        return counts

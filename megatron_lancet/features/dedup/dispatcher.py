@@ -14,7 +14,6 @@ of its experts), q distinct rows that this rank's experts see, m rows of the loc
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,38 +23,25 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
+from megatron_lancet.model.dispatcher.base import PlainRows, launch_counts, num_distinct_rows
 from megatron_lancet.model.dispatcher.distinct_rows import (
-    PlainRows,
+    DistinctRoutes,
+    DistinctRows,
     distinct_rows,
     of_each_expert,
     summed,
     through_experts,
 )
-from megatron_lancet.model.dispatcher.parts import PartedDistinctRoutes, Tiling, count_parts
-from megatron_lancet.model.dispatcher.routes import DistinctRoutes, PendingRoutes
-from megatron_lancet.model.dispatcher.row_limit import launch_counts
+from megatron_lancet.model.dispatcher.routes import CountsLimit, PendingRoutes, Routes
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op
 
 
-@dataclass(frozen=True)
-class DistinctRows:
-    """Maps a chunk's distinct rows to its tokens.
-
-    Attributes:
-        token_d: the token of each row, and of those that stay here.
-        routing_map_tE: kept for the kernels that count its rows, see :meth:`DeduplicatedDispatcher.launch_counts`.
-        hidden_shape: [s, b, H] of the chunk.
-    """
-
-    token_d: torch.Tensor
-    routing_map_tE: torch.Tensor
-    hidden_shape: torch.Size
-
-
 class DeduplicatedDispatcher:
     """Moves the distinct rows of chunks between tokens' ranks and experts' ranks; without state between calls."""
+
+    has_plain_rows = False
 
     def __init__(self, comm: Comm, num_experts: int, num_ranks: int, expert_tp_group: dist.ProcessGroup) -> None:
         """
@@ -67,56 +53,59 @@ class DeduplicatedDispatcher:
         self._num_ranks = num_ranks
         self._num_local_experts = num_experts // num_ranks
         self._tp_group = expert_tp_group
-        self._tp_size = expert_tp_group.size()
+        self.tp_size, self.tp_rank = expert_tp_group.size(), expert_tp_group.rank()
 
     def launch_counts(
-        self, op: Op, routing_map_tE: torch.Tensor, routed: ReadyEvent, tiling: Tiling | None = None
+        self,
+        op: Op,
+        routing_map_tE: torch.Tensor,
+        routed: ReadyEvent,
+        limit: CountsLimit | None = None,
+        in_parts: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> PendingRoutes[DistinctRoutes]:
         """Tells every rank how many distinct rows it gets from here, and how many rows each of its experts.
 
         Args:
             routing_map_tE: bool; to be kept until the counts have been waited for.
             routed: the point in time at which ``routing_map_tE`` was complete.
-            tiling: parts in which the rows go, whose rows for each expert are told, too; None for one message.
+            limit: see :class:`Dispatcher`.
+            in_parts: maps the experts of each token, [t, P, e] bool, to the rows of each part for each expert,
+                [P, parts, e], which are told, too; None where all rows go in one message.
         """
-        peers = self._num_ranks * self._tp_size
-        count = partial(self._count, routing_map_tE, tiling)
-        exchange, limit = launch_counts(self._comm, op, count, routing_map_tE, routed, peers)
+        peers = self._num_ranks * self.tp_size
+        count = partial(self._count, routing_map_tE, in_parts)
+        exchange = launch_counts(self._comm, op, count, routing_map_tE, routed, peers, limit)
         make = partial(
             DistinctRoutes.of,
-            tp_size=self._tp_size,
-            tp_rank=self._tp_group.rank(),
+            tp_size=self.tp_size,
+            tp_rank=self.tp_rank,
             num_experts=self._num_local_experts,
         )
-        return PendingRoutes(exchange, make, DistinctRoutes.rows_to, self._tp_size, self._num_ranks, limit)
+        return PendingRoutes(exchange, make, DistinctRoutes.rows_to, self.tp_size, limit)
 
-    def in_parts(
-        self, routes: PendingRoutes[DistinctRoutes], tiling: Tiling, like: torch.Tensor
-    ) -> PartedDistinctRoutes:
-        """The routes of the parts of a chunk.
-
-        Args:
-            routes: of all its rows, whose counts were launched for these parts.
-            like: a tensor on the device of the rows.
-        """
-        return PartedDistinctRoutes(routes, tiling, self._comm.own_rank, self._tp_size, self._tp_group.rank(), like)
-
-    def _count(self, routing_map_tE: torch.Tensor, tiling: Tiling | None = None) -> torch.Tensor:
+    def _count(
+        self, routing_map_tE: torch.Tensor, in_parts: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """Returns the counts that are sent, [P * V * (1 + e)], or more: rows of each part in front of those of all."""
         chosen_tPe = routing_map_tE.view(-1, self._num_ranks, self._num_local_experts)
         distinct_P1 = chosen_tPe.any(dim=2).sum(dim=0).unsqueeze(1)
-        parts = [] if tiling is None else [count_parts(chosen_tPe, tiling, self._comm.own_rank).flatten(1)]
+        parts = [] if in_parts is None else [in_parts(chosen_tPe).flatten(1)]
         counts = torch.cat((distinct_P1, *parts, chosen_tPe.sum(dim=0)), dim=1).unsqueeze(1)
         # All holders of an expert learn of its rows, though one of them receives them from here.
-        return counts.expand(-1, self._tp_size, -1).flatten()
+        return counts.expand(-1, self.tp_size, -1).flatten()
 
-    def most_rows(self, num_tokens: int, topk: int) -> int:
-        """The largest number of distinct rows of a chunk.
-
-        Args:
-            topk: experts of a token at most.
+    def even_routes(self, rows_per_expert: int, device: torch.device) -> Routes:
         """
-        return num_tokens * min(topk, self._num_ranks)
+        Raises:
+            AssertionError: always: rows of a padded capacity are all different.
+        """
+        raise AssertionError("rows of a padded capacity are all different")
+
+    def num_rows(
+        self, probs_tE: torch.Tensor, topk: int, drops_tokens: bool, routes: PendingRoutes[DistinctRoutes] | Routes
+    ) -> int:
+        """The number of rows to make of a chunk; see :func:`num_distinct_rows`."""
+        return num_distinct_rows(probs_tE, len(probs_tE) * min(topk, self._num_ranks), routes)
 
     def permute(
         self, hidden_sbH: torch.Tensor, probs_tE: torch.Tensor, routing_map_tE: torch.Tensor, num_rows: int
@@ -149,7 +138,7 @@ class DeduplicatedDispatcher:
         Args:
             last_expert_first: makes no difference; :meth:`through_experts` orders the rows.
         """
-        if self._tp_size == 1:
+        if self.tp_size == 1:
             return received
         holders = list(routes.rows_by_holder)
         return tuple(
@@ -187,7 +176,7 @@ class DeduplicatedDispatcher:
             sum_dtype: type in which the parts of an expert are summed.
             last_expert_first: makes no difference.
         """
-        if self._tp_size == 1:
+        if self.tp_size == 1:
             return output_qH
         summed = reduce_scatter_to_sequence_parallel_region(
             output_qH.to(sum_dtype), group=self._tp_group, input_split_sizes=list(routes.rows_by_holder)

@@ -9,8 +9,15 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.transformer import TransformerConfig
 
+from megatron_lancet.errors import UsageError
+from megatron_lancet.features.documents.balance import balancing_loss
+from megatron_lancet.model.samples import Attend
+from megatron_lancet.runtime.placement import to_device
 from megatron_lancet.schedule.documents.cost import DocumentCost
+from megatron_lancet.schedule.documents.cuts import cut_sizes
+from megatron_lancet.schedule.plan import ChunkDim, Segment
 
 
 class Part(NamedTuple):
@@ -81,6 +88,48 @@ class Documents:
         """The documents of ``number`` samples from sample ``first`` on."""
         return Documents(self.lengths[first : first + number], self.are_sequences, self.cost)
 
+    def chunk_sizes(self, segment: Segment) -> list[int] | None:
+        """Sizes of the chunks of a sequence, of near equal cost; None for chunks of equal sizes."""
+        if self.cost is None or segment.chunk_dim is ChunkDim.BATCH:
+            return None
+        return cut_sizes(self.lengths, segment.num_chunks, self.cost, segment.chunk_multiple)
+
+    def rotary_at(self, rotary_pos_emb: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotary embedding of positions, [s, b, 1, R].
+
+        Args:
+            rotary_pos_emb: of positions from 0 on, [longest or more, 1, 1, R].
+            positions: [s, b].
+
+        Raises:
+            UsageError: there are too few of them.
+        """
+        if self.longest > rotary_pos_emb.size(0):
+            raise UsageError(
+                f"a packed micro-batch has a document of {self.longest} tokens, and its max_seqlen_q is "
+                f"{rotary_pos_emb.size(0)}. Set it to the length of the longest document or above."
+            )
+        return rotary_pos_emb[:, 0, 0][positions].unsqueeze(2)
+
+    def keys_in_order(self, tensor: torch.Tensor, first: int) -> torch.Tensor:
+        """See :func:`keys_in_order`."""
+        return keys_in_order(self, tensor, first)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """See :func:`attend_by_document`."""
+        return attend_by_document(self, query, key, value, attend)
+
+    def balancing_loss(
+        self,
+        scores_TE: torch.Tensor,
+        map_TE: torch.Tensor,
+        config: TransformerConfig,
+        group: torch.distributed.ProcessGroup,
+        coeff: float,
+    ) -> torch.Tensor:
+        """See :func:`~megatron_lancet.features.documents.balance.balancing_loss`."""
+        return balancing_loss(scores_TE, map_TE, self, config, group, coeff)
+
     def positions(self) -> torch.Tensor:
         """The position of each token in its document, [S, B] on the host."""
         samples = []
@@ -117,18 +166,6 @@ class Documents:
             return Bounds(of_queries, of_keys, max(queries), max(keys))
 
         return self.once(("bounds", first, stop, device), make)
-
-
-def to_device(on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies a tensor to a device; the host does not wait for the copy."""
-    if device.type != "cuda":
-        return on_host.to(device)
-    return on_host.pin_memory().to(device, non_blocking=True)
-
-
-type Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From queries [s, b, n, k], keys [s', b, g, k] and values [s', b, g, v] to their context [s, b, n * v]; queries are at
-the last positions of the keys."""
 
 
 def attend_by_document(

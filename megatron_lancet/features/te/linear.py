@@ -23,7 +23,8 @@ import torch
 from megatron.core.extensions import transformer_engine as megatron_te
 
 from megatron_lancet.model.adopt import adopt
-from megatron_lancet.model.tiles.weight_grads import Factors, PartOfRows, PartsOfRows
+from megatron_lancet.model.linear import LinearByPlan
+from megatron_lancet.runtime.factors import Factors, JoinedFactors, PartOfRows
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 
 _CLASSES: tuple[type, ...] = (
@@ -84,7 +85,7 @@ class _StoreOfModule:
         return True
 
 
-class TELinearPerChunk:
+class TELinearPerChunk(LinearByPlan):
     """Mixin for a linear module of Transformer Engine.
 
     It follows DDP's protocol for late gradients, as ``model/linear.py`` does for Megatron's own layers: DDP does not
@@ -93,11 +94,10 @@ class TELinearPerChunk:
 
     Attributes:
         deferred: weights and biases whose gradients the store computes, in the module's order; empty without DDP.
-        has_several_uses: whether the module runs more than once in a micro-batch, also without chunks.
         is_exact: whether gradients are summed in stock's order. May change between steps.
     """
 
-    has_several_uses: bool = False
+    package = "transformer-engine"
     is_exact: bool = False
 
     deferred: Sequence[DeferredWeight] = ()
@@ -113,7 +113,7 @@ class TELinearPerChunk:
             # nothing where it does not; autograd would add up one placeholder per chunk. See report().
             vars(parameter).pop("grad_added_to_main_grad", None)
         if self.deferred:  # the backward calls what is the module's store now
-            part = PartOfRows.present
+            part = self._grad_store.part
             self.wgrad_store = _StoreOfModule(self._put if part is None else partial(self._gather, part))
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
@@ -128,6 +128,10 @@ class TELinearPerChunk:
         self._unregistered = list(self._late)
         for parameter in self._late.values():
             parameter.skip_backward_post_hook = True
+
+    def keep_stocks_order(self, keeps: bool) -> None:
+        """See :class:`ByPlan`."""
+        self.is_exact = keeps
 
     @property
     def trains_weight(self: Any) -> bool:
@@ -175,7 +179,7 @@ class TELinearPerChunk:
             self._put_joined(function, wholes, outputs)
 
     def _put_joined(
-        self: Any, function: Callable[..., Any], wholes: Sequence[PartsOfRows], outputs: Sequence[Any]
+        self: Any, function: Callable[..., Any], wholes: Sequence[JoinedFactors], outputs: Sequence[Any]
     ) -> None:
         """Puts the dW over the rows of all parts; of a grouped module a dW of each expert."""
 

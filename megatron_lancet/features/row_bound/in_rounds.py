@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from megatron_lancet.model.dispatcher.distinct_rows import PlainRows, summed
-from megatron_lancet.model.dispatcher.rounds import Round
+from megatron_lancet.features.row_bound.rounds import Round
+from megatron_lancet.model.dispatcher.base import PlainRows
+from megatron_lancet.model.dispatcher.distinct_rows import summed
 from megatron_lancet.model.dispatcher.routes import Routes
 from megatron_lancet.model.recompute import two_runs
 from megatron_lancet.runtime.all_to_all import AllToAll, wait_in_backward, wait_in_forward

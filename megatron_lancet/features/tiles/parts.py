@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 
-from megatron_lancet.model.dispatcher.routes import DistinctRoutes, PendingRoutes, Routes, by_holder, cut_evenly
-from megatron_lancet.runtime.comm import CountsExchange, RowSplits
+from megatron_lancet.features.tiles.order import Tiled
+from megatron_lancet.model.dispatcher.base import Dispatcher
+from megatron_lancet.model.dispatcher.distinct_rows import DistinctRoutes
+from megatron_lancet.model.dispatcher.routes import PendingRoutes, Routes, by_holder, cut_evenly
+from megatron_lancet.runtime.exchange import CountsExchange, RowSplits
 from megatron_lancet.runtime.placement import on_cuda
-from megatron_lancet.schedule.plan import OwnRows, Segment
+from megatron_lancet.schedule.dispatch import Dispatch
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,9 @@ class Tiling:
     num_own: int
 
     @staticmethod
-    def of(segment: Segment) -> "Tiling | None":
-        """The parts of a segment's chunks; None where all rows go in one message."""
-        if not segment.tiles:
-            return None
-        return Tiling(segment.tiles, 2 if segment.own_rows is OwnRows.HALF else 1)
+    def of(dispatch: Dispatch) -> "Tiling | None":
+        """The parts of chunks with a dispatch; None where all rows go in one message."""
+        return Tiling(dispatch.tiles, dispatch.num_own_parts) if isinstance(dispatch, Tiled) else None
 
     @property
     def num_parts(self) -> int:
@@ -243,3 +244,18 @@ class TileSplits:
     def splits(self) -> RowSplits:
         """Waits for the counts and returns the splits."""
         return self.routes.known_splits(self.tile)
+
+
+def parted_routes(
+    dispatcher: Dispatcher, routes: PendingRoutes[Any] | Routes, tiling: Tiling, own_rank: int, like: torch.Tensor
+) -> PartedRoutes[Any]:
+    """The routes of the parts of a chunk.
+
+    Args:
+        dispatcher: moves the rows.
+        routes: of all its rows; the counts of distinct rows were launched for these parts.
+        own_rank: this rank's place in the expert-parallel group.
+        like: a tensor on the device of the rows.
+    """
+    of_rows: type[PartedRoutes[Any]] = PartedPlainRoutes if dispatcher.has_plain_rows else PartedDistinctRoutes
+    return of_rows(routes, tiling, own_rank, dispatcher.tp_size, dispatcher.tp_rank, like)

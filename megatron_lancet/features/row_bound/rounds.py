@@ -14,9 +14,9 @@ from functools import cached_property
 
 import torch
 
+from megatron_lancet.features.row_bound.limit import Counts
 from megatron_lancet.model.dispatcher.routes import Routes, cut_evenly
-from megatron_lancet.model.dispatcher.row_limit import Counts
-from megatron_lancet.runtime.comm import RowSplits
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.placement import on_cuda
 
 
