@@ -26,8 +26,8 @@ from benchmarks.demo.claim import (  # noqa: E402 needs the repository in the pa
     files_of,
 )
 from benchmarks.demo.folder import Folder  # noqa: E402
+from benchmarks.demo.training_log.training_process import say  # noqa: E402
 from benchmarks.harness.origin import described  # noqa: E402
-from megatron_lancet.cli.training_process import say  # noqa: E402
 from megatron_lancet.errors import UsageError, run_command  # noqa: E402
 
 RESULTS = REPOSITORY / "benchmarks" / "results"

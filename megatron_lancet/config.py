@@ -48,17 +48,6 @@ class PairingChoice(StrEnum):
     """In none."""
 
 
-class BinsChoice(StrEnum):
-    """How documents of different lengths are dealt to the micro-batches of a step."""
-
-    BALANCED = "balanced"
-    """To the bins of all ranks, so that micro-batches which run at the same time take equally long; packed."""
-    FIRST_FIT = "first-fit"
-    """Each rank packs its own, in the order drawn."""
-    PADDED = "padded"
-    """By like length, padded to the longest of the micro-batch."""
-
-
 class RowLimitChoice(StrEnum):
     """Source of the most rows that a rank may receive of a chunk, other than a number."""
 
@@ -278,13 +267,12 @@ class LancetConfig(CheckedFlags):
         help="let experts change their ranks after every N steps, where the load of these steps says that it pays: "
         "weights and optimizer state move from rank to rank.",
     )
-    bins: BinsChoice | None = flag(
-        None,
-        **words(BinsChoice, none_word="off"),
-        help="each document is a sample of its own length. balanced: the samples of a step are dealt to the "
-        "micro-batches of all ranks, so that those which run at the same time take equally long, and packed. "
-        "first-fit: each rank packs its own samples. padded: samples of like length beside each other, padded to the "
-        "longest. off (default): Megatron's samples, all of --seq-length.",
+    bins: bool = flag(
+        False,
+        parsed_as=bool,
+        help="each document is a sample of its own length. The samples of a step are dealt to the micro-batches of all "
+        "ranks, so that micro-batches that run at the same time take equally long, and packed. Default: Megatron's "
+        "samples, all of --seq-length.",
     )
     bins_max_tokens: int | None = flag(
         None,

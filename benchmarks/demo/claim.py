@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.demo.folder import Folder
 from benchmarks.demo.links.link import PACED
-from megatron_lancet.report.train_log import results_text
+from benchmarks.demo.training_log.train_log import results_text
 
 _ATTENTION = {
     "DotProductAttention": "Megatron's unfused core attention",

@@ -50,17 +50,9 @@ class LinkTimes:
 
     def all_to_all_of(self, kind: str) -> Points:
         """``all_to_all`` for a kind of message: that of its hop, if it belongs to two."""
-        return self._of_hop(kind, self.all_to_all, self.between_nodes, self.inside_node)
-
-    def queued_of(self, kind: str) -> Points:
-        """``queued`` for a kind of message: that of its hop, if it belongs to two."""
-        return self._of_hop(kind, self.queued, self.between_nodes_queued, self.inside_node_queued)
-
-    @staticmethod
-    def _of_hop(kind: str, whole: Points, between_nodes: Points, inside_node: Points) -> Points:
         if kind in BETWEEN_NODES:
-            return between_nodes
-        return inside_node if kind in INSIDE_NODE else whole
+            return self.between_nodes
+        return self.inside_node if kind in INSIDE_NODE else self.all_to_all
 
     def slowdown(self, kind: str) -> float:
         """Factor by which an op is slower while a message is in flight.

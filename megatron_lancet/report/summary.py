@@ -153,8 +153,8 @@ def _bins(report: dict[str, Any]) -> list[str]:
     if "predicted_spread" not in bins:
         return []
     return [
-        f"  bins               {bins['mode']}: at most {bins['most_tokens']} tokens, {100 * bins['padding']:.1f} % "
-        f"padding, predicted times differ by {100 * bins['predicted_spread']:.1f} % over ranks"
+        f"  bins               at most {bins['most_tokens']} tokens, {100 * bins['padding']:.1f} % padding, "
+        f" predicted times differ by {100 * bins['predicted_spread']:.1f} % over ranks"
     ]
 
 

@@ -19,7 +19,7 @@ ALLOWED = {
     "errors": set(),
     "patching": set(),
     "data": set(),
-    "cli": {"schedule", "planning", "data", "report"},
+    "cli": {"schedule", "planning", "data"},
     "runtime": {"schedule"},
     "model": {"schedule", "runtime"},
     "profiler": {"schedule", "planning", "runtime", "model"},

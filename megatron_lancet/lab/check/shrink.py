@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_lancet.config import BinsChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.check.layout import Layout
 from megatron_lancet.lab.check.words import CommandLine
@@ -103,7 +102,7 @@ def shrink(
     Raises:
         UsageError: a feature that is not checked.
     """
-    if has_bins(line.args) and line.args.lancet_bins != BinsChoice.PADDED:  # as normalize_args does
+    if has_bins(line.args):  # as normalize_args does
         line = replace(line, args=argparse.Namespace(**{**vars(line.args), _DOCUMENTS: True}))
     _refuse_others(line.args)
     layout, changes = _layout(line.args, num_ranks, max_ranks, padding)
@@ -125,7 +124,7 @@ def shrink(
         changes += [change] if change else []
     ours = line.of_the_overlap(_OVERLAP_FILES)
     if has_bins(line.args):
-        changes.append(f"not checked: how documents are dealt to micro-batches (--lancet-bins {line.args.lancet_bins})")
+        changes.append("not checked: how documents are dealt to micro-batches (--lancet-bins)")
     if documents:
         ours.append(DOCUMENTS_FLAG)
         changes.append(f"stock gets a mask of documents in place of {DOCUMENTS_FLAG}: same result, by another way")

@@ -65,11 +65,8 @@ def add_reduction_arguments(parser: argparse.ArgumentParser) -> None:
     add("--untie-embeddings-and-output-weights", action="store_true", help=untied)
 
 
-def reduced_as_asked(profile: Profile, arguments: argparse.Namespace, optimizer_counts: bool = False) -> Profile:
+def reduced_as_asked(profile: Profile, arguments: argparse.Namespace) -> Profile:
     """Returns the profile of a run with these flags, unchanged without them.
-
-    Args:
-        optimizer_counts: allow --use-distributed-optimizer without --overlap-grad-reduce.
 
     Raises:
         UsageError: a flag needs --overlap-grad-reduce, or the profile has no times of reductions.
@@ -79,9 +76,8 @@ def reduced_as_asked(profile: Profile, arguments: argparse.Namespace, optimizer_
             return with_reduction(profile, _reduction(profile, arguments))
         except RecordError as error:
             raise UsageError(f"--overlap-grad-reduce: {error}") from error
-    flags = ["comm_priority", "grad_chunk_mb", "bucket_mb", "untie_embeddings_and_output_weights"]
-    flags += [] if optimizer_counts else ["use_distributed_optimizer"]
-    for name in flags:
+    flags = ("comm_priority", "grad_chunk_mb", "bucket_mb", "untie_embeddings_and_output_weights")
+    for name in (*flags, "use_distributed_optimizer"):
         if getattr(arguments, name):
             raise UsageError(
                 f"--{name.replace('_', '-')} applies to reductions during the backward pass: pass "

@@ -21,6 +21,7 @@ from megatron_lancet.lab.what_if.packings import (
     documents_that_fill,
     draw,
     in_steps,
+    packings,
     predict_packings,
 )
 from megatron_lancet.planning.profile import Profile
@@ -107,7 +108,7 @@ def predicted_packings(
             predict_packings(
                 draw(histogram, setting, arguments.steps, arguments.seed),
                 setting,
-                cost,
+                packings(setting, cost),
                 ColumnTimes(moved, forecast.plan, shares, profiled(facts)),
                 forecast.step_ms - in_slots_ms,
             )

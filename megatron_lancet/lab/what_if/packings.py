@@ -15,18 +15,18 @@ from statistics import fmean
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.what_if.document_times import ColumnTimes, MicroBatch
-from megatron_lancet.schedule.documents.bins import Dealing, balanced, first_fit, padded
+from megatron_lancet.schedule.documents.bins import Dealing, balanced
 from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.schedule.plan import Plan
-
-REFERENCE = "first fit"
-"""The way that the others are compared with."""
 
 Drawn = Sequence[Sequence[int]]
 """Tokens of the documents of a step, per data-parallel rank."""
 
 Ranks = Sequence[Sequence[MicroBatch]]
 """Micro-batches of a step, per data-parallel rank; equally many on each."""
+
+type Packing = Callable[[Drawn], Ranks]
+"""A way of packing."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class PackedStep:
     Attributes:
         step_ms: mean over the drawn steps.
         tokens_per_s: of documents, on all ranks.
-        over_reference: ``tokens_per_s`` over that of :data:`REFERENCE`.
+        over_first: ``tokens_per_s`` over that of the first way.
         spread: by how much the quickest rank's compute of a micro-batch is below the slowest rank's, relative to that;
             mean over micro-batches, weighted by the latter.
         padding: share of the computed positions that belong to no document.
@@ -74,7 +74,7 @@ class PackedStep:
     name: str
     step_ms: float
     tokens_per_s: float
-    over_reference: float
+    over_first: float
     spread: float
     padding: float
     num_micro_batches: float
@@ -134,8 +134,8 @@ def draw(histogram: Mapping[int, int], setting: Setting, num_steps: int, seed: i
     ]
 
 
-def packings(setting: Setting, cost: DocumentCost) -> dict[str, Callable[[Drawn], Ranks]]:
-    """The ways of packing, by name."""
+def packings(setting: Setting, cost: DocumentCost) -> dict[str, Packing]:
+    """The ways of packing, by name; the others are compared with the first."""
     num_bins, most = setting.num_micro_batches, setting.max_tokens
 
     def rows(drawn: Drawn) -> Ranks:
@@ -148,32 +148,24 @@ def packings(setting: Setting, cost: DocumentCost) -> dict[str, Callable[[Drawn]
         return [_micro_batches(one, balanced(one, num_bins, cost, most))[0] for one in alone]
 
     return {
-        f"padded to {setting.seq_length}": rows,
-        "padded to the longest": lambda drawn: _micro_batches(
-            drawn, padded(drawn, num_bins, cost, most, setting.num_stages)
-        ),
-        REFERENCE: lambda drawn: _micro_batches(drawn, first_fit(drawn, num_bins, most)),
         "balanced on each rank": on_each_rank,
         "balanced over all ranks": lambda drawn: _micro_batches(drawn, balanced(drawn, num_bins, cost, most)),
+        f"padded to {setting.seq_length}": rows,
     }
 
 
 def _micro_batches(drawn: Drawn, dealing: Dealing) -> Ranks:
     lengths = list(chain.from_iterable(drawn))
-
-    def of(indices: Sequence[int]) -> MicroBatch:
-        found = [lengths[index] for index in indices]
-        return MicroBatch.padded(len(found), max(found)) if dealing.is_padded else MicroBatch.packed(found)
-
-    return [[of(indices) for indices in rank] for rank in dealing.bins]
+    return [[MicroBatch.packed([lengths[index] for index in indices]) for indices in rank] for rank in dealing.bins]
 
 
 def predict_packings(
-    steps: Sequence[Drawn], setting: Setting, cost: DocumentCost, times: ColumnTimes, beside_ms: float
+    steps: Sequence[Drawn], setting: Setting, ways: Mapping[str, Packing], times: ColumnTimes, beside_ms: float
 ) -> list[PackedStep]:
     """Predicts the steps in each way of packing.
 
     Args:
+        ways: by name; the others are compared with the first.
         beside_ms: of a step beside its micro-batches: optimizer and reductions that nothing hides.
 
     Raises:
@@ -187,7 +179,7 @@ def predict_packings(
         )
     num_tokens = sum(sum(map(sum, drawn)) for drawn in steps)
     found = []
-    for name, pack in packings(setting, cost).items():
+    for name, pack in ways.items():
         packed = [pack(drawn) for drawn in steps]
         step_ms = [_step_ms(ranks, setting, times) + beside_ms for ranks in packed]
         computed = sum(batch.num_tokens for ranks in packed for batch in chain.from_iterable(ranks))
@@ -195,8 +187,8 @@ def predict_packings(
         spread = _spread(packed, setting, times)
         num_columns = fmean(len(ranks[0]) for ranks in packed)
         found.append((name, fmean(step_ms), tokens_per_s, spread, 1 - num_tokens / computed, num_columns))
-    [reference] = [one[2] for one in found if one[0] == REFERENCE]
-    return [PackedStep(*one[:3], one[2] / reference, *one[3:]) for one in found]
+    first = found[0][2]
+    return [PackedStep(*one[:3], one[2] / first, *one[3:]) for one in found]
 
 
 def _groups(ranks: Ranks, ep_size: int) -> list[list[tuple[MicroBatch, ...]]]:

@@ -3,10 +3,10 @@
 from typing import Any
 
 from megatron_lancet.files import to_plain
-from megatron_lancet.lab.what_if.packings import REFERENCE, Packings
+from megatron_lancet.lab.what_if.packings import Packings
 from megatron_lancet.report.tables import right_aligned
 
-_HEAD = ["packing", "micro-batches", "step ms", "tokens/s", f"of {REFERENCE}'s", "spread over ranks", "padding"]
+_HEAD = ["packing", "micro-batches", "step ms", "tokens/s", "of the first", "spread over ranks", "padding"]
 
 
 def as_text(found: Packings) -> str:
@@ -45,7 +45,7 @@ def _table(found: Packings) -> list[list[str]]:
             f"{step.num_micro_batches:.0f}",
             f"{step.step_ms:.1f}",
             f"{step.tokens_per_s:.0f}",
-            f"{step.over_reference:.2f}",
+            f"{step.over_first:.2f}",
             f"{100 * step.spread:.1f} %",
             f"{100 * step.padding:.0f} %",
         ]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_lancet.model.dispatcher.routes import DistinctRoutes, PendingRoutes, Routes, by_holder
+from megatron_lancet.model.dispatcher.routes import DistinctRoutes, PendingRoutes, Routes, by_holder, cut_evenly
 from megatron_lancet.runtime.comm import CountsExchange, RowSplits
 from megatron_lancet.runtime.placement import on_cuda
 from megatron_lancet.schedule.plan import OwnRows, Segment
@@ -65,19 +65,6 @@ def part_sizes(num_rows: int, number: int) -> list[int]:
     """Sizes of ``number`` parts of rows, as equal as possible."""
     ends = [num_rows * index // number for index in range(number + 1)]
     return [end - start for start, end in pairwise(ends)]
-
-
-def rows_of_parts(rows_Qe: torch.Tensor, number: int) -> torch.Tensor:
-    """Cuts the rows of each pair of ranks, which are ordered by expert, into parts: rows by expert, [number, Q, e].
-
-    Args:
-        rows_Qe: rows of each pair for each expert.
-        number: number of parts.
-    """
-    ends = rows_Qe.cumsum(1)
-    cuts = ends[:, -1:] * torch.arange(number + 1).view(-1, 1, 1) // number
-    before = torch.minimum(ends, cuts)
-    return before.diff(dim=2, prepend=before.new_zeros(number + 1, len(rows_Qe), 1)).diff(dim=0)
 
 
 class PartedRoutes[R: Routes | DistinctRoutes](ABC):
@@ -197,8 +184,8 @@ class PartedPlainRoutes(PartedRoutes[Routes]):
 
     def _parts_of(self, counts: torch.Tensor) -> torch.Tensor:
         is_own = self._is_own(len(counts))
-        own = rows_of_parts(counts * is_own, self.tiling.num_own)
-        return torch.cat((own, rows_of_parts(counts * ~is_own, self.tiling.num_tiles)))
+        own = cut_evenly(counts * is_own, self.tiling.num_own)
+        return torch.cat((own, cut_evenly(counts * ~is_own, self.tiling.num_tiles)))
 
     def _make(self, rows_Qe: torch.Tensor, splits: RowSplits, rows_by_holder: tuple[int, ...]) -> Routes:
         return Routes(

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from megatron_lancet.model.dispatcher.routes import Routes
+from megatron_lancet.model.dispatcher.routes import Routes, cut_evenly
 from megatron_lancet.model.dispatcher.row_limit import Counts
 from megatron_lancet.runtime.comm import RowSplits
 from megatron_lancet.runtime.placement import on_cuda
@@ -30,12 +30,7 @@ def cut_rows(counts: Counts, num_ranks: int, number: int) -> torch.Tensor:
     by_source = torch.tensor(counts)
     num_local = by_source.size(1) // num_ranks
     line = by_source.view(num_ranks, -1, num_ranks, num_local).permute(2, 3, 1, 0)
-    ends = line.reshape(num_ranks, -1).cumsum(1)
-    cuts = ends[:, -1:] * torch.arange(number + 1).view(-1, 1, 1) // number
-    # Of each line what is in front of each cut, up to the end of each part.
-    before = torch.minimum(ends, cuts)
-    parts = before.diff(dim=2, prepend=before.new_zeros(number + 1, num_ranks, 1))
-    return parts.diff(dim=0).view(number, *line.shape)
+    return cut_evenly(line.reshape(num_ranks, -1), number).view(number, *line.shape)
 
 
 @dataclass(frozen=True)

@@ -327,3 +327,17 @@ class PendingRoutes[R: Routes | DistinctRoutes | TwoHopRoutes]:
         """Waits for the counts; what makes the chunk go in several rounds, None if it goes in one."""
         self.wait()
         return self._over_limit
+
+
+def cut_evenly(counts_DG: torch.Tensor, number: int) -> torch.Tensor:
+    """Cuts the rows for each of D destinations into parts of equal size, to a row: [number, D, G].
+
+    Args:
+        counts_DG: rows for each destination, in G groups in the order in which the rows lie.
+        number: number of parts.
+    """
+    ends = counts_DG.cumsum(1)
+    cuts = ends[:, -1:] * torch.arange(number + 1).view(-1, 1, 1) // number
+    # Rows of each group in front of each cut, up to the end of each group.
+    before = torch.minimum(ends, cuts)
+    return before.diff(dim=2, prepend=before.new_zeros(number + 1, len(counts_DG), 1)).diff(dim=0)

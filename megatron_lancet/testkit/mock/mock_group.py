@@ -4,9 +4,7 @@ An all-to-all is a loopback: this rank receives from rank j what it has sent to 
 ranks held the same data as this one. Every message takes the time that the group's link model gives.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -50,12 +48,7 @@ class MockProcessGroup(_ProcessGroup):
     Messages on a device share ``link`` with those of all groups that have it. Messages of the host take as long, but
     share it with no other group. ``timeout`` is the maximum duration of a host's wait. Outputs are written through
     ``.data``: as on a real link, autograd does not see this as a change of the tensor.
-
-    Attributes:
-        is_free: whether messages take no time now, whatever the link is; of all groups.
     """
-
-    is_free = False
 
     def __init__(self, name: str, rank: int, size: int, link: PacedLink, timeout: timedelta, clock: Clock) -> None:
         super().__init__(rank, size)
@@ -225,10 +218,10 @@ class MockProcessGroup(_ProcessGroup):
         return self._issue_on_link(op, transfer, bytes_to_others, opts)
 
     def _issue_on_link(self, op: str, transfer: Transfer, bytes_to_others: float, opts: Any) -> dist.Work:
-        is_free, outputs = MockProcessGroup.is_free, transfer.outputs
+        outputs = transfer.outputs
         if not outputs or not on_cuda(outputs[0]):
             duration_us = self._link.link.time_us(bytes_to_others)
-            due_s = time.perf_counter() if is_free else self._queue.enter(duration_us)
+            due_s = self._queue.enter(duration_us)
             return HostWork(op, transfer.deliver, outputs, due_s, self._timeout, self._clock)
         if self._stream is None:
             refuse_one_connection()
@@ -236,10 +229,7 @@ class MockProcessGroup(_ProcessGroup):
         group_stream = self._stream if getattr(opts, "asyncOp", True) else None
 
         def send() -> None:
-            if is_free:
-                transfer.deliver()
-            else:
-                self._link.send(transfer, bytes_to_others)
+            self._link.send(transfer, bytes_to_others)
 
         return DeviceWork(send, transfer.inputs, outputs, group_stream)
 
@@ -250,17 +240,3 @@ def _shortened(splits: Sequence[int]) -> str:
 
 def _bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-@contextmanager
-def free_link() -> Iterator[None]:
-    """Inside the context messages take no time, on a device and on the host, in all groups and threads.
-
-    Messages that were issued before take their time.
-    """
-    before = MockProcessGroup.is_free
-    MockProcessGroup.is_free = True
-    try:
-        yield
-    finally:
-        MockProcessGroup.is_free = before

@@ -17,7 +17,6 @@ from megatron_lancet.runtime.transport.select import make_transport
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.testkit.mock import mock_group
 from megatron_lancet.testkit.mock.link import Link
-from megatron_lancet.testkit.mock.mock_group import free_link
 from megatron_lancet.testkit.mock.mock_work import Clock
 from megatron_lancet.testkit.mock.mock_world import MockedNodes, mock_world
 from megatron_lancet.testkit.mock.paced_link import PacedLink
@@ -201,17 +200,6 @@ def test_mock_groups_can_have_their_own_links():
         x = torch.ones(1)
         dist.all_reduce(x, group=fast)
         assert x.item() == 2
-
-
-def test_free_link_is_for_messages_of_the_host_that_are_issued_inside():
-    with mock_world(2, NEVER):
-        late = dist.all_reduce(torch.ones(1), async_op=True)
-        with free_link():
-            x = torch.ones(1)
-            dist.all_reduce(x)
-            assert x.item() == 2
-        assert not late.is_completed()
-        assert not dist.all_reduce(torch.ones(1), async_op=True).is_completed()
 
 
 def test_equal_links_are_one_link_on_a_device():

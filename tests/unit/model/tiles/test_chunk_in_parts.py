@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
 from megatron_lancet.model.dispatcher.deduplicated import DeduplicatedDispatcher
-from megatron_lancet.model.dispatcher.parts import PartedPlainRoutes, Tiling, part_sizes, rows_of_parts
-from megatron_lancet.model.dispatcher.routes import Routes
+from megatron_lancet.model.dispatcher.parts import PartedPlainRoutes, Tiling, part_sizes
+from megatron_lancet.model.dispatcher.routes import Routes, cut_evenly
 from megatron_lancet.model.tiles.chunk import ChunkInParts
 from megatron_lancet.model.tiles.weight_grads import Factors, GatheredWeightGrads
 from megatron_lancet.schedule.plan import OwnRows, Segment
@@ -119,7 +119,7 @@ def test_parts_give_the_outputs_and_the_weight_gradients_of_all_rows(kind, maps,
 
 @given(st.lists(st.lists(st.integers(0, 40), min_size=3, max_size=3), min_size=1, max_size=5), st.integers(1, 9))
 def test_parts_of_a_pair_are_a_partition_as_even_as_possible(rows_Qe, number):
-    parts = rows_of_parts(torch.tensor(rows_Qe), number)
+    parts = cut_evenly(torch.tensor(rows_Qe), number)
     assert parts.sum(dim=0).tolist() == rows_Qe
     assert int(parts.min()) >= 0
     for pair, of_experts in enumerate(rows_Qe):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_lancet.data import entropy
-from megatron_lancet.data.entropy import unigram_entropy_nats
+from benchmarks.demo.training_log import entropy
+from benchmarks.demo.training_log.entropy import unigram_entropy_nats
 from megatron_lancet.errors import UsageError
 
 
@@ -27,13 +27,6 @@ def test_unigram_entropy_equals_the_value_by_hand(tmp_path: Path, dtype: type) -
     assert unigram_entropy_nats(prefix) == pytest.approx(1.75 * math.log(2), rel=1e-12)
 
 
-def test_unigram_entropy_counts_only_documents_of_the_range(tmp_path: Path) -> None:
-    prefix = write_dataset(tmp_path / "data", [[1, 1], [2, 3], [4, 5], [9]])
-    assert unigram_entropy_nats(prefix, (0, 1)) == 0.0
-    assert unigram_entropy_nats(prefix, (1, 3)) == pytest.approx(math.log(4), rel=1e-12)
-    assert unigram_entropy_nats(prefix, (0, 4)) == unigram_entropy_nats(prefix)
-
-
 def test_unigram_entropy_counts_large_datasets_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = np.random.default_rng(0).integers(0, 50, 1001).tolist()
     prefix = write_dataset(tmp_path / "data", [tokens])
@@ -42,12 +35,6 @@ def test_unigram_entropy_counts_large_datasets_in_slices(tmp_path: Path, monkeyp
     assert unigram_entropy_nats(prefix) == expected
 
 
-def test_unigram_entropy_refuses_unusable_arguments(tmp_path: Path) -> None:
+def test_unigram_entropy_refuses_a_missing_dataset(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no dataset at .*none"):
         unigram_entropy_nats(str(tmp_path / "none"))
-    prefix = write_dataset(tmp_path / "data", [[1], [2]])
-    with pytest.raises(UsageError, match="no tokens"):
-        unigram_entropy_nats(prefix, (1, 1))
-    for split_range in ((0, 3), (-1, 1), (2, 1)):
-        with pytest.raises(ValueError, match="not within the 2 documents"):
-            unigram_entropy_nats(prefix, split_range)

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from megatron_lancet.report.loss_curve import LossCurve, draw, smoothed, write_png
-from megatron_lancet.report.train_log import Iteration, RunLog, Validation
+from benchmarks.demo.training_log.loss_curve import LossCurve, draw, smoothed, write_png
+from benchmarks.demo.training_log.train_log import Iteration, RunLog, Validation
 
 LOSSES = [6.0, 5.0, math.nan, 4.0, 3.5, 3.25]
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_lancet.report.train_log import (
+from benchmarks.demo.training_log.train_log import (
     Iteration,
     RunLog,
     Validation,

@@ -11,7 +11,7 @@ from subprocess import PIPE, STDOUT, Popen
 
 from tqdm import tqdm
 
-from megatron_lancet.report.train_log import Iteration
+from benchmarks.demo.training_log.train_log import Iteration
 
 _LINE_EVERY_ITERATIONS = 25
 """Steps between two progress lines without a terminal."""

@@ -11,8 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from benchmarks.demo.training_log.train_log import RunLog
 from megatron_lancet.files import atomic_outputs
-from megatron_lancet.report.train_log import RunLog
 
 SMOOTHING_SPAN = 25
 """Number of steps in the moving average."""
