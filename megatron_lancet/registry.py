@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megatron_lancet.feature import Feature
 
 _FEATURES = (
+    "megatron_lancet.features.bins.feature:BINS",
     "megatron_lancet.lab.causes.feature:CAUSES",
     "megatron_lancet.lab.views.feature:VIEWS",
     "megatron_lancet.testkit.mock.run:MOCKED_WORLD",

@@ -37,6 +37,19 @@ ALLOWED = {
         "data",
         "registry",
     },
+    "features": {
+        "schedule",
+        "planning",
+        "runtime",
+        "model",
+        "profiler",
+        "report",
+        "config",
+        "feature",
+        "flags",
+        "data",
+        "training",
+    },
     "inference": {"schedule", "planning", "runtime", "model", "config", "cli", "data", "training"},
     "testkit": {"schedule", "planning", "runtime", "report", "config", "feature", "flags", "training"},
     "lab": {
@@ -99,8 +112,17 @@ def test_third_party_imports_are_in_allowed_packages_only(path):
         assert roots.isdisjoint({"torch", "megatron", "numpy"})
     if part in ("runtime", "report"):
         assert "megatron" not in roots
-    if part not in ("training", "lab"):
+    if part not in ("training", "lab", "features"):
         assert not any(name.startswith("megatron.training") for name in names)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_features_are_named_by_the_registry_only(path):
+    """Nothing imports a feature, and features do not import each other: each can be deleted with its line."""
+    parts = path.relative_to(PACKAGE).parts
+    own = f"megatron_lancet.features.{parts[1]}" if parts[0] == "features" and len(parts) > 2 else None
+    imported = [name for name in imports_of(path) if name.startswith("megatron_lancet.features.")]
+    assert [name for name in imported if own is None or not f"{name}.".startswith(f"{own}.")] == []
 
 
 def test_import_rules_cover_every_package():
