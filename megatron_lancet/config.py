@@ -230,16 +230,6 @@ class LancetConfig(CheckedFlags):
         "the hidden states. fp8: 8 bits, with a scale for each 128, in forward dispatches, and bf16 in combines and "
         "gradients; it changes losses and gradients, and auto never chooses it.",
     )
-    locality_loss_coeff: float = flag(
-        0.0,
-        parsed_as=float,
-        at_least=0,
-        metavar="MU",
-        advice="0 is no such loss.",
-        help="coefficient of a loss that draws tokens to the experts of their own node (LocMoE): the divergence of a "
-        "rank's probabilities over experts from the node's own experts, added to Megatron's balancing losses. It "
-        "changes what the model learns. Default: 0, no such loss.",
-    )
     max_received_rows: int | RowLimitChoice | None = flag(
         None,
         read=_row_limit,

@@ -62,6 +62,14 @@ class ActiveFeature:
     def enter(self, stack: ExitStack) -> None:
         """Changes Megatron while it trains, for the length of ``stack``."""
 
+    def adopt(self, stages: Sequence[Any], comm: Any) -> None:
+        """Changes the model when it is prepared for the plan, before DDP wraps it.
+
+        Args:
+            stages: this rank's pipeline stages, each a :data:`~megatron_lancet.model.gpt.LanguageModel`.
+            comm: the stages' :class:`~megatron_lancet.runtime.comm.Comm`.
+        """
+
     def num_tokens(self) -> int | None:
         """Tokens of all ranks in the step that has just run; None where every sample has ``--seq-length`` of them."""
         return None
@@ -119,6 +127,14 @@ class Feature:
         Raises:
             UsageError: the run does not allow what the user asks for.
         """
+
+    def needs_plan(self, config: "LancetConfig") -> bool:
+        """Whether the user asks for what stock modules don't have, so that a run does not fall back to these."""
+        return False
+
+    def note(self, facts: RunFacts) -> str:
+        """What the line on the plan says of the feature, from "; " on; empty for nothing."""
+        return ""
 
     def announce(self, facts: RunFacts) -> Iterator[str]:
         """Yields the lines that tell the user what the feature does in this run."""

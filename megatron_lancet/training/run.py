@@ -11,14 +11,12 @@ import torch
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.feature import ActiveFeature, RunFacts
-from megatron_lancet.model.routing.locality import LOSS_NAME, LocalityLoss
 from megatron_lancet.planning.load.placement import Placement
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.schedule.wire import Wire
-from megatron_lancet.training.load.locality import choose_locality, locality_note
 from megatron_lancet.training.load.placement import apply_placement, check_reshardable, choose_placement, placement_note
 from megatron_lancet.training.load.rebalance import Rebalancer, check_can_rebalance
 from megatron_lancet.training.load.received_rows import ReceivedRows, check_row_limit
@@ -55,7 +53,6 @@ class RunChoice:
         micro_ops: cut of the gradient reductions, if all-to-alls go first; None where Megatron runs the reductions.
         wire: number format of hidden states in messages.
         nodes: those between which two hops are possible; None if no plan of the run can have them.
-        locality: loss of the routers that draws tokens to their node; None without one.
         placements: where experts are, by layer; None where Megatron places them.
     """
 
@@ -66,7 +63,6 @@ class RunChoice:
     micro_ops: MicroOps | None
     wire: Wire
     nodes: Nodes | None
-    locality: LocalityLoss | None = None
     placements: Mapping[int, Placement] | None = None
 
     @property
@@ -95,12 +91,12 @@ def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
         nodes = nodes_to_connect(args, config, plan, may_change)
     micro_ops = choose_micro_ops(args, config, plan)
     check_can_rebalance(args, config, plan)
-    locality = choose_locality(args, config, plan)
     placements = choose_placement(args, config, plan)
     check_row_limit(args, config, plan)
-    line = f"{line}{wire_note(wire)}{locality_note(locality)}{placement_note(placements)}"
-    check_features(run_facts(args, config, plan))
-    return RunChoice(args, config, plan, line, micro_ops, wire, nodes, locality, placements)
+    facts = run_facts(args, config, plan)
+    check_features(facts)
+    line = f"{line}{wire_note(wire)}{notes_of_features(facts)}{placement_note(placements)}"
+    return RunChoice(args, config, plan, line, micro_ops, wire, nodes, placements)
 
 
 def run_facts(args: argparse.Namespace, config: LancetConfig, plan: Plan | None) -> RunFacts:
@@ -116,6 +112,11 @@ def check_features(facts: RunFacts) -> None:
     """
     for feature in facts.config.features:
         feature.check(facts)
+
+
+def notes_of_features(facts: RunFacts) -> str:
+    """What the line on the plan says of features."""
+    return "".join(feature.note(facts) for feature in facts.config.features)
 
 
 def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "StockRun | OverlappedRun":
@@ -197,7 +198,6 @@ class OverlappedRun(Run):
     def __init__(self, choice: RunChoice, plan: Plan, device: torch.device) -> None:
         super().__init__(choice, device)
         args, config = choice.args, choice.config
-        self._has_locality_loss = choice.locality is not None
         self._choice = choice
         self._maker: ProfilingPlanMaker | None = None
         self._tuner: AutoTune | None = None
@@ -216,10 +216,10 @@ class OverlappedRun(Run):
             wire=choice.wire,
             nodes=choice.nodes,
             layout=layout if isinstance(layout, Nodes) else None,
-            locality=choice.locality,
             prepared=None if choice.placements is None else partial(apply_placement, placements=choice.placements),
             max_expert_rows=config.max_received_rows if isinstance(config.max_received_rows, int) else None,
             documents=args.dataloader_inter_document_masking,
+            features=self._features,
         )
         self._profile = ProfileToFile(args, config, self.setup, device) if profiles else None
         if choice.is_tuned:
@@ -241,8 +241,6 @@ class OverlappedRun(Run):
         """Change Megatron for the length of ``stack``."""
         stack.enter_context(patches.dropped_outputs())
         stack.enter_context(patches.predictions_in_documents())
-        if self._has_locality_loss:
-            stack.enter_context(patches.logged_losses([LOSS_NAME]))
         stack.enter_context(paired_schedules(lambda: self.setup.stages))
         if self.setup.scheduler is not None:
             stack.enter_context(reductions_in_micro_ops(self.setup.scheduler))
