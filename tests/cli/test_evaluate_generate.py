@@ -81,7 +81,7 @@ def written(tool, trained, tmp_path, capsys):
     return run
 
 
-def test_evaluate_loss_equals_megatrons_validation_on_any_number_of_ranks(tool, trained, tmp_path, capsys):
+def test_evaluate_loss_equals_megatrons_validation(tool, trained, tmp_path, capsys):
     checkpoints, valid, expected = trained
     flags = ["--load", str(checkpoints), "--data", str(valid), "--output"]
     tool("evaluate").main([*flags, str(tmp_path / "one.json"), "--batch-size", "5"])
@@ -197,7 +197,7 @@ def test_evaluate_text_has_a_loss_per_byte_and_equals_its_tokens(tool, trained, 
     assert results["text.txt"]["bits_per_byte"] == pytest.approx(total_bits / len(text))
 
 
-def test_greedy_generation_is_what_the_model_says_of_the_text_on_one_and_two_ranks(written, trained, tmp_path):
+def test_greedy_generation_follows_the_model_on_any_ranks(written, trained, tmp_path):
     one = written("--greedy", "--prompt", PROMPT, "--ignore-end")
     output = tmp_path / "two.json"
     flags = ["--load", trained[0], "--output", output, "--max-tokens", 20, "--greedy", "--ignore-end"]
@@ -249,7 +249,7 @@ def test_generated_text_depends_on_the_seed_alone(trained):
         assert tokens(top_k=1, seed=5) == tokens(top_p=1e-9, seed=5) == greedy
 
 
-def test_generate_streams_tokens_and_stops_where_the_context_is_full(tool, trained, monkeypatch, tmp_path):
+def test_generate_streams_tokens_and_stops_where_context_is_full(tool, trained, monkeypatch, tmp_path):
     shown: list[str] = []
     monkeypatch.setattr("sys.stdout", type("Terminal", (), {"write": shown.append, "flush": lambda: None}))
     (tmp_path / "prompt.txt").write_text(PROMPT)

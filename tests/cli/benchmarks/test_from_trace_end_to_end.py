@@ -18,7 +18,7 @@ TINY = "--layers 1 --hidden 64 --seq-length 32 --repeats 2 --rate 100 --cases 45
 @pytest.mark.distributed
 @pytest.mark.alone
 @pytest.mark.usefixtures("shaped_network")
-def test_a_small_run_compares_a_profile_from_its_traces_with_our_profilers(tmp_path):
+def test_profile_from_traces_is_compared_with_our_profilers(tmp_path):
     command = [sys.executable, "-m", "benchmarks.from_trace", *TINY, "--output", str(tmp_path / "run")]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr

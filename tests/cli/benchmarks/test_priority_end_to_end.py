@@ -17,7 +17,7 @@ VARIANTS = ["megatron", "megatron-overlap", "ours-no-priority", "ours", "compute
 @pytest.mark.distributed
 @pytest.mark.alone
 @pytest.mark.usefixtures("shaped_network")
-def test_a_small_run_reduces_the_same_gradients_over_the_same_link(tmp_path, check_gradients):
+def test_small_run_reduces_same_gradients_over_same_link(tmp_path, check_gradients):
     chosen = ["--cases", "40", "--variants", *VARIANTS[1:4], "--output", str(tmp_path / "run")]
     command = [sys.executable, "-m", "benchmarks.priority", *TINY, *chosen]
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -96,7 +96,7 @@ def test_dataset_is_written_for_every_key(tmp_path: Path, preprocess_data: Modul
     assert len(list(tmp_path.iterdir())) == 1 + 4
 
 
-def test_a_prompt_and_its_answer_are_one_document_with_a_loss_mask(
+def test_prompt_and_its_answer_are_one_document_with_loss_mask(
     tmp_path: Path, preprocess_data: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus = write_lines(
@@ -190,7 +190,7 @@ def test_preprocessing_prints_plain_progress_lines_on_request(
         ('{"text": "-1"}', "expected token ids from 0 to 9, found -1 to -1"),
     ],
 )
-def test_preprocessing_names_the_first_bad_line_and_keeps_the_older_dataset(
+def test_bad_line_is_named_and_the_older_dataset_is_kept(
     tmp_path: Path,
     preprocess_data: ModuleType,
     monkeypatch: pytest.MonkeyPatch,

@@ -73,7 +73,7 @@ with open(file, "w") as lines:
 """
 
 
-def test_each_part_saves_as_it_goes_and_none_keeps_the_others_from_running(tmp_path, monkeypatch, capsys):
+def test_each_part_saves_as_it_goes_and_stops_no_other(tmp_path, monkeypatch, capsys):
     part_that_runs(SAVES, monkeypatch)
     parts = [Part("failing", "a", 30), Part("hanging", "b", 6), Part("fine", "c", 30)]
     assert not check_in(tmp_path).run(parts)
@@ -119,7 +119,7 @@ def test_parts_end_within_ten_minutes_and_have_modules():
         assert importlib.util.find_spec(f"benchmarks.gpu.check.part.{part.name}") is not None
 
 
-def test_what_was_measured_is_kept_when_the_check_itself_is_ended(tmp_path):
+def test_what_was_measured_is_kept_when_check_itself_is_ended(tmp_path):
     words = [sys.executable, str(TOOL), str(tmp_path), "--rehearse", "--parts", "machine", "gradients"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     for line in process.stdout:

@@ -50,7 +50,7 @@ def test_place_experts_writes_a_placement_and_shows_its_effect(run, load, tmp_pa
     )
 
 
-def test_place_experts_reads_a_profile_and_shows_rows_between_nodes(run, tmp_path):
+def test_place_experts_shows_rows_between_nodes_of_a_profile(run, tmp_path):
     profile = synthetic_profile(Machine())
     rows = tuple(range(profile.model.num_experts, 0, -1))
     load = ExpertLoad(3, 2, (LayerLoad(1, (rows,) * profile.model.ep_size),))

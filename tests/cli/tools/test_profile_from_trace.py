@@ -36,7 +36,7 @@ def traces(token_data, tmp_path_factory):
 
 
 @pytest.mark.distributed
-def test_traces_of_a_stock_run_become_a_profile_a_plan_and_a_prediction(traces, tmp_path, capsys):
+def test_traces_of_stock_run_become_profile_plan_and_prediction(traces, tmp_path, capsys):
     profile_file, plan_file = tmp_path / "profile.json", tmp_path / "plan.json"
     main_of("profile_from_trace")([*map(str, traces), "--output", str(profile_file)])
     assert "2 layers, 4 experts (top 2) on 2 ranks, 2 micro-batches of 4 x 32 tokens" in capsys.readouterr().out

@@ -27,7 +27,7 @@ def trace(tmp_path):
     return path
 
 
-def test_timeline_page_is_written_beside_the_trace_or_to_the_output_folder(main, trace, tmp_path, capsys):
+def test_timeline_page_is_written_beside_the_trace_or_elsewhere(main, trace, tmp_path, capsys):
     main([str(trace)])
     assert {path.name for path in tmp_path.iterdir()} == {"timeline.html", "trace.json"}
     main([str(trace), "--output", str(tmp_path / "new" / "folder")])
@@ -56,6 +56,6 @@ def test_show_timeline_refuses_other_files_with_one_message(main, trace, tmp_pat
         main([str(tmp_path / "missing.json")])
 
 
-def test_show_timeline_refuses_an_impossible_folder_with_one_message(main, trace):
+def test_show_timeline_refuses_an_impossible_folder(main, trace):
     with pytest.raises(UsageError, match=r"can't write into .*name another folder"):
         main([str(trace), "--output", str(trace / "below")])

@@ -49,7 +49,7 @@ def test_mock_world_is_initialized_and_destroyed():
     assert "mocked link" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_mocked_messages_on_a_device_with_one_connection_are_refused(four_ranks, monkeypatch):
+def test_mocked_messages_with_one_connection_are_refused(four_ranks, monkeypatch):
     monkeypatch.setattr(mock_group, "on_cuda", lambda tensor: True)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(UsageError, match=r"CUDA_DEVICE_MAX_CONNECTIONS is 1: .* Set it to 32, or unset it\."):
@@ -203,7 +203,7 @@ def test_mock_groups_can_have_their_own_links():
         assert x.item() == 2
 
 
-def test_free_link_is_for_messages_of_the_host_that_are_issued_inside():
+def test_free_link_is_for_messages_issued_inside():
     with mock_world(2, NEVER):
         late = dist.all_reduce(torch.ones(1), async_op=True)
         with free_link():

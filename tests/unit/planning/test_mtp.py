@@ -43,7 +43,7 @@ def predicting(layers: str = "mmmm", repeats: bool = False, stages: tuple[int, .
     )
 
 
-def test_profile_with_predictions_is_read_back_and_one_without_the_fields_has_none():
+def test_profile_with_and_without_predictions_is_read_back():
     profile = predicting(repeats=True)
     assert profile_from_json(profile.to_json(), "p.json") == profile
     without = synthetic_profile(Machine()).to_json()
@@ -91,7 +91,7 @@ def test_weights_of_a_repeated_prediction_are_reported_once():
 
 
 @pytest.mark.parametrize("stages", [(), (0, 0, 0, 1), (0, 0, 1, 1)])
-def test_planned_segments_of_equal_choice_are_joined_over_predictions_of_a_stage(stages):
+def test_equal_segments_are_joined_over_predictions(stages):
     profile = predicting(stages=stages)
     space = SearchSpace.of(CostModel(profile), Limits())
     assert space.runs == ((1, 2), (3, 3), (4, 4))

@@ -18,7 +18,7 @@ def profile_with(*routing):
     return dataclasses.replace(synthetic_profile(Machine()), routing=routing)
 
 
-def test_a_profile_without_distinct_rows_is_written_and_read_as_before():
+def test_profile_without_distinct_rows_is_as_before():
     text = profile_with(OF_BEFORE).to_json()
     assert "tokens" not in json.dumps(json.loads(text)["routing"])
     assert "prob_bytes" not in text

@@ -47,7 +47,7 @@ def test_kept_profile_is_not_found_by_another_run(tmp_path, key):
     assert cache.load(tmp_path, key) is None
 
 
-def test_profile_key_of_a_plain_run_is_as_before_there_were_multiples_and_predictions():
+def test_profile_key_of_a_plain_run_is_as_before():
     """So profiles and plans that were kept then are found."""
     added = {"token_multiple", "num_mtp_layers", "repeats_mtp_layer", "num_output_uses", "nodes", "expert_tp_size"}
     assert added.isdisjoint(KEY.fields())

@@ -36,7 +36,7 @@ def backward():
     return Backward(window=2)
 
 
-def test_fill_runs_oldest_dws_first_while_the_all_to_all_is_pending(backward):
+def test_fill_runs_oldest_dws_first_while_all_to_all_is_pending(backward):
     a, b = backward.weight("a"), backward.weight("b")
     backward.put(a, 1)
     backward.put(b, 1)
@@ -120,7 +120,7 @@ def test_planned_dws_of_a_short_gap_run_later(planned):
     assert planned.log == ["dW b.c1", "dW a.c1", "dW a.c0"]
 
 
-def test_dws_that_run_ahead_are_exactly_the_planned_ones_before_others_are_due(planned):
+def test_dws_that_run_ahead_are_the_planned_ones(planned):
     planned.store.run_ahead(DISPATCH)
     assert planned.log == []
     planned.store.run_ahead(COMBINE)

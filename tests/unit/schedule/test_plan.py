@@ -67,7 +67,7 @@ def test_plan_is_read_from_json_as_written(plan):
     assert again.fingerprint() == plan.fingerprint()
 
 
-def test_plan_without_a_multiple_is_written_as_before_there_was_one():
+def test_plan_without_a_multiple_is_written_as_before():
     multiple = fixed_plan(2, chunk_multiple=16)
     assert str(multiple) == "chunks=2 dim=batch range=stack multiple=16 dw=fill dw-window=4"
     assert json.loads(multiple.to_json())["segments"][0]["chunk_multiple"] == 16
@@ -76,7 +76,7 @@ def test_plan_without_a_multiple_is_written_as_before_there_was_one():
     assert fixed_plan(2).fingerprint() == "c7099db9da6eab52"
 
 
-def test_plan_with_tiles_is_read_as_written_and_without_as_before_there_were_any():
+def test_plan_with_and_without_tiles_is_read_as_written():
     tiled = fixed_plan(1, tiles=2, own_rows=OwnRows.AFTER)
     assert str(tiled) == "chunks=1 dim=batch range=stack tiles=2 own-rows=after dw=fill dw-window=4"
     assert tiled.has_tiles
@@ -149,7 +149,7 @@ def test_plan_fingerprint_depends_on_every_field_of_the_pairing():
     assert len({plan.fingerprint() for plan in plans}) == 5
 
 
-def test_a_plan_with_pairing_has_settings_of_the_middle_and_of_the_ends():
+def test_plan_with_pairing_has_settings_of_middle_and_of_ends():
     middle, ends = SEGMENTS, dataclasses.replace(fixed_plan(8), dw_memory_bytes=SEGMENTS.dw_memory_bytes)
     plan = paired(middle, ends)
     assert (plan.in_middle, plan.at_ends) == (middle, ends)
@@ -158,7 +158,7 @@ def test_a_plan_with_pairing_has_settings_of_the_middle_and_of_the_ends():
     assert (middle.in_middle, middle.at_ends) == (middle, middle)
 
 
-def test_a_plan_overlaps_nothing_if_every_message_is_waited_for_where_it_is_launched():
+def test_plan_that_waits_for_each_message_overlaps_nothing():
     nothing = fixed_plan(1, DwPolicy.NONE)
     assert nothing.overlaps_nothing
     overlapping = (fixed_plan(1), fixed_plan(2, DwPolicy.NONE), paired(nothing))
@@ -167,7 +167,7 @@ def test_a_plan_overlaps_nothing_if_every_message_is_waited_for_where_it_is_laun
 
 
 @pytest.mark.parametrize("ends", [fixed_plan(1, DwPolicy.NONE), fixed_plan(1, dw_memory_bytes=1), paired(SEGMENTS)])
-def test_settings_of_the_ends_are_of_one_plan_with_those_of_the_middle(ends):
+def test_settings_of_ends_are_of_one_plan_with_those_of_middle(ends):
     """What a rank defers at all, and how much memory it may hold, does not change within a step."""
     with pytest.raises(AssertionError):
         paired(fixed_plan(1), ends)

@@ -88,7 +88,7 @@ def test_parsed_defaults_are_the_configurations(command_line):
     assert arguments.config_from_words([]) == LancetConfig()
 
 
-def test_parsed_flags_are_plain_because_megatron_saves_them_in_checkpoints(command_line):
+def test_parsed_flags_are_plain_values(command_line):
     command_line()
     args, _ = arguments.parse()
     values = [getattr(args, name.removeprefix("--").replace("-", "_")) for name, *_ in flags_of(LancetConfig)]

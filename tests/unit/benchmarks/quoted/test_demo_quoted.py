@@ -41,7 +41,7 @@ def test_a_changed_figure_is_written_anew(result):
         with_figures("no place", result)
 
 
-def test_disturbed_run_is_marked_in_the_sentence_and_in_the_output(result):
+def test_disturbed_run_is_marked_in_sentence_and_in_output(result):
     steady, slower = ({**result["machine_speed"], "is_disturbed": changed, "change": 0.2} for changed in (False, True))
     quiet = {**result, "other_load": None, "machine_speed": steady}
     assert not any("DISTURBED" in part for part in parts(quiet).values())

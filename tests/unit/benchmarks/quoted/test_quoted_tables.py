@@ -175,11 +175,11 @@ def test_results_with_tables_of_their_own_enter_no_other():
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.md")), ids=lambda path: path.stem)
-def test_tables_beside_a_result_and_their_first_lines_are_made_from_its_file(path):
+def test_tables_beside_a_result_are_made_from_its_file(path):
     assert path.read_text() == beside.made(path), "run python -m benchmarks.quoted"
 
 
-def test_figures_that_miss_what_was_wanted_are_listed_with_their_mark():
+def test_figures_that_miss_their_target_are_listed():
     found = [quoted.Figure("`45` k=2", 0.854, False), quoted.Figure("`45` k=4", 0.937, True, " DISTURBED")]
     assert quoted.target_row("92 %", found, "{:.1%}".format) == ["92 %", "1 of 2", "`45` k=2 85.4%", "93.7% DISTURBED"]
 

@@ -88,7 +88,7 @@ def test_grouped_experts_equal_sequential_experts(one_rank, sizes, settings, tol
         assert (ours - expected).norm() <= tolerance * expected.norm()
 
 
-def test_weight_gradients_of_grouped_experts_are_late_and_reported_once(one_rank):
+def test_dws_of_grouped_experts_are_late_and_reported_once(one_rank):
     """Each weight is reported once, after its dW."""
     experts = Experts().defer()
     experts.run([2, 0, 3, 1], grouped=True)

@@ -151,7 +151,7 @@ def sent_by_dedup(profile):
     return {action.kind: (action.forward_bytes, action.backward_bytes) for code, _, action in steps if code == ISSUE}
 
 
-def test_lowered_messages_without_duplicates_have_the_bytes_of_distinct_rows():
+def test_lowered_dedup_messages_have_bytes_of_distinct_rows():
     """With 2 of 4 experts on each rank, 5 of 6 pairs of experts have one on the other rank: a row where 6 were."""
     profile = synthetic_profile(Machine(topk=2))
     assert (profile.model.dedup_row_bytes, profile.model.dedup_grad_row_bytes) == (1024, 1024)
@@ -162,7 +162,7 @@ def test_lowered_messages_without_duplicates_have_the_bytes_of_distinct_rows():
     }
 
 
-def test_lowered_messages_without_duplicates_have_the_rows_that_were_recorded():
+def test_lowered_dedup_messages_have_recorded_rows():
     profile = synthetic_profile(Machine(topk=2))
     routing = ChunkRouting(1, ChunkDim.BATCH, 1, 0, (600, 300), (724, 1324), (400, 210), (210, 400))
     recorded = dataclasses.replace(profile, routing=(routing,))

@@ -53,7 +53,7 @@ def sent_bytes(steps):
     return [(action.kind, action.tile, action.forward_bytes) for code, _, action in steps if code == ISSUE]
 
 
-def test_own_rows_run_while_the_first_tile_and_the_last_outputs_are_away():
+def test_own_rows_run_while_first_tile_and_last_outputs_are_away():
     steps = lowered(2)
     forward = [
         "attention",
@@ -110,7 +110,7 @@ def test_distinct_rows_are_split_in_the_same_way():
     assert sent == [142, 142, 143]
 
 
-def test_messages_of_tiles_are_told_apart_and_wait_for_the_same_counts():
+def test_messages_of_tiles_have_names_and_wait_for_one_counts():
     """Of two chunks with two tiles each, with a host that polls and with one that enqueues ahead."""
     for host_polls in (True, False):
         profile = synthetic_profile(dataclasses.replace(MACHINE, host_polls=host_polls, counts_ms=0.25))

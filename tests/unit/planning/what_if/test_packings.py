@@ -137,7 +137,7 @@ def test_ways_of_packing_deal_the_same_documents():
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_step_is_the_sum_of_its_columns_and_the_longest_for_each_further_stage(num_stages):
+def test_step_is_the_sum_of_its_columns(num_stages):
     setting = dataclasses.replace(SETTING, num_stages=num_stages)
     times = times_of(profile_of(), PairShares(0.0, 0.0))
     by_name = {step.name: step for step in predict_packings([DRAWN], setting, DocumentCost(0.0), times, 10.0)}

@@ -94,7 +94,7 @@ def test_what_does_not_know_documents_is_refused(documents, changes, config, mes
         choose_plan(documents(*changes), config)
 
 
-def test_one_sample_of_a_micro_batch_has_the_same_shape_laid_end_to_end(documents):
+def test_one_sample_laid_end_to_end_has_the_same_shape(documents):
     one = ["--micro-batch-size", 1, "--pipeline-model-parallel-size", 2]
     assert choose_plan(documents(*SPEC, *one), LancetConfig())[0] is not None
     assert not shapes_vary(documents(*one), has_plan=False)

@@ -200,7 +200,7 @@ def test_dry_run_with_a_plan_accepts_any_number_of_connections(dry_run, monkeypa
         assert named_connections(findings) == []
 
 
-def test_dry_run_names_one_connection_where_it_costs_and_its_lack_where_megatron_needs_it(dry_run, monkeypatch):
+def test_dry_run_names_one_connection_or_its_lack(dry_run, monkeypatch):
     stock = (*TP, "--lancet-plan", "off")
     (missing,) = named_connections(dry_run(MIXTRAL, *stock))
     assert missing.startswith(f"{CONNECTIONS} is not set: set {CONNECTIONS}=1; without a plan Megatron needs it")

@@ -163,7 +163,7 @@ def test_a_run_that_can_not_move_experts_is_refused_in_one_line(changes, message
 
 
 @pytest.mark.parametrize("changes", [{}, {"use_distributed_optimizer": True}, {"world_size": 4}])
-def test_a_run_with_whole_optimizer_state_on_each_rank_may_move_experts(changes):
+def test_run_with_whole_optimizer_states_may_move_experts(changes):
     check_can_rebalance(arguments(**changes), LancetConfig(rebalance_interval=100), PLAN)
     assert choose_placement(arguments(**changes), LancetConfig(rebalance_interval=100), PLAN) == {}
 
@@ -173,7 +173,7 @@ def test_a_window_has_two_halves():
         LancetConfig(rebalance_interval=1)
 
 
-def test_a_run_that_is_to_place_experts_does_not_fall_back_to_stock_modules(placed):
+def test_run_that_places_experts_has_no_stock_fallback(placed):
     unsupported = SimpleNamespace(tp_comm_overlap=True)
     for config in (placed({2: (0, 1)}), LancetConfig(rebalance_interval=10)):
         assert config.plan is PlanChoice.AUTO

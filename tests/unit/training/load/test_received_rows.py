@@ -104,7 +104,7 @@ def test_the_bound_is_what_fits_if_all_kept_chunks_grow_to_it():
     assert bound_of_memory([record(0, 0)], 10.0, 2, 1, room_bytes=9) is None
 
 
-def test_the_most_rows_are_those_of_all_tokens_with_all_experts_of_a_rank():
+def test_most_rows_are_all_tokens_times_experts_of_a_rank():
     assert most_rows(args_of()) == 128 * 2 * 2  # of four experts of a token two are on a rank
     assert most_rows(args_of(tensor_model_parallel_size=2, sequence_parallel=True)) == 64 * 2 * 2
     holders = args_of(tensor_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True)
@@ -142,7 +142,7 @@ class Run:
         self.rows.observe(run)
 
 
-def test_a_measured_bound_is_the_smallest_of_all_ranks_and_is_measured_once_behind_the_warm_up(monkeypatch):
+def test_smallest_bound_of_all_ranks_is_measured_once(monkeypatch):
     run = Run(monkeypatch, RowLimitChoice.AUTO, others_bound=107)
     run.is_settled = False
     run.step()

@@ -110,7 +110,7 @@ def test_training_loop_hooks_end_nothing_after_a_failure(monkeypatch, error):
     assert loop_calls(monkeypatch, error) == ["before", "loop"]
 
 
-def test_forward_backward_hook_gets_megatrons_function_and_its_arguments(monkeypatch):
+def test_forward_backward_hook_gets_megatrons_arguments(monkeypatch):
     """Wherever it stands among the arguments of a step, whose others stay as they are."""
 
     def train_step(data_iterator, model, forward_backward_func, iteration=None):

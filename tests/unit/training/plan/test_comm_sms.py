@@ -96,7 +96,7 @@ def test_bound_on_sms_keeps_other_options_of_the_groups():
         ({"dp_cp": {"max_ctas": 16}}, None),
     ],
 )
-def test_bound_on_sms_must_agree_with_the_users_communicator_config(given, message):
+def test_bound_on_sms_must_agree_with_users_communicator_config(given, message):
     with bounded_expert_groups(8):
         if message is not None:
             with pytest.raises(UsageError, match=rf"--lancet-comm-sms 8 contradicts .*, {message}\. Drop one"):
@@ -109,7 +109,7 @@ def test_bound_on_sms_must_agree_with_the_users_communicator_config(given, messa
         assert others.config.max_ctas == 16
 
 
-def test_group_that_takes_options_from_elsewhere_is_a_missing_seam(monkeypatch):
+def test_group_that_takes_options_from_elsewhere_is_missing_seam(monkeypatch):
     monkeypatch.setattr(seams, "EXPERT_GROUPS", (*patches.EXPERT_GROUPS, "experts"))
     with pytest.raises(UsageError, match="NCCL's options of group experts in initialize_model_parallel"):
         seams.check_seams()

@@ -198,7 +198,7 @@ def test_two_hops_are_excluded_and_refused_if_asked_for(
     assert str(refusal.value) == told
 
 
-def test_ranks_per_node_that_do_not_divide_the_ranks_are_refused_in_every_run(megatron_args):
+def test_ranks_per_node_that_do_not_divide_ranks_are_refused(megatron_args):
     told = r"^--lancet-ranks-per-node 3 does not divide the 8 ranks of the run: .*, or drop the flag\.$"
     for changes, plan in (([], PlanChoice.AUTO), ([], PlanChoice.OFF), (["--expert-model-parallel-size", 1], "auto")):
         with pytest.raises(UsageError, match=told):
@@ -238,7 +238,7 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize(("changes", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
-def test_dedup_is_excluded_with_a_reason_and_refused_if_asked_for(megatron_args, tmp_path, changes, reason):
+def test_dedup_is_excluded_with_reason_and_refused_if_asked_for(megatron_args, tmp_path, changes, reason):
     args = megatron_args(*changes)
     for config in (LancetConfig(), PLAIN):
         assert planning_limits(args, config).dispatches == (Dispatch.PLAIN,)
@@ -279,7 +279,7 @@ def test_dedup_needs_a_plan_and_expert_parallelism(megatron_args):
         assert choose_plan(megatron_args("--expert-model-parallel-size", 1), config)[0] is None
 
 
-def test_plan_file_says_what_is_dispatched_and_contradicts_the_flag(megatron_args, tmp_path):
+def test_plan_file_says_what_is_dispatched_and_contradicts_flag(megatron_args, tmp_path):
     path = tmp_path / "plan.json"
     write_plan_file(path, PlanFile(paired(deduplicated(2)), None))
     args = megatron_args(*FLEX, config=LancetConfig(plan=path))
@@ -321,7 +321,7 @@ def test_flex_says_where_its_rows_stay_plain(megatron_args, changes, reason):
     assert f"; dispatch is plain, because {reason}" in line
 
 
-def test_run_is_tuned_where_the_dispatch_is_all_there_is_to_choose(megatron_args):
+def test_run_is_tuned_where_dispatch_is_all_there_is_to_choose(megatron_args):
     """Micro-batches of one sample that are not paired, and dWs at once."""
     args = megatron_args("--micro-batch-size", 1)
     only = LancetConfig(chunk_dim=ChunkDim.BATCH, dw_policy=DwPolicy.NONE, pairing=PairingChoice.OFF, tiles=0)
@@ -331,7 +331,7 @@ def test_run_is_tuned_where_the_dispatch_is_all_there_is_to_choose(megatron_args
     assert choose_plan(args, replace(only, dispatch=Dispatch.DEDUP))[0] == deduplicated(1, DwPolicy.NONE)
 
 
-def test_tuned_plan_of_a_checkpoint_fits_runs_with_the_same_dispatches(megatron_args):
+def test_tuned_plan_of_checkpoint_fits_runs_with_same_dispatches(megatron_args):
     """The limits are part of what a tuned plan was made for."""
     args = megatron_args()
     found = {json.dumps(to_plain(planning_limits(args, config))) for config in (LancetConfig(), PLAIN, DEDUP)}

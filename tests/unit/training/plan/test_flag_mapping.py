@@ -64,7 +64,7 @@ def test_other_dispatchers_become_all_to_alls(parsed):
     assert "allgather runs as" in str(map_overlap_flags(by_default, LancetConfig()))
 
 
-def test_fused_permutation_stays_where_transformer_engine_has_its_kernels(parsed, monkeypatch):
+def test_fused_permutation_stays_where_te_has_its_kernels(parsed, monkeypatch):
     args = parsed("--moe-token-dispatcher-type alltoall --moe-permute-fusion")
     for name in vars(moe_utils):
         if re.fullmatch("fused_(permute|unpermute|permute_with_probs|sort_chunks_by_index(_with_probs)?)", name):
@@ -100,7 +100,7 @@ def test_padding_of_the_router_is_left_to_the_experts(parsed):
     assert without_fp8.moe_router_padding_for_fp8
 
 
-def test_flag_mapping_keeps_context_parallelism_of_transformer_engine(parsed):
+def test_flag_mapping_keeps_context_parallelism_of_te(parsed):
     words = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
     args = parsed(f"--moe-token-dispatcher-type alltoall --transformer-impl transformer_engine {words}")
     assert map_overlap_flags(args, LancetConfig()) is None
@@ -114,7 +114,7 @@ def test_flag_mapping_of_nothing_is_silent(parsed):
     assert vars(args) == before
 
 
-def test_overlap_flags_that_cannot_be_mapped_any_more_are_refused(parsed):
+def test_overlap_flags_that_come_too_late_are_refused(parsed):
     args = parsed("--moe-token-dispatcher-type alltoall --moe-shared-expert-overlap")
     with pytest.raises(
         UsageError, match=r"can't be mapped \(the plan does what --moe-shared-expert-overlap asks for\)"

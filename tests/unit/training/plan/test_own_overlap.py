@@ -118,7 +118,7 @@ def batch(monkeypatch):
 
 
 @pytest.mark.parametrize("bins", [None, BinsChoice.PADDED])
-def test_step_returns_megatrons_schedule_with_the_inputs_of_its_forward(batch, bins):
+def test_step_returns_megatrons_schedule_with_its_inputs(batch, bins):
     """Megatron makes the same call with CUDA graphs and FSDP, which no test machine runs."""
     model = _Model()
     output, _ = gpt_data.forward_step(iter([]), model, bins=bins)

@@ -216,7 +216,7 @@ def test_run_is_tuned_where_pairing_is_all_that_can_overlap(megatron_args, chang
     assert plan == paired(fixed_plan(1, DwPolicy.NONE, overlap_range=overlap_range))
 
 
-def test_megatrons_flag_pairs_fixed_plans_and_lets_tuned_ones_choose(megatron_args):
+def test_megatrons_flag_pairs_fixed_plans_not_tuned_ones(megatron_args):
     args = megatron_args("--overlap-moe-expert-parallel-comm")
     assert not args.overlap_moe_expert_parallel_comm
     for config in (LancetConfig(), LancetConfig(num_chunks=4)):
@@ -229,7 +229,7 @@ def test_megatrons_flag_pairs_fixed_plans_and_lets_tuned_ones_choose(megatron_ar
 
 
 @pytest.mark.parametrize("changes", [PIPELINE, ONE_MICRO_BATCH])
-def test_megatrons_flag_leaves_an_unpaired_plan_where_pairing_cannot_be(megatron_args, changes):
+def test_megatrons_flag_pairs_nothing_where_it_is_impossible(megatron_args, changes):
     plan, line = choose_plan(megatron_args("--overlap-moe-expert-parallel-comm", *changes), LancetConfig())
     assert plan == fixed_plan(2)
     assert "; not paired, because " in line

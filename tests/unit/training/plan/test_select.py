@@ -74,7 +74,7 @@ def test_plan_off_selects_no_plan(megatron_args):
 
 
 @pytest.mark.parametrize("experts", [2, 1], ids=["plan off", "no all-to-all"])
-def test_stock_modules_say_that_they_have_the_fused_attention_that_is_asked_for(megatron_args, experts):
+def test_stock_modules_name_the_fused_attention(megatron_args, experts):
     args = megatron_args("--expert-model-parallel-size", experts)
     choice = PlanChoice.OFF if experts > 1 else PlanChoice.AUTO
     for attention, is_named in (
@@ -144,7 +144,7 @@ def test_sequence_chunks_are_refused_where_they_are_not_exact(megatron_args, cha
     assert f"a micro-batch of 1 stays whole, because sequence chunks do not work with {obstacle}" in line
 
 
-def test_sequence_chunks_without_attention_work_with_context_parallelism(megatron_args):
+def test_sequence_chunks_without_attention_work_with_cp(megatron_args):
     args = megatron_args("--context-parallel-size", 2, "--micro-batch-size", 1)
     gate = LancetConfig(range=OverlapRange.GATE)
     assert choose_plan(args, gate)[0] == fixed_plan(2, chunk_dim=ChunkDim.SEQUENCE, overlap_range=OverlapRange.GATE)
@@ -161,7 +161,7 @@ def test_sequence_chunks_without_attention_work_with_context_parallelism(megatro
         ["--moe-input-jitter-eps", 0.1],
     ],
 )
-def test_routing_of_whole_micro_batches_narrows_the_range_with_a_note(megatron_args, changes):
+def test_routing_of_whole_micro_batches_narrows_range_with_note(megatron_args, changes):
     plan, line = choose_plan(megatron_args(*changes), LancetConfig())
     assert plan == fixed_plan(2, overlap_range=OverlapRange.EXPERTS)
     assert f"chunks start after the gate, because {changes[0]}" in line
@@ -229,13 +229,13 @@ FULL_RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "unif
         ),
     ],
 )
-def test_chunks_keep_the_multiple_that_fp8_wants_and_the_line_says_so(megatron_args, changes, chunks, note):
+def test_chunks_keep_multiple_that_fp8_wants_and_line_says_so(megatron_args, changes, chunks, note):
     plan, line = choose_plan(megatron_args(*TE, *FP8, *changes), LancetConfig())
     assert plan == fixed_plan(2, **chunks)
     assert line == "; ".join([str(plan), *([f"--fp8-recipe {note}"] if note else [])])
 
 
-def test_micro_batch_stays_whole_where_fp8_has_no_smaller_multiple(megatron_args):
+def test_micro_batch_stays_whole_below_the_multiple_of_fp8(megatron_args):
     args = megatron_args(*TE, *FP8, "--fp8-recipe", "mxfp8", "--seq-length", 8)
     plan, line = choose_plan(args, LancetConfig())
     assert plan == fixed_plan(1, chunk_dim=ChunkDim.SEQUENCE)
@@ -282,7 +282,7 @@ def test_unsupported_settings_are_refused(megatron_args, changes, message):
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[" ".join(map(str, one)) for one, _ in REFUSED])
-def test_unsupported_settings_without_requested_overlap_keep_stock_with_a_reason(megatron_args, changes, message):
+def test_unsupported_settings_keep_stock_with_a_reason(megatron_args, changes, message):
     plan, line = choose_plan(megatron_args(*changes), LancetConfig())
     assert plan is None
     assert re.search("^off: --.*Stock Megatron modules", line)
@@ -342,6 +342,6 @@ def test_layers_of_transformer_engine_get_a_plan(megatron_args, changes):
     assert choose_plan(megatron_args(*TE, *changes), LancetConfig())[0] == fixed_plan(2)
 
 
-def test_fused_attention_of_torch_is_refused_with_transformer_engine(megatron_args):
+def test_fused_attention_of_torch_is_refused_with_te(megatron_args):
     with pytest.raises(UsageError, match="--lancet-attention sdpa is for local layers: Transformer Engine's"):
         choose_plan(megatron_args(*TE), LancetConfig(attention=AttentionChoice.SDPA))

@@ -27,7 +27,7 @@ def parsed(parser, *words: str) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize("entry", [*UNSUPPORTED, *RETIRED, *OTHER_TASKS], ids=lambda entry: entry.flags)
-def test_unsupported_flag_is_megatrons_and_its_argument_has_its_name(parser, entry):
+def test_unsupported_flag_is_megatrons_with_its_argument(parser, entry):
     for flag in entry.flags.split():
         action = parser._option_string_actions[flag]
         assert entry.refused is not None or action.dest == flag.removeprefix("--").replace("-", "_")
