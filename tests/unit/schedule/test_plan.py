@@ -4,7 +4,6 @@ import json
 import pytest
 
 from megatron_lancet.files import RecordError
-from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import (
     ChunkDim,
     Dispatch,
@@ -28,12 +27,6 @@ SEGMENTS = Plan(
 )
 
 MIXED = paired(fixed_plan(1), dataclasses.replace(fixed_plan(2), gaps=(GAP,)))
-
-
-def test_op_has_one_name():
-    op = Op(layer=3, chunk=0, phase=Phase.FORWARD, kind="dispatch")
-    assert str(op) == "L3.c0.F.dispatch"
-    assert str(op.mirrored()) == "L3.c0.I.dispatch"
 
 
 def test_plan_is_printed_as_text():
@@ -244,14 +237,6 @@ def test_layers_have_their_segment():
     first, second = SEGMENTS.segments
     assert [SEGMENTS.segment_of(layer) for layer in (1, 2, 3, 96)] == [first, first, second, second]
     assert SEGMENTS.num_chunks == 4
-
-
-@pytest.mark.parametrize(
-    ("size", "num_chunks", "sizes"),
-    [(4, 1, [4]), (4, 2, [2, 2]), (5, 2, [3, 2]), (7, 4, [2, 2, 2, 1]), (3, 3, [1, 1, 1])],
-)
-def test_chunk_sizes_are_as_equal_as_possible(size, num_chunks, sizes):
-    assert Segment(1, None, num_chunks).chunk_sizes(size) == sizes
 
 
 def test_fixed_plan_defers_dws_over_one_layer():

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet import __version__
-from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, PlanChoice
+from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, PairingChoice, PlanChoice, RowLimitChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.flags import flags_of
-from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.training import arguments
 from megatron_lancet.training.dry_run.cluster import has_package
 from megatron_lancet.training.plan.support import OWN_SPEC
+
+CHOICES = {kind: [(value.value, value) for value in kind] for kind in (PairingChoice, Dispatch)}
 
 
 @pytest.fixture
@@ -66,6 +68,14 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
         ("--lancet-comm-priority all-to-all-first", {"comm_priority": CommPriority.ALL_TO_ALL_FIRST}),
         ("--lancet-grad-chunk-mb 2.5", {"grad_chunk_mb": 2.5}),
         ("--lancet-experts-apart", {"experts_apart": True}),
+        *(
+            (f"--lancet-pairing {word}", {"pairing": value})
+            for word, value in [("auto", None), *CHOICES[PairingChoice]]
+        ),
+        *((f"--lancet-dispatch {word}", {"dispatch": value}) for word, value in [("auto", None), *CHOICES[Dispatch]]),
+        *((f"--lancet-tiles {word}", {"tiles": value}) for word, value in [("auto", None), ("0", 0), ("4", 4)]),
+        ("--lancet-max-received-rows auto", {"max_received_rows": RowLimitChoice.AUTO}),
+        ("--lancet-max-received-rows 4096", {"max_received_rows": 4096}),
     ],
 )
 def test_each_lancet_flag_sets_its_field_of_the_config(words, expected):
@@ -145,6 +155,16 @@ def test_profile_cache_defaults_to_the_users_cache_folder(command_line, monkeypa
         (["--lancet-grad-chunk-mb", "nan"], "got nan"),
         (["--lancet-comm-priority", "first"], "invalid choice: 'first'.*all-to-all-first"),
         (["--lancet-dw-memory-mb", "64MB"], "invalid float value: '64MB'"),
+        (["--lancet-pairing", "yes"], "--lancet-pairing: invalid choice: 'yes'"),
+        (["--lancet-dispatch", "once"], "--lancet-dispatch: invalid choice: 'once'"),
+        (["--lancet-tiles", "many"], "--lancet-tiles expects auto, or a number of tiles"),
+        *((["--lancet-max-received-rows", t], f"or a number of rows above 0, got {t}") for t in ("0", "1.5", "all")),
+        (["--lancet-max-received-rows=-4"], "expects auto, or a number of rows above 0, got -4"),
+        *((["--lancet-locality-loss-coeff", t], "-coeff expects at least 0, got") for t in ("nan", "inf")),
+        (["--lancet-locality-loss-coeff=-1"], "--lancet-locality-loss-coeff expects at least 0, got"),
+        (["--lancet-rebalance-interval", 1], "--lancet-rebalance-interval expects at least 2, got 1"),
+        (["--lancet-comm-sms", 0], "--lancet-comm-sms expects at least 1, got 0"),
+        (["--lancet-ranks-per-node", 0], r"-ranks-per-node expects at least 1, got 0\. Without the flag"),
     ],
 )
 def test_faulty_arguments_are_refused(command_line, words, message):

@@ -10,11 +10,9 @@ from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.comm_stats import CommTimes, SplitChunk
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import fixed_plan, paired
-from megatron_lancet.training import arguments
 from megatron_lancet.training.dry_run.activations import expert_row_bytes
 from megatron_lancet.training.load import received_rows
 from megatron_lancet.training.load.received_rows import ReceivedRows, bound_of_memory, check_row_limit, most_rows
-from megatron_lancet.training.plan.support import overlap_blockers
 
 PLAN = fixed_plan(2)
 
@@ -66,26 +64,6 @@ def test_runs_without_the_flag_and_those_that_can_follow_it_pass():
     check_row_limit(args_of(expert_model_parallel_size=1), LancetConfig(), None)
     for limit in (1, RowLimitChoice.AUTO):
         check_row_limit(args_of(), LancetConfig(max_received_rows=limit), PLAN)
-
-
-@pytest.mark.parametrize(("text", "value"), [("auto", RowLimitChoice.AUTO), ("4096", 4096)])
-def test_the_flag_takes_a_word_or_a_number(text, value):
-    assert arguments.config_from_words(["--lancet-max-received-rows", text]).max_received_rows == value
-
-
-@pytest.mark.parametrize("text", ["0", "-4", "1.5", "all"])
-def test_anything_else_is_refused(text):
-    with pytest.raises(UsageError, match=rf"expects auto, or a number of rows above 0, got {text}"):
-        arguments.config_from_words([f"--lancet-max-received-rows={text}"])
-
-
-def test_a_limit_asks_for_the_overlap(monkeypatch):
-    """A run that can't overlap is refused, and does not fall back to stock modules."""
-    monkeypatch.setattr(
-        "megatron_lancet.training.plan.support.unsupported", lambda args, validated: [("--some-flag", "drop it")]
-    )
-    assert overlap_blockers(args_of(), LancetConfig()) != []
-    assert overlap_blockers(args_of(), LancetConfig(max_received_rows=8)) == []
 
 
 def record(num_chunks: int, num_rows: int) -> StepRecord:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.mock.link import Link
 from megatron_lancet.mock.mock_world import mock_world
@@ -24,7 +24,6 @@ from megatron_lancet.training.dry_run.run import examine
 from megatron_lancet.training.megatron import patches, seams
 from megatron_lancet.training.megatron.patches import bounded_expert_groups
 from megatron_lancet.training.plan.comm_sms import check_comm_sms
-from megatron_lancet.training.plan.support import overlap_blockers
 from megatron_lancet.training.platform.mock import mocked_world_of
 
 BOUND = LancetConfig(comm_sms=8)
@@ -183,21 +182,6 @@ def test_bound_on_sms_needs_a_torch_that_passes_it_to_nccl(monkeypatch, options)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options))
     with pytest.raises(UsageError, match=r"has no ProcessGroupNCCL\.Options\(\)\.config\.max_ctas"):
         check_comm_sms(arguments(), BOUND, fixed_plan(2), GPU)
-
-
-def test_bound_on_sms_is_at_least_one():
-    with pytest.raises(UsageError, match="--lancet-comm-sms expects at least 1, got 0"):
-        LancetConfig(comm_sms=0)
-
-
-def test_bound_on_sms_asks_for_the_overlap(monkeypatch):
-    """A run that can't overlap is refused, and does not fall back to stock modules."""
-    monkeypatch.setattr(
-        "megatron_lancet.training.plan.support.unsupported", lambda args, validated: [("--some-flag", "drop it")]
-    )
-    assert overlap_blockers(arguments(), LancetConfig()) != []
-    assert overlap_blockers(arguments(), BOUND) == []
-    assert LancetConfig(plan=PlanChoice.AUTO, comm_sms=8).explicit_plan_flags() == {}
 
 
 def test_bound_on_sms_has_profiles_of_its_own(monkeypatch):

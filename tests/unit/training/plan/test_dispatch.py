@@ -1,7 +1,6 @@
 """``--lancet-dispatch`` and Megatron's ``flex``: which runs may have which dispatch, and the lines that say why not."""
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,13 +11,12 @@ from megatron_lancet.files import to_plain
 from megatron_lancet.planning.plan_file import PlanFile, write_plan_file
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, fixed_plan, paired
-from megatron_lancet.training.arguments import config_from_words
 from megatron_lancet.training.plan.dispatch import unknown_nodes_note
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.run import choose_run
-from tests.unit.training.validated import set_as_validation_does
+from tests.unit.training.validated import parsed
 
 PLAIN, DEDUP = LancetConfig(dispatch=Dispatch.PLAIN), LancetConfig(dispatch=Dispatch.DEDUP)
 FLEX = ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"]
@@ -43,33 +41,14 @@ def megatron_args(monkeypatch):
     """
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
-    from megatron.training.arguments import parse_args
 
     def make(*changes: object, config: LancetConfig | None = None):
-        command = (
-            "--num-layers 8 --num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --seq-length 32 "
-            "--transformer-impl local --moe-token-dispatcher-type alltoall --moe-router-topk 2 "
-            "--hidden-dropout 0 --attention-dropout 0"
-        )
-        monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
-        args = parse_args(ignore_unknown_args=True)
+        args = parsed(monkeypatch, "--num-layers=8", "--moe-router-topk=2", *changes)
         args.world_size = 8
         args.lancet_test_line = map_overlap_flags(args, config or LancetConfig())
-        set_as_validation_does(args)
         return args
 
     return make
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("auto", None), ("plain", Dispatch.PLAIN), ("dedup", Dispatch.DEDUP), ("two-hop", Dispatch.TWO_HOP)],
-)
-def test_flag_takes_four_words(text, value):
-    assert config_from_words(["--lancet-dispatch", text]).dispatch is value
-    assert config_from_words([]).dispatch is None
-    with pytest.raises(UsageError, match="--lancet-dispatch: invalid choice: 'once'"):
-        config_from_words(["--lancet-dispatch", "once"])
 
 
 POSSIBLE = {
@@ -203,8 +182,6 @@ def test_ranks_per_node_that_do_not_divide_ranks_are_refused(megatron_args):
     for changes, plan in (([], PlanChoice.AUTO), ([], PlanChoice.OFF), (["--expert-model-parallel-size", 1], "auto")):
         with pytest.raises(UsageError, match=told):
             choose_plan(megatron_args(*changes), LancetConfig(plan=PlanChoice(plan), ranks_per_node=3))
-    with pytest.raises(UsageError, match=r"--lancet-ranks-per-node expects at least 1, got 0\. Without the flag"):
-        config_from_words(["--lancet-ranks-per-node", "0"])
 
 
 def test_run_connects_nodes_if_a_plan_of_it_may_have_two_hops(megatron_args, tmp_path):

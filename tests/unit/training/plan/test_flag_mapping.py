@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from megatron.core.transformer.moe import moe_utils
 
-from megatron_lancet.config import LancetConfig, PlanChoice
+from megatron_lancet.config import LancetConfig, PairingChoice, PlanChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import fixed_plan, paired
 from megatron_lancet.training.plan.flag_mapping import map_overlap_flags, refuse_mapped_flags
@@ -42,9 +42,23 @@ def test_every_overlap_flag_becomes_the_plan_and_is_named(parsed):
     assert not any(getattr(args, name) for name in OVERLAP_FLAGS.values())
     assert args.wgrad_deferral_limit == 0
     assert choose_plan(args, LancetConfig())[0] == paired(fixed_plan(2))
-    one = parsed("--moe-token-dispatcher-type alltoall --delay-wgrad-compute")
-    line = map_overlap_flags(one, LancetConfig(plan=Path("plan.json")))
-    assert line == "the plan does what --delay-wgrad-compute asks for"
+
+
+@pytest.mark.parametrize(
+    ("flag", "config", "may_pair"),
+    [
+        ("--overlap-moe-expert-parallel-comm", LancetConfig(), True),
+        ("--overlap-moe-expert-parallel-comm", LancetConfig(pairing=PairingChoice.ON), False),
+        ("--overlap-moe-expert-parallel-comm", LancetConfig(pairing=PairingChoice.OFF), False),
+        ("--overlap-moe-expert-parallel-comm", LancetConfig(plan=Path("plan.json")), False),
+        ("--delay-wgrad-compute", LancetConfig(), False),
+        ("--delay-wgrad-compute", LancetConfig(plan=Path("plan.json")), False),
+    ],
+)
+def test_line_of_the_mapping_says_that_the_plan_may_pair(parsed, flag, config, may_pair):
+    line = map_overlap_flags(parsed(f"--moe-token-dispatcher-type alltoall {flag}"), config)
+    more = ", and may run backwards beside forwards" if may_pair else ""
+    assert line == f"the plan does what {flag} asks for{more}"
 
 
 def test_other_dispatchers_become_all_to_alls(parsed):

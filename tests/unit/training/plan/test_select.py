@@ -1,7 +1,6 @@
 """Which runs get a plan, and which are refused with the line that says what to drop."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,22 +10,15 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, fixed_plan
 from megatron_lancet.training.plan.attention import needs_own_attention, uses_sdpa
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
-from tests.unit.training.validated import set_as_validation_does
+from tests.unit.training.validated import parsed
 
 
 @pytest.fixture
 def megatron_args(monkeypatch):
     """Megatron's arguments for a run that can overlap, with changes."""
-    from megatron.training.arguments import parse_args
 
     def make(*changes: object, **attributes: object):
-        command = (
-            "--num-experts 8 --expert-model-parallel-size 2 --micro-batch-size 4 --transformer-impl local "
-            "--moe-token-dispatcher-type alltoall --hidden-dropout 0 --attention-dropout 0 --seq-length 32"
-        )
-        monkeypatch.setattr(sys, "argv", ["pretrain", *command.split(), *map(str, changes)])
-        args = parse_args(ignore_unknown_args=True)
-        set_as_validation_does(args)
+        args = parsed(monkeypatch, *changes)
         vars(args).update(attributes)
         return args
 
@@ -270,76 +262,53 @@ REFUSED: list[tuple[list, str]] = [
     (["--distribute-saved-activations"], "--distribute-saved-activations"),
     (["--spec", "mine", "layers"], "--spec mine layers"),
     (["--save-dgrads-interval", 5], "it would save one chunk for the whole micro-batch"),
+    (["--tensor-parallel-num-weight-shards", 2], "tensor-parallel-num-weight-shards 2 "),
+    (["--expert-tensor-parallel-num-weight-shards", 2], "expert-tensor-parallel-num-weight-shards 2 "),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[" ".join(map(str, one)) for one, _ in REFUSED])
-def test_unsupported_settings_are_refused(megatron_args, changes, message):
-    with pytest.raises(UsageError, match=message) as refusal:
-        choose_plan(megatron_args(*changes), LancetConfig(num_chunks=2))
-    assert "--lancet-plan off" in str(refusal.value)
-    assert choose_plan(megatron_args(*changes), LancetConfig(plan=PlanChoice.OFF))[0] is None
-
-
-@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[" ".join(map(str, one)) for one, _ in REFUSED])
 def test_unsupported_settings_keep_stock_with_a_reason(megatron_args, changes, message):
-    plan, line = choose_plan(megatron_args(*changes), LancetConfig())
+    args = megatron_args(*changes)
+    plan, line = choose_plan(args, LancetConfig())
     assert plan is None
     assert re.search("^off: --.*Stock Megatron modules", line)
     assert re.search(message, line)
-    for wish in ({"range": OverlapRange.LAYER}, {"dw_policy": DwPolicy.NONE}, {"profile": Path("profile.json")}):
-        with pytest.raises(UsageError, match=message):
-            choose_plan(megatron_args(*changes), LancetConfig(**wish))
+    wishes = {"num_chunks": 2, "range": OverlapRange.STACK, "dw_policy": DwPolicy.NONE, "profile": Path("p.json")}
+    for wish, value in wishes.items():
+        with pytest.raises(UsageError, match=message) as refusal:
+            choose_plan(args, LancetConfig(**{wish: value}))
+        assert "--lancet-plan off" in str(refusal.value)
+    assert choose_plan(args, LancetConfig(plan=PlanChoice.OFF))[0] is None
 
 
-@pytest.mark.parametrize("flag", ["--tensor-parallel-num-weight-shards", "--expert-tensor-parallel-num-weight-shards"])
-def test_weight_shards_are_refused(megatron_args, flag):
-    with pytest.raises(UsageError, match=r"tensor-parallel-num-weight-shards 2 .*--lancet-plan off"):
-        choose_plan(megatron_args(flag, 2), LancetConfig(num_chunks=2))
-
-
-LAYOUTS = {
-    "tensor": ["--tensor-model-parallel-size", 2, "--sequence-parallel"],
-    "expert tensor": ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-tensor-parallel-size", 2],
-    "context": ["--context-parallel-size", 2],
-    "pipeline": ["--pipeline-model-parallel-size", 2],
-    "interleaved": ["--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2],
-    "one micro-batch per step": ["--global-batch-size", 4],
-}
-
-
-@pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_parallel_layouts_get_a_plan(megatron_args, changes):
-    assert choose_plan(megatron_args(*changes), LancetConfig())[0] == fixed_plan(2)
+SEQUENCE_PARALLEL = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
+SELECTIVE = ["--recompute-granularity", "selective", "--recompute-modules"]
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp", "moe", "shared_experts"],
+        SEQUENCE_PARALLEL,
+        [*SEQUENCE_PARALLEL, "--expert-tensor-parallel-size", 2],
+        ["--context-parallel-size", 2],
+        ["--pipeline-model-parallel-size", 2],
+        ["--pipeline-model-parallel-size", 2, "--num-virtual-stages-per-pipeline-rank", 2],
+        ["--global-batch-size", 4],
+        [*SELECTIVE, "core_attn", "mlp", "moe", "shared_experts"],
         FULL_RECOMPUTE,
-    ],
-    ids=["selective", "full"],
-)
-def test_recompute_settings_get_a_plan(megatron_args, changes):
-    assert choose_plan(megatron_args(*changes), LancetConfig())[0] == fixed_plan(2)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        ["--qk-clip", "--log-max-attention-logit", "--mla-down-proj-fusion"],
-        ["--moe-grouped-gemm", "--moe-mlp-glu-interleave-size", 8],
-        [*FP8, "--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe", "mla_up_proj"],
-        ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "mla_up_proj", "moe_act"],
-        [*FP8, "--fp8-recipe", "tensorwise", *FULL_RECOMPUTE],
-        ["--fp4-format", "e2m1", "--seq-length", 128],
-        ["--context-parallel-size", 2, "--cp-comm-type", "a2a"],
+        [*TE, "--qk-clip", "--log-max-attention-logit", "--mla-down-proj-fusion"],
+        [*TE, "--moe-grouped-gemm", "--moe-mlp-glu-interleave-size", 8],
+        [*TE, *FP8, *SELECTIVE, "core_attn", "moe", "mla_up_proj"],
+        [*TE, *SELECTIVE, "layernorm", "mla_up_proj", "moe_act"],
+        [*TE, *FP8, "--fp8-recipe", "tensorwise", *FULL_RECOMPUTE],
+        [*TE, "--fp4-format", "e2m1", "--seq-length", 128],
+        [*TE, "--context-parallel-size", 2, "--cp-comm-type", "a2a"],
     ],
     ids=lambda changes: " ".join(map(str, changes)),
 )
-def test_layers_of_transformer_engine_get_a_plan(megatron_args, changes):
-    assert choose_plan(megatron_args(*TE, *changes), LancetConfig())[0] == fixed_plan(2)
+def test_layouts_and_settings_that_get_a_plan(megatron_args, changes):
+    assert choose_plan(megatron_args(*changes), LancetConfig())[0] == fixed_plan(2)
 
 
 def test_fused_attention_of_torch_is_refused_with_te(megatron_args):

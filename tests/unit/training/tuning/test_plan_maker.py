@@ -16,7 +16,7 @@ from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
 from megatron_lancet.profiler.cache import ProfileKey
 from megatron_lancet.schedule.nodes import Nodes
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, fixed_plan, paired
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, fixed_plan, paired
 from megatron_lancet.schedule.reductions import GradientReduction
 from megatron_lancet.training.tuning import plan_maker
 from megatron_lancet.training.tuning.controller import PlanningFailed
@@ -28,7 +28,9 @@ pytestmark = pytest.mark.slow
 MACHINE = Machine()
 PROFILE = replace(synthetic_profile(MACHINE), measured_steps_ms={str(fixed_plan(2)): 44.0, "another": 1.0})
 PRESENT = fixed_plan(4)
-BATCH = Limits(chunk_dims=(ChunkDim.BATCH,), dispatches=(Dispatch.PLAIN,), tiles=(0,))
+FEW = Limits(chunk_dims=(ChunkDim.BATCH,), ranges=(OverlapRange.STACK,), dw_window_layers=(1,))
+"""The planner's own tests search larger spaces."""
+BATCH = replace(FEW, dispatches=(Dispatch.PLAIN,), tiles=(0,))
 
 
 class Run:
@@ -144,7 +146,7 @@ def test_plan_maker_measures_links_and_shares_of_a_changed_run(make, monkeypatch
 
 
 def test_plan_maker_without_deferral_leaves_profiled_plans_out(make):
-    planned, _ = profiled(make(Limits(chunk_dims=(ChunkDim.BATCH,), dw_policies=(DwPolicy.NONE,))))
+    planned, _ = profiled(make(replace(FEW, dw_policies=(DwPolicy.NONE,))))
     assert planned.plan.dw_policy is DwPolicy.NONE
     assert planned.profiled == {}
 
