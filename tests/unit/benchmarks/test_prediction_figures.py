@@ -129,41 +129,52 @@ def test_cases_cover_shares_chunks_ranges_axes_dws_and_skew():
     assert {case.shape.micro_batches for case in cases} == {1}
 
 
-def test_paired_plans_are_predicted_on_network_cases():
-    cases = choose([], None, PRESETS["pairing"])
-    assert [case.name for case in cases] == list(PAIRED_CASES)
-    assert {case.exposed_share for case in cases} == {0.2, 0.45, 0.65}
-    assert set(PAIRED_CASES) <= set(NETWORK_PAIRED_CASES)
+@pytest.mark.parametrize(
+    ("preset", "of_network", "configurations"),
+    [
+        (
+            "pairing",
+            dict.fromkeys(PAIRED_CASES, ""),
+            "k1 stack-k2-dw paired-k1 paired-k1-none paired-k2 paired-mix planned",
+        ),
+        ("dispatch", dict.fromkeys(("45-top4", "65-top4"), ""), "k1 stack-k2-dw dedup-k1 dedup-k2 planned"),
+        (
+            "nodes",
+            dict.fromkeys(("65-nodes-top4", "unshaped-nodes-top4"), "nodes-top4"),
+            "k1 stack-k2-dw dedup-k2 two-hop-k1 two-hop-k2 planned",
+        ),
+    ],
+)
+def test_plans_are_predicted_on_cases_of_the_network_benchmark(preset, of_network, configurations):
+    cases = choose([], None, PRESETS[preset])
+    assert [case.name for case in cases] == list(of_network)
     for case in cases:
-        assert case.shape == NETWORK_CASES[case.name].shape
-        assert case.variants == ("k1", "stack-k2-dw", "paired-k1", "paired-k1-none", "paired-k2", "paired-mix", PLANNED)
+        network = NETWORK_CASES[of_network[case.name] or case.name]
+        share = None if case.name.startswith("unshaped") else network.exposed_share
+        assert (case.shape, case.exposed_share, case.nodes) == (network.shape, share, network.nodes)
+        assert case.variants == tuple(configurations.split())
+
+
+def test_presets_have_what_they_are_named_for():
+    assert {CASES[name].exposed_share for name in PAIRED_CASES} == {0.2, 0.45, 0.65}
+    assert set(PAIRED_CASES) <= set(NETWORK_PAIRED_CASES)
     mix = FIXED_PLANS["paired-mix"]
     assert (mix.in_middle.num_chunks, mix.at_ends.num_chunks) == (1, 2)
 
 
-def test_deduplicated_plans_are_predicted_on_network_cases():
-    cases = choose([], None, PRESETS["dispatch"])
-    assert [case.name for case in cases] == ["45-top4", "65-top4"]
-    for case in cases:
-        assert (case.shape, case.exposed_share) == (
-            NETWORK_CASES[case.name].shape,
-            NETWORK_CASES[case.name].exposed_share,
-        )
-        assert case.variants == ("k1", "stack-k2-dw", "dedup-k1", "dedup-k2", PLANNED)
-    with pytest.raises(UsageError, match=r"dedup-k1 .* in case 20 a token has one expert .* Pass --cases 45-top4\."):
-        choose(["20"], ["dedup-k1"])
-
-
-def test_two_hops_are_predicted_on_a_slow_and_on_a_free_link():
-    slow, free = choose([], None, PRESETS["nodes"])
-    assert (slow.name, free.name) == ("65-nodes-top4", "unshaped-nodes-top4")
-    network = NETWORK_CASES["nodes-top4"]
-    assert (slow.shape, slow.exposed_share, slow.nodes) == (network.shape, network.exposed_share, network.nodes)
-    assert (free.shape, free.exposed_share, free.nodes) == (network.shape, None, network.nodes)
-    for case in (slow, free):
-        assert case.variants == ("k1", "stack-k2-dw", "dedup-k2", "two-hop-k1", "two-hop-k2", PLANNED)
-    with pytest.raises(UsageError, match=r"two-hop-k1 .* in case 45-top4 a node has one rank.* Pass --cases 65-nodes"):
-        choose(["45-top4"], ["two-hop-k1"])
+@pytest.mark.parametrize(
+    ("case", "configuration", "message"),
+    [
+        ("20", "dedup-k1", r"dedup-k1 .* in case 20 a token has one expert .* Pass --cases 45-top4\."),
+        ("45-top4", "two-hop-k1", r"two-hop-k1 .* in case 45-top4 a node has one rank.* Pass --cases 65-nodes"),
+        ("20", "paired-k1", r"a step of case 20 has one micro-batch\. Pass --cases 45-m4"),
+        ("21", None, "there is no"),
+        ("20", "k3", "there is no"),
+    ],
+)
+def test_impossible_cases_are_refused(case, configuration, message):
+    with pytest.raises(UsageError, match=message):
+        choose([case], None if configuration is None else [configuration])
 
 
 @pytest.mark.parametrize(("planned", "dispatch"), [("stack-k2", "plain"), ("two-hop-k2", "two-hop")])
@@ -177,17 +188,9 @@ def test_table_says_which_dispatch_was_planned(planned, dispatch):
     assert ": no cap, k1 exposes" in text
 
 
-def test_a_pair_needs_a_second_micro_batch():
-    with pytest.raises(UsageError, match=r"a step of case 20 has one micro-batch\. Pass --cases 45-m4"):
-        choose(["20"], ["paired-k1"])
-
-
-def test_unknown_names_are_refused_and_orders_are_ours():
+def test_orders_are_ours():
     (case,) = choose(["20"], [PLANNED, "k1"])
     assert case.variants == ("k1", PLANNED)
-    for cases, configurations in ((["21"], None), ([], ["k3"])):
-        with pytest.raises(UsageError, match="there is no"):
-            choose(cases, configurations)
 
 
 def test_a_job_survives_its_file(tmp_path):

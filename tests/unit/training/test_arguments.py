@@ -16,8 +16,6 @@ from megatron_lancet.training import arguments
 from megatron_lancet.training.dry_run.cluster import has_package
 from megatron_lancet.training.plan.support import OWN_SPEC
 
-CHOICES = {kind: [(value.value, value) for value in kind] for kind in (PairingChoice, Dispatch)}
-
 
 @pytest.fixture
 def command_line(monkeypatch):
@@ -68,12 +66,10 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
         ("--lancet-comm-priority all-to-all-first", {"comm_priority": CommPriority.ALL_TO_ALL_FIRST}),
         ("--lancet-grad-chunk-mb 2.5", {"grad_chunk_mb": 2.5}),
         ("--lancet-experts-apart", {"experts_apart": True}),
-        *(
-            (f"--lancet-pairing {word}", {"pairing": value})
-            for word, value in [("auto", None), *CHOICES[PairingChoice]]
-        ),
-        *((f"--lancet-dispatch {word}", {"dispatch": value}) for word, value in [("auto", None), *CHOICES[Dispatch]]),
-        *((f"--lancet-tiles {word}", {"tiles": value}) for word, value in [("auto", None), ("0", 0), ("4", 4)]),
+        *((f"--lancet-pairing {choice}", {"pairing": choice}) for choice in PairingChoice),
+        *((f"--lancet-dispatch {choice}", {"dispatch": choice}) for choice in Dispatch),
+        *((f"--lancet-tiles {number}", {"tiles": number}) for number in (0, 4)),
+        ("--lancet-pairing auto --lancet-dispatch auto --lancet-tiles auto", {}),
         ("--lancet-max-received-rows auto", {"max_received_rows": RowLimitChoice.AUTO}),
         ("--lancet-max-received-rows 4096", {"max_received_rows": 4096}),
     ],
