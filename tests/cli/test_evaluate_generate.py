@@ -1,6 +1,5 @@
 """tools/evaluate.py and tools/generate.py on a checkpoint that two expert-parallel ranks wrote."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -13,12 +12,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_lancet.errors import UsageError
 from tests import data
+from tests.cli.loading import TOOLS, load_tool
 from tests.ranks import launch
 from tests.ranks.pretraining import EP2, SHORT_RUN, TINY_MODEL, WORKER
 
 pytestmark = pytest.mark.distributed
 
-TOOLS = launch.REPO / "tools"
 NUM_ITERS, CONTEXT, VALID_WINDOWS, NUM_MOE_LAYERS = 10, 32, 32, 2
 # With tied embeddings a model that has hardly learned repeats the last token.
 DIVERSE = ["--untie-embeddings-and-output-weights", "--init-method-std", "0.1"]
@@ -60,13 +59,7 @@ def write_stream(prefix: Path, num_tokens: int) -> Path:
 
 @pytest.fixture(scope="module")
 def tool():
-    def load(name):
-        spec = importlib.util.spec_from_file_location(f"tool_{name}", TOOLS / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
+    return load_tool
 
 
 @pytest.fixture
@@ -241,9 +234,9 @@ def test_generated_text_depends_on_the_seed_alone(trained):
     with session.model() as model:
 
         def tokens(**sampling):
-            return generate(model, session.tokenizer, PROMPT, Sampling(**sampling), max_tokens=12).tokens
+            return generate(model, session.tokenizer, PROMPT, Sampling(**sampling), max_tokens=6).tokens
 
-        for how in ({"top_p": 0.9}, {"top_k": 40, "temperature": 1.5}, {"top_k": 5000}, {}):
+        for how in ({"top_p": 0.9}, {"top_k": 40, "temperature": 1.5}, {}):
             assert tokens(**how, seed=7) == tokens(**how, seed=7) != tokens(**how, seed=8)
         greedy = tokens(temperature=0.0)
         assert tokens(top_k=1, seed=5) == tokens(top_p=1e-9, seed=5) == greedy

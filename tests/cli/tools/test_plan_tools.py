@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import io
 import json
 import os
@@ -20,24 +19,16 @@ from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.errors import UsageError
 from megatron_lancet.planning.plan_file import PlanFile, made_for, read_plan_file, write_plan_file
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, Gap, Plan, Segment, fixed_plan
+from tests.cli.loading import REPOSITORY, TOOLS, load_tool
 from tests.damage import leaves, replaced
 from tests.draws import examples
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-TOOLS = REPOSITORY / "tools"
 PNG = b"\x89PNG\r\n"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", TOOLS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def tools():
-    return {name: load(name) for name in ("make_plan", "explain_plan", "simulate_plan")}
+    return {name: load_tool(name) for name in ("make_plan", "explain_plan", "simulate_plan")}
 
 
 @pytest.fixture

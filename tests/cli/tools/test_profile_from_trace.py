@@ -1,6 +1,5 @@
 """From a stock run with Megatron's own profiler flags to a plan and its prediction, on two real ranks."""
 
-import importlib.util
 import json
 
 import pytest
@@ -10,10 +9,9 @@ from megatron_lancet.planning.from_trace.profile import STOCK
 from megatron_lancet.planning.profile import read_profile
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
-from tests.ranks import launch
+from tests.cli.loading import load_tool
 from tests.ranks.pretraining import EP2, pretrain
 
-TOOLS = launch.REPO / "tools"
 PROFILER = (
     "--profile --use-pytorch-profiler --pytorch-profiler-collect-shapes --profile-step-start 2 --profile-step-end 4 "
     "--profile-ranks 0 1"
@@ -21,10 +19,7 @@ PROFILER = (
 
 
 def main_of(name):
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", TOOLS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
+    return load_tool(name).main
 
 
 @pytest.fixture(scope="module")

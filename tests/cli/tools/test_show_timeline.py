@@ -1,23 +1,17 @@
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.report.timeline.html import page
 from megatron_lancet.report.timeline.trace_file import read_trace, write_trace
+from tests.cli.loading import load_tool
 from tests.unit.report import steps
-
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "show_timeline.py"
 
 
 @pytest.fixture(scope="module")
 def main():
-    spec = importlib.util.spec_from_file_location("tool_show_timeline", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
+    return load_tool("show_timeline").main
 
 
 @pytest.fixture
