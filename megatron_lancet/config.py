@@ -5,14 +5,15 @@ parsed arguments; the dataclass refuses a value outside its range.
 """
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.feature import Feature
 from megatron_lancet.flags import CheckedFlags, flag, flags_of, word_or_path, words
-from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange, OwnRows
+from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority
 from megatron_lancet.schedule.units import mb_to_bytes
 from megatron_lancet.schedule.wire import Wire
@@ -45,17 +46,6 @@ class PairingChoice(StrEnum):
     """In every plan."""
     OFF = "off"
     """In none."""
-
-
-class BinsChoice(StrEnum):
-    """How documents of different lengths are dealt to the micro-batches of a step."""
-
-    BALANCED = "balanced"
-    """To the bins of all ranks, so that micro-batches which run at the same time take equally long; packed."""
-    FIRST_FIT = "first-fit"
-    """Each rank packs its own, in the order drawn."""
-    PADDED = "padded"
-    """By like length, padded to the longest of the micro-batch."""
 
 
 class RowLimitChoice(StrEnum):
@@ -137,8 +127,8 @@ class LancetConfig(CheckedFlags):
         None,
         **words(OverlapRange),
         limits_plan=True,
-        help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), layer (with its "
-        "attention), stack (all layers without waiting at a layer's end). By default the plan chooses; a fixed plan "
+        help="what runs chunk by chunk: experts (dispatch to combine), gate (router to combine), stack (all "
+        "layers with their attention, without waiting at a layer's end). By default the plan chooses; a fixed plan "
         "takes stack.",
     )
     pairing: PairingChoice | None = flag(
@@ -167,13 +157,6 @@ class LancetConfig(CheckedFlags):
         help="send the rows of a chunk to other ranks in N tiles, each a message of its own: the experts work on the "
         "rows that stay and on the first tile while others are on the way, and outputs go back tile by tile. 0: one "
         "message of all rows. auto (default): the plan chooses, for whole micro-batches; a fixed plan has none.",
-    )
-    own_rows: OwnRows | None = flag(
-        None,
-        **words(OwnRows, none_word="auto"),
-        limits_plan=True,
-        help="with tiles, when the experts work on the rows that stay on their rank: before the tiles, half of them "
-        "before and half after, after, or auto (default): the plan chooses; a fixed plan takes half.",
     )
     ranks_per_node: int | None = flag(
         None,
@@ -239,9 +222,9 @@ class LancetConfig(CheckedFlags):
     wire: Wire = flag(
         Wire.EXACT,
         **words(Wire),
-        help="number format of hidden states in the all-to-alls of expert parallelism. exact (default): their own. "
-        "bf16: 16 bits for those of 32. fp8: 8 bits, with a scale for each 128, in forward dispatches, and bf16 "
-        "in combines and gradients. Other formats than exact change losses and gradients; auto never chooses one.",
+        help="number format of hidden states in the all-to-alls of expert parallelism. exact (default): the type of "
+        "the hidden states. fp8: 8 bits, with a scale for each 128, in forward dispatches, and bf16 in combines and "
+        "gradients; it changes losses and gradients, and auto never chooses it.",
     )
     locality_loss_coeff: float = flag(
         0.0,
@@ -284,13 +267,12 @@ class LancetConfig(CheckedFlags):
         help="let experts change their ranks after every N steps, where the load of these steps says that it pays: "
         "weights and optimizer state move from rank to rank.",
     )
-    bins: BinsChoice | None = flag(
-        None,
-        **words(BinsChoice, none_word="off"),
-        help="each document is a sample of its own length. balanced: the samples of a step are dealt to the "
-        "micro-batches of all ranks, so that those which run at the same time take equally long, and packed. "
-        "first-fit: each rank packs its own samples. padded: samples of like length beside each other, padded to the "
-        "longest. off (default): Megatron's samples, all of --seq-length.",
+    bins: bool = flag(
+        False,
+        parsed_as=bool,
+        help="each document is a sample of its own length. The samples of a step are dealt to the micro-batches of all "
+        "ranks, so that micro-batches that run at the same time take equally long, and packed. Default: Megatron's "
+        "samples, all of --seq-length.",
     )
     bins_max_tokens: int | None = flag(
         None,
@@ -318,16 +300,6 @@ class LancetConfig(CheckedFlags):
         help="also write the closing report to DIR/report.json, and beside it the plan, the profile and the timeline "
         "of a step (timeline.html, trace.json).",
     )
-    causes_interval: int = flag(
-        0,
-        parsed_as=int,
-        at_least=0,
-        metavar="N",
-        advice="To trace no step pass 0, or drop the flag.",
-        help="every N steps trace one and say why ranks waited in it: wire, uneven rows, a late or slow rank, token "
-        "counts, host. In TensorBoard under lancet/exposed_by_cause, in report.json, and in a line of the log when a "
-        "share changes for good. 0 (default): only the step that --lancet-report traces.",
-    )
     # The standard error of the median of ten steps is 0.4 standard deviations of a step.
     tune_steps: int = flag(
         10,
@@ -350,6 +322,16 @@ class LancetConfig(CheckedFlags):
         help="measure ops, links and memory in the first steps, write them to FILE (JSON) and end; "
         "tools/profile_model.py sets it.",
     )
+
+    features: tuple[Feature, ...] = field(default=(), compare=False)
+    """Optional features that the run knows."""
+    settings: Mapping[type[CheckedFlags], CheckedFlags] = field(default_factory=dict)
+    """Flags of these features."""
+
+    def of[Settings: CheckedFlags](self, kind: type[Settings]) -> Settings:
+        """The flags of a feature; their defaults in a run that does not know it."""
+        found = self.settings.get(kind)
+        return found if isinstance(found, kind) else kind()
 
     @property
     def dw_memory_bytes(self) -> int | None:

@@ -65,7 +65,9 @@ class Flag:
 def flags_of(config_class: type) -> Iterator[tuple[str, "dataclasses.Field[Any]", Flag]]:
     """Yields the flags of a dataclass: (name of the flag, field, how the flag sets it)."""
     for entry in dataclasses.fields(config_class):
-        its_flag: Flag = entry.metadata[_METADATA_KEY]
+        its_flag: Flag | None = entry.metadata.get(_METADATA_KEY)
+        if its_flag is None:
+            continue
         yield its_flag.name or f"--lancet-{entry.name.replace('_', '-')}", entry, its_flag
 
 

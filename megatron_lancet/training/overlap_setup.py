@@ -2,8 +2,8 @@
 
 import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch.distributed import distributed_c10d
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.gpt import LanguageModel, check_tiles, overlap, set_plan
+from megatron_lancet.model.gpt import LanguageModel, check_plan, overlap, set_plan
 from megatron_lancet.model.routing.locality import LocalityLoss
 from megatron_lancet.planning.plan_difference import plan_differences
 from megatron_lancet.runtime.collectives import from_all_ranks
@@ -23,8 +23,7 @@ from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_scheduler import CommScheduler
 from megatron_lancet.runtime.comm_stats import CommStats, SplitChunk
 from megatron_lancet.runtime.peers import Peers
-from megatron_lancet.runtime.transport.hops import make_hops
-from megatron_lancet.runtime.transport.select import make_transport
+from megatron_lancet.runtime.transport.select import make_hops, make_transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
@@ -124,7 +123,7 @@ class OverlapSetup:
             hops=hops,
             layout=self._layout,
         )
-        self._comm.max_expert_rows = self._max_expert_rows
+        self._comm.use(replace(self._comm.settings, max_expert_rows=self._max_expert_rows))
         for stage in stages:
             assert isinstance(stage, GPTModel | HybridModel)
             overlap(stage, self.plan, self._comm, self._sdpa, documents=self._documents)
@@ -163,16 +162,6 @@ class OverlapSetup:
             self._comm.store.assert_idle()
         return result
 
-    @contextmanager
-    def exact_wire(self) -> Iterator[None]:
-        """Inside the context messages carry hidden states as they are. On all ranks, and between passes."""
-        assert self._comm is not None, "the model is not built yet"
-        self._comm.wire = Wire.EXACT
-        try:
-            yield
-        finally:
-            self._comm.wire = self.wire
-
     def limit_expert_rows(self, max_rows: int | None) -> None:
         """Let a rank's experts work on at most so many rows of a chunk at a time. On all ranks, between two steps.
 
@@ -180,12 +169,13 @@ class OverlapSetup:
             max_rows: None for any number.
 
         Raises:
-            UsageError: the plan's rows go to other ranks in tiles, which have no bound.
+            UsageError: the plan does not work with a bound.
         """
         assert self._comm is not None, "the model is not built yet"
         for stage in self._stages:
-            check_tiles(self.plan, stage, max_rows)
-        self._comm.max_expert_rows = self._max_expert_rows = max_rows
+            check_plan(self.plan, stage, max_rows)
+        self._max_expert_rows = max_rows
+        self._comm.use(replace(self._comm.settings, max_expert_rows=max_rows))
 
     @property
     def max_expert_rows(self) -> int | None:
@@ -195,7 +185,7 @@ class OverlapSetup:
     @property
     def first_split(self) -> SplitChunk | None:
         """The first chunk that this rank's group has sent in several rounds; None if there was none."""
-        return None if self._comm is None else self._comm.first_split
+        return None if self._comm is None else self._comm.stats.first_split
 
     @property
     def stages(self) -> tuple[LanguageModel, ...]:

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from megatron_lancet.config import LancetConfig
+from megatron_lancet.feature import RunFacts
 from megatron_lancet.model.routing.locality import LOSS_NAME, LocalityLoss
 from megatron_lancet.planning.load.placement import Placement
 from megatron_lancet.runtime.comm_stats import CommStats
@@ -29,11 +30,9 @@ from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro
 from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 from megatron_lancet.training.megatron.patches import StepHook
 from megatron_lancet.training.megatron.te_seams import check_te_seams
-from megatron_lancet.training.observe.cause_watch import CauseWatch, check_causes_interval
 from megatron_lancet.training.observe.run_report import report_overlap
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
-from megatron_lancet.training.observe.wire_check import WireCheck
 from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
 from megatron_lancet.training.plan.attention import uses_sdpa
 from megatron_lancet.training.plan.comm_priority import choose_micro_ops
@@ -78,7 +77,12 @@ class RunChoice:
     @property
     def is_tuned(self) -> bool:
         """Whether the run finds its plan while it trains."""
-        return self.plan is not None and is_tuned(self.args, self.config)
+        return self.facts.is_tuned
+
+    @property
+    def facts(self) -> RunFacts:
+        """What features may ask."""
+        return run_facts(self.args, self.config, self.plan)
 
 
 def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
@@ -90,7 +94,6 @@ def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
     plan, line = choose_plan(args, config)
     line = announced_plan(args, config, plan, line)
     wire = choose_wire(args, config, plan)
-    check_causes_interval(config, plan)
     nodes = None
     if plan is not None:
         may_change = config.profile is not None or is_tuned(args, config)
@@ -102,7 +105,23 @@ def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
     check_row_limit(args, config, plan)
     line = f"{line}{wire_note(wire)}{locality_note(locality)}{placement_note(placements)}"
     bins = bin_settings(args, config)
+    check_features(run_facts(args, config, plan))
     return RunChoice(args, config, plan, line, micro_ops, wire, nodes, locality, placements, bins)
+
+
+def run_facts(args: argparse.Namespace, config: LancetConfig, plan: Plan | None) -> RunFacts:
+    """What features may ask of a run with this plan."""
+    return RunFacts(args, config, plan, plan is not None and is_tuned(args, config))
+
+
+def check_features(facts: RunFacts) -> None:
+    """Checks all features of a run.
+
+    Raises:
+        UsageError: the run does not allow what the user asks for.
+    """
+    for feature in facts.config.features:
+        feature.check(facts)
 
 
 def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "StockRun | OverlappedRun":
@@ -152,21 +171,28 @@ class OverlappedRun:
 
     ``setup`` is a hook for Megatron's model builder. The constructor raises a UsageError if the user asks for something
     that the run does not allow.
+
+    Attributes:
+        config: the settings of the run.
+        device: device of this rank.
+        setup: the hook.
+        recorder: times the steps.
+        traced: traces steps for the report; None without ``--lancet-report``.
+        is_settled: returns whether the run has its final plan; the same on all ranks.
+        makes_profile: whether the run only writes a profile.
     """
 
     def __init__(self, choice: RunChoice, plan: Plan, device: torch.device, bins: Bins | None) -> None:
         args, config = choice.args, choice.config
         stats = CommStats(device)
-        self._config = config
+        self.config, self.device = config, device
         self._has_locality_loss = choice.locality is not None
         self._choice = choice
         self._maker: ProfilingPlanMaker | None = None
         self._tuner: AutoTune | None = None
-        self._traced: TracedSteps | None = None
-        self._wire_check: WireCheck | None = None
-        self._watch: CauseWatch | None = None
+        self.traced: TracedSteps | None = None
         self._received_rows: ReceivedRows | None = None
-        profiles = config.profile is not None
+        profiles = self.makes_profile = config.profile is not None
         self.recorder = StepRecorder(args, device, stats, config.tune_steps, bins)
         layout = nodes_of(args, config)
         self.setup = OverlapSetup(
@@ -190,21 +216,19 @@ class OverlappedRun:
             controller = TuningController(config.tune_steps)
             self._maker = ProfilingPlanMaker(args, config, self.setup, device, controller.note)
             self._tuner = AutoTune(args, controller, self.setup, self.recorder, self._maker, plan, device)
-        is_settled = self._tuner.is_settled if self._tuner is not None else lambda: True
-        if choice.wire is not Wire.EXACT and not profiles:
-            self._wire_check = WireCheck(args, self.setup, self.recorder, is_settled)
+        is_settled = self.is_settled = self._tuner.is_settled if self._tuner is not None else lambda: True
         if config.max_received_rows is not None:
             self._received_rows = ReceivedRows(
                 args, config.max_received_rows, self.setup, self.recorder, device, is_settled
             )
         if config.report_dir is not None and not profiles:
-            self._traced = TracedSteps(self.setup, self.recorder, device, is_settled)
+            self.traced = TracedSteps(self.setup, self.recorder, device, is_settled)
         self._rebalancer: Rebalancer | None = None
         if config.rebalance_interval is not None:
             nodes = layout if isinstance(layout, Nodes) else None
             self._rebalancer = Rebalancer(args, config.rebalance_interval, self.setup, self.recorder, is_settled, nodes)
-        if config.causes_interval and not profiles:
-            self._watch = CauseWatch(self.setup, self.recorder, device, is_settled, config.causes_interval)
+        started = (feature.start(self) for feature in config.features)
+        self._features = [feature for feature in started if feature is not None]
 
     def enter(self, stack: ExitStack) -> None:
         """Change Megatron for the length of ``stack``."""
@@ -220,10 +244,10 @@ class OverlappedRun:
         if self._choice.placements is not None:
             check = partial(check_reshardable, self._choice.args)
             stack.enter_context(checkpoint_patches.arguments_before_loading(check))
-        if self._wire_check is not None:
-            stack.enter_context(patches.forward_backward_hook(self._wire_check.forward_backward))
         if self._rebalancer is not None:
             stack.enter_context(patches.optimizer_of_steps(self._rebalancer.take_optimizer))
+        for feature in self._features:
+            feature.enter(stack)
         stack.enter_context(patches.train_step_hooks(self._step_hooks()))
 
     def _step_hooks(self) -> list[StepHook]:
@@ -232,13 +256,12 @@ class OverlappedRun:
         The tuner and the profile are outermost: they choose the step's plan before it begins, and read the others'
         records after it. The recorder is innermost: it times Megatron's step and none of the work around it.
         """
-        parts = self._tuner, self._profile, self._received_rows, self._traced, self._watch, self._rebalancer
+        parts = self._tuner, self._profile, self._received_rows, self.traced, *self._features, self._rebalancer
         choosing = [part.observe for part in parts if part is not None]
         return [*choosing, self.setup.check_step, self.recorder.observe]
 
     def report(self) -> None:
         """Print and write the closing report, unless the run made a profile. Collective over all ranks."""
         if self._profile is None:
-            wire_error = self._wire_check.found if self._wire_check is not None else None
-            found = self._traced, self._tuner, self._maker, wire_error, self._watch
-            report_overlap(self.recorder, self.setup, self._config.report_dir, *found)
+            found = self.traced, self._tuner, self._maker, self._features
+            report_overlap(self.recorder, self.setup, self.config.report_dir, *found)

@@ -96,7 +96,7 @@ def test_shellcheck_covers_every_script():
 @pytest.fixture
 def dry_run(launch, monkeypatch):
     """Findings of an example's dry run in this process."""
-    from megatron_lancet.training.dry_run.run import examine
+    from megatron_lancet.lab.dry_run.run import examine
 
     def run(name: str, **environment: str):
         script, *words = launch(name, "--lancet-dry-run", **environment).command

@@ -4,13 +4,14 @@ import argparse
 import math
 from collections.abc import Iterator
 
-from megatron_lancet.config import BinsChoice, LancetConfig
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.attention.flops import tokens_per_pair
 from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.training.bins.step import BinSettings
 from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap, micro_batch_shape
+from megatron_lancet.training.platform.launcher import is_mocked
 
 FLAG = "--lancet-bins"
 _MOST_CHUNKS = 8
@@ -25,15 +26,13 @@ def check_bins(args: argparse.Namespace, config: LancetConfig) -> None:
     Raises:
         UsageError: the run has what does not work with bins, or a flag of bins without them.
     """
-    if config.bins is None:
+    if not config.bins:
         for flag, value in (("max-tokens", config.bins_max_tokens), ("cost", config.bins_cost)):
             if value is not None:
-                raise UsageError(
-                    f"{FLAG}-{flag} {value:g} is for {FLAG}, which is off. Drop it, or pass {FLAG} balanced."
-                )
+                raise UsageError(f"{FLAG}-{flag} {value:g} is for {FLAG}, which is off. Drop it, or pass {FLAG}.")
         return
     for found, why, advice in _blockers(args):
-        raise UsageError(f"{FLAG} {config.bins} does not work with {found}: {why}. {advice}")
+        raise UsageError(f"{FLAG} does not work with {found}: {why}. {advice}")
     multiple = _multiple(args)
     if config.bins_max_tokens is not None and config.bins_max_tokens % multiple:
         raise UsageError(
@@ -60,7 +59,7 @@ def _blockers(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
     if args.cuda_graph_impl != "none":
         reason = "micro-batches differ in their numbers of tokens"
         yield f"--cuda-graph-impl {args.cuda_graph_impl}", reason, "Drop one of the two."
-    if args.distributed_backend == "mock":
+    if is_mocked(args):
         yield "--distributed-backend mock", "other ranks draw no samples", "Drop one of the two."
     reasons = {
         "full_validation": "ranks have different numbers of samples there",
@@ -88,7 +87,7 @@ def bin_settings(args: argparse.Namespace, config: LancetConfig) -> BinSettings 
     Args:
         args: Megatron's arguments, validated, and accepted by :func:`check_bins`.
     """
-    if config.bins is None:
+    if not config.bins:
         return None
     ratio = config.bins_cost
     if ratio is None:
@@ -100,7 +99,6 @@ def bin_settings(args: argparse.Namespace, config: LancetConfig) -> BinSettings 
     num_chunks = (config.num_chunks or _MOST_CHUNKS) if may_overlap(args, config) else 1
     _, bound = micro_batch_shape(args)
     return BinSettings(
-        config.bins,
         DocumentCost(ratio),
         -(-bound // multiple) * multiple,
         multiple,
@@ -111,12 +109,7 @@ def bin_settings(args: argparse.Namespace, config: LancetConfig) -> BinSettings 
 
 def bins_note(settings: BinSettings) -> str:
     """What the user is told of the bins of a run at its start."""
-    how = {
-        BinsChoice.BALANCED: "dealt over all ranks by predicted time and packed",
-        BinsChoice.FIRST_FIT: "packed first fit by each rank",
-        BinsChoice.PADDED: "dealt over all ranks by length and padded",
-    }[settings.choice]
     return (
-        f"documents {how}, at most {settings.max_tokens} tokens in a micro-batch; attention to a position counts as "
-        f"{settings.cost.tokens_per_pair:.3g} tokens"
+        f"documents dealt over all ranks by predicted time and packed, at most {settings.max_tokens} tokens in a "
+        f"micro-batch; attention to a position counts as {settings.cost.tokens_per_pair:.3g} tokens"
     )

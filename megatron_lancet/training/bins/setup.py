@@ -49,7 +49,6 @@ class Bins:
         """Of report.json: how samples were dealt, and means over the training steps."""
         settings = self._settings
         return {
-            "mode": settings.choice.value,
             "tokens_per_pair": settings.cost.tokens_per_pair,
             "max_tokens": settings.max_tokens,
             **self.figures.summary(),

@@ -7,19 +7,9 @@ from itertools import chain, islice
 
 import torch
 
-from megatron_lancet.config import BinsChoice
-from megatron_lancet.schedule.documents.bins import (
-    Dealing,
-    Prediction,
-    balanced,
-    bin_tokens,
-    first_fit,
-    padded,
-    predicted,
-)
+from megatron_lancet.schedule.documents.bins import Prediction, balanced, bin_tokens, predicted
 from megatron_lancet.schedule.documents.cost import DocumentCost
-from megatron_lancet.training.bins import batches
-from megatron_lancet.training.bins.batches import Batch, Document
+from megatron_lancet.training.bins.batches import Batch, Document, packed
 from megatron_lancet.training.bins.exchange import Exchange
 from megatron_lancet.training.process.console import say
 
@@ -29,7 +19,6 @@ class BinSettings:
     """How samples are dealt; the same on all ranks, and after a resume.
 
     Attributes:
-        choice: the way.
         cost: of a document.
         max_tokens: bound on the positions of a bin, a multiple of ``multiple``.
         multiple: the positions of a bin are a multiple of this number.
@@ -37,24 +26,11 @@ class BinSettings:
         num_stages: stages of the pipeline.
     """
 
-    choice: BinsChoice
     cost: DocumentCost
     max_tokens: int
     multiple: int = 1
     at_least: int = 1
     num_stages: int = 1
-
-    def dealt(self, positions: Sequence[Sequence[int]], num_bins: int) -> Dealing:
-        """Deal the samples of a step.
-
-        Args:
-            positions: of the samples that each rank has drawn.
-        """
-        if self.choice is BinsChoice.FIRST_FIT:
-            return first_fit(positions, num_bins, self.max_tokens)
-        if self.choice is BinsChoice.PADDED:
-            return padded(positions, num_bins, self.cost, self.max_tokens, self.num_stages)
-        return balanced(positions, num_bins, self.cost, self.max_tokens)
 
 
 @dataclass
@@ -117,13 +93,12 @@ class BinnedSteps:
         settings, rank = self._settings, self._exchange.rank
         documents = [document for stack in drawn for document in _documents(stack)]
         positions = self._exchange.positions_of_all(documents)
-        dealing = settings.dealt(positions, num_bins)
+        dealing = balanced(positions, num_bins, settings.cost, settings.max_tokens)
         self._warn_of(dealing.max_tokens)
         received = self._exchange.dealt(documents, positions, dealing)
         by_index = dict(zip(sorted(chain.from_iterable(dealing.bins[rank])), received, strict=True))
-        make = batches.padded if settings.choice is BinsChoice.PADDED else batches.packed
         made = [
-            make([by_index[index] for index in indices], settings.multiple, settings.at_least)
+            packed([by_index[index] for index in indices], settings.multiple, settings.at_least)
             for indices in dealing.bins[rank]
         ]
         if self._figures is not None:

@@ -24,12 +24,12 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.training.dry_run.activations import expert_row_bytes
 from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.overlap_setup import OverlapSetup
 from megatron_lancet.training.plan.support import micro_batch_shape
-from megatron_lancet.training.platform.mock import is_mocked
+from megatron_lancet.training.platform.launcher import is_mocked
 from megatron_lancet.training.process.console import say
+from megatron_lancet.training.saved_tensors import expert_row_bytes
 from megatron_lancet.training.tuning.controller import NUM_TUNING_WARM_UP_STEPS
 from megatron_lancet.training.tuning.memory_budget import USABLE_SHARE, least_room_bytes
 

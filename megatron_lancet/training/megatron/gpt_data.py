@@ -19,7 +19,6 @@ from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_lancet.config import BinsChoice
 from megatron_lancet.model.transformer_block import LayersByPlan
 from megatron_lancet.training.batches.documents import DocumentBatch
 from megatron_lancet.training.batches.sharing import next_documents, tensors_of_stage
@@ -153,14 +152,14 @@ def forward_step(
     model: torch.nn.Module,
     *,
     return_schedule_plan: bool = False,
-    bins: BinsChoice | None = None,
+    bins: bool = False,
 ) -> tuple[torch.Tensor | AbstractSchedulePlan, Callable[[torch.Tensor], Any]]:
     """Run one micro-batch through this stage; returns its output and the function that computes the loss from it.
 
     Args:
         return_schedule_plan: set by Megatron's own overlap (``--overlap-moe-expert-parallel-comm``). The step then
             runs nothing and returns Megatron's schedule of the micro-batch instead of the output.
-        bins: how documents were dealt to micro-batches; None for samples of one length.
+        bins: whether samples are documents that were dealt to bins.
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
@@ -170,10 +169,9 @@ def forward_step(
     if isinstance(batch, DocumentBatch):
         if torch.is_grad_enabled():
             update_seqlen_stats_from_cu_seqlens(batch.bounds)  # Megatron's FLOPs of a training step
-        if bins is not BinsChoice.PADDED:  # padded documents are ordinary samples
-            is_ours = isinstance(get_attr_wrapped_model(model, "decoder"), LayersByPlan)
-            batch = batch if is_ours else batch.end_to_end
-            further["packed_seq_params"] = batch.packed_seq_params(is_ours, by_document=bins is not None)
+        is_ours = isinstance(get_attr_wrapped_model(model, "decoder"), LayersByPlan)
+        batch = batch if is_ours else batch.end_to_end
+        further["packed_seq_params"] = batch.packed_seq_params(is_ours, by_document=bins)
         batch = {key: batch.tensors.get(key) for key in _BATCH_KEYS}
     inputs, loss_mask = (batch["tokens"], batch["position_ids"], batch["attention_mask"]), batch["loss_mask"]
     run = cast(Any, model).build_schedule_plan if return_schedule_plan else model

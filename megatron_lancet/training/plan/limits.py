@@ -125,8 +125,9 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
         blocker = next(found for found in blockers.values() if found is not None)
         is_whole_batch = chunked_dim(args, ChunkDim.BATCH).most_chunks == 1
         if exact and (config.chunk_dim is ChunkDim.SEQUENCE or is_whole_batch):
-            others = " and ".join(one for one in ranges if one not in exact)
-            excluded.append(Exclusion(f"ranges {others}", f"sequence chunks do not work there with {blocker}"))
+            excluded.append(
+                Exclusion(f"range={OverlapRange.STACK}", f"sequence chunks do not work there with {blocker}")
+            )
             ranges = exact
         elif config.chunk_dim is ChunkDim.SEQUENCE:
             raise sequence_refusal(blocker)
@@ -146,7 +147,6 @@ def planning_limits(args: argparse.Namespace, config: LancetConfig) -> Limits:
         pairing=pairing,
         dispatches=dispatches,
         tiles=tiles,
-        own_rows=Limits.own_rows if config.own_rows is None else (config.own_rows,),
         dw_memory_bytes=config.dw_memory_bytes,
         excluded=(*excluded, *not_paired, *not_deduplicated, *not_tiled),
     )

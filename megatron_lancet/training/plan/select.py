@@ -12,7 +12,6 @@ from megatron_lancet.training.bins.limits import check_bins
 from megatron_lancet.training.plan.attention import check_attention
 from megatron_lancet.training.plan.dispatch import FLAG as DISPATCH_FLAG
 from megatron_lancet.training.plan.dispatch import (
-    OWN_ROWS_FLAG,
     TILES_FLAG,
     dispatch_of_fixed_plan,
     nodes_of,
@@ -92,8 +91,6 @@ def _wishes_of_overlap(config: LancetConfig) -> Iterator[str]:
         yield f"{DISPATCH_FLAG} {config.dispatch}"
     if config.tiles:
         yield f"{TILES_FLAG} {config.tiles}"
-    if config.own_rows is not None:
-        yield f"{OWN_ROWS_FLAG} {config.own_rows}"
 
 
 def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan, list[str]]:
@@ -119,10 +116,8 @@ def _plan_by_flags(args: argparse.Namespace, config: LancetConfig) -> tuple[Plan
         )
     multiple = along.multiple if num_chunks > 1 else 1
     dispatch, why_plain = dispatch_of_fixed_plan(args, config)
-    tiles, own_rows = tiles_of_fixed_plan(args, config)
-    plan = fixed_plan(
-        num_chunks, dw_policy, dim, overlap_range, config.dw_memory_bytes, multiple, dispatch, tiles, own_rows
-    )
+    tiles = tiles_of_fixed_plan(args, config)
+    plan = fixed_plan(num_chunks, dw_policy, dim, overlap_range, config.dw_memory_bytes, multiple, dispatch, tiles)
     is_paired, why_not = pairs_fixed_plan(args, config)
     return paired(plan) if is_paired else plan, [*notes, *why_plain, *why_not]
 
@@ -189,6 +184,6 @@ def is_tuned(args: argparse.Namespace, config: LancetConfig) -> bool:
         return False
     limits = planning_limits(args, config)
     can_be_cut = any(chunked_dim(args, dim).most_chunks > 1 for dim in limits.chunk_dims)
-    may_tile = limits.tiles is None or (len(limits.own_rows) > 1 and any(limits.tiles))
+    may_tile = limits.tiles is None or any(limits.tiles)
     has_choice = can_be_cut or may_tile or True in limits.pairing or len(limits.dispatches) > 1
     return has_choice or limits.dw_policies != (DwPolicy.NONE,)

@@ -317,14 +317,11 @@ def refuse_other_tasks(args: argparse.Namespace) -> None:
 
 def has_bins(args: argparse.Namespace) -> bool:
     """Whether samples are documents that are dealt to bins; Megatron's own script does not know the flag."""
-    return getattr(args, "lancet_bins", "off") != "off"
+    return getattr(args, "lancet_bins", False)
 
 
 def micro_batch_shape(args: argparse.Namespace) -> tuple[int, int]:
-    """Samples of a micro-batch and positions of each; of bins one sample, as long as it may be.
-
-    A padded bin may have more samples, all of which are cut at the same positions.
-    """
+    """Samples of a micro-batch and positions of each; of bins one sample, as long as it may be."""
     if has_bins(args):
         return 1, args.lancet_bins_max_tokens or args.seq_length
     return args.micro_batch_size, args.seq_length

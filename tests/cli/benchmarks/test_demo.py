@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.demo.claim import claim, conditions
 from benchmarks.demo.steps import Comparison
-from megatron_lancet.report.train_log import parse_iteration
+from benchmarks.demo.training_log.train_log import parse_iteration
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SMALL_DATA = ["--vocab-size", "500", "--corpus-megabytes", "0.2"]

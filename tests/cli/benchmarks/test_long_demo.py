@@ -10,9 +10,9 @@ import pytest
 from benchmarks.demo import data, long_run
 from benchmarks.demo.__main__ import parse_arguments
 from benchmarks.demo.folder import open_folder
-from megatron_lancet.cli.training_process import Progress
+from benchmarks.demo.training_log.train_log import Iteration
+from benchmarks.demo.training_log.training_process import Progress
 from megatron_lancet.errors import UsageError
-from megatron_lancet.report.train_log import Iteration
 
 SETTINGS = {"vocab_size": 600, "corpus_megabytes": None, "python": "3.12.1"}
 

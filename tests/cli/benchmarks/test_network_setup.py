@@ -295,7 +295,7 @@ def test_dispatch_run_has_plans_with_and_without_duplicates(tmp_path):
 def test_a_nodes_run_has_both_cases_with_every_dispatch(tmp_path):
     job = make_job(parse_arguments(["--nodes"]), [0, 1], tmp_path / "result.json")
     assert [(case.shape.experts, case.shape.topk) for case in job.cases] == [(8, 4), (16, 8)]
-    own = {"stock", "stock-free", "all-k2", "dedup-k2", "two-hop-k1", "two-hop-k2", "two-hop-k2-hop-turns"}
+    own = {"stock", "stock-free", "all-k2", "dedup-k2", "two-hop-k1", "two-hop-k2"}
     for case in job.cases:
         assert set(case.variants) == own
         assert (case.num_ranks, case.nodes) == (4, Nodes(2, 2))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lancet.files import from_plain
+from megatron_lancet.lab.views.trace_file import read_trace
 from megatron_lancet.planning.profile import Profile
 from megatron_lancet.planning.simulation.simulator import simulate
-from megatron_lancet.report.timeline.trace_file import read_trace
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Dispatch, Plan
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lancet.report.timeline.html import page, write_page
-from megatron_lancet.report.timeline.record import TimelineRecord
+from megatron_lancet.lab.views.html import page, write_page
+from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 from tests.cli.report.chromium import Browser, path_of_chromium
 from tests.unit.report import steps

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.planning.from_trace.profile import STOCK
+from megatron_lancet.lab.from_trace.profile import STOCK
 from megatron_lancet.planning.profile import read_profile
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase

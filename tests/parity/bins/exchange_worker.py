@@ -1,6 +1,6 @@
 """Four ranks deal the samples of three steps to bins, and of the last step once more, as a resumed run does.
 
-Usage: exchange_worker.py RESULT.json. Each rank writes RESULT.json.<rank>: by way of dealing its batches, by step.
+Usage: exchange_worker.py RESULT.json. Each rank writes RESULT.json.<rank>: its batches, by step.
 """
 
 import random
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.config import BinsChoice
 from megatron_lancet.schedule.documents.cost import DocumentCost
 from tests.ranks.worker import finish, run_on_cpu
 
@@ -47,13 +46,13 @@ def stacks(rank: int, step: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def batches(choice: BinsChoice, steps: range) -> list[list[dict[str, Any]]]:
+def batches(steps: range) -> list[list[dict[str, Any]]]:
     from megatron_lancet.training.bins.exchange import Exchange
     from megatron_lancet.training.bins.step import BinLoader, BinnedSteps, BinSettings
 
     exchange = Exchange(dist.group.WORLD, torch.device("cpu"))
     drawn = [stack for step in steps for stack in stacks(dist.get_rank(), step)]
-    made = BinnedSteps(BinSettings(choice, COST, MAX_TOKENS, multiple=2, at_least=4), exchange, None)
+    made = BinnedSteps(BinSettings(COST, MAX_TOKENS, multiple=2, at_least=4), exchange, None)
     bins = list(BinLoader(drawn, made, lambda: NUM_BINS))
     plain = [{name: tensor.tolist() for name, tensor in batch.items()} for batch in bins]
     return [plain[first : first + NUM_BINS] for first in range(0, len(plain), NUM_BINS)]
@@ -62,7 +61,7 @@ def batches(choice: BinsChoice, steps: range) -> list[list[dict[str, Any]]]:
 def main() -> None:
     dist.init_process_group("gloo")
     whole, last = range(NUM_STEPS), range(NUM_STEPS - 1, NUM_STEPS)
-    finish({choice: {"whole": batches(choice, whole), "resumed": batches(choice, last)} for choice in BinsChoice})
+    finish({"whole": batches(whole), "resumed": batches(last)})
 
 
 if __name__ == "__main__":

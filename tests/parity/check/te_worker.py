@@ -11,10 +11,10 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.checks.bugs import BASE
+from megatron_lancet.lab.check.check import check
+from megatron_lancet.lab.check.shrink import shrink
+from megatron_lancet.lab.check.words import read_command_line
 from megatron_lancet.patching import replaced
-from megatron_lancet.training.check.check import check
-from megatron_lancet.training.check.shrink import shrink
-from megatron_lancet.training.check.words import read_command_line
 from megatron_lancet.training.platform import detect
 from tests import te_cpu
 

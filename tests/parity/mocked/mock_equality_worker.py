@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.testkit.mock.mock_world import mock_world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_lancet.training.dry_run.run import examine
+from megatron_lancet.lab.dry_run.run import examine
 from tests.unit.training.dry_run.test_sizes import LATENT, MODELS, MOE, SMALL, held_when_built
 
 CHECKED = {name: MODELS[name] for name in ("biases", "expert tensor", "latent", "latent, whole queries")} | {

@@ -9,7 +9,7 @@ from benchmarks.causes.cases import CASES, SIZES
 from benchmarks.causes.summary import as_markdown, as_text, summarise
 from benchmarks.harness.job import read_job
 from megatron_lancet.errors import UsageError
-from megatron_lancet.planning.causes.replay import Cause
+from megatron_lancet.lab.causes.replay import Cause
 
 FIELDS = ("exposed_forward_ms", "exposed_backward_ms", "counts_ms")
 

@@ -71,6 +71,14 @@ def test_steps_are_the_slower_ranks_and_waits_the_mean():
     assert ours.counts_ms == pytest.approx(0.5)
 
 
+def test_variants_that_the_benchmark_no_longer_has_are_left_out():
+    case = case_result()
+    for sweep in case["sweeps"]:
+        sweep["samples"]["of-old"] = sweep["samples"]["all-k2"]
+    case["variants"] = ["stock", "of-old", "all-k2", "stock-free"]
+    assert summarise(case) == summarise(case_result())
+
+
 def test_the_cut_counts_both_waits():
     stock, ours, free = summarise(case_result()).rows
     assert ours.cut == pytest.approx(1 - 4.4 / 44.9)

@@ -1,5 +1,6 @@
 """What a plan decides in a model, put in place and taken back between steps."""
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -114,7 +115,8 @@ def test_unsupported_tiles_are_refused_and_change_nothing(one_rank, settings, bo
     from megatron_lancet.model.gpt import set_plan
 
     model, _ = prepared(WHOLE)
-    model.decoder.comm.max_expert_rows = bound
+    comm = model.decoder.comm
+    comm.use(replace(comm.settings, max_expert_rows=bound))
     vars(model.config).update(settings)
     with pytest.raises(UsageError, match=r"in tiles, which this model can.t run: .* without tiles"):
         set_plan(model, fixed_plan(1, tiles=2))

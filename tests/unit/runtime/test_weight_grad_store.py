@@ -7,8 +7,8 @@ from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGrad
 from megatron_lancet.schedule.dw_queue import DwRules
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.schedule.plan import DwPolicy, Plan, Segment, fixed_plan
-from megatron_lancet.virtual_gpu.device import virtual_gpu
-from megatron_lancet.virtual_gpu.log import Kernel
+from megatron_lancet.testkit.virtual_gpu.device import virtual_gpu
+from megatron_lancet.testkit.virtual_gpu.log import Kernel
 from tests.fakes import cpu_stats, store_without_autograd
 
 COMBINE, DISPATCH = (Op(3, 0, Phase.INPUT_GRAD, kind) for kind in ("combine", "dispatch"))

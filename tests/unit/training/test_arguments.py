@@ -10,10 +10,11 @@ from megatron_lancet import __version__
 from megatron_lancet.config import AttentionChoice, CacheChoice, LancetConfig, PairingChoice, PlanChoice, RowLimitChoice
 from megatron_lancet.errors import UsageError
 from megatron_lancet.flags import flags_of
+from megatron_lancet.lab.dry_run.cluster import has_package
+from megatron_lancet.registry import features
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.schedule.reductions import CommPriority
 from megatron_lancet.training import arguments
-from megatron_lancet.training.dry_run.cluster import has_package
 from megatron_lancet.training.plan.support import OWN_SPEC
 
 
@@ -49,7 +50,6 @@ def test_megatrons_and_our_flags_are_parsed(command_line):
         ("--lancet-chunk-dim sequence", {"chunk_dim": ChunkDim.SEQUENCE}),
         ("--lancet-range experts", {"range": OverlapRange.EXPERTS}),
         ("--lancet-range gate", {"range": OverlapRange.GATE}),
-        ("--lancet-range layer", {"range": OverlapRange.LAYER}),
         ("--lancet-range stack", {"range": OverlapRange.STACK}),
         ("--lancet-attention auto", {"attention": AttentionChoice.AUTO}),
         ("--lancet-attention stock", {"attention": AttentionChoice.STOCK}),
@@ -96,8 +96,10 @@ def test_parsed_defaults_are_the_configurations(command_line):
 
 def test_parsed_flags_are_plain_values(command_line):
     command_line()
-    args, _ = arguments.parse()
-    values = [getattr(args, name.removeprefix("--").replace("-", "_")) for name, *_ in flags_of(LancetConfig)]
+    args, _ = arguments.parse(features())
+    kinds = [LancetConfig, *(feature.flags for feature in features() if feature.flags)]
+    names = [name for kind in kinds for name, *_ in flags_of(kind)]
+    values = [getattr(args, name.removeprefix("--").replace("-", "_")) for name in names]
     assert {type(value) for value in values} <= {str, int, float, bool, type(None)}
     assert "auto" in values
 

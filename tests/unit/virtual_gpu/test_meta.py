@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megatron_lancet.testkit.virtual_gpu.device import virtual_gpu
+from megatron_lancet.testkit.virtual_gpu.log import HostWaits, Kernel
+from megatron_lancet.testkit.virtual_gpu.meta import MetaGpu
 from megatron_lancet.training.platform.cpu import cpu_platform
-from megatron_lancet.virtual_gpu.device import virtual_gpu
-from megatron_lancet.virtual_gpu.log import HostWaits, Kernel
-from megatron_lancet.virtual_gpu.meta import MetaGpu
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lancet.mock.link import Link
-from megatron_lancet.virtual_gpu.log import (
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.virtual_gpu.log import (
     CollectiveBegins,
     CollectiveEnds,
     HostWaits,
@@ -13,8 +13,8 @@ from megatron_lancet.virtual_gpu.log import (
     Recorded,
     StreamWaits,
 )
-from megatron_lancet.virtual_gpu.playback.device_model import DeviceModel
-from megatron_lancet.virtual_gpu.playback.player import Interval, play
+from megatron_lancet.testkit.virtual_gpu.playback.device_model import DeviceModel
+from megatron_lancet.testkit.virtual_gpu.playback.player import Interval, play
 
 COMPUTE, COMM = 0, 1
 DEVICE = DeviceModel(

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from megatron_lancet.planning.causes import replay
-from megatron_lancet.planning.causes.attribution import NOTHING_LEFT, causes_of, merged
-from megatron_lancet.planning.causes.program import Code, Programs, fixed_rows
-from megatron_lancet.planning.causes.replay import Cause, Step
-from megatron_lancet.planning.causes.traced import CannotReplay, TracedRank
-from megatron_lancet.planning.causes.weight_grads import Deferred, without_weight_grads
-from megatron_lancet.planning.causes.wire import LinkKind
+from megatron_lancet.lab.causes import replay
+from megatron_lancet.lab.causes.attribution import NOTHING_LEFT, causes_of, merged
+from megatron_lancet.lab.causes.program import Code, Programs, fixed_rows
+from megatron_lancet.lab.causes.replay import Cause, Step
+from megatron_lancet.lab.causes.traced import CannotReplay, TracedRank
+from megatron_lancet.lab.causes.weight_grads import Deferred, without_weight_grads
+from megatron_lancet.lab.causes.wire import LinkKind
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 from tests.unit.planning.causes.steps import Made
 

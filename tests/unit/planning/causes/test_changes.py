@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from megatron_lancet.planning.causes.attribution import CausePart, StepCauses
-from megatron_lancet.planning.causes.changes import NUM_CHANGED, NUM_REFERENCE, Changes
-from megatron_lancet.planning.causes.replay import Cause
+from megatron_lancet.lab.causes.attribution import CausePart, StepCauses
+from megatron_lancet.lab.causes.changes import NUM_CHANGED, NUM_REFERENCE, Changes
+from megatron_lancet.lab.causes.replay import Cause
 
 
 def window(shares: dict[Cause, float]) -> StepCauses:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_lancet.files import RecordError
-from megatron_lancet.planning.from_trace.profile import STOCK, profile_from_traces
+from megatron_lancet.lab.from_trace.profile import STOCK, profile_from_traces
 from megatron_lancet.planning.profile import profile_from_json
 from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
-from megatron_lancet.planning.what_if.layout import split_at_stages
+from megatron_lancet.planning.stages import split_at_stages
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
 from megatron_lancet.schedule.plan import ChunkDim, fixed_plan

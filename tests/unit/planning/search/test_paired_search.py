@@ -12,7 +12,7 @@ from megatron_lancet.planning.search.planner import make_plan
 from megatron_lancet.planning.search.search_space import Limits
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.simulator import Simulator
-from megatron_lancet.planning.what_if.layout import split_at_stages
+from megatron_lancet.planning.stages import split_at_stages
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Plan, fixed_plan, paired
 from tests.draws import examples
 from tests.unit.planning.strategies import machines

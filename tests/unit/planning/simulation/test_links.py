@@ -1,7 +1,6 @@
 """Gradient reductions and all-to-alls on one wire: schedules that were worked out by hand, and what must hold."""
 
 import dataclasses
-import json
 
 import pytest
 from hypothesis import given
@@ -217,25 +216,6 @@ def test_gradients_are_reduced_once_and_make_no_step_faster(machine_and_plan):
             reductions = [span for span in timeline.spans if span.name.startswith("reduce")]
             assert len({span.name for span in reductions}) == len(reductions)
             assert sum(span.num_bytes for span in reductions) == num_bytes
-
-
-def test_profiles_of_version_1_are_read():
-    today = synthetic_profile(BY_HAND)
-    old = today.to_json().replace(',\n "gradients": null', "").replace('"version": 2', '"version": 1')
-    for kind, before in {"route": "gate", "preprocess": "permute", "postprocess": "merge"}.items():
-        assert f'"{kind}"' in old
-        old = old.replace(f'"{kind}"', f'"{before}"')
-    assert "gradients" not in old
-    assert profile_from_json(old, "old") == today
-
-
-@pytest.mark.parametrize("sends_share_link", [True, False])
-def test_old_profiles_are_of_nccl_if_sends_share_no_link(sends_share_link):
-    machine = dataclasses.replace(BY_HAND, sends_share_link=sends_share_link, host_polls=sends_share_link)
-    today = synthetic_profile(machine)
-    old = json.loads(today.to_json())
-    del old["link"]["host_polls"]
-    assert profile_from_json(json.dumps(old), "old") == today
 
 
 @pytest.mark.parametrize("host_polls", [True, False])

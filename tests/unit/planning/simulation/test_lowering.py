@@ -56,6 +56,6 @@ def test_lowered_dedup_messages_have_recorded_rows():
         "dispatch": ((400 * 1024, 210 * 1024), (210 * 1024, 400 * 1024)),
         "combine": ((210 * 1000, 400 * 1000), (400 * 1000, 210 * 1000)),
     }
-    of_before = dataclasses.replace(routing, sent_tokens=None, received_tokens=None)
-    by_rows = sent_by_dedup(dataclasses.replace(profile, routing=(of_before,)))
+    without = dataclasses.replace(routing, sent_tokens=None, received_tokens=None)
+    by_rows = sent_by_dedup(dataclasses.replace(profile, routing=(without,)))
     assert by_rows["dispatch"][0] == (round(600 * 5 / 6) * 1024, round(300 * 5 / 6) * 1024)

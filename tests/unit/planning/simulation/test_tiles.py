@@ -47,7 +47,7 @@ def sent_bytes(steps):
     return [(action.kind, action.tile, action.forward_bytes) for code, _, action in steps if code == ISSUE]
 
 
-@pytest.mark.parametrize(("own_rows", "parts"), [("before", [4, 2, 2]), ("half", [2, 2, 2, 2]), ("after", [2, 2, 4])])
+@pytest.mark.parametrize(("own_rows", "parts"), [("half", [2, 2, 2, 2]), ("after", [2, 2, 4])])
 def test_each_part_of_the_experts_costs_its_rows(own_rows, parts):
     """Of 512 rows in 8 ms a half stays on the rank, and the other half comes in two tiles."""
     steps = lowered(2, OwnRows(own_rows))

@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_lancet.lab.what_if.cluster import Cluster, Level, fitted_level
+from megatron_lancet.lab.what_if.routing import even_share, rebinned_share, zipf_share
 from megatron_lancet.planning.link_times import LinkTimes
 from megatron_lancet.planning.shares import merge_similar_shares
-from megatron_lancet.planning.what_if.cluster import Cluster, Level, fitted_level
-from megatron_lancet.planning.what_if.routing import even_share, rebinned_share, zipf_share
 
 # 8 Gb/s are 10^6 bytes a ms.
 FAST, SLOW = Level(80.0, 10.0), Level(8.0, 50.0)

@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic_profile import Machine, synthetic_profile
 from megatron_lancet.errors import UsageError
-from megatron_lancet.patching import around
-from megatron_lancet.planning.profile import ChunkRouting, HopRows
-from megatron_lancet.planning.simulation.cost_model import CostModel
-from megatron_lancet.planning.simulation.simulator import Simulator, simulate
-from megatron_lancet.planning.what_if.forecast import (
+from megatron_lancet.lab.what_if.forecast import (
     Forecaster,
     NetworkChoice,
     Routing,
@@ -21,7 +17,12 @@ from megatron_lancet.planning.what_if.forecast import (
     sweep,
     two_chunks,
 )
-from megatron_lancet.planning.what_if.layout import in_layout, split_at_stages, why_not_several_nodes
+from megatron_lancet.lab.what_if.layout import in_layout, why_not_several_nodes
+from megatron_lancet.patching import around
+from megatron_lancet.planning.profile import ChunkRouting, HopRows
+from megatron_lancet.planning.simulation.cost_model import CostModel
+from megatron_lancet.planning.simulation.simulator import Simulator, simulate
+from megatron_lancet.planning.stages import split_at_stages
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import OpKind

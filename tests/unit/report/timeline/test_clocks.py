@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lancet.report.timeline.clocks import aligned, clock_corrections_ms
+from megatron_lancet.lab.views.clocks import aligned, clock_corrections_ms
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 from tests.draws import examples
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_lancet.report.timeline.rank_traces import hidden_share, rank_trace, write_rank_traces
-from megatron_lancet.report.timeline.record import TimelineRecord
+from megatron_lancet.lab.views.rank_traces import hidden_share, rank_trace, write_rank_traces
+from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 STEP = RankTimeline(

@@ -5,9 +5,9 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lancet.report.timeline.lanes import levels, message_levels, message_rows
-from megatron_lancet.report.timeline.record import TimelineRecord
-from megatron_lancet.report.timeline.trace_file import trace, write_trace
+from megatron_lancet.lab.views.lanes import levels, message_levels, message_rows
+from megatron_lancet.lab.views.trace_file import trace, write_trace
+from megatron_lancet.report.timeline_record import TimelineRecord
 from megatron_lancet.schedule.timeline import Lane, RankTimeline, Span
 
 STEP = RankTimeline(

@@ -7,13 +7,13 @@ import torch
 
 from benchmarks.checks.__main__ import summary
 from benchmarks.checks.bugs import BUGS
-from megatron_lancet.training.check.check import Checker, Finding, Verdict, check
-from megatron_lancet.training.check.compare import Outcome
-from megatron_lancet.training.check.layout import Layout
-from megatron_lancet.training.check.ranks import RefusedRunError
-from megatron_lancet.training.check.report import record, report
-from megatron_lancet.training.check.run import EXIT_CODES
-from megatron_lancet.training.check.shrink import Shrunk
+from megatron_lancet.lab.check.check import Checker, Finding, Verdict, check
+from megatron_lancet.lab.check.compare import Outcome
+from megatron_lancet.lab.check.layout import Layout
+from megatron_lancet.lab.check.ranks import RefusedRunError
+from megatron_lancet.lab.check.report import record, report
+from megatron_lancet.lab.check.run import EXIT_CODES
+from megatron_lancet.lab.check.shrink import Shrunk
 
 SHRUNK = Shrunk([], ["--lancet-num-chunks", "2"], Layout(tensor=2), [])
 STOCK_ON_RANKS, OVERLAP = "stock on ranks", "overlap"

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.check.layout import Layout
-from megatron_lancet.training.check.run import run_check
-from megatron_lancet.training.check.samples import RandomTokens
-from megatron_lancet.training.check.shrink import Shrunk, shrink
-from megatron_lancet.training.check.words import read_command_line
+from megatron_lancet.lab.check.layout import Layout
+from megatron_lancet.lab.check.run import run_check
+from megatron_lancet.lab.check.samples import RandomTokens
+from megatron_lancet.lab.check.shrink import Shrunk, shrink
+from megatron_lancet.lab.check.words import read_command_line
 
 LISTS = Path(__file__).parents[3] / "launch_args"
 SMALL = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --num-experts 16 --moe-router-topk 4"
@@ -140,11 +140,10 @@ def test_samples_have_mask_bounds_and_positions_of_documents():
     assert whole["position_ids"].tolist() == list(range(16))
 
 
-@pytest.mark.parametrize(("way", "ours"), [("balanced", ["--dataloader-inter-document-masking"]), ("padded", [])])
-def test_bins_become_samples_of_one_length_with_documents(way, ours):
-    found = shrunk(f"{SMALL} --lancet-bins {way} --lancet-bins-max-tokens 64 --calculate-per-token-loss")
-    assert (found.ours, found.documents) == (ours, bool(ours))
-    assert any(f"(--lancet-bins {way})" in change for change in found.changes)
+def test_bins_become_samples_of_one_length_with_documents():
+    found = shrunk(f"{SMALL} --lancet-bins --lancet-bins-max-tokens 64 --calculate-per-token-loss")
+    assert (found.ours, found.documents) == (["--dataloader-inter-document-masking"], True)
+    assert any("(--lancet-bins)" in change for change in found.changes)
 
 
 def test_te_layers_stay_or_are_said_to_be_replaced():

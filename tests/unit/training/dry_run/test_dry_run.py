@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.dry_run.cluster import has_package
-from megatron_lancet.training.dry_run.report import Findings, report
-from megatron_lancet.training.dry_run.run import examine, run_dry
+from megatron_lancet.lab.dry_run.cluster import has_package
+from megatron_lancet.lab.dry_run.report import Findings, report
+from megatron_lancet.lab.dry_run.run import examine, run_dry
 
 LISTS = Path(__file__).parents[3] / "launch_args"
 with (LISTS / "MANIFEST.tsv").open() as manifest:

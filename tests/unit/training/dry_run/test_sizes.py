@@ -18,15 +18,16 @@ from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.lab.dry_run.activations import _in_flight
+from megatron_lancet.lab.dry_run.memory import optimizer_bytes_per_parameter
+from megatron_lancet.lab.dry_run.parameters import Held
+from megatron_lancet.lab.dry_run.report import Findings
+from megatron_lancet.lab.dry_run.run import examine
 from megatron_lancet.schedule.layers import LayerKind, pattern_of
-from megatron_lancet.training.dry_run.activations import _in_flight, layer_tensors
-from megatron_lancet.training.dry_run.memory import optimizer_bytes_per_parameter
-from megatron_lancet.training.dry_run.parameters import Held
-from megatron_lancet.training.dry_run.report import Findings
-from megatron_lancet.training.dry_run.run import examine
+from megatron_lancet.testkit.mock.mock_world import mock_world
 from megatron_lancet.training.megatron import patches
 from megatron_lancet.training.platform.cpu import cpu_platform
+from megatron_lancet.training.saved_tensors import layer_tensors
 from tests.small_gpt import local_hybrid_stack
 
 SMALL = (

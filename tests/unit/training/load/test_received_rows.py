@@ -10,9 +10,9 @@ from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.comm_stats import CommTimes, SplitChunk
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import fixed_plan, paired
-from megatron_lancet.training.dry_run.activations import expert_row_bytes
 from megatron_lancet.training.load import received_rows
 from megatron_lancet.training.load.received_rows import ReceivedRows, bound_of_memory, check_row_limit, most_rows
+from megatron_lancet.training.saved_tensors import expert_row_bytes
 
 PLAN = fixed_plan(2)
 

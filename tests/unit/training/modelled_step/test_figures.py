@@ -2,12 +2,12 @@
 
 import pytest
 
-from megatron_lancet.mock.link import Link
-from megatron_lancet.training.modelled_step.figures import Depth, LayerCounts, Variant
-from megatron_lancet.training.modelled_step.recording import BACKWARD, Recording
-from megatron_lancet.virtual_gpu.log import CollectiveBegins, CollectiveEnds, Entry, HostWaits, Kernel, Mark
-from megatron_lancet.virtual_gpu.playback.device_model import DeviceModel
-from megatron_lancet.virtual_gpu.playback.marks import BEGIN, RESUME, SKIP, TURN_BEGINS, TURN_ENDS
+from megatron_lancet.lab.modelled_step.figures import Depth, LayerCounts, Variant
+from megatron_lancet.lab.modelled_step.recording import BACKWARD, Recording
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.virtual_gpu.log import CollectiveBegins, CollectiveEnds, Entry, HostWaits, Kernel, Mark
+from megatron_lancet.testkit.virtual_gpu.playback.device_model import DeviceModel
+from megatron_lancet.testkit.virtual_gpu.playback.marks import BEGIN, RESUME, SKIP, TURN_BEGINS, TURN_ENDS
 
 DEVICE = DeviceModel(flops_per_s=1e6, link=Link(500.0)).with_launch_us(0)
 """One FLOP a microsecond."""

@@ -13,18 +13,18 @@ from megatron.core import parallel_state
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.mock.link import Link
-from megatron_lancet.mock.mock_world import mock_world
+from megatron_lancet.lab.dry_run.run import examine
 from megatron_lancet.patching import around
 from megatron_lancet.profiler import facts
 from megatron_lancet.profiler.facts import ProfiledModel, key_of
 from megatron_lancet.schedule.plan import fixed_plan
+from megatron_lancet.testkit.mock.link import Link
+from megatron_lancet.testkit.mock.mock_world import mock_world
+from megatron_lancet.testkit.mock.run import MockFlags, mocked_world_of
 from megatron_lancet.training import spec
-from megatron_lancet.training.dry_run.run import examine
 from megatron_lancet.training.megatron import patches, seams
 from megatron_lancet.training.megatron.patches import bounded_expert_groups
 from megatron_lancet.training.plan.comm_sms import check_comm_sms
-from megatron_lancet.training.platform.mock import mocked_world_of
 
 BOUND = LancetConfig(comm_sms=8)
 GPU = torch.device("cuda", 0)
@@ -153,10 +153,9 @@ def test_bound_on_sms_reaches_the_mocked_link(comm_sms, expected):
         distributed_backend="mock",
         world_size=4,
         distributed_timeout_minutes=1,
-        lancet_mock_link=Link(latency_us=1),
-        lancet_mock_node_link=None,
     )
-    with mocked_world_of(args, comm_sms):
+    flags = {MockFlags: MockFlags(mock_link=Link(latency_us=1))}
+    with mocked_world_of(args, LancetConfig(comm_sms=comm_sms, settings=flags)):
         assert dist.group.WORLD._link.num_sms == expected
 
 

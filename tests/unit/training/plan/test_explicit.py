@@ -15,9 +15,7 @@ from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan
 from tests.unit.training.validated import parsed
 
-LAYERS_2_3 = Plan(
-    (Segment(1, 1, 1), Segment(2, None, 4, ChunkDim.SEQUENCE, OverlapRange.LAYER)), DwPolicy.FILL, dw_window=8
-)
+LAYERS_2_3 = Plan((Segment(1, 1, 1), Segment(2, None, 4, ChunkDim.SEQUENCE)), DwPolicy.FILL, dw_window=8)
 
 
 @pytest.fixture
@@ -179,10 +177,10 @@ def test_limits_of_a_run_without_restrictions(megatron_args):
 
 def test_limits_follow_the_flags(megatron_args):
     config = LancetConfig(
-        num_chunks=4, chunk_dim=ChunkDim.SEQUENCE, range=OverlapRange.LAYER, dw_policy=DwPolicy.FILL, dw_memory_mb=2.0
+        num_chunks=4, chunk_dim=ChunkDim.SEQUENCE, range=OverlapRange.GATE, dw_policy=DwPolicy.FILL, dw_memory_mb=2.0
     )
     limits = planning_limits(megatron_args(), config)
-    assert (limits.num_chunks, limits.chunk_dims, limits.ranges) == ((4,), (ChunkDim.SEQUENCE,), (OverlapRange.LAYER,))
+    assert (limits.num_chunks, limits.chunk_dims, limits.ranges) == ((4,), (ChunkDim.SEQUENCE,), (OverlapRange.GATE,))
     assert (limits.dw_policies, limits.dw_memory_bytes) == ((DwPolicy.FILL,), 2_000_000)
 
 
@@ -193,12 +191,13 @@ def test_limits_have_what_the_run_does_not_allow(megatron_args):
 
     args = megatron_args("--context-parallel-size", 2)
     batch = planning_limits(args, LancetConfig())
-    assert (batch.chunk_dims, len(batch.ranges)) == ((ChunkDim.BATCH,), 4)
+    assert (batch.chunk_dims, len(batch.ranges)) == ((ChunkDim.BATCH,), 3)
     assert batch.excluded[0].reason == "they do not work with --context-parallel-size"
-    # One sample can only be cut along the sequence: then the ranges with attention go.
+    # One sample can only be cut along the sequence: then the range with attention is excluded.
     alone = planning_limits(megatron_args("--context-parallel-size", 2, "--micro-batch-size", 1), LancetConfig())
     assert alone.ranges == (OverlapRange.EXPERTS, OverlapRange.GATE)
     assert ChunkDim.SEQUENCE in alone.chunk_dims
+    assert [one.what for one in alone.excluded if "sequence chunks" in one.reason] == ["range=stack"]
     with pytest.raises(UsageError, match="--lancet-chunk-dim sequence does not work with --context-parallel-size"):
         planning_limits(args, LancetConfig(chunk_dim=ChunkDim.SEQUENCE, range=OverlapRange.STACK))
 

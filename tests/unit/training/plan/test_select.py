@@ -274,7 +274,7 @@ def test_unsupported_settings_keep_stock_with_a_reason(megatron_args, changes, m
     assert plan is None
     assert re.search("^off: --.*Stock Megatron modules", line)
     assert re.search(message, line)
-    wishes = {"num_chunks": 2, "range": OverlapRange.STACK, "dw_policy": DwPolicy.NONE, "profile": Path("p.json")}
+    wishes = {"num_chunks": 2, "range": OverlapRange.GATE, "dw_policy": DwPolicy.NONE, "profile": Path("p.json")}
     for wish, value in wishes.items():
         with pytest.raises(UsageError, match=message) as refusal:
             choose_plan(args, LancetConfig(**{wish: value}))
