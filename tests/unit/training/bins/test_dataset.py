@@ -11,7 +11,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.training.bins.dataset import DocumentDataset, mask_prefix
+from megatron_lancet.features.bins.dataset import DocumentDataset, mask_prefix
 
 END = 99
 

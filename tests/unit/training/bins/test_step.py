@@ -6,9 +6,9 @@ import pytest
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_rerun_state_machine
 
+from megatron_lancet.features.bins.batches import Document, packed
+from megatron_lancet.features.bins.step import BinFigures, BinLoader, BinnedSteps, BinSettings
 from megatron_lancet.schedule.documents.cost import DocumentCost
-from megatron_lancet.training.bins.batches import Document, packed
-from megatron_lancet.training.bins.step import BinFigures, BinLoader, BinnedSteps, BinSettings
 
 
 def document(*tokens, without=()):

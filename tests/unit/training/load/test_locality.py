@@ -6,11 +6,12 @@ import pytest
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.routing.locality import LocalityLoss
+from megatron_lancet.features.locality.feature import LocalityFlags, choose_locality, locality_note
+from megatron_lancet.features.locality.loss import LocalityLoss
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import fixed_plan
-from megatron_lancet.training.load.locality import choose_locality, locality_note
 from megatron_lancet.training.plan.support import overlap_blockers
+from tests.unit.training.configs import config_with
 
 PLAN = fixed_plan(2)
 
@@ -27,7 +28,7 @@ def arguments(**changes: object) -> SimpleNamespace:
 
 
 def config(coeff: float = 0.01, per_node: int | None = 2) -> LancetConfig:
-    return LancetConfig(locality_loss_coeff=coeff, ranks_per_node=per_node)
+    return config_with(LocalityFlags(coeff), ranks_per_node=per_node)
 
 
 def test_there_is_no_such_loss_unless_the_user_asks():

@@ -105,10 +105,10 @@ def test_the_bound_is_what_fits_if_all_kept_chunks_grow_to_it():
 
 
 def test_the_most_rows_are_those_of_all_tokens_with_all_experts_of_a_rank():
-    assert most_rows(args_of()) == 128 * 2 * 2  # of four experts of a token two are on a rank
-    assert most_rows(args_of(tensor_model_parallel_size=2, sequence_parallel=True)) == 64 * 2 * 2
+    assert most_rows(args_of(), LancetConfig()) == 128 * 2 * 2  # of four experts of a token two are on a rank
+    assert most_rows(args_of(tensor_model_parallel_size=2, sequence_parallel=True), LancetConfig()) == 64 * 2 * 2
     holders = args_of(tensor_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True)
-    assert most_rows(holders) == 64 * 4 * 2
+    assert most_rows(holders, LancetConfig()) == 64 * 4 * 2
 
 
 def test_a_row_keeps_its_token_and_what_is_inside_the_expert():
@@ -133,7 +133,9 @@ class Run:
         monkeypatch.setattr(received_rows, "get_num_microbatches", lambda: 2)
         monkeypatch.setattr(received_rows, "least_room_bytes", lambda _: room_bytes)
         monkeypatch.setattr(received_rows, "from_all_ranks", lambda own: [own, others_bound, None])
-        self.rows = ReceivedRows(args_of(), limit, self.setup, self.recorder, "cpu", lambda: self.is_settled)
+        self.rows = ReceivedRows(
+            args_of(), LancetConfig(max_received_rows=limit), self.setup, self.recorder, "cpu", lambda: self.is_settled
+        )
 
     def step(self) -> None:
         def run() -> None:

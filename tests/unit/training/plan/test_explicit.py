@@ -50,7 +50,7 @@ def written(tmp_path):
 
 def test_plan_file_that_fits_is_taken(megatron_args, written):
     args = megatron_args("--moe-layer-freq", "[0,1,1]")
-    made_for = model_of_run(args)
+    made_for = model_of_run(args, LancetConfig())
     assert (made_for.num_layers, made_for.moe_layers, made_for.seq_length, made_for.topk) == (3, "2-3", 32, 2)
     path = written(LAYERS_2_3, made_for)
     plan, line = choose_plan(args, LancetConfig(plan=path))
@@ -59,13 +59,13 @@ def test_plan_file_that_fits_is_taken(megatron_args, written):
 
 
 def test_moe_layer_pattern_of_every_second_layer(megatron_args):
-    assert model_of_run(megatron_args("--moe-layer-freq", 2)).moe_layers == "1, 3"
+    assert model_of_run(megatron_args("--moe-layer-freq", 2), LancetConfig()).moe_layers == "1, 3"
 
 
 def test_hybrid_plan_does_not_fit_a_gpt_with_as_many_layers(megatron_args, written):
     args = megatron_args("--hybrid-layer-pattern", "*E-", "--transformer-impl", "transformer_engine")
-    assert (model_of_run(args).moe_layers, model_of_run(args).pattern) == ("2", "*E-")
-    path = written(fixed_plan(2), model_of_run(args))
+    assert (model_of_run(args, LancetConfig()).moe_layers, model_of_run(args, LancetConfig()).pattern) == ("2", "*E-")
+    path = written(fixed_plan(2), model_of_run(args, LancetConfig()))
     plan, _ = choose_plan(args, LancetConfig(plan=path))
     assert plan == fixed_plan(2)
     with pytest.raises(UsageError, match=r"pattern is \*E- in the plan file, None in the run"):
@@ -91,7 +91,7 @@ def test_moe_layer_pattern_has_the_models_length(megatron_args):
     ],
 )
 def test_plan_file_for_another_run_is_refused(megatron_args, written, changes, difference):
-    path = written(fixed_plan(2), model_of_run(megatron_args()))
+    path = written(fixed_plan(2), model_of_run(megatron_args(), LancetConfig()))
     with pytest.raises(UsageError, match=r"--lancet-plan .*plan\.json was made for another model .*: .*" + difference):
         choose_plan(megatron_args(*changes), LancetConfig(plan=path))
 

@@ -58,8 +58,9 @@ def test_planner_is_limited_to_the_tiles_that_are_asked_for(megatron_args):
     args = megatron_args()
 
     def limits(**wishes):
-        found = planning_limits(args, LancetConfig(**wishes))
-        return found.tiles, sum(plan.has_tiles for plan in plans_within(args, found))
+        config = LancetConfig(**wishes)
+        found = planning_limits(args, config)
+        return found.tiles, sum(plan.has_tiles for plan in plans_within(args, config, found))
 
     assert limits() == (None, 1)
     assert limits(tiles=0) == ((0,), 0)
