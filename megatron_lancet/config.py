@@ -103,6 +103,7 @@ class LancetConfig(CheckedFlags):
         PlanChoice.AUTO,
         read=word_or_path(PlanChoice),
         metavar="{auto,off,FILE}",
+        unchecked="",
         help="auto (default): measures the first steps, finds the fastest plan and switches to it; with "
         "--lancet-num-chunks a fixed plan instead. off: stock Megatron modules. FILE: a plan file of "
         "tools/make_plan.py that was made for this model and layout.",
@@ -164,6 +165,7 @@ class LancetConfig(CheckedFlags):
         at_least=1,
         metavar="N",
         advice="Without the flag the launcher says it.",
+        unchecked="",
         help="ranks of each node, for --lancet-dispatch two-hop: ranks 0 to N-1 share a node, then the next N. By "
         "default what the launcher says (LOCAL_WORLD_SIZE of torchrun, or SLURM's tasks per node); in a mocked world "
         "and in a dry run unknown.",
@@ -216,25 +218,17 @@ class LancetConfig(CheckedFlags):
         at_least=1,
         metavar="N",
         advice="Without the flag NCCL chooses.",
+        unchecked="",
         help="streaming multiprocessors (SMs) of a GPU that an all-to-all of expert parallelism may take from the "
         "kernels beside it, at most; a power of two. By default NCCL chooses.",
     )
     wire: Wire = flag(
         Wire.EXACT,
         **words(Wire),
+        unchecked="",
         help="number format of hidden states in the all-to-alls of expert parallelism. exact (default): the type of "
         "the hidden states. fp8: 8 bits, with a scale for each 128, in forward dispatches, and bf16 in combines and "
         "gradients; it changes losses and gradients, and auto never chooses it.",
-    )
-    locality_loss_coeff: float = flag(
-        0.0,
-        parsed_as=float,
-        at_least=0,
-        metavar="MU",
-        advice="0 is no such loss.",
-        help="coefficient of a loss that draws tokens to the experts of their own node (LocMoE): the divergence of a "
-        "rank's probabilities over experts from the node's own experts, added to Megatron's balancing losses. It "
-        "changes what the model learns. Default: 0, no such loss.",
     )
     max_received_rows: int | RowLimitChoice | None = flag(
         None,
@@ -255,6 +249,7 @@ class LancetConfig(CheckedFlags):
         None,
         read=Path,
         metavar="FILE",
+        unchecked="",
         help="put experts on the ranks that FILE says, a placement of tools/place_experts.py. Losses, logs and "
         "checkpoints keep the model's numbers of experts.",
     )
@@ -264,39 +259,16 @@ class LancetConfig(CheckedFlags):
         at_least=2,
         metavar="N",
         advice="Without the flag experts stay where they are.",
+        unchecked="",
         help="let experts change their ranks after every N steps, where the load of these steps says that it pays: "
         "weights and optimizer state move from rank to rank.",
-    )
-    bins: bool = flag(
-        False,
-        parsed_as=bool,
-        help="each document is a sample of its own length. The samples of a step are dealt to the micro-batches of all "
-        "ranks, so that micro-batches that run at the same time take equally long, and packed. Default: Megatron's "
-        "samples, all of --seq-length.",
-    )
-    bins_max_tokens: int | None = flag(
-        None,
-        parsed_as=int,
-        at_least=1,
-        metavar="N",
-        advice="Without the flag it is --seq-length.",
-        help="with --lancet-bins, tokens of a micro-batch, at most; more only where the samples of a step do not fit. "
-        "Default: --seq-length.",
-    )
-    bins_cost: float | None = flag(
-        None,
-        parsed_as=float,
-        at_least=0,
-        metavar="RATIO",
-        advice="0: attention costs nothing beside the rest.",
-        help="with --lancet-bins, time of a position's attention to one other, in units of all other time of a token. "
-        "Default: from the operations of the model's sizes.",
     )
     report_dir: Path | None = flag(
         None,
         name="--lancet-report",
         read=Path,
         metavar="DIR",
+        unchecked="",
         help="also write the closing report to DIR/report.json, and beside it the plan, the profile and the timeline "
         "of a step (timeline.html, trace.json).",
     )
@@ -312,6 +284,7 @@ class LancetConfig(CheckedFlags):
         CacheChoice.AUTO,
         read=word_or_path(CacheChoice),
         metavar="DIR",
+        unchecked="",
         help="where auto keeps measured profiles, so that later runs of the same model on the same device need not "
         "measure again; off keeps none. Default: megatron-lancet in $XDG_CACHE_HOME or ~/.cache.",
     )
@@ -319,6 +292,7 @@ class LancetConfig(CheckedFlags):
         None,
         read=Path,
         metavar="FILE",
+        unchecked="",
         help="measure ops, links and memory in the first steps, write them to FILE (JSON) and end; "
         "tools/profile_model.py sets it.",
     )
@@ -365,6 +339,12 @@ class LancetConfig(CheckedFlags):
         values = {name: getattr(self, entry.name) for name, entry, its in flags_of(LancetConfig) if its.limits_plan}
         return {name: value for name, value in values.items() if value is not None}
 
+    def unchecked_flags(self) -> dict[str, str]:
+        """The flags that a check on a few CPU ranks leaves out, each with what the check does not cover for it."""
+        kinds = (LancetConfig, DryRunConfig, *self.settings)
+        flags = [(name, its) for kind in kinds for name, _, its in flags_of(kind)]
+        return {name: its.unchecked for name, its in flags if its.unchecked is not None}
+
 
 @dataclass(frozen=True)
 class DryRunConfig(CheckedFlags):
@@ -377,6 +357,7 @@ class DryRunConfig(CheckedFlags):
     dry_run: bool = flag(
         False,
         parsed_as=bool,
+        unchecked="",
         help="parse and validate everything as for a cluster with GPUs, print model size, parallel layout, memory per "
         "GPU and plan, and end: one process, no GPU, no data needed. Files and packages that are missing here are "
         "warnings; what the run itself would refuse is an error.",
@@ -386,6 +367,7 @@ class DryRunConfig(CheckedFlags):
         parsed_as=int,
         at_least=1,
         metavar="N",
+        unchecked="",
         help="with --lancet-dry-run: ranks to validate for. Default: WORLD_SIZE of the environment, else the fewest "
         "that the parallel sizes allow.",
     )

@@ -35,6 +35,23 @@ class RunFacts:
     is_tuned: bool = False
 
 
+@dataclass(frozen=True)
+class Samples:
+    """Samples of another kind than those of Megatron's GPT data sets; their sizes differ.
+
+    Attributes:
+        dataset: class of Megatron's that reads them.
+        num_samples: samples of a micro-batch.
+        num_positions: positions of a sample, at most.
+        number_set_by: what sets the number of samples, for messages.
+    """
+
+    dataset: type
+    num_samples: int
+    num_positions: int
+    number_set_by: str
+
+
 class ActiveFeature:
     """A feature in a run. Every method may be left out; all ranks call the same ones in the same order."""
 
@@ -44,6 +61,18 @@ class ActiveFeature:
 
     def enter(self, stack: ExitStack) -> None:
         """Changes Megatron while it trains, for the length of ``stack``."""
+
+    def adopt(self, stages: Sequence[Any], comm: Any) -> None:
+        """Changes the model when it is prepared for the plan, before DDP wraps it.
+
+        Args:
+            stages: this rank's pipeline stages, each a :data:`~megatron_lancet.model.gpt.LanguageModel`.
+            comm: the stages' :class:`~megatron_lancet.runtime.comm.Comm`.
+        """
+
+    def num_tokens(self) -> int | None:
+        """Tokens of all ranks in the step that has just run; None where every sample has ``--seq-length`` of them."""
+        return None
 
     def summary(self) -> Mapping[str, Any]:
         """Plain values for ``report.json``. Collective over all ranks."""
@@ -84,12 +113,28 @@ class Feature:
             UsageError: a setting can't work.
         """
 
+    def normalize(self, args: argparse.Namespace, config: "LancetConfig") -> Iterator[str]:
+        """Changes Megatron's parsed arguments before these are checked; yields a line for each change."""
+        yield from ()
+
+    def samples(self, args: argparse.Namespace, config: "LancetConfig") -> Samples | None:
+        """Samples of another kind; None for Megatron's."""
+        return None
+
     def check(self, facts: RunFacts) -> None:
         """Checks the run before any process group starts.
 
         Raises:
             UsageError: the run does not allow what the user asks for.
         """
+
+    def needs_plan(self, config: "LancetConfig") -> bool:
+        """Whether the user asks for what stock modules don't have, so that a run does not fall back to these."""
+        return False
+
+    def note(self, facts: RunFacts) -> str:
+        """What the line on the plan says of the feature, from "; " on; empty for nothing."""
+        return ""
 
     def announce(self, facts: RunFacts) -> Iterator[str]:
         """Yields the lines that tell the user what the feature does in this run."""
@@ -99,9 +144,10 @@ class Feature:
         """Changes Megatron before it starts process groups, for the length of ``stack``."""
 
     def start(self, run: Any) -> ActiveFeature | None:
-        """Joins a run of the overlapping block before Megatron builds the model; None where it has nothing to do.
+        """Joins a run before Megatron builds the model; None where it has nothing to do.
 
         Args:
-            run: :class:`~megatron_lancet.training.run.OverlappedRun`.
+            run: :class:`~megatron_lancet.training.run.StockRun` or
+                :class:`~megatron_lancet.training.run.OverlappedRun`.
         """
         return None

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from megatron_lancet.schedule.dispatch import Dispatch
 
 _FEATURES: tuple[str, ...] = (
+    "megatron_lancet.features.bins.feature:BINS",
+    "megatron_lancet.features.locality.feature:LOCALITY",
     "megatron_lancet.lab.causes.feature:CAUSES",
     "megatron_lancet.lab.views.feature:VIEWS",
     "megatron_lancet.testkit.mock.run:MOCKED_WORLD",

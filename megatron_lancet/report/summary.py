@@ -15,8 +15,6 @@ from megatron_lancet.runtime.comm_stats import CommTimes
 NUM_REPORT_WARM_UP_STEPS = 3
 """Steps outside the report's medians: the first ones allocate, connect and learn the order of reductions."""
 REPORT_FILE = "report.json"
-BINS = "bins"
-"""Key of what is said of documents that were dealt to bins."""
 _PEAK = "peak_dw_bytes"
 _EXPOSED = "exposed"
 _MOST = ("peak_expert_rows", "num_chunks", "num_split_chunks", "num_split_steps", "most_rounds")
@@ -121,7 +119,6 @@ def as_text(report: dict[str, Any]) -> str:
         f"    exposed          {report['exposed_ms']:.1f} ms waited for payload, "
         f"{report['counts_exposed_ms']:.1f} ms for counts: {100 * exposed_ms / step_ms:.1f} % of the step",
     ]
-    lines += _bins(report)
     lines += _between_nodes(report)
     lines += _received_rows(report)
     num_dw = report["num_dw_in_gaps"] + report["num_dw_early"] + report["num_dw_late"]
@@ -145,17 +142,6 @@ def as_text(report: dict[str, Any]) -> str:
         table = from_plain(ExposedTable, report[_EXPOSED], f"{REPORT_FILE}.{_EXPOSED}")
         lines += [f"  {line}" for line in table.as_text().splitlines()]
     return "\n".join(lines)
-
-
-def _bins(report: dict[str, Any]) -> list[str]:
-    """The line on documents that were dealt to bins, if they were."""
-    bins = report.get(BINS, {})
-    if "predicted_spread" not in bins:
-        return []
-    return [
-        f"  bins               at most {bins['most_tokens']} tokens, {100 * bins['padding']:.1f} % padding, "
-        f" predicted times differ by {100 * bins['predicted_spread']:.1f} % over ranks"
-    ]
 
 
 def _between_nodes(report: dict[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ needs what it computes (``model/transformer_layer.py``, ``model/moe_layer.py``) 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -28,7 +28,6 @@ from typing import NamedTuple
 from megatron_lancet.schedule.dispatch import PLAIN, Dispatch, forms
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import (
-    IN_TILES,
     AddResidual,
     Compute,
     Launch,
@@ -71,7 +70,6 @@ MIRRORED: dict[type[Verb], type[Verb]] = {Compute: Compute, Launch: Wait, Wait: 
 where they were launched. Counts are not exchanged again."""
 
 
-_ALL_LAYERS = (*_VERBS.values(), (_MTP_PROJECTION,), *(form.order(_EXPERTS) for form in forms()))
 _NEIGHBOURS = [pair for form in Dispatch.known().values() for pair in pairwise(form.order(_EXPERTS))]
 ROWS_MADE_BY = {after.kind: before.kind for before, after in _NEIGHBOURS if isinstance(after, Launch)}
 """The op that makes the rows of a message. Launching the message is a part of it."""
@@ -128,46 +126,10 @@ class Concatenate:
 
 Program = list[Instruction | Cut | Concatenate]
 
-_CUTS: dict[str, Cut | Concatenate] = {str(one): one for one in (Cut(), Concatenate())}
-_VERB_OF_TEXT = {(verb.prefix, str(verb.kind)): verb.of_all_rows for layer in _ALL_LAYERS for verb in layer}
 
-
-def parse_instruction(text: str) -> Instruction:
-    """Parses an instruction of a layer from the text that it prints as.
-
-    Raises:
-        ValueError: no instruction of a layer prints as ``text``.
-    """
-    words, space, name = text.rpartition(" ")
-    op = Op.find(name)
-    verb = None if op is None else _VERB_OF_TEXT.get((words + space, op.kind))
-    if op is not None and verb is not None and op.layer and op.chunk is not None:
-        found = Instruction(replace(verb, tile=op.tile), op.layer, op.chunk, op.phase)
-        is_in_pass = op.phase is Phase.FORWARD or (op.phase is Phase.INPUT_GRAD and type(verb) in MIRRORED)
-        # Op.find also reads other spellings of numbers, such as L03.
-        if is_in_pass and (op.tile is None or verb.kind in IN_TILES) and str(found) == text:
-            return found
-    raise ValueError(f"expected an instruction such as 'wait L3.c0.F.dispatch', found {text!r}")
-
-
-def parse_program(text: str) -> Program:
-    """Parses a program from its text, which has one instruction on each line.
-
-    Raises:
-        ValueError: a line is no instruction; the message says which.
-    """
-    instructions: Program = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            instructions.append(_CUTS.get(line) or parse_instruction(line))
-        except ValueError as error:
-            raise ValueError(f"line {number}: {error}") from None
-    return instructions
-
-
-def program_text(instructions: Program) -> str:
-    """The text that :func:`parse_program` parses: one instruction on each line."""
-    return "".join(f"{instruction}\n" for instruction in instructions)
+def all_layers() -> list[Layer]:
+    """Layers that together have every verb there is."""
+    return [*_VERBS.values(), (_MTP_PROJECTION,), *(form.order(_EXPERTS) for form in forms())]
 
 
 def verbs_of(

@@ -100,13 +100,18 @@ def parse(features: Sequence[Feature] = ()) -> tuple[argparse.Namespace, LancetC
     """
     args = parse_args(functools.partial(add_lancet_arguments, features=features))
     is_dry_run = config_of(DryRunConfig, args).dry_run
-    config = _with_features(args, features)
+    config = with_features(args, features)
     if not is_dry_run:
         _check_plan_file(config)
     return args, config
 
 
-def _with_features(args: argparse.Namespace, features: Sequence[Feature]) -> LancetConfig:
+def with_features(args: argparse.Namespace, features: Sequence[Feature]) -> LancetConfig:
+    """The settings that parsed arguments give, with those of features.
+
+    Raises:
+        UsageError: a value is outside the range of its flag.
+    """
     kinds = [feature.flags for feature in features if feature.flags is not None]
     settings = {kind: config_of(kind, args) for kind in kinds}
     return dataclasses.replace(config_of(LancetConfig, args), features=tuple(features), settings=settings)
@@ -126,7 +131,7 @@ def config_from_words(words: Sequence[str], features: Sequence[Feature] = ()) ->
     add_config_arguments(group, LancetConfig)
     _add_feature_arguments(group, features)
     parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
-    config = _with_features(parser.parse_args(words), features)
+    config = with_features(parser.parse_args(words), features)
     _check_plan_file(config)
     return config
 

@@ -20,16 +20,16 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.feature import Feature
 from megatron_lancet.training import arguments
 from megatron_lancet.training.batches.limits import shapes_vary
-from megatron_lancet.training.bins.limits import bins_note
 from megatron_lancet.training.checkpoint.ep_resize import check_checkpoint
 from megatron_lancet.training.checkpoint.load_save import Checkpoints, check_before_start
 from megatron_lancet.training.megatron import checkpoint_patches, patches
-from megatron_lancet.training.megatron.gpt_data import build_datasets, forward_step
+from megatron_lancet.training.megatron.gpt_data import builder_of, forward_step
 from megatron_lancet.training.megatron.models import model_config_from_args
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.comm_sms import check_comm_sms
 from megatron_lancet.training.plan.connections import one_connection_note
 from megatron_lancet.training.plan.normalize import normalize_args
+from megatron_lancet.training.plan.support import own_samples
 from megatron_lancet.training.platform.detect import apply_cpu_settings
 from megatron_lancet.training.process.console import say
 from megatron_lancet.training.process.exit import RankStatus
@@ -41,7 +41,7 @@ from megatron_lancet.training.tuning.profile_to_file import check_can_profile
 def run_job(
     device: torch.device,
     status: RankStatus,
-    datasets: Callable[..., Any] = build_datasets,
+    datasets: Callable[..., Any] | None = None,
     features: Sequence[Feature] = (),
 ) -> None:
     """Train by the arguments of the command line.
@@ -49,7 +49,7 @@ def run_job(
     Args:
         device: device of this rank.
         status: receives a function that tells how far the rank is.
-        datasets: what Megatron's loop calls for its data.
+        datasets: what Megatron's loop calls for its data; None for the data that the arguments name.
         features: the optional features that the run knows.
 
     Raises:
@@ -70,15 +70,14 @@ def run_job(
     if note is not None:
         say(f"Megatron-Lancet environment: {note}")
     # Megatron's validation has set it to False; stages then tell each other the shape of each message.
-    varies = choice.bins is not None or shapes_vary(args, choice.plan is not None)
+    samples = own_samples(args, config)
+    varies = samples is not None or shapes_vary(args, choice.plan is not None)
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1 and varies
     stop = StopRequest(status, device) if saves_on_sigterm(args, config) else None
     with arguments.megatrons_refusals():
         model_config = model_config_from_args(args)
         run_config = pretrain_cfg_container_from_args(args, model_config)
 
-    if choice.bins is not None:
-        say(f"Megatron-Lancet bins: {bins_note(choice.bins)}")
     with ExitStack() as stack:
         _change_megatron(stack, choice, stop)
         run = enter_run(stack, choice, device)
@@ -86,7 +85,8 @@ def run_job(
             run_config.ddp.delay_wgrad_compute = run.setup.delays_weight_grads
         model_config.pre_wrap_hooks.append(run.setup)
         status.describe = lambda: f"{run.recorder.num_done} steps done, {run.setup.position}"
-        exit_status = _train(run_config, datasets, functools.partial(forward_step, bins=config.bins))
+        forward = functools.partial(forward_step, by_document=samples is not None)
+        exit_status = _train(run_config, datasets or builder_of(samples), forward)
         run.report()
         dist.barrier()
         dist.destroy_process_group()

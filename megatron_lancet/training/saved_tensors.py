@@ -8,12 +8,10 @@ sequence parallelism, else 1).
 """
 
 import argparse
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lancet.schedule.layers import LayerKind
-from megatron_lancet.training.plan.support import micro_batch_shape
 
 FP32_BYTES = 4
 
@@ -81,7 +79,7 @@ def value_bytes(args: argparse.Namespace) -> int:
 
 def tokens(args: argparse.Namespace) -> float:
     """Tokens of a micro-batch on this rank."""
-    return math.prod(micro_batch_shape(args)) / args.context_parallel_size
+    return args.micro_batch_size * args.seq_length / args.context_parallel_size
 
 
 def residual_bytes(args: argparse.Namespace) -> float:

@@ -12,7 +12,7 @@ from megatron_lancet.lab.causes.step import traced_rank
 from megatron_lancet.lab.causes.text import CausesOfStep
 from megatron_lancet.lab.causes.watch import CauseWatch, gathered_causes
 from megatron_lancet.report.summary import REPORT_FILE
-from megatron_lancet.training.run import OverlappedRun
+from megatron_lancet.training.run import OverlappedRun, Run
 
 KEY = "exposed_by_cause"
 """In ``report.json``."""
@@ -28,6 +28,7 @@ class CausesFlags(CheckedFlags):
         at_least=0,
         metavar="N",
         advice="To trace no step pass 0, or drop the flag.",
+        unchecked="",
         help="every N steps trace one and say why ranks waited in it: wire, uneven rows, a late or slow rank, token "
         "counts, host. In TensorBoard under lancet/exposed_by_cause, in report.json, and in a line of the log when a "
         "share changes for good. 0 (default): only the step that --lancet-report traces.",
@@ -49,8 +50,10 @@ class Causes(Feature):
                 "modules. Drop it, or what keeps them: --lancet-plan off, or no expert parallelism."
             )
 
-    def start(self, run: OverlappedRun) -> "ActiveCauses":
-        """Watches the run, if it asks for that."""
+    def start(self, run: Run) -> "ActiveCauses | None":
+        """Watches a run of the overlapping block, if it asks for that."""
+        if not isinstance(run, OverlappedRun):
+            return None
         interval = run.config.of(CausesFlags).causes_interval
         if not interval or run.makes_profile:
             return ActiveCauses(run, None)

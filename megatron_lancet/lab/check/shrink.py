@@ -8,10 +8,7 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.check.layout import Layout
 from megatron_lancet.lab.check.words import CommandLine
 from megatron_lancet.training.plan.attention import DOCUMENTS_FLAG
-from megatron_lancet.training.plan.support import OVERLAP_FLAGS, TRANSFORMER_ENGINE, has_bins
-
-_DOCUMENTS = "dataloader_inter_document_masking"
-"""Name of Megatron's argument for samples of documents."""
+from megatron_lancet.training.plan.support import OVERLAP_FLAGS, TRANSFORMER_ENGINE
 
 MICRO_BATCHES = 8
 """Micro-batches of a step on one data-parallel rank; more such ranks share them out."""
@@ -25,13 +22,6 @@ _KEPT_OF_OTHERS = (
 )
 """Flags of the parser's other sections that change how gradients are computed or reduced."""
 _RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts")
-_OVERLAP_FILES = (
-    *("--lancet-plan", "--lancet-report", "--lancet-profile", "--lancet-cache", "--lancet-expert-placement"),
-    *("--lancet-rebalance-interval", "--lancet-causes-interval", "--lancet-ranks-per-node", "--lancet-world-size"),
-    *("--lancet-dry-run", "--lancet-wire", "--lancet-comm-sms", "--lancet-mock-link", "--lancet-mock-routing"),
-    *("--lancet-bins", "--lancet-bins-max-tokens", "--lancet-bins-cost"),
-)
-"""Flags of the overlap that name files, intervals, the cluster, samples, or a rounding of messages."""
 _SIZES = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--num-query-groups", "--ffn-hidden-size"),
     *("--kv-channels", "--seq-length", "--max-position-embeddings", "--num-experts", "--moe-ffn-hidden-size"),
@@ -102,8 +92,9 @@ def shrink(
     Raises:
         UsageError: a feature that is not checked.
     """
-    if has_bins(line.args):  # as normalize_args does
-        line = replace(line, args=argparse.Namespace(**{**vars(line.args), _DOCUMENTS: True}))
+    line = replace(line, args=argparse.Namespace(**vars(line.args)))
+    for feature in line.config.features:
+        list(feature.normalize(line.args, line.config))
     _refuse_others(line.args)
     layout, changes = _layout(line.args, num_ranks, max_ranks, padding)
     documents = line.args.dataloader_inter_document_masking
@@ -122,9 +113,10 @@ def shrink(
     for flags, change in _features(line.args, layout):
         words += flags
         changes += [change] if change else []
-    ours = line.of_the_overlap(_OVERLAP_FILES)
-    if has_bins(line.args):
-        changes.append("not checked: how documents are dealt to micro-batches (--lancet-bins)")
+    unchecked = line.config.unchecked_flags()
+    ours = line.of_the_overlap(unchecked)
+    given = {flag[0] for flag in line.flags}
+    changes += [f"not checked: {what} ({flag})" for flag, what in unchecked.items() if what and flag in given]
     if documents:
         ours.append(DOCUMENTS_FLAG)
         changes.append(f"stock gets a mask of documents in place of {DOCUMENTS_FLAG}: same result, by another way")

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from megatron.training.arguments import add_megatron_arguments
 
+from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.registry import features
-from megatron_lancet.training.arguments import add_lancet_arguments
+from megatron_lancet.training.arguments import add_lancet_arguments, with_features
 
 _OVERLAP_SECTION = "Megatron-Lancet"
 
@@ -19,11 +20,13 @@ class CommandLine:
 
     Attributes:
         args: Megatron's arguments, parsed and not validated.
+        config: the run's settings.
         sections: title of the parser's section of each flag that is given.
     """
 
     flags: tuple[tuple[str, ...], ...]
     args: argparse.Namespace
+    config: LancetConfig
     sections: dict[str, str]
 
     def kept(self, sections: Iterable[str], flags: Iterable[str]) -> list[str]:
@@ -54,7 +57,9 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
         for option in action.option_strings
     }
     flags = tuple(_flags(words))
-    return CommandLine(flags, args, {flag[0]: titles.get(flag[0], "") for flag in flags})
+    return CommandLine(
+        flags, args, with_features(args, features()), {flag[0]: titles.get(flag[0], "") for flag in flags}
+    )
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.planning.search.search_space import TILES, Limits
 from megatron_lancet.schedule.plan import DwPolicy
-from megatron_lancet.training.load.locality import choose_locality, locality_note
 from megatron_lancet.training.load.placement import FLAG as PLACEMENT_FLAG
 from megatron_lancet.training.load.placement import choose_placement, placement_note
 from megatron_lancet.training.load.rebalance import check_can_rebalance
@@ -20,7 +19,7 @@ from megatron_lancet.training.plan.dispatch import unknown_nodes_note
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.plan.wire import choose_wire, wire_note
-from megatron_lancet.training.run import check_features, run_facts
+from megatron_lancet.training.run import check_features, notes_of_features, run_facts
 from megatron_lancet.training.tuning.announcement import announced_plan, num_tuning_steps
 from megatron_lancet.training.tuning.profile_to_file import check_can_profile
 
@@ -55,11 +54,11 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
     choose_micro_ops(args, config, plan)
     wire = choose_wire(args, config, plan)
     check_can_rebalance(args, config, plan)
-    locality = choose_locality(args, config, plan)
     here = config.expert_placement is None or config.expert_placement.is_file()
     placements = choose_placement(args, config if here else replace(config, expert_placement=None), plan)
     check_row_limit(args, config, plan)
-    check_features(run_facts(args, config, plan))
+    facts = run_facts(args, config, plan)
+    check_features(facts)
     check_can_profile(args, config, plan)
     check_comm_sms(args, config, plan, device=None)
     if plan is None:
@@ -74,7 +73,7 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
             pairing, lines = limits.pairing, [announced_plan(args, config, plan, line), *_tuning_lines(limits)]
             note = unknown_nodes_note(args, config)
             lines += [note] if note is not None else []
-    lines[0] += f"{wire_note(wire)}{locality_note(locality)}{placement_note(placements)}"
+    lines[0] += f"{wire_note(wire)}{notes_of_features(facts)}{placement_note(placements)}"
     if not here:
         lines.append(f"{PLACEMENT_FLAG} {config.expert_placement} is not here: it is checked when the run starts")
     if plan.dw_policy is not DwPolicy.NONE and plan.dw_memory_bytes is None:

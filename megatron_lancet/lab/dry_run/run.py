@@ -32,6 +32,7 @@ from megatron_lancet.training.input_files import missing_files
 from megatron_lancet.training.megatron.models import model_config_from_args
 from megatron_lancet.training.megatron.seams import check_seams
 from megatron_lancet.training.plan.normalize import normalize_args
+from megatron_lancet.training.plan.support import micro_batch_shape
 from megatron_lancet.training.platform.cpu import gpu_available
 from megatron_lancet.training.platform.detect import apply_cpu_settings
 from megatron_lancet.training.platform.launcher import is_mocked
@@ -68,7 +69,9 @@ def examine() -> Findings:
     assumed = f" (assumed: {', '.join(assumptions())})" if assumptions() else ""
     machines = "CPUs, as --distributed-backend says" if on_cpu else f"GPUs{assumed}"
     missing += [] if on_cpu else [*missing_packages(args), *missing_variables(args, config)]
-    memory_of_run = functools.partial(memory_of_stages, args, layout, stages, size, saves_scores(args, config))
+    samples, positions = micro_batch_shape(args, config)
+    in_samples = argparse.Namespace(**{**vars(args), "micro_batch_size": samples, "seq_length": positions})
+    memory_of_run = functools.partial(memory_of_stages, in_samples, layout, stages, size, saves_scores(args, config))
     memory = memory_of_run(is_paired=plan.is_paired)
     lines = [*plan.lines, *pairing_lines(plan, memory, memory_of_run(is_paired=True))]
     return Findings(

@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron_lancet.feature import ActiveFeature, Feature
 from megatron_lancet.lab.views.views import write_views
 from megatron_lancet.report.timeline_record import TimelineRecord
-from megatron_lancet.training.run import OverlappedRun
+from megatron_lancet.training.run import OverlappedRun, Run
 
 
 class Views(Feature):
@@ -14,9 +14,9 @@ class Views(Feature):
 
     name = "views"
 
-    def start(self, run: OverlappedRun) -> "ActiveViews":
-        """Joins every run."""
-        return ActiveViews()
+    def start(self, run: Run) -> "ActiveViews | None":
+        """Joins every run of the overlapping block."""
+        return ActiveViews() if isinstance(run, OverlappedRun) else None
 
 
 class ActiveViews(ActiveFeature):

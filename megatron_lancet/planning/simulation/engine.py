@@ -37,19 +37,9 @@ from megatron_lancet.planning.simulation.lowering import (
 from megatron_lancet.planning.simulation.phase_result import Mark, PhaseResult
 from megatron_lancet.planning.simulation.rank_state import CountsState, LayerDw, RankState, phase_result
 from megatron_lancet.schedule.dw_queue import DwQueue, DwRules
-from megatron_lancet.schedule.ops import (
-    INSIDE_NODE,
-    MEMORY_BOUND,
-    Compute,
-    Launch,
-    LaunchCounts,
-    Op,
-    OpKind,
-    Phase,
-    Verb,
-    Wait,
-)
+from megatron_lancet.schedule.ops import INSIDE_NODE, MEMORY_BOUND, Op, OpKind, Phase, Verb
 from megatron_lancet.schedule.timeline import Lane, Span
+from megatron_lancet.schedule.turns import Compute, Launch, LaunchCounts, Wait
 
 Paces = Sequence[Mapping[int, float]]
 """Factors of compute time by column and layer; 1 for other layers. Of a forward beside a backward: layer + BESIDE."""

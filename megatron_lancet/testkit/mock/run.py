@@ -40,6 +40,7 @@ class MockFlags(CheckedFlags):
         None,
         read=partial(_link, _LINK_FLAG),
         metavar="LATENCY_US:GBYTES_PER_S",
+        unchecked="",
         help=f"with {_BACKEND_FLAG} {BACKEND}: what each message costs on the wire, for example 20:25 "
         "(20 microseconds, 25e9 bytes per second). By default messages are free.",
     )
@@ -47,6 +48,7 @@ class MockFlags(CheckedFlags):
         None,
         read=partial(_link, _NODE_LINK_FLAG),
         metavar="LATENCY_US:GBYTES_PER_S",
+        unchecked="",
         help=f"the same for messages between ranks of a node, with {NODES_FLAG}. By default as {_LINK_FLAG}.",
     )
 

@@ -14,18 +14,15 @@ from megatron.training.global_vars import get_tensorboard_writer
 from megatron_lancet.feature import ActiveFeature
 from megatron_lancet.report.exposed import ExposedTable
 from megatron_lancet.report.summary import (
-    BINS,
     StepRecord,
     as_text,
     rank_medians,
     summarise,
-    tokens_per_second,
     write_json,
 )
 from megatron_lancet.runtime.comm_stats import CommStats, EventPair, OpenTimes
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.wire import Wire
-from megatron_lancet.training.bins.setup import Bins
 from megatron_lancet.training.observe.scalars import write_scalars
 from megatron_lancet.training.process.console import say
 
@@ -64,10 +61,14 @@ class StepRecorder:
         device: torch.device,
         stats: CommStats,
         num_kept: int,
-        bins: Bins | None = None,
+        features: Sequence[ActiveFeature] = (),
     ) -> None:
+        """
+        Args:
+            features: those of the run, with keys and lines of their own; read when a step has run.
+        """
         self._args = args
-        self._bins = bins
+        self._features = features
         self._device = device
         self._stats = stats
         self._records: list[StepRecord] = []
@@ -81,6 +82,11 @@ class StepRecorder:
         """Records of the last steps, at least ``num_kept`` of them, the newest last. Waits for the device."""
         self._read()
         return self._records
+
+    @property
+    def reported(self) -> list[StepRecord]:
+        """Records of the steps under the present plan; all records if it has changed after the last step."""
+        return self.records[self._first :] or self._records
 
     @property
     def _num_recorded(self) -> int:
@@ -113,8 +119,9 @@ class StepRecorder:
 
     def _num_tokens(self) -> int:
         """Tokens of the step that has just run, without padding where samples have different lengths."""
-        if self._bins is not None:
-            return self._bins.figures.num_tokens_of_last_step
+        for feature in self._features:
+            if (num_tokens := feature.num_tokens()) is not None:
+                return num_tokens
         args = self._args
         return int(args.micro_batch_size * args.data_parallel_size * get_num_microbatches() * args.seq_length)
 
@@ -151,7 +158,6 @@ class StepRecorder:
         tuning: dict[str, Any] | None = None,
         exposed: ExposedTable | None = None,
         wire: Wire = Wire.EXACT,
-        features: Sequence[ActiveFeature] = (),
         max_expert_rows: int | None = None,
     ) -> None:
         """Gather all ranks' figures and print the report on rank 0. Collective; all ranks ran the same steps.
@@ -162,7 +168,6 @@ class StepRecorder:
             tuning: how the plan was found, see :func:`~megatron_lancet.report.tuning.tuning_text`; None if given.
             exposed: exposed communication by layer and chunk, on rank 0; None if no step was traced.
             wire: number format of hidden states in messages.
-            features: those of the run, with keys and lines of their own.
             max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for any number.
         """
         records = self.records
@@ -174,7 +179,7 @@ class StepRecorder:
             self._first = 0
         per_rank: list[dict[str, float] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(per_rank, rank_medians(records[self._first :]))
-        found = [feature.summary() for feature in features]
+        found = [feature.summary() for feature in self._features]
         if dist.get_rank() != 0:
             return
         report = summarise(
@@ -188,11 +193,9 @@ class StepRecorder:
         )
         if tuning is not None:
             report["tuning"] = tuning
-        if self._bins is not None:
-            report |= {"real_tokens_per_second": tokens_per_second(records[self._first :]), BINS: self._bins.summary()}
         for summary in found:
             report |= summary
-        lines = [line for feature in features for line in feature.lines(report)]
+        lines = [line for feature in self._features for line in feature.lines(report)]
         say("\n".join([as_text(report), *(f"  {line}" for line in lines)]))
         if folder is not None:
             say(f"  written to         {write_json(report, folder)}")

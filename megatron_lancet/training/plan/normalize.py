@@ -37,9 +37,8 @@ def normalize_args(args: argparse.Namespace, config: LancetConfig) -> list[str]:
             "--cross-entropy-fusion-impl is native instead of te: this Megatron does not trust Transformer Engine's, "
             "and both compute the same loss"
         )
-    if config.bins and not args.dataloader_inter_document_masking:
-        args.dataloader_inter_document_masking = True
-        lines.append("--dataloader-inter-document-masking is on: --lancet-bins packs documents")
+    for feature in config.features:
+        lines += feature.normalize(args, config)
     if args.dataloader_inter_document_masking and args.reset_attention_mask:
         args.reset_attention_mask = False
         lines.append(

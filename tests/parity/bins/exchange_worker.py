@@ -47,8 +47,8 @@ def stacks(rank: int, step: int) -> list[dict[str, torch.Tensor]]:
 
 
 def batches(steps: range) -> list[list[dict[str, Any]]]:
-    from megatron_lancet.training.bins.exchange import Exchange
-    from megatron_lancet.training.bins.step import BinLoader, BinnedSteps, BinSettings
+    from megatron_lancet.features.bins.exchange import Exchange
+    from megatron_lancet.features.bins.step import BinLoader, BinnedSteps, BinSettings
 
     exchange = Exchange(dist.group.WORLD, torch.device("cpu"))
     drawn = [stack for step in steps for stack in stacks(dist.get_rank(), step)]

@@ -52,7 +52,7 @@ def test_summary_reports_the_highest_peak_of_any_step_and_rank():
     assert as_text(summarise([rank(9)], "chunks=2", 6)).endswith(line)
 
 
-def test_summary_reports_micro_ops_of_reductions_where_there_are_any():
+def test_summary_reports_micro_ops_of_reductions():
     comm = CommTimes(num_grad_micro_ops=9, num_grad_micro_ops_between=6, grad_bytes=12_500_000, grad_exposed_ms=3.5)
     report = summarise([rank_medians([StepRecord(100, 2048, comm)])], "chunks=1", 1)
     line = "12.5 MB reduced in 9 parts, 6 between all-to-alls and the others after the last; 3.5 ms waited for"

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_lancet.planning.program_text import parse_instruction, parse_program, program_text
 from megatron_lancet.schedule.dispatch import Dispatch
 from megatron_lancet.schedule.layers import LayerKind
 from megatron_lancet.schedule.ops import OpKind, Phase
@@ -21,20 +22,16 @@ from megatron_lancet.schedule.turns import (
     Verb,
     Wait,
     mtp_layer,
-    parse_instruction,
-    parse_program,
-    program_text,
     verbs_of,
 )
-
-KINDS = [kind for kind in LayerKind if kind not in (LayerKind.MTP, LayerKind.NONE)]
 
 
 def verbs_of_the_table() -> list[tuple[Verb, Phase]]:
     """Every verb of every layer, with tiles and without, in both passes."""
+    kinds = [kind for kind in LayerKind if kind not in (LayerKind.MTP, LayerKind.NONE)]
     layers = [
         mtp_layer(verbs_of(kind, True, dispatch=dispatch.in_tiles(tiles)))
-        for kind, dispatch, tiles in itertools.product(KINDS, Dispatch.known().values(), (0, 1, 4))
+        for kind, dispatch, tiles in itertools.product(kinds, Dispatch.known().values(), (0, 1, 4))
         if dispatch.can_tile or not tiles
     ]
     forward = dict.fromkeys(verb for layer in layers for verb in layer)

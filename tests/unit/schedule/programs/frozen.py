@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.synthetic_profile import KINDS, OP_MS, Machine, synthetic_profile
 from megatron_lancet.planning.profile import MemoryUse, OpTime, Profile
+from megatron_lancet.planning.program_text import parse_program, program_text
 from megatron_lancet.planning.simulation.cost_model import CostModel
 from megatron_lancet.planning.simulation.lowering import (
     BESIDE,
@@ -38,9 +39,7 @@ from megatron_lancet.schedule.turns import (
     Layer,
     Program,
     mtp_layer,
-    parse_program,
     program,
-    program_text,
     verbs_of,
 )
 

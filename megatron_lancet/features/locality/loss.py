@@ -21,11 +21,13 @@ Legend of shapes: T tokens of a rank in a micro-batch, E experts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
 from megatron_lancet.schedule.nodes import Nodes
 
+FLAG = "--lancet-locality-loss-coeff"
 SMOOTHING = 0.01
 """Share of the local distribution that is spread evenly over all experts."""
 LOSS_NAME = "locality_loss"
@@ -58,7 +60,7 @@ class LocalityLoss:
 
 @dataclass(frozen=True)
 class RankLocality:
-    """The loss of one rank's tokens.
+    """The loss of one rank's tokens, a :class:`~megatron_lancet.model.routing.router.RouterLoss`.
 
     Attributes:
         coeff: mu.
@@ -66,6 +68,8 @@ class RankLocality:
         num_experts: E.
     """
 
+    name: ClassVar[str] = LOSS_NAME
+    flag: ClassVar[str] = FLAG
     coeff: float
     local_experts: tuple[int, ...]
     num_experts: int

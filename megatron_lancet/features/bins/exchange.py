@@ -7,8 +7,8 @@ from itertools import accumulate, chain
 import torch
 import torch.distributed as dist
 
+from megatron_lancet.features.bins.batches import Document
 from megatron_lancet.schedule.documents.bins import Dealing
-from megatron_lancet.training.bins.batches import Document
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.bins.flags import BinsFlags
+from megatron_lancet.features.bins.step import BinSettings
 from megatron_lancet.model.attention.flops import tokens_per_pair
 from megatron_lancet.model.te.token_multiple import token_multiple
 from megatron_lancet.schedule.documents.cost import DocumentCost
-from megatron_lancet.training.bins.step import BinSettings
-from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap, micro_batch_shape
+from megatron_lancet.training.plan.support import OWN_SPEC, may_overlap
 from megatron_lancet.training.platform.launcher import is_mocked
 
 FLAG = "--lancet-bins"
@@ -26,18 +27,19 @@ def check_bins(args: argparse.Namespace, config: LancetConfig) -> None:
     Raises:
         UsageError: the run has what does not work with bins, or a flag of bins without them.
     """
-    if not config.bins:
-        for flag, value in (("max-tokens", config.bins_max_tokens), ("cost", config.bins_cost)):
+    bins = config.of(BinsFlags)
+    if not bins.bins:
+        for flag, value in (("max-tokens", bins.bins_max_tokens), ("cost", bins.bins_cost)):
             if value is not None:
                 raise UsageError(f"{FLAG}-{flag} {value:g} is for {FLAG}, which is off. Drop it, or pass {FLAG}.")
         return
     for found, why, advice in _blockers(args):
         raise UsageError(f"{FLAG} does not work with {found}: {why}. {advice}")
     multiple = _multiple(args)
-    if config.bins_max_tokens is not None and config.bins_max_tokens % multiple:
+    if bins.bins_max_tokens is not None and bins.bins_max_tokens % multiple:
         raise UsageError(
             f"{FLAG}-max-tokens expects a multiple of {multiple}, the positions that the ranks of a layout or the "
-            f"precision share, got {config.bins_max_tokens}. Change it."
+            f"precision share, got {bins.bins_max_tokens}. Change it."
         )
 
 
@@ -81,15 +83,21 @@ def _multiple(args: argparse.Namespace) -> int:
     return math.lcm(2 * context if context > 1 else 1, context * per_rank)
 
 
+def most_positions(args: argparse.Namespace, bins: BinsFlags) -> int:
+    """The user's bound on the positions of a bin."""
+    return bins.bins_max_tokens or int(args.seq_length)
+
+
 def bin_settings(args: argparse.Namespace, config: LancetConfig) -> BinSettings | None:
     """How a run deals its samples, a function of its command line alone; None without bins.
 
     Args:
         args: Megatron's arguments, validated, and accepted by :func:`check_bins`.
     """
-    if not config.bins:
+    bins = config.of(BinsFlags)
+    if not bins.bins:
         return None
-    ratio = config.bins_cost
+    ratio = bins.bins_cost
     if ratio is None:
         # As Megatron makes its configuration of a model from them.
         groups = args.num_query_groups if args.group_query_attention else None
@@ -97,7 +105,7 @@ def bin_settings(args: argparse.Namespace, config: LancetConfig) -> BinSettings 
         ratio = tokens_per_pair(sizes, args.padded_vocab_size, args.hybrid_layer_pattern)
     multiple = _multiple(args)
     num_chunks = (config.num_chunks or _MOST_CHUNKS) if may_overlap(args, config) else 1
-    _, bound = micro_batch_shape(args)
+    bound = most_positions(args, bins)
     return BinSettings(
         DocumentCost(ratio),
         -(-bound // multiple) * multiple,

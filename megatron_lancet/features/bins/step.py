@@ -7,10 +7,10 @@ from itertools import chain, islice
 
 import torch
 
+from megatron_lancet.features.bins.batches import Batch, Document, packed
+from megatron_lancet.features.bins.exchange import Exchange
 from megatron_lancet.schedule.documents.bins import Prediction, balanced, bin_tokens, predicted
 from megatron_lancet.schedule.documents.cost import DocumentCost
-from megatron_lancet.training.bins.batches import Batch, Document, packed
-from megatron_lancet.training.bins.exchange import Exchange
 from megatron_lancet.training.process.console import say
 
 
