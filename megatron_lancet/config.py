@@ -14,7 +14,6 @@ from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Feature
 from megatron_lancet.flags import CheckedFlags, flag, flags_of, word_or_path, words
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
-from megatron_lancet.schedule.reductions import DEFAULT_CHUNK_MB, CommPriority
 from megatron_lancet.schedule.units import mb_to_bytes
 from megatron_lancet.schedule.wire import Wire
 
@@ -195,23 +194,6 @@ class LancetConfig(CheckedFlags):
         help="memory (10^6 bytes) that deferred weight gradients may keep alive on a rank; when it is full the oldest "
         "run first. By default only the plan's window bounds it.",
     )
-    comm_priority: CommPriority = flag(
-        CommPriority.OFF,
-        **words(CommPriority),
-        help="all-to-all-first cuts gradient reductions into parts that run only where no all-to-all of the backward "
-        "pass is in flight or about to start; needs --overlap-grad-reduce. off (default): Megatron reduces each bucket "
-        "as soon as it is complete.",
-    )
-    grad_chunk_mb: float = flag(
-        DEFAULT_CHUNK_MB,
-        parsed_as=float,
-        above=0,
-        unit="MB",
-        metavar="MB",
-        advice="To reduce whole buckets pass --lancet-comm-priority off.",
-        help="with --lancet-comm-priority, gradients (10^6 bytes) in one such part, and at one place between two "
-        "all-to-alls, at most (default: {default:g}).",
-    )
     comm_sms: int | None = flag(
         None,
         parsed_as=int,
@@ -313,11 +295,6 @@ class LancetConfig(CheckedFlags):
         return None if self.dw_memory_mb is None else mb_to_bytes(self.dw_memory_mb)
 
     @property
-    def grad_chunk_bytes(self) -> int:
-        """Most gradient bytes that one collective reduces under ``--lancet-comm-priority``."""
-        return mb_to_bytes(self.grad_chunk_mb)
-
-    @property
     def cache_dir(self) -> Path | None:
         """Folder of measured profiles; None if profiles are not kept."""
         if isinstance(self.cache, Path):
@@ -338,6 +315,16 @@ class LancetConfig(CheckedFlags):
         """The flags by which the user limits the plan, with their values."""
         values = {name: getattr(self, entry.name) for name, entry, its in flags_of(LancetConfig) if its.limits_plan}
         return {name: value for name, value in values.items() if value is not None}
+
+    def same_on_all_ranks(self) -> dict[str, object]:
+        """The values, by field, without which ranks would wait for each other forever if they differed."""
+        settings = (self, *self.settings.values())
+        return {
+            entry.name: getattr(one, entry.name)
+            for one in settings
+            for _, entry, its in flags_of(type(one))
+            if its.same_on_all_ranks
+        }
 
     def unchecked_flags(self) -> dict[str, str]:
         """The flags that a check on a few CPU ranks leaves out, each with what the check does not cover for it."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _FEATURES = (
     "megatron_lancet.features.bins.feature:BINS",
+    "megatron_lancet.features.comm_priority.feature:COMM_PRIORITY",
     "megatron_lancet.features.locality.feature:LOCALITY",
     "megatron_lancet.lab.causes.feature:CAUSES",
     "megatron_lancet.lab.views.feature:VIEWS",

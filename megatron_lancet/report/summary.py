@@ -130,14 +130,6 @@ def as_text(report: dict[str, Any]) -> str:
             f"  weight gradients   {report['num_dw_in_gaps']:.0f} of {num_dw:.0f} in front of waits for all-to-alls, "
             f"at most {report[_PEAK] / 1e6:.1f} MB deferred{early}"
         )
-    if report["num_grad_micro_ops"]:
-        lines.append(
-            f"  gradients          {report['grad_bytes'] / 1e6:.1f} MB reduced in {report['num_grad_micro_ops']:.0f} "
-            f"parts, {report['num_grad_micro_ops_between']:.0f} between all-to-alls and the others after the last; "
-            f"{report['grad_exposed_ms']:.1f} ms waited for"
-        )
-        if not report["num_grad_micro_ops_between"]:
-            lines.append("    this plan has no gaps between all-to-alls for them: --lancet-comm-priority off is faster")
     if _EXPOSED in report:
         table = from_plain(ExposedTable, report[_EXPOSED], f"{REPORT_FILE}.{_EXPOSED}")
         lines += [f"  {line}" for line in table.as_text().splitlines()]

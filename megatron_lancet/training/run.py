@@ -15,13 +15,11 @@ from megatron_lancet.planning.load.placement import Placement
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.schedule.reductions import MicroOps
 from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training.load.placement import apply_placement, check_reshardable, choose_placement, placement_note
 from megatron_lancet.training.load.rebalance import Rebalancer, check_can_rebalance
 from megatron_lancet.training.load.received_rows import ReceivedRows, check_row_limit
 from megatron_lancet.training.megatron import checkpoint_patches, patches
-from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
 from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 from megatron_lancet.training.megatron.patches import StepHook
 from megatron_lancet.training.megatron.te_seams import check_te_seams
@@ -30,7 +28,6 @@ from megatron_lancet.training.observe.step_recorder import StepRecorder
 from megatron_lancet.training.observe.traced_steps import TracedSteps
 from megatron_lancet.training.overlap_setup import NoOverlap, OverlapSetup
 from megatron_lancet.training.plan.attention import uses_sdpa
-from megatron_lancet.training.plan.comm_priority import choose_micro_ops
 from megatron_lancet.training.plan.dispatch import nodes_of, nodes_to_connect
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
@@ -50,7 +47,6 @@ class RunChoice:
         args: Megatron's validated arguments.
         plan: the fixed plan, or the fallback of a tuned run that is too short to find one; None for stock modules.
         line: the plan and its source, for the user.
-        micro_ops: cut of the gradient reductions, if all-to-alls go first; None where Megatron runs the reductions.
         wire: number format of hidden states in messages.
         nodes: those between which two hops are possible; None if no plan of the run can have them.
         placements: where experts are, by layer; None where Megatron places them.
@@ -60,7 +56,6 @@ class RunChoice:
     config: LancetConfig
     plan: Plan | None
     line: str
-    micro_ops: MicroOps | None
     wire: Wire
     nodes: Nodes | None
     placements: Mapping[int, Placement] | None = None
@@ -89,14 +84,13 @@ def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
     if plan is not None:
         may_change = config.profile is not None or is_tuned(args, config)
         nodes = nodes_to_connect(args, config, plan, may_change)
-    micro_ops = choose_micro_ops(args, config, plan)
     check_can_rebalance(args, config, plan)
     placements = choose_placement(args, config, plan)
     check_row_limit(args, config, plan)
     facts = run_facts(args, config, plan)
     check_features(facts)
     line = f"{line}{wire_note(wire)}{notes_of_features(facts)}{placement_note(placements)}"
-    return RunChoice(args, config, plan, line, micro_ops, wire, nodes, placements)
+    return RunChoice(args, config, plan, line, wire, nodes, placements)
 
 
 def run_facts(args: argparse.Namespace, config: LancetConfig, plan: Plan | None) -> RunFacts:
@@ -212,7 +206,6 @@ class OverlappedRun(Run):
             timedelta(minutes=args.distributed_timeout_minutes),
             sdpa=uses_sdpa(args, config),
             switchable=profiles or choice.is_tuned,
-            micro_ops=choice.micro_ops,
             wire=choice.wire,
             nodes=choice.nodes,
             layout=layout if isinstance(layout, Nodes) else None,
@@ -220,6 +213,7 @@ class OverlappedRun(Run):
             max_expert_rows=config.max_received_rows if isinstance(config.max_received_rows, int) else None,
             documents=args.dataloader_inter_document_masking,
             features=self._features,
+            same_on_all_ranks=config.same_on_all_ranks(),
         )
         self._profile = ProfileToFile(args, config, self.setup, device) if profiles else None
         if choice.is_tuned:
@@ -242,8 +236,6 @@ class OverlappedRun(Run):
         stack.enter_context(patches.dropped_outputs())
         stack.enter_context(patches.predictions_in_documents())
         stack.enter_context(paired_schedules(lambda: self.setup.stages))
-        if self.setup.scheduler is not None:
-            stack.enter_context(reductions_in_micro_ops(self.setup.scheduler))
         if self._tuner is not None:
             stack.enter_context(checkpoint_patches.checkpoint_arguments(self._tuner.take_from_checkpoint))
         if self._choice.placements is not None:

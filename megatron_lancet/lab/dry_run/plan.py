@@ -13,7 +13,6 @@ from megatron_lancet.training.load.placement import choose_placement, placement_
 from megatron_lancet.training.load.rebalance import check_can_rebalance
 from megatron_lancet.training.load.received_rows import check_row_limit
 from megatron_lancet.training.plan.attention import uses_sdpa
-from megatron_lancet.training.plan.comm_priority import choose_micro_ops
 from megatron_lancet.training.plan.comm_sms import check_comm_sms
 from megatron_lancet.training.plan.dispatch import unknown_nodes_note
 from megatron_lancet.training.plan.limits import planning_limits
@@ -51,7 +50,6 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
     if isinstance(config.plan, Path) and not config.plan.is_file():
         return DescribedPlan([f"from {config.plan}, which is not here: it is checked when the run starts"])
     plan, line = choose_plan(args, config)
-    choose_micro_ops(args, config, plan)
     wire = choose_wire(args, config, plan)
     check_can_rebalance(args, config, plan)
     here = config.expert_placement is None or config.expert_placement.is_file()

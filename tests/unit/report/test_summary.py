@@ -52,17 +52,6 @@ def test_summary_reports_the_highest_peak_of_any_step_and_rank():
     assert as_text(summarise([rank(9)], "chunks=2", 6)).endswith(line)
 
 
-def test_summary_reports_micro_ops_of_reductions_where_there_are_any():
-    comm = CommTimes(num_grad_micro_ops=9, num_grad_micro_ops_between=6, grad_bytes=12_500_000, grad_exposed_ms=3.5)
-    report = summarise([rank_medians([StepRecord(100, 2048, comm)])], "chunks=1", 1)
-    line = "12.5 MB reduced in 9 parts, 6 between all-to-alls and the others after the last; 3.5 ms waited for"
-    assert line in as_text(report)
-    assert "no gaps" not in as_text(report)
-    text = as_text({**report, "num_grad_micro_ops_between": 0.0})
-    assert text.endswith("this plan has no gaps between all-to-alls for them: --lancet-comm-priority off is faster")
-    assert "reduced" not in as_text(summarise([rank_medians([record(100)])], "chunks=1", 1))
-
-
 def test_summary_says_what_left_the_node_where_that_is_known():
     comm = CommTimes(payload_bytes=8e6, between_nodes_bytes=3e6, between_nodes_rows=99, num_routed_tokens=100)
     report = summarise([rank_medians([StepRecord(100, 2048, comm)])], "chunks=1", 1)
