@@ -227,24 +227,6 @@ class LancetConfig(CheckedFlags):
         help="with --expert-model-parallel-size 1, keep experts' gradients and optimizer state apart from dense "
         "weights', as with larger sizes: a run may then go on from a checkpoint with the other size, and back.",
     )
-    expert_placement: Path | None = flag(
-        None,
-        read=Path,
-        metavar="FILE",
-        unchecked="",
-        help="put experts on the ranks that FILE says, a placement of tools/place_experts.py. Losses, logs and "
-        "checkpoints keep the model's numbers of experts.",
-    )
-    rebalance_interval: int | None = flag(
-        None,
-        parsed_as=int,
-        at_least=2,
-        metavar="N",
-        advice="Without the flag experts stay where they are.",
-        unchecked="",
-        help="let experts change their ranks after every N steps, where the load of these steps says that it pays: "
-        "weights and optimizer state move from rank to rank.",
-    )
     report_dir: Path | None = flag(
         None,
         name="--lancet-report",
@@ -305,11 +287,6 @@ class LancetConfig(CheckedFlags):
             return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-lancet"
         except RuntimeError:  # no home, as in some containers
             return None
-
-    @property
-    def places_experts(self) -> bool:
-        """Whether experts may be on other ranks than Megatron's."""
-        return self.expert_placement is not None or self.rebalance_interval is not None
 
     def explicit_plan_flags(self) -> dict[str, object]:
         """The flags by which the user limits the plan, with their values."""

@@ -29,12 +29,14 @@ class RunFacts:
         args: Megatron's arguments, validated.
         plan: the fixed plan, or the fallback of a tuned run; None for stock modules.
         is_tuned: whether the run finds its plan while it trains.
+        is_dry_run: whether the run is only described, so that its files may be on another machine.
     """
 
     args: argparse.Namespace
     config: "LancetConfig"
     plan: "Plan | None"
     is_tuned: bool = False
+    is_dry_run: bool = False
 
 
 class PlanPart(StrEnum):
@@ -178,6 +180,10 @@ class Feature:
     def note(self, facts: RunFacts) -> str:
         """What the line on the plan says of the feature, from "; " on; empty for nothing."""
         return ""
+
+    def missing_files(self, config: "LancetConfig") -> Iterator[str]:
+        """Yields a line on each file of the run that is not on this machine, for a dry run."""
+        yield from ()
 
     def announce(self, facts: RunFacts) -> Iterator[str]:
         """Yields the lines that tell the user what the feature does in this run."""

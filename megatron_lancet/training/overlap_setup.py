@@ -52,7 +52,6 @@ class OverlapSetup:
         wire: Wire = Wire.EXACT,
         nodes: Nodes | None = None,
         layout: Nodes | None = None,
-        prepared: Callable[[Sequence[LanguageModel]], None] | None = None,
         max_expert_rows: int | None = None,
         documents: bool = False,
         features: Sequence[ActiveFeature] = (),
@@ -66,7 +65,6 @@ class OverlapSetup:
             wire: number format of hidden states in messages.
             nodes: how expert-parallel groups lie on nodes; None if no plan of the run has two hops.
             layout: the same whatever the run's plans are, to count what leaves a node; None if it is unknown.
-            prepared: called with the prepared stages, before DDP wraps them; on all ranks.
             max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for no bound.
             documents: whether samples are made of documents, which do not attend to each other.
             features: those of the run, which change the prepared model; read when it is built.
@@ -85,7 +83,6 @@ class OverlapSetup:
         self._stats = stats
         self._timeout = timeout
         self._switchable = switchable
-        self._prepared = prepared
         self._stages: list[LanguageModel] = []
         self._comm: Comm | None = None
 
@@ -124,8 +121,6 @@ class OverlapSetup:
             assert isinstance(stage, GPTModel | HybridModel)
             overlap(stage, self.plan, self._comm, self._sdpa, documents=self._documents)
             self._stages.append(stage)
-        if self._prepared is not None:
-            self._prepared(self._stages)
         for feature in self._features:
             feature.adopt(self._stages, self._comm)
         ask_for_pairs(self._stages, self.plan.is_paired)

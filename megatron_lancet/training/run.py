@@ -1,23 +1,18 @@
 """A run with or without the overlap: its setup, the hooks around Megatron's training steps, and its report."""
 
 import argparse
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 import torch
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.feature import ActiveFeature, RunFacts
-from megatron_lancet.planning.load.placement import Placement
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.wire import Wire
-from megatron_lancet.training.load.placement import apply_placement, check_reshardable, choose_placement, placement_note
-from megatron_lancet.training.load.rebalance import Rebalancer, check_can_rebalance
 from megatron_lancet.training.load.received_rows import ReceivedRows, check_row_limit
 from megatron_lancet.training.megatron import checkpoint_patches, patches
 from megatron_lancet.training.megatron.paired_schedules import paired_schedules
@@ -49,7 +44,6 @@ class RunChoice:
         line: the plan and its source, for the user.
         wire: number format of hidden states in messages.
         nodes: those between which two hops are possible; None if no plan of the run can have them.
-        placements: where experts are, by layer; None where Megatron places them.
     """
 
     args: argparse.Namespace
@@ -58,7 +52,6 @@ class RunChoice:
     line: str
     wire: Wire
     nodes: Nodes | None
-    placements: Mapping[int, Placement] | None = None
 
     @property
     def is_tuned(self) -> bool:
@@ -84,18 +77,16 @@ def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
     if plan is not None:
         may_change = config.profile is not None or is_tuned(args, config)
         nodes = nodes_to_connect(args, config, plan, may_change)
-    check_can_rebalance(args, config, plan)
-    placements = choose_placement(args, config, plan)
     check_row_limit(args, config, plan)
     facts = run_facts(args, config, plan)
     check_features(facts)
-    line = f"{line}{wire_note(wire)}{notes_of_features(facts)}{placement_note(placements)}"
-    return RunChoice(args, config, plan, line, wire, nodes, placements)
+    line = f"{line}{wire_note(wire)}{notes_of_features(facts)}"
+    return RunChoice(args, config, plan, line, wire, nodes)
 
 
-def run_facts(args: argparse.Namespace, config: LancetConfig, plan: Plan | None) -> RunFacts:
+def run_facts(args: argparse.Namespace, config: LancetConfig, plan: Plan | None, is_dry_run: bool = False) -> RunFacts:
     """What features may ask of a run with this plan."""
-    return RunFacts(args, config, plan, plan is not None and is_tuned(args, config))
+    return RunFacts(args, config, plan, plan is not None and is_tuned(args, config), is_dry_run)
 
 
 def check_features(facts: RunFacts) -> None:
@@ -209,7 +200,6 @@ class OverlappedRun(Run):
             wire=choice.wire,
             nodes=choice.nodes,
             layout=layout if isinstance(layout, Nodes) else None,
-            prepared=None if choice.placements is None else partial(apply_placement, placements=choice.placements),
             max_expert_rows=config.max_received_rows if isinstance(config.max_received_rows, int) else None,
             documents=args.dataloader_inter_document_masking,
             features=self._features,
@@ -225,10 +215,6 @@ class OverlappedRun(Run):
             self._received_rows = ReceivedRows(args, config, self.setup, self.recorder, device, is_settled)
         if config.report_dir is not None and not profiles:
             self.traced = TracedSteps(self.setup, self.recorder, device, is_settled)
-        self._rebalancer: Rebalancer | None = None
-        if config.rebalance_interval is not None:
-            nodes = layout if isinstance(layout, Nodes) else None
-            self._rebalancer = Rebalancer(args, config.rebalance_interval, self.setup, self.recorder, is_settled, nodes)
         self._start_features()
 
     def enter(self, stack: ExitStack) -> None:
@@ -238,11 +224,6 @@ class OverlappedRun(Run):
         stack.enter_context(paired_schedules(lambda: self.setup.stages))
         if self._tuner is not None:
             stack.enter_context(checkpoint_patches.checkpoint_arguments(self._tuner.take_from_checkpoint))
-        if self._choice.placements is not None:
-            check = partial(check_reshardable, self._choice.args)
-            stack.enter_context(checkpoint_patches.arguments_before_loading(check))
-        if self._rebalancer is not None:
-            stack.enter_context(patches.optimizer_of_steps(self._rebalancer.take_optimizer))
         for feature in self._features:
             feature.enter(stack)
         stack.enter_context(patches.train_step_hooks(self._step_hooks()))
@@ -253,7 +234,7 @@ class OverlappedRun(Run):
         The tuner and the profile are outermost: they choose the step's plan before it begins, and read the others'
         records after it. The recorder is innermost: it times Megatron's step and none of the work around it.
         """
-        parts = self._tuner, self._profile, self._received_rows, self.traced, *self._features, self._rebalancer
+        parts = self._tuner, self._profile, self._received_rows, self.traced, *self._features
         choosing = [part.observe for part in parts if part is not None]
         return [*choosing, self.setup.check_step, self.recorder.observe]
 
