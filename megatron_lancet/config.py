@@ -47,13 +47,6 @@ class PairingChoice(StrEnum):
     """In none."""
 
 
-class RowLimitChoice(StrEnum):
-    """Source of the most rows that a rank may receive of a chunk, other than a number."""
-
-    AUTO = "auto"
-    """What fits into the memory that the first steps leave."""
-
-
 class CacheChoice(StrEnum):
     """Where measured profiles are kept, other than in a folder that the user names."""
 
@@ -61,21 +54,6 @@ class CacheChoice(StrEnum):
     """Profiles are not kept."""
     AUTO = "auto"
     """The user's cache folder."""
-
-
-def _row_limit(text: str) -> "int | RowLimitChoice":
-    """
-    Raises:
-        UsageError: the text is neither a word nor a number above 0.
-    """
-    if text in list(RowLimitChoice):
-        return RowLimitChoice(text)
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(
-            f"--lancet-max-received-rows expects auto, or a number of rows above 0, got {text}. Without the flag there "
-            "is no bound."
-        )
-    return int(text)
 
 
 def _tiles(text: str) -> int:
@@ -211,15 +189,6 @@ class LancetConfig(CheckedFlags):
         help="number format of hidden states in the all-to-alls of expert parallelism. exact (default): the type of "
         "the hidden states. fp8: 8 bits, with a scale for each 128, in forward dispatches, and bf16 in combines and "
         "gradients; it changes losses and gradients, and auto never chooses it.",
-    )
-    max_received_rows: int | RowLimitChoice | None = flag(
-        None,
-        read=_row_limit,
-        metavar="{auto,N}",
-        help="guard against running out of memory when a router prefers some experts: the experts of a rank work on at "
-        "most N rows of a chunk at a time (a row is a token and one of its experts). Where a rank would receive more, "
-        "all ranks send the chunk in several rounds; no token is dropped and no step repeated. auto: as many rows as "
-        "fit into the memory that the first steps under the plan leave. By default there is no bound.",
     )
     experts_apart: bool = flag(
         False,

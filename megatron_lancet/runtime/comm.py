@@ -115,6 +115,7 @@ class Comm:
         wire: Wire = Wire.EXACT,
         hops: Hops | None = None,
         layout: Nodes | None = None,
+        max_expert_rows: int | None = None,
     ) -> None:
         """
         Args:
@@ -124,6 +125,7 @@ class Comm:
             hops: connections of the messages of two hops; None if no plan of this model has any.
             layout: how the expert-parallel group lies on nodes, to count what leaves one; None for that of the hops, or
                 if it is unknown.
+            max_expert_rows: see the attribute.
         """
         self.transport = transport
         self.store = store
@@ -133,7 +135,7 @@ class Comm:
         self.pairing = Pairing(store, stats.on_cuda)
         self.keeps_one_order = False
         self.dispatch = Dispatch.PLAIN
-        self.max_expert_rows: int | None = None
+        self.max_expert_rows = max_expert_rows
         self.first_split: SplitChunk | None = None
         self.trace: Trace | None = None
         self.expert_rows: Callable[[int, list[list[int]]], None] | None = None
@@ -144,6 +146,10 @@ class Comm:
         self._layout = layout if layout is not None else self.nodes
         self._pending: deque[Exchange] = deque()
         self._launching = threading.Lock()
+
+    def limit_expert_rows(self, max_rows: int | None) -> None:
+        """Changes :attr:`max_expert_rows`. On all ranks, between two steps."""
+        self.max_expert_rows = max_rows
 
     def record_to(self, trace: Trace | None) -> None:
         """Records ops, waits, dWs and messages into ``trace`` from now on; None stops it. Call between steps."""

@@ -15,11 +15,11 @@ from torch.distributed import distributed_c10d
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import ActiveFeature
-from megatron_lancet.model.gpt import LanguageModel, check_tiles, overlap, set_plan
+from megatron_lancet.model.gpt import LanguageModel, overlap, set_plan
 from megatron_lancet.planning.plan_difference import plan_differences
 from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.comm import Comm
-from megatron_lancet.runtime.comm_stats import CommStats, SplitChunk
+from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.transport.hops import make_hops
 from megatron_lancet.runtime.transport.select import make_transport
@@ -52,7 +52,6 @@ class OverlapSetup:
         wire: Wire = Wire.EXACT,
         nodes: Nodes | None = None,
         layout: Nodes | None = None,
-        max_expert_rows: int | None = None,
         documents: bool = False,
         features: Sequence[ActiveFeature] = (),
         same_on_all_ranks: Mapping[str, object] | None = None,
@@ -65,7 +64,6 @@ class OverlapSetup:
             wire: number format of hidden states in messages.
             nodes: how expert-parallel groups lie on nodes; None if no plan of the run has two hops.
             layout: the same whatever the run's plans are, to count what leaves a node; None if it is unknown.
-            max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for no bound.
             documents: whether samples are made of documents, which do not attend to each other.
             features: those of the run, which change the prepared model; read when it is built.
             same_on_all_ranks: plain values by name that all ranks must have, beside the plan.
@@ -74,7 +72,6 @@ class OverlapSetup:
         self.wire = wire
         self.nodes = nodes
         self._layout = layout
-        self._max_expert_rows = max_expert_rows
         self._sdpa = sdpa
         self._documents = documents
         self._features = features
@@ -93,7 +90,7 @@ class OverlapSetup:
 
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Called on all ranks with the unwrapped pipeline stages of this one."""
-        check_same_plan(self.plan, self._same_on_all_ranks, self.wire, self.nodes, self._max_expert_rows)
+        check_same_plan(self.plan, self._same_on_all_ranks, self.wire, self.nodes)
         ep_group = parallel_state.get_expert_model_parallel_group()
         store = WeightGradStore.of(self.plan, self._stats) if self.delays_weight_grads else None
         counts_group = parallel_state.get_expert_tensor_and_model_parallel_group()
@@ -116,7 +113,6 @@ class OverlapSetup:
             layout=self._layout,
             **settings,
         )
-        self._comm.max_expert_rows = self._max_expert_rows
         for stage in stages:
             assert isinstance(stage, GPTModel | HybridModel)
             overlap(stage, self.plan, self._comm, self._sdpa, documents=self._documents)
@@ -138,7 +134,7 @@ class OverlapSetup:
         assert self._comm is not None, "the model is not built yet"
         assert self._comm.store is not None
         self._comm.store.assert_idle()
-        check_same_plan(plan, self._same_on_all_ranks, self.wire, self.nodes, self._max_expert_rows)
+        check_same_plan(plan, self._same_on_all_ranks, self.wire, self.nodes)
         for stage in self._stages:
             set_plan(stage, plan)
         ask_for_pairs(self._stages, plan.is_paired)
@@ -150,30 +146,6 @@ class OverlapSetup:
         if self._comm is not None and self._comm.store is not None:
             self._comm.store.assert_idle()
         return result
-
-    def limit_expert_rows(self, max_rows: int | None) -> None:
-        """Let a rank's experts work on at most so many rows of a chunk at a time. On all ranks, between two steps.
-
-        Args:
-            max_rows: None for any number.
-
-        Raises:
-            UsageError: the plan's rows go to other ranks in tiles, which have no bound.
-        """
-        assert self._comm is not None, "the model is not built yet"
-        for stage in self._stages:
-            check_tiles(self.plan, stage, max_rows)
-        self._comm.max_expert_rows = self._max_expert_rows = max_rows
-
-    @property
-    def max_expert_rows(self) -> int | None:
-        """Rows of a chunk that a rank's experts may work on at a time in the next step; None for any number."""
-        return self._max_expert_rows
-
-    @property
-    def first_split(self) -> SplitChunk | None:
-        """The first chunk that this rank's group has sent in several rounds; None if there was none."""
-        return None if self._comm is None else self._comm.first_split
 
     @property
     def stages(self) -> tuple[LanguageModel, ...]:
@@ -209,7 +181,6 @@ def check_same_plan(
     same: Mapping[str, object] | None = None,
     wire: Wire = Wire.EXACT,
     nodes: Nodes | None = None,
-    max_expert_rows: int | None = None,
 ) -> None:
     """Compare the plans of all ranks before the first collective that depends on them. Collective over all ranks.
 
@@ -218,22 +189,20 @@ def check_same_plan(
         same: further values by name that all ranks must have; None for no others.
         wire: number format of hidden states in messages.
         nodes: how expert-parallel groups lie on nodes; None without two hops.
-        max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for no bound.
 
     Raises:
         UsageError: some rank has another plan; names the fields that differ, their values and the ranks. Or ranks
             disagree about nodes, or their hosts contradict them.
     """
     own = plan.fingerprint() if plan is not None else "none"
-    all_ranks = from_all_ranks((f"{own} {same} {wire} {max_expert_rows}", nodes, socket.gethostname()))
+    all_ranks = from_all_ranks((f"{own} {same} {wire}", nodes, socket.gethostname()))
     _check_nodes([nodes_there for _, nodes_there, _ in all_ranks], [host for *_, host in all_ranks])
     if len({fingerprint for fingerprint, *_ in all_ranks}) == 1:
         return
     # JSON of everything that must be the same on all ranks, ``null`` for stock modules.
     record: dict[str, Any] | None = None
     if plan is not None:
-        limit = {} if max_expert_rows is None else {"max_received_rows": max_expert_rows}
-        record = {**json.loads(plan.to_json()), **(same or {}), "wire": wire, **limit}
+        record = {**json.loads(plan.to_json()), **(same or {}), "wire": wire}
     plans = from_all_ranks(json.dumps(record))
     raise UsageError(
         f"ranks disagree about the plan, and would wait for each other forever: {'; '.join(plan_differences(plans))}. "

@@ -13,7 +13,6 @@ from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.wire import Wire
-from megatron_lancet.training.load.received_rows import ReceivedRows, check_row_limit
 from megatron_lancet.training.megatron import checkpoint_patches, patches
 from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 from megatron_lancet.training.megatron.patches import StepHook
@@ -77,7 +76,6 @@ def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
     if plan is not None:
         may_change = config.profile is not None or is_tuned(args, config)
         nodes = nodes_to_connect(args, config, plan, may_change)
-    check_row_limit(args, config, plan)
     facts = run_facts(args, config, plan)
     check_features(facts)
     line = f"{line}{wire_note(wire)}{notes_of_features(facts)}"
@@ -187,7 +185,6 @@ class OverlappedRun(Run):
         self._maker: ProfilingPlanMaker | None = None
         self._tuner: AutoTune | None = None
         self.traced: TracedSteps | None = None
-        self._received_rows: ReceivedRows | None = None
         profiles = self.makes_profile = config.profile is not None
         layout = nodes_of(args, config)
         self.setup = OverlapSetup(
@@ -200,7 +197,6 @@ class OverlappedRun(Run):
             wire=choice.wire,
             nodes=choice.nodes,
             layout=layout if isinstance(layout, Nodes) else None,
-            max_expert_rows=config.max_received_rows if isinstance(config.max_received_rows, int) else None,
             documents=args.dataloader_inter_document_masking,
             features=self._features,
             same_on_all_ranks=config.same_on_all_ranks(),
@@ -211,8 +207,6 @@ class OverlappedRun(Run):
             self._maker = ProfilingPlanMaker(args, config, self.setup, device, controller.note)
             self._tuner = AutoTune(args, controller, self.setup, self.recorder, self._maker, plan, device)
         is_settled = self.is_settled = self._tuner.is_settled if self._tuner is not None else lambda: True
-        if config.max_received_rows is not None:
-            self._received_rows = ReceivedRows(args, config, self.setup, self.recorder, device, is_settled)
         if config.report_dir is not None and not profiles:
             self.traced = TracedSteps(self.setup, self.recorder, device, is_settled)
         self._start_features()
@@ -234,7 +228,7 @@ class OverlappedRun(Run):
         The tuner and the profile are outermost: they choose the step's plan before it begins, and read the others'
         records after it. The recorder is innermost: it times Megatron's step and none of the work around it.
         """
-        parts = self._tuner, self._profile, self._received_rows, self.traced, *self._features
+        parts = self._tuner, self._profile, self.traced, *self._features
         choosing = [part.observe for part in parts if part is not None]
         return [*choosing, self.setup.check_step, self.recorder.observe]
 

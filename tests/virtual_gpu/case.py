@@ -228,7 +228,9 @@ def _our_steps(case: Case, overrides: dict[str, Any], gpu: VirtualGpu, stack: Ex
     setup([model])
     if case.max_rows is not None:
         stack.enter_context(rounds_in_loopback())
-        setup.limit_expert_rows(case.max_rows)
+        from megatron_lancet.features.row_bound.feature import limit_rows
+
+        limit_rows(setup, case.max_rows)
     name_streams(setup._comm.transport)
     for kind, place in (HOPS if case.nodes is not None else {}).items():
         setup._comm.transport_of(Op(1, 0, Phase.FORWARD, kind))._stream.name = f"comm {place}"

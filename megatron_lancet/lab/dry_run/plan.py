@@ -8,7 +8,6 @@ from pathlib import Path
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.planning.search.search_space import TILES, Limits
 from megatron_lancet.schedule.plan import DwPolicy
-from megatron_lancet.training.load.received_rows import check_row_limit
 from megatron_lancet.training.plan.attention import uses_sdpa
 from megatron_lancet.training.plan.comm_sms import check_comm_sms
 from megatron_lancet.training.plan.dispatch import unknown_nodes_note
@@ -48,7 +47,6 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
         return DescribedPlan([f"from {config.plan}, which is not here: it is checked when the run starts"])
     plan, line = choose_plan(args, config)
     wire = choose_wire(args, config, plan)
-    check_row_limit(args, config, plan)
     facts = run_facts(args, config, plan, is_dry_run=True)
     check_features(facts)
     check_can_profile(args, config, plan)

@@ -158,7 +158,6 @@ class StepRecorder:
         tuning: dict[str, Any] | None = None,
         exposed: ExposedTable | None = None,
         wire: Wire = Wire.EXACT,
-        max_expert_rows: int | None = None,
     ) -> None:
         """Gather all ranks' figures and print the report on rank 0. Collective; all ranks ran the same steps.
 
@@ -168,7 +167,6 @@ class StepRecorder:
             tuning: how the plan was found, see :func:`~megatron_lancet.report.tuning.tuning_text`; None if given.
             exposed: exposed communication by layer and chunk, on rank 0; None if no step was traced.
             wire: number format of hidden states in messages.
-            max_expert_rows: rows of a chunk that a rank's experts may work on at a time; None for any number.
         """
         records = self.records
         if not records:
@@ -189,7 +187,6 @@ class StepRecorder:
             plan.dw_memory_bytes if plan is not None else None,
             exposed=exposed,
             first_step=self.num_done - len(records) + self._first + 1,
-            max_expert_rows=max_expert_rows,
         )
         if tuning is not None:
             report["tuning"] = tuning

@@ -355,7 +355,6 @@ def overlap_blockers(args: argparse.Namespace, config: LancetConfig, validated: 
     needs_plan = (
         config.comm_sms is not None
         or config.wire is not Wire.EXACT
-        or config.max_received_rows is not None
         or any(feature.needs_plan(config) for feature in config.features)
     )
     wants_overlap = config.explicit_plan_flags() or config.profile or needs_plan

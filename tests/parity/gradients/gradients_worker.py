@@ -298,7 +298,9 @@ def compare_plan(
 
     setup, stats = overlapping_model(our_model, plan, wire=wire, nodes=nodes)
     place(our_model, placed)
-    setup.limit_expert_rows(max_rows)
+    from megatron_lancet.features.row_bound.feature import limit_rows
+
+    limit_rows(setup, max_rows)
     shards = overrides.get("distributed_optimizer", False)
     ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, distributed_optimizer=shards)
     with ExitStack() as stack:
@@ -349,7 +351,9 @@ def kept_bytes(case: guarded.Guarded) -> dict[str, int]:
     for name, max_rows in (("limited", case.max_rows), ("unlimited", None)):
         model, config, precision = build(case.overrides)
         setup, stats = overlapping_model(model, case.plan)
-        setup.limit_expert_rows(max_rows)
+        from megatron_lancet.features.row_bound.feature import limit_rows
+
+        limit_rows(setup, max_rows)
         ddp = wrap_with_ddp(model, config, precision, setup.delays_weight_grads)
         saved: dict[int, tuple[StorageWeakRef, int]] = {}
 

@@ -114,7 +114,7 @@ def test_tiles_that_the_model_does_not_support_are_refused_and_change_nothing(on
     from megatron_lancet.model.gpt import set_plan
 
     model, _ = prepared(WHOLE)
-    model.decoder.comm.max_expert_rows = bound
+    model.decoder.comm.limit_expert_rows(bound)
     vars(model.config).update(settings)
     with pytest.raises(UsageError, match=r"in tiles, which this model can.t run: .* without tiles"):
         set_plan(model, fixed_plan(1, tiles=2))
@@ -123,6 +123,7 @@ def test_tiles_that_the_model_does_not_support_are_refused_and_change_nothing(on
 
 
 def test_weight_grads_of_tiles_are_gathered_where_none_is_deferred(one_rank):
+    from megatron_lancet.features.row_bound.feature import limit_rows
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     cpu = torch.device("cpu")
@@ -131,8 +132,8 @@ def test_weight_grads_of_tiles_are_gathered_where_none_is_deferred(one_rank):
     assert setup.delays_weight_grads
     setup([build()])
     with pytest.raises(UsageError, match="--lancet-max-received-rows"):
-        setup.limit_expert_rows(64)
-    assert setup.max_expert_rows is None
+        limit_rows(setup, 64)
+    assert setup.stages[0].decoder.comm.max_expert_rows is None
 
 
 def test_model_without_deferral_refuses_a_deferring_plan(one_rank):

@@ -78,23 +78,3 @@ def test_summary_text_says_how_the_plan_was_found():
         "    without overlap  150.0 ms a step, 40.0 ms of it exposed\n"
         "    when chosen      150.0 ms a step, 40.0 ms of it exposed\n"
     ) in text
-
-
-def report_of_received_rows(*comms: CommTimes, bound: int | None) -> str:
-    ranks = [
-        rank_medians([StepRecord(100.0, 64, comm) for comm in comms]),
-        rank_medians([StepRecord(1.0, 64, comms[0])]),
-    ]
-    return as_text(summarise(ranks, "plan", len(comms), max_expert_rows=bound))
-
-
-def test_chunks_in_rounds_are_told_with_steps_and_the_most_rows():
-    quiet = CommTimes(num_chunks=8, peak_expert_rows=120)
-    busy = CommTimes(num_chunks=8, peak_expert_rows=300, num_split_chunks=3, most_rounds=4)
-    assert (
-        "  received rows      at most 300 of a chunk on a rank at a time, 300 are allowed; 6 of 24 chunks, in 2 of 3 "
-        "steps, went in up to 4 rounds" in report_of_received_rows(quiet, busy, busy, bound=300)
-    )
-    text = report_of_received_rows(quiet, quiet, bound=300)
-    assert "at most 120 of a chunk on a rank at a time, 300 are allowed; no chunk had more" in text
-    assert "received rows" not in report_of_received_rows(quiet, bound=None)
