@@ -15,7 +15,6 @@ from megatron_lancet.feature import Feature
 from megatron_lancet.flags import CheckedFlags, flag, flags_of, word_or_path, words
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.schedule.units import mb_to_bytes
-from megatron_lancet.schedule.wire import Wire
 
 
 class PlanChoice(StrEnum):
@@ -181,14 +180,6 @@ class LancetConfig(CheckedFlags):
         unchecked="",
         help="streaming multiprocessors (SMs) of a GPU that an all-to-all of expert parallelism may take from the "
         "kernels beside it, at most; a power of two. By default NCCL chooses.",
-    )
-    wire: Wire = flag(
-        Wire.EXACT,
-        **words(Wire),
-        unchecked="",
-        help="number format of hidden states in the all-to-alls of expert parallelism. exact (default): the type of "
-        "the hidden states. fp8: 8 bits, with a scale for each 128, in forward dispatches, and bf16 in combines and "
-        "gradients; it changes losses and gradients, and auto never chooses it.",
     )
     experts_apart: bool = flag(
         False,

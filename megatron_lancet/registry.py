@@ -15,6 +15,7 @@ _FEATURES = (
     "megatron_lancet.features.bins.feature:BINS",
     "megatron_lancet.features.comm_priority.feature:COMM_PRIORITY",
     "megatron_lancet.features.row_bound.feature:ROW_BOUND",
+    "megatron_lancet.features.wire.feature:WIRE",
     "megatron_lancet.features.locality.feature:LOCALITY",
     "megatron_lancet.features.placement.feature:PLACEMENT",
     "megatron_lancet.lab.causes.feature:CAUSES",

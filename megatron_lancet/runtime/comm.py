@@ -34,7 +34,7 @@ from megatron_lancet.runtime.transport.hops import Hop, Hops
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.ops import FIRST_DISPATCHES, Op, Phase
-from megatron_lancet.schedule.plan import Dispatch
+from megatron_lancet.schedule.plan import Dispatch, Plan
 from megatron_lancet.schedule.ranges import name_ranks
 from megatron_lancet.schedule.wire import Wire
 
@@ -146,6 +146,10 @@ class Comm:
         self._layout = layout if layout is not None else self.nodes
         self._pending: deque[Exchange] = deque()
         self._launching = threading.Lock()
+
+    def named(self, plan: Plan) -> str:
+        """The text of a plan, with what changes results beside it."""
+        return f"{plan}{self.wire.in_name}"
 
     def limit_expert_rows(self, max_rows: int | None) -> None:
         """Changes :attr:`max_expert_rows`. On all ranks, between two steps."""

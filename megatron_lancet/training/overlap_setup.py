@@ -27,7 +27,6 @@ from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
 from megatron_lancet.schedule.ranges import name_ranks
-from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training.checkpoint.ep_resize import keep_experts_apart
 from megatron_lancet.training.megatron.paired_schedules import ask_for_pairs
 from megatron_lancet.training.platform.launcher import FLAG as NODES_FLAG
@@ -38,7 +37,6 @@ class OverlapSetup:
 
     Attributes:
         plan: the plan in use.
-        wire: number format of hidden states in messages.
     """
 
     def __init__(
@@ -49,7 +47,6 @@ class OverlapSetup:
         timeout: timedelta,
         sdpa: bool = False,
         switchable: bool = False,
-        wire: Wire = Wire.EXACT,
         nodes: Nodes | None = None,
         layout: Nodes | None = None,
         documents: bool = False,
@@ -61,15 +58,13 @@ class OverlapSetup:
             timeout: maximum wait for other ranks' messages.
             sdpa: use torch's fused attention kernel also where a plan doesn't need it.
             switchable: prepare the model for any other plan, see :meth:`switch`.
-            wire: number format of hidden states in messages.
-            nodes: how expert-parallel groups lie on nodes; None if no plan of the run has two hops.
+                nodes: how expert-parallel groups lie on nodes; None if no plan of the run has two hops.
             layout: the same whatever the run's plans are, to count what leaves a node; None if it is unknown.
             documents: whether samples are made of documents, which do not attend to each other.
             features: those of the run, which change the prepared model; read when it is built.
             same_on_all_ranks: plain values by name that all ranks must have, beside the plan.
         """
         self.plan = plan
-        self.wire = wire
         self.nodes = nodes
         self._layout = layout
         self._sdpa = sdpa
@@ -90,7 +85,7 @@ class OverlapSetup:
 
     def __call__(self, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Called on all ranks with the unwrapped pipeline stages of this one."""
-        check_same_plan(self.plan, self._same_on_all_ranks, self.wire, self.nodes)
+        check_same_plan(self.plan, self._same_on_all_ranks, self.nodes)
         ep_group = parallel_state.get_expert_model_parallel_group()
         store = WeightGradStore.of(self.plan, self._stats) if self.delays_weight_grads else None
         counts_group = parallel_state.get_expert_tensor_and_model_parallel_group()
@@ -108,7 +103,6 @@ class OverlapSetup:
             self._stats,
             own_rank=ep_group.rank(),
             peers=peers,
-            wire=self.wire,
             hops=hops,
             layout=self._layout,
             **settings,
@@ -134,7 +128,7 @@ class OverlapSetup:
         assert self._comm is not None, "the model is not built yet"
         assert self._comm.store is not None
         self._comm.store.assert_idle()
-        check_same_plan(plan, self._same_on_all_ranks, self.wire, self.nodes)
+        check_same_plan(plan, self._same_on_all_ranks, self.nodes)
         for stage in self._stages:
             set_plan(stage, plan)
         ask_for_pairs(self._stages, plan.is_paired)
@@ -179,7 +173,6 @@ class NoOverlap:
 def check_same_plan(
     plan: Plan | None,
     same: Mapping[str, object] | None = None,
-    wire: Wire = Wire.EXACT,
     nodes: Nodes | None = None,
 ) -> None:
     """Compare the plans of all ranks before the first collective that depends on them. Collective over all ranks.
@@ -187,7 +180,6 @@ def check_same_plan(
     Args:
         plan: this rank's plan; None for stock modules.
         same: further values by name that all ranks must have; None for no others.
-        wire: number format of hidden states in messages.
         nodes: how expert-parallel groups lie on nodes; None without two hops.
 
     Raises:
@@ -195,14 +187,14 @@ def check_same_plan(
             disagree about nodes, or their hosts contradict them.
     """
     own = plan.fingerprint() if plan is not None else "none"
-    all_ranks = from_all_ranks((f"{own} {same} {wire}", nodes, socket.gethostname()))
+    all_ranks = from_all_ranks((f"{own} {same}", nodes, socket.gethostname()))
     _check_nodes([nodes_there for _, nodes_there, _ in all_ranks], [host for *_, host in all_ranks])
     if len({fingerprint for fingerprint, *_ in all_ranks}) == 1:
         return
     # JSON of everything that must be the same on all ranks, ``null`` for stock modules.
     record: dict[str, Any] | None = None
     if plan is not None:
-        record = {**json.loads(plan.to_json()), **(same or {}), "wire": wire}
+        record = {**json.loads(plan.to_json()), **(same or {})}
     plans = from_all_ranks(json.dumps(record))
     raise UsageError(
         f"ranks disagree about the plan, and would wait for each other forever: {'; '.join(plan_differences(plans))}. "

@@ -12,7 +12,6 @@ from megatron_lancet.feature import ActiveFeature, RunFacts
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training.megatron import checkpoint_patches, patches
 from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 from megatron_lancet.training.megatron.patches import StepHook
@@ -25,7 +24,6 @@ from megatron_lancet.training.plan.attention import uses_sdpa
 from megatron_lancet.training.plan.dispatch import nodes_of, nodes_to_connect
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
 from megatron_lancet.training.plan.support import TRANSFORMER_ENGINE
-from megatron_lancet.training.plan.wire import choose_wire, wire_note
 from megatron_lancet.training.tuning.announcement import announced_plan
 from megatron_lancet.training.tuning.autotune import AutoTune
 from megatron_lancet.training.tuning.controller import TuningController, plan_without_overlap
@@ -41,7 +39,6 @@ class RunChoice:
         args: Megatron's validated arguments.
         plan: the fixed plan, or the fallback of a tuned run that is too short to find one; None for stock modules.
         line: the plan and its source, for the user.
-        wire: number format of hidden states in messages.
         nodes: those between which two hops are possible; None if no plan of the run can have them.
     """
 
@@ -49,7 +46,6 @@ class RunChoice:
     config: LancetConfig
     plan: Plan | None
     line: str
-    wire: Wire
     nodes: Nodes | None
 
     @property
@@ -71,15 +67,14 @@ def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
     """
     plan, line = choose_plan(args, config)
     line = announced_plan(args, config, plan, line)
-    wire = choose_wire(args, config, plan)
     nodes = None
     if plan is not None:
         may_change = config.profile is not None or is_tuned(args, config)
         nodes = nodes_to_connect(args, config, plan, may_change)
     facts = run_facts(args, config, plan)
     check_features(facts)
-    line = f"{line}{wire_note(wire)}{notes_of_features(facts)}"
-    return RunChoice(args, config, plan, line, wire, nodes)
+    line = f"{line}{notes_of_features(facts)}"
+    return RunChoice(args, config, plan, line, nodes)
 
 
 def run_facts(args: argparse.Namespace, config: LancetConfig, plan: Plan | None, is_dry_run: bool = False) -> RunFacts:
@@ -194,7 +189,6 @@ class OverlappedRun(Run):
             timedelta(minutes=args.distributed_timeout_minutes),
             sdpa=uses_sdpa(args, config),
             switchable=profiles or choice.is_tuned,
-            wire=choice.wire,
             nodes=choice.nodes,
             layout=layout if isinstance(layout, Nodes) else None,
             documents=args.dataloader_inter_document_masking,

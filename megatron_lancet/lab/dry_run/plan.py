@@ -13,7 +13,6 @@ from megatron_lancet.training.plan.comm_sms import check_comm_sms
 from megatron_lancet.training.plan.dispatch import unknown_nodes_note
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
-from megatron_lancet.training.plan.wire import choose_wire, wire_note
 from megatron_lancet.training.run import check_features, notes_of_features, run_facts
 from megatron_lancet.training.tuning.announcement import announced_plan, num_tuning_steps
 from megatron_lancet.training.tuning.profile_to_file import check_can_profile
@@ -46,7 +45,6 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
     if isinstance(config.plan, Path) and not config.plan.is_file():
         return DescribedPlan([f"from {config.plan}, which is not here: it is checked when the run starts"])
     plan, line = choose_plan(args, config)
-    wire = choose_wire(args, config, plan)
     facts = run_facts(args, config, plan, is_dry_run=True)
     check_features(facts)
     check_can_profile(args, config, plan)
@@ -63,7 +61,7 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
             pairing, lines = limits.pairing, [announced_plan(args, config, plan, line), *_tuning_lines(limits)]
             note = unknown_nodes_note(args, config)
             lines += [note] if note is not None else []
-    lines[0] += f"{wire_note(wire)}{notes_of_features(facts)}"
+    lines[0] += f"{notes_of_features(facts)}"
     lines += [line for feature in config.features for line in feature.missing_files(config)]
     if plan.dw_policy is not DwPolicy.NONE and plan.dw_memory_bytes is None:
         lines.append(

@@ -22,7 +22,6 @@ from megatron_lancet.report.summary import (
 )
 from megatron_lancet.runtime.comm_stats import CommStats, EventPair, OpenTimes
 from megatron_lancet.schedule.plan import Plan
-from megatron_lancet.schedule.wire import Wire
 from megatron_lancet.training.observe.scalars import write_scalars
 from megatron_lancet.training.process.console import say
 
@@ -155,18 +154,18 @@ class StepRecorder:
         self,
         plan: Plan | None,
         folder: Path | None,
+        name: str = "off",
         tuning: dict[str, Any] | None = None,
         exposed: ExposedTable | None = None,
-        wire: Wire = Wire.EXACT,
     ) -> None:
         """Gather all ranks' figures and print the report on rank 0. Collective; all ranks ran the same steps.
 
         Args:
             plan: plan of the last steps; None for stock modules.
             folder: folder for report.json; None writes no file.
+            name: text of the plan.
             tuning: how the plan was found, see :func:`~megatron_lancet.report.tuning.tuning_text`; None if given.
             exposed: exposed communication by layer and chunk, on rank 0; None if no step was traced.
-            wire: number format of hidden states in messages.
         """
         records = self.records
         if not records:
@@ -182,7 +181,7 @@ class StepRecorder:
             return
         report = summarise(
             [rank for rank in per_rank if rank is not None],
-            ("off" if plan is None else str(plan)) + ("" if wire is Wire.EXACT else f" wire={wire}"),
+            name,
             len(records) - self._first,
             plan.dw_memory_bytes if plan is not None else None,
             exposed=exposed,

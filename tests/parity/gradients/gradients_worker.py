@@ -181,14 +181,16 @@ def overlapping_stages(
     models, plan: Plan, switchable: bool = False, wire: Wire = Wire.EXACT, nodes: Nodes | None = None
 ):
     """As :func:`overlapping_model`, for the virtual pipeline stages of a rank."""
+    from megatron_lancet.features.wire.feature import ActiveWire
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     stats = CommStats(torch.device("cpu"))
     sdpa = models[0].config.context_parallel_size > 1
     before = set(distributed_c10d._world.pg_map)
+    narrow = [ActiveWire(wire)]
     setup = OverlapSetup(
-        plan, torch.device("cpu"), stats, timedelta(minutes=2), sdpa, switchable, wire=wire, nodes=nodes
+        plan, torch.device("cpu"), stats, timedelta(minutes=2), sdpa, switchable, nodes=nodes, features=narrow
     )
     setup(models)
     stats.groups = [group for group in distributed_c10d._world.pg_map if group not in before]

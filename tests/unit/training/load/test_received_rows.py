@@ -91,7 +91,7 @@ def test_the_flag_takes_a_word_or_a_number(text, value):
 @pytest.mark.parametrize("text", ["0", "-4", "1.5", "all"])
 def test_anything_else_is_refused(text):
     with pytest.raises(UsageError, match=rf"expects auto, or a number of rows above 0, got {text}"):
-        arguments.config_from_words([f"--lancet-max-received-rows={text}"])
+        arguments.config_from_words([f"--lancet-max-received-rows={text}"], features())
 
 
 def test_a_limit_asks_for_the_overlap(monkeypatch):
