@@ -5,14 +5,15 @@ parsed arguments; the dataclass refuses a value outside its range.
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import Feature
-from megatron_lancet.flags import CheckedFlags, flag, flags_of, word_or_path, words
+from megatron_lancet.flags import CheckedFlags, Flag, flag, flags_of, word_or_path, words
 from megatron_lancet.schedule.plan import ChunkDim, Dispatch, DwPolicy, OverlapRange
 from megatron_lancet.schedule.units import mb_to_bytes
 
@@ -171,16 +172,6 @@ class LancetConfig(CheckedFlags):
         help="memory (10^6 bytes) that deferred weight gradients may keep alive on a rank; when it is full the oldest "
         "run first. By default only the plan's window bounds it.",
     )
-    comm_sms: int | None = flag(
-        None,
-        parsed_as=int,
-        at_least=1,
-        metavar="N",
-        advice="Without the flag NCCL chooses.",
-        unchecked="",
-        help="streaming multiprocessors (SMs) of a GPU that an all-to-all of expert parallelism may take from the "
-        "kernels beside it, at most; a power of two. By default NCCL chooses.",
-    )
     experts_apart: bool = flag(
         False,
         parsed_as=bool,
@@ -214,6 +205,7 @@ class LancetConfig(CheckedFlags):
     )
     profile: Path | None = flag(
         None,
+        not_with_spec="; use tools/profile_model.py.",
         read=Path,
         metavar="FILE",
         unchecked="",
@@ -255,13 +247,19 @@ class LancetConfig(CheckedFlags):
 
     def same_on_all_ranks(self) -> dict[str, object]:
         """The values, by field, without which ranks would wait for each other forever if they differed."""
-        settings = (self, *self.settings.values())
-        return {
-            entry.name: getattr(one, entry.name)
-            for one in settings
-            for _, entry, its in flags_of(type(one))
-            if its.same_on_all_ranks
-        }
+        return {entry.name: value for _, entry, its, value in self.entries() if its.same_on_all_ranks}
+
+    def entries(self) -> "Iterator[tuple[str, Field[Any], Flag, Any]]":
+        """Yields name, field, flag and value of every flag, also of features."""
+        for one in (self, *self.settings.values()):
+            for name, entry, its in flags_of(type(one)):
+                yield name, entry, its, getattr(one, entry.name)
+
+    @property
+    def message_sms(self) -> int | None:
+        """Multiprocessors that a message may take, at most; None where nothing bounds them."""
+        bounds = (feature.message_sms(self) for feature in self.features)
+        return next((bound for bound in bounds if bound is not None), None)
 
     def unchecked_flags(self) -> dict[str, str]:
         """The flags that a check on a few CPU ranks leaves out, each with what the check does not cover for it."""

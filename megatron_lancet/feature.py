@@ -29,6 +29,7 @@ class RunFacts:
         args: Megatron's arguments, validated.
         plan: the fixed plan, or the fallback of a tuned run; None for stock modules.
         is_tuned: whether the run finds its plan while it trains.
+        device: device of this rank, a torch.device; None where it is not known, as in a dry run.
         is_dry_run: whether the run is only described, so that its files may be on another machine.
     """
 
@@ -36,6 +37,7 @@ class RunFacts:
     config: "LancetConfig"
     plan: "Plan | None"
     is_tuned: bool = False
+    device: Any = None
     is_dry_run: bool = False
 
 
@@ -176,6 +178,10 @@ class Feature:
             reduction: how they are reduced without the feature.
         """
         return reduction
+
+    def message_sms(self, config: "LancetConfig") -> int | None:
+        """Multiprocessors that a message may take, at most, for profiles and mocked links; None for no bound."""
+        return None
 
     def note(self, facts: RunFacts) -> str:
         """What the line on the plan says of the feature, from "; " on; empty for nothing."""

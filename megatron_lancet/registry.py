@@ -18,6 +18,7 @@ _FEATURES = (
     "megatron_lancet.features.wire.feature:WIRE",
     "megatron_lancet.features.locality.feature:LOCALITY",
     "megatron_lancet.features.placement.feature:PLACEMENT",
+    "megatron_lancet.features.comm_sms.feature:COMM_SMS",
     "megatron_lancet.lab.causes.feature:CAUSES",
     "megatron_lancet.lab.views.feature:VIEWS",
     "megatron_lancet.testkit.mock.run:MOCKED_WORLD",

@@ -36,31 +36,26 @@ class RunChoice:
     """How a run trains; the same on all ranks.
 
     Attributes:
-        args: Megatron's validated arguments.
-        plan: the fixed plan, or the fallback of a tuned run that is too short to find one; None for stock modules.
         line: the plan and its source, for the user.
         nodes: those between which two hops are possible; None if no plan of the run can have them.
     """
 
-    args: argparse.Namespace
-    config: LancetConfig
-    plan: Plan | None
+    facts: RunFacts
     line: str
     nodes: Nodes | None
 
     @property
-    def is_tuned(self) -> bool:
-        """Whether the run finds its plan while it trains."""
-        return self.facts.is_tuned
-
-    @property
-    def facts(self) -> RunFacts:
-        """What features may ask."""
-        return run_facts(self.args, self.config, self.plan)
+    def plan(self) -> Plan | None:
+        """The fixed plan, or the fallback of a tuned run that is too short to find one; None for stock modules."""
+        return self.facts.plan
 
 
-def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
+def choose_run(args: argparse.Namespace, config: LancetConfig, device: torch.device) -> RunChoice:
     """Choose the plan of a run.
+
+    Args:
+        args: Megatron's arguments, validated.
+        device: device of this rank.
 
     Raises:
         UsageError: the user asks for something that the run does not allow.
@@ -71,15 +66,21 @@ def choose_run(args: argparse.Namespace, config: LancetConfig) -> RunChoice:
     if plan is not None:
         may_change = config.profile is not None or is_tuned(args, config)
         nodes = nodes_to_connect(args, config, plan, may_change)
-    facts = run_facts(args, config, plan)
+    facts = facts_of_run(args, config, plan, device)
     check_features(facts)
-    line = f"{line}{notes_of_features(facts)}"
-    return RunChoice(args, config, plan, line, nodes)
+    return RunChoice(facts, f"{line}{notes_of_features(facts)}", nodes)
 
 
-def run_facts(args: argparse.Namespace, config: LancetConfig, plan: Plan | None, is_dry_run: bool = False) -> RunFacts:
-    """What features may ask of a run with this plan."""
-    return RunFacts(args, config, plan, plan is not None and is_tuned(args, config), is_dry_run)
+def facts_of_run(
+    args: argparse.Namespace, config: LancetConfig, plan: Plan | None, device: torch.device | None
+) -> RunFacts:
+    """What features may ask of a run with this plan.
+
+    Args:
+        device: device of this rank; None in a dry run.
+    """
+    tuned = plan is not None and is_tuned(args, config)
+    return RunFacts(args, config, plan, tuned, device, is_dry_run=device is None)
 
 
 def check_features(facts: RunFacts) -> None:
@@ -107,10 +108,10 @@ def enter_run(stack: ExitStack, choice: RunChoice, device: torch.device) -> "Sto
     Raises:
         UsageError: the user asks for something that the run does not allow.
     """
-    if choice.plan is not None and choice.args.transformer_impl == TRANSFORMER_ENGINE:
+    if choice.plan is not None and choice.facts.args.transformer_impl == TRANSFORMER_ENGINE:
         check_te_seams()
     stack.enter_context(patches.sequence_parallel_with_torch_norm())
-    stack.enter_context(patches.core_attention_without_te(uses_sdpa(choice.args, choice.config)))
+    stack.enter_context(patches.core_attention_without_te(uses_sdpa(choice.facts.args, choice.facts.config)))
     stack.enter_context(patches.resumable_distributed_optimizer())
     run = StockRun(choice, device) if choice.plan is None else OverlappedRun(choice, choice.plan, device)
     run.enter(stack)
@@ -121,17 +122,19 @@ class Run:
     """What both kinds of runs have.
 
     Attributes:
-        config: the settings of the run.
+        facts: what was known before the run.
+        config: its settings.
         device: device of this rank.
         stats: times and counts its all-to-alls.
         recorder: times the steps.
     """
 
     def __init__(self, choice: RunChoice, device: torch.device) -> None:
-        self.facts, self.config, self.device = choice.facts, choice.config, device
+        self.facts, self.config, self.device = choice.facts, choice.facts.config, device
+        num_kept = self.config.tune_steps
         self.stats = CommStats(device)
         self._features: list[ActiveFeature] = []
-        self.recorder = StepRecorder(choice.args, device, self.stats, choice.config.tune_steps, self._features)
+        self.recorder = StepRecorder(self.facts.args, device, self.stats, num_kept, self._features)
 
     def _start_features(self) -> None:
         """Lets features join the run, which must be complete otherwise."""
@@ -144,7 +147,7 @@ class StockRun(Run):
 
     def __init__(self, choice: RunChoice, device: torch.device) -> None:
         super().__init__(choice, device)
-        self.setup = NoOverlap(choice.config.experts_apart)
+        self.setup = NoOverlap(choice.facts.config.experts_apart)
         self._start_features()
 
     def enter(self, stack: ExitStack) -> None:
@@ -175,7 +178,7 @@ class OverlappedRun(Run):
 
     def __init__(self, choice: RunChoice, plan: Plan, device: torch.device) -> None:
         super().__init__(choice, device)
-        args, config = choice.args, choice.config
+        args, config = choice.facts.args, choice.facts.config
         self._choice = choice
         self._maker: ProfilingPlanMaker | None = None
         self._tuner: AutoTune | None = None
@@ -183,12 +186,12 @@ class OverlappedRun(Run):
         profiles = self.makes_profile = config.profile is not None
         layout = nodes_of(args, config)
         self.setup = OverlapSetup(
-            plan_without_overlap() if choice.is_tuned else plan,
+            plan_without_overlap() if choice.facts.is_tuned else plan,
             device,
             self.stats,
             timedelta(minutes=args.distributed_timeout_minutes),
             sdpa=uses_sdpa(args, config),
-            switchable=profiles or choice.is_tuned,
+            switchable=profiles or choice.facts.is_tuned,
             nodes=choice.nodes,
             layout=layout if isinstance(layout, Nodes) else None,
             documents=args.dataloader_inter_document_masking,
@@ -196,7 +199,7 @@ class OverlappedRun(Run):
             same_on_all_ranks=config.same_on_all_ranks(),
         )
         self._profile = ProfileToFile(args, config, self.setup, device) if profiles else None
-        if choice.is_tuned:
+        if choice.facts.is_tuned:
             controller = TuningController(config.tune_steps)
             self._maker = ProfilingPlanMaker(args, config, self.setup, device, controller.note)
             self._tuner = AutoTune(args, controller, self.setup, self.recorder, self._maker, plan, device)

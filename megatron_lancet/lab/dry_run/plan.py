@@ -9,11 +9,10 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.planning.search.search_space import TILES, Limits
 from megatron_lancet.schedule.plan import DwPolicy
 from megatron_lancet.training.plan.attention import uses_sdpa
-from megatron_lancet.training.plan.comm_sms import check_comm_sms
 from megatron_lancet.training.plan.dispatch import unknown_nodes_note
 from megatron_lancet.training.plan.limits import planning_limits
 from megatron_lancet.training.plan.select import choose_plan, is_tuned
-from megatron_lancet.training.run import check_features, notes_of_features, run_facts
+from megatron_lancet.training.run import check_features, facts_of_run, notes_of_features
 from megatron_lancet.training.tuning.announcement import announced_plan, num_tuning_steps
 from megatron_lancet.training.tuning.profile_to_file import check_can_profile
 
@@ -45,10 +44,9 @@ def describe_plan(args: argparse.Namespace, config: LancetConfig) -> DescribedPl
     if isinstance(config.plan, Path) and not config.plan.is_file():
         return DescribedPlan([f"from {config.plan}, which is not here: it is checked when the run starts"])
     plan, line = choose_plan(args, config)
-    facts = run_facts(args, config, plan, is_dry_run=True)
+    facts = facts_of_run(args, config, plan, device=None)
     check_features(facts)
     check_can_profile(args, config, plan)
-    check_comm_sms(args, config, plan, device=None)
     if plan is None:
         return DescribedPlan([line])
     lines, pairing = [line], tuple[bool, ...]((plan.is_paired,))

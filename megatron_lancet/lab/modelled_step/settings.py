@@ -9,7 +9,6 @@ from megatron.training.arguments import validate_args
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.flags import flags_of
 from megatron_lancet.lab.dry_run.cluster import on_the_cluster
 from megatron_lancet.lab.dry_run.layout import choose_world
 from megatron_lancet.registry import features
@@ -124,9 +123,8 @@ def _simplified(args: argparse.Namespace) -> Iterator[str]:
 def _refuse_unknown(args: argparse.Namespace, config: LancetConfig) -> None:
     reasons = {
         **{
-            flag: (getattr(flags, entry.name) != entry.default, its.unmodelled)
-            for flags in config.settings.values()
-            for flag, entry, its in flags_of(type(flags))
+            flag: (value != entry.default, its.unmodelled)
+            for flag, entry, its, value in config.entries()
             if its.unmodelled
         },
         "--hybrid-layer-pattern": (args.hybrid_layer_pattern, "its layers need Transformer Engine"),

@@ -351,7 +351,7 @@ def overlap_blockers(args: argparse.Namespace, config: LancetConfig, validated: 
     Args:
         validated: see :func:`unsupported`.
     """
-    needs_plan = config.comm_sms is not None or any(feature.needs_plan(config) for feature in config.features)
+    needs_plan = any(feature.needs_plan(config) for feature in config.features)
     wants_overlap = config.explicit_plan_flags() or config.profile or needs_plan
     if config.plan is not PlanChoice.AUTO or wants_overlap:
         return []
