@@ -146,7 +146,7 @@ def missing_wait() -> Iterator[None]:
     """
     import torch
 
-    from megatron_lancet.runtime.comm import Exchange
+    from megatron_lancet.runtime.exchange import Exchange
     from megatron_lancet.schedule.ops import OpKind, Phase
 
     def wait(stock: Any, self: Any) -> Any:

@@ -21,8 +21,7 @@ from megatron_lancet.runtime.collectives import from_all_ranks
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.peers import Peers
-from megatron_lancet.runtime.transport.hops import make_hops
-from megatron_lancet.runtime.transport.select import make_transport
+from megatron_lancet.runtime.transport.select import make_hops, make_transport
 from megatron_lancet.runtime.weight_grad_store import WeightGradStore
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.schedule.plan import Plan

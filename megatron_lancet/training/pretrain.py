@@ -25,13 +25,11 @@ def _main(status: RankStatus) -> None:
     check_versions()
     warnings.filterwarnings("ignore", message=_MISSING_OPTIONAL, category=UserWarning)
     # Imported only now, because this imports megatron, whose version has been checked.
-    from megatron_lancet.registry import features
+    from megatron_lancet.registry import command, features
     from megatron_lancet.training.platform.detect import platform
 
     if is_dry_run(sys.argv):
-        from megatron_lancet.lab.dry_run.run import run_dry
-
-        run_dry()
+        command("--lancet-dry-run")()
         return
     with platform() as found:
         say(f"Megatron-Lancet: {found.description}")

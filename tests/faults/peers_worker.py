@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.errors import PeerError
-from megatron_lancet.runtime.comm import Comm, RowSplits
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.peers import Peers
 from megatron_lancet.runtime.transport.gloo import PerSenderTransport
 from megatron_lancet.schedule.ops import Op, Phase

@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_lancet.runtime.all_to_all import AllToAll
-from megatron_lancet.runtime.comm import Comm, RowSplits
+from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.transport.nccl import StreamTransport
 from megatron_lancet.schedule.ops import Op, Phase
 from megatron_lancet.testkit.mock.link import Link

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gradient_error import relative_difference, relative_errors
-from megatron_lancet.model.dispatcher import rounds
-from megatron_lancet.model.dispatcher.row_limit import Counts, RowLimit
+from megatron_lancet.features.row_bound import rounds
+from megatron_lancet.features.row_bound.limit import Counts, RowLimit
 from megatron_lancet.patching import around, replaced
 from megatron_lancet.runtime.comm_stats import CommStats
 from megatron_lancet.runtime.trace import Trace

@@ -6,6 +6,7 @@ All ranks call everything here at the same steps, and decide by the load and the
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -123,11 +124,11 @@ class Rebalancer:
         if self._num_steps == 0:
             self._rows.take()
         comm = self._comm
-        comm.expert_rows = self._rows.add
+        comm.use(replace(comm.settings, expert_rows=self._rows.add))
         try:
             result = step()
         finally:
-            comm.expert_rows = None
+            comm.use(replace(comm.settings, expert_rows=None))
         self._num_steps += 1
         half = self._interval // 2
         if self._num_steps == half:

@@ -1,1 +1,1 @@
-"""A bound on the rows of a chunk that a rank's experts work on at a time."""
+"""A bound on the rows that the experts of a rank work on at a time."""

@@ -13,7 +13,7 @@ for the gradients and the copies of the one that is worked on. All ranks take th
 import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -25,7 +25,7 @@ from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
 from megatron_lancet.feature import ActiveFeature, Feature, PlanBlocker, PlanPart, RunFacts
 from megatron_lancet.flags import CheckedFlags, flag
-from megatron_lancet.model.gpt import check_tiles
+from megatron_lancet.model.gpt import check_plan
 from megatron_lancet.model.tiles.support import tiles_unsupported
 from megatron_lancet.report.summary import StepRecord
 from megatron_lancet.runtime.collectives import from_all_ranks
@@ -202,11 +202,12 @@ def limit_rows(setup: OverlapSetup, max_rows: int | None) -> None:
         max_rows: None for any number.
 
     Raises:
-        UsageError: the plan's rows go to other ranks in tiles, which have no bound.
+        UsageError: the plan does not work with a bound.
     """
     for stage in setup.stages:
-        check_tiles(setup.plan, stage, max_rows)
-    setup.stages[0].decoder.comm.limit_expert_rows(max_rows)
+        check_plan(setup.plan, stage, max_rows)
+    comm = setup.stages[0].decoder.comm
+    comm.use(replace(comm.settings, max_expert_rows=max_rows))
 
 
 class NoBound(ActiveFeature):
@@ -253,7 +254,7 @@ class ReceivedRows(NoBound):
 
     def summary(self) -> Mapping[str, Any]:
         """The bound of the last step."""
-        return {KEY: self._comm.max_expert_rows}
+        return {KEY: self._comm.settings.max_expert_rows}
 
     @property
     def _comm(self) -> Comm:
@@ -262,15 +263,15 @@ class ReceivedRows(NoBound):
     def observe(self, step: Callable[[], Any]) -> Any:
         """Run a training step; bound the next ones once enough of them have run under the plan."""
         result = step()
-        split = self._comm.first_split
+        split = self._comm.stats.first_split
         if split is not None and not self._is_told:
             self._is_told = True
             if dist.get_rank() == 0:
                 say(
                     f"Megatron-Lancet received rows: in step {self._args.curr_iteration + 1} {split.op} "
                     f"({split.op.in_words()}) would have brought {split.num_rows} rows to expert-parallel rank "
-                    f"{split.rank}, more than {self._comm.max_expert_rows}. It went in {split.num_rounds} rounds; so "
-                    "will others"
+                    f"{split.rank}, more than {self._comm.settings.max_expert_rows}. It went in {split.num_rounds} "
+                    "rounds; so will others"
                 )
         if not self._is_measured and self._is_settled() and self._recorder.num_steps >= NUM_TUNING_WARM_UP_STEPS:
             self._is_measured = True

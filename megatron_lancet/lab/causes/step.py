@@ -27,7 +27,7 @@ def link_kind(comm: Comm, device: torch.device) -> LinkKind:
     """How a model's messages are sent."""
     if device.type == "cuda":
         return LinkKind(sends_share_link=False)
-    return LinkKind(dispatches_apart=comm.transport.launches_in_callback and not comm.keeps_one_order)
+    return LinkKind(dispatches_apart=comm.transport.launches_in_callback and not comm.settings.keeps_one_order)
 
 
 def causes_of_group(ranks: Sequence[TracedRank], kind: LinkKind, ranks_per_node: int | None = None) -> StepCauses:

@@ -23,9 +23,24 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.chunking import Chunk
-from megatron_lancet.model.documents.balance import balancing_loss
-from megatron_lancet.model.documents.lengths import Documents
-from megatron_lancet.model.routing.placement import Places
+from megatron_lancet.model.samples import Documents
+
+
+class Places(Protocol):
+    """Which expert each place of a layer holds; the places of a rank are neighbours, in rank order.
+
+    Attributes:
+        experts: the logical expert of each place.
+        local_experts: the logical expert of each place of this rank.
+    """
+
+    @property
+    def experts(self) -> Sequence[int]: ...
+    @property
+    def local_experts(self) -> Sequence[int]: ...
+
+    def routed(self, probs_tE: torch.Tensor, routing_map_tE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Probabilities and routing map of experts, [t, E] each, by place."""
 
 
 class _ContiguousGrad(torch.autograd.Function):
@@ -198,7 +213,7 @@ class ChunkedTopKRouter(TopKRouter):
                 "--moe-router-load-balancing-type seq_aux_loss of documents does not work with a padding_mask: the "
                 "loss counts all tokens of each document. Drop the mask, or pass aux_loss."
             )
-        loss = balancing_loss(scores_for_aux_loss, routing_map, self._documents, self.config, self.tp_cp_group, coeff)
+        loss = self._documents.balancing_loss(scores_for_aux_loss, routing_map, self.config, self.tp_cp_group, coeff)
         return self.attach_and_log_load_balancing_loss(
             probs, coeff, loss, "seq_load_balancing_loss", self.tp_cp_group, valid_token_count=len(scores_for_aux_loss)
         )

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron_lancet.patching import around, replaced
-from megatron_lancet.runtime.lane import ForwardLane
+from megatron_lancet.runtime.progress.lane import ForwardLane
 from megatron_lancet.runtime.weight_grad_store import DeferredWeight, WeightGradStore
 from megatron_lancet.testkit.virtual_gpu.autograd import LeafStreams, leaf_streams
 from megatron_lancet.testkit.virtual_gpu.device import VirtualGpu, virtual_gpu

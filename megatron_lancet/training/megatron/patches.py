@@ -26,10 +26,10 @@ from megatron.training import training
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.model.attention.sdpa import SdpaAttention
-from megatron_lancet.model.mtp import shifted_in_documents
 from megatron_lancet.model.recompute import make_checkpoint
 from megatron_lancet.patching import around
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.training.batches.shifted_tokens import shifted_in_documents
 from megatron_lancet.training.megatron.norm import sequence_parallel_norm
 
 EXPERT_GROUPS = ("ep", "tp_ep_mp")

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.lab.modelled_step import command
+from megatron_lancet.lab.modelled_step.arguments import add_arguments, check_arguments
 from megatron_lancet.lab.modelled_step.recording import record
 from megatron_lancet.lab.modelled_step.settings import modelled_run
 from megatron_lancet.testkit.virtual_gpu.log import CollectiveBegins, Kernel
@@ -29,8 +30,10 @@ def modelled(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["virtual_gpu.py"])
         monkeypatch.setenv("WORLD_SIZE", "8")
         parser = argparse.ArgumentParser(allow_abbrev=False)
-        command.add_arguments(parser)
-        return command.modelled(*parser.parse_known_args([*DEVICE, *MODEL, *flags]))
+        add_arguments(parser)
+        own, others = parser.parse_known_args([*DEVICE, *MODEL, *flags])
+        check_arguments(own)
+        return command.modelled(own, others)
 
     return run
 

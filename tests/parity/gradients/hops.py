@@ -133,7 +133,7 @@ SWITCHED: dict[str, Plan] = {
 
 def rows_in_the_order_of_arrival(stack: ExitStack) -> None:
     """Negative control: experts get the rows of ways one after the other, and not in stock's order."""
-    from megatron_lancet.model.dispatcher import two_hop
+    from megatron_lancet.features.two_hop import dispatcher as two_hop
 
     def by_dims(sizes: Any, dims: Any, num_rows: int) -> Any:
         return SimpleNamespace(index_m=torch.arange(num_rows))

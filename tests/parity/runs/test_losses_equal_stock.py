@@ -168,7 +168,7 @@ def test_losses_of_multi_token_prediction_equal_stock(token_data, tmp_path, repe
     both += ["--position-embedding-type", "rope"]
     expected = pretrain(token_data, [*both, "--lancet-plan", "off"], tmp_path / "stock", train_iters=5)
     ours = pretrain(token_data, [*both, "--lancet-num-chunks", "2"], tmp_path / "ours", train_iters=5)
-    assert "megatron_lancet.model.mtp" in ours.model_modules
+    assert "megatron_lancet.features.mtp.model" in ours.model_modules
     for name in (*COMPARED, "mtp_1 loss", "mtp_2 loss"):
         assert ours.series(name) == pytest.approx(expected.series(name), rel=TOLERANCE["fp32"]["lm loss"]), name
 

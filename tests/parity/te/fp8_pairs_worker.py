@@ -54,7 +54,7 @@ def main() -> None:
     """Compares one and two chunks of the recipes that the command line names, and counts the backwards' waits."""
     from megatron.core import parallel_state
 
-    from megatron_lancet.runtime.pairing import Pairing
+    from megatron_lancet.runtime.progress.pairing import Pairing
     from megatron_lancet.training.megatron.paired_schedules import paired_schedules
 
     dist.init_process_group("gloo")

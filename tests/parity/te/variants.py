@@ -85,7 +85,7 @@ HAZARDS: dict[str, tuple[dict[str, Any], Plan]] = {
         ),
     ),
 }
-"""Plans in which a module's own habits would give wrong gradients, see ``model/te/linear.py``; and planned gaps."""
+"""Plans in which a module's own habits would give wrong gradients, see ``features/te/linear.py``; and planned gaps."""
 
 GUARDED: dict[str, tuple[dict[str, Any], Plan]] = {
     "guarded/fused/k=2": (FUSED, fixed_plan(2)),

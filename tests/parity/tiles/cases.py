@@ -110,22 +110,22 @@ SWITCHED: dict[str, Plan] = {
 
 def rows_of_the_last_part_lost(stack: ExitStack) -> None:
     """Negative control: a dW lacks the rows of a part."""
-    from megatron_lancet.model.tiles import weight_grads
+    from megatron_lancet.features.tiles import weight_grads
 
     stack.enter_context(around(weight_grads, "pieces_of", lambda stock, rows_oS: stock(rows_oS[:-1])))
 
 
 def rows_come_back_to_others(stack: ExitStack) -> None:
     """Negative control: what comes back is joined one row off."""
-    from megatron_lancet.model.tiles.chunk import ChunkInParts
+    from megatron_lancet.features.tiles.chunk import ChunkInParts
 
     stack.enter_context(around(ChunkInParts, "joined", lambda stock, parts: torch.roll(stock(parts), 1, 0)))
 
 
 def rows_by_part(stack: ExitStack) -> None:
     """Negative control: a dW's rows are in the order in which parts come, and not in that of their sources."""
-    from megatron_lancet.model.tiles import weight_grads
-    from megatron_lancet.model.tiles.weight_grads import Piece
+    from megatron_lancet.features.tiles import weight_grads
+    from megatron_lancet.features.tiles.weight_grads import Piece
 
     def pieces_of(rows_oS):
         return [Piece(part, 0, sum(of_part)) for part, of_part in enumerate(rows_oS) if sum(of_part)]

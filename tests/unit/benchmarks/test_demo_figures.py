@@ -99,9 +99,7 @@ def of_demo(comparison: Comparison, **changes: Any) -> dict[str, Any]:
 
 def test_claim_has_the_measured_figures_and_what_they_hold_for(comparison):
     summary = of_demo(comparison)
-    figures = (
-        "ours is 2.00 times as fast (quartiles 1.73 to 2.67) and waits for 10 % of its step; losses agree to 8e-7."
-    )
+    figures = "ours is 2.00x faster (quartiles 1.73 to 2.67) and waits for 10 % of its step; losses agree to 8e-7."
     assert claim(summary) == f"On a link set so that stock waits for 45 % of its step (40 % in this run), {figures}"
     assert conditions(summary) == (
         "Both run the same attention kernel (Megatron's unfused core attention), reduce gradients over the link of the "
@@ -189,9 +187,7 @@ def test_picture_says_what_it_shows(comparison):
     assert stock.get_title("left") == "stock Megatron: this step 10 ms (median 200 ms), 20% of it waiting"
     assert ours.get_title("left").startswith("Megatron-Lancet: this step 10 ms (median 100 ms)")
     assert "paced" in ours.get_xlabel()
-    assert figure.get_suptitle() == (
-        "Stock waited 40 % of its step, ours 10 %: 2.00 times as fast (quartiles 1.73 to 2.67)"
-    )
+    assert figure.get_suptitle() == ("Stock waited 40 % of its step, ours 10 %: 2.00x faster (quartiles 1.73 to 2.67)")
 
 
 class Below:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from megatron_lancet.errors import UsageError
 from megatron_lancet.runtime.all_to_all import AllToAll
-from megatron_lancet.runtime.comm import Comm, RowSplits
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.group import GroupTransport
 from megatron_lancet.runtime.transport.select import make_transport

@@ -1,5 +1,6 @@
 """What a plan decides in a model, put in place and taken back between steps."""
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -114,7 +115,8 @@ def test_tiles_that_the_model_does_not_support_are_refused_and_change_nothing(on
     from megatron_lancet.model.gpt import set_plan
 
     model, _ = prepared(WHOLE)
-    model.decoder.comm.limit_expert_rows(bound)
+    comm = model.decoder.comm
+    comm.use(replace(comm.settings, max_expert_rows=bound))
     vars(model.config).update(settings)
     with pytest.raises(UsageError, match=r"in tiles, which this model can.t run: .* without tiles"):
         set_plan(model, fixed_plan(1, tiles=2))
@@ -133,7 +135,7 @@ def test_weight_grads_of_tiles_are_gathered_where_none_is_deferred(one_rank):
     setup([build()])
     with pytest.raises(UsageError, match="--lancet-max-received-rows"):
         limit_rows(setup, 64)
-    assert setup.stages[0].decoder.comm.max_expert_rows is None
+    assert setup.stages[0].decoder.comm.settings.max_expert_rows is None
 
 
 def test_model_without_deferral_refuses_a_deferring_plan(one_rank):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_lancet.runtime.all_to_all import AllToAll
-from megatron_lancet.runtime.comm import Comm, RowSplits
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.schedule.ops import Op, Phase
 from tests.fakes import Loopback, cpu_stats

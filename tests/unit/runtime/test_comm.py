@@ -7,8 +7,9 @@ import torch
 
 from megatron_lancet.runtime import comm_stats
 from megatron_lancet.runtime.all_to_all import AllToAll
-from megatron_lancet.runtime.comm import Comm, CountsExchange, RowSplits
+from megatron_lancet.runtime.comm import Comm, CommSettings
 from megatron_lancet.runtime.comm_stats import CommStats
+from megatron_lancet.runtime.exchange import CountsExchange, RowSplits
 from megatron_lancet.runtime.transport.base import ReadyEvent
 from megatron_lancet.runtime.transport.hops import Hop, Hops
 from megatron_lancet.runtime.transport.local import LocalTransport
@@ -267,7 +268,7 @@ class HopsRun:
         self.log = between.log = inside.log = whole.log
         by_kind = dict.fromkeys(BETWEEN_NODES, Hop(between, 0)) | dict.fromkeys(INSIDE_NODE, Hop(inside, 0))
         self.comm = Comm(whole, None, cpu_stats(), own_rank=0, hops=Hops(Nodes(2, 2), by_kind))
-        self.comm.keeps_one_order = keeps_one_order
+        self.comm.use(CommSettings(keeps_one_order=keeps_one_order))
         self.counts: list[LoopbackCounts] = []
         self.exchanges = []
         for chunk in range(num_chunks):

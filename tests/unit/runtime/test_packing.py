@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_lancet.runtime.all_to_all import AllToAll
-from megatron_lancet.runtime.comm import Comm, RowSplits
+from megatron_lancet.runtime.comm import Comm
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.packing import RowLayout, from_fp8, to_fp8
 from megatron_lancet.schedule.ops import Op, OpKind, Phase
 from megatron_lancet.schedule.wire import FP8_GROUP, RowFormat, Wire

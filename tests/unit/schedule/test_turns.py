@@ -305,11 +305,13 @@ def test_verbs_of_the_same_op_are_different_keys():
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_every_verb_of_a_layer_has_one_function_and_no_other_has(layer):
+    from megatron_lancet.features.mtp import model as mtp
+    from megatron_lancet.features.tiles import ops as tiles
+    from megatron_lancet.features.two_hop import ops as two_hop
     from megatron_lancet.model import moe_layer as experts
     from megatron_lancet.model import transformer_layer
-    from megatron_lancet.model.tiles import ops as tiles
 
-    functions = {**transformer_layer.FORWARD, **experts.FORWARD, **tiles.FORWARD}
-    assert {verb.of_all_rows for verb in layer} <= set(functions)
-    assert set(functions) == {verb.of_all_rows for verbs in LAYERS.values() for verb in verbs}
-    assert not set(transformer_layer.FORWARD) & set(experts.FORWARD)
+    functions = {*transformer_layer.OPS, *mtp.OPS, *experts.OPS, *tiles.OPS, *two_hop.OPS}
+    assert {verb.of_all_rows for verb in layer} <= functions
+    assert functions == {verb.of_all_rows for verbs in LAYERS.values() for verb in verbs}
+    assert not {*transformer_layer.OPS, *mtp.OPS} & {*experts.OPS, *tiles.OPS, *two_hop.OPS}

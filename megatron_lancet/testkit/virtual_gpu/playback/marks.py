@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_lancet.runtime.trace import Message, Trace
+from megatron_lancet.runtime.recorder import Message
+from megatron_lancet.runtime.trace import Trace
 from megatron_lancet.schedule.nodes import Nodes
 from megatron_lancet.testkit.virtual_gpu.device import VirtualGpu
 from megatron_lancet.testkit.virtual_gpu.log import Mark

@@ -106,7 +106,7 @@ def test_files_and_commands_are_named_with_what_they_say_of_the_code(commit):
     commit("2026-01-01", made_up("45", {"all-k2": 1.6}))
     commit("2026-01-02", made_up("20", {"all-k2": 1.1}), commit="0123456789", is_dirty=True, command="the command")
     lines = quoted.speed().splitlines()
-    where = "../benchmarks/results"
+    where = "results"
     assert lines[-2:] == [
         f"- [network-2026-01-01.json]({where}/network-2026-01-01.json), 2026-01-01, commit not recorded: "
         "`python -m benchmarks.network`",

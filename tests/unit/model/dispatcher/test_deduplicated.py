@@ -12,8 +12,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megatron_lancet.features.dedup.dispatcher import DeduplicatedDispatcher
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
-from megatron_lancet.model.dispatcher.deduplicated import DeduplicatedDispatcher
 from tests.draws import examples
 from tests.unit.model.dispatcher.simulated_ranks import HIDDEN, Comm, Inputs, Seen, group_of, inputs_of
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megatron_lancet.model.dispatcher.routes import DistinctRoutes, Routes
-from megatron_lancet.runtime.comm import RowSplits
+from megatron_lancet.model.dispatcher.distinct_rows import DistinctRoutes
+from megatron_lancet.model.dispatcher.routes import Routes
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.runtime.transport.base import TokenCounts
 
 

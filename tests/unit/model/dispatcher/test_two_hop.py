@@ -15,12 +15,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_lancet.model.dispatcher import two_hop
+from megatron_lancet.features.two_hop import dispatcher as two_hop
+from megatron_lancet.features.two_hop.dispatcher import TwoHopDispatcher
+from megatron_lancet.features.two_hop.routes import TwoHopRoutes
 from megatron_lancet.model.dispatcher.all_to_all import AllToAllDispatcher
-from megatron_lancet.model.dispatcher.routes import TwoHopRoutes
 from megatron_lancet.model.dispatcher.row_order import RowOrder
-from megatron_lancet.model.dispatcher.two_hop import TwoHopDispatcher
-from megatron_lancet.runtime.comm import RowSplits
+from megatron_lancet.runtime.exchange import RowSplits
 from megatron_lancet.schedule.nodes import Nodes
 from tests.draws import examples
 from tests.unit.model.dispatcher.simulated_ranks import HIDDEN, Comm, Inputs, Seen, group_of, inputs_of

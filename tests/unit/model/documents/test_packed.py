@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.documents.packed import PackedMicroBatch, rotary_at
+from megatron_lancet.features.documents.packed import PackedMicroBatch
 from tests.parity.documents.samples import params_of
 
 ONE_RANK = SimpleNamespace(context_parallel_size=1, sequence_parallel=False, tensor_model_parallel_size=1)
@@ -51,7 +51,7 @@ def test_rotary_embedding_of_each_position():
     assert rotary[:, :, 0, 0].equal(packed.positions.float())
     assert packed.rotary(None) is None
     with pytest.raises(UsageError, match="a document of 6 tokens, and its max_seqlen_q is 5"):
-        rotary_at(embedding[:5], packed.positions, packed.documents)
+        packed.documents.rotary_at(embedding[:5], packed.positions)
 
 
 ENDS = torch.tensor([0, 2, 3, 6, 12], dtype=torch.int32)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.documents.lengths import Documents
 from megatron_lancet.model.attention.flops import tokens_per_pair
 from megatron_lancet.model.chunking import split_hidden
-from megatron_lancet.model.documents.lengths import Documents
 from megatron_lancet.runtime.comm import Comm
 from megatron_lancet.schedule.documents.cost import DocumentCost
 from megatron_lancet.schedule.plan import ChunkDim, DwPolicy, OverlapRange, Segment, fixed_plan
@@ -31,8 +31,8 @@ def test_all_attentions_take_documents_and_cuts_know_their_cost(one_rank):
     model = prepared(mtp_num_layers=1)
     layers = [*model.decoder.layers, model.mtp.layers[0].mtp_model_layer]
     assert {type(layer.self_attention.core_attention).__name__ for layer in layers} == {"SdpaAttention"}
-    assert model.decoder.document_cost == DocumentCost(tokens_per_pair(model.config, VOCAB))
-    assert model.mtp.layers[0].document_cost == model.decoder.document_cost
+    assert model.decoder.documents.cost == DocumentCost(tokens_per_pair(model.config, VOCAB))
+    assert model.mtp.layers[0].documents == model.decoder.documents
 
 
 def test_rotary_embeddings_of_documents_are_not_fused(one_rank):

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron_lancet.errors import UsageError
+from megatron_lancet.features.documents.lengths import Documents
+from megatron_lancet.features.documents.packed import PackedMicroBatch
 from megatron_lancet.features.locality.loss import RankLocality
 from megatron_lancet.model.adopt import adopt
 from megatron_lancet.model.chunking import Chunk, make_chunks, split_hidden
-from megatron_lancet.model.documents.lengths import Documents
-from megatron_lancet.model.documents.packed import PackedMicroBatch
 from megatron_lancet.model.routing.padding import padding_of
 from megatron_lancet.model.routing.router import ChunkedTopKRouter
 from megatron_lancet.schedule.plan import ChunkDim, Segment

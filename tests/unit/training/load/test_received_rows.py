@@ -18,6 +18,7 @@ from megatron_lancet.features.row_bound.feature import (
 )
 from megatron_lancet.registry import features
 from megatron_lancet.report.summary import StepRecord, rank_medians, summarise
+from megatron_lancet.runtime.comm import CommSettings
 from megatron_lancet.runtime.comm_stats import CommTimes, SplitChunk
 from megatron_lancet.schedule.ops import Op
 from megatron_lancet.schedule.plan import fixed_plan, paired
@@ -139,7 +140,7 @@ class Run:
         self.said: list[str] = []
         self.limits: list[int | None] = []
         self.is_settled = True
-        self.comm = SimpleNamespace(first_split=None, max_expert_rows=None)
+        self.comm = SimpleNamespace(stats=SimpleNamespace(first_split=None), settings=CommSettings())
         self.setup = SimpleNamespace(plan=plan, stages=[SimpleNamespace(decoder=SimpleNamespace(comm=self.comm))])
         monkeypatch.setattr(row_bound, "limit_rows", lambda _, limit: self.limits.append(limit))
         self.recorder = SimpleNamespace(num_steps=0, records=[record(4, 400)] * 5)
@@ -195,8 +196,8 @@ def test_the_first_split_chunk_is_told_once(monkeypatch):
     run = Run(monkeypatch, 300, others_bound=1)
     run.step()
     assert run.said == []
-    run.comm.max_expert_rows = 300
-    run.comm.first_split = SplitChunk(Op.parse("L2.c1.F.dispatch"), num_rounds=3, num_rows=700, rank=1)
+    run.comm.settings = CommSettings(max_expert_rows=300)
+    run.comm.stats.first_split = SplitChunk(Op.parse("L2.c1.F.dispatch"), num_rounds=3, num_rows=700, rank=1)
     for _ in range(5):
         run.step()
     assert run.limits == []
