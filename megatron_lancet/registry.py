@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 _FEATURES: tuple[str, ...] = (
     "megatron_lancet.features.bins.feature:BINS",
+    "megatron_lancet.features.comm_priority.feature:COMM_PRIORITY",
+    "megatron_lancet.features.row_bound.feature:ROW_BOUND",
+    "megatron_lancet.features.wire.feature:WIRE",
     "megatron_lancet.features.locality.feature:LOCALITY",
+    "megatron_lancet.features.placement.feature:PLACEMENT",
+    "megatron_lancet.features.comm_sms.feature:COMM_SMS",
     "megatron_lancet.lab.causes.feature:CAUSES",
     "megatron_lancet.lab.views.feature:VIEWS",
     "megatron_lancet.testkit.mock.run:MOCKED_WORLD",

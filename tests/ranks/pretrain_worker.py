@@ -20,8 +20,8 @@ from tests import te_cpu
 
 
 def swapping(stack: ExitStack, what: str) -> None:
+    from megatron_lancet.features.placement import rebalance
     from megatron_lancet.planning.load.rebalance import Rebalance
-    from megatron_lancet.training.load import rebalance
 
     found = Rebalance({1: ((0, 3), (1, 2)), 2: ((1, 3),)})
     stack.enter_context(around(rebalance, "decide", lambda stock, *args: found))

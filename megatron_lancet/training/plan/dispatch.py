@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from megatron_lancet.config import LancetConfig
 from megatron_lancet.errors import UsageError
-from megatron_lancet.model.tiles.support import Unsupported, tiles_unsupported
+from megatron_lancet.feature import PlanBlocker, PlanPart
+from megatron_lancet.model.tiles.support import tiles_unsupported
 from megatron_lancet.planning.dispatch import is_evident, why_not_dedup, why_not_two_hop
 from megatron_lancet.planning.search.search_space import Exclusion
 from megatron_lancet.schedule.nodes import Nodes, nodes_of_group
@@ -123,19 +124,21 @@ def dispatch_of_fixed_plan(args: argparse.Namespace, config: LancetConfig) -> tu
     return Dispatch.PLAIN, [f"dispatch is plain, because {dispatch_blocker(args, config, Dispatch.DEDUP)}"]
 
 
-def tiles_blockers(args: argparse.Namespace, config: LancetConfig) -> Iterator[Unsupported]:
+def tiles_blockers(args: argparse.Namespace, config: LancetConfig) -> Iterator[PlanBlocker]:
     """Yields why the rows of a run can't go to other ranks in tiles.
 
     Args:
         args: Megatron's arguments, validated or not.
     """
     if args.expert_model_parallel_size <= 1:
-        yield Unsupported("there is one expert-parallel rank, so nothing is sent", "raise --expert-model-parallel-size")
+        yield PlanBlocker("there is one expert-parallel rank, so nothing is sent", "raise --expert-model-parallel-size")
     if config.dispatch is Dispatch.TWO_HOP:
-        yield Unsupported(f"the messages of {FLAG} {Dispatch.TWO_HOP} have no tiles", f"drop {FLAG}")
-    found = tiles_unsupported(bool(args.fp8 or args.fp4), config.max_received_rows is not None)
+        yield PlanBlocker(f"the messages of {FLAG} {Dispatch.TWO_HOP} have no tiles", f"drop {FLAG}")
+    found = tiles_unsupported(is_quantized=bool(args.fp8 or args.fp4), has_row_bound=False)
     if found is not None:
-        yield found
+        yield PlanBlocker(found.reason, found.advice)
+    for feature in config.features:
+        yield from feature.plan_blockers(PlanPart.TILES, args, config)
 
 
 def allowed_tiles(args: argparse.Namespace, config: LancetConfig) -> tuple[tuple[int, ...] | None, list[Exclusion]]:

@@ -129,7 +129,7 @@ DEFAULTS: dict[str, Default] = {
     "use_te_activation_func": Default(
         {},
         reason="the overlap refuses it",
-        test="tests/unit/training/plan/test_select.py::test_unsupported_settings_are_refused",
+        test="tests/unit/training/plan/test_select.py::test_unsupported_settings_keep_stock_with_a_reason",
     ),
     "attention_backend": Default({"attention_backend": "fused"}, _cases("attention-backend", "attention-backend/mla")),
     "moe_permute_fusion": Default(
@@ -147,7 +147,7 @@ DEFAULTS: dict[str, Default] = {
     "tp_comm_overlap": Default(
         {},
         reason="its buffers need CUDA's shared memory between devices, and the overlap refuses it",
-        test="tests/unit/training/plan/test_select.py::test_unsupported_settings_are_refused",
+        test="tests/unit/training/plan/test_select.py::test_unsupported_settings_keep_stock_with_a_reason",
     ),
     "distributed_backend": Default(
         {},

@@ -181,14 +181,16 @@ def overlapping_stages(
     models, plan: Plan, switchable: bool = False, wire: Wire = Wire.EXACT, nodes: Nodes | None = None
 ):
     """As :func:`overlapping_model`, for the virtual pipeline stages of a rank."""
+    from megatron_lancet.features.wire.feature import ActiveWire
     from megatron_lancet.runtime.comm_stats import CommStats
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     stats = CommStats(torch.device("cpu"))
     sdpa = models[0].config.context_parallel_size > 1
     before = set(distributed_c10d._world.pg_map)
+    narrow = [ActiveWire(wire)]
     setup = OverlapSetup(
-        plan, torch.device("cpu"), stats, timedelta(minutes=2), sdpa, switchable, wire=wire, nodes=nodes
+        plan, torch.device("cpu"), stats, timedelta(minutes=2), sdpa, switchable, nodes=nodes, features=narrow
     )
     setup(models)
     stats.groups = [group for group in distributed_c10d._world.pg_map if group not in before]
@@ -298,7 +300,9 @@ def compare_plan(
 
     setup, stats = overlapping_model(our_model, plan, wire=wire, nodes=nodes)
     place(our_model, placed)
-    setup.limit_expert_rows(max_rows)
+    from megatron_lancet.features.row_bound.feature import limit_rows
+
+    limit_rows(setup, max_rows)
     shards = overrides.get("distributed_optimizer", False)
     ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, distributed_optimizer=shards)
     with ExitStack() as stack:
@@ -349,7 +353,9 @@ def kept_bytes(case: guarded.Guarded) -> dict[str, int]:
     for name, max_rows in (("limited", case.max_rows), ("unlimited", None)):
         model, config, precision = build(case.overrides)
         setup, stats = overlapping_model(model, case.plan)
-        setup.limit_expert_rows(max_rows)
+        from megatron_lancet.features.row_bound.feature import limit_rows
+
+        limit_rows(setup, max_rows)
         ddp = wrap_with_ddp(model, config, precision, setup.delays_weight_grads)
         saved: dict[int, tuple[StorageWeakRef, int]] = {}
 

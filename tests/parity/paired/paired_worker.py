@@ -119,7 +119,9 @@ def compare(case: Case, disturb: Callable[[ExitStack, Any], None] | None = None)
     our_model, config, precision = build(overrides)
     our_model.load_state_dict(copy.deepcopy(stock.weights))
     setup, stats = overlapping_model(our_model, plan, nodes=nodes)
-    setup.limit_expert_rows(max_rows)
+    from megatron_lancet.features.row_bound.feature import limit_rows
+
+    limit_rows(setup, max_rows)
     shards = overrides.get("distributed_optimizer", False)
     ours = wrap_with_ddp(our_model, config, precision, setup.delays_weight_grads, distributed_optimizer=shards)
     with ExitStack() as stack:

@@ -103,7 +103,7 @@ def log_collectives(stack: ExitStack) -> list[str]:
 
 def run(stack: ExitStack, case: str, weights: dict[str, Any], plan: Plan | None, micro_ops: MicroOps | None):
     """Losses and gradients of each step, what was started in the last one, and its counters."""
-    from megatron_lancet.training.megatron.grad_reduction import reductions_in_micro_ops
+    from megatron_lancet.features.comm_priority.feature import ActivePriority
     from megatron_lancet.training.overlap_setup import OverlapSetup
 
     overrides, settings, _ = CASES[case]
@@ -112,11 +112,12 @@ def run(stack: ExitStack, case: str, weights: dict[str, Any], plan: Plan | None,
     stats = cpu_stats()
     before = set(distributed_c10d._world.pg_map)
     setup = None
+    priority = [] if micro_ops is None else [ActivePriority(micro_ops, stats)]
     if plan is not None:
-        setup = OverlapSetup(plan, torch.device("cpu"), stats, timedelta(minutes=2), micro_ops=micro_ops)
+        setup = OverlapSetup(plan, torch.device("cpu"), stats, timedelta(minutes=2), features=priority)
         setup([model])
-        if setup.scheduler is not None:
-            stack.enter_context(reductions_in_micro_ops(setup.scheduler))
+        for feature in priority:
+            feature.enter(stack)
     stats.groups = [group for group in distributed_c10d._world.pg_map if group not in before]
     ddp = wrap_with_ddp(model, config, precision, setup is not None and setup.delays_weight_grads, settings)
     log = log_collectives(stack)
@@ -125,6 +126,8 @@ def run(stack: ExitStack, case: str, weights: dict[str, Any], plan: Plan | None,
         log.clear()
         stats.take()
         losses = step(ddp) if setup is None else setup.check_step(lambda: step(ddp))
+        for feature in priority:
+            feature.observe(lambda: None)
         results.append((losses, reduced(ddp)))
     times = stats.take()
     close(stats)
