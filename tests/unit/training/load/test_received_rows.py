@@ -76,7 +76,7 @@ def test_a_limit_that_a_run_can_not_follow_is_refused(limit, changes, plan, mess
 def test_runs_without_the_flag_and_those_that_can_follow_it_pass():
     check_row_limit(args_of(expert_model_parallel_size=1), LancetConfig(), None)
     for limit in (1, RowLimitChoice.AUTO):
-        check_row_limit(args_of(), config_with(RowBoundFlags(limit), PLAN))
+        check_row_limit(args_of(), config_with(RowBoundFlags(limit)), PLAN)
 
 
 def read(text):
